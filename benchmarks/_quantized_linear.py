@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from _quantized_mlp import QuantizedMLP, quantize_mlp
 from _timing import Spread, Timing, interleave, times_faster
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,7 +19,6 @@ from torch.nn import functional as F
 from cordillera.numerics.quantization.engines import Int8Engine
 from cordillera.numerics.quantization.integer_linear import UINT8, LinearWeight, integer_product, requantize
 from cordillera.numerics.quantization.quantized_linear import QuantizedLinear
-from cordillera.numerics.quantization.quantized_mlp import QuantizedMLP, quantize_mlp
 from cordillera.numerics.quantization.quantizers import AffineParameters, choose_affine
 
 # Rows, outputs, inputs: first those of the dossier's table, then extracts of FBGEMM's own benchmark.

@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from _timing import interleave, times_faster
-from torch import Tensor
-
-from cordillera.numerics.quantization.accumulate16 import (
+from _accumulate16 import (
     BITS,
     LARGEST_DENSITY,
     accumulate16,
@@ -17,6 +14,9 @@ from cordillera.numerics.quantization.accumulate16 import (
     never_saturates,
     split_outliers,
 )
+from _timing import interleave, times_faster
+from torch import Tensor
+
 from cordillera.numerics.quantization.integer_linear import integer_product, quantize_weight
 from cordillera.numerics.quantization.rows import dequantize_rows, quantize_rows, row_bytes
 

@@ -45,9 +45,8 @@ def _llama(quick: bool) -> Callable[[int], object]:
 
 def _int8(quick: bool) -> Callable[[int], object]:
     import torch
+    from _quantized_mlp import quantize_mlp
     from torch import nn
-
-    from cordillera.numerics.quantization.quantized_mlp import quantize_mlp
 
     sizes, rows = (512, 1024, 1024, 512, 1), 64 if quick else 256
     layers = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]

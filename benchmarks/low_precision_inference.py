@@ -28,7 +28,7 @@ from cordillera.data.ranking.features import RankingBatch
 from cordillera.data.ranking.loader import Loader
 from cordillera.embeddings.row_formats import ROW_FORMATS
 from cordillera.jagged import JaggedBatch
-from cordillera.numerics.drift import DriftCheck, DriftReference
+from cordillera.numerics.inference.drift import DriftCheck, DriftReference
 from cordillera.recipe import load
 from cordillera.run import Run
 from cordillera.serving.ranking import quantized_model

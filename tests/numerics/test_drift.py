@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.drift import Alarm, DriftCheck, DriftReference, _probabilities
+from cordillera.numerics.inference.drift import Alarm, DriftCheck, DriftReference, _probabilities
 
 NAMES = ["normal", "lognormal", "exponential", "student", "half zero", "whole", "constant"]
 CONTINUOUS = 4

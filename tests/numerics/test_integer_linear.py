@@ -21,7 +21,6 @@ from cordillera.numerics.quantization.integer_linear import (
     UINT8,
     LinearWeight,
     dequantize_product,
-    integer_bias,
     integer_product,
     make_weight,
     quantize_weight,
@@ -148,22 +147,6 @@ def test_where_products_saturate_torchs_kernels_are_taken_for_seven_bits_only(mo
         assert isinstance(make_engine(weight, **wide), ReferenceEngine)
         with pytest.raises(NumericsError, match="may saturate"):
             make_engine(weight, "torch", **wide)
-
-
-@settings(max_examples=30, deadline=None)
-@given(seed=seeds, scale=st.floats(1e-3, 10))
-def test_the_bias_in_whole_units_is_within_half_a_unit(seed: int, scale: float) -> None:
-    weight = _weight(seed, 20, 16, True)
-    units = integer_bias(weight, scale).double() * weight.scale.double() * scale
-    assert weight.bias is not None
-    assert bool(((units - weight.bias.double()).abs() <= weight.scale.double() * scale * 0.5000001).all())
-    assert not bool(integer_bias(_weight(seed, 20, 16, True, bias=False), scale).any())
-
-
-def test_a_bias_beyond_int32_is_refused() -> None:
-    weight = make_weight(torch.ones(2, 3, dtype=torch.int8), torch.full((2,), 1e-6), None, torch.tensor([0.0, 1e6]))
-    with pytest.raises(NumericsError, match=r"output 1 .* beyond int32"):
-        integer_bias(weight, 1e-3)
 
 
 def test_one_scale_an_output_is_finer_than_one_for_all() -> None:

@@ -14,8 +14,8 @@ from cordillera.numerics.quantization.quantizers import quantize
 from cordillera.numerics.quantization.range_estimators import (
     ESTIMATORS,
     RunningHistogram,
+    _Moments,
     estimate,
-    expected_error,
     minmax,
 )
 
@@ -70,7 +70,7 @@ def test_the_least_error_is_no_larger_than_that_of_the_plain_range(seed: int, na
     histogram, levels = _histogram(_values(seed)), format.highest - format.lowest
     ranges = [minmax(histogram, levels), ESTIMATORS[f"l{norm}"](histogram, levels, False)]
     low, high = torch.tensor(ranges, dtype=torch.float64).unbind(1)
-    plain, least = expected_error(histogram, low, high, levels, norm).tolist()
+    plain, least = _Moments(histogram).error(low, high, levels, norm).tolist()
     assert least <= plain * (1 + 1e-9)
 
 
@@ -87,7 +87,7 @@ def test_the_error_in_closed_form_is_that_of_a_sample(seed: int, levels: int, cl
     ends = torch.tensor([low], dtype=torch.float64), torch.tensor([high], dtype=torch.float64)
     for norm in (1, 2):
         sampled = float(((points - rounded).abs() ** norm).mean(1) @ counts.double())
-        found = float(expected_error(histogram, *ends, levels, norm))
+        found = float(_Moments(histogram).error(*ends, levels, norm))
         assert found == pytest.approx(sampled, rel=1e-2)
 
 

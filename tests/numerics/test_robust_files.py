@@ -22,11 +22,9 @@ from cordillera.numerics.dispatch.plan import KernelChoice, PrecisionPlan, machi
 from cordillera.numerics.dispatch.probe import Probe, ProbeConfig, Probed
 from cordillera.numerics.dispatch.row_statistics import RowStatistics
 from cordillera.numerics.dispatch.weight_statistics import WeightStatistics
-from cordillera.numerics.drift import DriftCheck, DriftReference
-from cordillera.numerics.quantization.quantized_files import load_quantized, save_quantized
-from cordillera.numerics.quantization.quantized_linear import QuantizedLinear
+from cordillera.numerics.inference.drift import DriftCheck, DriftReference
+from cordillera.numerics.inference.selection import Change, Part, select
 from cordillera.numerics.quantization.range_estimators import RunningHistogram
-from cordillera.numerics.selection import Change, Part, select
 from cordillera.serving.ranking import quantized_model
 from tests.fuzzing import flips, survives
 
@@ -53,7 +51,6 @@ def _plan() -> PrecisionPlan:
 
 KINDS = {
     "statistics": Kind(_probe, Probed),
-    "layer": Kind(lambda path: save_quantized(QuantizedLinear.from_linear(nn.Linear(8, 4)), path), load_quantized),
     "plan": Kind(lambda path: _plan().save(path), PrecisionPlan.load),
 }
 
@@ -125,7 +122,7 @@ def test_a_write_that_fails_leaves_what_was_there_and_nothing_beside_it(
 
 def test_a_write_into_no_folder_is_an_error_for_people(tmp_path: Path) -> None:
     with pytest.raises(CordilleraError, match="none"):
-        save_quantized(QuantizedLinear.from_linear(nn.Linear(8, 4)), tmp_path / "none" / "file")
+        _probe(tmp_path / "none" / "file")
 
 
 NONSENSE = (None, [], {}, "x", "NaN", -1, 0, 1e300, [1], {"a": 1}, [None], [[]], True)
@@ -178,13 +175,11 @@ def test_plans_of_any_json_are_refused_or_hold_what_a_plan_may(tmp_path: Path) -
         PrecisionPlan.load(path)
 
 
-@pytest.mark.parametrize("kind", ["cordillera probe 1", "cordillera quantized linear 1"])
-def test_files_of_any_content_under_a_right_digest_are_refused(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    read = Probed if "probe" in kind else load_quantized
-    (_probe if "probe" in kind else KINDS["layer"].write)(path)
+def test_files_of_any_content_under_a_right_digest_are_refused(tmp_path: Path) -> None:
+    path, kind = tmp_path / "file", "cordillera probe 1"
+    _probe(path)
     tensors, content = tensor_files.read_tensors(path, kind, "")
-    read(path)
+    Probed(path)
     count = 0
     for value in NONSENSE[::3]:
         for spoilt in _spoilt(content, value):
@@ -192,7 +187,7 @@ def test_files_of_any_content_under_a_right_digest_are_refused(kind: str, tmp_pa
                 continue
             tensor_files.write_tensors(path, kind, tensors, spoilt)
             try:
-                read(path)
+                Probed(path)
             except NumericsError:
                 count += 1
     assert count > 40
@@ -201,7 +196,7 @@ def test_files_of_any_content_under_a_right_digest_are_refused(kind: str, tmp_pa
         for tensor in (None, tensors[name].reshape(-1)[:0], torch.full((3,), math.nan)):
             tensor_files.write_tensors(path, kind, others if tensor is None else {**others, name: tensor}, content)
             with pytest.raises(NumericsError):
-                read(path)
+                Probed(path)
 
 
 def _reference() -> DriftReference:

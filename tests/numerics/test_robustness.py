@@ -19,12 +19,9 @@ from cordillera.numerics.dispatch.row_statistics import RowStatistics, Tier
 from cordillera.numerics.dispatch.stored_linear import StoredLinear
 from cordillera.numerics.dispatch.weight_statistics import WeightStatistics
 from cordillera.numerics.formats.formats import INTEGERS
-from cordillera.numerics.quantization.accumulate16 import choose_accumulation
 from cordillera.numerics.quantization.integer_linear import quantize_weight
 from cordillera.numerics.quantization.quantized_linear import LinearConfig, QuantizedLinear
-from cordillera.numerics.quantization.quantized_mlp import quantize_mlp
 from cordillera.numerics.quantization.quantizers import AffineParameters, Granularity, choose_symmetric, quantize
-from cordillera.numerics.quantization.weight_only import WeightOnlyLinear
 
 INT8 = INTEGERS["int8"]
 IN_EIGHT_BITS = LinearConfig(float_below=0)
@@ -90,35 +87,9 @@ def test_ranges_that_cannot_be_are_refused_with_the_tensor_and_the_place() -> No
         quantize(torch.randn(3, 4), INT8, Granularity.row, parameters=scales, name="weight")
 
 
-@pytest.mark.parametrize("batches", [[], [torch.zeros(0, 512, dtype=torch.uint8)]])
-def test_nothing_saturates_on_nothing_and_that_is_no_evidence(batches: list[torch.Tensor]) -> None:
-    with pytest.raises(NumericsError, match="nothing to look for saturations in"):
-        choose_accumulation(quantize_weight(torch.randn(4, 512), None), batches)
-
-
 def test_a_bias_that_float32_cannot_hold_is_refused() -> None:
     with pytest.raises(NumericsError, match=r"bias: element \(1,\) is inf"):
         quantize_weight(torch.randn(2, 2), torch.tensor([0.0, 1e300], dtype=torch.float64))
-
-
-@pytest.mark.parametrize("shape", [(1, 40), (1, 80), (2, 3, 64), (64,)])
-def test_codes_of_a_chain_take_its_own_width_only(shape: tuple[int, ...]) -> None:
-    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8))
-    chain = quantize_mlp(model, [torch.rand(50, 64)], config=IN_EIGHT_BITS, quantize_output=True)
-    assert chain.codes(torch.rand(3, 64)).shape == (3, 8)
-    with pytest.raises(NumericsError, match=r"expected float32 \[M, 64\]"):
-        chain.codes(torch.rand(shape))
-    with pytest.raises(NumericsError, match="float64"):
-        chain.codes(torch.rand(1, 64, dtype=torch.float64))
-
-
-def test_a_scale_of_a_chain_s_output_that_cannot_be_is_refused_when_it_is_loaded() -> None:
-    model = nn.Sequential(nn.Linear(16, 8))
-    chain = quantize_mlp(model, [torch.rand(50, 16)], config=IN_EIGHT_BITS, quantize_output=True)
-    for scale in (math.nan, math.inf, 0.0, -1.0):
-        state = {**chain.state_dict(), "output_scale": torch.tensor(scale)}
-        with pytest.raises(NumericsError, match="output: scale"):
-            chain.load_state_dict(state)
 
 
 def _dispatched(linear: nn.Linear, kernel: str) -> nn.Module:
@@ -136,9 +107,6 @@ def _quantized(linear: nn.Linear) -> nn.Module:
 LAYERS: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "quantized": _quantized,
     "quantized, in float32 for few rows": QuantizedLinear.from_linear,
-    "16 bits alone": lambda linear: WeightOnlyLinear.from_linear(linear, 16),
-    "8 bits alone": lambda linear: WeightOnlyLinear.from_linear(linear, 8),
-    "4 bits alone": lambda linear: WeightOnlyLinear.from_linear(linear, 4),
     **{
         f"stored: {kernel}": lambda linear, kernel=kernel: StoredLinear.of(linear, kernel, torch.randn(200, 64))
         for kernel in CANDIDATES
@@ -154,7 +122,7 @@ def test_the_layout_of_memory_changes_nothing(name: str) -> None:
     x = torch.randn(6, 64)
     # Whole numbers do not depend on the order of sums, which torch chooses by layout for the others.
     whole = "dynamic" in name or "static" in name or name == "quantized"
-    near = (1e-2, 1e-2) if "bf16" in name or "weights" in name or "alone" in name else (1e-5, 1e-6)
+    near = (1e-2, 1e-2) if "bf16" in name or "weights" in name else (1e-5, 1e-6)
     rtol, atol = (0.0, 0.0) if whole else near
     same = partial(torch.testing.assert_close, rtol=rtol, atol=atol)
     exact = layer(x)
@@ -171,7 +139,7 @@ def test_no_rows_give_no_rows_and_a_wrong_width_is_refused(name: str) -> None:
     assert layer(torch.zeros(0, 64)).shape == (0, 32)
     assert layer(torch.zeros(0, 5, 64)).shape == (0, 5, 32)
     for width in (32, 63, 128):
-        with pytest.raises(NumericsError, match=r"inputs for (float32 )?64"):
+        with pytest.raises(NumericsError, match="inputs for 64"):
             layer(torch.zeros(2, width))
 
 
@@ -186,8 +154,7 @@ def test_a_model_that_is_cast_keeps_its_codes_and_scales(name: str) -> None:
         assert torch.equal(cast(copy.deepcopy(layer))(x), exact)
         again = LAYERS[name](nn.Linear(64, 32))
         again.load_state_dict(cast(copy.deepcopy(layer)).state_dict())
-        if not isinstance(layer, WeightOnlyLinear):  # whose packed weight is no state
-            assert torch.equal(again(x), exact)
+        assert torch.equal(again(x), exact)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -16,7 +16,7 @@ from cordillera.numerics.emulation.emulation import EmulatedProducts, EmulationC
 from cordillera.numerics.emulation.scaling import LossScale, round_scaled, scale_of
 from cordillera.numerics.emulation.weight_storage import WeightStorage
 from cordillera.numerics.formats.formats import FORMATS, Format
-from cordillera.numerics.formats.mx import decode_blocks, encode_blocks
+from cordillera.numerics.formats.mx import round_to_blocks
 from cordillera.numerics.formats.rounding import decode, encode, round_to
 
 
@@ -26,9 +26,9 @@ def normal(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:
 
 
 def values(x: Tensor, format: Format, scale: str) -> Tensor:
-    """What rows of a left operand stand for, in float64, by codes."""
+    """What rows of a left operand stand for, in float64, by codes or rounded blocks."""
     if scale == "block":
-        return decode_blocks(*encode_blocks(x, format), format).double()
+        return round_to_blocks(x, format).double()
     largest = x.abs().amax(-1, keepdim=True) if scale == "row" else x.abs().max()
     by = (largest.double() / format.max).float()
     by = torch.where(by == 0, 1.0, by)

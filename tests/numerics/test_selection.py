@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.selection import Change, Part, Selection, select, sweep_evaluations
+from cordillera.numerics.inference.selection import Change, Part, Selection, select, sweep_evaluations
 
 OPTIONS = ("int4", "int8", "fp32")
 HARM = {"int4": 1.0, "int8": 0.1, "fp32": 0.0}

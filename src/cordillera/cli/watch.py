@@ -12,7 +12,7 @@ from rich.text import Text
 from cordillera.errors import printable
 
 if TYPE_CHECKING:
-    from cordillera.numerics.drift import Alarm
+    from cordillera.numerics.inference.drift import Alarm
 
 
 def watch(

@@ -1,8 +1,7 @@
 """Compilation of kernels by Numba: at their first call, without the interpreter's lock, without torch.
 
-Compiled code is cached on disk where a folder is writable. Numba considers it up to date as long as the file of the
-function itself is unchanged; here the files from which that file imports kernels count as well, because their functions
-are compiled into it.
+Compiled code is cached on disk where a folder is writable. Numba considers it up to date as long as the function's own
+file is unchanged; here the files from which that file imports kernels count too, as they are compiled into it.
 """
 
 from __future__ import annotations
@@ -19,11 +18,7 @@ from cordillera.kernels.compiled_files import digest_of_imports
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compile at first call, with IEEE's rules for division, without the interpreter's lock.
-
-    Args:
-        options: Further options of ``numba.njit``.
-    """
+    """Compile at first call, with IEEE's rules for division and without the interpreter's lock."""
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         settings = {"error_model": "numpy", "nogil": True, **options}

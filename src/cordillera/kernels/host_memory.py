@@ -1,8 +1,8 @@
 """Reuse of freed host memory by later training steps.
 
-Each step allocates and frees the same large tensors. The GNU C library returns such blocks to the system when they
-are freed, and the next step pays for getting them again: the system clears every page at its first touch, which in
-small models takes longer than the arithmetic.
+Each step allocates and frees the same large tensors. The GNU C library returns such blocks to the system when they are
+freed, and the next step pays for getting them again: the system clears every page at its first touch, which in small
+models takes longer than the arithmetic.
 """
 
 from __future__ import annotations
@@ -21,14 +21,11 @@ _TUNABLES = "GLIBC_TUNABLES"
 
 
 def keep_freed_memory() -> str | None:
-    """Let this process keep freed blocks of up to 32 MiB instead of returning them to the system.
+    """Let this process keep freed blocks of up to 32 MiB; return None, or the reason why the setting was not made.
 
     The setting holds for the whole process and cannot be undone. Peak memory does not change; memory that was needed
     once stays with the process (up to 2 GiB of it free at a time). Nothing is changed where the environment already
     sets the library's thresholds (``MALLOC_TRIM_THRESHOLD_`` and its kin, ``GLIBC_TUNABLES`` for malloc).
-
-    Returns:
-        None if the setting was made, otherwise the reason why not.
     """
     for name in _VARIABLES:
         if os.environ.get(name):

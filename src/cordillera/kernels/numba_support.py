@@ -115,10 +115,7 @@ def threads_for(values: int) -> int:
 
 @contextmanager
 def pool(threads: int) -> Iterator[None]:
-    """Hold Numba's threads.
-
-    Starting them sets OpenMP's default, which torch reads as its own setting; that setting is restored.
-    """
+    """Hold Numba's threads; torch's number of threads, which starting them changes, is restored."""
     before = torch.get_num_threads()
     with _lock:
         numba.set_num_threads(threads)
@@ -137,10 +134,7 @@ def _touch(values: Any) -> None:
 
 @lru_cache(maxsize=1)
 def started() -> threading.Lock:
-    """Start Numba's threads, once, and return the lock that a kernel holds while it sets their number itself.
-
-    :func:`pool` does the same for other kernels; it takes some microseconds.
-    """
+    """Start Numba's threads, once, and return the lock that a kernel holds while it sets their number itself."""
     with pool(1):
         _touch(np.zeros(2, np.int64))
     return _lock

@@ -3,8 +3,8 @@
 A training step divides its work among threads several hundred times, and after each part all threads wait for the
 slowest. GNU's OpenMP, which torch and Numba use on Linux, lets a waiting thread spin for about a millisecond before it
 sleeps. If another process computes on the same machine, a spinning thread can occupy the processor that the slowest
-thread needs; two threads then take 5 to 20 times as long as one. A short spin avoids this. On an idle machine
-it costs a few per cent, so the spin is ten times as long if nothing else runs when the process begins.
+thread needs; two threads then take 5 to 20 times as long as one. A short spin avoids this. On an idle machine it costs
+a few per cent, so the spin is ten times as long if nothing else runs when the process begins.
 """
 
 from __future__ import annotations
@@ -59,11 +59,7 @@ def _others_run() -> bool:
 
 
 def spins_long(most: int = _SPINS_BESIDE) -> str | None:
-    """Return why waiting threads of this process keep processors busy; None if they soon sleep.
-
-    Args:
-        most: Largest ``GOMP_SPINCOUNT`` that counts as soon.
-    """
+    """Return why waiting threads keep processors busy; None if they soon sleep, after at most ``most`` turns."""
     if not sys.platform.startswith("linux"):
         return "this system's OpenMP lets threads spin while they wait"
     if _too_late:
@@ -98,12 +94,7 @@ def _whole_cores() -> int:
 
 
 def quota(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Return the number of processors whose time the control groups grant this process, or None without a limit.
-
-    Args:
-        cgroups: Folder where control groups are mounted.
-        own: File that names the control groups of this process.
-    """
+    """Return the number of processors whose time the control groups grant this process, or None without a limit."""
     found: list[float] = []
     with contextlib.suppress(OSError, ValueError):
         for line in own.read_text(encoding="utf-8").splitlines():
@@ -157,12 +148,7 @@ def _busy_seconds() -> float | None:
 
 @dataclass(frozen=True)
 class ThreadChoice:
-    """Number of threads for computing, and its reason.
-
-    Attributes:
-        count: Number of threads.
-        why: Line for people if not all processors are used, or if other processes slow them down; otherwise empty.
-    """
+    """Number of threads for computing, and why it is not that of all processors or will be slow, for people."""
 
     count: int
     why: str = ""
@@ -188,14 +174,7 @@ def choose_threads() -> ThreadChoice:
 
 
 def decide(cores: int, share: float | None, others: float, spinning: str | None) -> ThreadChoice:
-    """Apply the rule of :func:`choose_threads`.
-
-    Args:
-        cores: Number of processors that the process may run on.
-        share: Result of :func:`quota`.
-        others: Number of processors that other processes keep busy.
-        spinning: Result of :func:`spins_long`.
-    """
+    """Apply the rule of :func:`choose_threads` to a number of processors and what was found of their load."""
     most = cores if share is None else max(1, min(cores, math.ceil(share)))
     reasons = [f"the control group allows {share:.2g} processors"] if share is not None and most < cores else []
     count = most

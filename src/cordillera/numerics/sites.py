@@ -15,11 +15,8 @@ def sites(model: nn.Module, only: Sequence[str] = (), without: Sequence[str] = (
     """Return linear layers by their qualified names, each once, in the order of the model.
 
     Args:
-        only: Patterns (``top.*``) of names to keep; empty for all.
+        only: Patterns (``top.*``) of names to keep; empty for all. A pattern without a layer is an error.
         without: Patterns of names to leave out.
-
-    Raises:
-        NumericsError: If a pattern matches no layer.
     """
     found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for pattern in [*only, *without]:
@@ -53,18 +50,8 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), last, module)
 
 
-def products(module: nn.Linear, rows: int) -> int:
-    """Return the number of multiplications of a forward with ``rows`` rows."""
-    return rows * module.in_features * module.out_features
-
-
 class Recorder:
-    """Record of the inputs of linear layers in forward passes, within a ``with`` statement.
-
-    Args:
-        names: Names of the layers.
-        most_rows: Maximum number of rows kept for each layer, from the first batches.
-    """
+    """Record of the first ``most_rows`` input rows of linear layers, within a ``with`` statement."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], most_rows: int = 4096) -> None:
         self.inputs: dict[str, list[Tensor]] = {name: [] for name in names}

@@ -10,7 +10,7 @@ import numpy as np
 from cordillera.data.ranking.encoding import Encoder
 from cordillera.data.ranking.rows import read_rows
 from cordillera.errors import CheckpointError, DataError
-from cordillera.numerics.drift import Alarm, DriftCheck, check_false_alarms
+from cordillera.numerics.inference.drift import Alarm, DriftCheck, check_false_alarms
 from cordillera.run import Run
 from cordillera.serving.ranking import quantized_model
 from cordillera.serving.ranking.observation import Observer

@@ -18,7 +18,7 @@ from cordillera.numerics.dispatch.probe import Probe, ProbeConfig, Probed
 from cordillera.numerics.dispatch.row_statistics import RowStatistics
 from cordillera.numerics.dispatch.training_products import profile_training, trained_layers
 from cordillera.numerics.formats.cast_checks import self_test
-from cordillera.numerics.selection import BUDGET, Change, check_budget
+from cordillera.numerics.inference.selection import BUDGET, Change, check_budget
 from cordillera.numerics.sites import replaced, sites
 from cordillera.run import Run, disk_errors
 from cordillera.training.ranking.scoring import scorer, select_device

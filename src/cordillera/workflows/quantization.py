@@ -35,7 +35,15 @@ from cordillera.numerics.dispatch.row_statistics import RowStatistics
 from cordillera.numerics.dispatch.stored_linear import StoredLinear
 from cordillera.numerics.formats.cast_checks import self_test
 from cordillera.numerics.formats.precision import Precision
-from cordillera.numerics.selection import BUDGET, Change, Part, Selection, check_budget, select, sweep_evaluations
+from cordillera.numerics.inference.selection import (
+    BUDGET,
+    Change,
+    Part,
+    Selection,
+    check_budget,
+    select,
+    sweep_evaluations,
+)
 from cordillera.numerics.sites import Recorder, replaced, sites
 from cordillera.recipe import RankingRecipe
 from cordillera.reports.ranking.quantization import quantization_page

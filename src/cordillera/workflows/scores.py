@@ -16,8 +16,8 @@ from cordillera.data.ranking.loader import Loader
 from cordillera.errors import DataError, NumericsError
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.formats.precision import Precision
+from cordillera.numerics.inference.selection import Change
 from cordillera.numerics.quantization.quantizers import check_finite
-from cordillera.numerics.selection import Change
 from cordillera.recipe import RankingRecipe
 from cordillera.training.ranking.metrics import cross_entropy
 from cordillera.training.ranking.paired_change import relative_change

@@ -1,8 +1,7 @@
 """Causal attention within documents that lie one after another in one row of tokens.
 
 Queries, keys and values are packed: ``[T, heads, head_dim]`` with ``offsets [B + 1]``, as in :mod:`cordillera.jagged`.
-No token sees another document, nothing is padded, and documents may be empty (Grattafiori et al. 2024, section 3.2: a
-mask that prevents attention between documents of one sequence). Keys and values may have fewer heads than queries: of
+No token sees another document, nothing is padded, and documents may be empty (Grattafiori et al. 2024, section 3.2). Of
 ``H`` query heads and ``G`` key heads, query head ``h`` reads key head ``h // (H / G)`` (Ainslie et al. 2023).
 """
 
@@ -37,13 +36,12 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tens
     """Compute causal attention within each document, scores scaled by ``1 / sqrt(D)``, with the shape of ``q``.
 
     On a CPU, torch's fused attention runs over documents, neighbours of equal length in one batch, and our own
-    (:mod:`cordillera.kernels.attention.numba_kernels`) where gradients are needed; on a GPU, 16-bit tensors go to
-    flash attention over all documents at once.
+    (:mod:`cordillera.kernels.attention.numba_kernels`) where gradients are needed; on a GPU, 16-bit tensors go to flash
+    attention over all documents at once.
 
     Args:
         q: ``[T, H, D]``.
-        k: ``[T, G, D]``; ``G`` divides ``H``.
-        v: Values in the shape of ``k``.
+        k: ``[T, G, D]``, as ``v``; ``G`` divides ``H``.
         offsets: Start of each document, and ``T``; ``int32`` or ``int64 [B + 1]``. On the CPU beside tensors on a GPU,
             it saves each call a wait for the GPU.
     """
@@ -120,17 +118,10 @@ def _runs(offsets: list[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def continued_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal attention of the last ``n`` tokens of sequences to all ``m``, aligned at the bottom right.
+    """Compute causal attention of the last ``n`` tokens of sequences, ``[B, n, H, D]``, to all ``m``.
 
-    Query heads that share a key head are stacked as rows of one product, so that keys and values are read once.
-
-    Args:
-        q: Queries of the last ``n`` tokens, ``[B, n, H, D]``.
-        k: Keys of all tokens, ``[B, G, m, D]``; ``m >= n``, ``G`` divides ``H``.
-        v: Values in the shape of ``k``.
-
-    Returns:
-        ``[B, n, H, D]``.
+    Keys and values are ``[B, G, m, D]`` with ``m >= n``; ``G`` divides ``H``. Query heads that share a key head are
+    stacked as rows of one product, so that keys and values are read once.
     """
     batch, n, heads, width = q.shape
     groups, m = k.shape[1], k.shape[2]

@@ -1,9 +1,9 @@
 """Attention pieces by torch's flash kernel for CPUs, with workarounds for its limits.
 
-The kernel's causal mask is aligned at the top left, so a causal block becomes a rectangle and a square. The kernel ends
-the process on empty lists, so it gets none. It gives rows without a key a log-sum-exp of 0; only masks have such rows,
-and they are corrected. It computes whole tiles of 512 keys, so in the backward pass small squares are cut into smaller
-ones along the diagonal and rectangles below it. Calls of one shape at regular distances become one call.
+The kernel's causal mask is aligned at the top left, so a causal block becomes a rectangle and a square. It ends the
+process on empty lists, so it gets none. It gives rows without a key, which only masks have, a log-sum-exp of 0, which
+is corrected. It computes whole tiles of 512 keys, so in the backward pass small squares are cut into smaller ones along
+the diagonal and rectangles below it. Calls of one shape at regular distances become one call.
 """
 
 from __future__ import annotations

@@ -42,16 +42,8 @@ def _tile(columns: int) -> Callable[..., Any]:
 
     @intrinsic
     def tile(
-        typing_context: Any,
-        a: Any,
-        a_row: Any,
-        a_step: Any,
-        b: Any,
-        b_step: Any,
-        c: Any,
-        c_row: Any,
-        count: Any,
-    ) -> Any:
+        typing_context: Any, a: Any, a_row: Any, a_step: Any, b: Any, b_step: Any, c: Any, c_row: Any, count: Any,
+    ) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             a, a_row, a_step, b, b_step, c, c_row, count = arguments
             word, single = ir.IntType(64), ir.FloatType()
@@ -293,18 +285,9 @@ def _one_head(
 
 @compiled(parallel=True, fastmath=_FAST)
 def _all_heads(
-    q: Any,
-    gradient: Any,
-    logsumexp: Any,
-    along: Any,
-    keys: Any,
-    values: Any,
-    rows: Any,
-    dq: Any,
-    dk: Any,
-    dv: Any,
+    q: Any, gradient: Any, logsumexp: Any, along: Any, keys: Any, values: Any, rows: Any, dq: Any, dk: Any, dv: Any,
     threads: int,
-) -> None:
+) -> None:  # fmt: skip
     heads, group = len(q), len(q) // len(keys)
     for chunk in numba.prange(threads):
         for h in range(heads * chunk // threads, heads * (chunk + 1) // threads):
@@ -345,12 +328,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         threads = threads_for(q.numel())
         with pool(threads):
             _all_heads_forward(
-                queries.numpy(),
-                keys.mT.contiguous().numpy(),
-                values.numpy(),
-                out.numpy(),
-                logsumexp.numpy(),
-                threads,
+                queries.numpy(), keys.mT.contiguous().numpy(), values.numpy(), out.numpy(), logsumexp.numpy(), threads
             )
     found, padded = out.view(batch, heads, -1, width), logsumexp.view(batch, heads, -1)
     return found[:, :, :n], padded[:, :, :n] * float(np.log(2))
@@ -359,13 +337,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def causal_attention_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute gradients of causal attention with scores scaled by ``1 / sqrt(D)``.
+    """Compute gradients of :func:`causal_attention` for its inputs ``q``, ``k`` and ``v``.
 
     Args:
         gradient: Gradient of ``out``, in its shape.
-        q: Queries, ``[B, H, n, D]`` on the CPU, of any floating-point dtype; ``D`` is a multiple of 16.
-        k: Keys, ``[B, G, n, D]``; ``G`` divides ``H``, and query head ``h`` reads key head ``h // (H / G)``.
-        v: Values, in the shape of ``k``.
         out: Output of :func:`causal_attention`, in the shape of ``q``.
         logsumexp: Log-sum-exp of the scaled scores, ``[B, H, n]``.
 
@@ -385,18 +360,11 @@ def causal_attention_backward(
         threads = threads_for(q.numel())
         with pool(threads):
             _all_heads(
-                queries.numpy(),
-                incoming.numpy(),
+                queries.numpy(), incoming.numpy(),
                 _padded(logsumexp[..., None] * to_base_2, ROWS).view(-1, padded).numpy(),
-                _padded(along, ROWS).view(-1, padded).numpy(),
-                rows.mT.contiguous().numpy(),
-                values.mT.contiguous().numpy(),
-                rows.numpy(),
-                dq.numpy(),
-                dk.numpy(),
-                dv.numpy(),
-                threads,
-            )
+                _padded(along, ROWS).view(-1, padded).numpy(), rows.mT.contiguous().numpy(),
+                values.mT.contiguous().numpy(), rows.numpy(), dq.numpy(), dk.numpy(), dv.numpy(), threads,
+            )  # fmt: skip
     found = dq.view(batch, heads, padded, width)[:, :, :n].mul(scale)
     groups = k.shape[1]
 

@@ -18,13 +18,9 @@ from cordillera.errors import PlanError
 
 
 class RowBlock(NamedTuple):
-    """Queries ``q_start:q_stop`` attend to keys ``k_start:k_stop``.
+    """Queries ``q_start:q_stop`` attend to keys ``k_start:k_stop``; the ends are exclusive.
 
     Attributes:
-        q_start: First row of the queries.
-        q_stop: End of the queries (exclusive).
-        k_start: First row of the keys.
-        k_stop: End of the keys (exclusive).
         causal: Whether query ``i`` of ``n`` sees all keys but the last ``n - 1 - i``; False for all keys.
     """
 
@@ -52,12 +48,7 @@ class Positions:
     k_positions: Tensor
 
     def mask(self, first: int = 0, last: int | None = None) -> Tensor:
-        """Return the keys that some of the queries see, ``bool [last - first, Tk]``.
-
-        Args:
-            first: First query.
-            last: End of the queries (exclusive); None for all.
-        """
+        """Return the keys that queries ``first`` to ``last`` (exclusive; None for all) see, ``bool [queries, Tk]``."""
         documents, positions = self.q_documents[first:last, None], self.q_positions[first:last, None]
         return (documents == self.k_documents) & (documents >= 0) & (positions >= self.k_positions)
 
@@ -109,7 +100,7 @@ def blocks_between(queries: Sequence[tuple[int, int, int]], keys: Sequence[tuple
 
 
 def as_blocks(relation: Relation, queries: int, keys: int) -> list[RowBlock]:
-    """Return the blocks of a relation in which every query sees a key.
+    """Return the blocks of a relation other than :class:`Positions`, in which every query sees a key.
 
     Args:
         relation: Any relation but :class:`Positions`.

@@ -1,8 +1,8 @@
 """Attention pieces by the FlashAttention kernels of CUDA builds of torch: many blocks in one call.
 
 These are the kernels under :mod:`torch.nn.attention.varlen`, called such that the log-sum-exp of all pieces can be
-given to the backward pass of one. Blocks are distributed over calls in which no row of queries or keys occurs twice, so
-that results are combined in one order, without atomics.
+given to the backward pass of one. No row of queries or keys occurs twice in a call, so that results are combined in one
+order, without atomics.
 """
 
 from __future__ import annotations
@@ -70,15 +70,9 @@ def backward(
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
     for call in _calls(relation, len(q), len(k), q.device):
         grads = _kernel_backward(
-            dout[call.rows].to(q.dtype),
-            q[call.rows],
-            k[call.keys],
-            v[call.keys],
-            out[call.rows].to(q.dtype),
-            lse[call.rows].t().contiguous(),
-            call,
-            scale,
-        )
+            dout[call.rows].to(q.dtype), q[call.rows], k[call.keys], v[call.keys], out[call.rows].to(q.dtype),
+            lse[call.rows].t().contiguous(), call, scale,
+        )  # fmt: skip
         for total, at, grad in zip((dq, dk, dv), (call.rows, call.keys, call.keys), grads, strict=True):
             total[at] += grad
     return dq, dk, dv
@@ -99,21 +93,9 @@ def _kernel_backward(
     # state of dropout's random numbers, which are not used
     state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        call.q_offsets,
-        call.k_offsets,
-        *call.longest,
-        0.0,
-        call.causal,
-        state,
-        unused,
+        dout, q, k, v, out, lse, call.q_offsets, call.k_offsets, *call.longest, 0.0, call.causal, state, unused,
         scale=scale,
-    )
+    )  # fmt: skip
     return grads
 
 

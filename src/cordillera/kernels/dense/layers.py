@@ -46,8 +46,8 @@ def _differentiable_gradients(
 def for_batched_matmul(x: Tensor) -> Tensor:
     """Return ``x`` in the precision in which products of many small matrices are fastest.
 
-    A CPU without instructions for bfloat16 takes several times as long for such a product as in float32, which is used
-    there instead and rounded once at the end. With these instructions bfloat16 takes a third of the time.
+    A CPU without instructions for bfloat16 takes several times as long for such a product as in float32; with them
+    bfloat16 takes a third of the time.
     """
     return x.float() if x.device.type == "cpu" and x.dtype.itemsize < 4 and not MULTIPLIES_BFLOAT16 else x
 
@@ -109,15 +109,8 @@ class _FactorizationMachine(torch.autograd.Function):
 def factorization_machine(x: Tensor, y: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     """Multiply embeddings with learned combinations of them, ``X (X^T Y)``, and compute further combinations ``W X``.
 
-    The computation runs in the autocast dtype where there is one.
-
-    Args:
-        x: ``X [B, n, d]``.
-        y: ``Y [n, k]``.
-        weights: Any number of ``W [m, n]``.
-
-    Returns:
-        ``[B, n, k]``, and for each of the weights ``[B, m, d]``, stored as ``[B, d, m]``.
+    Of ``x [B, n, d]``, ``y [n, k]`` and any number of weights ``[m, n]``, return ``[B, n, k]``, and for each weight
+    ``[B, m, d]``, stored as ``[B, d, m]``; all in the autocast dtype where there is one.
     """
     dtype = _computed_in(x)
     with torch.autocast(x.device.type, enabled=False):
@@ -199,13 +192,8 @@ def stacked_layer_norm(
 ) -> Tensor:
     """Apply layer norm over the last dimension of ``concat(first, second) + residual``, in float32 inside.
 
-    Args:
-        first: ``[B, f, d]``.
-        second: ``[B, s, d]``; fastest if stored as ``[B, d, s]``.
-        residual: ``[B, f + s, d]``; fastest if stored as ``[B, d, f + s]``.
-
-    Returns:
-        ``[B, f + s, d]``, in the widest dtype of the three; on CPUs stored as ``[B, d, f + s]``.
+    Of ``[B, f, d]``, ``[B, s, d]`` and ``[B, f + s, d]``, the last two fastest if stored transposed, return
+    ``[B, f + s, d]`` in the widest dtype of the three; on CPUs it is stored as ``[B, d, f + s]``.
     """
     dtype = torch.promote_types(torch.promote_types(first.dtype, second.dtype), residual.dtype)
     first, second, residual = (x.to(dtype) for x in (first, second, residual))
@@ -263,7 +251,6 @@ def block_norm(x: Tensor, block_size: int = 256, eps: float = 1e-5, *, hard_swis
     infinity, or numbers whose squares overflow, becomes NaN; the other blocks of its row do not.
 
     Args:
-        x: ``[..., width]``.
         block_size: Number of features in a block; the last block is smaller if the width is not a multiple.
         eps: Value added to the mean square; above zero, so that a block of zeros stays zero.
         hard_swish: Whether to apply ``z min(max(z + 3, 0), 6) / 6`` to the result ``z``.
@@ -278,8 +265,7 @@ class _PairwiseDots(torch.autograd.Function):
     """Selected entries of ``X X^T``, with a backward pass that gathers instead of scattering.
 
     Autograd's own backward pass of a column selection adds into zeros entry by entry, which on CPUs costs several times
-    the rest of the interaction. Both ``(i, j)`` and ``(j, i)`` of the symmetric gradient come from one known column, so
-    the gradient can be gathered, and one batched product then gives the whole gradient of ``X``.
+    the rest of the interaction. Both ``(i, j)`` and ``(j, i)`` of the symmetric gradient come from one known column.
     """
 
     @staticmethod
@@ -311,10 +297,9 @@ def _select_columns(source: Tensor, columns: Tensor) -> Tensor:
 
 
 def pairwise_dots(x: Tensor, pairs: Tensor, column_of: Tensor, include_diagonal: bool) -> Tensor:
-    """Compute selected dot products of the embeddings of each sample, ``[B, p]``, in the dtype of ``x``.
+    """Compute selected dot products of each sample's embeddings ``[B, n, d]``, ``[B, p]`` in the dtype of ``x``.
 
     Args:
-        x: ``X [B, n, d]``.
         pairs: ``int64 [p]``, positions in the flattened ``X X^T``.
         column_of: Column of the result that holds each position of the flattened ``X X^T`` or its mirror image,
             ``int64 [n * n]``.

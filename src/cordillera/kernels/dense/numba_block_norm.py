@@ -1,8 +1,4 @@
-"""Root-mean-square norm over blocks of features, on the cores of a CPU, compiled by Numba at first use.
-
-As in :mod:`.numba_layers`: each kernel reads its inputs once and writes its results once, arithmetic is in float32 and
-strict, and rows are independent, so results do not depend on the number of threads.
-"""
+"""Root-mean-square norm over blocks of features, on the cores of a CPU, by rules as in :mod:`.numba_layers`."""
 
 from __future__ import annotations
 
@@ -98,17 +94,9 @@ def _normalise_backward(grad: Any, x: Any, scales: Any, grad_x: Any, size: int, 
 
 
 def block_norm(x: Tensor, block_size: int, eps: float, hard_swish: bool) -> tuple[Tensor, Tensor]:
-    """Divide each block of features by its root mean square.
+    """Divide each block of features in contiguous ``float32`` or ``bfloat16`` rows by its root mean square.
 
-    Args:
-        x: ``float32`` or ``bfloat16 [rows, width]``, contiguous.
-        block_size: Number of features in a block; the last one may be smaller.
-        eps: Value added to the mean square.
-        hard_swish: Whether to apply the hard Swish to the result.
-
-    Returns:
-        Output in shape and dtype of ``x``, and ``float32 [rows, blocks]`` reciprocal roots; NaN where the mean square
-        is infinite.
+    Returns the output, and reciprocal roots ``float32 [rows, blocks]``; NaN where a mean square is infinite.
     """
     size = min(block_size, max(1, x.shape[1]))
     output, scales = torch.empty_like(x), torch.empty(x.shape[0], -(-x.shape[1] // size))

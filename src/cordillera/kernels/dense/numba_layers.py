@@ -41,17 +41,9 @@ def _join(first: Any, second: Any, residual: Any, joined: Any) -> None:
 
 @compiled(parallel=True)
 def _normalise(
-    first: Any,
-    second: Any,
-    residual: Any,
-    weight: Any,
-    bias: Any,
-    eps: Any,
-    output: Any,
-    means: Any,
-    scales: Any,
+    first: Any, second: Any, residual: Any, weight: Any, bias: Any, eps: Any, output: Any, means: Any, scales: Any,
     threads: int,
-) -> None:
+) -> None:  # fmt: skip
     samples, width, columns = residual.shape
     zero, one = output[0, 0, 0], np.float32(1.0)
     share = one / np.float32(width)
@@ -81,21 +73,9 @@ def _normalise(
 
 @compiled(parallel=True)
 def _normalise_backward(
-    grad: Any,
-    first: Any,
-    second: Any,
-    residual: Any,
-    weight: Any,
-    means: Any,
-    scales: Any,
-    grad_first: Any,
-    grad_second: Any,
-    grad_residual: Any,
-    weight_sums: Any,
-    bias_sums: Any,
-    block: int,
-    threads: int,
-) -> None:
+    grad: Any, first: Any, second: Any, residual: Any, weight: Any, means: Any, scales: Any, grad_first: Any,
+    grad_second: Any, grad_residual: Any, weight_sums: Any, bias_sums: Any, block: int, threads: int,
+) -> None:  # fmt: skip
     samples, width, columns = residual.shape
     blocks, given, more = weight_sums.shape[0], first.shape[1], second.shape[2]
     zero, share = grad_residual[0, 0, 0], np.float32(1.0) / np.float32(width)
@@ -177,12 +157,12 @@ def _sum_blocks(sums: Tensor) -> Tensor:
 def stacked_layer_norm(
     first: Tensor, second: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise ``residual + [first^T, second, 0]`` over the middle dimension.
+    """Normalise ``residual + [first^T, second, 0]`` over the middle dimension; all tensors are contiguous.
 
     Args:
-        first: ``float32`` or ``bfloat16 [B, f, w]``, contiguous; ``f`` may be 0.
-        second: ``[B, w, s]`` of the same dtype, contiguous; ``s`` may be 0, ``f + s <= c``.
-        residual: ``[B, w, c]`` of the same dtype, contiguous.
+        first: ``float32`` or ``bfloat16 [B, f, w]``; ``f`` may be 0.
+        second: ``[B, w, s]`` of the same dtype; ``s`` may be 0, ``f + s <= c``.
+        residual: ``[B, w, c]`` of the same dtype.
         weight: ``float32 [w]``, like ``bias``.
 
     Returns:
@@ -194,31 +174,16 @@ def stacked_layer_norm(
         threads = threads_for(residual.numel())
         with pool(threads):
             _normalise(
-                array(first),
-                array(second),
-                array(residual),
-                weight.numpy(),
-                bias.numpy(),
-                np.float32(eps),
-                array(output),
-                means.numpy(),
-                scales.numpy(),
-                threads,
-            )
+                array(first), array(second), array(residual), weight.numpy(), bias.numpy(), np.float32(eps),
+                array(output), means.numpy(), scales.numpy(), threads,
+            )  # fmt: skip
     return output, means, scales
 
 
 def stacked_layer_norm_backward(
     grad: Tensor, first: Tensor, second: Tensor, residual: Tensor, weight: Tensor, means: Tensor, scales: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute gradients of :func:`stacked_layer_norm`.
-
-    ``grad`` has the shape, dtype and layout of ``residual``; the forward pass returned ``means`` and ``scales``.
-
-    Returns:
-        Gradients of ``first``, ``second`` and ``residual``, in their dtype; of ``weight`` and ``bias``, ``float32
-        [w]``.
-    """
+    """Compute gradients of the five inputs of :func:`stacked_layer_norm`; ``grad`` is laid out as ``residual``."""
     grad_first, grad_second, grad_residual = (torch.empty_like(x) for x in (first, second, residual))
     block, blocks = _rows_per_block(residual.shape[0], residual[:1].numel())
     weight_sums, bias_sums = (torch.empty(blocks, *residual.shape[1:]) for _ in range(2))
@@ -226,30 +191,17 @@ def stacked_layer_norm_backward(
         threads = threads_for(residual.numel())
         with pool(threads):
             _normalise_backward(
-                array(grad),
-                array(first),
-                array(second),
-                array(residual),
-                weight.numpy(),
-                means.numpy(),
-                scales.numpy(),
-                array(grad_first),
-                array(grad_second),
-                array(grad_residual),
-                weight_sums.numpy(),
-                bias_sums.numpy(),
-                block,
-                threads,
-            )
+                array(grad), array(first), array(second), array(residual), weight.numpy(), means.numpy(),
+                scales.numpy(), array(grad_first), array(grad_second), array(grad_residual), weight_sums.numpy(),
+                bias_sums.numpy(), block, threads,
+            )  # fmt: skip
     return grad_first, grad_second, grad_residual, _sum_blocks(weight_sums), _sum_blocks(bias_sums)
 
 
 def relu_backward(grad: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the gradient of a ReLU, and its sum over samples ``float32 [w]`` (the gradient of a bias before it).
 
-    Args:
-        grad: Gradient of the output, ``float32`` or ``bfloat16 [B, w]``, contiguous.
-        output: Output of the ReLU, ``[B, w]`` of the same dtype, contiguous.
+    ``grad`` and ``output`` are ``float32`` or ``bfloat16 [B, w]``, contiguous.
     """
     grad_x = torch.empty_like(grad)
     block, blocks = _rows_per_block(*grad.shape)
@@ -262,12 +214,7 @@ def relu_backward(grad: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def select_columns(source: Tensor, columns: Tensor) -> Tensor:
-    """Return ``source[:, columns]`` as contiguous memory.
-
-    Args:
-        source: ``[B, w]``, contiguous, of any dtype of 2, 4 or 8 bytes.
-        columns: ``int64 [c]``, each within ``w``; not checked.
-    """
+    """Return ``source[:, columns]`` as contiguous memory, for a contiguous ``source``; ``columns`` are not checked."""
     output = source.new_empty(source.shape[0], columns.numel())
     if output.numel():
         bits = _BITS[source.dtype.itemsize]

@@ -244,9 +244,6 @@ class Layer:
             one in units of the output.
         term: ``float32 [N]``. To values, the bias; to codes, the bias in units of a sum.
         weights: Packed weights of another layer of the same codes, to share.
-
-    Attributes:
-        weights: Packed codes, ``int8 [ceil(N / 64) 4, ceil(K / 4), 16, 4]``.
     """
 
     def __init__(self, codes: Tensor, factor: Tensor, term: Tensor, weights: Tensor | None = None) -> None:
@@ -297,15 +294,8 @@ class Layer:
     def values(self, x: Tensor, scale: float, reciprocal: float, zero_point: int, *, relu: bool) -> Tensor | None:
         """Compute the layer from values to values, ``(sum - zero point * column offset) * (factor * scale) + term``.
 
-        Args:
-            x: ``float32 [M, K]``, contiguous.
-            scale: Scale of the input.
-            reciprocal: Reciprocal of the scale, in float32.
-            zero_point: Zero point of the input, 0 to 255.
-            relu: Whether to clamp the outputs at zero.
-
-        Returns:
-            ``float32 [M, N]``; None if ``x`` is not finite.
+        Takes a contiguous ``float32 [M, K]`` and the float32 reciprocal of ``scale``; returns None if ``x`` is not
+        finite.
         """
         out = torch.empty(x.shape[0], self.outputs)
         return out if self._run(x, True, scale, reciprocal, zero_point, out, -1.0, 0.0 if relu else -np.inf) else None
@@ -333,9 +323,7 @@ class Layer:
         Args:
             x: ``float32 [M, K]``, contiguous, or ``uint8 [M, ceil(K / 4) 4]`` of this method or :func:`quantize`.
             reciprocal: Reciprocal of the input's scale, in float32.
-            zero_point: Zero point of the input.
-            given: Zero point of the output.
-            relu: Whether to clamp the outputs at ``given``.
+            given: Zero point of the output, at which outputs are clamped with ``relu``.
 
         Returns:
             ``uint8 [M, ceil(N / 4) 4]``, with undefined padding, which meets weights of zero; None if ``x`` is not

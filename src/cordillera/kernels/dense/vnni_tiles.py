@@ -36,11 +36,7 @@ def available() -> bool:
 
 
 def _tile(rows: int) -> Any:
-    """``tile(codes, stride, weights, inner, sums)``: sums of ``rows`` x 64 products, all arguments but two addresses.
-
-    ``codes`` is the address of the first row's codes, ``stride`` the bytes from row to row, ``weights`` the address of
-    the first block, ``inner`` the groups of four inputs, ``sums`` the address of ``int32 [rows, 64]``.
-    """
+    """Make a function of addresses that stores sums of products, ``int32 [rows, 64]``; see :func:`sums_of_tile`."""
 
     @intrinsic
     def tile(typing_context: Any, codes: Any, stride: Any, weights: Any, inner: Any, sums: Any) -> Any:
@@ -109,8 +105,7 @@ def sums_of_tile(rows: Any, codes: Any, stride: Any, weights: Any, groups: Any, 
 
     Args:
         stride: Bytes from row to row of the codes, ``uint8``.
-        weights: Address of the first block, ``int8 [4, groups, 16, 4]``.
-        groups: Number of groups of four inputs.
+        weights: Address of the first block, ``int8 [4, groups, 16, 4]``, of groups of four inputs.
         sums: Address of ``int32 [rows, 64]``.
     """
     if rows == 6:

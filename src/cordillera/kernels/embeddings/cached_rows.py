@@ -18,13 +18,9 @@ FINE, NOT_FINITE, TOO_LARGE = 0, 1, 2
 
 @dataclass(frozen=True)
 class CachedRows:
-    """Memory and format of rows behind a cache.
+    """Memory and format of rows behind a cache; ``kind``, ``rounding`` and ``policy`` are keys of the tables above.
 
     Attributes:
-        kind: A key of ``FORMATS``.
-        rounding: A key of ``ROUNDINGS``.
-        policy: A key of ``POLICIES``.
-        dim: Width ``D`` of a row.
         payload: All rows as they were last encoded, ``uint8 [R, row bytes]``.
         lines: Rows in the cache, ``float32 [slots, D]``. Slots ``set * WAYS`` to ``set * WAYS + WAYS - 1`` are a set.
         tags: Row that a line holds, or ``EMPTY``, ``int32 [slots]``.
@@ -34,7 +30,6 @@ class CachedRows:
         counts: Number of updates that used a row outside the cache, at most 255, ``uint8 [R]`` (``lfu``; else empty).
         events: Running sums of ``EVENTS`` over distinct rows of updates, ``int64 [5]``.
         first_rows: Start of each table, ascending, ``int64 [tables]``.
-        seed: Seed of stochastic rounding.
     """
 
     kind: str
@@ -53,10 +48,9 @@ class CachedRows:
 
 
 class BadRow(NamedTuple):
-    """First row that an update could not be applied to.
+    """First row of all tables to which an update could not be applied.
 
     Attributes:
-        row: Number of the row in all tables together.
         gradient: Whether its gradient is not finite; otherwise its new numbers are not finite or do not fit the format.
     """
 

@@ -35,7 +35,7 @@ def embedding_bag(
     dtype: torch.dtype,
     backend: str = "torch",
 ) -> Lookup:
-    """Look up and sum bags of rows of many tables that lie in one flat weight.
+    """Look up and sum bags of rows of many tables that lie in one flat weight; ids outside their table are never read.
 
     Args:
         weight: ``float32`` or ``float64 [R, D]``, contiguous: the tables one after another.
@@ -43,13 +43,9 @@ def embedding_bag(
         offsets: ``int32`` or ``int64 [F * B + 1]``; bag ``f * B + b`` is sample ``b`` of feature ``f``. None promises
             one value a bag.
         value_weights: ``[T]`` factors, or None for ones.
-        first_row: Start of each feature's table in ``weight``, ``int64 [F]``.
-        num_rows: Number of rows of each feature's table, ``int64 [F]``.
+        first_row: Start of each feature's table in ``weight``, ``int64 [F]``, as ``num_rows`` is its number of rows.
         dtype: Dtype of the output; sums are made at least in the precision of ``weight``, then rounded to nearest even.
         backend: ``torch``, ``numba`` or ``fbgemm``; others look up with ``torch``.
-
-    Returns:
-        A :class:`Lookup`. Ids outside their table are reported, never read.
     """
     if backend in ("numba", "fbgemm") and values.numel():
         lookup: Lookup = import_module(f"cordillera.kernels.embeddings.{backend}_backend").lookup(
@@ -60,11 +56,9 @@ def embedding_bag(
 
 
 def linearise(values: Tensor, offsets: Tensor | None, first_row: Tensor, num_rows: Tensor) -> tuple[Tensor, int]:
-    """Convert table-local ids to rows of the flat weight; arguments are those of :func:`embedding_bag`.
+    """Convert ids to rows of the flat weight ``int64 [T]``; also return the position of the first misplaced id, or -1.
 
-    Returns:
-        The rows ``int64 [T]``, and the position of the first id that does not lie in its table, or -1. On a GPU
-        this waits for the device.
+    On a GPU this waits for the device.
     """
     features = first_row.numel()
     if offsets is None:

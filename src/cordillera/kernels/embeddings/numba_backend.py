@@ -39,18 +39,9 @@ def unsupported(optimizer: str, dtype: torch.dtype, device: str) -> str | None:
 
 @compiled(parallel=True)
 def _lookup(
-    weight: Any,
-    values: Any,
-    offsets: Any,
-    one_hot: bool,
-    value_weights: Any,
-    weighted: bool,
-    first_row: Any,
-    num_rows: Any,
-    rows: Any,
-    output: Any,
-    threads: int,
-) -> int:
+    weight: Any, values: Any, offsets: Any, one_hot: bool, value_weights: Any, weighted: bool, first_row: Any,
+    num_rows: Any, rows: Any, output: Any, threads: int,
+) -> int:  # fmt: skip
     batch, features, dim = output.shape
     misplaced = np.full(threads, np.iinfo(np.int64).max, np.int64)
     zero = output[0, 0, 0]
@@ -156,25 +147,10 @@ def _sort(
 
 @compiled(parallel=True)
 def _apply(
-    rule: int,
-    keys: Any,
-    position_bits: int,
-    starts: Any,
-    grad: Any,
-    value_weights: Any,
-    weighted: bool,
-    weight: Any,
-    first_state: Any,
-    second_state: Any,
-    learning_rate: float,
-    eps: float,
-    weight_decay: float,
-    beta1: float,
-    beta2: float,
-    correction1: float,
-    correction2: float,
-    threads: int,
-) -> None:
+    rule: int, keys: Any, position_bits: int, starts: Any, grad: Any, value_weights: Any, weighted: bool, weight: Any,
+    first_state: Any, second_state: Any, learning_rate: float, eps: float, weight_decay: float, beta1: float,
+    beta2: float, correction1: float, correction2: float, threads: int,
+) -> None:  # fmt: skip
     total, dim = keys.size, weight.shape[1]
     mask = (1 << position_bits) - 1
     row_bytes, grad_bytes, state_bytes = dim * weight.itemsize, grad.itemsize, first_state.itemsize
@@ -216,20 +192,9 @@ def _apply(
                         reduced[d] += widen(source[d])
                 p += 1
             step_row(
-                rule,
-                row,
-                weight[row],
-                reduced,
-                first_state,
-                second_state,
-                learning_rate,
-                eps,
-                weight_decay,
-                beta1,
-                beta2,
-                correction1,
-                correction2,
-            )
+                rule, row, weight[row], reduced, first_state, second_state, learning_rate, eps, weight_decay, beta1,
+                beta2, correction1, correction2,
+            )  # fmt: skip
 
 
 def whole(offsets: Tensor | None) -> Any:
@@ -264,18 +229,10 @@ def lookup(
     threads = threads_for(values.numel())
     with pool(threads):
         misplaced = _lookup(
-            weight.detach().numpy(),
-            values.numpy(),
-            whole(offsets),
-            offsets is None,
-            factors(value_weights, weight.dtype),
-            value_weights is not None,
-            first_row.numpy(),
-            num_rows.numpy(),
-            rows.numpy(),
-            array(output),
-            threads,
-        )
+            weight.detach().numpy(), values.numpy(), whole(offsets), offsets is None,
+            factors(value_weights, weight.dtype), value_weights is not None, first_row.numpy(), num_rows.numpy(),
+            rows.numpy(), array(output), threads,
+        )  # fmt: skip
     return Lookup(output.to(dtype), rows, -1 if misplaced == np.iinfo(np.int64).max else misplaced)
 
 
@@ -300,13 +257,7 @@ def sort_positions(
 ) -> Sorted:
     """Sort a batch's positions by row, stably; call within :func:`pool`.
 
-    Args:
-        rows: ``int64 [T]``.
-        offsets: ``[N + 1]`` or None for one value a bag.
-        grad: ``[B, F, D]``; a slice of a wider gradient is read in place.
-        dtype: Dtype to which gradients other than bfloat16 are converted.
-        num_rows: Number of rows of all tables.
-        threads: Number of threads.
+    A slice ``grad [B, F, D]`` of a wider gradient is read in place, unless it is neither ``dtype`` nor bfloat16.
     """
     batch, features, dim = grad.shape
     if grad.dtype not in (dtype, torch.bfloat16):
@@ -319,16 +270,9 @@ def sort_positions(
     row_bits = max(1, (num_rows - 1).bit_length())
     position_bits = max(1, (rows.numel() - 1).bit_length())
     keys, starts = _sort(
-        rows.contiguous().numpy(),
-        whole(offsets),
-        offsets is None,
-        batch,
-        stride_b,
-        stride_f,
-        row_bits,
-        position_bits,
+        rows.contiguous().numpy(), whole(offsets), offsets is None, batch, stride_b, stride_f, row_bits, position_bits,
         threads,
-    )
+    )  # fmt: skip
     return Sorted(keys, position_bits, starts, array(flat))
 
 
@@ -339,20 +283,8 @@ def update(call: Update) -> None:
     with pool(threads):
         batch = sort_positions(call.rows, call.offsets, call.grad, weight.dtype, weight.shape[0], threads)
         _apply(
-            RULES[optimizer.name],
-            batch.keys,
-            batch.position_bits,
-            batch.starts,
-            batch.grad,
-            factors(value_weights, weight.dtype),
-            value_weights is not None,
-            weight.detach().numpy(),
-            *state_arrays(call.state, weight.dtype),
-            call.learning_rate,
-            optimizer.eps,
-            optimizer.weight_decay,
-            optimizer.beta1,
-            optimizer.beta2,
-            *call.corrections,
-            threads,
-        )
+            RULES[optimizer.name], batch.keys, batch.position_bits, batch.starts, batch.grad,
+            factors(value_weights, weight.dtype), value_weights is not None, weight.detach().numpy(),
+            *state_arrays(call.state, weight.dtype), call.learning_rate, optimizer.eps, optimizer.weight_decay,
+            optimizer.beta1, optimizer.beta2, *call.corrections, threads,
+        )  # fmt: skip

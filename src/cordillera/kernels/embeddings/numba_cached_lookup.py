@@ -41,17 +41,9 @@ def find(tags: Any, home: int, row: int) -> Any:
 
 @compiled(parallel=True)
 def _locate(
-    tags: Any,
-    values: Any,
-    offsets: Any,
-    one_hot: bool,
-    batch: int,
-    first_row: Any,
-    num_rows: Any,
-    rows: Any,
-    slots: Any,
-    threads: int,
-) -> int:
+    tags: Any, values: Any, offsets: Any, one_hot: bool, batch: int, first_row: Any, num_rows: Any, rows: Any,
+    slots: Any, threads: int,
+) -> int:  # fmt: skip
     """Store every value's row, and its slot if the cache holds it, else -1; return the first misplaced position."""
     total, sets = values.size, tags.shape[0]
     tags_at = tags.ctypes.data
@@ -92,18 +84,9 @@ def ask_for(payload_at: int, row_bytes: int, lines_at: int, line_bytes: int, row
 
 @compiled(parallel=True)
 def _pool(
-    kind: int,
-    payload: Any,
-    lines: Any,
-    rows: Any,
-    slots: Any,
-    offsets: Any,
-    one_hot: bool,
-    value_weights: Any,
-    weighted: bool,
-    output: Any,
-    threads: int,
-) -> None:
+    kind: int, payload: Any, lines: Any, rows: Any, slots: Any, offsets: Any, one_hot: bool, value_weights: Any,
+    weighted: bool, output: Any, threads: int,
+) -> None:  # fmt: skip
     batch, features, dim = output.shape
     row_bytes, line_bytes = payload.shape[1], 4 * dim
     zero = output[0, 0, 0]
@@ -177,30 +160,13 @@ def lookup(
     threads, bounds = threads_for(values.numel()), whole(offsets)
     with pool(threads):
         misplaced = _locate(
-            store.tags.view(-1, WAYS).numpy(),
-            values.numpy(),
-            bounds,
-            offsets is None,
-            bags // features,
-            first_row.numpy(),
-            num_rows.numpy(),
-            rows.numpy(),
-            slots.numpy(),
-            threads,
-        )
+            store.tags.view(-1, WAYS).numpy(), values.numpy(), bounds, offsets is None, bags // features,
+            first_row.numpy(), num_rows.numpy(), rows.numpy(), slots.numpy(), threads,
+        )  # fmt: skip
         if misplaced < values.numel():
             return Lookup(output, rows, misplaced)
         _pool(
-            FORMATS[store.kind],
-            store.payload.numpy(),
-            store.lines.numpy(),
-            rows.numpy(),
-            slots.numpy(),
-            bounds,
-            offsets is None,
-            factors(value_weights, torch.float32),
-            value_weights is not None,
-            array(output),
-            threads,
-        )
+            FORMATS[store.kind], store.payload.numpy(), store.lines.numpy(), rows.numpy(), slots.numpy(), bounds,
+            offsets is None, factors(value_weights, torch.float32), value_weights is not None, array(output), threads,
+        )  # fmt: skip
     return Lookup(output.to(dtype), rows, -1)

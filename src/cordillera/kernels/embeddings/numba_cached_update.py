@@ -131,39 +131,14 @@ def _random_state(seed_state: Any, first_rows: Any, row: int) -> Any:
     return absorb(absorb(seed_state, table), row - first_rows[table])
 
 
+# One kernel: the passes over a row share some twenty buffers, which a part of it would take as arguments.
 @compiled(parallel=True)
 def _apply(
-    kind: int,
-    rounding: int,
-    seed: int,
-    step: int,
-    first_rows: Any,
-    payload: Any,
-    lines: Any,
-    states: Any,
-    slots: Any,
-    new: Any,
-    driven_out: Any,
-    events: Any,
-    rule: int,
-    keys: Any,
-    position_bits: int,
-    begins: Any,
-    starts: Any,
-    grad: Any,
-    value_weights: Any,
-    weighted: bool,
-    first_state: Any,
-    second_state: Any,
-    learning_rate: float,
-    eps: float,
-    weight_decay: float,
-    beta1: float,
-    beta2: float,
-    correction1: float,
-    correction2: float,
-    threads: int,
-) -> Any:
+    kind: int, rounding: int, seed: int, step: int, first_rows: Any, payload: Any, lines: Any, states: Any, slots: Any,
+    new: Any, driven_out: Any, events: Any, rule: int, keys: Any, position_bits: int, begins: Any, starts: Any,
+    grad: Any, value_weights: Any, weighted: bool, first_state: Any, second_state: Any, learning_rate: float,
+    eps: float, weight_decay: float, beta1: float, beta2: float, correction1: float, correction2: float, threads: int,
+) -> Any:  # fmt: skip
     total, dim, distinct = keys.size, lines.shape[1], begins.size - 1
     mask = (1 << position_bits) - 1
     row_bytes, payload_at = payload.shape[1], payload.ctypes.data
@@ -237,20 +212,9 @@ def _apply(
             for d in range(dim):
                 row_after[d] = row_before[d]
             step_row(
-                rule,
-                row,
-                row_after,
-                reduced,
-                first_state,
-                second_state,
-                learning_rate,
-                eps,
-                weight_decay,
-                beta1,
-                beta2,
-                correction1,
-                correction2,
-            )
+                rule, row, row_after, reduced, first_state, second_state, learning_rate, eps, weight_decay, beta1,
+                beta2, correction1, correction2,
+            )  # fmt: skip
             low, high, finite = extent(row_after)
             if fits(kind, low, high, finite) != FINE:
                 if bad[chunk] < 0:
@@ -281,13 +245,8 @@ def _apply(
 def update(store: CachedRows, call: Update) -> BadRow | None:
     """Update, in place, the rows that a batch looked up: exactly once each, with their whole gradient.
 
-    Args:
-        store: The rows and their cache.
-        call: Call of :func:`cordillera.kernels.embeddings.update.sparse_update`; its ``weight`` is not read.
-
-    Returns:
-        None, or the first row that was left unchanged because its gradient or its new numbers are not finite or do
-        not fit the format; all other rows are updated in that case.
+    Returns None, or the first row that was left unchanged because its gradient or its new numbers are not finite or do
+    not fit the format; all other rows are updated in that case. The ``weight`` of ``call`` is not read.
     """
     if not call.rows.numel():
         return None
@@ -298,48 +257,19 @@ def update(store: CachedRows, call: Update) -> BadRow | None:
         begins = _begins(batch.keys, batch.position_bits)
         if store.tags.numel():
             slots, new, driven_out = _place(
-                batch.keys,
-                batch.position_bits,
-                begins,
-                POLICIES[store.policy],
-                call.step,
-                store.tags.view(-1, WAYS).numpy(),
-                store.ranks.view(-1, WAYS).numpy(),
-                store.states.view(-1, WAYS).numpy(),
-                store.counts.numpy(),
-                threads,
-            )
+                batch.keys, batch.position_bits, begins, POLICIES[store.policy], call.step,
+                store.tags.view(-1, WAYS).numpy(), store.ranks.view(-1, WAYS).numpy(),
+                store.states.view(-1, WAYS).numpy(), store.counts.numpy(), threads,
+            )  # fmt: skip
         else:
             slots, new = np.full(begins.size - 1, -1, np.int64), np.zeros(begins.size - 1, np.bool_)
             driven_out = slots
         row, why = _apply(
-            FORMATS[store.kind],
-            ROUNDINGS[store.rounding],
-            store.seed,
-            call.step,
-            store.first_rows.numpy(),
-            store.payload.numpy(),
-            store.lines.numpy(),
-            store.states.numpy(),
-            slots,
-            new,
-            driven_out,
-            store.events.numpy(),
-            RULES[optimizer.name],
-            batch.keys,
-            batch.position_bits,
-            begins,
-            batch.starts,
-            batch.grad,
-            factors(value_weights, torch.float32),
-            value_weights is not None,
-            *state_arrays(call.state, torch.float32),
-            call.learning_rate,
-            optimizer.eps,
-            optimizer.weight_decay,
-            optimizer.beta1,
-            optimizer.beta2,
-            *call.corrections,
-            threads,
-        )
+            FORMATS[store.kind], ROUNDINGS[store.rounding], store.seed, call.step, store.first_rows.numpy(),
+            store.payload.numpy(), store.lines.numpy(), store.states.numpy(), slots, new, driven_out,
+            store.events.numpy(), RULES[optimizer.name], batch.keys, batch.position_bits, begins, batch.starts,
+            batch.grad, factors(value_weights, torch.float32), value_weights is not None,
+            *state_arrays(call.state, torch.float32), call.learning_rate, optimizer.eps, optimizer.weight_decay,
+            optimizer.beta1, optimizer.beta2, *call.corrections, threads,
+        )  # fmt: skip
     return None if row < 0 else BadRow(int(row), int(why) == _GRADIENT)

@@ -29,8 +29,6 @@ class MixedRows(NamedTuple):
         kinds: Formats, ``int64 [F]``, values of :data:`cordillera.kernels.embeddings.cached_rows.FORMATS`.
         first_byte: Start of each feature's table, ``int64 [F]``.
         row_bytes: Bytes of a row, ``int64 [F]``.
-        num_rows: ``int64 [F]``.
-        dim: Width ``D`` of a row.
     """
 
     payload: Tensor
@@ -43,19 +41,9 @@ class MixedRows(NamedTuple):
 
 @compiled(parallel=True)
 def _lookup(
-    payload: Any,
-    kinds: Any,
-    first_byte: Any,
-    row_bytes: Any,
-    num_rows: Any,
-    values: Any,
-    offsets: Any,
-    one_hot: bool,
-    value_weights: Any,
-    weighted: bool,
-    output: Any,
-    threads: int,
-) -> int:
+    payload: Any, kinds: Any, first_byte: Any, row_bytes: Any, num_rows: Any, values: Any, offsets: Any, one_hot: bool,
+    value_weights: Any, weighted: bool, output: Any, threads: int,
+) -> int:  # fmt: skip
     batch, features, dim = output.shape
     misplaced = np.full(threads, np.iinfo(np.int64).max, np.int64)
     zero = output[0, 0, 0]
@@ -102,10 +90,7 @@ def _lookup(
 def lookup(
     rows: MixedRows, values: Tensor, offsets: Tensor | None, value_weights: Tensor | None, dtype: torch.dtype
 ) -> Lookup:
-    """Look up and sum bags (as :func:`cordillera.kernels.embeddings.lookup.embedding_bag`).
-
-    The result's ``rows`` are the values.
-    """
+    """Look up and sum bags as ``lookup.embedding_bag``; the result's ``rows`` are the values."""
     features = rows.kinds.numel()
     bags = values.numel() if offsets is None else offsets.numel() - 1
     native = dtype if dtype in (torch.float32, torch.bfloat16) else torch.float32
@@ -116,17 +101,8 @@ def lookup(
     threads = threads_for(values.numel())
     with pool(threads):
         misplaced = _lookup(
-            rows.payload.numpy(),
-            rows.kinds.numpy(),
-            rows.first_byte.numpy(),
-            rows.row_bytes.numpy(),
-            rows.num_rows.numpy(),
-            values.numpy(),
-            whole(offsets),
-            offsets is None,
-            factors(value_weights, torch.float32),
-            value_weights is not None,
-            array(output),
-            threads,
-        )
+            rows.payload.numpy(), rows.kinds.numpy(), rows.first_byte.numpy(), rows.row_bytes.numpy(),
+            rows.num_rows.numpy(), values.numpy(), whole(offsets), offsets is None,
+            factors(value_weights, torch.float32), value_weights is not None, array(output), threads,
+        )  # fmt: skip
     return Lookup(output.to(dtype), values, -1 if misplaced == np.iinfo(np.int64).max else misplaced)

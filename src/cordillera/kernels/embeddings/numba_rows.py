@@ -127,10 +127,7 @@ def decode_row(kind: int, source: Any, target: Any) -> None:
 
 @compiled()
 def extent(row: Any) -> Any:
-    """Return the smallest and largest number of a row ``float32 [D]``, and whether all are finite.
-
-    If not all are finite, the two numbers are meaningless.
-    """
+    """Return the smallest and the largest number of a row, and whether all numbers are finite, as they must be."""
     words = row.view(np.int32)
     lowest, highest = _MAGNITUDE, np.int32(-_MAGNITUDE - 1)
     for d in range(words.size):  # as integers in the order of the numbers: only these comparisons vectorise
@@ -183,13 +180,10 @@ def encode_row(
     """Encode one row that fits its format, from ``source``, ``float32 [D]``, to ``target``, ``uint8 [row bytes]``.
 
     Args:
-        kind: A value of ``FORMATS``.
-        rounding: A value of ``ROUNDINGS``.
-        low: Smallest number of the row.
-        high: Largest number of the row.
+        kind: A value of ``FORMATS``, as ``rounding`` is one of ``ROUNDINGS``.
+        low: Smallest number of the row, as ``high`` is the largest.
         codes: Scratch memory, ``uint8 [D]``.
-        state: State of the random numbers, after seed, table and row.
-        update: Number of the update, the last key of the random numbers.
+        state: State of the random numbers, after seed, table and row; ``update`` is their last key.
     """
     dim = source.size
     if kind == _FP32:
@@ -233,10 +227,7 @@ def encode_block(
 ) -> Any:
     """Encode neighbouring rows of a table, ``float32 [N, D]``, to ``uint8 [N, row bytes]``.
 
-    Rows that do not fit are skipped. Random numbers have the keys ``seed``, ``table``, row and ``update``.
-
-    Returns:
-        The first row that does not fit, or -1, and the verdict of :func:`fits`.
+    Rows that do not fit are skipped. Returns the first row that does not fit, or -1, and the verdict of :func:`fits`.
     """
     count, dim = source.shape
     bad, why = np.full(threads, -1, np.int64), np.zeros(threads, np.int64)

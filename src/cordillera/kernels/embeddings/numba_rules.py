@@ -16,29 +16,16 @@ RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
 
 @compiled()
 def step_row(
-    rule: int,
-    row: int,
-    target: Any,
-    reduced: Any,
-    first_state: Any,
-    second_state: Any,
-    learning_rate: float,
-    eps: float,
-    weight_decay: float,
-    beta1: float,
-    beta2: float,
-    correction1: float,
-    correction2: float,
-) -> None:
-    """Run one step of the optimizer on one row, in float64, rounded at the end.
+    rule: int, row: int, target: Any, reduced: Any, first_state: Any, second_state: Any, learning_rate: float,
+    eps: float, weight_decay: float, beta1: float, beta2: float, correction1: float, correction2: float,
+) -> None:  # fmt: skip
+    """Run one step of the optimizer, a value of ``RULES``, on one row, in float64, rounded at the end.
 
     Args:
-        rule: A value of ``RULES``.
         row: Number of the row, which locates its state.
         target: Weights of the row, ``[D]``.
         reduced: Gradient of the row, ``float64 [D]``; overwritten.
         first_state: First tensor of ``init_state``, flat, as ``second_state`` is the second.
-        learning_rate: Step size; further numbers are those of ``SparseOptimizer`` and ``Update.corrections``.
     """
     dim, zero = target.size, target[0]
     if weight_decay != 0.0:

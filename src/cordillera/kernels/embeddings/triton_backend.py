@@ -40,22 +40,10 @@ def unsupported(optimizer: str, dtype: torch.dtype, device: str) -> str | None:
 
 @triton.jit
 def _update(
-    distinct: Any,
-    starts: Any,
-    order: Any,
-    sources: Any,
-    grad: Any,
-    value_weights: Any,
-    weight: Any,
-    first_state: Any,
-    second_state: Any,
-    numbers: Any,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RULE: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    distinct: Any, starts: Any, order: Any, sources: Any, grad: Any, value_weights: Any, weight: Any, first_state: Any,
+    second_state: Any, numbers: Any, DIM: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr, WEIGHTED: tl.constexpr,
     DECAYS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     segment = tl.program_id(0)
     row = tl.load(distinct + segment)
     first, last = tl.load(starts + segment), tl.load(starts + segment + 1)
@@ -136,20 +124,8 @@ def update(call: Update) -> None:
     )
     stored = [*call.state.values(), weight, weight]
     _update[(distinct.numel(),)](
-        distinct,
-        starts,
-        order,
-        sources,
-        grad,
-        sources if value_weights is None else value_weights.detach().contiguous(),
-        weight,
-        stored[0],
-        stored[1],
-        numbers,
-        DIM=dim,
-        BLOCK=triton.next_power_of_2(dim),
-        RULE=_RULES[optimizer.name],
-        WEIGHTED=value_weights is not None,
-        DECAYS=optimizer.weight_decay != 0,
-        num_warps=1,
-    )
+        distinct, starts, order, sources, grad,
+        sources if value_weights is None else value_weights.detach().contiguous(), weight, stored[0], stored[1],
+        numbers, DIM=dim, BLOCK=triton.next_power_of_2(dim), RULE=_RULES[optimizer.name],
+        WEIGHTED=value_weights is not None, DECAYS=optimizer.weight_decay != 0, num_warps=1,
+    )  # fmt: skip

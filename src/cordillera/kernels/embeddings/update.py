@@ -69,14 +69,8 @@ class Update:
     """Checked arguments of one call of :func:`sparse_update`, for back ends.
 
     Attributes:
-        optimizer: The rule.
-        weight: Table, ``[R, D]``.
         state: State by name, in the order of :func:`init_state`.
-        rows: ``int64 [T]``.
-        offsets: ``[N + 1]`` or None.
         grad: ``[B, F, D]``; ``F`` is 1 if two dimensions were given.
-        value_weights: ``[T]`` or None.
-        learning_rate: Step size.
         step: Number of the update, from 1.
     """
 
@@ -175,15 +169,12 @@ def sparse_update(
 
 
 def choose_backend(backend: EmbeddingBackend, optimizer: SparseOptimizer, weight: Tensor) -> str:
-    """Resolve ``backend`` for an optimizer and a table.
+    """Resolve ``backend`` for an optimizer and a table to ``torch``, ``numba``, ``fbgemm`` or ``triton``.
 
     Args:
         backend: Name of a back end, or ``auto``, as in :func:`sparse_update`.
         optimizer: The rule.
         weight: The table; only its dtype and device are read.
-
-    Returns:
-        ``torch``, ``numba``, ``fbgemm`` or ``triton``.
 
     Raises:
         DependencyError: the named back end cannot update this table by this rule.
@@ -200,11 +191,7 @@ def choose_backend(backend: EmbeddingBackend, optimizer: SparseOptimizer, weight
 
 
 def available_backends() -> dict[str, str | None]:
-    """Return, for each back end, why it cannot be used.
-
-    Returns:
-        For each of ``torch``, ``numba``, ``fbgemm`` and ``triton``: None if it can be used, else the reason why not.
-    """
+    """Return why each of ``torch``, ``numba``, ``fbgemm`` and ``triton`` cannot be used; None for those that can."""
     return {name: _unavailable(name) for name in ("torch", "numba", "fbgemm", "triton")}
 
 

@@ -1,8 +1,8 @@
 """Deviation of a result from its reference, in measures that do and do not grow with the number of values.
 
-LoKA judges a kernel by the mean of ``|(out - ref) / ref|`` (MERE). For references around zero this mean has no limit:
-it grows with the logarithm of the number of values, and one zero makes it infinite. It is kept for comparison, with a
-floor and together with the number of values; decisions use the signal-to-noise ratio and the median relative error.
+LoKA judges a kernel by the mean of ``|(out - ref) / ref|`` (MERE), which has no limit for references around zero: it
+grows with the logarithm of the number of values, and one zero makes it infinite. It is kept for comparison, with a
+floor; decisions use the signal-to-noise ratio and the median relative error.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class Accuracy:
         mean_relative: Mean of the same: MERE with a floor of a thousandth of the reference's root mean square.
         largest_relative: Largest difference relative to the reference's root mean square.
         underflow: Share of values that are zero although the reference is not.
-        nonfinite: Number of values that are NaN or infinite although the reference is finite; they count as infinite
-            errors.
+        nonfinite: Number of NaN and infinities where the reference is finite; they count as infinite errors.
         count: Number of values.
     """
 
@@ -73,5 +72,5 @@ class Accuracy:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain numbers, with infinite ones as text, which JSON's numbers cannot represent."""
+        """Return plain numbers, with infinite ones as text."""
         return {name: value if math.isfinite(value) else str(value) for name, value in asdict(self).items()}

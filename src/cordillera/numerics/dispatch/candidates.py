@@ -33,13 +33,7 @@ StoredWeight = dict[str, Tensor]
 
 
 class Shape(NamedTuple):
-    """Shape of a product.
-
-    Attributes:
-        rows: Number ``M`` of input rows.
-        outputs: Number ``N`` of output features.
-        inputs: Number ``K`` of input features.
-    """
+    """Shape of a product: ``M`` input rows, ``N`` output features, ``K`` input features."""
 
     rows: int
     outputs: int
@@ -56,12 +50,9 @@ class Candidate(NamedTuple):
         name: Name of the candidate in plans.
         store: Function from ``weight [N, K]`` and calibration rows ``[R, K]`` (or None) to a stored weight.
         load: Function from a stored weight, ``bias [N]`` or None, and whether a ReLU follows, to a kernel.
-        needs: Function from the weight's device, ``K`` and ``N`` to the reason why the candidate cannot be used, or
-            None.
-        calibrated: Whether its ranges come from calibration rows, so that it suits the inputs of one layer and no
-            gradients.
-        emulated: Whether its arithmetic is emulated on this machine, so that its error is meaningful and its time is
-            not.
+        needs: Function from the weight's device, ``K`` and ``N`` to why the candidate cannot be used, or None.
+        calibrated: Whether its ranges come from calibration rows, so that it suits one layer's inputs and no gradients.
+        emulated: Whether its arithmetic is emulated here, so that its error is meaningful and its time is not.
     """
 
     name: str
@@ -85,12 +76,7 @@ class Candidate(NamedTuple):
         return self.load(self.store(weight, rows if self.calibrated else None), bias, False)
 
     def supports(self, shape: Shape, device: torch.device) -> str | None:
-        """Return why the candidate cannot compute a product; None if it can.
-
-        Args:
-            shape: Shape of the product.
-            device: Device of the weight.
-        """
+        """Return why the candidate cannot compute a product of a ``shape`` on a ``device``; None if it can."""
         return self.needs(device, shape.inputs, shape.outputs)
 
 
@@ -196,11 +182,7 @@ def _store_fp8(weight: Tensor, rows: Tensor | None) -> StoredWeight:
 def then_relu(
     load: Callable[[StoredWeight, Tensor | None], Kernel],
 ) -> Callable[[StoredWeight, Tensor | None, bool], Kernel]:
-    """Return a loader of kernels that apply a ReLU afterwards if requested.
-
-    Args:
-        load: Loader of kernels without a ReLU.
-    """
+    """Return a loader of kernels that apply a ReLU afterwards if requested, from a loader of kernels without one."""
 
     def loader(stored: StoredWeight, bias: Tensor | None, relu: bool) -> Kernel:
         run = load(stored, bias)
@@ -254,10 +236,7 @@ CANDIDATES: dict[str, Candidate] = {
 
 
 def candidate(name: str) -> Candidate:
-    """Return a candidate by its name.
-
-    Args:
-        name: Name of the candidate in plans.
+    """Return a candidate by its name in plans.
 
     Raises:
         NumericsError: If there is no candidate of this name.
@@ -270,10 +249,6 @@ def candidate(name: str) -> Candidate:
 
 
 def chosen(names: Sequence[str] | None = None) -> list[Candidate]:
-    """Return several candidates, with the fp32 reference always first.
-
-    Args:
-        names: Names of candidates; None for all.
-    """
+    """Return candidates by their names, or all without names, with the fp32 reference always first."""
     found = [candidate(name) for name in (CANDIDATES if names is None else names)]
     return [CANDIDATES["fp32"], *(one for one in found if one.name != "fp32")]

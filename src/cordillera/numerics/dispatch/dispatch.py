@@ -65,7 +65,6 @@ class Trial:
     """Result of one candidate on one product.
 
     Attributes:
-        kernel: Name of the candidate.
         accuracy: Worst accuracy over the drawn inputs; None if the candidate was not run.
         milliseconds: Median time; NaN if the candidate was not timed.
         refused: Reason why the candidate was refused; empty if it passed.
@@ -82,8 +81,6 @@ class Product:
     """Matrix product to compute: the weight of a layer and a source of typical inputs.
 
     Attributes:
-        site: Name of the layer.
-        of: Which of the layer's products it is.
         weight: Weight as the kernel takes it, ``[N, K]``.
         bias: Bias ``[N]``, or None.
         draw: Function from a number of rows and a generator to inputs ``[rows, K]``.
@@ -101,13 +98,7 @@ class Product:
 
 
 def judge(product: Product, kernel: Kernel, config: DispatchConfig) -> Accuracy:
-    """Return the worst accuracy of a kernel over several drawn inputs, compared with float64.
-
-    Args:
-        product: Product with its weight and inputs.
-        kernel: Kernel packed with that weight.
-        config: Number of drawn inputs and of their rows.
-    """
+    """Return the worst accuracy of a ``kernel`` over inputs drawn by ``config`` for a ``product``, against float64."""
     exact_weight = product.weight.double()
     worst: Accuracy | None = None
     for draw in range(config.draws):
@@ -123,12 +114,9 @@ def judge(product: Product, kernel: Kernel, config: DispatchConfig) -> Accuracy:
 
 
 def refusal(one: Candidate, found: Accuracy, config: DispatchConfig) -> str:
-    """Return why a candidate is not accurate enough or cannot be timed; empty if it can be used.
+    """Return why ``one``, of the accuracy ``found``, does not keep the bounds of ``config`` or cannot be timed.
 
-    Args:
-        one: Candidate.
-        found: Accuracy of the candidate.
-        config: Accuracy bounds.
+    The result is empty if it can be used.
     """
     if found.sqnr_db < config.sqnr_db or found.median_relative > config.median_relative:
         return f"{found.sqnr_db:.1f} dB, median relative error {found.median_relative:.2g}"
@@ -218,8 +206,7 @@ def median_seconds(calls: Mapping[str, Callable[[int], Any]], rounds: int) -> di
 
     Args:
         calls: Functions by name; each is given an increasing number by which it can choose its input.
-        rounds: Number of values for each contender, each the mean of as many calls as the first contender makes in two
-            milliseconds.
+        rounds: Number of values for each contender, each the mean of as many calls as the first one makes in 2 ms.
     """
     names = list(calls)
     began = time.perf_counter()
@@ -246,7 +233,7 @@ def _pack_and_run(one: Candidate, product: Product, x: Tensor) -> Tensor:
 
 
 def choose(product: Product, rows: int, trials: Sequence[Trial], config: DispatchConfig) -> KernelChoice:
-    """Return the fastest trial that passed if it is sufficiently faster than fp32, else fp32.
+    """Return the fastest of the trials of a product's candidates that passed, or fp32 if it is not sufficiently faster.
 
     Args:
         product: Product that was tried.
@@ -283,10 +270,10 @@ def _range(rows: Tensor | None) -> tuple[float, float] | None:
 
 
 def skipped_layers(trials: Mapping[str, Sequence[Trial]]) -> dict[str, dict[str, int]]:
-    """Return the candidates that cannot compute some layers: the number of layers by candidate and reason.
+    """Return the candidates that cannot compute some layers, by the trials of each layer.
 
-    Args:
-        trials: Trials of each layer, by name.
+    Returns:
+        Number of layers by candidate and reason.
     """
     found: dict[str, dict[str, int]] = {}
     for of_layer in trials.values():
@@ -298,12 +285,7 @@ def skipped_layers(trials: Mapping[str, Sequence[Trial]]) -> dict[str, dict[str,
 
 @dataclass
 class Profile:
-    """A plan with all trials behind it.
-
-    Attributes:
-        plan: Chosen kernels.
-        trials: Trials by site, product and number of rows.
-    """
+    """A plan with all trials behind it, by site, product and number of rows."""
 
     plan: PrecisionPlan
     trials: dict[tuple[str, Pass, int], list[Trial]] = field(default_factory=dict)
@@ -394,19 +376,10 @@ def profile(products: Sequence[Product], config: DispatchConfig, device: torch.d
 
 
 class DispatchedLinear(nn.Module):
-    """Linear layer computed by the kernels of a plan; for scoring only, as it has no gradient.
+    """Linear layer computed by the kernels that a plan has for its name; for scoring only, as it has no gradient.
 
-    Inputs may have any floating-point dtype, which the output shares; the computation is in float32 or less.
-
-    Attributes:
-        weight: Unchanged weight, ``[N, K]``, with which sizes beyond the plan are computed in fp32.
-        bias: Unchanged bias, ``[N]``, or None.
-        unplanned: Number of calls with more rows than the plan covers, which were computed in fp32.
-
-    Args:
-        linear: Layer to replace.
-        name: Name of the layer in the plan.
-        plan: Plan with choices for the layer.
+    Inputs may have any floating-point dtype, which the output shares; the computation is in float32 or less. Calls with
+    more rows than the plan covers are computed in fp32, with the unchanged weight, and counted in ``unplanned``.
     """
 
     def __init__(self, linear: nn.Linear, name: str, plan: PrecisionPlan) -> None:
@@ -442,12 +415,8 @@ class DispatchedLinear(nn.Module):
 def planned_sites(model: nn.Module, plan: PrecisionPlan) -> dict[str, nn.Linear]:
     """Return a model's linear layers by name, after checking that they match a plan.
 
-    Args:
-        model: Model.
-        plan: Plan for this model.
-
     Raises:
-        NumericsError: If the plan names a layer that the model lacks or has with another size.
+        NumericsError: If the ``plan`` names a layer that the ``model`` lacks or has with another size.
     """
     own = sites(model)
     for choice in plan.choices:
@@ -492,19 +461,12 @@ def planned(model: nn.Module, plan: PrecisionPlan, allow_stale: bool = False) ->
 
 
 def apply(model: nn.Module, plan: PrecisionPlan, allow_stale: bool = False) -> nn.Module:
-    """Replace a model's linear layers by modules with the plan's kernels.
+    """Replace a model's linear layers, in place, by modules with the plan's kernels.
 
-    Args:
-        model: Trained model, which is changed in place.
-        plan: Plan for this model and machine.
-        allow_stale: Whether to accept a plan that was made on another device, with other threads or libraries.
+    The arguments ``model``, ``plan`` and ``allow_stale`` and the errors are those of :func:`planned`.
 
     Returns:
         The model.
-
-    Raises:
-        NumericsError: If the plan is for training, for other weights or another machine, or names a layer that the
-            model lacks or has with another size.
     """
     for name, module in planned(model, plan, allow_stale).items():
         replace(model, name, module)

@@ -41,7 +41,7 @@ class KernelChoice:
         outputs: Output features ``N`` of the layer.
         inputs: Input features ``K`` of the layer.
         kernel: Name of the candidate.
-        why: If the kernel is the reference, the reason why no other was chosen; otherwise empty.
+        why: Reason why no other kernel than the reference was chosen; empty for other kernels.
         expected: Measurements of the kernel: milliseconds, speed relative to fp32, accuracy.
         input_range: Smallest and largest input on which kernels with static ranges are calibrated; None without any.
     """
@@ -68,19 +68,12 @@ class KernelChoice:
 
 
 def bucket(rows: int) -> int:
-    """Return the smallest power of two that is at least ``rows``.
-
-    Args:
-        rows: Number of rows of an input.
-    """
+    """Return the smallest power of two that is at least ``rows``, the number of rows of an input."""
     return 1 << max(0, rows - 1).bit_length()
 
 
 def instruction_set() -> list[str]:
-    """Return what libraries choose kernels by on this CPU: torch's level and the processor's flags.
-
-    Flags are read on Linux only; on other systems the list contains only the level.
-    """
+    """Return what libraries choose kernels by on this CPU: torch's level and, on Linux, the processor's flags."""
     level = str(torch.backends.cpu.get_cpu_capability())
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -167,12 +160,7 @@ class PrecisionPlan:
         return list(dict.fromkeys(choice.site for choice in self.choices))
 
     def with_reference(self, site: str, why: str) -> PrecisionPlan:
-        """Return the plan with fp32 at one layer.
-
-        Args:
-            site: Name of the layer.
-            why: Reason to record in the plan.
-        """
+        """Return the plan with fp32 at the layer ``site``, and ``why`` as the reason."""
         choices = tuple(
             replace(c, kernel="fp32", why=why, expected={}) if c.site == site and c.kernel != "fp32" else c
             for c in self.choices
@@ -180,19 +168,11 @@ class PrecisionPlan:
         return replace(self, choices=choices)
 
     def uniform(self, kernel: str) -> PrecisionPlan:
-        """Return the plan with one kernel everywhere.
-
-        Args:
-            kernel: Name of the candidate.
-        """
+        """Return the plan with one kernel, by its candidate's name, everywhere."""
         return replace(self, choices=tuple(replace(c, kernel=kernel, why="", expected={}) for c in self.choices))
 
     def save(self, path: Path) -> None:
-        """Write the plan with its identity and a checksum of the whole file.
-
-        Args:
-            path: Path of the JSON file, which is replaced atomically.
-        """
+        """Write the plan, its identity and a checksum of the whole to a JSON file, which is replaced atomically."""
         write_atomically(path, sealed_json({**self._content(), "identity": self.identity}))
 
     def _content(self) -> dict[str, Any]:
@@ -251,9 +231,6 @@ class PrecisionPlan:
     def check_purpose(self, purpose: Purpose) -> None:
         """Check that the plan was made for a purpose.
 
-        Args:
-            purpose: Intended purpose.
-
         Raises:
             NumericsError: If the plan is for another purpose.
         """
@@ -288,7 +265,7 @@ def weights_digest(layers: Mapping[str, tuple[torch.Tensor, torch.Tensor | None]
     """Return the SHA-256 of the weights of layers, to which a plan is bound.
 
     Args:
-        layers: Weight ``[N, K]`` and bias ``[N]`` (or None) of each layer, by name; any device, converted to float32.
+        layers: Weight ``[N, K]`` and bias ``[N]`` (or None) of each layer, by name; converted to float32.
     """
     digest = hashlib.sha256()
     for name, parts in layers.items():

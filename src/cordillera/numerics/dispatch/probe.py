@@ -1,8 +1,8 @@
 """Statistics of the inputs and weights of a model's layers, gathered while it runs (Probe of LoKA).
 
 Statistics are gathered only at every ``interval``-th step, from at most ``rows`` rows of a layer's input, and contain
-no sample of the data. They merge over the ranks of a data-parallel job, in the order of ranks. Synthetic inputs are
-drawn from them, so that kernels can be judged on realistic inputs instead of standard-normal numbers.
+no sample of the data. They merge over the ranks of a data-parallel job, in the order of ranks. Inputs drawn from them
+let kernels be judged on realistic numbers instead of standard-normal ones.
 """
 
 from __future__ import annotations
@@ -146,9 +146,7 @@ class Probe:
         self.close()
 
     def merge(self, group: dist.ProcessGroup | None = None) -> None:
-        """Merge the statistics of inputs and gradients of all ranks of a job; weights are the same on all of them.
-
-        All ranks get the same statistics, merged in the order of ranks.
+        """Merge the statistics of inputs and gradients of all ranks, in their order; weights are the same on all.
 
         Args:
             group: Group of ranks that see different samples; None for all.
@@ -174,10 +172,7 @@ class Probe:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the result of :meth:`state_dict`.
-
-        Args:
-            state: State of a probe of the same layers with the same scope.
+        """Continue from the result of :meth:`state_dict` of a probe of the same layers with the same scope.
 
         Raises:
             NumericsError: If the layers or the gathered statistics differ.
@@ -238,13 +233,7 @@ class Probe:
 
 
 class Probed:
-    """Statistics that a probe wrote to a file.
-
-    Attributes:
-        inputs: Statistics of inputs by layer.
-        weights: Statistics of weights by layer; may be empty.
-        gradients: Statistics of output gradients by layer; may be empty.
-        looks: Number of probed steps.
+    """Statistics that a probe wrote to a file: the attributes of :class:`Probe`.
 
     Args:
         path: Path of the file.

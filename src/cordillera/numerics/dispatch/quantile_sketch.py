@@ -1,8 +1,8 @@
 """Quantiles of each feature of a stream in bounded memory, and draws from them.
 
-A normal distribution has hardly any tails and is negative where a ReLU gives zero. With the quantiles of each feature,
-a Gaussian copula preserves the distributions of the features and their covariances: it draws normal numbers with such
-correlations that, mapped through the quantiles, they have the correlations of the data (Cario and Nelson 1997, NORTA).
+A normal distribution has hardly any tails and is negative where a ReLU gives zero. A Gaussian copula preserves the
+features' distributions and covariances: it draws normal numbers with such correlations that, mapped through the
+quantiles, they have the correlations of the data (Cario and Nelson 1997, NORTA).
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ class QuantileSketch:
 
     A level holds up to 512 numbers of each feature, each of which represents ``2**level`` of the stream. When it is
     full, its numbers are sorted, and every second one between the 128 smallest and largest moves to the next level
-    (Karnin et al. 2016, with deterministic choice; ends as in Cormode et al. 2021). All features are compacted at the
-    same time, each in its own order, so no row of the data remains. Each feature takes 2 KiB for each level, and the
-    number of levels is that of the doublings of 512 rows.
+    (Karnin et al. 2016, with deterministic choice; ends as in Cormode et al. 2021). Each feature is compacted in its
+    own order, so no row of the data remains. Each feature takes 2 KiB for each level; there is a level for each
+    doubling of 512 rows.
 
     Attributes:
-        count: Number of rows so far.
         negatives: Number of rows below zero, ``int64 [K]``.
         zeros: Number of rows equal to zero, ``int64 [K]``.
     """
@@ -93,11 +92,7 @@ class QuantileSketch:
         return sum(count * 2.0**level for level, count in enumerate(self._compactions)) / max(1, self.count)
 
     def quantiles(self, probabilities: Tensor) -> Tensor:
-        """Return quantiles ``float32 [p, K]`` of all features.
-
-        Args:
-            probabilities: Probabilities ``[p]``, ascending, from 0 for the smallest value to 1 for the largest.
-        """
+        """Return quantiles ``float32 [p, K]`` at ascending ``probabilities [p]``; 0 is the smallest value."""
         numbers = torch.cat(self._levels).T.contiguous()  # [K, n]
         weights = torch.cat([torch.full((len(one),), 2.0**n) for n, one in enumerate(self._levels)]).double()
         ordered, order = numbers.sort(1)
@@ -132,11 +127,7 @@ class QuantileSketch:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> QuantileSketch:
-        """Restore the result of :meth:`state_dict`.
-
-        Raises:
-            NumericsError: If its parts do not fit together.
-        """
+        """Restore the result of :meth:`state_dict`; raise an error if its parts do not fit together."""
         found = cls(state["counts"].shape[1])
         found.count, found._compactions = int(state["count"]), [int(one) for one in state["compactions"]]
         found.negatives, found.zeros = state["counts"].clone().unbind()
@@ -174,14 +165,11 @@ class Marginals:
         return torch.where((share >= self._below) & (share < self._to), 0.0, value)
 
     def correlations_of_normals(self, covariance: Tensor) -> Tensor:
-        """Return correlations ``float64 [K, K]`` of normal numbers whose values have nearly the given covariances.
+        """Return correlations ``float64 [K, K]`` of normal numbers whose values have nearly the given ``covariance``.
 
         If ``a`` are the Hermite coefficients of the map from normal numbers to values, values have the covariance
-        ``sum_k a_i[k] a_j[k] r**k`` for normal numbers of correlation ``r``. It increases with ``r``, which is found by
-        bisection.
-
-        Args:
-            covariance: Covariance of the values, ``float64 [K, K]``.
+        ``sum_k a_i[k] a_j[k] r**k`` for normal numbers of correlation ``r``, which is found by bisection as it
+        increases.
         """
         share = (torch.arange(_STRATA, dtype=torch.float64) + 0.5) / _STRATA
         z = torch.special.ndtri(share)

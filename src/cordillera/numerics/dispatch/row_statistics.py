@@ -27,13 +27,9 @@ _TRIES = 6
 
 
 class Tier(str, enum.Enum):
-    """Kept part of a covariance.
+    """Kept part of a covariance: all of it, blocks of 512 features, the diagonal and a sketch, or the diagonal alone.
 
-    Attributes:
-        full: All of it.
-        blocks: Blocks of 512 features along its diagonal.
-        sketch: Its diagonal and its product with 64 random vectors.
-        diagonal: Its diagonal alone.
+    The sketch is the product with 64 random vectors.
     """
 
     full = "full"
@@ -55,24 +51,20 @@ class RowStatistics:
     Sums are float64. Products of centred float32 rows are float32 within a chunk of 4096 rows, unless values beyond
     2^40 might make them overflow.
 
+    Args:
+        features: Number ``K`` of columns.
+        tier: Kept part of the covariance; None for the one that ``features`` allows.
+        marginals: Whether to keep quantiles too, so that rows are drawn by a Gaussian copula; ignored above 2048
+            features or with less than a full covariance.
+
     Attributes:
         skipped: Number of batches left out because they held NaN, infinity, or values beyond 2^450.
         mean: Mean of the rows, ``float64 [K]``.
         seconds: Time that this process has spent in :meth:`update`.
-        marginals: Quantiles of each feature, or None; with them, rows are drawn by a Gaussian copula.
-
-    Args:
-        features: Number ``K`` of columns.
-        tier: Kept part of the covariance; None for the one that ``features`` allows.
-        marginals: Whether to keep quantiles too; ignored above 2048 features or with less than a full covariance.
     """
 
     def __init__(
-        self,
-        features: int,
-        tier: Tier | None = None,
-        device: torch.device | str = "cpu",
-        marginals: bool = False,
+        self, features: int, tier: Tier | None = None, device: torch.device | str = "cpu", marginals: bool = False
     ) -> None:
         if features < 1:
             raise NumericsError(f"rows of {features} features", where="RowStatistics")
@@ -119,9 +111,6 @@ class RowStatistics:
 
         A batch with NaN, infinity, or numbers whose squares float64 cannot sum is left out whole and counted in
         ``skipped``. Autocast and emulated number formats do not apply to these sums.
-
-        Raises:
-            NumericsError: If rows have another number of features.
         """
         began = time.perf_counter()
         with _disable_current_modes(), torch.autocast(rows.device.type, enabled=False):
@@ -152,11 +141,7 @@ class RowStatistics:
         return True
 
     def merge(self, other: RowStatistics) -> None:
-        """Add other statistics; empty ones adopt quantiles from ``other``.
-
-        Raises:
-            NumericsError: If ``other`` has other features, another tier, or quantiles where these statistics have none.
-        """
+        """Add other statistics of the same features and tier; empty ones adopt quantiles from ``other``."""
         if (self.marginals is None) != (other.marginals is None):
             if self.count or other.marginals is None:
                 raise NumericsError("statistics with and without quantiles do not merge", where="RowStatistics.merge")
@@ -193,10 +178,7 @@ class RowStatistics:
         return diagonal / max(1, self.count - 1)
 
     def covariance(self) -> Tensor:
-        """Return the kept covariance, ``float64 [K, K]``; of a sketch, Nystrom's approximation with the true diagonal.
-
-        Meant for tests and small layers, as it allocates the full matrix.
-        """
+        """Return the kept covariance, ``float64 [K, K]``; of a sketch, Nystrom's with the true diagonal."""
         if self.tier is Tier.diagonal:
             return torch.diag(self.variance())
         if self.tier is Tier.sketch:
@@ -217,16 +199,10 @@ class RowStatistics:
         return factor, rest
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw rows from the normal distribution of these statistics, or from the copula of their quantiles.
+        """Draw rows ``float32 [count, K]`` from a normal distribution, or a Gaussian copula if there are quantiles.
 
         Args:
             generator: Generator on the CPU; None for the global one.
-
-        Returns:
-            Rows, ``float32 [count, K]``, on the device of the statistics.
-
-        Raises:
-            NumericsError: If fewer than two rows were seen.
         """
         if self.count < 2:
             raise NumericsError(
@@ -278,11 +254,7 @@ class RowStatistics:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], device: torch.device | str = "cpu") -> RowStatistics:
-        """Restore the result of :meth:`state_dict`.
-
-        Raises:
-            NumericsError: If a tensor has another shape, or holds NaN or infinity.
-        """
+        """Restore the result of :meth:`state_dict`; raise an error for other shapes, NaN or infinity."""
         found = cls(int(state["features"]), Tier(state["tier"]), device)
         found.count, found.skipped = int(state["count"]), int(state["skipped"])
         for own, part in zip([found.mean, *found._scatter], [state["mean"], *state["scatter"]], strict=True):
@@ -301,9 +273,6 @@ def square_root(covariance: Tensor) -> Tensor:
     """Return ``root`` with ``root @ root.T`` about the covariance, by Cholesky with a growing ridge if it is singular.
 
     If Cholesky fails six times, eigenvalues are used, with negative ones set to zero.
-
-    Args:
-        covariance: Matrix ``[K, K]``, symmetric and positive up to rounding.
     """
     covariance = (covariance + covariance.T) / 2
     size = len(covariance)

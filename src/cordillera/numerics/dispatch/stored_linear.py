@@ -14,11 +14,7 @@ from cordillera.numerics.quantization.fixed_dtypes import FixedDtypes, refuse_do
 
 
 class StoredLinear(FixedDtypes):
-    """``x W^T + b`` by one kernel, without gradient; takes any floating-point dtype and returns ``float32``.
-
-    Args:
-        bias: Bias, ``float32 [N]``, or None.
-    """
+    """``x W^T + b`` by one kernel, without gradient; takes any floating-point dtype and returns ``float32``."""
 
     def __init__(self, kernel: str, stored: Mapping[str, Tensor], bias: Tensor | None, relu: bool = False) -> None:
         super().__init__()
@@ -58,11 +54,7 @@ class StoredLinear(FixedDtypes):
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
 
     def prepare(self) -> Kernel:
-        """Return the kernel, which is created from the stored weight at the first call.
-
-        Raises:
-            NumericsError: If the kernel does not accept the stored weight.
-        """
+        """Return the kernel, which is created from the stored weight at the first call."""
         if self._run is None:
             stored: StoredWeight = {name: getattr(self, f"stored_{name}") for name in self._names}
             try:

@@ -47,15 +47,9 @@ class TrainedLinear(nn.Module):
     """Linear layer whose three products are computed by the kernels of a plan; it shares the parameters of the layer.
 
     A product is computed as in ``nn.Linear``, in autocast's dtype if there is one, if the plan says fp32, has no kernel
-    for the number of rows, or its kernel does not support the shape or a value that is not finite. All cases but the
-    first are counted. Within autocast, all results have its dtype. In evaluation mode the layer is ``nn.Linear``. There
-    are no second derivatives.
-
-    Attributes:
-        unplanned: Number of times that each product should have been, but was not computed by a kernel of the plan.
-
-    Raises:
-        NumericsError: If the layer is not float32, or a kernel needs calibration.
+    for the number of rows, or its kernel does not support the shape or a value that is not finite. ``unplanned`` counts
+    all cases but the first. Within autocast, all results have its dtype. In evaluation mode the layer is ``nn.Linear``.
+    There are no second derivatives.
     """
 
     def __init__(self, linear: nn.Linear, name: str, plan: PrecisionPlan) -> None:
@@ -79,11 +73,7 @@ class TrainedLinear(nn.Module):
                     raise NumericsError(f"{name} cannot be trained by {one.name}: it is calibrated", where="plan")
 
     def compute(self, of: Pass, first: Tensor, second: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Compute a product of :func:`~cordillera.numerics.dispatch.training_products.exact` by its kernel.
-
-        Args:
-            dtype: Dtype of the result, and of the computation if no kernel of the plan applies.
-        """
+        """Compute a product of ``training_products.exact`` by its kernel, with a result of ``dtype``."""
         kernel = next((one for most, one in self._kernels[of] if len(first) <= most), None)
         if kernel is None or kernel.name != "fp32":
             if kernel is not None and not unusable(kernel, of, first.shape, second.shape, first.device):
@@ -112,12 +102,11 @@ class TrainedLinear(nn.Module):
 
 @dataclass(frozen=True)
 class Applied:
-    """Result of :func:`apply_for_training`.
+    """Layers of a model by what :func:`apply_for_training` did with them.
 
     Attributes:
         planned: Layers with a kernel of the plan for at least one product, by name.
-        left: Names of the model's other linear layers, for all of whose products the plan says fp32 or nothing.
-        unknown: Names among ``left`` that the plan does not contain.
+        left: Names of the other linear layers, of which the plan does not contain those in ``unknown``.
     """
 
     planned: dict[str, TrainedLinear]
@@ -138,7 +127,6 @@ def apply_for_training(model: nn.Module, plan: PrecisionPlan, allow_stale: bool 
 
     Args:
         model: Model in float32, before ``torch.compile`` or any wrapper.
-        plan: Plan for training of this model and machine, whatever the weights.
         allow_stale: Whether to accept a plan that was made on another device, with other threads or libraries.
 
     Raises:

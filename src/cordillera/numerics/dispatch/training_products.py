@@ -1,9 +1,8 @@
 """Choice of kernels for the three products of a linear layer's training step (Dispatch of LoKA).
 
 The forward, the gradient of the input and the gradient of the weight each have their own kernel. Weights change with
-every step and gradients are always new, so the time of every product includes packing. Operands are drawn from the
-probe's statistics of inputs and of output gradients, independently of one another. The sums of a weight's gradient then
-consist only of noise, so that no kernel is judged too favourably.
+every step and gradients are always new, so every time includes packing. Inputs and output gradients are drawn from the
+probe's statistics, independently: a weight's gradient then sums only noise, so that no kernel is judged too favourably.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ def exact(of: Pass, first: Tensor, second: Tensor, bias: Tensor | None = None) -
     Args:
         first: Input ``[M, K]`` for ``forward``, otherwise the gradient of the output ``[M, N]``.
         second: Weight ``[N, K]``, or for ``weight_gradient`` the input.
-        bias: Bias ``[N]`` or None; only for ``forward``.
     """
     if of == "forward":
         return F.linear(first, second, bias)
@@ -50,11 +48,7 @@ def exact(of: Pass, first: Tensor, second: Tensor, bias: Tensor | None = None) -
 
 
 def by_kernel(one: Candidate, of: Pass, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute a float32 product of :func:`exact` by a candidate, packing included.
-
-    Raises:
-        NumericsError: If ``second`` is not finite, or does not fit the format.
-    """
+    """Compute a float32 product of :func:`exact` by a candidate, packing included."""
     if one.name == "fp32":
         return exact(of, first, second, bias)
     left, right = (first, second) if of == "forward" else (first, second.t())
@@ -64,12 +58,7 @@ def by_kernel(one: Candidate, of: Pass, first: Tensor, second: Tensor, bias: Ten
 
 
 def unusable(one: Candidate, of: Pass, first: torch.Size, second: torch.Size, device: torch.device) -> str | None:
-    """Return why a candidate cannot compute a product of training; None if it can.
-
-    Args:
-        first: Shape of the first operand.
-        second: Shape of the second operand.
-    """
+    """Return why a candidate cannot compute a product of operands of these shapes; None if it can."""
     if one.calibrated:
         return "ranges of one moment do not hold while a model is trained"
     (m, k), n = first, second[0]
@@ -82,14 +71,7 @@ def unusable(one: Candidate, of: Pass, first: torch.Size, second: torch.Size, de
 
 @dataclass(frozen=True)
 class TrainedLayer:
-    """Layer with sources of its operands in a training step.
-
-    Attributes:
-        weight: Weight, ``float32 [N, K]``.
-        bias: Bias ``[N]``, or None.
-        inputs: Function from a number of rows and a generator to inputs ``[rows, K]``.
-        gradients: Function from a number of rows and a generator to output gradients ``[rows, N]``.
-    """
+    """Layer, with functions from a number of rows and a generator to its inputs ``[rows, K]`` and output gradients."""
 
     site: str
     weight: Tensor
@@ -108,11 +90,7 @@ class TrainedLayer:
 def trained_layers(
     model: nn.Module, inputs: Mapping[str, RowStatistics], gradients: Mapping[str, RowStatistics]
 ) -> list[TrainedLayer]:
-    """Return a model's linear layers with a probe's statistics of their inputs and output gradients.
-
-    Raises:
-        NumericsError: If a layer's inputs or gradients were not probed.
-    """
+    """Return a model's linear layers with a probe's statistics of their inputs and output gradients."""
     found = []
     for name, module in sites(model).items():
         for what, statistics in (("inputs", inputs), ("gradients", gradients)):

@@ -27,14 +27,9 @@ class WeightStatistics:
     weight deviates. Then both start as multiples of the identity that count as one sample, so that the singular
     covariances of few samples do not make each other diverge.
 
-    Attributes:
-        count: Number of samples so far.
-        skipped: Number of samples left out because of NaN or infinity.
-        mean: Mean ``M``, ``float32 [rows, columns]``, averaged with ``mean_momentum``; zeros if ``centred`` is false.
-
     Args:
         momentum: Momentum of the covariances' averages, at least 0 and below 1; the first samples count evenly.
-        mean_momentum: Momentum of the mean's average.
+        mean_momentum: Momentum of the average of the mean ``M``, ``float32 [rows, columns]``.
         centred: Whether deviations are taken from the mean; otherwise the weight itself is a draw with mean zero.
     """
 
@@ -54,11 +49,7 @@ class WeightStatistics:
 
     @torch.no_grad()
     def update(self, weight: Tensor) -> bool:
-        """Add a weight ``[rows, columns]``; return whether it was added. One with NaN or infinity is not.
-
-        Raises:
-            NumericsError: If it has another shape.
-        """
+        """Add a weight ``[rows, columns]``; return whether it was added. One with NaN or infinity is not."""
         if tuple(weight.shape) != (self.rows, self.columns):
             raise NumericsError(
                 f"a weight of {tuple(weight.shape)}, not {(self.rows, self.columns)}", where="WeightStatistics.update"
@@ -93,14 +84,7 @@ class WeightStatistics:
         return True
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw weights ``float32 [count, rows, columns]`` from the distribution.
-
-        Args:
-            generator: Generator on the CPU; None for the global one.
-
-        Raises:
-            NumericsError: If fewer than two samples were seen (one if they are not centred).
-        """
+        """Draw weights ``float32 [count, rows, columns]``, by a generator on the CPU; None for the global one."""
         if self.count < (2 if self.centred else 1):
             raise NumericsError(
                 f"statistics of {self.count} weights say nothing of a distribution", where="WeightStatistics.sample",
@@ -133,11 +117,7 @@ class WeightStatistics:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> WeightStatistics:
-        """Restore the result of :meth:`state_dict`.
-
-        Raises:
-            NumericsError: If a tensor has another shape, or holds NaN or infinity.
-        """
+        """Restore the result of :meth:`state_dict`; raise an error for other shapes, NaN or infinity."""
         found = cls(
             int(state["rows"]), int(state["columns"]), float(state["momentum"]), float(state["mean_momentum"]),
             bool(state["centred"]),

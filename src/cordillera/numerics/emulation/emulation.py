@@ -177,7 +177,7 @@ _computes_gradients: ContextVar[bool] = ContextVar("computes_gradients", default
 def computing_gradients() -> Iterator[None]:
     """Mark a region of a forward pass whose products belong to the backward pass.
 
-    The results in this region have yet to be multiplied by the incoming gradient, so they contain no loss scale.
+    Its results have yet to be multiplied by the incoming gradient, so they contain no loss scale.
     """
     token = _computes_gradients.set(True)
     try:

@@ -24,18 +24,14 @@ _LEAST_LOSS_SCALE = 2.0**-32
 
 @torch.no_grad()
 def scale_of(x: Tensor, format: Format, dim: int | None = None, *, power_of_two: bool = False) -> Tensor:
-    """Return the scale with which the largest finite magnitude becomes the format's largest value.
+    """Return the scale with which the largest finite magnitude becomes the format's largest value, in ``x``'s dtype.
 
-    NaN and infinity do not count, so that they affect no other elements.
+    NaN and infinity do not count, so that they affect no other elements. The scale is 1 if all elements are zero, and
+    at least 2**-126; numbers below the format's smallest value times the scale become zero.
 
     Args:
-        x: float32 or float64 tensor.
-        dim: Dimension whose elements share a scale; None for one scale for all.
+        dim: Dimension whose elements share a scale, of size 1 in the result; None for one scale for all.
         power_of_two: Whether to round scales up to powers of two, with which scaling is exact.
-
-    Returns:
-        Scales in ``x``'s dtype, with size 1 in ``dim`` or in all dimensions: 1 if all elements are zero, and at least
-        2**-126. Numbers below the format's smallest value times the scale become zero.
     """
     magnitude = torch.where(x.isfinite(), x.abs(), 0)
     if x.numel() == 0:
@@ -61,14 +57,8 @@ def round_scaled(
 ) -> Tensor:
     """Return ``x / scale`` rounded to the format; quotients slightly above the largest value become that value.
 
-    Args:
-        x: float32 or float64 tensor.
-        scale: Positive scales that broadcast to ``x``.
-        random: Random bits for stochastic rounding, as in :func:`~cordillera.numerics.formats.rounding.round_to`.
-
-    Returns:
-        Tensor of ``x``'s dtype and shape, whose product with ``scale`` are the values. Infinity stays infinity, or
-        becomes NaN if the format has none.
+    Infinity stays infinity, or becomes NaN if the format has none. ``random`` holds the bits for stochastic rounding,
+    as in :func:`~cordillera.numerics.formats.rounding.round_to`.
     """
     return round_to(x / scale, format, rounding, saturate=True, flush_subnormals=flush_subnormals, random=random)
 
@@ -77,11 +67,8 @@ class LossScale:
     """Factor on gradients that prevents underflow: halved at an overflow, doubled after ``window`` steps without one.
 
     Args:
-        value: Initial factor, a power of two.
+        value: Initial factor, a power of two; anything else is an error.
         window: Number of steps without an overflow after which the factor is doubled; None for a constant factor.
-
-    Raises:
-        NumericsError: If the value is not a power of two.
     """
 
     def __init__(self, value: float = 2.0**16, window: int | None = 2000) -> None:
@@ -96,8 +83,7 @@ class LossScale:
     def update(self, overflowed: bool) -> None:
         """Update the factor after a step, which ``overflowed`` if a gradient was not finite and the update was skipped.
 
-        Raises:
-            NumericsError: If it overflowed and the factor is constant or at its minimum.
+        An overflow is an error if the factor is constant or at its minimum.
         """
         if overflowed:
             if self.window is None or self.value <= _LEAST_LOSS_SCALE:

@@ -19,8 +19,7 @@ from cordillera.numerics.formats.rounding import Rounding, random_bits, round_to
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
     """Split float32 into a bfloat16 upper half and an int16 lower half with the remaining bits (split SGD).
 
-    Nothing is rounded, so the upper half is ``x`` rounded toward zero. For a NaN whose payload lies only in the lower
-    half it is infinity.
+    Nothing is rounded: the upper half is ``x`` toward zero, or infinity for a NaN whose payload is in the lower half.
     """
     bits = x.contiguous().view(torch.int32)
     return (bits >> 16).to(torch.int16).view(torch.bfloat16), (bits & 0xFFFF).to(torch.int16)
@@ -37,21 +36,11 @@ class WeightStorage:
     """Storage of weights as :attr:`EmulationConfig.weights` says, around any optimizer.
 
     Between updates the given tensors hold the values for computation: numbers of the format, times a scale of their row
-    or block if the format has scales. For an update they get their full precision back (:meth:`before_update`) and lose
-    it again (:meth:`after_update`)::
-
-        storage.before_update()
-        optimizer.step()
-        storage.after_update(step)
-
-    With scales, the given tensors always hold a float32 master, which each product scales and rounds anew.
+    or block if the format has scales. They get their full precision back by :meth:`before_update` and lose it again by
+    :meth:`after_update`. With scales, they always hold a float32 master, which each product scales and rounds anew.
 
     Args:
-        config: Format, policy and rounding.
         weights: float32 tensors by name, changed in place; stochastic rounding depends on the order of the names.
-
-    Raises:
-        NumericsError: If the policy does not fit the format, or a weight is not float32.
     """
 
     def __init__(self, config: EmulationConfig, weights: Mapping[str, Tensor]) -> None:
@@ -76,11 +65,7 @@ class WeightStorage:
 
     @torch.no_grad()
     def before_update(self, rows: Mapping[str, Tensor] | None = None) -> None:
-        """Restore the full precision of weights.
-
-        Args:
-            rows: Rows that will change, int64, by name of the weight; weights without an entry change as a whole.
-        """
+        """Restore the full precision of weights, or only of the rows that will change, int64 by name."""
         if not self._is_rounded:
             return
         for name, weight in self.weights.items():
@@ -94,9 +79,7 @@ class WeightStorage:
     def after_update(self, step: int, rows: Mapping[str, Tensor] | None = None) -> None:
         """Store weights according to the policy, and leave the values for computation in them.
 
-        Args:
-            step: Number of the update; used only by stochastic rounding.
-            rows: Rows that changed, as passed to :meth:`before_update`.
+        ``step`` is the number of the update, for stochastic rounding; ``rows`` are those of :meth:`before_update`.
         """
         if not self._is_rounded:
             return
@@ -123,11 +106,7 @@ class WeightStorage:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of :meth:`state_dict`; the owner of the weights restores the weights themselves.
-
-        Raises:
-            CheckpointError: If a weight is missing, or has another shape or dtype.
-        """
+        """Restore the result of :meth:`state_dict`; the owner of the weights restores the weights themselves."""
         for name, kept in self._kept.items():
             found = state.get(name)
             if found is None or found.shape != kept.shape or found.dtype != kept.dtype:

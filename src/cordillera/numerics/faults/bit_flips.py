@@ -1,10 +1,10 @@
 """Bit flips in stored weights, and their exact reversal.
 
 A :class:`Region` is memory of a model that holds numbers of one layout: a parameter or buffer, the packed int4 payload
-of a ``uint8`` tensor, or those columns of fused embedding rows that hold a scale. Its bits have addresses: bit ``b`` of
-number ``i`` is ``i * width + b``, with numbers counted in the row-major order of the tensor's shape and bits from the
-lowest, whatever the strides are. A flip changes the storage itself, by exclusive or on an integer view, never a
-dequantized copy. So two flips of the same bits restore the model exactly, including payloads of NaN.
+of a ``uint8`` tensor, or those columns of fused embedding rows that hold a scale. Bit ``b`` of number ``i`` has the
+address ``i * width + b``, with numbers counted in the row-major order of the tensor's shape and bits from the lowest,
+whatever the strides are. A flip changes the storage itself, by exclusive or on an integer view, never a dequantized
+copy. So two flips of the same bits restore the model exactly, including payloads of NaN.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class BitLayout:
         name: Name of the format.
         width: Number of bits of a number.
         exponent_bits: Number of exponent bits, above the mantissa; 0 for integers.
-        mantissa_bits: Number of mantissa bits, the lowest ones; 0 for integers. A sign bit lies above both if ``width``
-            has room for it.
+        mantissa_bits: Number of mantissa bits, the lowest ones; 0 for integers. A sign bit lies above both if there is
+            room.
     """
 
     name: str
@@ -71,11 +71,7 @@ class BitLayout:
         return cls(name, info.bits, info.bits - 1 - mantissa, mantissa)
 
     def part(self, bit: int) -> str:
-        """Return the part of a number to which a bit belongs: ``sign``, ``exponent``, ``mantissa`` or ``integer``.
-
-        Args:
-            bit: Position of the bit, 0 for the lowest.
-        """
+        """Return the part of a number to which a bit belongs: ``sign``, ``exponent``, ``mantissa`` or ``integer``."""
         if not self.exponent_bits:
             return "integer"
         if bit < self.mantissa_bits:
@@ -242,14 +238,8 @@ def flipped(region: Region, bits: Sequence[int]) -> Iterator[None]:
     """Flip bits within a ``with`` statement and restore them at its end, also after an error.
 
     The stored values are written back rather than flipped again, so that an interruption (Ctrl-C) at any point cannot
-    leave a bit flipped. Changes that the body makes elsewhere in the region are kept.
-
-    Args:
-        region: Memory that holds the bits.
-        bits: Addresses, all different.
-
-    Raises:
-        NumericsError: If an address is outside the region or repeated.
+    leave a bit flipped. Changes that the body makes elsewhere in the region are kept. The arguments ``region`` and
+    ``bits`` and the errors are those of :func:`flip`.
     """
     before = [(element, int(element), mask) for element, mask in _hit(region, bits)]
 
@@ -272,15 +262,12 @@ def flipped(region: Region, bits: Sequence[int]) -> Iterator[None]:
 
 
 def corrupted(slices: Tensor, places: Tensor, masks: Tensor) -> Tensor:
-    """Flip bits in copies of stored values, other bits in each copy.
+    """Flip bits in copies of stored values, other bits in each copy, and return the copies.
 
     Args:
         slices: Stored values, ``[M, ...]``, one contiguous copy for each fault; modified in place.
         places: Flat positions of elements within a copy, ``int64 [M, k]``.
         masks: Masks, ``[M, k]`` integers as wide as an element.
-
-    Returns:
-        ``slices``.
     """
     words = slices.view(_WORDS[slices.dtype.itemsize]).view(len(slices), -1)
     fault = torch.arange(len(slices), device=slices.device)
@@ -315,10 +302,7 @@ def regions_of(module: nn.Module, *, buffers: bool = False) -> list[Region]:
 
 
 def unaliased(regions: Iterable[Region]) -> list[Region]:
-    """Remove regions that lie within the memory of another, and add their names to its aliases.
-
-    Args:
-        regions: Regions; of equal ones, the first is kept.
+    """Leave out regions that lie within another or equal an earlier one, whose aliases then include their names.
 
     Raises:
         NumericsError: If two regions overlap and neither contains the other.

@@ -24,11 +24,7 @@ StratumKey = tuple[BitLayout, int]
 
 @dataclass(frozen=True)
 class FaultModel:
-    """Bits that one fault flips, all in one stored number.
-
-    Attributes:
-        burst: Whether the bits are neighbours; otherwise they are any different ones. Makes no difference for one bit.
-    """
+    """Number of bits that one fault flips in one stored number; the bits of a burst are neighbours."""
 
     bits: int = 1
     burst: bool = False
@@ -47,11 +43,7 @@ class FaultModel:
 
 @dataclass(frozen=True)
 class Component:
-    """Regions of a model that are reported together.
-
-    Attributes:
-        regions: Memory of the component, without overlaps.
-    """
+    """Regions of a model that are reported together, without overlaps."""
 
     name: str
     regions: tuple[Region, ...]
@@ -87,11 +79,7 @@ class Injections:
 
 
 def positions(layout: BitLayout, model: FaultModel) -> range:
-    """Return the bit positions that form strata: that of the bit, of one of several bits, or of a burst's lowest bit.
-
-    Raises:
-        NumericsError: If a number has fewer bits than a fault.
-    """
+    """Return the bit positions that form strata: of the bit, of one of several bits, or of a burst's lowest bit."""
     if model.bits > layout.width:
         raise NumericsError(f"a number of {layout.name} has {layout.width} bits, not {model.bits}", where="bits")
     return range(layout.width - model.bits + 1 if model.burst else layout.width)
@@ -143,9 +131,6 @@ def strata_of(component: Component, model: FaultModel) -> list[tuple[BitLayout, 
     """Return layout, bit position and share of the component's bits for each stratum; the shares sum to one.
 
     The share of a burst's lowest position is that of the places where the burst fits.
-
-    Raises:
-        NumericsError: If a number has fewer bits than a fault.
     """
     strata = []
     for layout in component.layouts:

@@ -2,10 +2,9 @@
 
 The part of a model before the first use of the corrupted tensor is computed once for all faults, and the rest runs over
 a batch of faults (``torch.vmap``). Of a linear layer or a convolution, only the outputs that depend on the corrupted
-row are recomputed, from that row; of an embedding table, only the row that was hit. Nothing is approximated: values,
-NaN and infinities are those of the flipped model up to the order of additions. If this order could matter, because an
-output is within ``tolerance`` of changing its decision, the fault is judged again by flipping the bits in the model and
-running it.
+row are recomputed, from that row; of an embedding table, only the row that was hit. Values, NaN and infinities are
+those of the flipped model up to the order of additions. If this order could matter, because an output is within
+``tolerance`` of changing its decision, the fault is judged again by flipping the bits in the model and running it.
 """
 
 from __future__ import annotations
@@ -88,11 +87,12 @@ class Replay:
     """Judge of a model's faults on fixed inputs.
 
     Every region's first faults are judged by both methods. If their outputs differ, or the rest of the model cannot run
-    over a batch of faults, the region's faults are judged one by one (see ``one_by_one``).
+    over a batch of faults, the region's faults are judged one by one, for the reasons in ``one_by_one``.
 
     Args:
         forward: Function that runs the model on the inputs and returns outputs ``[B, n]``, without gradients, in
-            evaluation mode, and the same at every call.
+            evaluation mode, and the same at every call; anything else is an error, as are outputs of which none is
+            finite.
         suffix: Function that computes the same outputs from stored activations, for regions that are not used before
             them; None for ``forward``.
         lookups: Functions by region name that judge its faults on the inputs that they touch.
@@ -101,15 +101,8 @@ class Replay:
             model that computes with fewer bits than its outputs have needs more.
 
     Attributes:
-        golden: Outputs of the intact model, ``[B, n]``.
-        inputs: Number of inputs whose golden output is finite; the others are not judged.
-        skipped: Number of inputs that are not judged.
-        one_by_one: Reasons by region name why its faults are judged one by one.
-        judged: Number of faults judged so far.
-        repeated: Number of faults among them that were judged again by the flipped model.
-
-    Raises:
-        NumericsError: If the intact model's outputs have another shape, differ from call to call, or none is finite.
+        inputs: Number of inputs whose output in the intact model is finite; the other ``skipped`` ones are not judged.
+        judged: Number of faults so far, of which ``repeated`` were judged again by the flipped model.
     """
 
     def __init__(

@@ -31,11 +31,7 @@ def _is_rowwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], te
 
 
 class Trace(TorchFunctionMode):
-    """Record of which operators read which tensors.
-
-    Attributes:
-        numbers: Number of values that the operators computed.
-    """
+    """Record of which operators read which tensors, and of the number of values that they computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,12 +91,11 @@ class Substitute(TorchFunctionMode):
 
 
 class Rows(TorchFunctionMode):
-    """Replacement of one row of a weight wherever operators read it.
+    """Replacement of one row of a weight wherever operators for which ``Trace.has_rows`` is true read it.
 
     The rows of all faults of a batch are multiplied at once if the other operand does not depend on the fault.
 
     Args:
-        weight: Weight as the model holds it; read only by operators for which ``Trace.has_rows`` is true.
         row: Row that each fault hits, ``int64 [M]``.
         rows: Corrupted row of each fault, ``[M, ...]``.
         fault: Number of the fault within :func:`torch.vmap`.

@@ -104,11 +104,7 @@ class Format:
         return not self.has_infinity
 
     def value(self, code: int) -> float:
-        """Return the number that a code of a finite, positive value represents.
-
-        Args:
-            code: Code from 0 to ``max_code``.
-        """
+        """Return the number that a ``code`` of a finite, positive value, from 0 to ``max_code``, represents."""
         exponent, fraction = code >> self.mantissa_bits, code & ((1 << self.mantissa_bits) - 1)
         if exponent or self.is_scale:
             fraction |= 1 << self.mantissa_bits
@@ -117,13 +113,7 @@ class Format:
 
 @dataclass(frozen=True)
 class IntegerFormat:
-    """Whole numbers of few bits, in two's complement if signed.
-
-    Attributes:
-        name: Name of the format, a key of :data:`INTEGERS`.
-        bits: Width of a code.
-        signed: Whether the format has negative numbers.
-    """
+    """Whole numbers of few ``bits``, in two's complement if signed; ``name`` is a key of :data:`INTEGERS`."""
 
     name: str
     bits: int
@@ -166,10 +156,7 @@ INTEGERS: dict[str, IntegerFormat] = {
 
 
 def format_named(name: str) -> Format:
-    """Return the floating-point format of a name.
-
-    Args:
-        name: Key of :data:`FORMATS`.
+    """Return the floating-point format of a name, a key of :data:`FORMATS`.
 
     Raises:
         NumericsError: If there is no such format.

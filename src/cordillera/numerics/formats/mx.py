@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.formats.formats import FORMATS, Format
-from cordillera.numerics.formats.rounding import Rounding, decode, encode, round_to
+from cordillera.numerics.formats.formats import Format
+from cordillera.numerics.formats.rounding import Rounding, round_to
 
 BLOCK = 32
 """Number of elements that share a scale."""
@@ -56,72 +56,21 @@ def round_to_blocks(
     rule: ScaleRule = "floor",
     random: Tensor | None = None,
 ) -> Tensor:
-    """Round to numbers that blocks can represent; elements too large for their scale become the largest value.
+    """Round float32 or float64 ``[..., n]`` to numbers that blocks can represent, clamped to the largest value.
+
+    A block that holds NaN or infinity becomes NaN. A number near the end of float32's range becomes infinity if the
+    nearest value of the format is beyond that range.
 
     Args:
-        x: float32 or float64 ``[..., n]``.
         rule: Choice of scales, as in :func:`block_scales`.
         random: Random bits in ``x``'s shape for stochastic rounding
             (:func:`~cordillera.numerics.formats.rounding.round_to`).
-
-    Returns:
-        Tensor of ``x``'s dtype and shape; a block that holds NaN or infinity is all NaN. A number near the end of
-        float32's range becomes infinity if the nearest value of the format is beyond that range.
     """
     scales = block_scales(x, format, rule).double()
     elements = round_to(
         _scaled(x, scales), format, rounding, saturate=True, random=None if random is None else _blocks(random)
     )
     return _joined(elements * scales[..., None], x.shape).to(x.dtype)
-
-
-@torch.no_grad()
-def encode_blocks(
-    x: Tensor,
-    format: Format,
-    rounding: Rounding = Rounding.nearest_even,
-    *,
-    rule: ScaleRule = "floor",
-    random: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the codes of elements and of scales.
-
-    Args:
-        x: float32 or float64 ``[..., n]``.
-        format: Format of the elements, of at most eight bits.
-        rule: Choice of scales, as in :func:`block_scales`.
-        random: Random bits in ``x``'s shape for stochastic rounding.
-
-    Returns:
-        Elements, uint8 ``[..., n]`` with one in each byte, and scales, uint8 ``[..., ceil(n / 32)]``. The elements of a
-        block whose scale is NaN are zeros.
-    """
-    scales = block_scales(x, format, rule).double()
-    elements = _scaled(x, scales).masked_fill(scales[..., None].isnan(), 0)
-    codes = encode(elements, format, rounding, saturate=True, random=None if random is None else _blocks(random))
-    return _joined(codes, x.shape), encode(scales, FORMATS["e8m0"])
-
-
-@torch.no_grad()
-def decode_blocks(codes: Tensor, scales: Tensor, format: Format) -> Tensor:
-    """Invert :func:`encode_blocks`; return float32 ``[..., n]``.
-
-    Args:
-        codes: Elements, uint8 ``[..., n]``.
-        scales: Scales, uint8 ``[..., ceil(n / 32)]``.
-
-    Raises:
-        NumericsError: If the number of scales is not that of the blocks.
-    """
-    count = -(-codes.shape[-1] // BLOCK)
-    if scales.shape != (*codes.shape[:-1], count):
-        raise NumericsError(
-            f"{tuple(codes.shape)} codes have scales of shape {(*codes.shape[:-1], count)}, got {tuple(scales.shape)}",
-            where="scales",
-        )
-    # in float64, where neither product nor scale can overflow or underflow before the last rounding
-    scale = decode(scales, FORMATS["e8m0"]).double()
-    return _joined(_blocks(decode(codes, format)).double() * scale[..., None], codes.shape).float()
 
 
 def _scaled(x: Tensor, scales: Tensor) -> Tensor:

@@ -279,13 +279,8 @@ def encode(
 ) -> Tensor:
     """Return the codes of a tensor's elements in a format.
 
-    Args:
-        x: float32 or float64 tensor.
-        format: Target format.
-        rounding: Rule that selects a neighbour, as in :func:`round_to`.
-        saturate: Whether too large numbers become the largest value, as in :func:`round_to`.
-        flush_subnormals: Whether subnormal results become zero, as in :func:`round_to`.
-        random: Random bits for stochastic rounding, as in :func:`round_to`.
+    The arguments ``x``, ``format``, ``rounding``, ``saturate``, ``flush_subnormals`` and ``random`` are those of
+    :func:`round_to`.
 
     Returns:
         Codes in ``x``'s shape: uint8 for formats of up to eight bits, int16 for sixteen, int32 for ``fp32``. NaN gets
@@ -370,8 +365,7 @@ def round_to_integers(x: Tensor, rounding: Rounding = Rounding.nearest_even, *, 
     Args:
         x: float32 or float64 tensor; NaN and infinity are kept.
         rounding: Rule that selects a neighbour.
-        random: Random bits for stochastic rounding: int64 of ``x``'s shape with 32 random bits each, as in
-            :func:`round_to`.
+        random: Random bits for stochastic rounding, as in :func:`round_to`.
 
     Returns:
         Tensor of ``x``'s dtype and shape.

@@ -64,11 +64,7 @@ class Int8Engine(Protocol):
 
 
 class ReferenceEngine:
-    """Whole numbers in torch, on any machine; the reference for the other engines.
-
-    Args:
-        seven_bits: Whether to quantise dynamic activations to half the range.
-    """
+    """Whole numbers in torch, on any machine; the reference for the other engines."""
 
     def __init__(self, weight: LinearWeight, *, seven_bits: bool = False) -> None:
         self.weight, self.seven_bits = weight, seven_bits
@@ -112,9 +108,6 @@ class TorchEngine:
         seven_bits: Whether to quantise dynamic activations to half the range, for machines whose int16 sums of pairs
             saturate.
         engines: Names of torch's engines, of which the first available one is used.
-
-    Raises:
-        NumericsError: If this build of torch has no such kernels.
     """
 
     def __init__(self, weight: LinearWeight, *, seven_bits: bool = False, engines: Sequence[str] = ENGINES) -> None:
@@ -161,8 +154,7 @@ class TorchEngine:
 def saturates() -> bool:
     """Whether this machine's eight-bit products may saturate, so that activations should be limited to seven bits.
 
-    Without VNNI instructions FBGEMM adds pairs of products in int16 (``vpmaddubsw``), which two products of large codes
-    overflow.
+    Without VNNI instructions FBGEMM adds pairs of products in int16 (``vpmaddubsw``), which large codes overflow.
     """
     return not torch.cpu._is_vnni_supported()
 
@@ -177,9 +169,6 @@ def make_engine(
             saturate (:func:`saturates`); otherwise whole numbers in torch, which are exact and slower than float32.
         seven_bits: Whether to quantise dynamic activations to half the range.
         static: Whether the caller gives scale and zero point, so that codes may have eight bits.
-
-    Raises:
-        NumericsError: If the name is unknown, or ``torch`` cannot be used on this machine.
     """
     if backend not in ("auto", "torch", "reference"):
         raise NumericsError(f"no backend {backend!r}", where="backend", remedy="auto, torch or reference")
@@ -206,11 +195,7 @@ def dynamic_parameters(x: Tensor, *, seven_bits: bool = False) -> tuple[float, i
 
 @contextmanager
 def packing_engine(engines: Sequence[str] = ENGINES) -> Iterator[None]:
-    """Set torch's engine to the first available one of ``engines`` while weights are packed, as torch packs for it.
-
-    Raises:
-        NumericsError: If this build of torch has none of them.
-    """
+    """Set torch's engine to the first available one of ``engines`` while weights are packed, as torch packs for it."""
     supported = [name for name in engines if name in torch.backends.quantized.supported_engines]
     if not supported:
         raise NumericsError(f"this build of torch has no engine {' or '.join(engines)}", remedy="backend='reference'")

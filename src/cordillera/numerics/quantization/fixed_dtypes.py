@@ -27,11 +27,7 @@ class FixedDtypes(nn.Module):
 
 
 def refuse_double(weight: Tensor, where: str) -> None:
-    """Raise an error for a float64 weight, as reducing its precision must be requested explicitly.
-
-    Raises:
-        NumericsError: If the weight is float64.
-    """
+    """Raise an error for a float64 weight, as reducing its precision must be requested explicitly."""
     if weight.dtype == torch.float64:
         raise NumericsError(
             "is float64, which no kernel here computes in", where=where,

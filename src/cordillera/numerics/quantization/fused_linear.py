@@ -10,11 +10,9 @@ from cordillera.numerics.quantization.integer_linear import LinearWeight
 
 
 class FusedLinear:
-    """Layer computed by :mod:`cordillera.kernels.dense.vnni_linear`.
+    """Layer computed by :mod:`cordillera.kernels.dense.vnni_linear`, for a weight that :meth:`suits`.
 
-    Args:
-        weight: Weight for which :meth:`suits` is true.
-        input: Scale and zero point of the input; None to choose them for every batch.
+    Without ``input``, a scale and a zero point, these are chosen for every batch.
     """
 
     def __init__(self, weight: LinearWeight, input: tuple[float, int] | None, *, relu: bool) -> None:
@@ -35,8 +33,7 @@ class FusedLinear:
     def __call__(self, x: Tensor) -> Tensor | None:
         """Compute ``float32 [M, N]`` from a contiguous ``x``, ``float32 [M, K]``.
 
-        Returns:
-            Result; None if ``x`` is not finite, or a range chosen for the batch overflows float32.
+        Returns None if ``x`` is not finite, or a range chosen for the batch overflows float32.
         """
         if self._dynamic:
             return self._layer.dynamic(x, relu=self._relu)
@@ -49,8 +46,7 @@ class FusedLinear:
     def requantized(self, x: Tensor, scale: float, zero_point: int) -> Tensor | None:
         """Compute codes of the output, ``uint8`` of at least N columns; None if values are not finite.
 
-        Args:
-            x: Contiguous ``float32 [M, K]``, or codes of :meth:`codes` or of this method of the previous layer.
+        ``x`` is contiguous ``float32 [M, K]``, or codes of :meth:`codes` or of this method of the previous layer.
         """
         layer = self._to_codes.get(scale)
         if layer is None:

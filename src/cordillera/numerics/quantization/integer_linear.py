@@ -72,13 +72,7 @@ class LinearWeight:
 def make_weight(
     codes: Tensor, scale: Tensor, zero_point: Tensor | None, bias: Tensor | None, *, name: str = "weight"
 ) -> LinearWeight:
-    """Complete a weight from its codes.
-
-    Args:
-        codes: Codes, ``int8 [N, K]``.
-        scale: Scales, ``float32 [N]``.
-        zero_point: Zero points, ``int32 [N]``; None for zeros.
-        bias: Bias, ``float32 [N]``, or None.
+    """Complete a weight from codes ``int8 [N, K]``, and scales, zero points (None for zeros) and bias ``[N]``.
 
     Raises:
         NumericsError: If shapes or dtypes do not fit, scales are not positive and finite, the bias is not finite, or K
@@ -110,8 +104,7 @@ def quantize_weight(
     Args:
         weight: Weight, ``float32``, ``float16`` or ``bfloat16 [N, K]``, of any strides.
         bias: Bias ``[N]``, or None; it stays in float32.
-        symmetric: Whether all zero points are zero, so that no sums of rows are needed; otherwise each output has its
-            own.
+        symmetric: Whether all zero points are zero, so that no sums of rows are needed.
         per_channel: Whether each output has its own scale; one for all is a baseline.
 
     Raises:
@@ -139,45 +132,19 @@ def integer_product(codes: Tensor, zero_point: int, weight: LinearWeight) -> Ten
 
 
 def apply_offsets(sums: Tensor, codes: Tensor, zero_point: int, weight: LinearWeight) -> Tensor:
-    """Remove the zero points from sums of products of codes, in place, and return the sums.
-
-    Args:
-        sums: ``sum_k a[i, k] b[j, k]``, ``int64 [M, N]``.
-    """
+    """Remove the zero points from sums of products of codes, ``int64 [M, N]``, in place, and return the sums."""
     sums -= zero_point * weight.column_offset
     if weight.zero_point is not None:
         sums -= codes.sum(1, dtype=torch.int64)[:, None] * weight.zero_point.long()
     return sums
 
 
-def integer_bias(weight: LinearWeight, input_scale: float) -> Tensor:
-    """Return the bias in units of ``input_scale * weight.scale``, ``int32 [N]``, as integer-only machines add it.
-
-    Raises:
-        NumericsError: If a value does not fit int32.
-    """
-    if weight.bias is None:
-        return torch.zeros_like(weight.scale, dtype=torch.int32)
-    units = (weight.bias.double() / (weight.scale.double() * input_scale)).round()
-    if bool((units.abs() > 2**31 - 1).any()):
-        output = int((units.abs() > 2**31 - 1).nonzero()[0])
-        raise NumericsError(
-            f"the bias of output {output} is {float(units[output]):.3g} of its units, beyond int32",
-            where="bias",
-            remedy="add it in float32, as QuantizedLinear does, or leave this layer in float32",
-        )
-    return units.int()
-
-
 def requantize(
     product: Tensor, weight: LinearWeight, input_scale: float, output: AffineParameters, *, relu: bool = False
 ) -> Tensor:
-    """Convert sums to codes ``uint8 [M, N]``: FBGEMM's ``ReQuantizeOutput`` in float32, with bias and ReLU.
+    """Convert ``product [M, N]`` to codes ``uint8``: FBGEMM's ``ReQuantizeOutput`` in float32, with bias and ReLU.
 
-    Args:
-        product: Result of :func:`integer_product`, ``int64`` or ``int32 [M, N]``.
-        output: Scale and zero point of the output, one each.
-        relu: Whether negative results become the zero point.
+    With ``relu``, negative results become the output's zero point.
     """
     unit = weight.scale * torch.tensor(input_scale, dtype=torch.float32)
     values = product.float()

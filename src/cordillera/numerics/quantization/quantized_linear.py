@@ -40,8 +40,8 @@ class LinearConfig:
             instead, as calls of a few microseconds have nothing to gain; at most 8192 if the whole layer is one kernel
             (:mod:`~cordillera.kernels.dense.vnni_linear`). Layers with at most so many weights also keep them in
             float32.
-        estimator: Method by which calibration chooses ranges, from
-            :data:`~cordillera.numerics.quantization.range_estimators.ESTIMATORS`.
+        estimator: Name of the method, from :data:`~cordillera.numerics.quantization.range_estimators.ESTIMATORS`, for
+            callers that calibrate ranges of inputs; a layer takes ranges as they are.
     """
 
     symmetric: bool = True
@@ -262,11 +262,7 @@ class QuantizedLinear(FixedDtypes):
 
 
 def take_out_nonfinite(x: Tensor, config: LinearConfig) -> tuple[Tensor, Tensor]:
-    """Replace rows with NaN or infinity by zeros, and return which rows these are, ``bool [M]``.
-
-    Args:
-        x: Input, ``float32 [M, K]``.
-        config: Settings, of which ``nonfinite`` is used.
+    """Replace rows of ``x [M, K]`` with NaN or infinity by zeros, and return which they are, ``bool [M]``.
 
     Raises:
         NumericsError: If there is such a row and ``config.nonfinite`` is ``raise``.
@@ -283,10 +279,7 @@ def plain(x: Tensor) -> Tensor:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Convert to float32, which is exact.
-
-    Args:
-        x: ``float16`` or ``bfloat16`` tensor.
+    """Convert ``float16`` or ``bfloat16`` to float32, which is exact.
 
     Raises:
         NumericsError: If ``x`` has another dtype.

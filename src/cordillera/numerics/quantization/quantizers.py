@@ -54,8 +54,6 @@ class QuantizedTensor:
         scale: Scales, ``float32``, one for each block: ``[ceil(R / block rows), ceil(C / block columns)]``, where C is
             the last size and R the product of all others.
         zero_point: Zero points, ``int32`` of the scale's shape, or None for zero.
-        format: Format of the codes.
-        granularity: Part of the tensor that shares a scale.
         shape: Shape of the values.
         block: Rows and columns of a block, which follow from ``granularity``.
     """
@@ -185,7 +183,7 @@ def check_parameters(scale: Tensor, zero_point: Tensor | None, format: IntegerFo
 
 
 def check_finite(x: Tensor, where: str) -> None:
-    """Raise an error if a tensor holds NaN or infinity.
+    """Check that a floating-point tensor holds neither NaN nor infinity.
 
     Args:
         x: Floating-point tensor.

@@ -6,8 +6,7 @@ and in whatever order the parts were merged.
 
 The estimators are those of Caffe2's DNNLOWP: smallest and largest value, the range of least L1 or L2 error
 (``norm_minimization.cc``), a percentile, and the least Kullback-Leibler divergence. Each takes a histogram of at least
-one value, ``levels`` (the number of codes less one) and whether the ends must be opposite. Greedy clipping of 4-bit
-rows is in :mod:`cordillera.numerics.quantization.rows`.
+one value, ``levels`` (the number of codes less one) and whether the ends must be opposite.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ _KL_STEPS = 128
 
 
 class RunningHistogram:
-    """Counts of values in bins, with the exact smallest and largest value.
-
-    Args:
-        bins: Maximum number of bins.
+    """Counts of values in at most ``bins`` bins, with the exact smallest and largest value.
 
     Attributes:
         low: Smallest value so far; initially infinity.
@@ -61,11 +57,7 @@ class RunningHistogram:
         return int(self.counts.sum())
 
     def update(self, x: Tensor, name: str = "x") -> None:
-        """Count the values of a tensor of any shape.
-
-        Raises:
-            NumericsError: If a value is not finite; then nothing is counted.
-        """
+        """Count the values of a tensor of any shape; if one is not finite, raise an error and count nothing."""
         if not x.numel():
             return
         check_finite(x, name)
@@ -79,11 +71,7 @@ class RunningHistogram:
         self.merge(part)
 
     def merge(self, other: RunningHistogram) -> None:
-        """Add the counts of another histogram, for instance of another rank.
-
-        Raises:
-            NumericsError: If it has another maximum number of bins.
-        """
+        """Add the counts of another histogram of as many ``bins``, for instance of another rank."""
         if other.bins != self.bins:
             raise NumericsError(f"{other.bins} bins do not merge with {self.bins}", where="bins")
         if not other.counts.numel():
@@ -116,11 +104,7 @@ class RunningHistogram:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`.
-
-        Raises:
-            NumericsError: If ``state`` is malformed.
-        """
+        """Restore the result of :meth:`state_dict`; raise an error if ``state`` is malformed."""
         if (
             set(state) != set(self.state_dict())
             or state["counts"].dtype != torch.int64
@@ -148,10 +132,7 @@ def minmax(histogram: RunningHistogram, levels: int, symmetric: bool = False) ->
 
 
 def percentile(histogram: RunningHistogram, levels: int, symmetric: bool = False) -> tuple[float, float]:
-    """Return the range that holds 99% of the values, with half of the others on either side (DNNLOWP's P99).
-
-    With ``symmetric``, it holds 99% of the absolute values.
-    """
+    """Return the range that holds 99% of the values (of the absolute values if ``symmetric``), as DNNLOWP's P99."""
     moments = _Moments(histogram)
     if symmetric:
         _, high = minmax(histogram, levels, symmetric)
@@ -177,7 +158,7 @@ def least_l1(histogram: RunningHistogram, levels: int, symmetric: bool = False) 
 def least_divergence(histogram: RunningHistogram, levels: int, symmetric: bool = False) -> tuple[float, float]:
     """Return the range of least divergence between codes and values (Migacz 2017, TensorRT's calibration).
 
-    Both ends are moved in by one factor. Clipped values count at the ends. The count of each code is spread evenly over
+    Both ends are moved in by one factor. Clipped values count at the ends; the count of each code is spread evenly over
     its bins that hold any value.
     """
     low, high = minmax(histogram, levels, symmetric)
@@ -221,11 +202,7 @@ ESTIMATORS: dict[str, Callable[[RunningHistogram, int, bool], tuple[float, float
 def estimate(
     histogram: RunningHistogram, format: IntegerFormat, estimator: str = "minmax", *, symmetric: bool = False
 ) -> AffineParameters:
-    """Return scale and zero point for the values of a histogram.
-
-    Args:
-        histogram: Histogram of the values; an empty one gives the scale of all zeros.
-        symmetric: Whether the zero point is zero.
+    """Return scale and zero point for the values of a histogram; an empty one gives those of all zeros.
 
     Raises:
         NumericsError: If there is no such estimator.
@@ -237,19 +214,6 @@ def estimate(
     if symmetric:
         return choose_symmetric(torch.tensor(high), format)
     return choose_affine(torch.tensor(low), torch.tensor(high), format)
-
-
-def expected_error(histogram: RunningHistogram, low: Tensor, high: Tensor, levels: int, norm: int = 2) -> Tensor:
-    """Return the sum of errors to the power ``norm``, ``float64 [n]``, in closed form for values uniform within bins.
-
-    Args:
-        low: Lower ends of ranges, ``float64 [n]``.
-        high: Upper ends of ranges, ``float64 [n]``; an upper end equal to the lower one represents every value by this
-            point.
-        levels: Number of codes less one.
-        norm: Power, 1 or 2.
-    """
-    return _Moments(histogram).error(low, high, levels, norm)
 
 
 class _Moments:

@@ -8,10 +8,9 @@ FBGEMM's kernels turn NaN into 0, and a row with an infinity or a range beyond f
 error. FBGEMM's kernels compute what they support; odd widths, clipping and stochastic rounding are computed here.
 Torch's search for a clipping never ends on a row whose range is too small to be divided; the search here does.
 
-The error of a rounded value is at most ``s / 2 + 1e-8`` with 8 bits (FBGEMM adds 1e-8 to the range) and at most ``s
-(1/2 + (2^bits - 1) 2^-11) + |min| 2^-11 + 2^bits 2^-25`` with 4 and 2 bits, where the last term is float16's flush of
-numbers below its smallest one. Codes computed from a decoded row may differ from the original codes, so do not encode
-unchanged rows again.
+The error of a rounded value is at most ``s / 2 + 1e-8`` with 8 bits (FBGEMM adds 1e-8 to the range) and at most
+``s (1/2 + (2^bits - 1) 2^-11) + |min| 2^-11 + 2^bits 2^-25`` with 4 and 2 bits, where the last term is float16's flush
+of numbers below its smallest one. Codes computed from a decoded row may differ from the original codes.
 """
 
 from __future__ import annotations
@@ -34,11 +33,7 @@ _REFITS = 3
 
 
 def row_bytes(dim: int, bits: int) -> int:
-    """Return the number of bytes of a row with its scale and bias.
-
-    Args:
-        dim: Number of elements of a row.
-        bits: 8, 4 or 2.
+    """Return the number of bytes of a row of ``dim`` elements in 8, 4 or 2 ``bits``, with its scale and bias.
 
     Raises:
         NumericsError: If ``bits`` is another number.
@@ -221,12 +216,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int) -> Tensor:
-    """Return the codes of :func:`pack_codes`, ``uint8 [R, bytes * 8 / bits]``.
-
-    Args:
-        packed: Packed codes, ``uint8 [R, bytes]``.
-        bits: 8, 4 or 2.
-    """
+    """Return the codes ``uint8 [R, bytes * 8 / bits]`` that :func:`pack_codes` packed into ``packed [R, bytes]``."""
     shifts = range(0, 8, bits)
     return torch.stack([(packed >> shift) & ((1 << bits) - 1) for shift in shifts], dim=2).flatten(1)
 

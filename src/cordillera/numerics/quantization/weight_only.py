@@ -7,25 +7,19 @@ and infinity propagate as in any product.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
 from cordillera.numerics.quantization.engines import packing_engine
-from cordillera.numerics.quantization.fixed_dtypes import refuse_double
-from cordillera.numerics.quantization.integer_linear import LinearWeight, quantize_weight
+from cordillera.numerics.quantization.integer_linear import LinearWeight
 from cordillera.numerics.quantization.quantizers import check_finite
 
 
 class HalfWeights:
     """FBGEMM's product with float16 weights and float32 sums, at half the memory of float32 and without codes.
 
-    Args:
-        weight: Weight, ``float32 [N, K]``.
-        bias: Bias, ``float32 [N]``, or None.
-
-    Raises:
-        NumericsError: If a weight is not finite or lies beyond float16; FBGEMM would clamp it.
+    A weight that is not finite or lies beyond float16, which FBGEMM would clamp, is an error.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -44,11 +38,7 @@ class HalfWeights:
 
 
 def check_half(weight: Tensor) -> None:
-    """Check that float16 can hold a weight.
-
-    Raises:
-        NumericsError: If an element is not finite or lies beyond float16.
-    """
+    """Raise an error if an element of a weight is not finite or lies beyond float16."""
     check_finite(weight, "weight")
     largest = torch.finfo(torch.float16).max
     beyond = weight.abs() > largest
@@ -59,11 +49,7 @@ def check_half(weight: Tensor) -> None:
 
 
 class Int8Weights:
-    """Weights of int8 with floating-point activations; the codes are widened while they are read.
-
-    Raises:
-        NumericsError: If the weight has zero points.
-    """
+    """Weights of int8, symmetric, with floating-point activations; the codes are widened while they are read."""
 
     def __init__(self, weight: LinearWeight) -> None:
         if weight.zero_point is not None:
@@ -110,9 +96,6 @@ class Int4Weights:
         Args:
             weight: Weight, ``float32 [N, K]``; torch's kernel needs N divisible by 16 and K by ``group``.
             group: Number of weights that share a scale: 32, 64, 128 or 256.
-
-        Raises:
-            NumericsError: If the shape does not fit, or a weight is not finite.
         """
         outputs, inner = weight.shape
         if not cls.takes(weight, group):
@@ -146,49 +129,3 @@ class Int4Weights:
         if self.bias is not None:
             y += self.bias
         return y.relu_() if relu else y
-
-
-class WeightOnlyLinear(nn.Module):
-    """Linear layer with packed weights of 16, 8 or 4 bits, from ``float32 [..., K]`` to ``float32 [..., N]``.
-
-    For inference on the CPU; :meth:`from_linear` creates it.
-    """
-
-    def __init__(
-        self, packed: HalfWeights | Int8Weights | Int4Weights, in_features: int, out_features: int, relu: bool = False
-    ) -> None:
-        super().__init__()
-        self.packed, self.in_features, self.out_features, self.relu = packed, in_features, out_features, relu
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, bits: int, *, group: int = 32, relu: bool = False) -> WeightOnlyLinear:
-        """Pack a layer's weight once.
-
-        Args:
-            bits: 16, 8 or 4. Shapes that torch's four-bit kernel does not support get eight.
-            group: Number of weights of a row that share a scale, with four bits.
-
-        Raises:
-            NumericsError: If ``bits`` is another number, or a weight is float64, not finite or too large for float16.
-        """
-        refuse_double(linear.weight, "weight")
-        weight = linear.weight.detach().float()
-        bias = None if linear.bias is None else linear.bias.detach().float()
-        if bias is not None:
-            check_finite(bias, "bias")
-        packed: HalfWeights | Int8Weights | Int4Weights
-        if bits == 16:
-            packed = HalfWeights(weight, bias)
-        elif bits == 4 and Int4Weights.takes(weight, group):
-            packed = Int4Weights(*Int4Weights.quantize(weight, group=group), bias)
-        elif bits in (8, 4):
-            packed = Int8Weights(quantize_weight(weight, bias))
-        else:
-            raise NumericsError(f"weights have 16, 8 or 4 bits, not {bits}", where="bits")
-        return cls(packed, linear.in_features, linear.out_features, relu)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dtype != torch.float32 or x.shape[-1] != self.in_features:
-            raise NumericsError(f"{x.dtype} {list(x.shape)} inputs for float32 {self.in_features}", where="x")
-        rows = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
-        return self.packed(rows, self.relu).view(*x.shape[:-1], self.out_features)

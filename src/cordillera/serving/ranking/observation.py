@@ -10,7 +10,7 @@ from cordillera.data.ranking.encoding import Encoder
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.dispatch.stored_linear import StoredLinear
-from cordillera.numerics.drift import DriftCheck, DriftReference
+from cordillera.numerics.inference.drift import DriftCheck, DriftReference
 
 
 class Observer:

@@ -24,9 +24,9 @@ from cordillera.files import read_json_object, read_sealed, read_text, sealed_js
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.dispatch.candidates import CANDIDATES
 from cordillera.numerics.dispatch.stored_linear import StoredLinear
-from cordillera.numerics.drift import DriftReference
 from cordillera.numerics.formats.cast_checks import self_test
 from cordillera.numerics.formats.precision import Precision
+from cordillera.numerics.inference.drift import DriftReference
 from cordillera.numerics.sites import replace, sites
 from cordillera.run import Run, disk_errors, write_atomically
 from cordillera.training import checkpoints

@@ -9,7 +9,7 @@ import scipy
 from numpy.typing import NDArray
 
 from cordillera.errors import DataError
-from cordillera.numerics.selection import Change
+from cordillera.numerics.inference.selection import Change
 
 
 def relative_change(

@@ -23,7 +23,6 @@ class Part(NamedTuple):
     """Table or layer of a model.
 
     Attributes:
-        name: Name of the part.
         options: Options from the cheapest to full precision, which is the last.
         costs: Cost of each option, in one unit for all parts, such as bytes or time.
     """
@@ -34,13 +33,7 @@ class Part(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Relative change of quality compared with full precision; higher is worse.
-
-    Attributes:
-        mean: Estimate.
-        low: Lower end of its confidence interval.
-        high: Upper end of its confidence interval.
-    """
+    """Relative change of quality compared with full precision, with its confidence interval; higher is worse."""
 
     mean: float
     low: float
@@ -57,7 +50,6 @@ class Evaluated:
 
     Attributes:
         options: Options of the parts that were not at full precision.
-        change: Change of quality.
         cost: Total cost of all parts.
     """
 
@@ -86,11 +78,7 @@ class Selection:
 
 
 def sweep_evaluations(parts: Sequence[Part]) -> int:
-    """Return the number of evaluations of a sweep that tries every option of every part alone.
-
-    Args:
-        parts: Parts of a model.
-    """
+    """Return the number of evaluations of a sweep that tries every option of every one of a model's parts alone."""
     return sum(len(part.options) - 1 for part in parts)
 
 
@@ -159,10 +147,7 @@ def select(parts: Sequence[Part], evaluate: Evaluate, budget: float) -> Selectio
 
 
 def check_budget(budget: float) -> None:
-    """Check that a budget is valid.
-
-    Args:
-        budget: Largest estimate of a change.
+    """Check a budget, the largest estimate of a change.
 
     Raises:
         NumericsError: If it is negative, NaN or infinite.

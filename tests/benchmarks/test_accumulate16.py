@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
-
-from cordillera.errors import NumericsError
-from cordillera.numerics.quantization.accumulate16 import (
+from _accumulate16 import (
     LARGEST_DENSITY,
     Accumulation,
     accumulate16,
@@ -18,7 +13,12 @@ from cordillera.numerics.quantization.accumulate16 import (
     never_saturates,
     split_outliers,
 )
-from cordillera.numerics.quantization.integer_linear import LinearWeight, integer_product, make_weight
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cordillera.errors import NumericsError
+from cordillera.numerics.quantization.integer_linear import LinearWeight, integer_product, make_weight, quantize_weight
 
 seeds = st.integers(0, 2**31)
 
@@ -132,3 +132,9 @@ def test_nothing_to_sum_and_odd_spills() -> None:
     for spill in (0, 3, -2):
         with pytest.raises(NumericsError, match="pairs"):
             accumulate16(torch.zeros(1, 4, dtype=torch.uint8), torch.zeros(1, 4, dtype=torch.int8), spill)
+
+
+@pytest.mark.parametrize("batches", [[], [torch.zeros(0, 512, dtype=torch.uint8)]])
+def test_nothing_saturates_on_nothing_and_that_is_no_evidence(batches: list[torch.Tensor]) -> None:
+    with pytest.raises(NumericsError, match="nothing to look for saturations in"):
+        choose_accumulation(quantize_weight(torch.randn(4, 512), None), batches)

@@ -1,9 +1,9 @@
 """Detection of drift: whether the numbers that a model sees are distributed as at calibration.
 
-Ranges of quantised layers and rows are chosen from data of one day. A feature that changes its scale afterwards
+Ranges of quantised layers and rows are chosen from data of one day, and a feature that changes its scale afterwards
 saturates them silently. A reference stores, for every number, how many of its samples lie above some of its quantiles,
 and a window of live samples is compared with these counts. If nothing has changed, all orders of the samples of both
-sides are equally probable, so the counts have a hypergeometric distribution. This is exact for every distribution,
+sides are equally probable, so the counts have a hypergeometric distribution: exactly so for every distribution,
 including heavy tails, ties and constants, and for references of any size. The probability of any alarm is bounded over
 all comparisons together (Bonferroni), however the numbers depend on one another.
 
@@ -43,8 +43,6 @@ class Alarm:
     Attributes:
         check: Statistic that differs: ``mean``, ``scale`` (standard deviation), ``share above X`` or ``share from X``
             (a tail), or ``share``.
-        before: Value of the statistic at calibration.
-        now: Value of the statistic in the window.
         probability: Upper bound of the probability of such a difference in any check if nothing has changed.
     """
 
@@ -60,12 +58,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Boundary:
-    """Boundary in a number's distribution at which samples are counted.
-
-    Attributes:
-        inclusive: Whether samples equal to the value count as above it.
-        above: Number of the reference's samples above the boundary.
-    """
+    """Boundary in a number's distribution, with the reference's samples above it, equal ones too if ``inclusive``."""
 
     value: float
     inclusive: bool
@@ -111,8 +104,7 @@ class DriftReference:
             groups: Group of each sample, ``int64 [N]``; None if all samples are drawn independently.
 
         Raises:
-            NumericsError: If fewer than two samples are finite, or the number of names differs from the number of
-                columns.
+            NumericsError: If fewer than two samples are finite, or names and columns differ in number.
         """
         true = torch.zeros(len(numbers), 0, dtype=torch.bool) if true is None else true
         if numbers.shape[1] != len(names) or true.shape != (len(numbers), len(shares)):
@@ -154,11 +146,7 @@ class DriftReference:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> DriftReference:
-        """Restore a reference from the result of :meth:`to_json`.
-
-        Raises:
-            NumericsError: If the content is malformed.
-        """
+        """Restore a reference from the result of :meth:`to_json`; raise an error if the content is malformed."""
         try:
             samples, lost = _count(content["samples"]), _count(content["lost"])
             numbers, shares = list(content["numbers"]), list(content["shares"])
@@ -211,9 +199,7 @@ class DriftCheck:
         self._window.update(numbers, true, groups)
 
     def alarms(self, false_alarms: float = 1e-3) -> list[Alarm]:
-        """Return the numbers and shares that differ from calibration, in order of increasing probability.
-
-        Each is reported with its least probable check.
+        """Return the numbers and shares that differ from calibration, the least probable first, one check each.
 
         Args:
             false_alarms: Probability of any alarm in a window if nothing has changed.
@@ -385,11 +371,7 @@ def _tail(n: np.ndarray, m: np.ndarray, a: np.ndarray, b: np.ndarray, up: np.nda
 
 
 def check_false_alarms(false_alarms: float) -> None:
-    """Check that ``false_alarms`` is a probability above 0 and below 1.
-
-    Raises:
-        NumericsError: If it is not.
-    """
+    """Check that ``false_alarms`` is a probability above 0 and below 1."""
     if not 0 < false_alarms < 1:
         raise NumericsError(f"is {false_alarms}", where="false_alarms", remedy="a probability, such as 0.001")
 

@@ -1,0 +1,1 @@
+"""Choice of precisions for inference, and detection of drift (low-precision inference)."""
