@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from markupsafe import Markup
 
@@ -127,19 +127,11 @@ def _time_text(value: float, most: float) -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of a chart.
+    """An axis of a chart, linear or logarithmic."""
 
-    Attributes:
-        limits: Positions of its ends.
-        ticks: Positions and texts of the ticks; None for round numbers.
-        is_log: Whether positions are decimal logarithms of values.
-    """
-
-    LINEAR: ClassVar[Axis]
-
-    limits: tuple[float, float]
-    ticks: Sequence[tuple[float, str]] | None = None
-    is_log: bool = False
+    limits: tuple[float, float]  # positions of its ends
+    ticks: Sequence[tuple[float, str]] | None = None  # positions and texts; None for round numbers
+    is_log: bool = False  # whether positions are decimal logarithms of values
 
     @classmethod
     def log(cls, low: float, high: float) -> Axis:
@@ -187,7 +179,7 @@ class Axis:
         return math.log10(value) if self.is_log else value
 
 
-Axis.LINEAR = Axis((0.0, 1.0))
+LINEAR = Axis((0.0, 1.0))
 
 # Charts with two axes
 
@@ -195,13 +187,7 @@ Axis.LINEAR = Axis((0.0, 1.0))
 class Chart:
     """A chart with two axes; coordinates are positions on them.
 
-    Args:
-        title: Title, for readers who cannot see the chart.
-        description: Description for them.
-        x: Horizontal axis.
-        y: Vertical axis.
-        labels: Names and units of the two axes.
-        height: Height of the drawing, which is 480 wide.
+    Title and description are for readers who cannot see it, labels are names and units of the axes.
     """
 
     width, left, right, top, bottom = 480.0, 56.0, 14.0, 30.0, 42.0
@@ -217,10 +203,7 @@ class Chart:
         frame = []
         for value, name in [(mark, text(mark)) for mark in marks] if y.ticks is None else y.ticks:
             at = self.y(value)
-            frame += [
-                _line((self.left, end), (at, at), "grid"),
-                _text(self.left - 7, at + 4, name, "end"),
-            ]
+            frame += [_line((self.left, end), (at, at), "grid"), _text(self.left - 7, at + 4, name, "end")]
         for value, name in [(one, compact(one)) for one in nice_ticks(*x.limits)] if x.ticks is None else x.ticks:
             at = self.x(value)
             frame += [_line((at, at), (base, base + 4), "axis"), _text(at, base + 17, name)]
@@ -312,23 +295,14 @@ class Chart:
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one series.
-
-    Attributes:
-        name: Name of the series.
-        style: Colour (``s0`` to ``s3``).
-        xs: Horizontal coordinates, in the units of the data.
-        ys: Vertical coordinates, in the units of the data.
-        drawn: Whether points are drawn as a line, as dots, or both.
-        titles: Texts to hover over, for each point; None for none.
-    """
+    """Points of one series, in the units of the data, in a colour from ``s0`` to ``s3``."""
 
     name: str
     style: str
     xs: Sequence[float]
     ys: Sequence[float]
     drawn: Literal["line", "dots", "both"] = "line"
-    titles: Sequence[str] | None = None
+    titles: Sequence[str] | None = None  # texts to hover over, for each point
 
     @classmethod
     def of(
@@ -416,8 +390,8 @@ def figure(
         series: Series to draw; those without a point are left out.
         labels: Names and units of the two axes.
         caption: Text below the chart.
-        x: Horizontal axis; None for a linear one from zero.
-        y: Vertical axis; None for one from zero.
+        x: Horizontal axis; None for a linear one from zero, as for ``y``.
+        y: Vertical axis.
         levels: Values and texts of horizontal reference lines.
         places: Values and texts of vertical reference lines.
         mark: Point to mark with a ring, and its text.
@@ -489,12 +463,8 @@ def bars(
 ) -> Markup:
     """Draw stacked bars with their sums, one below the other, on one scale.
 
-    Args:
-        label: Description for readers who cannot see them.
-        rows: Labels and values by part.
-        names: Parts, with their titles, in the order in which they are stacked in the colours ``f0``, ``f1`` and so on.
-        text: Format of values.
-        limit: Name and value of a line across the bars; None for none.
+    ``rows`` are labels and values by part; ``names`` are parts with their titles, stacked in the colours ``f0``, ``f1``
+    and so on; ``limit`` is the name and value of a line across the bars.
     """
     totals = [sum(values.get(name, 0.0) for name in names) for _, values in rows]
     most = max(max(totals, default=0.0) or 1.0, limit[1] if limit else 0.0)
@@ -535,15 +505,7 @@ def gantt(
     *,
     numbered: bool = False,
 ) -> Markup:
-    """Draw what happens in each row to scale, up to a time.
-
-    Args:
-        label: Description for readers who cannot see it.
-        rows: Names and spans; thin spans lie below the others.
-        until: Seconds at the right edge.
-        height: Height of a row.
-        numbered: Whether wide spans show their numbers.
-    """
+    """Draw what happens in each row to scale, up to ``until`` seconds; thin spans lie below the others."""
     left, bottom = 80.0, 8 + len(rows) * height
     scale = (_WIDTH - left - 24) / until
     drawn, over, paths = [], [], dict[str, list[str]]()
@@ -571,11 +533,7 @@ def gantt(
 def heat_map(label: str, rows: Mapping[str, Mapping[int, float]], groups: Mapping[int, str]) -> Markup:
     """Draw rates by row and column as shades of one colour, on a logarithmic scale from 0.00001 up to 1.
 
-    Args:
-        label: Description for readers who cannot see it.
-        rows: Rates in [0, 1] by name of the row and column; the highest column is on the left. A rate of 0 is an empty
-            cell.
-        groups: Group of each column; neighbours of one group share a heading.
+    The highest column is on the left; neighbours of one of the ``groups`` share a heading. A rate of 0 is an empty cell.
     """
     columns, left, size, top, powers = sorted(groups, reverse=True), 92.0, 26.0, 34.0, range(-5, 1)
     bottom = top + size * len(rows)

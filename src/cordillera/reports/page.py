@@ -13,6 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from cordillera.reports.charts import seconds_text
 from cordillera.run import Run, write_atomically
 
 _TEMPLATES = Environment(
@@ -23,6 +24,7 @@ _TEMPLATES = Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
+_TEMPLATES.filters.update(seconds=seconds_text, number=lambda value, form=",": format(value, form))
 
 MACHINE = {name.lower(): name for name in ("Processor", "Cores", "Platform", "Python", "Libraries")}
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cordillera.planning.sensitivity import DISTANCES_KM, OVERSUBSCRIPTIONS, Sensitivity
+from cordillera.reports import page
 from cordillera.reports.charts import Axis, Figure, Series, bars, figure, seconds_text
 
 _WORTH_SAYING = 0.005  # part of a step below which a difference is not named
@@ -62,55 +63,49 @@ def colours(names: Iterable[str]) -> list[tuple[str, str]]:
     return [(f"f{number}", name) for number, name in enumerate(names)]
 
 
-def shown(
-    explorer: Any, found: Any, compared: Mapping[str, Any], titles: Mapping[str, str], changes: Sensitivity | None
-) -> dict[str, Any]:
-    """Return the values of the template that every plan has.
+def fill(
+    template: str,
+    explorer: Any,
+    found: Any,
+    base: Any,
+    compared: Mapping[str, Any],
+    titles: Mapping[str, str],
+    changes: Sensitivity | None,
+    **values: Any,
+) -> str:
+    """Return the page of a plan from a template that extends that of all plans, with further ``values`` for it.
 
-    Args:
-        explorer: Explorer with workload and cluster.
-        found: Result of the search.
-        compared: Plans by name, the best one last.
-        titles: Parts of a step with their titles.
-        changes: Effects of other networks; None for none.
+    ``compared`` are plans to show beside the best and the production-like one; ``titles`` are those of the parts of a
+    step.
     """
-    work, topology, best = explorer.workload, explorer.topology, found.best
-    times = [(name, plan.step.parts) for name, plan in compared.items()]
-    network = [
-        (
-            name,
-            f"{one.queue_pairs} x {one.messages} x {one.message_bytes / 2**20:g} MiB",
-            one.balance,
-            one.recovery,
-            "yes" if one.zero_copy else "no",
-        )
-        for name, one in best.network.items()
-    ]
-    return {
-        "name": f"{work.name} on {topology.name}",
-        "about": f"{work.description}. {topology.description}; {explorer.devices:,} devices are used.",
-        "provenance": explorer.cost.calibration.provenance,
-        "interrupted": found.interrupted,
-        "causes": colours(titles.values()),
-        "times": bars("Parts of a step by plan", times, titles),
-        "sensitivity": _sensitivity(changes, best.seconds, topology.levels[-1].name) if changes else {},
-        "network": network,
-        "simulated": f"{found.simulated:,} steps simulated in {found.seconds:.1f} s",
-        "dropped": [(reason, f"{count:,}") for reason, count in found.dropped.most_common(8)],
-    }
+    best = found.best
+    times = {"production-like": base, **compared, "this plan": best}
+    outer = explorer.topology.levels[-1].name
+    return page.fill(
+        template,
+        name=f"{explorer.workload.name} on {explorer.topology.name}",
+        explorer=explorer,
+        found=found,
+        best=best,
+        base=base,
+        causes=colours(titles.values()),
+        times=bars("Parts of a step by plan", [(name, plan.step.parts) for name, plan in times.items()], titles),
+        sensitivity=_sensitivity(changes, best.seconds, outer) if changes else {},
+        **values,
+    )
 
 
 def _sensitivity(changes: Sensitivity, seconds: float, outer: str) -> dict[str, Any]:
-    """Return charts of step time over properties of the outermost network, and upgrades of others."""
-    charts = [
-        _over(DISTANCES_KM, changes.distances, f"km of fibre within each {outer}"),
-        _over(OVERSUBSCRIPTIONS, changes.oversubscriptions, f"oversubscription of links into each {outer}"),
-    ]
-    upgrades = [(words, seconds_text(one), f"{100 * (seconds / one - 1):+.2f} %") for words, one in changes.upgrades]
+    """Return charts of step time over properties of the outermost network, and upgrades of any."""
     return {
-        "charts": charts,
+        "charts": [
+            _over(DISTANCES_KM, changes.distances, f"km of fibre within each {outer}"),
+            _over(OVERSUBSCRIPTIONS, changes.oversubscriptions, f"oversubscription of links into each {outer}"),
+        ],
         "key": [(f"s{number}", name) for number, name in enumerate(changes.distances)],
-        "upgrades": upgrades,
+        "upgrades": [
+            (words, seconds_text(one), f"{100 * (seconds / one - 1):+.2f} %") for words, one in changes.upgrades
+        ],
     }
 
 

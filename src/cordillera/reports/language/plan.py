@@ -14,9 +14,8 @@ from cordillera.planning.language.what_if import Case
 from cordillera.planning.pipeline.schedules import Kind
 from cordillera.planning.pipeline.simulator import Timeline
 from cordillera.planning.sensitivity import Sensitivity
-from cordillera.reports import page as pages
 from cordillera.reports import plans
-from cordillera.reports.charts import Span, bars, gantt, seconds_text
+from cordillera.reports.charts import Span, bars, gantt
 
 _KINDS = {
     Kind.FORWARD: ("forward", "Forward"),
@@ -166,65 +165,20 @@ def page(
         changes: Effects of other networks; None for none.
         cases: Changes and faults under which the best plan was simulated.
     """
-    best, topology = found.best, explorer.topology
-    beginning = _beginning(best.step.timeline)
-    enlarged = "Its beginning, enlarged (numbers are microbatches)"
-    capacity = topology.device.memory_bytes
+    best, capacity = found.best, explorer.topology.device.memory_bytes
+    timeline, beginning = best.step.timeline, _beginning(best.step.timeline)
     memory = [(f"rank {rank}", parts) for rank, parts in enumerate(best.step.memory)]
     limit = (f"{capacity / 1e9:g} GB, the device's memory", capacity)
-    used = measured(explorer, best)
-    shown = plans.shown(explorer, found, {"production-like": base, **compared, "this plan": best}, _PARTS, changes)
-    return pages.fill(
-        "plan",
-        **shown,
-        remark="",
-        tiles=_tiles(explorer, best, base),
-        plan=str(best.layout),
-        settings=f", recomputation {best.layout.recompute}, schedule {best.schedule.name}, "
-        f"order on the cluster {', '.join(best.order)} (innermost first)",
-        production=f"{base.layout}, recomputation {base.layout.recompute}, {base.schedule.name}, {base.across} across",
+    return plans.fill(
+        "language_plan",
+        *(explorer, found, base, compared, _PARTS, changes),
+        tokens_per_s=explorer.workload.batch * explorer.workload.sequence / best.seconds,
         reasons=reasons(best, base),
-        hidden="",
-        timeline={
-            "heading": "The pipeline in time",
-            "text": "",
-            "key": [*dict(_KINDS.values()).items(), ("message", "Message on its way")],
-            "drawings": [("", timeline_svg(best.step.timeline))]
-            + ([(enlarged, timeline_svg(best.step.timeline, beginning))] if beginning is not None else []),
-        },
-        memory={
-            "heading": "Memory of a device by pipeline rank",
-            "key": plans.colours(name.capitalize() for name in _MEMORY),
-            "drawing": bars("Memory by rank", memory, {name: name for name in _MEMORY}, plans.gigabytes, limit),
-        },
-        exchanged=(),
-        cases=[_case(case, best.seconds) for case in cases],
-        heads=("", "Layout", "Recomputes", "Across", "Schedule", "Step", "MFU", "Memory"),
-        next_best=[(number, *_row(plan)) for number, plan in enumerate(found.plans[:10], 1)],
-        tried=f"{found.estimated:,} layouts were estimated",
-        constants=[f"{shown['provenance']}.", *([f"{used}."] if used else [])],
+        kinds=[*dict(_KINDS.values()).items(), ("message", "Message on its way")],
+        timeline=timeline_svg(timeline),
+        enlarged=timeline_svg(timeline, beginning) if beginning is not None else "",
+        memory=bars("Memory by rank", memory, {name: name for name in _MEMORY}, plans.gigabytes, limit),
+        held=plans.colours(name.capitalize() for name in _MEMORY),
+        cases=cases,
+        measured=measured(explorer, best),
     )
-
-
-def _tiles(explorer: Explorer, best: Plan, base: Plan) -> list[tuple[str, str, str, str]]:
-    tokens = explorer.workload.batch * explorer.workload.sequence / best.seconds
-    told = {
-        "Step": seconds_text(best.seconds),
-        "Tokens a second": f"{tokens / 1e6:.2f} M" if tokens >= 1e6 else f"{tokens:,.0f}",
-        "Of the devices' peak (MFU)": f"{100 * best.utilisation:.1f} %",
-        "Memory of the fullest device": plans.gigabytes(best.step.memory_bytes),
-        "Against production-like": f"{base.seconds / best.seconds:.2f} times",
-        "Crosses the outermost links": best.across,
-    }
-    return [(name, value, "", "") for name, value in told.items()]
-
-
-def _case(case: Case, before: float) -> tuple[str, ...]:
-    speed = f"{100 * case.speed(before):+.2f} %"
-    return case.what, seconds_text(case.seconds), speed, f"{case.devices:,}", case.note
-
-
-def _row(plan: Plan) -> tuple[str, ...]:
-    layout, memory = plan.layout, f"{plan.step.memory_bytes / 1e9:.0f} GB"
-    times = (seconds_text(plan.seconds), f"{100 * plan.utilisation:.1f} %", memory)
-    return str(layout), layout.recompute, plan.across, plan.schedule.name, *times

@@ -11,7 +11,7 @@ from typing import Any
 
 from cordillera.numbers import compact
 from cordillera.reports import page
-from cordillera.reports.charts import Axis, Figure, Series, figure, framed, padded, stacked_bar
+from cordillera.reports.charts import LINEAR, Axis, Figure, Series, figure, framed, padded, stacked_bar
 from cordillera.reports.language.card import card
 from cordillera.reports.language.headline import headline
 from cordillera.reports.language.warnings import find_warnings
@@ -91,8 +91,8 @@ def _learning(records: LanguageRecords) -> list[Figure | None]:
         Series.of(split, style, found, key, "loss", "both")
         for (split, found), style in zip(records.validations.items(), ("s1", "s2", "s3"), strict=False)
     ]
-    limits, is_cut = _frame(loss.places(x, Axis.LINEAR)[1], x)
-    validated = [value for one in held_out for value in one.places(x, Axis.LINEAR)[1] if math.isfinite(value)]
+    limits, is_cut = _frame(loss.places(x, LINEAR)[1], x)
+    validated = [value for one in held_out for value in one.places(x, LINEAR)[1] if math.isfinite(value)]
     if validated:
         trained = limits if loss.is_drawable else ()
         limits = padded([*trained, *padded(validated)], 0.0)
@@ -142,7 +142,7 @@ def _validations(records: LanguageRecords) -> dict[str, Any]:
 
 def _norms(records: LanguageRecords, x: Axis, key: str, label: str) -> Figure | None:
     norms = Series.of("gradient norm", "s0", records.train, key, "gradient_norm")
-    above_zero = [value for value in norms.places(x, Axis.LINEAR, thinned=False)[1] if value > 0]
+    above_zero = [value for value in norms.places(x, LINEAR, thinned=False)[1] if value > 0]
     clip = records.setting("training", "clip")
     is_clipped = isinstance(clip, int | float) and not isinstance(clip, bool) and 0 < clip < math.inf
     held = [*above_zero, float(clip)] if is_clipped else above_zero
@@ -174,7 +174,7 @@ def _balance(records: LanguageRecords) -> list[Figure | None]:
     heaviest, waited = (
         mean(records.train, lambda record, key=key: record[key], "steps") for key in ("imbalance", "delay")
     )
-    y = Axis(padded([1.0, *imbalance.places(Axis.LINEAR, Axis.LINEAR, thinned=False)[1]], 0.1))
+    y = Axis(padded([1.0, *imbalance.places(LINEAR, LINEAR, thinned=False)[1]], 0.1))
     text = f"Predicted work of the heaviest microbatch over the mean's{known(heaviest, ': {:.3f} on average')}."
     labels, levels = ("step", "heaviest microbatch over mean"), [(1.0, "even")]
     late = f"Iterations that a token waited for its batch, for balance's sake{known(waited, ': {:.2f} on average')}."

@@ -94,32 +94,15 @@ def advice(components: Sequence[dict[str, Any]]) -> list[str]:
 
 def injection_page(content: dict[str, Any]) -> str:
     """Return the HTML page of an injection campaign from the content of ``injection.json``."""
-    components, notes = content["components"], []
-    tried = sum(one["injections"] for one in components)
-    if content["interrupted"]:
-        notes.append("The injections were interrupted: intervals are wider than they were meant to be.")
-    if content["samples_left_out"]:
-        notes.append(
-            f"{content['samples_left_out']} samples were left out: the intact model's score of them is not a number."
-        )
+    components = content["components"]
     return page.fill(
         "injection",
         name=f"{content['run']}: bit flips",
-        lede=f"{content['fault']['name']} faults in stored weights, {tried:,} of them",
-        notes=notes,
-        tiles=[
-            (
-                one["name"],
-                _percent(one["pvf"]["value"]),
-                _between(one["pvf"]),
-                "of faults there make an output wrong" if one["injections"] else "nothing is stored there",
-            )
-            for one in components
-        ],
-        advice=content["advice"],
-        components=[_row(one) for one in components],
+        content=content,
+        tried=sum(one["injections"] for one in components),
+        components=[(one, _row(one)) for one in components],
         maps=_maps(components),
-        facts=_facts(content),
+        seconds=page.duration(content["seconds"]),
     )
 
 
@@ -153,26 +136,3 @@ def _maps(components: Sequence[dict[str, Any]]) -> list[tuple[str, str, Markup]]
         )
         maps.append((layout, caption, heat_map(f"PVF by bit of {layout}. {caption}", rows, parts)))
     return maps
-
-
-def _facts(content: dict[str, Any]) -> list[tuple[str, str]]:
-    which = (
-        "every bit of a component's storage is equally likely; as many faults at each bit position, weighted by its "
-        "share of the storage"
-    )
-    again = (
-        f"{content['judged_again_by_flipping']:,} of {content['judged']:,} faults by the flipped model, where the "
-        "order of additions could matter"
-    )
-    return [
-        ("A fault", content["fault"]["name"]),
-        ("Which bits", which),
-        ("Tried on", f"{content['samples']:,} samples of the {content['split']} split, in float32"),
-        ("Wrong is", f"a score that is NaN, infinite, or on the other side of {content['threshold']:g}"),
-        ("Intervals", "95 %; samples that share a fault count as one cluster"),
-        ("Faults a bit position", f"{content['rounds']:,}"),
-        ("Judged again", again),
-        ("One at a time", "; ".join(f"{name} ({why})" for name, why in content["judged_one_by_one"].items())),
-        ("Seed", str(content["seed"])),
-        ("Time", page.duration(content["seconds"])),
-    ]

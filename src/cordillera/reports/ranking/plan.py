@@ -10,7 +10,6 @@ from markupsafe import Markup
 from cordillera.planning.ranking.exchange import CAUSES, STREAMS, Operation
 from cordillera.planning.ranking.explorer import RecommenderExplorer, TableExploration, TablePlan
 from cordillera.planning.sensitivity import Sensitivity
-from cordillera.reports import page as pages
 from cordillera.reports import plans
 from cordillera.reports.charts import Span, bars, gantt, seconds_text
 
@@ -83,11 +82,7 @@ def to_json(explorer: RecommenderExplorer, found: TableExploration, base: TableP
         found: Result of the search.
         base: The production-like plan.
     """
-    return {
-        **plans.content(explorer, found, base),
-        "layouts": found.layouts,
-        "placement": found.best.placement(),
-    }
+    return {**plans.content(explorer, found, base), "layouts": found.layouts, "placement": found.best.placement()}
 
 
 def page(
@@ -106,52 +101,14 @@ def page(
         compared: Best plans of smaller searches, by name, for comparison.
         changes: Effects of other networks; None for none.
     """
-    best = found.best
     memory = [("base", base.step.memory)]
     memory += [(name.removesuffix(" alone"), plan.step.memory) for name, plan in compared.items()]
-    memory += [("this plan", best.step.memory)]
-    tiles = {
-        "Step": seconds_text(best.seconds),
-        "Samples a second": f"{best.samples_per_s / 1e6:.2f} M",
-        "Memory of the fullest device": plans.gigabytes(best.step.memory_bytes),
-        "Against production-like": f"{base.seconds / best.seconds:.2f} times",
-        "Crosses the outermost links": best.across,
-    }
-    shown = plans.shown(explorer, found, {"production-like": base, **compared, "this plan": best}, CAUSES, changes)
-    return pages.fill(
-        "plan",
-        **shown,
-        remark=f"Constants: {shown['provenance']}.",
-        tiles=[(name, value, "", "") for name, value in tiles.items()],
-        plan=str(best.layout),
-        settings=f" ({best.cut}), {best.schedule}",
-        production=f"{base.layout}, {base.cut}, {base.schedule}",
-        reasons=reasons(best, base),
-        hidden="What is hidden behind computation is left out.",
-        timeline={
-            "heading": "A step in time",
-            "text": "The device with the most work; ids belong to the next batch where they are prefetched.",
-            "key": plans.colours(CAUSES.values()),
-            "drawings": [("", streams_svg(best.step.timeline))],
-        },
-        memory={
-            "heading": "Memory of the fullest device",
-            "key": plans.colours(_MEMORY),
-            "drawing": bars("Memory by plan", memory, {name: name for name in _MEMORY}, plans.gigabytes),
-        },
-        exchanged=[
-            (name, f"{base.step.crossed[name] / 1e9:,.2f} GB", f"{best.step.crossed[name] / 1e9:,.2f} GB")
-            for name in best.step.crossed
-        ],
-        cases=(),
-        heads=("", "Layout", "Tables", "Across", "Schedule", "Step", "Samples a second", "Memory"),
-        next_best=[(number, *_row(plan)) for number, plan in enumerate(found.plans[:10], 1)],
-        tried=f"{found.layouts:,} layouts were tried",
-        constants=(),
+    memory += [("this plan", found.best.step.memory)]
+    return plans.fill(
+        "ranking_plan",
+        *(explorer, found, base, compared, CAUSES, changes),
+        reasons=reasons(found.best, base),
+        timeline=streams_svg(found.best.step.timeline),
+        memory=bars("Memory by plan", memory, {name: name for name in _MEMORY}, plans.gigabytes),
+        held=plans.colours(_MEMORY),
     )
-
-
-def _row(plan: TablePlan) -> tuple[str, ...]:
-    memory = f"{plan.step.memory_bytes / 1e9:.0f} GB"
-    times = (seconds_text(plan.seconds), f"{plan.samples_per_s / 1e6:.2f} M", memory)
-    return str(plan.layout), plan.cut, plan.across, str(plan.schedule), *times

@@ -16,27 +16,24 @@ _SHOWN_PARTS = 3  # parts that are named in an evaluation of some parts
 
 def quantization_page(content: dict[str, Any]) -> str:
     """Return the HTML page of a quantised model from the content of its ``report.json``."""
-    change, sizes = content["confirmed"] or content["searched"], content["bytes"]
     return page.fill(
         "quantization",
         name=f"{content['run']}: fewer bits",
-        lede=f"{_share(sizes)} of the size of fp32, NE {_percent(change['mean'])} beside a budget of "
-        f"{100 * content['budget']:g} %",
+        content=content,
+        budget=f"{100 * content['budget']:g}",
+        change=_change(content["confirmed"] or content["searched"]),
+        searched=_change(content["searched"]),
+        ne={key: number(value) for key, value in content["ne"].items()},
+        share=f"{100 * content['bytes']['quantized'] / max(content['bytes']['fp32'], 1):.1f} %",
         notes=_notes(content),
-        tiles=_tiles(content, change),
         search=_search(content),
         tables=_tables(content["tables"]),
         layers=_layers(content["layers"]),
-        facts=_facts(content),
     )
 
 
-def _percent(value: float | None) -> str:
-    return known(100 * number(value), "{:+.4f} %") or "undefined"
-
-
-def _share(sizes: dict[str, int]) -> str:
-    return f"{100 * sizes['quantized'] / max(sizes['fp32'], 1):.1f} %"
+def _change(change: dict[str, Any]) -> dict[str, str]:
+    return {key: known(100 * number(change[key]), "{:+.4f} %") or "undefined" for key in ("mean", "low", "high")}
 
 
 def _notes(content: dict[str, Any]) -> list[str]:
@@ -50,32 +47,6 @@ def _notes(content: dict[str, Any]) -> list[str]:
             "The estimate keeps the budget, its interval does not: more test samples would tell which of them is right."
         ]
     return []
-
-
-def _tiles(content: dict[str, Any], change: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    sizes, seconds = content["bytes"], content["seconds"]
-    where = "on the test split" if content["confirmed"] else "on the samples searched on"
-    return [
-        ("size", _share(sizes), f"{sizes['quantized']:,} of {sizes['fp32']:,} bytes", "weights, tables, scales"),
-        (
-            "rise of NE, %",
-            f"{100 * number(change['mean']):+.4f}",
-            f"{_percent(change['low'])} to {_percent(change['high'])}",
-            f"{where}, 95 % interval of paired differences",
-        ),
-        (
-            "times as fast",
-            f"{seconds['fp32'] / seconds['quantized']:.2f}",
-            f"{1e3 * seconds['quantized']:.2f} ms, fp32 {1e3 * seconds['fp32']:.2f} ms",
-            "a batch of 256 on this machine, medians",
-        ),
-        (
-            "evaluations",
-            f"{len(content['evaluations']):,}",
-            f"a sweep of all options: {content['sweep_evaluations']:,}",
-            "of the model on the samples searched on",
-        ),
-    ]
 
 
 def _search(content: dict[str, Any]) -> dict[str, Any]:
@@ -137,16 +108,4 @@ def _layers(layers: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
             interval_strip(pair[1], (min(pair), max(pair)), 30.0, limits),
         )
         for one, pair in zip(layers, pairs, strict=True)
-    ]
-
-
-def _facts(content: dict[str, Any]) -> list[tuple[str, str]]:
-    ne, searched, budget = content["ne"], content["searched"], f"{100 * content['budget']:g}"
-    between = f"{_percent(searched['low'])} to {_percent(searched['high'])}"
-    return [
-        ("Budget", f"{budget} % of NE, on the samples that the search looks at"),
-        ("Rise of NE on them", f"{_percent(searched['mean'])} ({between})"),
-        ("NE", f"{number(ne['fp32']):.5f} in fp32, {number(ne['quantized']):.5f} quantised"),
-        ("Written", "the model was loaded from its files and scored again"),
-        ("Again", f"cordillera quantize {content['run']} --budget {budget}"),
     ]

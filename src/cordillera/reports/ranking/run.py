@@ -9,7 +9,7 @@ from typing import Any
 
 from cordillera.numbers import compact
 from cordillera.reports import page
-from cordillera.reports.charts import POINTS, Axis, Figure, Series, figure, framed, padded
+from cordillera.reports.charts import LINEAR, POINTS, Axis, Figure, Series, figure, framed, padded
 from cordillera.reports.page import count, described, duration, fixed, part, plain
 from cordillera.reports.ranking.material import METRICS, Material, data_fraction, interval_text
 from cordillera.reports.ranking.scores import scores, segments
@@ -157,7 +157,7 @@ def _learning(material: Material) -> list[Figure | None]:
         return []
     x, best, tasks = Axis((0.0, end)), material.best, material.tasks
     loss = _series("loss", "s0", material.train, "loss")
-    limits, cut = framed(loss.places(x, Axis.LINEAR)[1])
+    limits, cut = framed(loss.places(x, LINEAR)[1])
     size = -(-len(loss.xs) // POINTS)
     caption = "Mean of the batches since the last record" if size <= 1 else f"Mean of {size} records a point"
     caption += "; early values leave the frame." if cut else "."
