@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,6 @@ _TEMPLATES = Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-_TEMPLATES.filters.update(seconds=seconds_text, number=lambda value, form=",": format(value, form))
-
-MACHINE = {name.lower(): name for name in ("Processor", "Cores", "Platform", "Python", "Libraries")}
 
 
 def fill(template: str, **values: Any) -> str:
@@ -95,6 +92,6 @@ def plain(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def described(content: Mapping[str, Any], names: Mapping[str, str]) -> Iterable[tuple[str, str]]:
-    """Return terms and texts of values of a file: its keys with their ``names``."""
-    return [(text, plain(content.get(key))) for key, text in names.items()]
+_TEMPLATES.filters.update(
+    count=count, number=lambda value, form=",": format(value, form), part=part, plain=plain, seconds=seconds_text
+)

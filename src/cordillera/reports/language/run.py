@@ -15,7 +15,7 @@ from cordillera.reports.charts import LINEAR, Axis, Figure, Series, figure, fram
 from cordillera.reports.language.card import card
 from cordillera.reports.language.headline import headline
 from cordillera.reports.language.warnings import find_warnings
-from cordillera.reports.page import described, duration, fixed, known, plain, whole
+from cordillera.reports.page import duration, fixed, known, whole
 from cordillera.run import Run
 from cordillera.training.language.records import LanguageRecords, Record, mean, total
 
@@ -49,12 +49,11 @@ def render(run: Run) -> str:
     records = LanguageRecords.read(run)
     title, description = _title(records), records.recipe.get("description")
     world = records.size("world")
-    facts = [("Seed", plain(records.recipe.get("seed"))), *described(records.environment, page.MACHINE)]
     return page.fill(
         "language_run",
         name=records.name,
         lede=f"{title}. {description}" if isinstance(description, str) and description else title,
-        banner=records.warning,
+        records=records,
         headline=headline(records),
         warnings=find_warnings(records),
         learning=_learning(records),
@@ -65,9 +64,7 @@ def render(run: Run) -> str:
         memory=_memory(records),
         events=_events(records),
         card=card(records),
-        recipe=records.recipe_text,
         command="cordillera train recipe.toml" + (f" --nproc {world:.0f}" if world > 1 else ""),
-        machine=facts if any(text for _, text in facts) else (),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from cordillera.numbers import compact
 from cordillera.reports import page
 from cordillera.reports.charts import LINEAR, POINTS, Axis, Figure, Series, figure, framed, padded
-from cordillera.reports.page import count, described, duration, fixed, part, plain
+from cordillera.reports.page import duration, fixed, part, plain
 from cordillera.reports.ranking.material import METRICS, Material, data_fraction, interval_text
 from cordillera.reports.ranking.scores import scores, segments
 from cordillera.run import Run
@@ -22,21 +22,9 @@ _MEANINGS = {
     "calibration": "sum of predictions over sum of labels; 1 is unbiased",
 }
 _MODELS = {
-    "lr": "Logistic regression",
-    "fm": "Factorisation machine",
-    "dnn": "DNN",
-    "dlrm": "DLRM",
-    "dcn": "DCN-V2",
-    "dhen": "DHEN",
-    "wukong": "Wukong",
-}
-_SIZES = {
-    "parameters": "Dense parameters",
-    "embedding_parameters": "Embedding parameters",
-    "forward_macs": "Forward MACs an example",
-    "forward_flops": "Forward FLOPs an example",
-    "training_flops": "Training FLOPs an example",
-}
+    "lr": "Logistic regression", "fm": "Factorisation machine", "dnn": "DNN", "dlrm": "DLRM", "dcn": "DCN-V2",
+    "dhen": "DHEN", "wukong": "Wukong",
+}  # fmt: skip
 
 
 def write_report(run: Run) -> Path:
@@ -63,18 +51,18 @@ def render(run: Run) -> str:
         lede=f"{_model_name(material, 'model')} on {data}" + (f". {description}" if description else ""),
         banner=material.status.warning if material.status is not None else "",
         results=_results(material),
-        warnings=material.warnings,
         learning=_learning(material),
         progressive=_progressive(material),
         scores=scores(material.evaluation),
         segments=segments(material.evaluation),
         throughput=_throughput(material),
-        card={
-            "Architecture": _architecture(material),
-            "Data": _data(material),
-            "Training and machine": _machine(material),
-        },
-        recipe=material.recipe_text,
+        material=material,
+        model_name=_model_name(material),
+        config=part(material.model, "config") or part(material.recipe, "model"),
+        facts=part(material.model, "data", "facts"),
+        positives=_rates(part(material.model, "data", "facts").get("positives")),
+        unseen=_unseen(part(material.model, "data", "facts").get("unseen")),
+        steps=_steps(material),
     )
 
 
@@ -240,47 +228,6 @@ def _throughput(material: Material) -> dict[str, Any]:
 
 
 # Model card
-
-
-def _architecture(material: Material) -> list[tuple[str, str]]:
-    model = material.model
-    found = [("Model", _model_name(material))]
-    found += [(text, count(model.get(key))) for key, text in _SIZES.items()]
-    if tables := part(model, "tables"):
-        rows = sum(value for value in tables.values() if isinstance(value, int))
-        found.append(("Embedding tables", f"{len(tables)} with {rows:,} rows"))
-    config = part(model, "config") or part(material.recipe, "model")
-    return found + [(key, plain(value)) for key, value in config.items() if key != "name"]
-
-
-def _data(material: Material) -> list[tuple[str, str]]:
-    model, data = material.model, part(material.recipe, "data")
-    told, facts = part(model, "data"), part(model, "data", "facts")
-    return [
-        ("Data set", str(facts.get("name") or data.get("dataset") or plain(data.get("path")))),
-        ("Source", plain(facts.get("source"))),
-        ("Terms", plain(facts.get("terms") or facts.get("licence"))),
-        ("Split", plain(facts.get("split") or data.get("split"))),
-        ("Examples", plain(told.get("examples"))),
-        ("Positive rate", _rates(facts.get("positives"))),
-        ("Unseen ids in test", _unseen(facts.get("unseen"))),
-        ("Bayes-optimal NE", plain(facts.get("bayes_ne"))),
-        ("Fingerprint", plain(told.get("fingerprint"))),
-        *described(model, {"tasks": "Tasks", "dense_features": "Dense features", "sparse_features": "Sparse features"}),
-    ]
-
-
-def _machine(material: Material) -> list[tuple[str, str]]:
-    recipe, training, tables = (material.recipe, *(part(material.recipe, key) for key in ("training", "tables")))
-    return [
-        ("Seed", plain(recipe.get("seed"))),
-        ("Precision", plain(training.get("precision"))),
-        *((f"Emulated {key.replace('_', ' ')}", plain(value)) for key, value in part(training, "emulate").items()),
-        ("Batch size", count(part(recipe, "data").get("batch_size"))),
-        ("Tables' optimizer", plain(tables.get("optimizer") or tables.get("name"))),
-        ("Steps", _steps(material)),
-        *described(material.environment, page.MACHINE),
-    ]
 
 
 def _steps(material: Material) -> str:

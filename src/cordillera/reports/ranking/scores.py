@@ -12,28 +12,10 @@ from cordillera.reports.ranking.material import interval_text
 from cordillera.training.ranking.evaluation import Evaluation, Segment, TaskEvaluation
 
 _SHOWN_SEGMENTS = 12
-# round probabilities, the first ones are preferred as ticks
-_PROBABILITIES = (
-    0.5,
-    0.1,
-    0.9,
-    0.01,
-    0.99,
-    0.001,
-    0.999,
-    1e-4,
-    0.9999,
-    1e-5,
-    1e-6,
-    0.3,
-    0.7,
-    0.2,
-    0.8,
-    0.03,
-    0.05,
-    0.97,
-)
-_PROBABILITIES += (0.4, 0.6, 0.45, 0.55, 0.15, 0.25, 0.35, 0.65, 0.75, 0.85)
+_PROBABILITIES = (  # the first ones are preferred as ticks
+    0.5, 0.1, 0.9, 0.01, 0.99, 0.001, 0.999, 1e-4, 0.9999, 1e-5, 1e-6, 0.3, 0.7, 0.2, 0.8, 0.03, 0.05, 0.97,
+    0.4, 0.6, 0.45, 0.55, 0.15, 0.25, 0.35, 0.65, 0.75, 0.85,
+)  # fmt: skip
 
 
 def scores(evaluation: Evaluation | None) -> dict[str, list[Figure]]:
