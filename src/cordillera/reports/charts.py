@@ -385,17 +385,8 @@ def figure(
 ) -> Figure | None:
     """Return a chart of several series; None if there is nothing to draw except dots.
 
-    Args:
-        heading: Text above the chart.
-        series: Series to draw; those without a point are left out.
-        labels: Names and units of the two axes.
-        caption: Text below the chart.
-        x: Horizontal axis; None for a linear one from zero, as for ``y``.
-        y: Vertical axis.
-        levels: Values and texts of horizontal reference lines.
-        places: Values and texts of vertical reference lines.
-        mark: Point to mark with a ring, and its text.
-        height: Height of the drawing, which is 480 wide.
+    Without ``x`` or ``y``, axes are linear from zero. ``levels`` are values and texts of horizontal reference lines,
+    ``places`` those of vertical ones, ``mark`` is a point to mark with a ring, and its text.
     """
     series = [one for one in series if one.is_drawable]
     if all(one.drawn == "dots" for one in series):
@@ -533,7 +524,7 @@ def gantt(
 def heat_map(label: str, rows: Mapping[str, Mapping[int, float]], groups: Mapping[int, str]) -> Markup:
     """Draw rates by row and column as shades of one colour, on a logarithmic scale from 0.00001 up to 1.
 
-    The highest column is on the left; neighbours of one of the ``groups`` share a heading. A rate of 0 is an empty cell.
+    The highest column is on the left; neighbours of one of the ``groups`` share a heading. Rates of 0 are empty cells.
     """
     columns, left, size, top, powers = sorted(groups, reverse=True), 92.0, 26.0, 34.0, range(-5, 1)
     bottom = top + size * len(rows)

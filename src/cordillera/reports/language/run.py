@@ -25,17 +25,11 @@ _SHOWN_VALIDATIONS = 8
 
 
 def write_language_report(run: Run) -> Path:
-    """Write ``report.html`` into the folder of a language run.
+    """Write ``report.html`` into the folder of a language ``run``, and return its path.
 
     The report reads ``recipe.toml``, ``metrics.jsonl``, ``evaluation.json``, ``model.json`` and ``environment.json``;
     missing content is left out and named. The page has no scripts and loads nothing, and every string from a file is
     escaped.
-
-    Args:
-        run: The run.
-
-    Returns:
-        Path of the report.
 
     Raises:
         DataError: If one of the files does not have the expected content.

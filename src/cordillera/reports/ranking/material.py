@@ -4,74 +4,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from cordillera.errors import DataError
 from cordillera.reports.page import part
-from cordillera.run import Run, RunStatus, read_object, read_recipe
+from cordillera.run import Run, read_object, read_recipe
 from cordillera.training.ranking.evaluation import Evaluation, number
 
 METRICS = {"ne": "NE", "auc": "AUC", "calibration": "Calibration", "gauc": "GAUC", "log_loss": "Log loss"}
 _NUMBERS = ("epoch", "examples", "loss", "seconds", "examples_per_second", "data_fraction", "end")
 
 
-@dataclass(frozen=True)
 class Material:
-    """Content of the run's folder, read once; missing files are empty."""
+    """Content of the run's folder, read once; missing files are empty.
 
-    name: str
-    recipe_text: str
-    recipe: dict[str, Any]
-    train: list[dict[str, Any]]
-    evaluations: list[dict[str, Any]]
-    progressive: list[dict[str, Any]]
-    evaluation: Evaluation | None
-    model: dict[str, Any]
-    environment: dict[str, Any]
-    status: RunStatus | None
-    warnings: list[str] = field(default_factory=list)
+    Raises:
+        DataError: If one of the files cannot be read.
+    """
 
-    @classmethod
-    def read(cls, run: Run) -> Material:
-        """Read a run's files.
-
-        Raises:
-            DataError: If one of the files cannot be read.
-        """
-        recipe_text, recipe = read_recipe(run)
-        warnings: list[str] = []
-        records: dict[str, list[dict[str, Any]]] = {"train": [], "evaluation": [], "progressive": []}
+    def __init__(self, run: Run) -> None:
+        self.name, self.status = run.folder.resolve().name, run.status()
+        self.recipe_text, self.recipe = read_recipe(run)
+        self.model, self.environment = (read_object(run.folder / f"{name}.json") for name in ("model", "environment"))
+        self.train: list[dict[str, Any]] = []
+        self.evaluations: list[dict[str, Any]] = []
+        self.progressive: list[dict[str, Any]] = []
+        records = {"train": self.train, "evaluation": self.evaluations, "progressive": self.progressive}
         for line, record in enumerate(run.metrics(), 1):
             kind = record.get("kind")
             if kind == "train" or (kind in ("evaluation", "progressive") and record.get("tasks")):
                 records[kind].append(_checked(record, f"{run.folder / 'metrics.jsonl'}, line {line}"))
-        evaluation = None
-        if (path := run.folder / "evaluation.json").exists():
-            evaluation = Evaluation.from_object(read_object(path), str(path))
-            age = evaluation.age(run.status(), keeps_best="patience" in part(recipe, "training"))
-            warnings += [age] if age else []
+        path, self.evaluation, age = run.folder / "evaluation.json", None, ""
+        if path.exists():
+            self.evaluation = Evaluation.from_object(read_object(path), str(path))
+            age = self.evaluation.age(self.status, keeps_best="patience" in part(self.recipe, "training"))
         else:
-            warnings.append(
-                "The test split has not been evaluated; figures are of the validation split, without intervals."
-            )
+            age = "The test split has not been evaluated; figures are of the validation split, without intervals."
+        self.warnings = [age] if age else []
         if not (run.folder / "model.json").exists():
-            warnings.append("The run has no model.json, so parameters and FLOPs are not known.")
-        material = cls(
-            name=run.folder.resolve().name,
-            recipe_text=recipe_text,
-            recipe=recipe,
-            train=records["train"],
-            evaluations=records["evaluation"],
-            progressive=records["progressive"],
-            evaluation=evaluation,
-            model=read_object(run.folder / "model.json"),
-            environment=read_object(run.folder / "environment.json"),
-            status=run.status(),
-            warnings=warnings,
-        )
-        warnings += _warnings(material)
-        return material
+            self.warnings.append("The run has no model.json, so parameters and FLOPs are not known.")
+        self.warnings += _warnings(self)
 
     @property
     def tasks(self) -> list[str]:

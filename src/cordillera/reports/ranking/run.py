@@ -42,7 +42,7 @@ def write_report(run: Run) -> Path:
 
 def render(run: Run) -> str:
     """Return the report of a run as HTML text; see :func:`write_report`."""
-    material = Material.read(run)
+    material = Material(run)
     data = part(material.recipe, "data").get("dataset") or "own data"
     description = material.recipe.get("description") or ""
     return page.fill(
@@ -97,7 +97,12 @@ def _results(material: Material) -> dict[str, Any]:
         return {}
     if len(tasks) == 1:
         ((task, result),) = tasks.items()
-        return {"basis": basis, "tiles": _tiles(result, level), "task": task, "more": _more(result)}
+        return {
+            "basis": basis,
+            "tiles": [_tile(result, level, name) for name in _MEANINGS],
+            "task": task,
+            "more": _more(result),
+        }
     names = {
         name: title
         for name, title in METRICS.items()
@@ -115,13 +120,10 @@ def _metric(result: TaskEvaluation, name: str) -> float:
     return result.metrics.get(name, math.nan)
 
 
-def _tiles(result: TaskEvaluation, level: float) -> list[tuple[str, str, str, str]]:
-    tiles = []
-    for name, meaning in _MEANINGS.items():
-        pair = result.intervals.get(name)
-        bounds = f"{100 * level:g} %: {interval_text(pair)}" if pair else "no interval"
-        tiles.append((METRICS[name], fixed(_metric(result, name)), bounds, meaning))
-    return tiles
+def _tile(result: TaskEvaluation, level: float, name: str) -> tuple[str, str, str, str]:
+    pair = result.intervals.get(name)
+    bounds = f"{100 * level:g} %: {interval_text(pair)}" if pair else "no interval"
+    return METRICS[name], fixed(_metric(result, name)), bounds, _MEANINGS[name]
 
 
 def _more(result: TaskEvaluation) -> str:

@@ -11,7 +11,6 @@ from cordillera.reports.page import fixed
 from cordillera.reports.ranking.material import interval_text
 from cordillera.training.ranking.evaluation import Evaluation, Segment, TaskEvaluation
 
-_SHOWN_SEGMENTS = 12
 _PROBABILITIES = (  # the first ones are preferred as ticks
     0.5, 0.1, 0.9, 0.01, 0.99, 0.001, 0.999, 1e-4, 0.9999, 1e-5, 1e-6, 0.3, 0.7, 0.2, 0.8, 0.03, 0.05, 0.97,
     0.4, 0.6, 0.45, 0.55, 0.15, 0.25, 0.35, 0.65, 0.75, 0.85,
@@ -70,18 +69,14 @@ def _probability_ticks(low: float, high: float) -> list[tuple[float, str]]:
     return sorted(chosen)
 
 
-def segments(evaluation: Evaluation | None) -> dict[str, dict[str, list[list[dict[str, Any]]]]]:
-    """Return rows of the table of segments by feature and task: the largest segments, and the others."""
+def segments(evaluation: Evaluation | None) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Return rows of the table of segments by feature and task, the largest segments first."""
     if evaluation is None:
         return {}
     return {
-        feature: {task: _cut(_rows(evaluation, task, values)) for task in evaluation.tasks}
+        feature: {task: _rows(evaluation, task, values) for task in evaluation.tasks}
         for feature, values in evaluation.segments.items()
     }
-
-
-def _cut(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    return [rows[:_SHOWN_SEGMENTS], rows[_SHOWN_SEGMENTS:]]
 
 
 def _rows(evaluation: Evaluation, task: str, values: Mapping[str, Segment]) -> list[dict[str, Any]]:
