@@ -69,7 +69,8 @@ def _ranks(mesh: ParallelConfig) -> dict[str, Any]:
     if not 1 < mesh.world <= _MOST_RANKS:
         return {}
     ranks, names = ranks_of(mesh)
-    down, across = ("replicate", "shard", "pipeline"), ("context", "tensor")
+    down: tuple[str, ...] = ("replicate", "shard", "pipeline")
+    across: tuple[str, ...] = ("context", "tensor")
     grid = ranks.permute([names.index(name) for name in (*down, *across)]).flatten(3, 4).flatten(0, 2)
     if len(grid) > grid.shape[1]:
         grid, down, across = grid.T, across, down

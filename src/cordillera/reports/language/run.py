@@ -162,9 +162,8 @@ def _places_of(records: LanguageRecords, kind: str, key: str) -> list[float]:
 def _balance(records: LanguageRecords) -> list[Figure | None]:
     imbalance = Series.of("imbalance", "s0", records.train, "step", "imbalance")
     delay = Series.of("delay", "s0", records.train, "step", "delay")
-    heaviest, waited = (
-        mean(records.train, lambda record, key=key: record[key], "steps") for key in ("imbalance", "delay")
-    )
+    heaviest = mean(records.train, lambda record: record["imbalance"], "steps")
+    waited = mean(records.train, lambda record: record["delay"], "steps")
     y = Axis(padded([1.0, *imbalance.places(LINEAR, LINEAR, thinned=False)[1]], 0.1))
     text = f"Predicted work of the heaviest microbatch over the mean's{known(heaviest, ': {:.3f} on average')}."
     labels, levels = ("step", "heaviest microbatch over mean"), [(1.0, "even")]

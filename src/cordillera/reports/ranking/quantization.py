@@ -88,7 +88,7 @@ def _parts(options: Sequence[str], most: int) -> str:
 def _tables(tables: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
     """Return rows of names, formats, bytes and strips, the largest table first."""
     largest = max((one["bytes"]["fp32"] for one in tables.values()), default=0) or 1
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, one in sorted(tables.items(), key=lambda entry: -entry[1]["bytes"]["fp32"]):
         before, now = one["bytes"]["fp32"], one["bytes"]["quantized"]
         strip = interval_strip(now, (now, before), before, (0.0, largest))
