@@ -21,7 +21,8 @@ from cordillera.reports.language.run import render, write_language_report
 from cordillera.reports.language.warnings import find_warnings
 from cordillera.run import Run, RunError
 from cordillera.training.language.records import LanguageRecords, mean, share, total
-from tests.planning.test_page import LOOK, browse
+from tests.reports.test_plan_page import browse, with_look
+from tests.reports.test_ranking_report import Page
 from tests.training.sample_language_runs import (
     Record,
     make_evaluation,
@@ -30,7 +31,6 @@ from tests.training.sample_language_runs import (
     make_records,
     write_records,
 )
-from tests.training.test_report import Page
 
 SECTIONS = ["Learning", "Balance of the data", "Speed", "Memory", "Events", "The model", "How to reproduce"]
 
@@ -469,7 +469,7 @@ def test_a_browser_shows_it_all_within_the_page(tmp_path: Path, width: int) -> N
     run = make_language_run(tmp_path / "run")
     run.write_json("model.json", make_model(replicate=2, shard=2, pipeline=2, context=2, tensor=2))
     page = tmp_path / "report.html"
-    page.write_text(render(run).replace("default-src 'none';", "").replace("</body>", f"{LOOK}</body>"))
+    page.write_text(with_look(render(run)))
     dump = browse(page, f"--window-size={width},3000", "--dump-dom")
     found: dict[str, Any] = json.loads(unescape(re.search(r'data-found="([^"]*)"', dump)[1]))  # type: ignore[index]
     assert found["headings"] == SECTIONS
