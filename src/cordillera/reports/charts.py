@@ -1,17 +1,61 @@
-"""Charts as inline SVG with the colours and type of the page's style sheet, so that they follow light and dark.
+"""Charts as inline SVG with the colours and type of the pages' style sheet, so that they follow light and dark.
 
-Classes: ``axis``, ``grid``, ``tick``, ``rule`` for the frame; ``s0`` to ``s3`` for series; ``mark`` for highlighted
-points. Every text is escaped here; callers pass plain strings.
+``s0`` to ``s3`` are the colours of lines and points, ``f0`` to ``f7`` those of areas. Every text is escaped here;
+callers pass plain strings.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from html import escape
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from markupsafe import Markup
 
 from cordillera.numbers import compact
+
+POINTS = 400  # points of a line; more would only make the file larger
+_WIDE = 100.0  # ratio of largest to smallest from which an axis may be logarithmic
+_MOST_DOTS = 60  # largest number of dots on a line
+_WIDTH = 960.0  # of drawings as wide as the page
+
+# Elements
+
+
+def _tag(name: str, /, *children: str, **attributes: object) -> Markup:
+    """Return an element; ``class_`` stands for ``class``, ``text_anchor`` for ``text-anchor``."""
+    told = Markup().join(
+        Markup(' {}="{}"').format(
+            key.rstrip("_").replace("_", "-"), f"{round(value, 2):g}" if isinstance(value, float) else value
+        )
+        for key, value in attributes.items()
+    )
+    if not children:
+        return Markup("<{}{}/>").format(name, told)
+    return Markup("<{0}{1}>{2}</{0}>").format(name, told, Markup().join(children))
+
+
+def _text(x: float, y: float, text: str, anchor: str = "middle", style: str = "tick") -> Markup:
+    return _tag("text", text, class_=style, x=x, y=y, text_anchor=anchor)
+
+
+def _line(x: tuple[float, float], y: tuple[float, float], style: str) -> Markup:
+    return _tag("line", class_=style, x1=x[0], x2=x[1], y1=y[0], y2=y[1])
+
+
+def _box(x: float, y: float, width: float, height: float, style: str, title: str = "", /, **more: object) -> Markup:
+    shape = {"class_": style, "x": x, "y": y, "width": width, "height": height}
+    return _tag("rect", *([_tag("title", title)] if title else []), **shape, **more)
+
+
+def _svg(width: float, height: float, label: str, parts: Iterable[str]) -> Markup:
+    frame = f"0 0 {width:g} {height:g}"
+    return _tag("svg", *parts, viewBox=frame, role="img", aria_label=label, style=f"--width:{width:g}px")
+
+
+# Axes
 
 
 def nice_ticks(low: float, high: float, fewest: int = 4) -> list[float]:
@@ -26,283 +70,6 @@ def nice_ticks(low: float, high: float, fewest: int = 4) -> list[float]:
     return [float(f"{index * step:.12g}") + 0.0 for index in range(first, last + 1)]
 
 
-def tick_text(ticks: Sequence[float]) -> Callable[[float], str]:
-    """Return a format with as many decimals as are needed to tell neighbouring ticks apart."""
-    step = min((b - a for a, b in itertools.pairwise(ticks)), default=1.0)
-    decimals = next((d for d in range(7) if abs(round(step, d) - step) < step * 1e-6), 6)
-    return lambda value: f"{value:.{decimals}f}"
-
-
-def padded(values: Sequence[float], share: float = 0.06) -> tuple[float, float]:
-    """Return a range of all finite values with a ``share`` of margin; ``(0, 1)`` if there are none."""
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return 0.0, 1.0
-    low, high = min(finite), max(finite)
-    air = (high - low) * share or abs(high) * share or 0.5
-    return low - air, high + air
-
-
-class Chart:
-    """A chart with linear axes.
-
-    Args:
-        title: Title; becomes the SVG's accessible name.
-        description: Description for readers who cannot see the chart.
-        x: Range of the horizontal axis.
-        y: Range of the vertical axis.
-        x_label: Name and unit of the horizontal axis.
-        y_label: Name and unit of the vertical axis.
-        x_ticks: Positions and texts of horizontal ticks; None for round numbers.
-        y_ticks: Positions and texts of vertical ticks; None for round numbers.
-        height: Height of the drawing, which is 480 wide.
-    """
-
-    width, left, right, top, bottom = 480.0, 56.0, 14.0, 30.0, 42.0
-
-    def __init__(
-        self,
-        title: str,
-        description: str,
-        x: tuple[float, float],
-        y: tuple[float, float],
-        *,
-        x_label: str,
-        y_label: str,
-        x_ticks: Sequence[tuple[float, str]] | None = None,
-        y_ticks: Sequence[tuple[float, str]] | None = None,
-        height: float = 280.0,
-    ) -> None:
-        self.title, self.description, self.height = title, description, height
-        self._x, self._y = x, y
-        self._parts: list[str] = []
-        x_ticks = [(tick, compact(tick)) for tick in nice_ticks(*x)] if x_ticks is None else x_ticks
-        if y_ticks is None:
-            marks = nice_ticks(*y)
-            text = compact if y[1] >= 1e4 else tick_text(marks)
-            y_ticks = [(tick, text(tick)) for tick in marks]
-        base, end = height - self.bottom, self.width - self.right
-        frame = []
-        for value, text_ in y_ticks:
-            at = self.y(value)
-            frame.append(f'<line class="grid" x1="{self.left}" x2="{end}" y1="{at:.1f}" y2="{at:.1f}"/>')
-            frame.append(
-                f'<text class="tick" x="{self.left - 7}" y="{at + 4:.1f}" text-anchor="end">{escape(text_)}</text>'
-            )
-        for value, text_ in x_ticks:
-            at = self.x(value)
-            frame.append(f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{base}" y2="{base + 4}"/>')
-            frame.append(f'<text class="tick" x="{at:.1f}" y="{base + 17}" text-anchor="middle">{escape(text_)}</text>')
-        frame.append(f'<line class="axis" x1="{self.left}" x2="{end}" y1="{base}" y2="{base}"/>')
-        middle = (self.left + end) / 2
-        frame.append(f'<text class="label" x="{middle}" y="{height - 6}" text-anchor="middle">{escape(x_label)}</text>')
-        frame.append(f'<text class="label" x="{self.left - 48}" y="11">{escape(y_label)}</text>')
-        self._frame = frame
-
-    def x(self, value: float) -> float:
-        """Return the horizontal position of a value."""
-        low, high = self._x
-        return self.left + (value - low) / (high - low) * (self.width - self.left - self.right)
-
-    def y(self, value: float) -> float:
-        """Return the vertical position of a value."""
-        low, high = self._y
-        return self.height - self.bottom - (value - low) / (high - low) * (self.height - self.top - self.bottom)
-
-    def line(self, xs: Sequence[float], ys: Sequence[float], style: str = "s0") -> None:
-        """Draw a line through the points ``(xs, ys)`` in a ``style``; values that are not finite interrupt it."""
-        path, pen = [], "M"
-        for a, b in zip(xs, ys, strict=True):
-            if not (math.isfinite(a) and math.isfinite(b)):
-                pen = "M"
-                continue
-            path.append(f"{pen}{self.x(a):.1f} {self.y(b):.1f}")
-            pen = "L"
-        self._parts.append(f'<path class="line {style}" d="{"".join(path)}"/>')
-
-    def dots(self, xs: Sequence[float], ys: Sequence[float], style: str = "s0", radius: float = 3.0) -> None:
-        """Draw points at ``(xs, ys)`` in a ``style`` and a ``radius``; those that are not finite are left out."""
-        for a, b in zip(xs, ys, strict=True):
-            if math.isfinite(a) and math.isfinite(b):
-                self._parts.append(
-                    f'<circle class="dot {style}" cx="{self.x(a):.1f}" cy="{self.y(b):.1f}" r="{radius:g}"/>'
-                )
-
-    def whiskers(self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], style: str = "s0") -> None:
-        """Draw vertical intervals at ``xs`` from ``lows`` to ``highs`` in a ``style``."""
-        for a, low, high in zip(xs, lows, highs, strict=True):
-            if math.isfinite(low) and math.isfinite(high):
-                ends = f'x1="{self.x(a):.1f}" x2="{self.x(a):.1f}" y1="{self.y(low):.1f}" y2="{self.y(high):.1f}"'
-                self._parts.append(f'<line class="whisker {style}" {ends}/>')
-
-    def steps(self, edges: Sequence[float], heights: Sequence[float], style: str = "s0") -> None:
-        """Draw the filled outline of a histogram of ``heights`` between neighbouring ``edges`` in a ``style``."""
-        base = self.y(0.0)
-        path = [f"M{self.x(edges[0]):.1f} {base:.1f}"]
-        for index, height in enumerate(heights):
-            at = f"{self.y(height):.1f}"
-            path.append(f"L{self.x(edges[index]):.1f} {at}L{self.x(edges[index + 1]):.1f} {at}")
-        path.append(f"L{self.x(edges[-1]):.1f} {base:.1f}")
-        self._parts.append(f'<path class="area {style}" d="{"".join(path)}"/>')
-
-    def rule(self, *, y: float | None = None, x: float | None = None, text: str = "") -> None:
-        """Draw a straight reference line across the chart at ``y`` or ``x``, with an optional ``text``."""
-        if y is not None and self._y[0] <= y <= self._y[1]:
-            at, end = self.y(y), self.width - self.right
-            self._parts.append(f'<line class="rule" x1="{self.left}" x2="{end}" y1="{at:.1f}" y2="{at:.1f}"/>')
-            if text:
-                self._text(end - 2, at - 5, text, "end", "note")
-        if x is not None and self._x[0] <= x <= self._x[1]:
-            at, base = self.x(x), self.height - self.bottom
-            self._parts.append(f'<line class="rule" x1="{at:.1f}" x2="{at:.1f}" y1="{self.top}" y2="{base}"/>')
-            if text:
-                anchor = "end" if at > self.width * 0.6 else "start"
-                self._text(at + (-5 if anchor == "end" else 5), self.top + 10, text, anchor, "note")
-
-    def diagonal(self) -> None:
-        """Draw the line of equal values on both axes."""
-        low, high = max(self._x[0], self._y[0]), min(self._x[1], self._y[1])
-        ends = f'x1="{self.x(low):.1f}" y1="{self.y(low):.1f}" x2="{self.x(high):.1f}" y2="{self.y(high):.1f}"'
-        self._parts.append(f'<line class="rule" {ends}/>')
-
-    def mark(self, x: float, y: float, text: str) -> None:
-        """Mark the point ``(x, y)`` with a ring and a ``text``."""
-        a, b = self.x(x), self.y(y)
-        self._parts.append(f'<circle class="mark" cx="{a:.1f}" cy="{b:.1f}" r="5.5"/>')
-        at = b + 21 if b + 26 < self.height - self.bottom else b - 11
-        anchor = "end" if a > self.width * 0.72 else "start" if a < self.width * 0.28 else "middle"
-        self._text(a, at, text, anchor, "callout")
-
-    def _text(self, x: float, y: float, text: str, anchor: str, style: str) -> None:
-        self._parts.append(
-            f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-        )
-
-    def svg(self, number: int) -> str:
-        """Return the drawing, clipped to its frame, with ids that end in ``number``, which is unique on the page."""
-        n, inner = number, self.height - self.top - self.bottom
-        clip = (
-            f'<clipPath id="c{n}"><rect x="{self.left - 1}" y="{self.top - 7}" '
-            f'width="{self.width - self.left - self.right + 8}" height="{inner + 8}"/></clipPath>'
-        )
-        return (
-            f'<svg viewBox="0 0 {self.width:g} {self.height:g}" role="img" aria-labelledby="t{n} d{n}">'
-            f'<title id="t{n}">{escape(self.title)}</title><desc id="d{n}">{escape(self.description)}</desc>{clip}'
-            f'{"".join(self._frame)}<g clip-path="url(#c{n})">{"".join(self._parts)}</g></svg>'
-        )
-
-
-def interval_strip(
-    value: float, interval: tuple[float, float] | None, reference: float, limits: tuple[float, float]
-) -> str:
-    """Draw a value, its interval and a reference on a short horizontal scale, for a cell of a table.
-
-    All rows of a table share ``limits``; values outside are drawn at the edge. Assistive technology skips the strip,
-    because the value is in the next cell.
-    """
-    width, middle = 120.0, 9.0
-
-    def at(number: float) -> float:
-        low, high = limits
-        return 4 + (min(max(number, low), high) - low) / (high - low) * (width - 8)
-
-    parts = [f'<line class="rule" x1="{at(reference):.1f}" x2="{at(reference):.1f}" y1="1" y2="17"/>']
-    if interval and all(math.isfinite(end) for end in interval):
-        a, b = (at(end) for end in interval)
-        parts.append(f'<line class="whisker s0" x1="{a:.1f}" x2="{b:.1f}" y1="{middle}" y2="{middle}"/>')
-    if math.isfinite(value):
-        parts.append(f'<circle class="dot s0" cx="{at(value):.1f}" cy="{middle}" r="3.5"/>')
-    return f'<svg class="strip" viewBox="0 0 {width:g} 18" aria-hidden="true">{"".join(parts)}</svg>'
-
-
-def stacked_bar(title: str, description: str, parts: Sequence[tuple[str, float]]) -> str:
-    """Draw parts of a whole on a bar as wide as its container; a style sheet gives its height.
-
-    ``parts`` are pairs of style and size; sizes that are not above zero are left out.
-    """
-    shown = [(style, size) for style, size in parts if size > 0 and math.isfinite(size)]
-    whole, at, boxes = math.fsum(size for _, size in shown), 0.0, []
-    for style, size in shown:
-        width = 1000 * size / whole
-        boxes.append(f'<rect class="{style}" x="{at:.2f}" y="0" width="{width:.2f}" height="10"/>')
-        at += width
-    return (
-        '<svg class="bar" viewBox="0 0 1000 10" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(f"{title}. {description}")}">{"".join(boxes)}</svg>'
-    )
-
-
-def heat_map(
-    number: int,
-    title: str,
-    description: str,
-    rows: Mapping[str, Mapping[int, float]],
-    groups: Mapping[int, str],
-    lowest: float = 1e-5,
-) -> str:
-    """Draw rates by row and column as shades of one colour, on a logarithmic scale up to 1.
-
-    Args:
-        number: Number of the drawing, unique on the page.
-        title: Title of the drawing.
-        description: Description for readers who cannot see it.
-        rows: Rates in [0, 1] by name of the row and column; the highest column is on the left. A rate of 0 is an empty
-            cell.
-        groups: Group of each column; neighbours of one group share a heading.
-        lowest: Rate of the lightest shade, which smaller rates share.
-    """
-    outline = "stroke:var(--faint);stroke-dasharray:none"
-    columns, left, size, top = sorted(groups, reverse=True), 92.0, 26.0, 34.0
-    width = left + size * max(32, len(columns)) + 2  # so that maps of narrow formats have the same scale
-    height = top + size * len(rows) + 44
-    parts = []
-    for group, members in itertools.groupby(range(len(columns)), key=lambda i: groups[columns[i]]):
-        places = list(members)
-        middle = left + size * (places[0] + len(places) / 2)
-        name = group if len(group) * 6 < size * len(places) else group[0]
-        parts.append(f'<text class="label" x="{middle:.1f}" y="12" text-anchor="middle">{escape(name)}</text>')
-        if places[0]:
-            at = left + size * places[0]
-            parts.append(f'<line class="axis" x1="{at}" x2="{at}" y1="2" y2="{top + size * len(rows)}"/>')
-    for i, column in enumerate(columns):
-        parts.append(
-            f'<text class="tick" x="{left + size * (i + 0.5)}" y="{top - 6}" text-anchor="middle">{column}</text>'
-        )
-
-    def shade(rate: float) -> float:
-        return 0.0 if rate <= 0 else 0.08 + 0.92 * max(0.0, 1 - math.log(rate) / math.log(lowest))
-
-    for j, (name, rates) in enumerate(rows.items()):
-        y = top + size * j
-        parts.append(f'<text class="tick" x="{left - 8}" y="{y + 17}" text-anchor="end">{escape(name)}</text>')
-        for i, column in enumerate(columns):
-            rate = rates.get(column, math.nan)
-            if math.isnan(rate):
-                continue
-            parts.append(
-                f'<rect class="area s1" x="{left + size * i + 1}" y="{y + 1}" width="{size - 2}" '
-                f'height="{size - 2}" style="{outline};fill-opacity:{shade(rate):.3f}">'
-                f"<title>{escape(name)}, {column}: {rate:.3g}</title></rect>"
-            )
-    y = top + size * len(rows) + 14
-    for i, power in enumerate(range(round(math.log10(lowest)), 1)):
-        x = left + 92 * i
-        parts.append(
-            f'<rect class="area s1" x="{x}" y="{y}" width="18" height="18" '
-            f'style="{outline};fill-opacity:{shade(10.0**power):.3f}"/>'
-            f'<text class="tick" x="{x + 24}" y="{y + 14}">{_percents(power)}</text>'
-        )
-    return (
-        f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-labelledby="ht{number} hd{number}">'
-        f'<title id="ht{number}">{escape(title)}</title><desc id="hd{number}">{escape(description)}</desc>'
-        f"{''.join(parts)}</svg>"
-    )
-
-
-def _percents(power: int) -> str:
-    return f"{100 * 10.0**power:g} %"
-
-
 def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
     """Return positions (in powers of ten) and texts of round numbers between ``low`` and ``high`` on a log axis."""
     first, last = math.ceil(low - 1e-9), math.floor(high + 1e-9)
@@ -313,3 +80,474 @@ def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
         (math.log10(digit) + power, digit * 10.0**power) for power in range(first - 1, last + 1) for digit in (1, 2, 5)
     ]
     return [(place, compact(value)) for place, value in found if low - 1e-9 <= place <= high + 1e-9]
+
+
+def _tick_text(ticks: Sequence[float]) -> Callable[[float], str]:
+    """Return a format with as many decimals as are needed to tell neighbouring ticks apart."""
+    step = min((b - a for a, b in itertools.pairwise(ticks)), default=1.0)
+    decimals = next((d for d in range(7) if abs(round(step, d) - step) < step * 1e-6), 6)
+    return lambda value: f"{value:.{decimals}f}"
+
+
+def padded(values: Sequence[float], share: float = 0.06) -> tuple[float, float]:
+    """Return a range of all finite ``values`` with a ``share`` of margin; ``(0, 1)`` if there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return 0.0, 1.0
+    low, high = min(finite), max(finite)
+    air = (high - low) * share or abs(high) * share or 0.5
+    return low - air, high + air
+
+
+def framed(values: Sequence[float]) -> tuple[tuple[float, float], bool]:
+    """Return the range of a vertical axis for finite ``values``, and whether some leave it.
+
+    The first losses of an untrained model can dwarf the rest; the range then follows the bulk.
+    """
+    finite = sorted(value for value in values if math.isfinite(value))
+    bulk = finite[: max(1, int(len(finite) * 0.97))]
+    cut = bool(finite) and finite[-1] - bulk[0] > 3 * (bulk[-1] - bulk[0]) > 0
+    return padded(bulk if cut else finite), cut
+
+
+def seconds_text(value: float) -> str:
+    """Return seconds as text in the unit that suits them."""
+    if value == 0:
+        return "0"
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} µs"
+
+
+def _time_text(value: float, most: float) -> str:
+    """Return seconds as the text of a tick, in the unit that suits the largest."""
+    unit, factor = ("s", 1.0) if most >= 1 else ("ms", 1e3) if most >= 1e-3 else ("µs", 1e6)
+    return f"{value * factor:.3g} {unit}" if value else "0"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of a chart, linear or logarithmic."""
+
+    limits: tuple[float, float]  # positions of its ends
+    ticks: Sequence[tuple[float, str]] | None = None  # positions and texts; None for round numbers
+    is_log: bool = False  # whether positions are decimal logarithms of values
+
+    @classmethod
+    def log(cls, low: float, high: float) -> Axis:
+        """Return a logarithmic axis from ``low`` to ``high``, both above zero."""
+        limits = math.log10(low), math.log10(high)
+        return cls(limits, log_ticks(*limits), is_log=True)
+
+    @classmethod
+    def to(cls, values: Iterable[float]) -> Axis:
+        """Return a linear axis from zero to the largest of ``values``."""
+        return cls((0.0, max((value for value in values if 0 < value < math.inf), default=1.0)))
+
+    @classmethod
+    def of_progress(cls, values: Iterable[float]) -> Axis:
+        """Return an axis for all ``values``: like :meth:`to`, or logarithmic if their range is wide."""
+        known = [value for value in values if 0 < value < math.inf]
+        is_wide = bool(known) and max(known) > _WIDE * min(known)
+        return cls.log(min(known), max(known)) if is_wide else cls.to(known)
+
+    @classmethod
+    def from_zero(cls, values: Iterable[float]) -> Axis:
+        """Return a linear axis from zero to slightly above the largest of ``values``."""
+        top = 1.1 * max((value for value in values if value < math.inf), default=0.0)
+        limits = (0.0, top if top > 0 else 1.0)
+        small = [(tick, compact(tick)) for tick in nice_ticks(*limits)]
+        return cls(limits, small if top < 1e-2 else None)
+
+    @classmethod
+    def of_seconds(cls, values: Iterable[float]) -> Axis:
+        """Return a linear axis of seconds from zero, with three round steps."""
+        third = max(values) / 3
+        ten = 10.0 ** math.floor(math.log10(third)) if third > 0 else 1.0
+        step = next(ten * one for one in (1, 1.5, 2, 3, 4, 5, 6, 8, 10) if ten * one >= third * (1 - 1e-9))
+        return cls((0.0, 3 * step), [(step * number, _time_text(step * number, 3 * step)) for number in range(4)])
+
+    @property
+    def top(self) -> float:
+        """Largest value on the axis."""
+        return 10 ** self.limits[1] if self.is_log else self.limits[1]
+
+    def place(self, value: float) -> float:
+        """Return the position of a ``value``; NaN if the axis cannot show it."""
+        if not math.isfinite(value) or (self.is_log and value <= 0):
+            return math.nan
+        return math.log10(value) if self.is_log else value
+
+
+LINEAR = Axis((0.0, 1.0))
+
+# Charts with two axes
+
+
+class Chart:
+    """A chart with two axes; coordinates are positions on them.
+
+    Title and description are for readers who cannot see it, labels are names and units of the axes.
+    """
+
+    width, left, right, top, bottom = 480.0, 56.0, 14.0, 30.0, 42.0
+
+    def __init__(
+        self, title: str, description: str, x: Axis, y: Axis, labels: tuple[str, str], height: float = 280.0
+    ) -> None:
+        self._label, self._height, self._x, self._y = f"{title}. {description}", height, x.limits, y.limits
+        self._parts: list[Markup] = []
+        base, end = height - self.bottom, self.width - self.right
+        marks = nice_ticks(*y.limits)
+        text = compact if y.limits[1] >= 1e4 else _tick_text(marks)
+        frame = []
+        for value, name in [(mark, text(mark)) for mark in marks] if y.ticks is None else y.ticks:
+            at = self.y(value)
+            frame += [_line((self.left, end), (at, at), "grid"), _text(self.left - 7, at + 4, name, "end")]
+        for value, name in [(one, compact(one)) for one in nice_ticks(*x.limits)] if x.ticks is None else x.ticks:
+            at = self.x(value)
+            frame += [_line((at, at), (base, base + 4), "axis"), _text(at, base + 17, name)]
+        frame += [
+            _line((self.left, end), (base, base), "axis"),
+            _text((self.left + end) / 2, height - 6, labels[0], style="label"),
+            _text(self.left - 48, 11, labels[1], "start", "label"),
+        ]
+        self._frame = frame
+
+    def x(self, value: float) -> float:
+        """Return the horizontal place of a position in the drawing."""
+        low, high = self._x
+        return self.left + (value - low) / (high - low) * (self.width - self.left - self.right)
+
+    def y(self, value: float) -> float:
+        """Return the vertical place of a position in the drawing."""
+        low, high = self._y
+        return self._height - self.bottom - (value - low) / (high - low) * (self._height - self.top - self.bottom)
+
+    def line(self, xs: Sequence[float], ys: Sequence[float], style: str = "s0") -> None:
+        """Draw a line through the points ``(xs, ys)`` in a ``style``; values that are not finite interrupt it."""
+        path, pen = [], "M"
+        for a, b in zip(xs, ys, strict=True):
+            if not (math.isfinite(a) and math.isfinite(b)):
+                pen = "M"
+                continue
+            path.append(f"{pen}{self.x(a):.1f} {self.y(b):.1f}")
+            pen = "L"
+        self._parts.append(_tag("path", class_=f"line {style}", d="".join(path)))
+
+    def dots(
+        self, xs: Sequence[float], ys: Sequence[float], style: str = "s0", titles: Sequence[str] | None = None
+    ) -> None:
+        """Draw points at ``(xs, ys)`` in a ``style``, with ``titles`` to hover over; points not finite are left out."""
+        for a, b, title in zip(xs, ys, titles or itertools.repeat(""), strict=False):
+            if math.isfinite(a) and math.isfinite(b):
+                told = [_tag("title", title)] if title else []
+                self._parts.append(_tag("circle", *told, class_=f"dot {style}", cx=self.x(a), cy=self.y(b), r=3))
+
+    def whiskers(self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float]) -> None:
+        """Draw vertical intervals at ``xs`` from ``lows`` to ``highs``."""
+        for a, low, high in zip(xs, lows, highs, strict=True):
+            if math.isfinite(low) and math.isfinite(high):
+                self._parts.append(_line((self.x(a), self.x(a)), (self.y(low), self.y(high)), "whisker s0"))
+
+    def steps(self, edges: Sequence[float], heights: Sequence[float], style: str = "s0") -> None:
+        """Draw the filled outline of a histogram of ``heights`` between neighbouring ``edges`` in a ``style``."""
+        base = f"{self.y(0.0):.1f}"
+        path = [f"M{self.x(edges[0]):.1f} {base}"]
+        for (a, b), height in zip(itertools.pairwise(edges), heights, strict=True):
+            at = f"{self.y(height):.1f}"
+            path.append(f"L{self.x(a):.1f} {at}L{self.x(b):.1f} {at}")
+        path.append(f"L{self.x(edges[-1]):.1f} {base}")
+        self._parts.append(_tag("path", class_=f"area {style}", d="".join(path)))
+
+    def rule(self, *, y: float | None = None, x: float | None = None, text: str = "") -> None:
+        """Draw a straight reference line across the chart at ``y`` or ``x``, with an optional ``text``."""
+        base, end = self._height - self.bottom, self.width - self.right
+        if y is not None and self._y[0] <= y <= self._y[1]:
+            at = self.y(y)
+            self._parts.append(_line((self.left, end), (at, at), "rule"))
+            self._parts += [_text(end - 2, at - 5, text, "end", "note")] if text else []
+        if x is not None and self._x[0] <= x <= self._x[1]:
+            at = self.x(x)
+            anchor, beside = ("end", -5) if at > self.width * 0.6 else ("start", 5)
+            self._parts.append(_line((at, at), (self.top, base), "rule"))
+            self._parts += [_text(at + beside, self.top + 10, text, anchor, "note")] if text else []
+
+    def diagonal(self) -> None:
+        """Draw the line of equal values on both axes."""
+        low, high = max(self._x[0], self._y[0]), min(self._x[1], self._y[1])
+        self._parts.append(_line((self.x(low), self.x(high)), (self.y(low), self.y(high)), "rule"))
+
+    def mark(self, x: float, y: float, text: str) -> None:
+        """Mark the point ``(x, y)`` with a ring and a ``text``."""
+        a, b = self.x(x), self.y(y)
+        at = b + 21 if b + 26 < self._height - self.bottom else b - 11
+        anchor = "end" if a > self.width * 0.72 else "start" if a < self.width * 0.28 else "middle"
+        self._parts += [_tag("circle", class_="mark", cx=a, cy=b, r=5.5), _text(a, at, text, anchor, "callout")]
+
+    def svg(self, number: int) -> Markup:
+        """Return the drawing, clipped to its frame; ``number`` is unique on the page."""
+        inner = self.width - self.left - self.right + 8, self._height - self.top - self.bottom + 8
+        clip = _tag("clipPath", _box(self.left - 1, self.top - 7, *inner, "clip"), id=f"c{number}")
+        drawn = _tag("g", *self._parts, clip_path=f"url(#c{number})") if self._parts else ""
+        return _svg(self.width, self._height, self._label, [clip, *self._frame, drawn])
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one series, in the units of the data, in a colour from ``s0`` to ``s3``."""
+
+    name: str
+    style: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    drawn: Literal["line", "dots", "both"] = "line"
+    titles: Sequence[str] | None = None  # texts to hover over, for each point
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        style: str,
+        records: Sequence[Mapping[str, float]],
+        x: str,
+        y: str | Callable[[Mapping[str, float]], float],
+        drawn: Literal["line", "dots", "both"] = "line",
+    ) -> Series:
+        """Return the series of records at key ``x`` and at key or function ``y``."""
+        ys = [record[y] if isinstance(y, str) else y(record) for record in records]
+        return cls(name, style, [record[x] for record in records], ys, drawn)
+
+    @property
+    def is_drawable(self) -> bool:
+        """Whether there is any point."""
+        return any(math.isfinite(x) and math.isfinite(y) for x, y in zip(self.xs, self.ys, strict=True))
+
+    def told(self) -> str:
+        """Return a description for readers who cannot see the chart."""
+        known = [y for y in self.ys if math.isfinite(y)]
+        if self.drawn == "dots":
+            return f"{self.name}: {len(known):,}."
+        return (
+            f"{self.name}: first {known[0]:.4g}, last {known[-1]:.4g}, lowest {min(known):.4g}, "
+            f"highest {max(known):.4g}, {len(known):,} values."
+        )
+
+    def places(self, x: Axis, y: Axis, *, thinned: bool = True) -> tuple[list[float], list[float]]:
+        """Return the positions of the points; if ``thinned``, a line has at most :data:`POINTS` means of neighbours.
+
+        Points that ``x`` cannot show are left out; values that ``y`` cannot show are NaN, and so are their means.
+        """
+        pairs = [(x.place(a), y.place(b)) for a, b in zip(self.xs, self.ys, strict=True)]
+        pairs = [pair for pair in pairs if math.isfinite(pair[0])]
+        if thinned and len(pairs) > POINTS:
+            low, high = min(a for a, _ in pairs), max(a for a, _ in pairs)
+            bins: dict[int, list[tuple[float, float]]] = {}
+            for pair in pairs:
+                bins.setdefault(int((pair[0] - low) / (high - low or 1.0) * POINTS), []).append(pair)
+            pairs = [(sum(a for a, _ in one) / len(one), sum(b for _, b in one) / len(one)) for one in bins.values()]
+        return [a for a, _ in pairs], [b for _, b in pairs]
+
+    def draw(self, chart: Chart, x: Axis, y: Axis) -> None:
+        """Draw the series on a chart with axes ``x`` and ``y``."""
+        xs, ys = self.places(x, y)
+        if self.drawn != "dots":
+            chart.line(xs, ys, self.style)
+        if self.drawn == "dots" or (self.drawn == "both" and len(xs) <= _MOST_DOTS):
+            chart.dots(xs, ys, self.style, self.titles)
+        else:  # points without neighbours: a line needs two
+            known = [False, *(math.isfinite(value) for value in ys), False]
+            alone = [at for at in range(len(ys)) if known[at + 1] and not (known[at] or known[at + 2])]
+            chart.dots([xs[at] for at in alone], [ys[at] for at in alone], self.style)
+
+
+class Figure(NamedTuple):
+    """A chart with heading, caption, and styles and names of the series where a key explains them."""
+
+    heading: str
+    chart: Chart
+    caption: str
+    key: Sequence[tuple[str, str]] = ()
+
+
+def figure(
+    heading: str,
+    series: Sequence[Series],
+    labels: tuple[str, str],
+    caption: str = "",
+    *,
+    x: Axis | None = None,
+    y: Axis | None = None,
+    levels: Sequence[tuple[float, str]] = (),
+    places: Sequence[tuple[float, str]] = (),
+    mark: tuple[float, float, str] | None = None,
+    height: float = 280.0,
+) -> Figure | None:
+    """Return a chart of several series; None if there is nothing to draw except dots.
+
+    Without ``x`` or ``y``, axes are linear from zero. ``levels`` are values and texts of horizontal reference lines,
+    ``places`` those of vertical ones, ``mark`` is a point to mark with a ring, and its text.
+    """
+    series = [one for one in series if one.is_drawable]
+    if all(one.drawn == "dots" for one in series):
+        return None
+    x = x or Axis.to(value for one in series for value in one.xs)
+    y = y or Axis.from_zero(value for one in series for value in one.ys)
+    chart = Chart(heading, " ".join(one.told() for one in series), x, y, labels, height)
+    for value, text in levels:
+        chart.rule(y=y.place(value), text=text)
+    for value, text in places:
+        chart.rule(x=x.place(value), text=text)
+    for one in series:
+        one.draw(chart, x, y)
+    if mark is not None:
+        chart.mark(x.place(mark[0]), y.place(mark[1]), mark[2])
+    return Figure(heading, chart, caption, [(one.style, one.name) for one in series] if len(series) > 1 else ())
+
+
+# Drawings of other kinds
+
+
+def interval_strip(
+    value: float, interval: tuple[float, float] | None, reference: float, limits: tuple[float, float]
+) -> Markup:
+    """Draw a value, its interval and a reference on a short horizontal scale, for a cell of a table.
+
+    All rows of a table share ``limits``; values outside are drawn at the edge. Assistive technology skips the strip,
+    because the value is in the next cell.
+    """
+
+    def at(number: float) -> float:
+        low, high = limits
+        return 4 + (min(max(number, low), high) - low) / (high - low) * 112
+
+    parts = [_line((at(reference), at(reference)), (1, 17), "rule")]
+    if interval and all(math.isfinite(end) for end in interval):
+        parts.append(_line((at(interval[0]), at(interval[1])), (9, 9), "whisker s0"))
+    if math.isfinite(value):
+        parts.append(_tag("circle", class_="dot s0", cx=at(value), cy=9, r=3.5))
+    return _tag("svg", *parts, class_="strip", viewBox="0 0 120 18", aria_hidden="true")
+
+
+def stacked_bar(label: str, parts: Sequence[tuple[str, float]]) -> Markup:
+    """Draw parts of a whole on a bar as wide as its container; the style sheet gives its height.
+
+    ``label`` is for readers who cannot see it; ``parts`` are pairs of style and size; sizes that are not above zero are
+    left out.
+    """
+    shown = [(style, size) for style, size in parts if size > 0 and math.isfinite(size)]
+    whole, at, boxes = math.fsum(size for _, size in shown), 0.0, []
+    for style, size in shown:
+        width = 1000 * size / whole
+        boxes.append(_box(at, 0, width, 10, style))
+        at += width
+    frame = {"class_": "bar", "viewBox": "0 0 1000 10", "preserveAspectRatio": "none"}
+    return _tag("svg", *boxes, **frame, role="img", aria_label=label)
+
+
+def bars(
+    label: str,
+    rows: Sequence[tuple[str, Mapping[str, float]]],
+    names: Mapping[str, str],
+    text: Callable[[float], str] = seconds_text,
+    limit: tuple[str, float] | None = None,
+) -> Markup:
+    """Draw stacked bars with their sums, one below the other, on one scale.
+
+    ``rows`` are labels and values by part; ``names`` are parts with their titles, stacked in the colours ``f0``, ``f1``
+    and so on; ``limit`` is the name and value of a line across the bars.
+    """
+    totals = [sum(values.get(name, 0.0) for name in names) for _, values in rows]
+    most = max(max(totals, default=0.0) or 1.0, limit[1] if limit else 0.0)
+    left, height = 40.0 + 8 * max((len(name) for name, _ in rows), default=0), 26.0 if len(rows) <= 12 else 16.0
+    scale = (_WIDTH - left - 90) / most
+    edge, bottom = left + (limit[1] * scale if limit else 0.0), 8 + len(rows) * height
+    drawn = []
+    for row, ((name, values), total) in enumerate(zip(rows, totals, strict=True)):
+        x, y = left, 4 + row * height
+        drawn.append(_text(left - 8, y + height * 0.37 + 4, name, "end"))
+        for number, (part, title) in enumerate(names.items()):
+            value = max(values.get(part, 0.0), 0.0)
+            drawn.append(_box(x, y, value * scale, height * 0.74, f"f{number}", f"{title}: {text(value)}"))
+            x += value * scale
+        drawn.append(_text(max(x, edge) + 6, y + height * 0.37 + 4, text(total), "start"))
+    if limit is not None:
+        drawn += [_line((edge, edge), (2, bottom), "limit"), _text(edge, bottom + 12, limit[0])]
+        bottom += 16
+    return _svg(_WIDTH, bottom, label, drawn)
+
+
+class Span(NamedTuple):
+    """A part of a row of :func:`gantt`, in seconds; one with a title shows it under the pointer."""
+
+    start: float
+    end: float
+    style: str
+    title: str = ""
+    number: str = ""
+    is_thin: bool = False
+
+
+def gantt(
+    label: str,
+    rows: Sequence[tuple[str, Iterable[Span]]],
+    until: float,
+    height: float = 34.0,
+    *,
+    numbered: bool = False,
+) -> Markup:
+    """Draw what happens in each row to scale, up to ``until`` seconds; thin spans lie below the others."""
+    left, bottom = 80.0, 8 + len(rows) * height
+    scale = (_WIDTH - left - 24) / until
+    drawn, over, paths = [], [], dict[str, list[str]]()
+    for part in (0.0, 0.25, 0.5, 0.75, 1.0):
+        x = left + part * until * scale
+        drawn += [_line((x, x), (4, bottom), "grid"), _text(x, bottom + 16, _time_text(part * until, until))]
+    for row, (name, spans) in enumerate(rows):
+        top = 8 + row * height
+        over.append(_text(left - 8, top + height * 0.36 + 4, name, "end"))
+        for one in spans:
+            if one.start >= until:
+                continue
+            x, width = left + one.start * scale, max((min(one.end, until) - one.start) * scale - 0.3, 0.15)
+            y, tall = (top + height * 0.76, height * 0.12) if one.is_thin else (top, height * 0.72)
+            if one.title:
+                over.append(_box(x, y, width, tall, one.style, one.title))
+            else:  # thousands of spans without titles are one path a style
+                paths.setdefault(one.style, []).append(f"M{x:.2f} {y:.1f}h{width:.2f}v{tall:.1f}h{-width:.2f}z")
+            if numbered and height >= 14 and width > 8 * len(one.number):
+                over.append(_text(x + width / 2, top + height * 0.36 + 3.5, one.number, style="number"))
+    drawn += [_tag("path", class_=style, d="".join(path)) for style, path in paths.items()]
+    return _svg(_WIDTH, bottom + 24, label, [*drawn, *over])
+
+
+def heat_map(label: str, rows: Mapping[str, Mapping[int, float]], groups: Mapping[int, str]) -> Markup:
+    """Draw rates by row and column as shades of one colour, on a logarithmic scale from 0.00001 up to 1.
+
+    The highest column is on the left; neighbours of one of the ``groups`` share a heading. Rates of 0 are empty cells.
+    """
+    columns, left, size, top, powers = sorted(groups, reverse=True), 92.0, 26.0, 34.0, range(-5, 1)
+    bottom = top + size * len(rows)
+    drawn: list[Markup] = []
+
+    def cell(x: float, y: float, side: float, rate: float, title: str = "") -> None:
+        shade = 0.0 if rate <= 0 else 0.08 + 0.92 * max(0.0, 1 - math.log10(rate) / powers[0])
+        drawn.append(_box(x, y, side, side, "cell", title, style=f"fill-opacity:{shade:.3f}"))
+
+    for group, members in itertools.groupby(range(len(columns)), key=lambda i: groups[columns[i]]):
+        places = list(members)
+        start, wide = left + size * places[0], size * len(places)
+        drawn.append(_text(start + wide / 2, 12, group if len(group) * 6 < wide else group[0], style="label"))
+        drawn += [_line((start, start), (2, bottom), "axis")] if places[0] else []
+    drawn += [_text(left + size * (i + 0.5), top - 6, str(column)) for i, column in enumerate(columns)]
+    for row, (name, rates) in enumerate(rows.items()):
+        y = top + size * row
+        drawn.append(_text(left - 8, y + 17, name, "end"))
+        for i, column in enumerate(columns):
+            if not math.isnan(rate := rates.get(column, math.nan)):
+                cell(left + size * i + 1, y + 1, size - 2, rate, f"{name}, {column}: {rate:.3g}")
+    for i, power in enumerate(powers):
+        cell(left + 92 * i, bottom + 14, 18, 10.0**power)
+        drawn.append(_text(left + 92 * i + 24, bottom + 28, f"{100 * 10.0**power:g} %", "start"))
+    width = left + size * max(32, len(columns)) + 2  # so that maps of narrow formats have the same scale
+    return _svg(width, bottom + 44, label, drawn)

@@ -1,12 +1,12 @@
-"""Headline figures of a language run, as tiles; figures that were not recorded are named."""
+"""Headline figures of a language run for its report; figures that were not recorded are named."""
 
 from __future__ import annotations
 
 import math
-from html import escape
+from typing import Any
 
 from cordillera.numbers import compact
-from cordillera.reports.page import duration, figure, tile, whole
+from cordillera.reports.page import duration, fixed, whole
 from cordillera.training.language.records import LanguageRecords, mean, total
 
 _RECORDED = {
@@ -26,18 +26,16 @@ _RECORDED = {
 _Tile = tuple[str, str, str, str]
 
 
-def headline(records: LanguageRecords) -> str:
-    """Return the section of the headline figures as HTML, with the names of those that are missing."""
+def headline(records: LanguageRecords) -> dict[str, Any]:
+    """Return the tiles of the headline figures, and a sentence with the names of those that are missing."""
     found = [_loss(records), _tokens(records), _rate(records), _utilisation(records), _skipped(records), _time(records)]
-    tiles = [tile(*one) for one in found if one is not None]
     told = []
     if records.headline is not None and math.isfinite(records.headline[1]["step"]):
         split, evaluation = records.headline
         told.append(f"Evaluated on the {split} split at step {whole(evaluation['step'])}.")
     if missing := _unrecorded(records):
         told.append(f"Not recorded: {', '.join(missing)}.")
-    grid = f'<div class="tiles">{"".join(tiles)}</div>' if tiles else "<h2>Results</h2>"
-    return f'<section aria-label="Results">{grid}<p class="soft small">{escape(" ".join(told))}</p></section>'
+    return {"tiles": [one for one in found if one is not None], "text": " ".join(told)}
 
 
 def _loss(records: LanguageRecords) -> _Tile | None:
@@ -52,7 +50,7 @@ def _loss(records: LanguageRecords) -> _Tile | None:
     if math.isfinite(found["bits_per_byte"]):
         others.append(f"{found['bits_per_byte']:.4f} bits a byte")
     of = f" over {whole(found['targets'])} tokens" if math.isfinite(found["targets"]) else ""
-    return f"{split} loss".capitalize(), figure(found["loss"]), ", ".join(others), f"nats a token{of}; lower is better"
+    return f"{split} loss".capitalize(), fixed(found["loss"]), ", ".join(others), f"nats a token{of}; lower is better"
 
 
 def _tokens(records: LanguageRecords) -> _Tile | None:

@@ -135,12 +135,9 @@ class Comparison:
 
 
 def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
-    """Return a Markdown table, followed by notes.
+    """Return a Markdown table of ``lines`` of cells, followed by ``notes``.
 
-    Args:
-        headings: Headings of the columns; columns in :data:`NAMED` are left-aligned, others right-aligned.
-        lines: Texts of the cells.
-        notes: Sentences.
+    Columns whose ``headings`` are in :data:`NAMED` are left-aligned, others right-aligned.
     """
     rule = ["---" if heading in NAMED else "---:" for heading in headings]
     table = ["| " + " | ".join(_markdown(cell) for cell in line) + " |" for line in [headings, rule, *lines]]
@@ -148,13 +145,7 @@ def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]], note
 
 
 def terminal_table(headings: Sequence[str], lines: Sequence[Sequence[str]], notes: Sequence[str]) -> Table:
-    """Return a table for the terminal, followed by notes.
-
-    Args:
-        headings: Headings of the columns, as for :func:`markdown_table`.
-        lines: Texts of the cells.
-        notes: Sentences.
-    """
+    """Return the table of :func:`markdown_table` from its ``headings``, ``lines`` and ``notes`` for the terminal."""
     table = Table(caption="\n".join(notes), caption_justify="left")
     for heading in headings:
         table.add_column(heading, justify="left" if heading in NAMED else "right")

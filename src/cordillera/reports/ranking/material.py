@@ -1,37 +1,49 @@
-"""What a report of a ranking run is made of."""
+"""Content of a ranking run's folder for its report, with what a reader should be warned of."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from cordillera.reports.page import (
-    Pictures,
-)
-from cordillera.run import RunStatus
+from cordillera.errors import DataError
+from cordillera.reports.page import part
+from cordillera.run import Run, read_object, read_recipe
 from cordillera.training.ranking.evaluation import Evaluation, number
 
-SHOWN_SEGMENTS = 12
+METRICS = {"ne": "NE", "auc": "AUC", "calibration": "Calibration", "gauc": "GAUC", "log_loss": "Log loss"}
+_NUMBERS = ("epoch", "examples", "loss", "seconds", "examples_per_second", "data_fraction", "end")
 
 
-@dataclass(frozen=True)
 class Material:
-    """Content of the run's folder, read once; missing files are empty."""
+    """Content of the run's folder, read once; missing files are empty.
 
-    name: str
-    recipe_text: str
-    recipe: dict[str, Any]
-    train: list[dict[str, Any]]
-    evaluations: list[dict[str, Any]]
-    progressive: list[dict[str, Any]]
-    evaluation: Evaluation | None
-    model: dict[str, Any]
-    environment: dict[str, Any]
-    status: RunStatus | None
-    warnings: list[str] = field(default_factory=list)
-    pictures: Pictures = field(default_factory=Pictures)
+    Raises:
+        DataError: If one of the files cannot be read.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.name, self.status = run.folder.resolve().name, run.status()
+        self.recipe_text, self.recipe = read_recipe(run)
+        self.model, self.environment = (read_object(run.folder / f"{name}.json") for name in ("model", "environment"))
+        self.train: list[dict[str, Any]] = []
+        self.evaluations: list[dict[str, Any]] = []
+        self.progressive: list[dict[str, Any]] = []
+        records = {"train": self.train, "evaluation": self.evaluations, "progressive": self.progressive}
+        for line, record in enumerate(run.metrics(), 1):
+            kind = record.get("kind")
+            if kind == "train" or (kind in ("evaluation", "progressive") and record.get("tasks")):
+                records[kind].append(_checked(record, f"{run.folder / 'metrics.jsonl'}, line {line}"))
+        path, self.evaluation, age = run.folder / "evaluation.json", None, ""
+        if path.exists():
+            self.evaluation = Evaluation.from_object(read_object(path), str(path))
+            age = self.evaluation.age(self.status, keeps_best="patience" in part(self.recipe, "training"))
+        else:
+            age = "The test split has not been evaluated; figures are of the validation split, without intervals."
+        self.warnings = [age] if age else []
+        if not (run.folder / "model.json").exists():
+            self.warnings.append("The run has no model.json, so parameters and FLOPs are not known.")
+        self.warnings += _warnings(self)
 
     @property
     def tasks(self) -> list[str]:
@@ -57,3 +69,66 @@ def mean_ne(record: Mapping[str, Any]) -> float:
     """Return the mean NE over the tasks of a validation record."""
     values = [number(task.get("ne")) for task in record["tasks"].values()]
     return sum(values) / len(values)
+
+
+def data_fraction(train: Sequence[Mapping[str, Any]]) -> float:
+    """Return the share of training time that went into waiting for data; NaN if it is not recorded."""
+    pairs = [(number(record.get("data_fraction")), number(record.get("seconds"))) for record in train]
+    pairs = [(share, seconds) for share, seconds in pairs if math.isfinite(share * seconds)]
+    total = sum(seconds for _, seconds in pairs)
+    return sum(share * seconds for share, seconds in pairs) / total if total > 0 else math.nan
+
+
+def _checked(record: dict[str, Any], where: str) -> dict[str, Any]:
+    try:
+        step = record.get("step", 0)
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:
+            raise DataError(f"step {str(step)[:40]!r} is no count")
+        found = {**record, "step": step} | {key: number(record[key]) for key in _NUMBERS if key in record}
+        if "tasks" in record:
+            found["tasks"] = {
+                task: {name: number(value) for name, value in values.items()}
+                for task, values in record["tasks"].items()
+            }
+        return found
+    except (DataError, AttributeError) as error:
+        what = error.what if isinstance(error, DataError) else "tasks are no objects"
+        raise DataError(
+            f"is not a record of training: {what}", where=where, remedy="restore the file or delete that line"
+        ) from error
+
+
+def _warnings(material: Material) -> list[str]:
+    found = []
+    broken = sum(1 for record in material.train if not math.isfinite(number(record.get("loss"))))
+    if broken:
+        found.append(f"{broken} of {len(material.train)} records of the training loss are not finite numbers.")
+    if material.evaluation is not None:
+        for task, result in material.evaluation.tasks.items():
+            # Data without groups has no GAUC by design; that is not worth a warning.
+            reasons = {name: why for name, why in result.undefined.items() if (name, why) != ("gauc", "no groups")}
+            if reasons:
+                listing = ", ".join(f"{METRICS.get(name, name)} ({why})" for name, why in reasons.items())
+                found.append(f"Undefined on the test split for task {task}: {listing}.")
+    undefined = sum(1 for record in material.evaluations if not math.isfinite(mean_ne(record)))
+    if undefined:
+        found.append(f"NE was undefined or infinite in {undefined} of {len(material.evaluations)} validations.")
+    best, patience = material.best, part(material.recipe, "training").get("patience")
+    if best is not None and isinstance(patience, int) and patience:
+        later = sum(1 for record in material.evaluations if record["step"] > best["step"])
+        if later >= patience:
+            found.append(
+                f"Training stopped early: {later} validations after step {best['step']:,} brought no better NE. "
+                "The figures are of the weights at that step."
+            )
+    elif best is not None and best is not material.evaluations[-1]:
+        found.append(
+            f"The last weights are not the best: validation NE was lowest at step {best['step']:,} "
+            f"({mean_ne(best):.4f}, at the end {mean_ne(material.evaluations[-1]):.4f})."
+        )
+    waiting = data_fraction(material.train)
+    if waiting > 0.1:
+        share = f"{100 * waiting:.0f} %"
+        found.append(f"{share} of the training time went into waiting for data; more than 10 % is worth a look.")
+    told = part(material.model, "data", "facts").get("warnings")
+    return found + [text for text in (told if isinstance(told, list) else []) if isinstance(text, str)]

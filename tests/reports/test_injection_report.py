@@ -54,7 +54,7 @@ def test_nothing_wrong_and_nothing_injected_are_said() -> None:
 
 def test_a_heat_map_has_a_cell_a_rate_and_shades_by_magnitude() -> None:
     rates = {"a<b": {2: 0.0, 1: 1.0, 0: 1e-5}, "c": {2: math.nan, 1: 1e-9, 0: 0.1}}
-    drawing = heat_map(0, "title", "words", rates, {2: "sign", 1: "exponent", 0: "mantissa"})
+    drawing = heat_map("words", rates, {2: "sign", 1: "exponent", 0: "mantissa"})
     assert drawing.count("<rect") == 5 + 6  # the legend has a cell for each power of ten from 1e-5
     assert "a&lt;b, 1: 1<" in drawing
     opacity = [cell.split('"')[0] for cell in drawing.split("fill-opacity:")[1:6]]
