@@ -8,6 +8,7 @@
 #   make docs     build the documentation into site/
 #   make peers    install what `cordillera bench` compares with
 #   make format   rewrite the sources in the project's format
+#   make hooks    format and check before each commit
 #   make clean    remove what the targets above made
 
 PYTHON ?= python3
