@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.distributed.mesh import DIMENSIONS, ParallelConfig, ranks_of
-from cordillera.errors import DataError
+from cordillera.errors import DataError, RunError
 from cordillera.reports.charts import log_ticks, stacked_bar
 from cordillera.reports.language.run import render, write_language_report
 from cordillera.reports.language.warnings import find_warnings
 from cordillera.reports.page import POINTS
 from cordillera.reports.series import Axis, Series
-from cordillera.run import Run, RunError
+from cordillera.run import Run
 from cordillera.training.language.records import LanguageRecords, mean, share, total
 from tests.planning.test_page import LOOK, browse
 from tests.training.sample_language_runs import (

@@ -27,7 +27,7 @@ from cordillera.distributed.job.job import Job, join_job
 from cordillera.distributed.job.launch import LaunchConfig, launch, tell
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.distributed.planned_mesh import PlannedParallelConfig, planned_mesh
-from cordillera.errors import CheckpointError, DataError, DependencyError, Interrupted, PlanError, RecipeError
+from cordillera.errors import CheckpointError, DataError, DependencyError, Interrupted, PlanError, RecipeError, RunError
 from cordillera.models.language.checkpoints import open_checkpoint
 from cordillera.models.language.checkpoints.first_sight import compare_with_first_sight
 from cordillera.models.language.checkpoints.sharded import STATE, ShardedFolder
@@ -39,7 +39,7 @@ from cordillera.numerics.formats.precision import compute_dtype
 from cordillera.planning.language.plan_file import read_written_plan
 from cordillera.recipe import LanguageRecipe, RankingRecipe
 from cordillera.reports.language.run import write_language_report
-from cordillera.run import Run, RunError, check_recipe, next_folder, recipe_state, write_atomically
+from cordillera.run import Run, check_recipe, next_folder, recipe_state, write_atomically
 from cordillera.serving.language.language_model import find_model
 from cordillera.training.checkpoints import folder_of, steps
 from cordillera.training.language.checkpoints import ShardedCheckpoints
