@@ -33,7 +33,7 @@ from cordillera.models.language.checkpoints.first_sight import compare_with_firs
 from cordillera.models.language.checkpoints.sharded import STATE, ShardedFolder
 from cordillera.models.language.checkpoints.source import Source
 from cordillera.models.language.flops import flops_per_token, peak_flops
-from cordillera.models.language.llama import LlamaConfig, parameter_count
+from cordillera.models.language.llama import parameter_count
 from cordillera.models.language.parallelize import check_fit
 from cordillera.numerics.formats.precision import compute_dtype
 from cordillera.planning.language.plan_file import read_written_plan
@@ -379,18 +379,14 @@ def _mesh_text(parallel: ParallelConfig) -> str:
     return f"{parallel.world} processes, {cut}" if cut else "1 process"
 
 
-def _work(model: LlamaConfig) -> DocumentWork:
-    return DocumentWork.of_model(model.hidden, model.ffn, model.heads, model.kv_heads)
-
-
 def batches_of(recipe: LanguageRecipe, corpora: TextCorpora) -> TextBatches:
     """Return the batches of the text ``corpora`` that a ``recipe`` trains on."""
-    parallel = recipe.parallel
+    parallel, model = recipe.parallel, recipe.model
     return TextBatches(
         recipe.data,
         recipe.packing,
         corpora,
-        work=_work(recipe.model),
+        work=DocumentWork.of_model(model.hidden, model.ffn, model.heads, model.kv_heads),
         microbatches=recipe.packing.count(parallel.copies * parallel.pipeline),
         seed=recipe.seed,
     )
