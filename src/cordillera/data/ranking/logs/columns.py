@@ -86,6 +86,7 @@ def hash_strings(values: pl.Series, salt: str = "") -> np.ndarray:
 
 
 def column_of(frame: pl.DataFrame, name: str, place: RowPlace) -> pl.Series:
+    """Return a column of a frame; a missing one is an error."""
     if name not in frame.columns:
         raise DataError(
             f"column '{name}' is missing; there are {frame.columns}",
