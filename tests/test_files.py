@@ -21,7 +21,6 @@ from cordillera.files import (
     read_json_object,
     read_sealed,
     read_text,
-    read_toml,
     sealed_json,
 )
 from tests.fuzzing import CONTROLS, damaged, flips, survives
@@ -35,7 +34,7 @@ def test_a_byte_order_mark_is_left_out(tmp_path: Path) -> None:
 def test_invalid_utf8_is_reported_by_line_and_column(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_bytes('a = 1\nb = "é'.encode() + b'\xff"\n')
     with pytest.raises(DataError, match=r"a\.toml, line 2, column 7: is not UTF-8 text \(byte 0xff\)"):
-        read_toml(tmp_path / "a.toml")
+        read_text(tmp_path / "a.toml")
 
 
 def test_the_error_is_of_the_class_asked_for(tmp_path: Path) -> None:

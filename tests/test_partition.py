@@ -19,7 +19,6 @@ METHODS: dict[str, Callable[[list[float], int], Bins]] = {
     "list": partition.list_scheduling,
     "longest": partition.longest_processing_time,
     "two keys": lambda weights, bins: partition.two_key_greedy(weights, weights, bins, math.inf),
-    "exact": partition.exact,
 }
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
@@ -32,14 +31,10 @@ def heaviest(weights: list[float], places: Bins, bins: int) -> float:
     return float(loads(weights, places, bins).max())
 
 
-def best(weights: list[float], bins: int, sizes: list[float] | None = None, room: float = 0.0) -> float:
-    """By enumeration; infinity where nothing fits."""
-    found = math.inf
-    for places in itertools.product(range(bins), repeat=len(weights)):
-        array = np.array(places, dtype=np.int64)
-        if sizes is None or not len(sizes) or loads(sizes, array, bins).max() <= room:
-            found = min(found, heaviest(weights, array, bins))
-    return found
+def best(weights: list[float], bins: int) -> float:
+    """By enumeration."""
+    places = itertools.product(range(bins), repeat=len(weights))
+    return min(heaviest(weights, np.array(one, dtype=np.int64), bins) for one in places)
 
 
 @every_method
@@ -51,30 +46,6 @@ def test_every_item_is_in_one_bin(method: Callable[..., Bins], weights: list[flo
     assert places.shape == (len(weights),)
     assert ((places >= 0) & (places < bins)).all()
     assert loads(weights, places, bins).sum() == pytest.approx(sum(weights))
-
-
-@given(weights=small, bins=few_bins)
-@settings(max_examples=40, deadline=None)
-def test_the_exact_partition_is_that_of_enumeration(weights: list[float], bins: int) -> None:
-    assert heaviest(weights, partition.exact(weights, bins), bins) == best(weights, bins)
-
-
-@given(
-    items=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=6), bins=few_bins, room=st.integers(0, 20)
-)
-@settings(max_examples=40, deadline=None)
-def test_the_exact_partition_with_sizes_is_that_of_enumeration(
-    items: list[tuple[int, int]], bins: int, room: int
-) -> None:
-    weights, sizes = [float(weight) for weight, _ in items], [float(size) for _, size in items]
-    expected = best(weights, bins, sizes, room)
-    if math.isinf(expected):
-        with pytest.raises(DataError, match="do not fit"):
-            partition.exact(weights, bins, sizes, room)
-    else:
-        places = partition.exact(weights, bins, sizes, room)
-        assert heaviest(weights, places, bins) == expected
-        assert (loads(sizes, places, bins) <= room).all()
 
 
 @given(weights=small, bins=few_bins)

@@ -14,7 +14,8 @@ import pytest
 from pydantic import BaseModel
 
 from cordillera import run as run_module
-from cordillera.run import Run, RunError, check_recipe, next_folder, recipe_state, write_atomically
+from cordillera.errors import RunError
+from cordillera.run import Run, check_recipe, next_folder, recipe_state, write_atomically
 from tests.fuzzing import flips
 
 

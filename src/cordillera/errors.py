@@ -83,6 +83,10 @@ class Interrupted(CordilleraError):
     """Ctrl-C or SIGTERM ended the work early; the message says what is missing and how to continue."""
 
 
+class RunError(CordilleraError):
+    """A run folder is missing, incomplete or in use."""
+
+
 class PlanError(CordilleraError):
     """A cluster, a workload, a schedule or a plan is not possible."""
 

@@ -164,14 +164,6 @@ def parse_toml(
         raise error(f"is not TOML: {cause}", where=where, remedy=remedy) from cause
 
 
-def read_toml(
-    path: Path | str, *, error: type[CordilleraError] = DataError, remedy: str | None = None
-) -> dict[str, Any]:
-    """Return the table of a TOML file; see :func:`read_text` and :func:`parse_toml`."""
-    text = read_text(path, error=error, limit=TOML_BYTES, remedy=remedy)
-    return parse_toml(text, str(path), error=error, remedy=remedy)
-
-
 def _depth(text: str) -> int:
     """Return the deepest level of brackets in a text without strings and comments."""
     level = deepest = 0

@@ -152,59 +152,6 @@ def two_key_greedy(weights: ArrayLike, sizes: ArrayLike, bins: int, room: float)
     return places
 
 
-def exact(
-    weights: ArrayLike,
-    bins: int,
-    sizes: ArrayLike | None = None,
-    room: float | None = None,
-    seconds: float = 60.0,
-    gap: float = 0.0,
-) -> Bins:
-    """Find the partition with the lightest heaviest bin by HiGHS's branch and bound, for small cases.
-
-    The arguments ``weights``, ``bins``, ``sizes`` and ``room`` are those of :func:`list_scheduling`.
-
-    Args:
-        seconds: Time limit in seconds.
-        gap: Largest relative excess of the heaviest bin over the proven bound.
-
-    Raises:
-        DataError: If weights or sizes are invalid, there is less than one bin, items do not fit, or the time was too
-            short.
-    """
-    from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import coo_array, hstack, kron, vstack
-
-    work = _checked(weights, bins)
-    needed, space = _sized(sizes, room, len(work))
-    n, unit = len(work), work.max(initial=0.0)
-    if not n:
-        return np.empty(0, dtype=np.int64)
-    # Variables: item i in bin j at i * bins + j, then the heaviest bin's weight, in units of the heaviest item.
-    last = np.zeros(n * bins + 1)
-    last[-1] = 1.0
-    ones, identity = np.ones((1, bins)), coo_array(np.eye(bins))
-    placed = hstack([kron(coo_array(np.eye(n)), ones), coo_array((n, 1))])
-    scaled = coo_array((work / (unit or 1.0))[None])
-    below = hstack([kron(scaled, identity), coo_array(-np.ones((bins, 1)))])
-    rules = [LinearConstraint(placed.tocsr(), 1.0, 1.0), LinearConstraint(below.tocsr(), -np.inf, 0.0)]
-    if sizes is not None:
-        fits = hstack([kron(coo_array(needed[None] / (space or 1.0)), identity), coo_array((bins, 1))])
-        rules.append(LinearConstraint(vstack([fits]).tocsr(), -np.inf, 1.0 if space else 0.0))
-    lower, upper = np.zeros(n * bins + 1), np.ones(n * bins + 1)
-    lower[-1], upper[-1] = max(1.0 if unit else 0.0, scaled.sum() / bins), np.inf
-    for row, item in enumerate(heaviest_first(work)[:bins].tolist()):  # bins are equal: item k is in the first k
-        upper[item * bins + row + 1 : (item + 1) * bins] = 0.0
-    kind = np.ones(n * bins + 1)
-    kind[-1] = 0
-    options = {"time_limit": seconds, "mip_rel_gap": gap}
-    found = milp(last, integrality=kind, bounds=Bounds(lower, upper), constraints=rules, options=options)
-    if found.status:
-        message = "items do not fit into the bins" if found.status == 2 else f"no proof within {seconds:g} s"
-        raise DataError(message, where=f"{n} items in {bins} bins")
-    return found.x[:-1].reshape(n, bins).argmax(axis=1).astype(np.int64)
-
-
 def loads(weights: ArrayLike, places: Bins, bins: int) -> Weights:
     """Return the weight of every bin: ``[m]``; items at :data:`NOWHERE` do not count.
 

@@ -34,7 +34,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from cordillera.errors import CordilleraError
+from cordillera.errors import RunError
 from cordillera.files import TOML_BYTES, parse_sealed, parse_toml, read_sealed, read_text, sealed_json
 
 _LIBRARIES = ("torch", "numpy", "numba", "fbgemm-gpu-cpu", "fbgemm-gpu", "polars", "pyarrow", "triton", "pydantic")
@@ -52,10 +52,6 @@ MAY_GROW = ("training.epochs", "training.max_steps", "training.steps")
 """Keys that may also be changed if learning rates do not depend on the number of steps."""
 
 _METRICS_BYTES = 1 << 30  # largest metrics.jsonl that is read
-
-
-class RunError(CordilleraError):
-    """A run folder is missing, incomplete or in use."""
 
 
 def _plain(value: Any) -> Any:
@@ -367,10 +363,8 @@ class Run:
             RunError: If a line is not a JSON object or does not match its checksum, or records of a finished training
                 are missing.
         """
-        path, status = (
-            self.folder / "metrics.jsonl",
-            self.status(),
-        )  # read first, because training may end at this moment
+        status = self.status()  # read first, because training may end at this moment
+        path = self.folder / "metrics.jsonl"
         lines: list[str] = []
         if path.exists():
             lines = read_text(path, error=RunError, limit=_METRICS_BYTES, remedy="restore the file").split("\n")
@@ -397,10 +391,8 @@ class Run:
             step: Step from which the run continues.
             without: Kind of records to remove at every step.
         """
-        for left in self.folder.glob(".*.tmp"):
-            writer = left.name.split(".")[-2]
-            if writer.isdigit() and not _is_alive(int(writer)):
-                left.unlink(missing_ok=True)
+        for leftover in _temporary(self.folder):
+            leftover.unlink(missing_ok=True)
 
         def stays(record: dict[str, Any]) -> bool:
             at = record.get("step", 0)
@@ -454,16 +446,6 @@ class Run:
         if not path.exists():
             raise RunError("does not exist yet", where=str(path), remedy="let the run finish first")
         return read_sealed(path, error=RunError, remedy="restore the file")
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:
-        pass
-    return True
 
 
 def next_folder(parent: Path, name: str) -> Path:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 
+import numpy as np
 import pytest
-from _packing_baselines import exactly, fixed_length, in_arrival_order
+from _packing_baselines import exact, exactly, fixed_length, in_arrival_order
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,10 +15,13 @@ from cordillera.data.packing.packer import PackedDocument, PackingConfig, global
 from cordillera.data.packing.statistics import packed
 from cordillera.data.packing.work import DocumentWork
 from cordillera.errors import DataError
+from cordillera.partition import loads
 
 WORK = DocumentWork.of_break_even(50)
 CONTEXT = 100
 
+small = st.lists(st.integers(0, 30).map(float), min_size=0, max_size=7)
+few_bins = st.integers(1, 4)
 streams = st.lists(st.integers(1, CONTEXT), max_size=60)
 
 
@@ -88,3 +93,44 @@ def test_what_cannot_be_packed_is_refused() -> None:
         list(fixed_length([1], 2, CONTEXT, 0, WORK))
     with pytest.raises(DataError, match="do not fit"):
         list(exactly([100, 100, 100], 2, 150, 150, WORK))
+
+
+def best(weights: list[float], bins: int, sizes: list[float] | None = None, room: float = 0.0) -> float:
+    """By enumeration; infinity where nothing fits."""
+    found = math.inf
+    for places in itertools.product(range(bins), repeat=len(weights)):
+        array = np.array(places, dtype=np.int64)
+        if sizes is None or not len(sizes) or loads(sizes, array, bins).max() <= room:
+            found = min(found, loads(weights, array, bins).max())
+    return found
+
+
+@given(weights=small, bins=few_bins)
+@settings(max_examples=40, deadline=None)
+def test_the_exact_partition_is_that_of_enumeration(weights: list[float], bins: int) -> None:
+    assert loads(weights, exact(weights, bins), bins).max() == best(weights, bins)
+
+
+@given(
+    items=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=6), bins=few_bins, room=st.integers(0, 20)
+)
+@settings(max_examples=40, deadline=None)
+def test_the_exact_partition_with_sizes_is_that_of_enumeration(
+    items: list[tuple[int, int]], bins: int, room: int
+) -> None:
+    weights, sizes = [float(weight) for weight, _ in items], [float(size) for _, size in items]
+    expected = best(weights, bins, sizes, room)
+    if math.isinf(expected):
+        with pytest.raises(DataError, match="do not fit"):
+            exact(weights, bins, sizes, room)
+    else:
+        places = exact(weights, bins, sizes, room)
+        assert loads(weights, places, bins).max() == expected
+        assert (loads(sizes, places, bins) <= room).all()
+
+
+def test_the_exact_partition_refuses_what_it_cannot_take() -> None:
+    with pytest.raises(DataError, match="weights, item 1"):
+        exact([1.0, math.nan, 2.0], 2)
+    with pytest.raises(DataError, match="0 bins"):
+        exact([1.0], 0)

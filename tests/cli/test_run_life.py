@@ -21,10 +21,10 @@ import torch
 
 from cordillera import workflows
 from cordillera.cli import main
-from cordillera.errors import CordilleraError, NumericsError, TrainingError
+from cordillera.errors import CordilleraError, NumericsError, RunError, TrainingError
 from cordillera.recipe import load
 from cordillera.reports.ranking.run import render
-from cordillera.run import Run, RunError, check_recipe
+from cordillera.run import Run, check_recipe
 from cordillera.training import checkpoints
 from cordillera.training.ranking.config import Progress
 from cordillera.training.ranking.trainer import Trainer

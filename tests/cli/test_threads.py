@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from cordillera import workflows
-from cordillera.errors import RecipeError
+from cordillera.errors import RecipeError, RunError
 from cordillera.kernels.threads import ThreadChoice
 from cordillera.recipe import load
-from cordillera.run import Run, RunError
+from cordillera.run import Run
 from cordillera.workflows import threads
 
 SMALL = ["data.dataset=synthetic", "data.synthetic.rows=600", "data.synthetic.largest_vocabulary=50"]

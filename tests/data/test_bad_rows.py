@@ -26,7 +26,7 @@ from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, L
 from cordillera.data.ranking.logs.click_logs import CRITEO_COLUMNS, FileLog
 from cordillera.data.ranking.rows import raw_rows, read_rows
 from cordillera.errors import DataError
-from cordillera.files import read_sealed, read_toml, sealed_json
+from cordillera.files import parse_toml, read_sealed, read_text, sealed_json
 from tests.fuzzing import damaged, flips, survives
 
 from .conftest import config, write
@@ -481,7 +481,7 @@ def test_a_damaged_schema_is_refused_or_reads_every_row(tmp_path: Path, fuzz_inp
 
     def read(content: bytes) -> Schema:
         (tmp_path / "schema.toml").write_bytes(content)
-        found = read_toml(tmp_path / "schema.toml")
+        found = parse_toml(read_text(tmp_path / "schema.toml"), "schema.toml")
         try:
             return Schema.model_validate(found)
         except ValidationError as error:

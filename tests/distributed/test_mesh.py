@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from cordillera.distributed.mesh import DIMENSIONS, ParallelConfig, ranks_of
 from cordillera.errors import PlanError
 from cordillera.planning.language.workload import Layout
-from cordillera.planning.network.mesh import ORDERS, Mesh
+from cordillera.planning.network.mesh import Mesh
 from cordillera.topology import load
 
 SIZES = st.integers(1, 3)
@@ -39,7 +39,9 @@ def test_ranks_count_along_the_order(sizes: dict[str, int], order: tuple[Any, ..
         assert group == sorted(group)  # as torch makes it
 
 
-@pytest.mark.parametrize("order", ORDERS.values())
+@pytest.mark.parametrize(
+    "order", [("tensor", "context", "data", "pipeline"), ("tensor", "context", "pipeline", "data")]
+)
 def test_ranks_are_where_the_planner_has_them(order: tuple[Any, ...]) -> None:
     layout = Layout(tensor=2, context=2, pipeline=2, data=4, shards=2)
     mesh = Mesh.of(load("llama3-building"), layout, order)

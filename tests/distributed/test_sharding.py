@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordillera.distributed.context.latency import AnalyticLatency, MeasuredLatency
+from cordillera.distributed.context.latency import AnalyticLatency
 from cordillera.distributed.context.shard_plan import (
     SHARDINGS,
     DocumentChunk,
@@ -22,8 +21,7 @@ from cordillera.distributed.context.shard_plan import (
     per_document,
     per_sequence,
 )
-from cordillera.errors import DataError, PlanError
-from cordillera.kernels.attention_rates import measure
+from cordillera.errors import PlanError
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 400)), max_size=12)
 RANKS = st.integers(1, 9)
@@ -125,81 +123,9 @@ def test_the_adaptive_choice_follows_the_prediction() -> None:
     )
 
 
-def table(**change: object) -> dict[str, object]:
-    rates = [[q * k * 1e3 for k in (64, 1024, 4096)] for q in (16, 256)]
-    return {
-        "queries": [16, 256],
-        "keys": [64, 1024, 4096],
-        "pairs_per_s": rates,
-        "tile": 1,
-        "provenance": "made",
-        **change,
-    }
-
-
-def test_rates_between_measured_lengths_are_bilinear_in_logarithms(tmp_path: Path) -> None:
-    """Rates that are powers of the lengths are met exactly between the points, and held outside."""
-    path = tmp_path / "table.json"
-    path.write_text(json.dumps(table()))
-    latency = MeasuredLatency.read(path)
-
-    def seconds(queries: int, keys: int, rate_queries: int, rate_keys: int) -> float:
-        return queries * (keys - (queries - 1) / 2) / (rate_queries * rate_keys * 1e3)
-
-    for given_lengths, at in [
-        ((100, 300), (100, 300)),
-        ((256, 4096), (256, 4096)),
-        ((8, 64), (16, 64)),
-        ((500, 9000), (256, 4096)),
-    ]:
-        found = latency(*(np.array([length]) for length in given_lengths))
-        assert found == pytest.approx(seconds(*given_lengths, *at), rel=1e-12)
-    both = latency(np.array([100, 8]), np.array([300, 64]))
-    assert both == pytest.approx(seconds(100, 300, 100, 300) + seconds(8, 64, 16, 64))
-    assert latency(np.zeros(0, np.int64), np.zeros(0, np.int64)) == 0
-    one = MeasuredLatency.model_validate(table(queries=[16], keys=[64], pairs_per_s=[[2.0]]))
-    assert one(np.array([4]), np.array([10])) == pytest.approx(4 * 8.5 / 2)
-
-
-def test_a_table_gives_back_the_seconds_that_it_was_made_of() -> None:
-    queries, keys = [16, 200], [32, 64, 300]
-    seconds = [[1.0, 2.0, 3.0], [1.5, 2.5, 9.0]]
-    latency = MeasuredLatency.from_seconds(queries, keys, seconds, "made", tile=64)
-    for i, q_length in enumerate(queries):
-        for j, k_length in enumerate(keys):
-            if q_length <= k_length:
-                found = latency(np.array([q_length]), np.array([k_length]))
-                assert found == pytest.approx(seconds[i][j], rel=1e-12)
-    measured = measure(queries, keys, 2, 1, 8, rounds=1)
-    assert [len(row) for row in measured] == [3, 3]
-    chosen = adaptive(MIXED, 4, MeasuredLatency.from_seconds(queries, keys, measured, "measured"))
-    assert chosen.lengths == tuple(MIXED)
-
-
 def test_whole_tiles_are_counted() -> None:
     assert AnalyticLatency(128)(np.array([100, 130]), np.array([100, 500])) == 128 * 50.5 + 256 * 435.5
     assert AnalyticLatency(1, seconds_per_call=3)(np.array([4]), np.array([4])) == 13
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"queries": [256, 16]},
-        {"keys": [0, 64, 128]},
-        {"pairs_per_s": [[1.0, 1.0, 1.0]]},
-        {"pairs_per_s": [[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]]},
-        {"queries": []},
-        {"tile": 0},
-        {"speed": 1},
-    ],
-)
-def test_a_table_that_is_none_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
-    path = tmp_path / "table.json"
-    path.write_text(json.dumps(table(**change)))
-    with pytest.raises(DataError, match=r"table\.json"):
-        MeasuredLatency.read(path)
-    with pytest.raises(DataError, match="absent"):
-        MeasuredLatency.read(tmp_path / "absent.json")
 
 
 @pytest.mark.parametrize("mode", SHARDINGS)

@@ -12,9 +12,7 @@ import pytest
 
 from cordillera.cost import Calibration, Products
 from cordillera.data.packing.work import DocumentWork
-from cordillera.distributed.context.latency import MeasuredLatency
 from cordillera.errors import CordilleraError
-from cordillera.files import sealed_json
 from cordillera.workflows import planning as commands
 from tests.fuzzing import flips, survives
 
@@ -52,18 +50,11 @@ def work(folder: Path) -> Path:
     return folder / "work.json"
 
 
-def latency(folder: Path) -> Path:
-    table = {"queries": [16, 256], "keys": [64], "pairs_per_s": [[1.5e9], [2.5e9]], "provenance": "made"}
-    (folder / "rates.json").write_text(sealed_json(table))
-    return folder / "rates.json"
-
-
 FORMATS: list[tuple[Callable[[Path], Path], Callable[[Path], Any]]] = [
     (plan, commands.read_plan),
     (calibration, commands.read_calibration),
     (products, lambda path: vars(Products.read(path))),
     (work, DocumentWork.read),
-    (latency, MeasuredLatency.read),
 ]
 
 

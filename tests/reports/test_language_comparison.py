@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cordillera.errors import DataError
+from cordillera.errors import DataError, RunError
 from cordillera.reports.language.comparison import compare_language
-from cordillera.run import Run, RunError
+from cordillera.run import Run
 from tests.training.sample_language_runs import make_evaluation, make_language_run, make_model, make_records
 
 

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.distributed.mesh import DIMENSIONS, ParallelConfig, ranks_of
-from cordillera.errors import DataError
+from cordillera.errors import DataError, RunError
 from cordillera.reports.charts import LINEAR, POINTS, Axis, Series, log_ticks, stacked_bar
 from cordillera.reports.language.run import render, write_language_report
 from cordillera.reports.language.warnings import find_warnings
-from cordillera.run import Run, RunError
+from cordillera.run import Run
 from cordillera.training.language.records import LanguageRecords, mean, share, total
 from tests.reports.test_plan_page import browse, with_look
 from tests.reports.test_ranking_report import Page

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cordillera.errors import CheckpointError
-from cordillera.run import RunError
+from cordillera.errors import CheckpointError, RunError
 from cordillera.training import checkpoints
 
 

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from cordillera import workflows
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
-from cordillera.errors import CordilleraError
+from cordillera.errors import CordilleraError, RunError
 from cordillera.kernels.attention.documents import document_attention
 from cordillera.models.language.llama import PRESETS, LlamaConfig
 from cordillera.models.language.plain_attention import plain_attention
 from cordillera.numerics.formats.formats import FORMATS
 from cordillera.numerics.formats.rounding import round_to
 from cordillera.recipe import LanguageRecipe, validate
-from cordillera.run import Run, RunError
+from cordillera.run import Run
 from cordillera.training.checkpoints import folder_of, steps
 from cordillera.training.language.engine import LanguageConfig, LanguageEngine, PackedTokens
 from tests.distributed.processes import needs_gloo, run_processes

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordillera.errors import DataError
-from cordillera.run import Run, RunError
+from cordillera.errors import DataError, RunError
+from cordillera.run import Run
 from cordillera.training.scaling.isoflop import IsoFlopRun, amount, isoflops, measure_language, power
 from tests.training.loss_surface import CHINCHILLA, best_parameters, surface_runs
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from cordillera.errors import DataError, Interrupted, PlanError, TrainingError
+from cordillera.errors import DataError, Interrupted, PlanError, RunError, TrainingError
 from cordillera.models.language.llama import PRESETS, LlamaConfig, parameter_count
 from cordillera.recipe import parse_override
-from cordillera.run import Run, RunError
+from cordillera.run import Run
 from cordillera.training.scaling.isoflop_laws import study
 from cordillera.training.scaling.isoflop_plan import (
     IsoFlopOutcome,

@@ -25,10 +25,11 @@ from cordillera.errors import (
     Interrupted,
     PlanError,
     RecipeError,
+    RunError,
     TrainingError,
 )
 from cordillera.recipe import LanguageRecipe, dump, load, validate
-from cordillera.run import Run, RunError
+from cordillera.run import Run
 from cordillera.training.checkpoints import steps
 from cordillera.training.language.engine import LanguageEngine
 from cordillera.training.language.trainer import LanguageProgress, LanguageTrainer, peak_memory

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -76,8 +84,8 @@ def language_line(evaluation: LanguageEvaluation) -> str:
 
 
 @contextlib.contextmanager
-def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[Any, Callable[[str], object]]]:
-    """Draw a progress bar of training with rate and remaining time; yield ``on_step`` and ``say``."""
+def _progress(out: Console, quiet: bool) -> Iterator[tuple[Progress, TaskID, Callable[[str], object]]]:
+    """Draw a progress bar; yield it with its task, which has a note, and a function that prints a line above it."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -87,7 +95,18 @@ def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[An
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=out, disable=quiet, transient=True) as bar:
-        task = bar.add_task("preparing", total=None, note="")
+
+        def say(text: str) -> None:
+            if not quiet:
+                bar.print(text)
+
+        yield bar, bar.add_task("preparing", total=None, note=""), say
+
+
+@contextlib.contextmanager
+def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[Any, Callable[[str], object]]]:
+    """Draw a progress bar of training with rate and remaining time; yield ``on_step`` and ``say``."""
+    with _progress(out, quiet) as (bar, task, say):
 
         def on_step(record: dict[str, Any], progress: TrainingProgress | LanguageProgress, total: int) -> None:
             if progress.step == 1 or bar.tasks[task].total != total:
@@ -97,10 +116,6 @@ def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[An
             best_step = getattr(progress, "best_step", None)
             best = "" if best_step is None else f"  best NE {progress.best:.4f}"  # type: ignore[union-attr]
             bar.update(task, completed=progress.step, description=f"training{best}")
-
-        def say(text: str) -> None:
-            if not quiet:
-                bar.print(text)
 
         yield on_step, say
 
@@ -154,22 +169,10 @@ def _decibels(value: float) -> str:
 @contextlib.contextmanager
 def injection_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[Any, Callable[[str], object]]]:
     """Draw a progress bar of injected faults; yield ``on_round`` and ``say``."""
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=out, disable=quiet, transient=True) as bar:
-        task = bar.add_task("preparing", total=None)
+    with _progress(out, quiet) as (bar, task, say):
 
         def on_round(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total, description="faults a bit position")
-
-        def say(text: str) -> None:
-            if not quiet:
-                bar.print(text)
 
         yield on_round, say
 

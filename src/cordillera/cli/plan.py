@@ -11,7 +11,11 @@ import typer
 from cordillera.errors import PlanError, printable
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from cordillera.cost import ProductShape
+    from cordillera.workflows.planning import Calibrated, Planned, PlannedRecommender
 
 
 # Half of its lines are the command's options, which Typer reads from one signature.
@@ -122,12 +126,11 @@ def _refuse(options: Mapping[str, object], task: str) -> None:
             raise PlanError(f"has no effect with {task}", where=name, remedy="leave it out")
 
 
-def _list(shipped: object) -> None:
+def _list(shipped: Mapping[str, Mapping[str, str]]) -> None:
     from rich.table import Table
 
     from cordillera.cli._show import console
 
-    assert isinstance(shipped, dict)
     for kind, names in shipped.items():
         table = Table(title=kind, title_justify="left")
         table.add_column("name")
@@ -137,8 +140,7 @@ def _list(shipped: object) -> None:
         console().print(table)
 
 
-def _show(out: object, planned: object) -> None:
-    from rich.console import Console
+def _show(out: Console, planned: Planned | PlannedRecommender) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -147,8 +149,6 @@ def _show(out: object, planned: object) -> None:
     from cordillera.reports.ranking import plan as recommender_export
     from cordillera.workflows.planning import Planned, PlannedRecommender
 
-    assert isinstance(out, Console)
-    assert isinstance(planned, Planned | PlannedRecommender)
     title = escape(f"{planned.explorer.workload.name} on {planned.explorer.topology.name}")
     table = Table(title=title, title_justify="left")
     if isinstance(planned, PlannedRecommender):
@@ -181,13 +181,7 @@ def _show(out: object, planned: object) -> None:
         out.print(f"train by it: cordillera train RECIPE --plan {printable(planned.files['plan.json'])}", markup=False)
 
 
-def _list_layouts(table: object, planned: object) -> None:
-    from rich.table import Table
-
-    from cordillera.workflows.planning import Planned
-
-    assert isinstance(table, Table)
-    assert isinstance(planned, Planned)
+def _list_layouts(table: Table, planned: Planned) -> None:
     for heading in ("", "layout", "recompute", "across", "schedule", "step", "MFU", "GB"):
         table.add_column(heading, justify="right" if heading in ("", "step", "MFU", "GB") else "left")
     rows = [(str(i), one) for i, one in enumerate(planned.found.plans[:5], 1)]
@@ -204,13 +198,7 @@ def _list_layouts(table: object, planned: object) -> None:
         )
 
 
-def _list_tables(table: object, planned: object) -> None:
-    from rich.table import Table
-
-    from cordillera.workflows.planning import PlannedRecommender
-
-    assert isinstance(table, Table)
-    assert isinstance(planned, PlannedRecommender)
+def _list_tables(table: Table, planned: PlannedRecommender) -> None:
     for heading in ("", "layout", "schedule", "step", "samples/s", "GB"):
         table.add_column(heading, justify="right" if heading in ("", "step", "samples/s", "GB") else "left")
     rows = [(str(i), one) for i, one in enumerate(planned.found.plans[:5], 1)]
@@ -225,14 +213,12 @@ def _list_tables(table: object, planned: object) -> None:
         )
 
 
-def _calibrate(fitted: object) -> None:
+def _calibrate(fitted: Calibrated) -> None:
     from rich.markup import escape
     from rich.table import Table
 
     from cordillera.cli._show import console
-    from cordillera.workflows.planning import Calibrated
 
-    assert isinstance(fitted, Calibrated)
     out, quality = console(), fitted.accuracy
     table = Table(title=f"{quality.rows} measured steps", title_justify="left")
     for heading in ("model", "mean error", "rank correlation", "regret of the pick"):

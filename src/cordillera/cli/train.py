@@ -37,8 +37,9 @@ def train(
     """Train a recipe, evaluate it and write the report."""
     from cordillera import workflows
     from cordillera.cli._show import console, training_progress
+    from cordillera.errors import RunError
     from cordillera.recipe import load
-    from cordillera.run import Run, RunError
+    from cordillera.run import Run
 
     overrides = list(set_ or []) + ([f"seed={seed}"] if seed is not None else [])
     what: Any

@@ -27,19 +27,19 @@ from cordillera.distributed.job.job import Job, join_job
 from cordillera.distributed.job.launch import LaunchConfig, launch, tell
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.distributed.planned_mesh import PlannedParallelConfig, planned_mesh
-from cordillera.errors import CheckpointError, DataError, DependencyError, Interrupted, PlanError, RecipeError
+from cordillera.errors import CheckpointError, DataError, DependencyError, Interrupted, PlanError, RecipeError, RunError
 from cordillera.models.language.checkpoints import open_checkpoint
 from cordillera.models.language.checkpoints.first_sight import compare_with_first_sight
 from cordillera.models.language.checkpoints.sharded import STATE, ShardedFolder
 from cordillera.models.language.checkpoints.source import Source
 from cordillera.models.language.flops import flops_per_token, peak_flops
-from cordillera.models.language.llama import LlamaConfig, parameter_count
+from cordillera.models.language.llama import parameter_count
 from cordillera.models.language.parallelize import check_fit
 from cordillera.numerics.formats.precision import compute_dtype
 from cordillera.planning.language.plan_file import read_written_plan
 from cordillera.recipe import LanguageRecipe, RankingRecipe
 from cordillera.reports.language.run import write_language_report
-from cordillera.run import Run, RunError, check_recipe, next_folder, recipe_state, write_atomically
+from cordillera.run import Run, check_recipe, next_folder, recipe_state, write_atomically
 from cordillera.serving.language.language_model import find_model
 from cordillera.training.checkpoints import folder_of, steps
 from cordillera.training.language.checkpoints import ShardedCheckpoints
@@ -379,18 +379,14 @@ def _mesh_text(parallel: ParallelConfig) -> str:
     return f"{parallel.world} processes, {cut}" if cut else "1 process"
 
 
-def _work(model: LlamaConfig) -> DocumentWork:
-    return DocumentWork.of_model(model.hidden, model.ffn, model.heads, model.kv_heads)
-
-
 def batches_of(recipe: LanguageRecipe, corpora: TextCorpora) -> TextBatches:
     """Return the batches of the text ``corpora`` that a ``recipe`` trains on."""
-    parallel = recipe.parallel
+    parallel, model = recipe.parallel, recipe.model
     return TextBatches(
         recipe.data,
         recipe.packing,
         corpora,
-        work=_work(recipe.model),
+        work=DocumentWork.of_model(model.hidden, model.ffn, model.heads, model.kv_heads),
         microbatches=recipe.packing.count(parallel.copies * parallel.pipeline),
         seed=recipe.seed,
     )

@@ -16,14 +16,14 @@ from cordillera.data.ranking.datasets import prepare
 from cordillera.data.ranking.loader import Loader
 from cordillera.data.ranking.unseen import warn_of_split
 from cordillera.embeddings.cached_tables import require_cpu
-from cordillera.errors import DataError, NumericsError
+from cordillera.errors import DataError, NumericsError, RunError
 from cordillera.models import flops
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.dispatch.plan import PrecisionPlan
 from cordillera.numerics.dispatch.training_linear import Applied, apply_for_training
 from cordillera.recipe import RankingRecipe
 from cordillera.reports.ranking.run import write_report
-from cordillera.run import Run, RunError, disk_errors, next_folder
+from cordillera.run import Run, disk_errors, next_folder
 from cordillera.training import checkpoints
 from cordillera.training.ranking.config import TrainingOutcome
 from cordillera.training.ranking.evaluation import Evaluation

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from cordillera import recipe as recipes
-from cordillera.errors import RecipeError
+from cordillera.errors import RecipeError, RunError
 from cordillera.recipe import LanguageRecipe, RankingRecipe
 from cordillera.reports.language.comparison import LanguageComparison, compare_language
 from cordillera.reports.language.run import write_language_report
 from cordillera.reports.ranking.comparison import Comparison
 from cordillera.reports.ranking.comparison import compare as compare_ranking
 from cordillera.reports.ranking.run import write_report
-from cordillera.run import Run, RunError
+from cordillera.run import Run
 from cordillera.training.language.trainer import LanguageEvaluation
 from cordillera.training.ranking.evaluation import Evaluation
 from cordillera.workflows import language, ranking

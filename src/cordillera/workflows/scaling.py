@@ -11,10 +11,10 @@ from pathlib import Path
 from cordillera import recipe as recipes
 from cordillera.data.language.corpora import prepare_corpora
 from cordillera.distributed.job.environment import place_in_job
-from cordillera.errors import DataError, Interrupted, PlanError, RecipeError
+from cordillera.errors import DataError, Interrupted, PlanError, RecipeError, RunError
 from cordillera.models.language.flops import training_flops
 from cordillera.recipe import LanguageRecipe, RankingRecipe
-from cordillera.run import Run, RunError, write_atomically
+from cordillera.run import Run, write_atomically
 from cordillera.training.language.trainer import LanguageStepCallback
 from cordillera.training.ranking.trainer import (
     StepCallback,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cordillera.errors import CordilleraError
+from cordillera.errors import CordilleraError, RunError
 from cordillera.files import read_json_object
 from cordillera.kernels.threads import MOST_THREADS, choose_threads, usable_cores
-from cordillera.run import Run, RunError, write_atomically
+from cordillera.run import Run, write_atomically
 from cordillera.workflows._say import Say
 
 FILE = "threads.json"

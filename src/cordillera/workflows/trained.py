@@ -13,11 +13,11 @@ from cordillera.data.ranking.cache import Splits
 from cordillera.data.ranking.datasets import prepare
 from cordillera.data.ranking.encoding import Encoder
 from cordillera.data.ranking.features import FeatureSpec
-from cordillera.errors import DataError
+from cordillera.errors import DataError, RunError
 from cordillera.models.ranking import build
 from cordillera.models.ranking.base import RankingModel
 from cordillera.recipe import RankingRecipe
-from cordillera.run import Run, RunError, check_recipe
+from cordillera.run import Run, check_recipe
 from cordillera.training import checkpoints
 from cordillera.training.ranking.scoring import best_checkpoint, load_weights
 

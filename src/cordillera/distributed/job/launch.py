@@ -220,14 +220,14 @@ class _Supervisor:
         self._ranks, self._config, self._asked, self._hear = ranks, config, asked, hear
         self._watched = watched = WatchdogConfig(config.deadline_s)
         self._store = JobStore(dist.PrefixStore(_PREFIX, store), job_key(_PREFIX, token), watched.patience_s)
-        self._hearts = HeartbeatBoard(self._store, len(ranks), watched.patience_s, watched.join_s)
+        self._board = HeartbeatBoard(self._store, len(ranks), watched.patience_s, watched.join_s)
         self._lost: Verdict | None = None
         self._is_stopping = False
         self._is_over, self._wake = threading.Event(), threading.Event()
 
     @property
     def _verdict(self) -> Verdict | None:
-        return self._hearts.verdict or self._lost
+        return self._board.verdict or self._lost
 
     def result(self) -> Any:
         """Wait until all ranks have ended, and return the result of rank 0."""
@@ -293,18 +293,18 @@ class _Supervisor:
         """Look for reasons why the ranks cannot continue, and tell them."""
         if self._verdict is not None or any(isinstance(rank.outcome, _Done) for rank in self._ranks):
             return
-        self._hearts.look()
-        verdict = self._hearts.verdict
+        self._board.look()
+        verdict = self._board.verdict
         deaths = [rank for rank in self._ranks if isinstance(rank.outcome, _Death)]
         if verdict is None and deaths:
             verdict = self._death(deaths[0])
         if verdict is None:
-            verdict = self._hearts.judge()
-        if verdict is None and self._is_stopping and self._hearts.still() > self._config.deadline_s:
+            verdict = self._board.judge()
+        if verdict is None and self._is_stopping and self._board.still() > self._config.deadline_s:
             what = f"no rank moved for {self._config.deadline_s:g} s after they were asked to stop"
             verdict = Verdict((), what, "see what they do")
         if verdict is not None:
-            self._hearts.accuse(verdict)
+            self._board.accuse(verdict)
 
     def _death(self, rank: _Rank) -> Verdict:
         assert isinstance(rank.outcome, _Death)
@@ -314,7 +314,7 @@ class _Supervisor:
         else:
             how = f"was ended by {_name(code)}" if code > 0 else f"ended with exit code {-code}"
         words = "" if code == signal.SIGKILL else rank.last_words()
-        what = f"rank {rank.number} {how}; {self._hearts.describe(rank.number)}{words}"
+        what = f"rank {rank.number} {how}; {self._board.describe(rank.number)}{words}"
         return Verdict((rank.number,), what, "see why")
 
     def _named(self, verdict: Verdict) -> RankError:

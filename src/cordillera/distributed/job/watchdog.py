@@ -110,10 +110,10 @@ class Watchdog:
         self._lock = threading.Lock()
         self._left = threading.Event()
         self._answered = time.monotonic()
-        self._hearts = HeartbeatBoard(store, size, config.patience_s, config.join_s)
+        self._board = HeartbeatBoard(store, size, config.patience_s, config.join_s)
         self._threads = [
             threading.Thread(target=keep, name=f"cordillera {name}", daemon=True)
-            for keep, name in ((self._keep_beating, "heart"), (self._keep_guard, "guard"))
+            for keep, name in ((self._keep_beating, "heartbeats"), (self._keep_guard, "guard"))
         ]
 
     @property
@@ -135,7 +135,7 @@ class Watchdog:
     def late(self, seconds: float = 10.0) -> list[str]:
         """Describe the ranks that are silent, or that others wait for, for at least this many seconds."""
         with self._lock:
-            return [self._hearts.describe(rank) for rank in self._hearts.late(seconds)]
+            return [self._board.describe(rank) for rank in self._board.late(seconds)]
 
     def meet(self, name: str) -> None:
         """Wait until every process has reached a place; each name of a place is used only once.
@@ -201,7 +201,7 @@ class Watchdog:
         until = time.monotonic() + (3 * self._beat_s + 1 if is_late else _EXPLAIN_S)
         while time.monotonic() < until:
             with self._lock:
-                silent = self._hearts.silent(max(_SILENT_S, 3 * self._beat_s))
+                silent = self._board.silent(max(_SILENT_S, 3 * self._beat_s))
             if self._error is None and silent:
                 self._found(self._ended(silent))
             if self._error is not None:
@@ -210,14 +210,14 @@ class Watchdog:
         if isinstance(error, PeerError) and error.peer is not None:
             return error  # nothing more is known
         with self._lock:
-            suspects = self._hearts.suspects()
-            verdict = self._hearts.blame(self.config.patience_s) if is_late and suspects else None
+            suspects = self._board.suspects()
+            verdict = self._board.blame(self.config.patience_s) if is_late and suspects else None
         if verdict is not None:
             self._found(verdict)
             assert self._error is not None
             return self._error
         return RankError(
-            "the connection to another rank broke, and the hearts of all still beat",
+            "the connection to another rank broke, but all ranks still send heartbeats",
             where=f"rank {self._rank}",
             remedy=f"look at the other ranks' logs; torch says: {str(error).splitlines()[0]}",
         )
@@ -243,7 +243,7 @@ class Watchdog:
         self._end_threads()
 
     def _end_threads(self) -> None:
-        """End the heart first: the guard ends a process whose heart does not end."""
+        """End the heartbeats first: the guard ends a process whose heartbeats do not end."""
         self._left.set()
         for thread in self._threads:
             if thread.is_alive():
@@ -254,8 +254,8 @@ class Watchdog:
             while not self._left.wait(self._beat_s):
                 self._beat()
                 with self._lock:
-                    self._hearts.look()
-                    verdict = self._hearts.verdict or self._hearts.judge()
+                    self._board.look()
+                    verdict = self._board.verdict or self._board.judge()
                 if verdict is not None and self._error is None:
                     self._found(verdict)
                 self._answered = time.monotonic()
@@ -289,7 +289,7 @@ class Watchdog:
         self._lived = self._moves, used
         self._beats += 1
         place, waits = _place(sys._current_frames().get(self._main))
-        self._hearts.beat(self._rank, Beat(self._beats, self._life, self._moves, f"{self._where}{place}", waits))
+        self._board.beat(self._rank, Beat(self._beats, self._life, self._moves, f"{self._where}{place}", waits))
 
     def _found(self, verdict: Verdict) -> None:
         """Tell the others about a verdict, and adopt the first one that was told."""
@@ -302,10 +302,10 @@ class Watchdog:
     def tell(self, verdict: Verdict) -> Verdict:
         """Tell all processes why the job cannot continue; return the first verdict that any process gave."""
         with self._lock:
-            return self._hearts.verdict or self._hearts.accuse(verdict)
+            return self._board.verdict or self._board.accuse(verdict)
 
     def _ended(self, ranks: list[int]) -> Verdict:
-        places = "; ".join(self._hearts.describe(rank) for rank in ranks)
+        places = "; ".join(self._board.describe(rank) for rank in ranks)
         return Verdict(tuple(ranks), f"{named(ranks)} ended or stopped: {places}", f"see why {named(ranks)} ended")
 
     def _hosting(self) -> tuple[int, ...]:

@@ -20,10 +20,6 @@ from cordillera.errors import PlanError
 from cordillera.topology import Topology
 
 DIMENSIONS = ("tensor", "context", "data", "pipeline")
-ORDERS = {
-    "TP, CP, DP, PP": ("tensor", "context", "data", "pipeline"),
-    "TP, CP, PP, DP": ("tensor", "context", "pipeline", "data"),
-}
 
 
 class Edges(NamedTuple):

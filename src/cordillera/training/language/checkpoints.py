@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from cordillera.data.files import checksum
 from cordillera.distributed.mesh import ProcessMesh
-from cordillera.errors import CheckpointError, CordilleraError
+from cordillera.errors import CheckpointError, CordilleraError, RunError
 from cordillera.files import read_json_object, sealed_json
 from cordillera.models.language.checkpoints.sealed import CHECKSUMS
 from cordillera.models.language.checkpoints.sharded import (
@@ -45,7 +45,7 @@ from cordillera.models.language.checkpoints.sharded import (
 )
 from cordillera.models.language.checkpoints.source import check_architecture
 from cordillera.numerics.emulation.weight_storage import WeightStorage
-from cordillera.run import RunError, disk_errors, remove_folder, write_atomically
+from cordillera.run import disk_errors, remove_folder, write_atomically
 from cordillera.training.checkpoints import flush, folder_of, not_finite, steps, write_tensors
 from cordillera.training.language.engine import LanguageEngine
 

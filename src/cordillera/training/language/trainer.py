@@ -25,10 +25,10 @@ from pydantic import Field
 from cordillera.data.language.batches import Microbatches, TextBatches, TextIteration
 from cordillera.data.language.prefetch import PrefetchedBatches
 from cordillera.distributed.job.watchdog import Watchdog
-from cordillera.errors import CordilleraError, Interrupted, TrainingError
+from cordillera.errors import CordilleraError, Interrupted, RunError, TrainingError
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.language.flops import training_flops
-from cordillera.run import Run, RunError, disk_errors
+from cordillera.run import Run, disk_errors
 from cordillera.training.language.engine import LanguageConfig, LanguageEngine
 from cordillera.training.optimizers import schedule
 

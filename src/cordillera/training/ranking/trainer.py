@@ -24,14 +24,14 @@ from torch.nn import functional
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.data.ranking.loader import Loader
 from cordillera.distributed.job.job import stopped_by_signals
-from cordillera.errors import CordilleraError, TrainingError
+from cordillera.errors import CordilleraError, RunError, TrainingError
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.dispatch.probe import Probe, ProbeConfig
 from cordillera.numerics.emulation.emulation import EmulatedProducts
 from cordillera.numerics.emulation.weight_storage import WeightStorage
 from cordillera.numerics.formats.cast_checks import self_test
-from cordillera.run import Run, RunError, check_recipe, disk_errors, recipe_state
+from cordillera.run import Run, check_recipe, disk_errors, recipe_state
 from cordillera.training import checkpoints
 from cordillera.training.optimizers import build_adamw, dense_parameters, embedding_tables, schedule
 from cordillera.training.ranking.config import Progress, TrainingConfig, TrainingOutcome

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cordillera.errors import DataError, Interrupted, PlanError, TrainingError
+from cordillera.errors import DataError, Interrupted, PlanError, RunError, TrainingError
 from cordillera.models.language.llama import LlamaConfig, ffn_width, parameter_count
-from cordillera.run import Run, RunError, disk_errors, write_atomically
+from cordillera.run import Run, disk_errors, write_atomically
 from cordillera.training.scaling.isoflop import FEWEST_SIZES, amount, measure_language, power
 from cordillera.training.scaling.isoflop_chart import plot
 from cordillera.training.scaling.isoflop_laws import IsoFlopStudy, study

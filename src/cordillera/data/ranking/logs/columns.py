@@ -1,4 +1,7 @@
-"""Conversion of a log's columns to numbers and text; errors name the file, the row and the column."""
+"""Conversion of a log's columns to numbers and text.
+
+Every function raises a DataError that names the file, the row and the column of the first value that it refuses.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,8 @@ class RowPlace:
     """Place of a chunk of rows, for errors.
 
     Attributes:
-        source: Name of the file or data set.
-        first_row: Number of the chunk's first row as errors count it: 1 for the first row of a Parquet file, 2 for the
-            line after a CSV header.
-        unit: ``row`` or ``line``.
+        first_row: Number of the chunk's first row: 1 for the first row of a Parquet file, 2 for the line after a CSV
+            header.
         kept: Positions of the rows in the chunk, ``int64 [N]``; None if the rows are the whole chunk.
     """
 
@@ -85,11 +86,7 @@ def hash_strings(values: pl.Series, salt: str = "") -> np.ndarray:
 
 
 def column_of(frame: pl.DataFrame, name: str, place: RowPlace) -> pl.Series:
-    """Return the column ``name`` of a ``frame`` from ``place``.
-
-    Raises:
-        DataError: the column is missing.
-    """
+    """Return a column of a frame; a missing one is an error."""
     if name not in frame.columns:
         raise DataError(
             f"column '{name}' is missing; there are {frame.columns}",
@@ -100,16 +97,12 @@ def column_of(frame: pl.DataFrame, name: str, place: RowPlace) -> pl.Series:
 
 
 def first_of(mask: np.ndarray) -> int:
-    """Return the position of the first true entry, of which there is one at least."""
+    """Return the position of the first true entry; there must be one."""
     return int(np.argmax(mask))
 
 
 def numbers_of(series: pl.Series, name: str, place: RowPlace) -> tuple[np.ndarray, np.ndarray]:
-    """Convert the column ``series`` to ``float64 [N]`` and its blanks to ``bool [N]``; NaN is kept.
-
-    Raises:
-        DataError: a text is not a number, or the column's type holds no numbers; ``name`` and ``place`` are named.
-    """
+    """Convert a column to ``float64 [N]`` and its blanks to ``bool [N]``; NaN is kept."""
     if series.dtype in (pl.Categorical, pl.Enum):
         series = series.cast(pl.String)
     if series.dtype == pl.String:
@@ -137,11 +130,9 @@ def numbers_of(series: pl.Series, name: str, place: RowPlace) -> tuple[np.ndarra
 
 
 def dense_of(series: pl.Series, feature: DenseFeature, place: RowPlace) -> tuple[np.ndarray, np.ndarray]:
-    """Convert a dense ``feature`` to ``float64 [N]``, with 0 for blanks, and its blanks to ``bool [N]``.
+    """Convert a dense feature to ``float64 [N]``, with 0 for blanks, and its blanks to ``bool [N]``.
 
-    Raises:
-        DataError: a value of ``series`` is infinite or too large for float32, or is NaN or blank and the feature does
-            not allow it; its ``place`` is named.
+    Values must be finite and fit into float32; the feature says whether NaN and blanks are allowed.
     """
     values, blank = numbers_of(series, feature.name, place)
     infinite = np.isinf(values)
@@ -174,11 +165,7 @@ def dense_of(series: pl.Series, feature: DenseFeature, place: RowPlace) -> tuple
 
 
 def refuse_large(results: np.ndarray, values: np.ndarray, name: str, place: RowPlace) -> None:
-    """Refuse ``results`` of transforms, ``float64 [N]``, that do not fit into float32.
-
-    Raises:
-        DataError: a result is too large; the value in ``values``, the column's ``name`` and the ``place`` are named.
-    """
+    """Refuse results of a transform of ``values``, both ``float64 [N]``, that do not fit into float32."""
     large = np.abs(results) > _LARGEST
     if large.any():
         row = first_of(large)
@@ -195,13 +182,9 @@ def ids_of(
     """Convert a column of ids to text, with blanks (null and empty) as null.
 
     Args:
-        series: Whole numbers, text, dates or truth values, ``N`` entries.
+        series: Whole numbers, as large as their type holds exactly, text, dates or truth values, ``N`` entries.
         rows: Row of each entry, ``int64 [N]``, for entries of lists; None if each entry is its own row.
         whole: Whether to write text such as ``42.0`` as ``42``; columns of numbers are always written so.
-
-    Raises:
-        DataError: a number is not whole or beyond what its type holds exactly, or the column holds another type;
-            ``name`` and ``place`` are named.
     """
     dtype = series.dtype
     if dtype.is_float():
@@ -244,14 +227,7 @@ def without_point(text: pl.Series) -> pl.Series:
 def flatten(
     series: pl.Series, feature: ListFeature, place: RowPlace, whole: bool = False
 ) -> tuple[pl.Series, np.ndarray]:
-    """Flatten a list column to the kept entries of all rows, as text, and their number in each row, ``int64 [N]``.
-
-    Entries are converted as :func:`ids_of` does with ``whole``.
-
-    Raises:
-        DataError: the ``series`` of the ``feature`` does not hold lists, or an entry is not an id; the ``place`` is
-            named.
-    """
+    """Flatten a list column to the kept entries of all rows, by :func:`ids_of`, and their number per row."""
     if series.dtype == pl.String:
         series = series.str.split(feature.separator)
     elif isinstance(series.dtype, pl.Array):
@@ -278,11 +254,7 @@ def flatten(
 
 
 def labels_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
-    """Convert the label column ``series`` to ``uint8 [N]``.
-
-    Raises:
-        DataError: a value is neither 0 nor 1; ``name`` and ``place`` are named.
-    """
+    """Convert a column of labels, 0 or 1, to ``uint8 [N]``."""
     values, blank = numbers_of(series, name, place)
     wrong = blank | ((values != 0) & (values != 1))
     if wrong.any():
@@ -297,11 +269,7 @@ def labels_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
 
 
 def weights_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
-    """Convert a column of sample weights, ``series``, to ``float32 [N]``.
-
-    Raises:
-        DataError: a value is not 0 and lies outside of :data:`WEIGHTS`; ``name`` and ``place`` are named.
-    """
+    """Convert a column of sample weights, 0 or within :data:`WEIGHTS`, to ``float32 [N]``."""
     values, blank = numbers_of(series, name, place)
     low, high = WEIGHTS
     wrong = blank | ~((values == 0) | ((values >= low) & (values <= high)))
@@ -317,11 +285,7 @@ def weights_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
 
 
 def timestamps_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
-    """Convert the timestamps in ``series`` to ``int64 [N]`` seconds; dates and times are taken as seconds since 1970.
-
-    Raises:
-        DataError: a value is blank, or is not a whole number of 64 bits; ``name`` and ``place`` are named.
-    """
+    """Convert timestamps to ``int64 [N]`` seconds; dates and times are taken as seconds since 1970."""
     if series.dtype in (pl.Date, pl.Datetime):
         series = series.dt.epoch("s")
     if series.dtype in (pl.String, pl.Categorical, pl.Enum):
@@ -344,11 +308,7 @@ def timestamps_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
 
 
 def groups_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
-    """Convert the groups in ``series`` to ``int64 [N]``: whole numbers unchanged, text hashed, blanks as one group.
-
-    Raises:
-        DataError: a value is not an id; ``name`` and ``place`` are named.
-    """
+    """Convert groups to ``int64 [N]``: whole numbers unchanged, text hashed, blanks as one group."""
     blank = np.array(_BLANK_GROUP).astype(np.int64)
     if series.dtype.is_integer():
         # Numbers beyond 63 bits wrap, so that different groups stay different.
