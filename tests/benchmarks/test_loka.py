@@ -13,6 +13,7 @@ import _loka_mods
 import loka
 import pytest
 import torch
+from _results import make_console
 
 from cordillera.recipe import load
 
@@ -49,7 +50,7 @@ def test_the_parts_that_train_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_mods_are_timed_beside_what_they_replace() -> None:
-    found = _loka_mods.times(loka.make_console(), quick=True)
+    found = _loka_mods.times(make_console(), quick=True)
     assert {(row["what"], row["pass"]) for row in found["rows"]} == {
         (what, kind) for what in _loka_mods.PAIRS for kind in ("forward", "forward and backward")
     }

@@ -115,7 +115,7 @@ def join_job(
     watchdog = Watchdog(config, board, rank, size, host=host, stop=stop, abandon=abandon)
     try:
         if is_owner and size > 1:
-            _call_roll(board, rank, size, watchdog)
+            _call_roll(board, rank, size, watchdog, is_holder=found in _held.values())
         with contextlib.ExitStack() as handled, watchdog, watchdog.explaining():
             if is_owner:
                 watchdog.meet("beginning")  # so that connecting the group takes no longer than one wait
@@ -237,8 +237,11 @@ def _connect(place: JobPlace, listening: socket.socket | None, seconds: float) -
         raise OSError(errno.EPROTO, "what answers there is no store") from error
 
 
-def _call_roll(board: JobStore, rank: int, size: int, watchdog: Watchdog) -> None:
-    """Register this process; raise an error if its rank is taken or the numbers of processes differ."""
+def _call_roll(board: JobStore, rank: int, size: int, watchdog: Watchdog, *, is_holder: bool) -> None:
+    """Register this process; raise an error if its rank is taken or the numbers of processes differ.
+
+    The holder of the store (``is_holder``) raises it some heartbeats later, so that the others can read it.
+    """
     try:
         agreed = board.first("size", size)
         own = [socket.gethostname()[:100], os.getpid(), secrets.token_hex(8)]
@@ -258,6 +261,8 @@ def _call_roll(board: JobStore, rank: int, size: int, watchdog: Watchdog) -> Non
     if not is_running:  # otherwise the job of the other processes goes on
         with contextlib.suppress(StoreError):
             watchdog.tell(verdict)
+            if is_holder:
+                time.sleep(3 * watchdog.config.beat_s)
     raise verdict.error()
 
 
