@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import random
 import shutil
@@ -12,6 +13,7 @@ import torch
 
 from cordillera.data.ranking.datasets import prepare
 from cordillera.errors import CheckpointError, NumericsError
+from cordillera.numerics.inference.selection import Change
 from cordillera.recipe import load
 from cordillera.run import Run
 from cordillera.serving.ranking import quantized_model
@@ -120,6 +122,15 @@ def test_the_commands_work_together(cli, run_folder, tmp_path):
     watched = cli("watch", run_folder, "new.csv")
     assert watched.code == 0, watched.out + watched.err
     assert "no alarm" in watched.out
+
+
+@pytest.mark.parametrize(("budget", "verdict"), [("2", "budget shown"), ("1", "not shown"), ("0.5", "exceeded")])
+def test_the_verdict_compares_the_interval_with_the_budget_in_per_cent(cli, trained, monkeypatch, budget, verdict):
+    folder, outcome = trained
+    outcome = dataclasses.replace(outcome, searched=Change(0.01, 0.008, 0.012), confirmed=None)
+    monkeypatch.setattr("cordillera.workflows.quantization.quantize", lambda *given, **named: outcome)
+    printed = cli("quantize", folder, "--budget", budget).out.replace("\u2502", " ")
+    assert verdict in " ".join(printed.split())
 
 
 def test_a_table_whose_scale_grew_raises_an_alarm(cli, run_folder, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 
 from cordillera.errors import DataError
 from cordillera.numbers import compact
-from cordillera.reports.charts import Axis, Chart, nice_ticks, padded
+from cordillera.reports.charts import POINTS, Axis, Chart, nice_ticks, padded
 from cordillera.reports.ranking.run import render, write_report
 from cordillera.run import Run
 from cordillera.training.ranking.evaluation import evaluate
@@ -92,6 +92,14 @@ def test_every_task_is_shown(tmp_path: Path) -> None:
         assert f"Validation NE: {task}" in page.said()
     titles = [attributes for tag, attributes in page.tags if tag == "svg" and attributes.get("role") == "img"]
     assert len(titles) == 1 + 3 + 2 * 3 + 2
+
+
+@pytest.mark.parametrize("steps", [5 * POINTS, 10 * POINTS])
+def test_a_chart_says_how_many_records_a_point_stands_for(tmp_path: Path, steps: int) -> None:
+    """One record is written every five steps."""
+    said = Page(render(make_run(tmp_path / "run", steps=steps))).said()
+    expected = "Mean of the batches since the last record" if steps == 5 * POINTS else "Mean of 2 records a point"
+    assert expected in said
 
 
 def test_charts_have_names_for_those_who_cannot_see_them(tmp_path: Path) -> None:
