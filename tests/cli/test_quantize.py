@@ -13,11 +13,14 @@ import torch
 
 from cordillera.data.ranking.datasets import prepare
 from cordillera.errors import CheckpointError, NumericsError
+from cordillera.numerics.dispatch.dispatch import Trial
 from cordillera.numerics.inference.selection import Change
+from cordillera.numerics.sites import sites
 from cordillera.recipe import load
 from cordillera.run import Run
 from cordillera.serving.ranking import quantized_model
 from cordillera.training.ranking.scoring import scorer
+from cordillera.workflows import quantization
 from cordillera.workflows.quantization import quantize
 from cordillera.workflows.trained import load_model, model_of
 from tests.fuzzing import flips, survives
@@ -122,6 +125,22 @@ def test_the_commands_work_together(cli, run_folder, tmp_path):
     watched = cli("watch", run_folder, "new.csv")
     assert watched.code == 0, watched.out + watched.err
     assert "no alarm" in watched.out
+
+
+@pytest.mark.parametrize("smallest", [False, True])
+def test_of_kernels_with_equal_weights_the_fastest_is_offered_and_none_that_costs_more_than_fp32(
+    trained, monkeypatch, smallest
+):
+    folder, _ = trained
+    recipe = load(folder / "recipe.toml")
+    model = model_of(recipe, prepare(recipe.data).features)
+    name, layer = max(sites(model).items(), key=lambda item: item[1].weight.numel())
+    times = {"fp32": 1.0, "int8 static": 0.9, "int8 dynamic": 0.5, "bf16": 1e9}
+    trials = {name: [Trial(kernel, milliseconds=ms) for kernel, ms in times.items()]}
+    monkeypatch.setattr(quantization, "_time_of_rest", lambda *given: (1.0, 1.0))
+    (part,) = [one for one in quantization._parts(model, trials, None, None, smallest) if one.name == f"layer {name}"]
+    assert part.options == ("int8 dynamic", "fp32")
+    assert part.costs[1] - part.costs[0] > 2 * layer.weight.numel()  # int8 stores a quarter of the bytes
 
 
 @pytest.mark.parametrize(("budget", "verdict"), [("2", "budget shown"), ("1", "not shown"), ("0.5", "exceeded")])
