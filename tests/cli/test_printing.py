@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from rich.table import Table
 
 from cordillera.cli._show import console, echo
+from cordillera.cli._terminal import Terminal
 from cordillera.errors import printable
 from tests.fuzzing import CONTROLS
 
@@ -125,3 +127,22 @@ def test_a_terminal_of_another_encoding_gets_escapes_and_warnings_are_escaped():
     assert done.returncode == 2, done.stderr
     assert "caf\\xe9[/x]" in done.stderr
     assert "of \\x1b[2J[/y]" in done.stderr
+
+
+def test_output_is_dropped_once_the_terminal_is_gone_and_other_errors_are_raised():
+    class Failing:
+        def __init__(self, number):
+            self.number = number
+
+        def write(self, text):
+            raise OSError(self.number, "fails")
+
+        def flush(self):
+            raise OSError(self.number, "fails")
+
+    gone = Terminal(Failing(errno.EIO))
+    assert gone.write("three") == 5
+    gone.flush()
+    for call in (lambda: Terminal(Failing(errno.ENOSPC)).write("three"), Terminal(Failing(errno.ENOSPC)).flush):
+        with pytest.raises(OSError, match="fails"):
+            call()
