@@ -202,6 +202,20 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, An
 
 
 @needs_gloo
+def test_conversations_with_a_cache_are_those_without() -> None:
+    """Tokens and logits of every turn, in this process alone."""
+    replies, logits = alone()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = converse(tiny(), "auto", None)
+    finally:
+        dist.destroy_process_group()
+    assert found["replies"] == replies
+    for reading, expected in zip(found["readings"], logits, strict=True):
+        torch.testing.assert_close(reading["logits"], expected, rtol=1e-10, atol=1e-10)
+
+
+@needs_gloo
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("size", SIZES)
