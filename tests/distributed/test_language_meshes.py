@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -375,14 +376,11 @@ def deviation(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-@needs_gloo
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALL)
-def test_a_mesh_trains_as_one_process_does(executed: dict[int, dict[int, dict[str, Any]]], name: str) -> None:
+def check_training(name: str, ranks: list[dict[str, Any]], steps: int) -> None:
+    """Compare losses, norms and the first gradients of all processes of a mesh with those of one process."""
     expected = plain(model_of(name))
     seen = set()
-    for found in of_mesh(executed, name):
-        steps = 3 if name in BRIEF else STEPS
+    for found in ranks:
         assert found["losses"] == pytest.approx(expected["losses"][:steps], abs=1e-5, rel=0)
         assert found["norms"][0] == pytest.approx(expected["norms"][0], rel=1e-6)
         assert found["norms"] == pytest.approx(expected["norms"][:steps], rel=1e-4)
@@ -391,6 +389,29 @@ def test_a_mesh_trains_as_one_process_does(executed: dict[int, dict[int, dict[st
             seen.add(weight)
             assert deviation(tensor, expected["gradients"][weight]) < 1e-5, key
     assert seen == set(expected["gradients"])
+
+
+FEW = ("shard 2", "replicate 2", "context 2, ring", "pipeline 2, zero bubble", "tied, tensor 2")
+
+
+def run_few(rank: int, folder: str) -> dict[str, Any]:
+    return {name: trained(MESHES[2][name], model_of(name), TRAINING, counts(2)) for name in FEW}
+
+
+@needs_gloo
+def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
+    """Every dimension of a mesh alone, for two steps."""
+    ended = run_processes(2, tmp_path, run_few, 120)
+    assert ended.codes == [0, 0], ended.said
+    for name in FEW:
+        check_training(name, [found[name] for found in ended.found.values()], 2)
+
+
+@needs_gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_a_mesh_trains_as_one_process_does(executed: dict[int, dict[int, dict[str, Any]]], name: str) -> None:
+    check_training(name, of_mesh(executed, name), 3 if name in BRIEF else STEPS)
 
 
 @needs_gloo
