@@ -37,19 +37,7 @@ def algorithm_1(
 def algorithm_5(
     new: int, cached: int, *, shape: AttentionShape, ranks: int, flops_per_s: float, bytes_per_s: float
 ) -> Transport:
-    """Apply :func:`algorithm_1` with the return of partial outputs added to the cost of ``pass_q``.
-
-    Args:
-        new: Number of tokens of the turn, 1 or more.
-        cached: Number of tokens before it.
-        shape: Heads of the layer on one device.
-        ranks: Number of ranks of context parallelism.
-        flops_per_s: Operations per second of a device in attention.
-        bytes_per_s: Bytes per second of a device between ranks.
-
-    Raises:
-        PlanError: If there is no new token, or a rate is not above 0.
-    """
+    """Apply :func:`algorithm_1` with the return of partial outputs added to the cost of ``pass_q``, with the same arguments and errors."""
     _check(new, cached, flops_per_s, bytes_per_s)
     way_home = 4 * new * bytes_per_s / (ranks * flops_per_s * shape.element_bytes)
     hidden = new >= _hidden_from(shape, ranks, flops_per_s, bytes_per_s)

@@ -16,7 +16,7 @@ from cordillera import recipe as recipes
 from cordillera.distributed.mesh import ParallelConfig
 from cordillera.errors import PlanError, RecipeError
 from cordillera.planning.language.workload import Layout
-from cordillera.planning.pipeline.schedules import Schedule, interleaved
+from cordillera.planning.pipeline.schedules import Schedule, interleaved, zero_bubble_v
 from cordillera.recipe import LanguageRecipe
 from cordillera.run import recipe_state
 from cordillera.training.language import followed_plan
@@ -205,6 +205,26 @@ def test_a_table_for_other_microbatches_is_refused_before_any_work(cli: Any, rec
         language.train(fewer, tmp_path / "run")
     refused = cli("train", "written.toml", "--set", "parallel.pipeline=1")
     assert "table is for pipeline 2 with 4 stages" in refused.err
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_a_table_that_splits_backwards_is_not_compiled(recipe: Path, tmp_path: Path, splits: bool) -> None:
+    """Whether the table splits decides, not the family that the recipe names beside it."""
+    table = zero_bubble_v(2, 4) if splits else interleaved(2, 4, 2, group=4)
+    given = {"pipeline": 2, "chunks": 2, "schedule": "interleaved", "table": table.to_csv()}
+    found = recipes.load(recipe, {f"parallel.{key}": value for key, value in given.items()})
+    assert isinstance(found, LanguageRecipe)
+    compiled = found.model_copy(
+        update={
+            "training": found.training.model_copy(update={"compile": True}),
+            "packing": found.packing.model_copy(update={"microbatches": 4}),
+        }
+    )
+    if not splits:
+        language._check(compiled, None)
+        return
+    with pytest.raises(PlanError, match=r"parallel\.table: splits backwards, and a compiled block's backward cannot"):
+        language._check(compiled, None)
 
 
 def test_a_recipe_takes_a_plain_mesh_and_is_written_without_a_warning(recipe: Path) -> None:

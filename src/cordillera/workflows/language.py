@@ -241,12 +241,18 @@ def _check(recipe: LanguageRecipe, folder: Path | str | None) -> None:
     # schedules are made for the microbatches of one copy
     count = recipe.packing.count(recipe.parallel.copies * recipe.parallel.pipeline)
     of_copy = -(-count // recipe.parallel.copies)
-    planned = recipe.parallel.make_schedule(of_copy).microbatches
-    if planned != of_copy:
+    schedule = recipe.parallel.make_schedule(of_copy)
+    if schedule.microbatches != of_copy:
         raise PlanError(
-            f"is a schedule of {planned} microbatches, each copy of the model has {of_copy}",
+            f"is a schedule of {schedule.microbatches} microbatches, each copy of the model has {of_copy}",
             where="parallel.table",
-            remedy=f"set packing.microbatches={planned * recipe.parallel.copies}, or parallel.table=none",
+            remedy=f"set packing.microbatches={schedule.microbatches * recipe.parallel.copies}, or parallel.table=none",
+        )
+    if recipe.parallel.table is not None and schedule.splits_backward and recipe.training.compile:
+        raise PlanError(
+            "splits backwards, and a compiled block's backward cannot be split",
+            where="parallel.table",
+            remedy="do not compile, or parallel.table=none",
         )
     longest = {"packing.context": recipe.packing.context}
     if recipe.packing.method == "fixed":
