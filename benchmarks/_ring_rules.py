@@ -37,7 +37,10 @@ def algorithm_1(
 def algorithm_5(
     new: int, cached: int, *, shape: AttentionShape, ranks: int, flops_per_s: float, bytes_per_s: float
 ) -> Transport:
-    """Apply :func:`algorithm_1` with the return of partial outputs added to the cost of ``pass_q``, with the same arguments and errors."""
+    """Apply :func:`algorithm_1` with the return of partial outputs added to the cost of ``pass_q``.
+
+    Arguments and errors are the same.
+    """
     _check(new, cached, flops_per_s, bytes_per_s)
     way_home = 4 * new * bytes_per_s / (ranks * flops_per_s * shape.element_bytes)
     hidden = new >= _hidden_from(shape, ranks, flops_per_s, bytes_per_s)
