@@ -16,10 +16,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
+import _figures_exchange
 import _figures_language
 import _figures_planning
 import _figures_precision
 import _figures_ranking
+import _figures_zionex
 from _figures import Figures
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,6 +30,8 @@ FIGURES: Figures = {
     **_figures_precision.FIGURES,
     **_figures_language.FIGURES,
     **_figures_planning.FIGURES,
+    **_figures_exchange.FIGURES,
+    **_figures_zionex.FIGURES,
 }
 _MARKED = re.compile(r"(<!-- figure(s?): ([\w.-]+) -->)(.*?)(<!-- /figure\2 -->)", re.DOTALL)
 _MARKER = re.compile(r"<!--\s*/?figures?\b.*?-->")

@@ -40,7 +40,7 @@ RENAMED = {
     "NonNegative": "Cost",
     "PackedDocument": "Document",
     "ParallelDegree": "Count",
-    "Placement": "Dealt",
+    "PlacedTables": "Dealt",
     "PlanStep": "Step",
     "PlannedJob": "Job",
     "PositiveBytes": "Bytes",

@@ -17,7 +17,6 @@ from cordillera.files import (
     parse_json,
     parse_sealed,
     parse_toml,
-    read_json,
     read_json_object,
     read_sealed,
     read_text,
@@ -28,7 +27,7 @@ from tests.fuzzing import CONTROLS, damaged, flips, survives
 
 def test_a_byte_order_mark_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"a": 1}')
-    assert read_json(tmp_path / "a.json") == {"a": 1}
+    assert read_json_object(tmp_path / "a.json") == {"a": 1}
 
 
 def test_invalid_utf8_is_reported_by_line_and_column(tmp_path: Path) -> None:
@@ -39,7 +38,7 @@ def test_invalid_utf8_is_reported_by_line_and_column(tmp_path: Path) -> None:
 
 def test_the_error_is_of_the_class_asked_for(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
-        read_json(tmp_path / "absent", error=CheckpointError)
+        read_json_object(tmp_path / "absent", error=CheckpointError)
     (tmp_path / "list").write_text("[1]")
     with pytest.raises(CheckpointError, match="is not a JSON object"):
         read_json_object(tmp_path / "list", error=CheckpointError)

@@ -18,6 +18,7 @@ from cordillera.partition import NOWHERE, Bins, imbalance, loads
 METHODS: dict[str, Callable[[list[float], int], Bins]] = {
     "list": partition.list_scheduling,
     "longest": partition.longest_processing_time,
+    "differencing": partition.karmarkar_karp,
     "two keys": lambda weights, bins: partition.two_key_greedy(weights, weights, bins, math.inf),
 }
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -83,6 +84,43 @@ def test_no_bin_holds_more_than_its_room(items: list[tuple[float, int]], bins: i
     held = loads(sizes, places, bins)
     assert (held <= room).all()
     assert all(s > room - held.min() for s, place in zip(sizes, places, strict=True) if place == NOWHERE)
+
+
+@given(weights=small, bins=few_bins)
+@settings(max_examples=60, deadline=None)
+def test_differencing_is_near_the_optimum(weights: list[float], bins: int) -> None:
+    """Bounds: 7/6 for two bins (Fischetti, Martello 1987), 4/3 - 1/(3 (m - 1)) for more (Michiels et al. 2003)."""
+    found = heaviest(weights, partition.karmarkar_karp(weights, bins), bins)
+    bound = 7 / 6 if bins <= 2 else 4 / 3 - 1 / (3 * (bins - 1))
+    assert found <= bound * best(weights, bins) + 1e-9
+
+
+def test_differencing_finds_what_longest_processing_time_misses() -> None:
+    weights = [8.0, 7.0, 6.0, 5.0, 4.0]
+    assert heaviest(weights, partition.longest_processing_time(weights, 2), 2) == 17
+    assert heaviest(weights, partition.karmarkar_karp(weights, 2), 2) == 16
+    random = np.random.default_rng(0)
+    several = [random.pareto(1.5, 100).tolist() for _ in range(20)]
+    ratios = [
+        (
+            heaviest(one, partition.karmarkar_karp(one, 8), 8),
+            heaviest(one, partition.longest_processing_time(one, 8), 8),
+        )
+        for one in several
+    ]
+    assert np.mean([ours / other for ours, other in ratios]) < 1.0
+
+
+@given(
+    items=st.lists(st.tuples(st.floats(0, 100), st.integers(0, 10)), max_size=12),
+    bins=st.integers(1, 4),
+    room=st.integers(0, 40),
+)
+@settings(max_examples=60, deadline=None)
+def test_differencing_keeps_the_room_or_assigns_nothing(items: list[tuple[float, int]], bins: int, room: int) -> None:
+    weights, sizes = [weight for weight, _ in items], [float(size) for _, size in items]
+    places = partition.karmarkar_karp(weights, bins, sizes, room)
+    assert (places == NOWHERE).all() or ((places >= 0).all() and loads(sizes, places, bins).max() <= room)
 
 
 def test_two_keys_take_the_shortest_bin_where_the_lightest_is_full() -> None:

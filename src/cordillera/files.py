@@ -114,54 +114,41 @@ def parse_json(
         raise error(f"is not JSON: {cause}", where=where, remedy=remedy) from cause
 
 
-def read_json(
-    path: Path | str,
-    *,
-    error: type[CordilleraError] = DataError,
-    limit: int = JSON_BYTES,
-    remedy: str | None = None,
-) -> Any:
-    """Return the value of a JSON file; see :func:`read_text` and :func:`parse_json`."""
-    return parse_json(read_text(path, error=error, limit=limit, remedy=remedy), str(path), error=error, remedy=remedy)
-
-
 def read_json_object(
-    path: Path | str,
-    *,
-    error: type[CordilleraError] = DataError,
-    limit: int = JSON_BYTES,
-    remedy: str | None = None,
+    path: Path | str, *, error: type[CordilleraError] = DataError, remedy: str | None = None
 ) -> dict[str, Any]:
-    """Return the object of a JSON file; see :func:`read_json`.
+    """Return the object of a JSON file; see :func:`read_text` and :func:`parse_json`.
 
     Raises:
         CordilleraError: If the file cannot be read or its value is not an object, as ``error``.
     """
-    content = read_json(path, error=error, limit=limit, remedy=remedy)
+    return _parse_object(read_text(path, error=error, remedy=remedy), str(path), error, remedy)
+
+
+def _parse_object(text: str, where: str, error: type[CordilleraError], remedy: str | None) -> dict[str, Any]:
+    content = parse_json(text, where, error=error, remedy=remedy)
     if not isinstance(content, dict):
-        raise error("is not a JSON object", where=str(path), remedy=remedy)
+        raise error("is not a JSON object", where=where, remedy=remedy)
     return content
 
 
-def parse_toml(
-    text: str, where: str, *, error: type[CordilleraError] = DataError, remedy: str | None = None
-) -> dict[str, Any]:
-    """Return the table of a TOML text; arguments are those of :func:`parse_json`.
+def parse_toml(text: str, where: str, *, error: type[CordilleraError] = DataError) -> dict[str, Any]:
+    """Return the table of a TOML ``text``; errors name its place, ``where``.
 
     Raises:
         CordilleraError: If the text is not TOML, too large, or nested too deeply, as ``error``.
     """
     if len(text) > TOML_BYTES:
-        raise error(f"is larger than {TOML_BYTES:,} characters", where=where, remedy=remedy)
+        raise error(f"is larger than {TOML_BYTES:,} characters", where=where)
     bare = _STRINGS.sub('""', text)
     if _DOTTED.search(bare) or _depth(bare) > TOML_DEPTH:
-        raise error(f"is nested more than {TOML_DEPTH} levels deep", where=where, remedy=remedy)
+        raise error(f"is nested more than {TOML_DEPTH} levels deep", where=where)
     if bare.count(".") > TOML_DOTS:
-        raise error(f"has more than {TOML_DOTS:,} dots outside strings", where=where, remedy=remedy)
+        raise error(f"has more than {TOML_DOTS:,} dots outside strings", where=where)
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as cause:  # of TOML, of dates, of numbers of thousands of digits
-        raise error(f"is not TOML: {cause}", where=where, remedy=remedy) from cause
+        raise error(f"is not TOML: {cause}", where=where) from cause
 
 
 def _depth(text: str) -> int:
@@ -211,9 +198,7 @@ def parse_sealed(
         CordilleraError: If the text is not a JSON object, has another schema, or does not match its checksum, as
             ``error``.
     """
-    content = parse_json(text, where, error=error, remedy=remedy)
-    if not isinstance(content, dict):
-        raise error("is not a JSON object", where=where, remedy=remedy)
+    content = _parse_object(text, where, error, remedy)
     if schema is not None and content.get("schema") != schema:
         raise error(f"is of version {content.get('schema')!r}, this library reads {schema}", where=where, remedy=remedy)
     keys, values = list(content), list(content.values())

@@ -214,6 +214,24 @@ class JaggedBatch:
         return cls(tuple(kjt.keys()), kjt.values(), kjt.offsets(), kjt.weights_or_none())
 
 
+def slice_samples(batch: JaggedBatch, first: int, end: int) -> JaggedBatch:
+    """Return the samples from ``first`` up to ``end`` of a batch, ``0 <= first <= end <= B``; values are copied."""
+    features, size = len(batch.keys), end - first
+    if batch.one_hot:
+        values = batch.values.view(features, -1)[:, first:end].reshape(-1)
+        weights = None if batch.weights is None else batch.weights.view(features, -1)[:, first:end].reshape(-1)
+        offsets = torch.arange(features * size + 1, dtype=batch.offsets.dtype, device=values.device)
+        return replace(batch, values=values, offsets=offsets, weights=weights)
+    starts = range(0, features * batch.batch_size, max(1, batch.batch_size)) if batch.batch_size else [0] * features
+    edges = [(int(batch.offsets[start + first]), int(batch.offsets[start + end])) for start in starts]
+    lengths = torch.cat([batch.lengths[start + first : start + end] for start in starts]) if features else batch.lengths
+    joined = None
+    if batch.weights is not None:
+        joined = torch.cat([batch.weights[low:high] for low, high in edges])
+    values = torch.cat([batch.values[low:high] for low, high in edges]) if features else batch.values
+    return replace(batch, values=values, offsets=offsets_from_lengths(lengths).to(batch.offsets.dtype), weights=joined)
+
+
 def offsets_of(lengths: np.ndarray) -> np.ndarray:
     """Return ``int64 [N + 1]``: zero, followed by the running sum of ``lengths``."""
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)

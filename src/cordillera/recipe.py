@@ -20,6 +20,7 @@ import tomlkit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tomlkit.items import Table
 
+from cordillera import topology
 from cordillera.data.language.batches import BatchConfig
 from cordillera.data.language.corpora import TextDataConfig
 from cordillera.data.ranking.datasets import DataConfig
@@ -34,7 +35,7 @@ from cordillera.models.ranking import MODELS, ModelConfig
 from cordillera.serving.language.language_model import find_model
 from cordillera.toml_files import explain, known_keys, models_of
 from cordillera.training.language.trainer import LanguageTrainingConfig
-from cordillera.training.ranking.config import TrainingConfig
+from cordillera.training.ranking.config import RankingParallelConfig, TrainingConfig
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -78,12 +79,14 @@ class RankingRecipe(_AnyRecipe):
         data: Source of the samples.
         model: Settings of the model; ``model.name`` chooses it.
         tables: Settings of the embedding tables.
+        parallel: Division of the run among processes.
         training: Settings of training.
     """
 
     data: DataConfig
     model: ModelConfig
     tables: TablesConfig = TablesConfig()
+    parallel: RankingParallelConfig = RankingParallelConfig()
     training: TrainingConfig = TrainingConfig()
 
 
@@ -110,12 +113,7 @@ class LanguageRecipe(_AnyRecipe):
 
 def shipped() -> dict[str, str]:
     """Return the names of the recipes in the package, with their descriptions."""
-    found = {}
-    for entry in sorted(resources.files("cordillera.recipes").iterdir(), key=lambda e: e.name):
-        if entry.name.endswith(".toml"):
-            content = parse_toml(entry.read_text(encoding="utf-8"), entry.name)
-            found[entry.name.removesuffix(".toml")] = str(content.get("description", ""))
-    return found
+    return topology.shipped("cordillera.recipes")
 
 
 def _read(source: str | Path) -> tuple[str, str]:
@@ -126,10 +124,7 @@ def _read(source: str | Path) -> tuple[str, str]:
     if _is_there(path / "recipe.toml"):
         path = path / "recipe.toml"
     if _is_there(path):
-        try:
-            return read_text(path, limit=TOML_BYTES), str(path)
-        except DataError as error:
-            raise RecipeError(error.where or str(path), [("file", error.what)]) from error
+        return read_text(path, limit=TOML_BYTES), str(path)
     close = difflib.get_close_matches(str(source), names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise RecipeError(str(source), [("recipe", f"is neither a shipped recipe ({', '.join(names)}) nor a file{hint}")])
@@ -209,11 +204,11 @@ def load(source: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) 
     Raises:
         RecipeError: If the recipe is not valid; the message lists every mistake.
     """
-    text, name = _read(source)
     try:
+        text, name = _read(source)
         content = parse_toml(text, name)
     except DataError as error:
-        raise RecipeError(name, [("file", error.what)]) from error
+        raise RecipeError(error.where or str(source), [("file", error.what)]) from error
     content.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(name).stem).lstrip("._-") or "run")
     pairs = overrides.items() if isinstance(overrides, Mapping) else map(parse_override, overrides)
     for key, value in pairs:

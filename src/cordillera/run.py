@@ -304,7 +304,8 @@ class Run:
     def lock(self) -> Iterator[None]:
         """Hold the run's lock for writing; the error in a second process names the process that holds it.
 
-        The thread that holds the lock through this object may take it again.
+        The thread that holds the lock through this object may take it again. Temporary files that killed processes left
+        in the folder are removed.
 
         Raises:
             RunError: If another process holds the lock.
@@ -385,14 +386,10 @@ class Run:
     def rewind_metrics(self, step: int, without: str | None = None) -> None:
         """Remove the records after a step, so that a resumed run does not record a step twice.
 
-        Temporary files that killed processes left in the folder are removed as well.
-
         Args:
             step: Step from which the run continues.
             without: Kind of records to remove at every step.
         """
-        for leftover in _temporary(self.folder):
-            leftover.unlink(missing_ok=True)
 
         def stays(record: dict[str, Any]) -> bool:
             at = record.get("step", 0)

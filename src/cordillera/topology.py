@@ -437,12 +437,9 @@ def shipped(package: str = "cordillera.clusters") -> dict[str, str]:
 
 
 def parse(source: str | Path, package: str, kind: str) -> dict[str, Any]:
-    """Read the values of a description, including its name, by its shipped name or its path, without validation.
+    """Read the values of a description, including its name, without validation.
 
-    Args:
-        source: Name or path.
-        package: Package that holds the shipped files.
-        kind: Kind of the file in errors: cluster, workload.
+    The ``source`` is a path or the name of a file in ``package``; ``kind`` is what errors call it: cluster, workload.
 
     Raises:
         PlanError: If there is no such file, or it is not TOML.

@@ -12,7 +12,7 @@ import time
 import polars as pl
 import pytest
 
-from cordillera.recipe import load
+from cordillera.recipe import load, shipped
 from cordillera.run import Run
 from cordillera.training import checkpoints
 
@@ -76,7 +76,15 @@ def test_recipe_show_prints_a_recipe_that_trains_the_same(cli, recipe, tmp_path)
     assert "# " in shown.out
     (tmp_path / "shown.toml").write_text(shown.out)
     assert load("shown.toml") == load(recipe, ["training.epochs=1"])
-    assert "movielens-wukong" in cli("recipe", "list").out
+
+
+def test_recipe_list_names_each_recipe_and_then_describes_it(cli):
+    heading, *lines = cli("recipe", "list").out.splitlines()
+    second = heading.index("what it trains")
+    names = [line[:second].strip() for line in lines if not line.startswith(" ")]
+    assert names == list(shipped())
+    described = " ".join(line[second:].strip() for line in lines)
+    assert described.split() == " ".join(shipped().values()).split()
 
 
 def test_sweep_trains_every_size_once_and_fits_a_law(cli, recipe, tmp_path):

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from cordillera.cli import doctor
 from cordillera.cli.app import app
+from cordillera.data.files import cache_folder
 
 
 @pytest.mark.slow
@@ -81,7 +82,7 @@ def test_a_cache_folder_that_is_a_file_is_broken(tmp_path: Path, monkeypatch: py
     blocker = tmp_path / "file"
     blocker.write_text("", encoding="utf-8")
     monkeypatch.setenv("CORDILLERA_CACHE", str(blocker / "cache"))
-    finding = doctor._disk("disk, cache", doctor._cache_folder(), "point it elsewhere")
+    finding = doctor._disk("disk, cache", cache_folder(), "point it elsewhere")
     assert finding.status == "broken"
     assert str(blocker) in finding.detail
     assert finding.remedy == "point it elsewhere"

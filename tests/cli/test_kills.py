@@ -1,8 +1,8 @@
 """Trainings that are killed at random moments end with the weights, moments and records of one that never was.
 
-One kill of each kind of training in one process in a usual run; ``pytest --fuzz N`` makes N kills, a third of them on
-two processes. All begin in copies of one process that
-has loaded the libraries already, as that takes longer than such a training.
+One kill of each kind of training in one process in a usual run; ``pytest --fuzz N`` makes N kills, half of them on
+two processes. All begin in copies of one process that has loaded the libraries already, as that takes longer than such
+a training.
 """
 
 import contextlib
@@ -225,11 +225,11 @@ def write_recipe(folder, kind):
     return path
 
 
-@pytest.mark.parametrize(("kind", "processes"), [("ranking", 1), ("language", 1), ("language", 2)])
+@pytest.mark.parametrize(("kind", "processes"), [("ranking", 1), ("ranking", 2), ("language", 1), ("language", 2)])
 def test_a_training_that_is_killed_at_any_moment_goes_on_as_if_it_never_was(
     tmp_path, kind, processes, fuzz_inputs, loaded
 ):
-    wanted = -(-fuzz_inputs(0) // 3) or 1
+    wanted = -(-fuzz_inputs(0) // 4) or 1
     if processes > 1 and not fuzz_inputs(0):
         pytest.skip("processes load libraries for long; give --fuzz N")
     rng = random.Random(os.environ.get("KILLS_SEED", "1"))

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
+import math
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.table import Table
 
+from cordillera.cli import _show
 from cordillera.cli._show import console, echo
 from cordillera.cli._terminal import Terminal
 from cordillera.errors import printable
+from cordillera.numerics.inference.selection import Change
+from cordillera.training.language.trainer import LanguageEvaluation
 from tests.fuzzing import CONTROLS
 
 from .conftest import RECIPE, write_log
@@ -146,3 +152,74 @@ def test_output_is_dropped_once_the_terminal_is_gone_and_other_errors_are_raised
     for call in (lambda: Terminal(Failing(errno.ENOSPC)).write("three"), Terminal(Failing(errno.ENOSPC)).flush):
         with pytest.raises(OSError, match="fails"):
             call()
+
+
+def test_both_outputs_of_a_gone_terminal_are_turned_to_nothing(monkeypatch):
+    gone, turned = {1, 2}, []
+
+    def write(number, content):
+        if number in gone:
+            raise OSError(errno.EIO, "fails")
+        return len(content)
+
+    monkeypatch.setattr(os, "write", write)
+    monkeypatch.setattr(os, "dup2", lambda source, number: turned.append(number))
+    Terminal(io.StringIO())._drop(OSError(errno.EIO, "fails"))
+    gone.remove(1)
+    Terminal(io.StringIO())._drop(OSError(errno.EIO, "fails"))
+    assert turned == [1, 2, 2]
+
+
+def cells(table):
+    """The cells of a table, by rows, the headings first."""
+    columns = [[str(column.header), *map(str, column.cells)] for column in table.columns]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def test_metrics_stand_under_their_headings():
+    metrics = {"ne": 0.9, "auc": 0.7, "gauc": math.nan, "log_loss": 0.5, "calibration": 1.01}
+    metrics |= {"positives": 25.0, "examples": 200.0}
+    empty = dict.fromkeys(metrics, math.nan) | {"examples": 0.0}
+    evaluation = SimpleNamespace(split="test", examples=1200, metrics=lambda: {"click": metrics, "buy": empty})
+    table = _show.evaluation_table(evaluation)
+    assert table.title == "test split, 1,200 examples"
+    assert cells(table) == [
+        ["task", "NE", "AUC", "GAUC", "log loss", "calibration", "positives"],
+        ["click", "0.9000", "0.7000", "undefined", "0.5000", "1.0100", "12.5%"],
+        ["buy", *["undefined"] * 6],
+    ]
+
+
+def test_choices_and_layers_of_a_quantisation_stand_under_their_headings():
+    selection = SimpleNamespace(
+        options={"table user": "int4", "layer top": "fp32"},
+        alone={"table user": Change(2e-4, 1e-4, 3e-4)},
+        evaluated=(),
+    )
+    layers = [SimpleNamespace(name="top", kernel="int8 static", alone_db=33.24, in_place_db=29.5)]
+    outcome = SimpleNamespace(
+        selection=selection, layers=layers, bytes=(200, 50), ne=(0.8, 0.9), seconds=(4e-3, 2e-3),
+        searched=Change(1e-4, -1e-4, 3e-4), confirmed=None, sweep=12,
+    )  # fmt: skip
+    parts, beside, summary = map(cells, _show.quantized_tables(outcome, 2e-4))
+    assert parts[1:] == [["table user", "int4", "NE +0.0200 %"], ["layer top", "fp32", ""]]
+    assert beside[1] == ["top", "int8 static", "33.2", "29.5"]
+    assert summary[1:5] == [
+        ["bytes", "200", "50", "25.0%"],
+        ["NE", "0.800000", "0.900000", "1.125000"],
+        ["a batch of 256", "4.00 ms", "2.00 ms", "2.00 times as fast"],
+        ["NE, searched", "", "+0.0100 %", "-0.0100 to +0.0300; budget not shown: the interval reaches above it"],
+    ]
+
+
+def test_a_line_about_a_language_model_says_loss_perplexity_and_bits():
+    assert _show.language_line(LanguageEvaluation(2.0, 7.389, 0.5, 1234, 1.0)) == (
+        "loss 2.0000 nats a token, perplexity 7.39, 0.500 bits a byte (1,234 tokens)"
+    )
+    assert "bits" not in _show.language_line(LanguageEvaluation(2.0, 7.389, math.nan, 1234, 1.0))
+    record = {"loss": 2.0, "tokens_per_second": 1234.4, "mfu": 0.256, "skipped": 3}
+    assert _show._note(record) == "loss 2.0000  1,234 tokens/s  MFU 26%  3 skipped"
+    assert _show._note(record | {"mfu": None, "skipped": 0}) == "loss 2.0000  1,234 tokens/s"
+    assert (
+        _show._note({"loss": 2.0, "examples_per_second": 1e4, "epoch": 0}) == "epoch 1  loss 2.0000  10,000 examples/s"
+    )

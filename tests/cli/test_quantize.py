@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import random
+import re
 import shutil
 
 import pytest
@@ -42,6 +43,21 @@ def trained(tmp_path_factory):
     recipe = load(path, [*SIZES, f"data.cache_dir={folder / 'cache'}"])
     run = workflows.train(recipe, folder / "run").run
     return run.folder, quantize(run, 1e-3, smallest=True)
+
+
+DENSE = """
+[data]
+path = "{path}"
+batch_size = 100
+
+[data.schema]
+dense = [{{ name = "price" }}, {{ name = "time" }}]
+labels = ["click"]
+
+[model]
+name = "dnn"
+mlp = [64, 64]
+"""
 
 
 def loaded_of(folder):
@@ -109,11 +125,33 @@ def test_rows_of_two_bits_are_offered_where_bytes_alone_count_and_taken_where_ne
     assert "int2" not in faster.selection.options.values()
 
 
+def test_a_model_of_dense_features_alone_is_quantised_and_watched(cli, tmp_path):
+    write_log(tmp_path / "log.csv", rows=600)
+    (tmp_path / "dense.toml").write_text(DENSE.format(path="log.csv"))
+    assert cli("train", "dense.toml", "--run", "run", "--quiet").code == 0
+    done = cli("quantize", "run", "--budget", "100", "--smallest")
+    assert done.code == 0, done.err
+    assert quantized_model.read_record(tmp_path / "run" / "quantized")["layers"]
+    watched = cli("watch", "run", "log.csv")
+    assert watched.code in (0, 1), watched.err
+    assert "600 samples" in watched.out
+
+
 def test_the_commands_work_together(cli, run_folder, tmp_path):
     done = cli("quantize", run_folder, "--budget", "0.1")
     assert done.code == 0, done.err
     for word in ("precision of each part", "layers beside fp32", "NE, test split", "a sweep of all options"):
         assert word in done.out
+    lines = done.out.partition("\nthe model")[2].splitlines()
+    summary = {cells[1]: cells[2:5] for cells in (re.split(r"\s*[│┃]\s*", line) for line in lines) if len(cells) == 6}
+    assert list(summary) == ["", "bytes", "NE", "a batch of 256", "NE, searched", "NE, test split", "evaluations"]
+    shown = {name: [float(re.sub("[^0-9.]", "", cell)) for cell in summary[name]] for name in list(summary)[1:4]}
+    before, now, percent = shown["bytes"]
+    assert percent == pytest.approx(100 * now / before, abs=0.051)
+    before, now, ratio = shown["NE"]
+    assert ratio == pytest.approx(now / before, abs=1e-5)
+    slow, fast, ratio = shown["a batch of 256"]
+    assert (slow - 0.005) / (fast + 0.005) - 0.005 <= ratio <= (slow + 0.005) / max(fast - 0.005, 1e-9) + 0.005
     write_log(tmp_path / "new.csv", rows=400, seed=5)
     scores = []
     for options in ([], ["--quantized"]):

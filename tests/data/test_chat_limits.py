@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 
 import pytest
+from jinja2 import TemplateRuntimeError
 
+from cordillera.data.tokenizers import chat_limits
 from cordillera.data.tokenizers.chat import JinjaChat, Message
 from cordillera.errors import DataError
 from tests.data import vocabularies as v
@@ -68,6 +70,20 @@ def test_a_template_that_works_without_end_is_refused(template: str) -> None:
     assert isinstance(found, DataError), found
     assert len(str(found)) < 1000
     assert time.process_time() - began < 4
+
+
+@pytest.mark.parametrize("text", [0, 64, 192])
+def test_text_in_a_loop_counts_once_for_each_turn(text: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_limits, "SIZE", 20 * 192)
+    environment = chat_limits.BoundedEnvironment()
+    for turns in (20, 21, 60, 61):
+        template = environment.compiled(f"{{% for i in range({turns}) %}}{'x' * text}{{% endfor %}}")
+        environment.meter.begin("")
+        if turns * text <= 20 * 192:
+            assert template.render() == "x" * text * turns
+        else:
+            with pytest.raises(TemplateRuntimeError, match="writes more"):
+                template.render()
 
 
 def test_long_chats_and_ordinary_templates_are_rendered() -> None:

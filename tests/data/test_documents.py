@@ -68,7 +68,7 @@ def test_bad_files_are_refused_with_file_and_row(tmp_path: Path) -> None:
         "kind.jsonl": (good + b'{"text": null}', r"kind.jsonl:2: field 'text' is not text but NoneType"),
         "list.jsonl": (good * 2 + b"[1]", r"list.jsonl:3: the line is not a JSON object"),
         "json.jsonl": (good + b"\n" + good, r"json.jsonl:2: the line is not JSON"),
-        "half.jsonl": (b'{"text": "a\\ud800"}', r"half.jsonl:1: character 1 of field 'text' is a lone surrogate"),
+        "half.jsonl": (b'{"text": "a\\ud800"}', r"half.jsonl:1, field 'text': character 1 is a lone surrogate"),
         "empty.txt": (b"", r"empty.txt: the file is empty"),
         "what.docx": (b"x", r"what.docx: the name does not tell"),
         "cut.jsonl.gz": (gzip.compress(good * 1000)[:-20], r"cut.jsonl.gz: the file cannot be read"),

@@ -73,7 +73,7 @@ def test_tensors_lie_where_the_library_finds_them(tmp_path: Path) -> None:
     writer.add_string("general.name", "x" * 37)
     writer.add_custom_alignment(64)
     generator = np.random.default_rng(0)
-    for number, shape in enumerate([(3, 64), (5,), (2, 3, 32)]):
+    for number, shape in enumerate([(3, 64), (5,), (2, 3, 32), (2, 1, 3, 4)]):
         values = generator.standard_normal(shape).astype(np.float32)
         kind = gguf.GGMLQuantizationType.Q8_0 if shape[-1] % 32 == 0 else None
         writer.add_tensor(f"t{number}", gguf.quantize(values, kind) if kind else values, raw_dtype=kind)
@@ -87,3 +87,15 @@ def test_tensors_lie_where_the_library_finds_them(tmp_path: Path) -> None:
         for tensor in gguf.GGUFReader(path).tensors
     }
     assert found == expected
+
+
+def test_tensors_have_at_most_four_dimensions_as_the_format_says(tmp_path: Path) -> None:
+    path = tmp_path / "tensors.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("wide", np.zeros((1, 2, 1, 2, 1), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(DataError, match="'wide' has 5 dimensions"):
+        gguf_header(path)

@@ -8,10 +8,12 @@ import random
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from cordillera.data.tokenizers.byte_pairs import _unwritable
 from cordillera.data.tokenizers.chat import ChatML, Message
 from cordillera.data.tokenizers.load import MAX_CHARACTERS, MAX_RUN, load_tokenizer, pieces
 from cordillera.data.tokenizers.tokenizer import StreamDecoder, Tokenizer
@@ -169,6 +171,37 @@ def test_characters_whose_bytes_are_no_tokens_become_replacement_characters(tmp_
     ids = tokenizer.encode("a\x04b\U00040000\U0007ffffc\U0003ffff")
     assert tokenizer.decode(ids) == "a\ufffdb\ufffd\ufffdc\U0003ffff"
     assert not set(ids) & set(tokenizer.special_tokens.values())
+
+
+@pytest.mark.parametrize(("byte", "last_before"), [(0xE0, "\u07ff"), (0xF0, "\uffff")])
+def test_a_missing_first_byte_takes_no_shorter_characters_along(tmp_path: Path, byte: int, last_before: str) -> None:
+    content = v.json_content()
+    del content["model"]["vocab"][v.letters(bytes([byte]))]
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    tokenizer = load_tokenizer(path)
+    text = f"a é{last_before}{chr(ord(last_before) + 1)}"
+    assert tokenizer.decode(tokenizer.encode(text)) == text[:-1] + "\ufffd"
+
+
+ALL_CHARACTERS = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x110000))))
+
+
+@pytest.fixture(scope="module")
+def utf_8() -> np.ndarray:
+    """Bytes of each character, ``int64 [N, 4]``, padded with -1."""
+    encoded = [character.encode() for character in ALL_CHARACTERS]
+    return np.array([[*one, *[-1] * (4 - len(one))] for one in encoded])
+
+
+@given(absent=st.sets(st.sampled_from([*range(0x80), *range(0xC0, 0xEF), *range(0xF0, 0x100)])))
+@example(absent={0xC2, 0xE0, 0xED, 0xF0, 0xF4})
+@settings(max_examples=10, deadline=None)
+def test_unwritable_characters_are_those_with_an_absent_byte(utf_8: np.ndarray, absent: set[int]) -> None:
+    expected = np.isin(utf_8, list(absent)).any(axis=1)
+    pattern = _unwritable(absent, Path("tokenizer.json"))
+    found = set() if pattern is None else set(pattern.findall(ALL_CHARACTERS))
+    assert found == {ALL_CHARACTERS[i] for i in np.flatnonzero(expected)}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -47,6 +47,9 @@ def behave(rank: int, how: str, folder: str) -> dict[str, Any]:
                 Path(folder, f"{helper.pid}.pid").touch()
                 bad_day(how)
         if how == "alike":
+            Path(folder, f"{rank}.here").touch()
+            while not all(Path(folder, f"{other}.here").exists() for other in range(2)):
+                pass  # both are to fail before one of them hears of the other
             raise DataError("is empty", where="file.txt", remedy="fill it")
         if rank == 1:
             print("what it \x1b[2Jwrote last", flush=True)

@@ -254,6 +254,16 @@ def test_dcn_runs_cross_and_mlp_beside_or_on_top_of_each_other(
         torch.testing.assert_close(model.represent(dense, embeddings), expected)
 
 
+def test_dcn_may_read_dense_inputs_as_multiples_of_learned_vectors(make_features: MakeFeatures) -> None:
+    dense, embeddings = torch.randn(5, 3), torch.randn(5, 4, 4)
+    model = DCN(DCNConfig(embedding_dim=4, mlp=(8, 6), dense_vectors=True), make_features(), SGD)
+    (vectors,) = (parameter for parameter in model.embed.parameters() if parameter.shape == (3, 4))
+    multiples = torch.einsum("bj,jd->bjd", dense, vectors).reshape(5, 12)
+    x = torch.cat([multiples, embeddings.reshape(5, 16)], 1)
+    expected = torch.cat([model.cross(x), _mlp(x, model.mlp)], 1)
+    torch.testing.assert_close(model.represent(dense, embeddings), expected)
+
+
 # Cost
 
 

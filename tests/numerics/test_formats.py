@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.formats.formats import FORMATS, INTEGERS, Format, format_named
+from cordillera.numerics.formats.formats import FORMATS, INTEGERS, Format
 from cordillera.numerics.formats.rounding import Rounding, decode, encode, random_bits, round_to
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -232,8 +232,3 @@ def test_integers_have_the_bounds_of_their_width() -> None:
         "int2": (-2, 1),
         "uint2": (0, 3),
     }
-
-
-def test_an_unknown_format_is_refused_with_those_there_are() -> None:
-    with pytest.raises(NumericsError, match=r"no format 'fp9'[\s\S]*bf16"):
-        format_named("fp9")

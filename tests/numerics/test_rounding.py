@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cordillera.errors import NumericsError
 from cordillera.numerics.formats.formats import FORMATS
-from cordillera.numerics.formats.rounding import Rounding, decode, encode, random_bits, round_to, round_to_integers
+from cordillera.numerics.formats.rounding import Rounding, decode, encode, random_bits, round_to
 
 ALL = [name for name in FORMATS if name != "fp32"]
 SIGNED = [name for name in ALL if name != "e8m0"]
@@ -217,34 +217,10 @@ def test_strides_and_empty_tensors_do_not_matter() -> None:
         assert encode(x[:0].abs(), format).shape == (0, 8)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20))
-def test_whole_numbers_are_rounded_to_as_numbers_are(values: list[float]) -> None:
-    x = torch.tensor(values)
-    assert torch.equal(round_to_integers(x), x.round())
-    assert torch.equal(round_to_integers(x, Rounding.toward_zero), x.trunc())
-    away = torch.tensor([float(int(abs(v) + 0.5) * (1 if v >= 0 else -1)) for v in values])  # Python adds in float64
-    assert torch.equal(round_to_integers(x, Rounding.nearest_away), away)
-    up = torch.full(x.shape, (1 << 32) - 1)
-    drawn = round_to_integers(x, Rounding.stochastic, random=up)
-    assert bool(((drawn == x.trunc()) | ((drawn.double() - x.double()).abs() < 1)).all())
-    assert torch.equal(round_to_integers(x, Rounding.stochastic, random=torch.zeros_like(up)), x.trunc())
-
-
-def test_whole_numbers_are_drawn_without_bias() -> None:
-    points = torch.tensor([0.25, -0.25, 3.9, -7.01])
-    bits = random_bits(0, torch.arange(40_000)[:, None], torch.arange(4))
-    drawn = round_to_integers(points.expand(40_000, -1), Rounding.stochastic, random=bits).double()
-    share = points.double().abs().frac()
-    assert bool(((drawn.mean(0) - points).abs() <= 4 * (share * (1 - share) / 40_000).sqrt()).all())
-
-
 def test_missing_random_bits_and_other_dtypes_are_refused() -> None:
     with pytest.raises(NumericsError, match=r"random: stochastic rounding of \(3,\) needs random bits.*got none"):
         round_to(torch.ones(3), FORMATS["bf16"], Rounding.stochastic)
     with pytest.raises(NumericsError, match=r"got bits of shape \(2,\)"):
         round_to(torch.ones(3), FORMATS["bf16"], Rounding.stochastic, random=torch.zeros(2, dtype=torch.int64))
-    with pytest.raises(NumericsError, match="random bits"):
-        round_to_integers(torch.ones(3), Rounding.stochastic)
     with pytest.raises(NumericsError, match=r"float32 or float64, got torch\.float16"):
         round_to(torch.ones(3).half(), FORMATS["bf16"])

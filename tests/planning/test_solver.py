@@ -50,16 +50,16 @@ def memory_of_1f1b(ranks: int, chunks: int = 1) -> list[int]:
 
 
 def orders(items: tuple[Action, ...], limit: int, free: Kind, held: int = 0) -> Iterator[tuple[Action, ...]]:
-    """All orders of one stage's actions, given as forwards first, that can be executed within a limit.
+    """All orders of one rank's actions, given as forwards first, that can be executed within a limit.
 
-    Microbatches are in order within a kind, and kinds within a microbatch.
+    Microbatches are in order within a kind of a stage, and kinds within a microbatch of a stage.
     """
     if not items:
         yield ()
-    heads = {action.kind: action for action in reversed(items)}
-    firsts = {action.microbatch: action for action in reversed(items)}
+    heads = {(action.kind, action.stage): action for action in reversed(items)}
+    firsts = {(action.stage, action.microbatch): action for action in reversed(items)}
     for action in heads.values():
-        if firsts[action.microbatch] is not action:
+        if firsts[action.stage, action.microbatch] is not action:
             continue
         now = held + (action.kind is Kind.FORWARD) - (action.kind is free)
         if 0 <= now <= limit:
@@ -68,18 +68,21 @@ def orders(items: tuple[Action, ...], limit: int, free: Kind, held: int = 0) -> 
                 yield (action, *tail)
 
 
-def by_brute_force(microbatches: int, seconds: StageSeconds, ways: Ways, limits: list[int], split: bool) -> float:
-    """The shortest step of two ranks with one stage each, over all orders."""
+def by_brute_force(
+    rank_of: tuple[int, ...], microbatches: int, seconds: StageSeconds, ways: Ways, limits: list[int], split: bool
+) -> float:
+    """The shortest step of two ranks over all orders."""
     kinds = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT) if split else (Kind.FORWARD, Kind.BACKWARD)
-    every = [
-        list(orders(tuple(Action(k, r, i) for k in kinds for i in range(microbatches)), limits[r], kinds[-1]))
-        for r in range(2)
-    ]
+    every = []
+    for rank in range(2):
+        own = [stage for stage, owner in enumerate(rank_of) if owner == rank]
+        actions = tuple(Action(k, stage, i) for k in kinds for stage in own for i in range(microbatches))
+        every.append(list(orders(actions, limits[rank], kinds[-1])))
     best = float("inf")
     for first in every[0]:
         for second in every[1]:
             try:
-                timeline = simulate(Schedule("all", microbatches, (0, 1), (first, second)), seconds, ways)
+                timeline = simulate(Schedule("all", microbatches, rank_of, (first, second)), seconds, ways)
             except PlanError:
                 continue
             best = min(best, timeline.seconds)
@@ -94,8 +97,19 @@ def test_the_solver_finds_what_brute_force_finds(
 ) -> None:
     seconds = StageSeconds([1.0, 1.25], [0.75, 1.0], [1.25, 0.5])
     ways = boundaries(latency, occupied=occupied)
-    best = by_brute_force(microbatches, seconds, ways, room, split)
+    best = by_brute_force((0, 1), microbatches, seconds, ways, room, split)
     solved = optimal((0, 1), microbatches, seconds, ways, room, split)
+    assert solved.optimal
+    assert solved.seconds == solved.bound == best
+
+
+@needs_solver
+@pytest.mark.parametrize("rank_of", [(0, 1, 0), (1, 0, 0)])
+@pytest.mark.parametrize("room", [2, 3, 4])
+def test_stages_of_one_rank_share_its_memory(rank_of: tuple[int, ...], room: int) -> None:
+    seconds, ways = StageSeconds([1.0, 1.25, 0.5], [0.75, 1.0, 1.5], [1.25, 0.5, 1.0]), boundaries(1.5)
+    best = by_brute_force(rank_of, 2, seconds, ways, [room, 2], split=False)
+    solved = optimal(rank_of, 2, seconds, ways, [room, 2])
     assert solved.optimal
     assert solved.seconds == solved.bound == best
 

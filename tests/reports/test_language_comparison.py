@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cordillera.errors import DataError, RunError
+from cordillera.errors import DataError
 from cordillera.reports.language.comparison import compare_language
 from cordillera.run import Run
 from tests.training.sample_language_runs import make_evaluation, make_language_run, make_model, make_records
@@ -90,5 +90,5 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="given twice"):
         compare_language([run, Run(run.folder / "checkpoints" / "..")])
     (run.folder / "model.json").write_text("{")
-    with pytest.raises(RunError, match=r"model\.json: is not JSON"):
+    with pytest.raises(DataError, match=r"model\.json: is not JSON"):
         compare_language([run])

@@ -108,6 +108,9 @@ def test_every_section_is_there_and_every_drawing_is_xml(folder: Path) -> None:
     content = json.loads((folder / "plan.json").read_text())
     assert [case["figures"]["kind"] for case in content["what_if"]] == ["change", "slow", "jitter", "lost"]
     assert content["what_if"][-1]["devices"] == 16
+    tokens = content["workload"]["batch"] * content["workload"]["sequence"]
+    (shown,) = re.findall(r"<dt>Tokens a second</dt><dd class=\"value\">([\d,]+)</dd>", page)
+    assert int(shown.replace(",", "")) == round(tokens / content["plans"][0]["seconds"])
 
 
 def test_the_timeline_is_every_action_to_scale(folder: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
 
+from cordillera.reports.charts import Chart
 from cordillera.reports.ranking.quantization import quantization_page
 
 
@@ -74,3 +76,37 @@ def test_a_model_without_tables_layers_or_evaluations_has_a_page() -> None:
     page = quantization_page(content)
     for heading in ("Tables", "Layers", "The search"):
         assert f"<h2>{heading}</h2>" not in page
+
+
+def test_sizes_of_tables_and_signal_to_noise_of_layers_stand_in_their_rows() -> None:
+    cells = re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", quantization_page(CONTENT))
+    for row in (("user", "int4", "64,000", "9,000"), ("small &amp; new", "int8", "3,200", "1,000")):
+        first = cells.index(row[0])
+        assert tuple(cells[first : first + 4]) == row
+    first = cells.index("top")
+    assert cells[first : first + 4] == ["top", "int8 static", "33.2", "29.5"]
+    assert cells[cells.index("head") + 1] == "fp32"
+
+
+def test_every_evaluation_says_what_it_changes_and_what_it_costs_and_gains() -> None:
+    content = copy.deepcopy(CONTENT)
+    content["evaluations"] = [
+        {"options": {f"table {n}": "int8" for n in range(count)}, "change": _change(*change), "cost": 90.0 * count}
+        for count, change in ((6, (6e-4, 5e-4, 7e-4)), (5, (3e-4, 2e-4, 4e-4)), (3, (-1e-4, -2e-4, 0.0)))
+    ]
+    cells = re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", quantization_page(content))
+    first = cells.index("everything at its cheapest")
+    assert cells[first : first + 12] == [
+        *("everything at its cheapest", "54.0", "+0.0600", "+0.0500 to +0.0700"),
+        *("table 0, table 1, table 2 and 2 more", "45.0", "+0.0300", "+0.0200 to +0.0400"),
+        *("table 0, table 1, table 2", "27.0", "-0.0100", "-0.0200 to +0.0000"),
+    ]
+
+
+def test_the_line_of_the_chart_of_the_search_is_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    content, drawn = copy.deepcopy(CONTENT), []
+    content["budget"] = 7e-4
+    content["evaluations"] = [{"options": {"table a": "int8"}, "change": _change(6e-4, 5e-4, 7e-4), "cost": 90.0}]
+    monkeypatch.setattr(Chart, "rule", lambda chart, *, y, text: drawn.append((y, text)))
+    quantization_page(content)
+    assert drawn == [(pytest.approx(0.07), "budget")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -19,7 +19,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from cordillera.cli._terminal import Terminal
@@ -64,11 +64,16 @@ def number(value: float, digits: int = 4) -> str:
     return "undefined" if math.isnan(value) else f"{value:.{digits}f}"
 
 
+def titled_table(title: str, *left: str | Column, right: Sequence[str] = ()) -> Table:
+    """Return an empty table with columns aligned to the left, then those aligned to the right."""
+    columns = (Column(heading, justify="right") for heading in right)
+    return Table(*left, *columns, title=title, title_justify="left")
+
+
 def evaluation_table(evaluation: Evaluation) -> Table:
     """Return the metrics of an evaluation as a table with a row for each task."""
-    table = Table(title=f"{evaluation.split} split, {evaluation.examples:,} examples", title_justify="left")
-    for heading in ("task", "NE", "AUC", "GAUC", "log loss", "calibration", "positives"):
-        table.add_column(heading, justify="left" if heading == "task" else "right")
+    title = f"{evaluation.split} split, {evaluation.examples:,} examples"
+    table = titled_table(title, "task", right=("NE", "AUC", "GAUC", "log loss", "calibration", "positives"))
     for task, values in evaluation.metrics().items():
         share = values["positives"] / values["examples"] if values["examples"] else math.nan
         cells = [number(values.get(key, math.nan)) for key in ("ne", "auc", "gauc", "log_loss", "calibration")]
@@ -132,20 +137,14 @@ def _note(record: dict[str, Any]) -> str:
 def quantized_tables(outcome: Quantized, budget: float) -> list[Table]:
     """Return tables of the choices, their cost and their savings, for a ``budget`` of relative rise of NE."""
     selection = outcome.selection
-    chosen = Table(title="precision of each part", title_justify="left")
-    for heading in ("part", "kept as", "alone, at its cheapest"):
-        chosen.add_column(heading)
+    chosen = titled_table("precision of each part", "part", "kept as", "alone, at its cheapest")
     for name, option in selection.options.items():
         alone = selection.alone.get(name)
         chosen.add_row(name, option, "" if alone is None else f"NE {100 * alone.mean:+.4f} %")
-    layers = Table(title="layers beside fp32, dB", title_justify="left")
-    for heading in ("layer", "kernel", "same inputs", "in the model"):
-        layers.add_column(heading)
+    layers = titled_table("layers beside fp32, dB", "layer", "kernel", "same inputs", "in the model")
     for layer in outcome.layers:
         layers.add_row(layer.name, layer.kernel, _decibels(layer.alone_db), _decibels(layer.in_place_db))
-    summary = Table(title="the model", title_justify="left")
-    for heading in ("", "fp32", "quantised", "ratio"):
-        summary.add_column(heading)
+    summary = titled_table("the model", "", "fp32", "quantised", "ratio")
     before, after = outcome.bytes
     summary.add_row("bytes", f"{before:,}", f"{after:,}", f"{after / before:.1%}")
     summary.add_row("NE", number(outcome.ne[0], 6), number(outcome.ne[1], 6), f"{outcome.ne[1] / outcome.ne[0]:.6f}")
@@ -180,9 +179,7 @@ def injection_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[A
 def injection_table(content: dict[str, Any]) -> Table:
     """Return the PVF of every component, from the content of ``injection.json``."""
     title = f"{content['fault']['name']} faults on {content['samples']:,} samples of the {content['split']} split"
-    table = Table(title=title, title_justify="left")
-    for heading in ("component", "faults", "PVF", "95 % interval", "silent / NaN, inf"):
-        table.add_column(heading, justify="left" if heading == "component" else "right")
+    table = titled_table(title, "component", right=("faults", "PVF", "95 % interval", "silent / NaN, inf"))
     for one in content["components"]:
         pvf, silent, detected = (one[kind]["value"] for kind in ("pvf", "silent", "detected"))
         low, high = one["pvf"]["low"], one["pvf"]["high"]
@@ -198,11 +195,10 @@ def injection_table(content: dict[str, Any]) -> Table:
 
 def plan_table(profile: Profile) -> Table:
     """Return the kernel of each layer and size of a profile's plan."""
-    table = Table(title="the fastest kernel that is accurate enough", title_justify="left")
     training = profile.plan.purpose == "training"
-    products = ("product",) if training else ()
-    for heading in ("layer", *products, "rows", "outputs x inputs", "kernel", "ms", "times fp32", "dB", ""):
-        table.add_column(heading)
+    site = ("layer", "product") if training else ("layer",)
+    columns = (*site, "rows", "outputs x inputs", "kernel", "ms", "times fp32", "dB", "")
+    table = titled_table("the fastest kernel that is accurate enough", *columns)
     for choice in profile.plan.choices:
         expected = choice.expected
         table.add_row(

@@ -62,11 +62,5 @@ def bench(
         raise CordilleraError("is missing", where="SYSTEM", remedy=f"one of {', '.join(available)}, or --stale")
     if system not in available:
         known = f"one of {', '.join(available)}" if available else "none was found"
-        raise CordilleraError(
-            f"there is no benchmark {system!r} ({known})",
-            where=_looked(),
-            remedy=_REMEDY,
-        )
-    done = subprocess.run([sys.executable, str(available[system]), *context.args])
-    if done.returncode:
-        raise typer.Exit(done.returncode)
+        raise CordilleraError(f"there is no benchmark {system!r} ({known})", where=_looked(), remedy=_REMEDY)
+    raise typer.Exit(subprocess.run([sys.executable, str(available[system]), *context.args]).returncode)

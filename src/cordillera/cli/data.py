@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from cordillera.cli._show import console
+from cordillera.cli._show import console, titled_table
 from cordillera.errors import DataError, printable
 
 if TYPE_CHECKING:
-    from cordillera.data.assets import Asset
     from cordillera.data.ranking.cache import Splits
 
 app = typer.Typer(no_args_is_help=True)
@@ -57,13 +56,15 @@ def get(
         if path or export_to or rows:
             raise DataError(f"'{name}' is a {ASSETS[name].kind}: it has no rows", where="--path, --export, --rows")
         file = fetch_asset(name)
-        _asset_terms(ASSETS[name])
+        asset = ASSETS[name]
+        _print_terms(asset.summary, asset.source, asset.terms)
         out.print(f"fetched {file}")
         return
     config = configure(name, path)
     splits = prepare(config)
-    _terms(splits)
-    counts = splits.facts["rows"]
+    facts = splits.facts
+    _print_terms(facts["name"], facts["source"], facts["terms"])
+    counts = facts["rows"]
     out.print(f"rows: {', '.join(f'{counts[part]:,} {part}' for part in SPLITS)}")
     out.print(f"prepared in {printable(splits.folder)}", markup=False)
     if export_to is not None:
@@ -79,14 +80,15 @@ def describe(name: _Name, path: _Path = None) -> None:
 
     if name in ASSETS:
         file = fetch_asset(name)
-        _asset_terms(ASSETS[name])
+        asset = ASSETS[name]
+        _print_terms(asset.summary, asset.source, asset.terms)
         console().print(_asset_table(file))
         return
     config = configure(name, path)
     splits = prepare(config)
     facts = splits.facts
     out = console()
-    _terms(splits)
+    _print_terms(facts["name"], facts["source"], facts["terms"])
     out.print(_split_table(splits))
     out.print(_feature_table(splits))
     if facts.get("bayes_ne") is not None:
@@ -95,13 +97,8 @@ def describe(name: _Name, path: _Path = None) -> None:
         out.print(f"warning: {printable(warning)}", markup=False)
 
 
-def _terms(splits: Splits) -> None:
-    facts = splits.facts
-    console().print(f"{facts['name']}\nsource: {facts['source']}\nterms: {facts['terms']}")
-
-
-def _asset_terms(asset: Asset) -> None:
-    console().print(f"{asset.summary}\nsource: {asset.source}\nterms: {asset.terms}")
+def _print_terms(what: str, source: str, terms: str) -> None:
+    console().print(f"{what}\nsource: {source}\nterms: {terms}")
 
 
 def _asset_table(file: Path) -> Table:
@@ -131,9 +128,8 @@ def _split_table(splits: Splits) -> Table:
 
     facts: dict[str, Any] = splits.facts
     tasks = list(facts["positives"]["train"])
-    table = Table(title=f"split by {facts['split']}", title_justify="left")
-    for heading in ("split", "rows", *(f"{task} = 1" for task in tasks), "first", "last"):
-        table.add_column(heading, justify="left" if heading == "split" else "right")
+    headings = ("rows", *(f"{task} = 1" for task in tasks), "first", "last")
+    table = titled_table(f"split by {facts['split']}", "split", right=headings)
     for split in SPLITS:
         times = [_time(second) for second in facts["times"].get(split, ())] or ["", ""]
         shares = [_share(facts["positives"][split][task]) for task in tasks]

@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cordillera.cli._show import console, echo
+from cordillera.data.files import cache_folder
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.kernels.threads import SPINS_ALONE, quota, spins_long, usable_cores
 
@@ -125,13 +126,9 @@ def _cpu() -> Finding:
         text += "; " + ", ".join(has)
     if native or not flags:
         return Finding("machine", "CPU", "usable", text)
-    return Finding(
-        "machine",
-        "CPU",
-        "limited",
-        f"{text}; no bf16 instructions, so bf16 is emulated and saves memory traffic but not arithmetic",
-        "if bf16 is not faster here, train with --set training.precision=fp32",
-    )
+    text += "; no bf16 instructions, so bf16 is emulated and saves memory traffic but not arithmetic"
+    remedy = "if bf16 is not faster here, train with --set training.precision=fp32"
+    return Finding("machine", "CPU", "limited", text, remedy)
 
 
 def _memory() -> Finding:
@@ -148,15 +145,12 @@ def _memory() -> Finding:
         for line in file:
             if line.startswith("MemAvailable:"):
                 text += f"; {int(line.split()[1]) * 1024 / _GIBIBYTE:.1f} GiB available now"
-    kept = keep_freed_memory()
-    if kept is None:
-        return Finding("machine", "memory", "usable", f"{text}; training keeps what it frees")
-    return Finding(
-        "machine",
-        "memory",
-        "usable",
-        f"{text}; what a step of training frees goes back to the system, which makes steps slower: {kept}",
-    )
+    obstacle = keep_freed_memory()
+    if obstacle is None:
+        text += "; training keeps what it frees"
+    else:
+        text += f"; what a step of training frees goes back to the system, which makes steps slower: {obstacle}"
+    return Finding("machine", "memory", "usable", text)
 
 
 def _torch_and_gpu() -> list[Finding]:
@@ -175,12 +169,11 @@ def _torch_and_gpu() -> list[Finding]:
     spinning = spins_long(SPINS_ALONE)
     if threads > 1 and spinning:
         detail += f", slow beside other processes: {spinning}"
+    gpu = _gpu(runtime, names)
     if _minor(version) in FBGEMM_OF_TORCH:
-        finding = Finding("python", "torch", "usable", detail)
-    else:
-        tested = ", ".join(FBGEMM_OF_TORCH)
-        finding = Finding("python", "torch", "limited", f"{detail}; tested versions are {tested}", remedy)
-    return [_gpu(runtime, names), finding]
+        return [gpu, Finding("python", "torch", "usable", detail)]
+    detail += f"; tested versions are {', '.join(FBGEMM_OF_TORCH)}"
+    return [gpu, Finding("python", "torch", "limited", detail, remedy)]
 
 
 def _gpu(runtime: str | None, names: list[str]) -> Finding:
@@ -189,28 +182,15 @@ def _gpu(runtime: str | None, names: list[str]) -> Finding:
     if shutil.which("nvidia-smi") is None:
         return Finding("machine", "GPU", "absent", "none found; everything runs on the CPU")
     if runtime is None:
-        return Finding(
-            "machine",
-            "GPU",
-            "limited",
-            "there is an NVIDIA driver, but this torch is built for the CPU",
-            "install the CUDA build of the same torch version",
-        )
-    return Finding(
-        "machine",
-        "GPU",
-        "broken",
-        f"there is an NVIDIA driver, but torch (CUDA {runtime}) finds no device",
-        "see whether `nvidia-smi` works and whether CUDA_VISIBLE_DEVICES hides it",
-    )
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("CORDILLERA_CACHE") or Path.home() / ".cache" / "cordillera")
+        text = "there is an NVIDIA driver, but this torch is built for the CPU"
+        return Finding("machine", "GPU", "limited", text, "install the CUDA build of the same torch version")
+    text = f"there is an NVIDIA driver, but torch (CUDA {runtime}) finds no device"
+    remedy = "see whether `nvidia-smi` works and whether CUDA_VISIBLE_DEVICES hides it"
+    return Finding("machine", "GPU", "broken", text, remedy)
 
 
 def _disk(name: str, folder: Path, remedy: str) -> Finding:
-    existing = folder.expanduser().absolute()
+    existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
     try:
@@ -225,22 +205,12 @@ def _disk(name: str, folder: Path, remedy: str) -> Finding:
     return Finding("machine", name, "usable", text)
 
 
-def _python() -> Finding:
-    text = f"{platform.python_version()} at {sys.executable}"
-    return Finding("python", "Python", "usable", text)
-
-
 def _pip() -> Finding:
     worked, text = _probe("import pip\nprint(pip.__version__)")
+    use = "`cordillera data get` fetches through it"
     if worked:
-        return Finding("python", "pip", "usable", f"{text}; `cordillera data get` fetches through it")
-    return Finding(
-        "python",
-        "pip",
-        "absent",
-        f"`cordillera data get` fetches through it: {text}",
-        f"{sys.executable} -m ensurepip",
-    )
+        return Finding("python", "pip", "usable", f"{text}; {use}")
+    return Finding("python", "pip", "absent", f"{use}: {text}", f"{sys.executable} -m ensurepip")
 
 
 def _fbgemm() -> Finding:
@@ -248,11 +218,10 @@ def _fbgemm() -> Finding:
     fitting = FBGEMM_OF_TORCH.get(_minor(torch[1])) if torch else None
     remedy = f"pip install fbgemm-gpu-cpu=={fitting}.0" if fitting else "install a torch version that FBGEMM serves"
     if found is None:
-        if not sys.platform.startswith("linux"):
-            detail = f"there are no wheels for {sys.platform}; the fused update uses another back end"
-            return Finding("libraries", "FBGEMM", "absent", detail)
-        detail = "not installed; the fused update uses another back end"
-        return Finding("libraries", "FBGEMM", "absent", detail, remedy)
+        has_wheels = sys.platform.startswith("linux")
+        why = "not installed" if has_wheels else f"there are no wheels for {sys.platform}"
+        detail = f"{why}; the fused update uses another back end"
+        return Finding("libraries", "FBGEMM", "absent", detail, remedy if has_wheels else None)
     name, version = found
     if torch and fitting and _minor(version) != fitting:
         detail = f"{name} {version} is not built for torch {torch[1]}; it needs {fitting}"
@@ -363,9 +332,9 @@ def examine() -> list[Finding]:
         _torch_and_gpu,
         _cpu,
         _memory,
-        lambda: _disk("disk, cache", _cache_folder(), "point CORDILLERA_CACHE to a folder with space"),
+        lambda: _disk("disk, cache", cache_folder(), "point CORDILLERA_CACHE to a folder with space"),
         lambda: _disk("disk, runs", Path("runs"), "start `cordillera` in a folder with space"),
-        _python,
+        lambda: Finding("python", "Python", "usable", f"{platform.python_version()} at {sys.executable}"),
         _pip,
         _update_backends,
         _fbgemm,

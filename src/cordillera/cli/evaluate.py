@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,7 @@ def evaluate(
             min=2, help="Most tokens of a language model's held-out text. Default: the recipe's evaluation_tokens."
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the whole evaluation as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole evaluation as JSON.")] = False,
 ) -> None:
     """Evaluate a run on one split of its data."""
     try:
@@ -37,14 +38,10 @@ def evaluate(
         raise Interrupted("nothing was written", where=str(run), remedy="give the same command again") from None
     if status is not None and status.warning:
         typer.echo(printable(status.warning), err=True)
-    if not isinstance(evaluation, Evaluation):
-        if json:
-            import json as encoder
-
-            echo(encoder.dumps(evaluation._asdict()), json=True)
-        else:
-            echo(f"held-out text: {language_line(evaluation)}")
-    elif json:
-        echo(evaluation.to_json(), json=True)
-    else:
+    if as_json:
+        text = evaluation.to_json() if isinstance(evaluation, Evaluation) else json.dumps(evaluation._asdict())
+        echo(text, json=True)
+    elif isinstance(evaluation, Evaluation):
         console().print(evaluation_table(evaluation))
+    else:
+        echo(f"held-out text: {language_line(evaluation)}")

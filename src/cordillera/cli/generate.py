@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cordillera.cli._show import echo
 from cordillera.errors import DataError
 from cordillera.files import read_text
 
@@ -114,10 +116,6 @@ def _write(text: str) -> None:
 def _finish(texts: Sequence[str], found: Sequence[Completion], *, as_json: bool, quiet: bool) -> None:
     """Print completions that were not streamed, and end the line of those that were."""
     if as_json:
-        import json
-
-        from cordillera.cli._show import echo
-
         for prompt, one in zip(texts, found, strict=True):
             entry = {"prompt": prompt, "text": one.text, "tokens": one.tokens, "finish": one.finish}
             echo(json.dumps(entry, ensure_ascii=False), json=True)

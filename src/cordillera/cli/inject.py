@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -30,12 +31,12 @@ def inject(
     samples: Annotated[int, typer.Option(min=1, help="Rows of the test split that every fault is tried on.")] = 256,
     threshold: Annotated[float, typer.Option(help="The probability at which a score becomes a yes.")] = 0.5,
     seed: Annotated[int, typer.Option(min=0, help="Of the faults and the choice of samples.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print everything that was found as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything that was found as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
 ) -> None:
     """Flip bits in a run's weights and report what they do: which parts and bits are worth protecting."""
     from cordillera.cli._show import console, echo, injection_progress, injection_table
-    from cordillera.files import read_json
+    from cordillera.files import read_json_object
     from cordillera.numerics.faults.fault_model import FaultModel
     from cordillera.workflows.injection import InjectionConfig, inject
 
@@ -43,12 +44,10 @@ def inject(
         injections, half_width, FaultModel(bits, burst), tuple(component or ()), seed, samples, threshold
     )
     out = console()
-    with injection_progress(out, quiet=quiet or json) as (on_round, say):
+    with injection_progress(out, quiet=quiet or as_json) as (on_round, say):
         outcome = inject(run, config, on_round=on_round, say=say)
-    if json:
-        import json as encoder
-
-        echo(encoder.dumps(read_json(outcome.files[0])), json=True)
+    if as_json:
+        echo(json.dumps(read_json_object(outcome.files[0])), json=True)
     else:
         out.print(injection_table(outcome.content))
         for line in outcome.content["advice"]:
@@ -56,7 +55,7 @@ def inject(
     if outcome.interrupted:
         # the exit code is for scripts, the text for readers
         out.print("interrupted: this is what was found so far, with wider intervals", style="bold")
-    if not json:
+    if not as_json:
         out.print(f"report: {outcome.files[1]}")
     if outcome.interrupted:
         raise typer.Exit(130)

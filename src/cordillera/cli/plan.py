@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
 
+from cordillera.cli._show import console, titled_table
 from cordillera.errors import PlanError, printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from cordillera.cost import ProductShape
     from cordillera.workflows.planning import Calibrated, Planned, PlannedRecommender
 
@@ -96,9 +96,6 @@ def plan(
         check_writable(measure)
         _measure(commands.products_needed(workload, cluster, set_ or ()), measure)
         return
-    from cordillera.cli._show import console
-
-    out = console()
     with console(stderr=True).status("searching") as status:
         planned = commands.plan(
             workload,
@@ -116,7 +113,7 @@ def plan(
             compare=compare,
             progress=status.update,
         )
-    _show(out, planned)
+    _show(planned)
 
 
 def _refuse(options: Mapping[str, object], task: str) -> None:
@@ -127,41 +124,30 @@ def _refuse(options: Mapping[str, object], task: str) -> None:
 
 
 def _list(shipped: Mapping[str, Mapping[str, str]]) -> None:
-    from rich.table import Table
-
-    from cordillera.cli._show import console
-
     for kind, names in shipped.items():
-        table = Table(title=kind, title_justify="left")
-        table.add_column("name")
-        table.add_column("what")
+        table = titled_table(kind, "name", "what")
         for name, text in names.items():
             table.add_row(name, text)
         console().print(table)
 
 
-def _show(out: Console, planned: Planned | PlannedRecommender) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
+def _show(planned: Planned | PlannedRecommender) -> None:
     from cordillera.planning.language.plan_file import is_llama
     from cordillera.reports.language import plan as export
     from cordillera.reports.ranking import plan as recommender_export
     from cordillera.workflows.planning import Planned, PlannedRecommender
 
-    title = escape(f"{planned.explorer.workload.name} on {planned.explorer.topology.name}")
-    table = Table(title=title, title_justify="left")
+    title = f"{planned.explorer.workload.name} on {planned.explorer.topology.name}"
     if isinstance(planned, PlannedRecommender):
         reasons = recommender_export.reasons(planned.found.best, planned.production)
         counted = f"{planned.found.layouts:,} layouts"
-        _list_tables(table, planned)
-        table.caption = f"tables of the best plan: {planned.found.best.cut}"
-        table.caption_justify = "left"
+        table = _list_tables(title, planned)
     else:
         reasons = export.reasons(planned.found.best, planned.production)
         counted = f"{planned.found.estimated:,} layouts estimated"
-        _list_layouts(table, planned)
+        table = _list_layouts(title, planned)
     found, base, best = planned.found, planned.production, planned.found.best
+    out = console()
     out.print(table)
     if found.interrupted:
         out.print("interrupted: this is the best until then")
@@ -181,13 +167,12 @@ def _show(out: Console, planned: Planned | PlannedRecommender) -> None:
         out.print(f"train by it: cordillera train RECIPE --plan {printable(planned.files['plan.json'])}", markup=False)
 
 
-def _list_layouts(table: Table, planned: Planned) -> None:
-    for heading in ("", "layout", "recompute", "across", "schedule", "step", "MFU", "GB"):
-        table.add_column(heading, justify="right" if heading in ("", "step", "MFU", "GB") else "left")
-    rows = [(str(i), one) for i, one in enumerate(planned.found.plans[:5], 1)]
-    for name, one in [*rows, ("base", planned.production)]:
+def _list_layouts(title: str, planned: Planned) -> Table:
+    columns = (Column(justify="right"), "layout", "recompute", "across", "schedule")
+    table = titled_table(title, *columns, right=("step", "MFU", "GB"))
+    for place, one in [*zip("12345", planned.found.plans, strict=False), ("base", planned.production)]:
         table.add_row(
-            name,
+            place,
             str(one.layout),
             one.layout.recompute,
             one.across,
@@ -196,36 +181,31 @@ def _list_layouts(table: Table, planned: Planned) -> None:
             f"{one.utilisation:.1%}",
             f"{one.step.memory_bytes / 1e9:.0f}",
         )
+    return table
 
 
-def _list_tables(table: Table, planned: PlannedRecommender) -> None:
-    for heading in ("", "layout", "schedule", "step", "samples/s", "GB"):
-        table.add_column(heading, justify="right" if heading in ("", "step", "samples/s", "GB") else "left")
-    rows = [(str(i), one) for i, one in enumerate(planned.found.plans[:5], 1)]
-    for name, one in [*rows, ("base", planned.production)]:
+def _list_tables(title: str, planned: PlannedRecommender) -> Table:
+    table = titled_table(title, Column(justify="right"), "layout", "schedule", right=("step", "samples/s", "GB"))
+    table.caption, table.caption_justify = f"tables of the best plan: {planned.found.best.cut}", "left"
+    for place, one in [*zip("12345", planned.found.plans, strict=False), ("base", planned.production)]:
         table.add_row(
-            name,
+            place,
             str(one.layout),
             str(one.schedule),
             f"{one.seconds * 1e3:.2f} ms",
             f"{one.samples_per_s / 1e6:.2f} M",
             f"{one.step.memory_bytes / 1e9:.0f}",
         )
+    return table
 
 
 def _calibrate(fitted: Calibrated) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    from cordillera.cli._show import console
-
     out, quality = console(), fitted.accuracy
-    table = Table(title=f"{quality.rows} measured steps", title_justify="left")
-    for heading in ("model", "mean error", "rank correlation", "regret of the pick"):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
+    headings = ("mean error", "rank correlation", "regret of the pick")
+    table = titled_table(f"{quality.rows} measured steps", "model", right=headings)
     for name in quality.error_by_model:
         table.add_row(
-            escape(name),
+            name,
             f"{quality.error_by_model[name]:.2%}",
             f"{quality.tau_by_model[name]:.3f}",
             f"{quality.regret_by_model[name]:.3f}",
@@ -244,9 +224,6 @@ def _calibrate(fitted: Calibrated) -> None:
 
 
 def _measure(shapes: Sequence[ProductShape], path: Path) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from cordillera.cli._show import console
     from cordillera.kernels.products import measure_table
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

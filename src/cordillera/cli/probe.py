@@ -48,16 +48,16 @@ def probe(
     config = DispatchConfig(rows=tuple(sorted(set(rows or [256]))), sqnr_db=decibels)
     try:
         if training:
-            planned = probe_training(run, config, say=lambda text: out.print(text))
-            out.print(plan_table(planned.profile))
-            lowered = sum(choice.kernel != "fp32" for choice in planned.profile.plan.choices)
+            file, profile = probe_training(run, config, say=out.print)
+            out.print(plan_table(profile))
+            lowered = sum(choice.kernel != "fp32" for choice in profile.plan.choices)
             out.print(
-                f"{lowered} of {len(planned.profile.plan.choices)} products in lower precision; the linear layers' "
-                f"share of a step {planned.profile.geometric_mean():.2f} times as fast in geometric mean",
+                f"{lowered} of {len(profile.plan.choices)} products in lower precision; the linear layers' "
+                f"share of a step {profile.geometric_mean():.2f} times as fast in geometric mean",
             )
-            out.print(f"plan: {planned.plan_file}; the recipe key training.plan uses it")
+            out.print(f"plan: {file}; the recipe key training.plan uses it")
             return
-        found = work(run, config, budget / 100, anew=anew, marginals=marginals, say=lambda text: out.print(text))
+        found = work(run, config, budget / 100, anew=anew, marginals=marginals, say=out.print)
     except KeyboardInterrupt:
         raise Interrupted(
             "no plan was written; an earlier one is as it was", where=str(run), remedy="give the same command again"

@@ -21,12 +21,14 @@ def train(
     nproc: Annotated[
         int | None,
         typer.Option(
-            "--nproc", min=1, help="Processes on this machine, for a language model; parallel.shard takes what is left."
+            "--nproc", min=1, help="Processes on this machine; in a language model, parallel.shard takes what is left."
         ),
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Continue from the newest checkpoint; --set parallel.KEY changes the mesh."),
+        typer.Option(
+            "--resume", help="Continue from the newest checkpoint; --nproc or --set parallel.KEY changes the mesh."
+        ),
     ] = False,
     plan: Annotated[
         Path | None,

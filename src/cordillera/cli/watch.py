@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from cordillera.cli._show import console, titled_table
 from cordillera.errors import printable
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ def watch(
     ] = 1e-3,
 ) -> None:
     """Say whether a quantised model still sees what it was calibrated on; the exit status is 1 if it does not."""
-
-    from cordillera.cli._show import console
     from cordillera.workflows.drift import watch as work
 
     found = work(run, file, false_alarms=false_alarms)
@@ -43,9 +42,7 @@ def watch(
 
 def _table(alarms: list[Alarm]) -> Table:
     """Return a table of the numbers and shares that have moved since calibration."""
-    table = Table(title="alarm: moved since calibration", title_justify="left")
-    for heading in ("", "check", "calibration", "now", "p"):
-        table.add_column(heading)
+    table = titled_table("alarm: moved since calibration", "", "check", "calibration", "now", "p")
     for one in alarms:
         chance = f"{one.probability:.1g}" if one.probability > 1e-99 else "< 1e-99"
         table.add_row(Text(printable(one.name)), one.check, f"{one.before:.4g}", f"{one.now:.4g}", chance)

@@ -189,3 +189,29 @@ class Collectives:
             where=f"rank {self.rank}",
             remedy="look at that rank's log",
         )
+
+
+def exchange_parts(
+    links: Collectives, name: str, parts: Sequence[Tensor], counts: Sequence[int], tag: int
+) -> Arrival[list[Tensor]]:
+    """Start to send a part to each rank and to receive one from each, of any lengths.
+
+    Args:
+        links: Ranks that exchange.
+        name: Name of the data, for the ledger and for errors.
+        parts: Part for each rank, ``[n, ...]``, equal but for ``n``. This rank's own part is returned unchanged.
+        counts: Length of the part that each rank sends to this one.
+        tag: Number that tells these messages from others in transit; messages of one tag arrive in order.
+
+    Returns:
+        The part from each rank, once waited for. Waiting raises a PeerError if a rank does not respond in time.
+    """
+    received = [
+        part if rank == links.rank else part.new_empty(count, *part.shape[1:])
+        for rank, (part, count) in enumerate(zip(parts, counts, strict=True))
+    ]
+    others = [rank for rank in range(links.size) if rank != links.rank]
+    sends = [(rank, parts[rank].contiguous()) for rank in others if parts[rank].numel()]
+    arrivals = [(rank, received[rank]) for rank in others if received[rank].numel()]
+    traffic = Traffic(1, sum(part.nbytes for _, part in sends), len(sends))
+    return links._messages(name, sends, arrivals, tag, received, traffic)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 from cordillera.topology import Topology
 
-AnyPlan = TypeVar("AnyPlan")
-_Taken = TypeVar("_Taken", contravariant=True)
 DISTANCES_KM = (0.0, 10.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2000.0)
 OVERSUBSCRIPTIONS = (1.0, 2.0, 2.8, 4.0, 7.0, 14.0)
 
@@ -29,20 +27,15 @@ class Sensitivity:
     upgrades: list[tuple[str, float]]
 
 
-class _Timed(Protocol):
-    @property
-    def seconds(self) -> float: ...
-
-
-class _Repeats(Protocol[_Taken]):
-    """An explorer of a language or a recommendation model."""
+class _Repeats(Protocol):
+    """An explorer of a language or a recommendation model, with plans of its own kind."""
 
     topology: Topology
 
-    def again(self, plan: _Taken, topology: Topology) -> _Timed: ...
+    def again(self, plan: Any, topology: Topology) -> Any: ...
 
 
-def sensitivity(explorer: _Repeats[AnyPlan], plans: Mapping[str, AnyPlan]) -> Sensitivity | None:
+def sensitivity(explorer: _Repeats, plans: Mapping[str, Any]) -> Sensitivity | None:
     """Simulate ``plans`` on changed networks of the cluster of ``explorer``; return None for a cluster of one level.
 
     The plans are given by name, the best one first.
@@ -56,15 +49,12 @@ def sensitivity(explorer: _Repeats[AnyPlan], plans: Mapping[str, AnyPlan]) -> Se
         topology.changed({f"{outer}.oversubscription": by, f"{outer}.bytes_per_s": None}) for by in OVERSUBSCRIPTIONS
     ]
     best = next(iter(plans.values()))
-    upgrades = []
-    for level in topology.levels[1:]:
-        for words, change in (
-            (f"twice the capacity of links into each {level.name}", {f"{level.name}.bytes_per_s": "*=2"}),
-            (f"half the latency within each {level.name}", {f"{level.name}.latency_s": "/=2"}),
-        ):
-            upgrades.append((words, explorer.again(best, topology.changed(change)).seconds))
+    upgrades = {}
+    for name in (level.name for level in topology.levels[1:]):
+        upgrades[f"twice the capacity of links into each {name}"] = topology.changed({f"{name}.bytes_per_s": "*=2"})
+        upgrades[f"half the latency within each {name}"] = topology.changed({f"{name}.latency_s": "/=2"})
     return Sensitivity(
         {name: [explorer.again(plan, one).seconds for one in far] for name, plan in plans.items()},
         {name: [explorer.again(plan, one).seconds for one in narrow] for name, plan in plans.items()},
-        upgrades,
+        [(words, explorer.again(best, one).seconds) for words, one in upgrades.items()],
     )

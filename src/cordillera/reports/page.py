@@ -86,7 +86,8 @@ def plain(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, dict):
-        return ", ".join(f"{key} {count(entry)}" for key, entry in value.items())
+        between = "; " if any(isinstance(entry, dict) for entry in value.values()) else ", "
+        return between.join(f"{key} {count(entry)}" for key, entry in value.items())
     if isinstance(value, list | tuple):
         return ", ".join(str(entry) for entry in value)
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -23,7 +23,7 @@ from cordillera.models.ranking.dlrm import DLRM
 from cordillera.numerics.faults.bit_flips import INT4, BitLayout, Region, corrupted, regions_of
 from cordillera.numerics.faults.fault_model import Component, FaultModel
 from cordillera.numerics.faults.replay import Replay, Threshold, Touched
-from cordillera.numerics.faults.vulnerability import Campaign, Vulnerability
+from cordillera.numerics.faults.vulnerability import Campaign
 from cordillera.reports.ranking.injection import advice, injection_page
 from cordillera.run import Run, write_atomically
 from cordillera.workflows._say import Say, silent
@@ -68,7 +68,6 @@ class InjectionOutcome:
         files: Paths of ``injection.json`` and ``injection.html`` in the run's folder.
     """
 
-    found: dict[str, Vulnerability]
     content: dict[str, Any]
     interrupted: bool
     files: tuple[Path, Path]
@@ -270,7 +269,7 @@ def inject(
     file = run.write_json("injection.json", content)
     page = run.folder / "injection.html"
     write_atomically(page, injection_page(content))
-    return InjectionOutcome(campaign.found, content, not finished, (file, page))
+    return InjectionOutcome(content, not finished, (file, page))
 
 
 def _chosen(components: Sequence[Component], names: Sequence[str]) -> list[Component]:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from cordillera.data.language.held_out import held_out_batches
 from cordillera.data.packing.work import DocumentWork
 from cordillera.distributed.job.environment import place_in_job
 from cordillera.distributed.job.job import Job, join_job
-from cordillera.distributed.job.launch import LaunchConfig, launch, tell
+from cordillera.distributed.job.launch import LaunchConfig, launch
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.distributed.planned_mesh import PlannedParallelConfig, planned_mesh
 from cordillera.errors import CheckpointError, DataError, DependencyError, Interrupted, PlanError, RecipeError, RunError
@@ -47,14 +47,13 @@ from cordillera.training.language.engine import LanguageEngine, check_emulated
 from cordillera.training.language.followed_plan import check_processes, differences
 from cordillera.training.language.trainer import (
     LanguageEvaluation,
-    LanguageProgress,
     LanguageReport,
     LanguageStepCallback,
     LanguageTrainer,
     write_evaluation,
 )
 from cordillera.training.ranking.scoring import select_device
-from cordillera.workflows._say import Say, silent
+from cordillera.workflows._say import Say, from_ranks, silent, to_launcher
 from cordillera.workflows.threads import keep as keep_threads
 from cordillera.workflows.threads import threads_of
 
@@ -398,16 +397,6 @@ def batches_of(recipe: LanguageRecipe, corpora: TextCorpora) -> TextBatches:
     )
 
 
-class _Line:
-    """Sends messages for the user from rank 0 to the process that started it."""
-
-    def say(self, text: str) -> None:
-        tell(("say", text))
-
-    def on_step(self, record: dict[str, Any], progress: LanguageProgress, total: int) -> None:
-        tell(("step", record, asdict(progress), total))
-
-
 def _launch(
     recipe: LanguageRecipe, run: Run, resume: bool, device: Any, on_step: LanguageStepCallback | None, say: Say
 ) -> LanguageReport:
@@ -417,31 +406,17 @@ def _launch(
         deadline_s=recipe.parallel.deadline_s,
         remedy=f"continue it with `cordillera train {run.folder} --resume`",
     )
-
-    def hear(message: tuple[Any, ...]) -> None:
-        kind, *content = message
-        if kind == "say":
-            say(content[0])
-        elif on_step is not None:
-            record, progress, total = content
-            on_step(record, LanguageProgress(**progress), total)
-
     arguments = (recipe, str(run.folder), resume)
-    found = launch(_launched, recipe.parallel.world, arguments, config=config, hear=hear)
-    evaluation = found.pop("evaluation")
-    return LanguageReport(
-        progress=LanguageProgress(**found.pop("progress")),
-        evaluation=evaluation and LanguageEvaluation(**evaluation),
-        **found,
+    report: LanguageReport = launch(
+        _launched, recipe.parallel.world, arguments, config=config, hear=from_ranks(on_step, say)
     )
+    return report
 
 
-def _launched(rank: int, recipe: LanguageRecipe, folder: str, resume: bool) -> dict[str, Any]:
-    """Train as one of several processes on this machine; return plain values."""
+def _launched(rank: int, recipe: LanguageRecipe, folder: str, resume: bool) -> LanguageReport:
+    """Train as one of several processes on this machine; rank 0 reports to the process that started it."""
     with join_job() as job:
-        line = _Line() if rank == 0 else None
-        report = _train(job, recipe, Run(folder), resume, *((line.on_step, line.say) if line else (None, silent)))
-    return {**asdict(report), "evaluation": report.evaluation and report.evaluation._asdict()}
+        return _train(job, recipe, Run(folder), resume, *to_launcher(rank))
 
 
 def _train(

@@ -137,7 +137,9 @@ class _Writer:
         self.temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         self.parquet: pyarrow.parquet.ParquetWriter | None = None
         for left in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
-            _remove_abandoned(left)
+            with contextlib.suppress(OSError), open(left, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if a process still writes it
+                left.unlink()
         with self._errors():
             self.file = open(self.temporary, "xb")  # noqa: SIM115 (closed in __exit__)
             fcntl.flock(self.file, fcntl.LOCK_SH)
@@ -174,10 +176,3 @@ class _Writer:
                 self.parquet.close()  # the file has been removed
         with contextlib.suppress(OSError):
             self.file.close()
-
-
-def _remove_abandoned(temporary: Path) -> None:
-    """Delete a temporary file unless a process still writes it."""
-    with contextlib.suppress(OSError), open(temporary, "rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        temporary.unlink()

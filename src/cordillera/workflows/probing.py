@@ -126,22 +126,13 @@ def probe(
         return Probing(run.folder / PROBE_FILE, run.folder / PLAN_FILE, Profile(plan, found.trials), change, returned)
 
 
-@dataclass(frozen=True)
-class TrainingProbing:
-    """Paths of the statistics of inputs and gradients and of the plan, and the plan with all kernels tried."""
-
-    statistics: Path
-    plan_file: Path
-    profile: Profile
-
-
 def probe_training(
     run: Run | Path | str,
     config: DispatchConfig | None = None,
     *,
     samples: int = 16_384,
     say: Say = silent,
-) -> TrainingProbing:
+) -> tuple[Path, Profile]:
     """Choose the fastest sufficiently accurate kernels for all three products of a training step.
 
     Gradients are those of the run's loss at its weights; no update is made. Only the bounds of each product are
@@ -150,6 +141,9 @@ def probe_training(
     Args:
         config: Bounds, sizes and counts; None for the defaults.
         samples: Number of samples of the training split to probe.
+
+    Returns:
+        Path of the written plan, and the plan with all kernels that were tried.
 
     Raises:
         DependencyError: If the run is of a device other than a CPU.
@@ -184,7 +178,7 @@ def probe_training(
         say_skipped(found.skipped(), say)
         found.plan = dataclasses.replace(found.plan, statistics=_digest(run.folder / GRADIENT_PROBE_FILE))
         found.plan.save(run.folder / TRAINING_PLAN_FILE)
-        return TrainingProbing(run.folder / GRADIENT_PROBE_FILE, run.folder / TRAINING_PLAN_FILE, found)
+        return run.folder / TRAINING_PLAN_FILE, found
 
 
 def _gathered_by_training(run: Run, model: RankingModel, marginals: bool, say: Say) -> dict[str, RowStatistics] | None:
@@ -219,18 +213,16 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def load_planned(run: Run, model: RankingModel, allow_stale: bool = False) -> tuple[RankingModel, int]:
-    """Apply the plan of a ``run`` to its ``model`` in place; return the largest number of rows that it covers.
-
-    With ``allow_stale``, a plan that was made on another machine or with other libraries is accepted.
+def load_planned(run: Run, model: RankingModel) -> tuple[RankingModel, int]:
+    """Apply the plan of a ``run`` to its ``model`` in place; return it and the most rows that the plan covers.
 
     Raises:
         NumericsError: If there is no plan, it is damaged, or it was made on another machine or for other weights.
     """
     path = run.folder / PLAN_FILE
-    plan = PrecisionPlan.load(path, allow_stale=allow_stale)
+    plan = PrecisionPlan.load(path)
     try:
-        apply(model, plan, allow_stale)
+        apply(model, plan)
     except NumericsError as error:
         raise NumericsError(error.what, where=str(path), remedy="`cordillera probe RUN` makes the plan anew") from error
     return model, max((choice.rows for choice in plan.choices), default=1)

@@ -4,33 +4,49 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from cordillera import recipe as recipes
 from cordillera.data.ranking.cache import ClickDataset, Splits
 from cordillera.data.ranking.datasets import prepare
 from cordillera.data.ranking.loader import Loader
 from cordillera.data.ranking.unseen import warn_of_split
+from cordillera.distributed.collectives import Collectives
+from cordillera.distributed.job.environment import place_in_job
+from cordillera.distributed.job.job import Job, join_job
+from cordillera.distributed.job.launch import LaunchConfig, launch
+from cordillera.distributed.ledger import Ledger
 from cordillera.embeddings.cached_tables import require_cpu
-from cordillera.errors import DataError, NumericsError, RunError
+from cordillera.embeddings.exchange import make_coder
+from cordillera.embeddings.prioritised_tables import PrioritisedEmbeddingTables
+from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
+from cordillera.embeddings.tables import EmbeddingTables
+from cordillera.errors import DataError, NumericsError, PlanError, RecipeError, RunError
 from cordillera.models import flops
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.dispatch.plan import PrecisionPlan
 from cordillera.numerics.dispatch.training_linear import Applied, apply_for_training
+from cordillera.planning.ranking.placement import Placement
+from cordillera.planning.ranking.placer import place
+from cordillera.planning.ranking.table_cost import TableProfile
 from cordillera.recipe import RankingRecipe
 from cordillera.reports.ranking.run import write_report
-from cordillera.run import Run, disk_errors, next_folder
+from cordillera.run import Run, disk_errors, next_folder, write_atomically
 from cordillera.training import checkpoints
 from cordillera.training.ranking.config import TrainingOutcome
 from cordillera.training.ranking.evaluation import Evaluation
 from cordillera.training.ranking.evaluation import evaluate as evaluate_split
+from cordillera.training.ranking.ranks import ManyRanks, OneRank
 from cordillera.training.ranking.scoring import scorer, select_device
 from cordillera.training.ranking.trainer import StepCallback, Trainer
-from cordillera.workflows._say import Say, silent
+from cordillera.workflows._say import Say, from_ranks, silent, to_launcher
 from cordillera.workflows.threads import keep as keep_threads
 from cordillera.workflows.threads import threads_of
 from cordillera.workflows.trained import (
@@ -41,6 +57,11 @@ from cordillera.workflows.trained import (
     splits_of,
     with_threads,
 )
+
+PLACEMENT_FILE = "placement.json"
+"""File in a run's folder with the places of its tables, if several processes train it."""
+
+_SAMPLED_BATCHES = 8  # batches whose ids are counted for the placement of tables
 
 USED_PLAN_FILE = "used-training-plan.json"
 """File in a run's folder with the plan of its training."""
@@ -90,6 +111,7 @@ def train(
     folder: Path | str | None = None,
     *,
     resume: bool = False,
+    processes: int | None = None,
     on_step: StepCallback | None = None,
     say: Say = silent,
 ) -> Outcome:
@@ -97,15 +119,35 @@ def train(
 
     ``recipe``, ``folder``, ``resume``, ``on_step``, ``say`` and errors are those of :func:`cordillera.workflows.train`.
 
+    Args:
+        processes: Number of processes on this machine, if no launcher has started any. Default:
+            ``parallel.processes`` of the recipe.
+
     Raises:
         NumericsError: If the recipe's plan is not a plan of training for this machine and this model.
+        RankError: If a process died.
     """
+    launched = place_in_job()
+    if launched is not None and processes not in (None, launched.size):
+        raise PlanError(f"the launcher has started {launched.size} processes, not {processes}", where="--nproc")
+    size = processes or (recipe.parallel.processes if launched is None else launched.size)
+    recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"processes": size})})
+    work = _train_alone if size == 1 else _train_together
+    return work(recipe, folder, resume, on_step, say)
+
+
+def _train_alone(
+    recipe: RankingRecipe, folder: Path | str | None, resume: bool, on_step: StepCallback | None, say: Say
+) -> Outcome:
+    """Train in this process."""
     device = select_device(recipe.device)
     require_cpu(recipe.tables, device)
     with contextlib.ExitStack() as stack:
         if resume:
             run = Run(folder or "")
             stack.enter_context(run.lock())
+            if recipe_of(run).parallel != recipe.parallel:  # it was trained by several processes until now
+                write_atomically(run.recipe_file, recipes.dump(recipe))
         threads = recipe.threads
         if recipe.training.plan is None:  # a plan is valid for the number of threads that it was measured with
             threads = threads_of(recipe.threads, say, folder=folder if resume else None)
@@ -153,6 +195,184 @@ def train(
         return Outcome(run, report, evaluation)
 
 
+def _train_together(
+    recipe: RankingRecipe, folder: Path | str | None, resume: bool, on_step: StepCallback | None, say: Say
+) -> Outcome:
+    """Train in several processes, which this one or a launcher starts; evaluate and report in one."""
+    size = recipe.parallel.processes
+    _check_together(recipe)
+    if place_in_job() is None:
+        run = _prepare(recipe, folder, resume, say)
+        if recipe.threads is None:
+            threads = threads_of(None, say, folder=run.folder if resume else None, processes=size)
+            keep_threads(run, threads, size)
+            recipe = recipe.model_copy(update={"threads": threads})
+        report = _launch(recipe, run, resume, on_step, say)
+    else:
+        with join_job("cpu", recipe.parallel.deadline_s) as job:
+            folders = [""]
+            if job.rank == 0:
+                folders = [str(_prepare(recipe, folder, resume, say).folder)]
+            job.watchdog.meet("run prepared")
+            dist.broadcast_object_list(folders)
+            run = Run(folders[0])
+            report = _train_rank(job, recipe, run, resume, *((on_step, say) if job.rank == 0 else (None, silent)))
+        if job.rank > 0:
+            return Outcome(run, report, None)
+    if report.ended == "interrupted":
+        return Outcome(run, report, None)
+    evaluation = evaluate(run) if len(prepare(recipe.data).test) else None
+    write_report(run)
+    return Outcome(run, report, evaluation)
+
+
+def _check_together(recipe: RankingRecipe) -> None:
+    """Refuse what is trained in one process only."""
+    training, problems = recipe.training, []
+    if recipe.tables.are_encoded:
+        problems.append(("tables", "rows in few bits and caches are of one process: set rows = 'fp32', cache = 0"))
+    for key, given in (
+        ("plan", training.plan),
+        ("emulate", training.emulate),
+        ("probe_every", training.probe_every),
+        ("compile", training.compile),
+    ):
+        if given:
+            problems.append((f"training.{key}", "is for training in one process"))
+    if recipe.parallel.exchange == "prioritised" and recipe.parallel.copies > 1:
+        problems.append(("parallel.copies", "prioritised exchange knows no copies: set 1, or exchange = 'plain'"))
+    if recipe.parallel.file_cache:
+        problems.append(("parallel.file_cache", "parts in files are not trained over several processes: set 0"))
+    for key in ("norm", "top_norm"):
+        if getattr(recipe.model, key, None) == "batch":
+            problems.append((f"model.{key}", "'batch' is for training in one process: set 'layer' or 'none'"))
+    if recipe.device != "cpu" and (recipe.device != "auto" or select_device("auto").type != "cpu"):
+        problems.append(("device", "several processes train on CPUs: set device = 'cpu'"))
+    if problems:
+        raise RecipeError(recipe.name, problems)
+
+
+def _prepare(recipe: RankingRecipe, folder: Path | str | None, resume: bool, say: Say) -> Run:
+    """Prepare data and folder of a run in several processes, and place its tables."""
+    say(f"data: {recipe.data.label}")
+    splits = prepare(recipe.data)
+    model = model_of(recipe, splits.features)
+    kept = Path(folder or "") / PLACEMENT_FILE
+    if resume and kept.is_file() and recipe_of(Run(folder or "")).parallel == recipe.parallel:
+        placement, why = Placement.read(kept), ""
+    else:
+        placement, why = _placement(recipe, model, splits)
+    if resume:
+        run = Run(folder or "")
+        begins = not checkpoints.steps(run.checkpoints)
+    else:
+        run, begins = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe)), True
+    with run.lock():
+        described = _begin(run, recipe, model, splits, None) if begins else _check_same_data(run, recipe, splits)
+        say(
+            f"model: {described['name']}, {described['parameters']:,} parameters "
+            f"({described['embedding_parameters']:,} in tables), {described['training_flops']:,} training FLOPs "
+            "an example"
+        )
+        write_atomically(run.folder / PLACEMENT_FILE, placement.to_text())
+        if why:
+            write_atomically(run.folder / "placement.txt", why + "\n")
+        write_atomically(run.recipe_file, recipes.dump(recipe))
+    ways = Counter(placement.way(table) for table in placement.tables)
+    if ways:
+        say(f"tables: over {placement.size} processes, " + ", ".join(f"{count} {way}" for way, count in ways.items()))
+    return run
+
+
+def _placement(recipe: RankingRecipe, model: RankingModel, splits: Splits) -> tuple[Placement, str]:
+    """Return the placement of a run's tables, read or planned, with the reasons of a planned one."""
+    given, tables = recipe.parallel, model.tables
+    if given.placement != "auto":
+        placement = Placement.read(given.placement)
+        shapes = {name: (rows, tables.embedding_dim) for name, rows in tables.features.tables.items()}
+        placement.check(shapes, given.processes, where=given.placement)
+        return placement, ""
+    if not tables.features.tables:
+        return Placement(given.processes, {}, ()), ""
+    if given.exchange == "prioritised":
+        given = given.model_copy(update={"copied_rows": 0})
+    profiles = _profiles(recipe, tables, splits)
+    planned = place(profiles, given.processes, given, batch=min(recipe.data.batch_size, len(splits.train)))
+    return planned.placement, planned.explain()
+
+
+def _profiles(recipe: RankingRecipe, tables: EmbeddingTables, splits: Splits) -> dict[str, TableProfile]:
+    """Return the traffic of every table in some batches of the training split."""
+    lookups, distinct, samples = Counter[str](), Counter[str](), 0
+    batches = islice(_loader(recipe, splits.train, training=True).epoch(), _SAMPLED_BATCHES)
+    for batch in batches:
+        samples += len(batch)
+        ids: dict[str, list[torch.Tensor]] = {}
+        for feature in tables.features.sparse:
+            ids.setdefault(feature.table, []).append(batch.sparse[feature.name].values)
+        for table, found in ids.items():
+            rows = torch.cat(found)
+            lookups[table] += len(rows)
+            distinct[table] += len(rows.unique())
+    return {
+        table: TableProfile(
+            rows,
+            tables.embedding_dim,
+            lookups=lookups[table] / max(1, samples),
+            distinct=distinct[table] / lookups[table] if lookups[table] else 1.0,
+            optimizer=recipe.tables.name,
+        )
+        for table, rows in tables.features.tables.items()
+    }
+
+
+def _train_rank(
+    job: Job, recipe: RankingRecipe, run: Run, resume: bool, on_step: StepCallback | None, say: Say
+) -> TrainingOutcome:
+    """Train in each process."""
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+    splits = prepare(recipe.data)
+    model = model_of(recipe, splits.features)
+    links = Collectives(None, Ledger(), recipe.parallel.deadline_s)
+    kind = PrioritisedEmbeddingTables if recipe.parallel.exchange == "prioritised" else ShardedEmbeddingTables
+    model.tables = tables = kind.of(model.tables, Placement.read(run.folder / PLACEMENT_FILE), links)
+    given = recipe.parallel
+    tables.coder = make_coder(
+        given.codec,
+        tables.placement,
+        scale=given.bound_scale,
+        iterations=given.bound_steps,
+        step=lambda: tables.step,
+    )
+    ranks = ManyRanks(tables, job.watchdog)
+    trainer = _trainer(recipe, model, splits, run, torch.device("cpu"), on_step, ranks)
+    if resume:
+        found = trainer.resume()
+        say(f"resumed at step {trainer.progress.step}" if found else "no checkpoint yet: starting from the beginning")
+    return trainer.fit()
+
+
+def _launch(recipe: RankingRecipe, run: Run, resume: bool, on_step: StepCallback | None, say: Say) -> TrainingOutcome:
+    config = LaunchConfig(
+        threads=recipe.threads,
+        deadline_s=recipe.parallel.deadline_s,
+        remedy=f"continue it with `cordillera train {run.folder} --resume`",
+    )
+
+    arguments = (recipe, str(run.folder), resume)
+    report: TrainingOutcome = launch(
+        _launched, recipe.parallel.processes, arguments, config=config, hear=from_ranks(on_step, say)
+    )
+    return report
+
+
+def _launched(rank: int, recipe: RankingRecipe, folder: str, resume: bool) -> TrainingOutcome:
+    """Train as one of several processes on this machine; rank 0 reports to the process that started it."""
+    with join_job() as job:
+        return _train_rank(job, recipe, Run(folder), resume, *to_launcher(rank))
+
+
 def _begin(
     run: Run, recipe: RankingRecipe, model: RankingModel, splits: Splits, plan: PrecisionPlan | None
 ) -> dict[str, Any]:
@@ -187,6 +407,7 @@ def _trainer(
     run: Run,
     device: torch.device,
     on_step: StepCallback | None,
+    ranks: OneRank | None = None,
 ) -> Trainer:
     validation = _loader(recipe, splits.validation, training=False) if len(splits.validation) else None
     return Trainer(
@@ -199,6 +420,7 @@ def _trainer(
         device=device,
         on_step=on_step,
         recipe=recipe,
+        ranks=ranks,
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cordillera import recipe as recipes
-from cordillera.errors import RecipeError, RunError
+from cordillera.errors import RunError
 from cordillera.recipe import LanguageRecipe, RankingRecipe
 from cordillera.reports.language.comparison import LanguageComparison, compare_language
 from cordillera.reports.language.run import write_language_report
@@ -44,9 +44,9 @@ def train(
         recipe: Recipe to train; with ``resume`` it may be the run.
         folder: Folder of the run. Default: ``runs/NAME``, or ``runs/NAME-2`` and so on if that exists.
         resume: Whether to continue the run in ``folder`` from its newest checkpoint, with its own recipe.
-        processes: Number of processes on this machine, for a language model; see
-            :func:`cordillera.workflows.language.train`.
-        parallel: Strings ``parallel.key=value`` with which a language model's run continues on another mesh.
+        processes: Number of processes on this machine; see :func:`cordillera.workflows.language.train` for language
+            models. Default: ``parallel.processes`` of the recipe of a ranking model.
+        parallel: Strings ``parallel.key=value`` with which a run continues on another mesh.
         on_step: Function called after every step with the newest log record (empty at steps that log nothing), the
             progress and the total number of steps.
         say: Function called with one line of text at each stage.
@@ -56,7 +56,7 @@ def train(
         CheckpointError: If the newest checkpoint is corrupt.
         DataError: If the data is not available or not acceptable.
         PlanError: If the mesh does not fit the model or the processes.
-        RecipeError: If ``processes`` or ``parallel`` is given for a model that is trained in one process.
+        RecipeError: If several processes cannot train what the recipe asks for.
         TrainingError: If the loss is not finite.
     """
     if isinstance(recipe, Run):
@@ -68,9 +68,7 @@ def train(
     if isinstance(recipe, LanguageRecipe):
         return language.train(recipe, folder, resume=resume, processes=processes, on_step=on_step, say=say)
     assert isinstance(recipe, RankingRecipe)
-    if processes not in (None, 1):
-        raise RecipeError(recipe.name, [("--nproc", "ranking models are trained in one process")])
-    return ranking.train(recipe, folder, resume=resume, on_step=on_step, say=say)
+    return ranking.train(recipe, folder, resume=resume, processes=processes, on_step=on_step, say=say)
 
 
 def evaluate(

@@ -16,9 +16,7 @@ from cordillera.models.language.flops import training_flops
 from cordillera.recipe import LanguageRecipe, RankingRecipe
 from cordillera.run import Run, write_atomically
 from cordillera.training.language.trainer import LanguageStepCallback
-from cordillera.training.ranking.trainer import (
-    StepCallback,
-)
+from cordillera.training.ranking.trainer import StepCallback
 from cordillera.training.scaling import power_law as scaling_laws
 from cordillera.training.scaling.isoflop_plan import IsoFlopOutcome, plan_runs, sizes_for, train_plan
 from cordillera.training.scaling.power_law import ScalingStudy
@@ -40,7 +38,7 @@ def isoflop(
     overrides: Sequence[str] = (),
     folder: Path | str | None = None,
     on_step: LanguageStepCallback | None = None,
-    say: Say = lambda text: None,
+    say: Say = silent,
 ) -> IsoFlopOutcome:
     """Train a language model in several sizes for each budget, and fit the best split into parameters and tokens.
 

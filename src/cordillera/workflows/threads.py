@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cordillera.errors import CordilleraError, RunError
+from cordillera.errors import RunError
 from cordillera.files import read_json_object
 from cordillera.kernels.threads import MOST_THREADS, choose_threads, usable_cores
 from cordillera.run import Run, write_atomically
@@ -44,17 +44,11 @@ def keep(run: Run, threads: int, processes: int = 1) -> None:
 def _kept(file: Path, processes: int) -> int | None:
     if not file.exists():
         return None
-    found = read_json_object(file, error=RunError, remedy="delete the file: the number is chosen anew")
+    remedy = "delete the file: the number is chosen anew"
+    found = read_json_object(file, error=RunError, remedy=remedy)
     threads = found.get("threads")
     if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= MOST_THREADS:
-        raise _wrong(file, threads)
+        what = f"threads is {threads!r}, not a number from 1 to {MOST_THREADS}"
+        raise RunError(what, where=str(file), remedy=remedy)
     fits = found.get("processes") == processes and threads * processes <= max(usable_cores(), processes)
     return threads if fits else None
-
-
-def _wrong(file: Path, threads: object) -> CordilleraError:
-    return RunError(
-        f"threads is {threads!r}, not a number from 1 to {MOST_THREADS}",
-        where=str(file),
-        remedy="delete the file: the number is chosen anew",
-    )

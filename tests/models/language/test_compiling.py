@@ -10,8 +10,9 @@ import torch
 
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.errors import PlanError
-from cordillera.models.language.compiling import check_compiler
-from cordillera.models.language.llama import LlamaConfig
+from cordillera.models.language.compiling import check_compiler, compile_blocks
+from cordillera.models.language.llama import Llama, LlamaConfig
+from cordillera.models.language.stages import LlamaStage
 from cordillera.training.language.engine import LanguageConfig, LanguageEngine, PackedTokens
 from tests.distributed.processes import needs_gloo, run_processes
 
@@ -30,6 +31,17 @@ def graphs() -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
+
+
+def test_an_attention_core_outside_gets_its_arguments_as_they_are() -> None:
+    stage = LlamaStage(Llama(MODEL))
+    called: list[tuple[Any, ...]] = []
+    for block in stage.blocks:
+        block.attention.core = lambda *arguments: called.append(arguments)
+    compile_blocks(stage)
+    for block in stage.blocks:
+        block.attention.core("q", "k", "v", "offsets")
+    assert called == [("q", "k", "v", "offsets")] * MODEL.layers
 
 
 def work(rank: int, folder: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import hashlib
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from cordillera.kernels.compiling import compiled
 EMPTY, OLDER, EXACT, NEAR = "empty", "older version of its page", "exact duplicate", "near duplicate"
 LINES, NGRAMS, LANGUAGE, QUALITY = "only repeated lines", "repeats itself", "other language", "low quality"
 REASONS = (EMPTY, OLDER, EXACT, NEAR, LINES, NGRAMS, LANGUAGE, QUALITY)
+_COUNTED = ("documents", "kept", "lines", "lines dropped", "characters", "characters kept")
 
 # Scripts without spaces between words: each character counts as a word (kana, Han, Thai, Lao).
 _DENSE = "\u0e00-\u0eff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
@@ -154,14 +155,12 @@ def minhash(hashes: np.ndarray, num_hashes: int, seed: int = 0) -> np.ndarray:
     return _minima(hashes, seeds)
 
 
-def rows_per_band(threshold: float, num_hashes: int, recall: float = 0.95) -> int:
+def rows_per_band(threshold: float, num_hashes: int) -> int:
     """Return the most rows in a band with which locality-sensitive hashing by ``num_hashes`` finds similar pairs.
 
-    Args:
-        threshold: Similarity, above 0.
-        recall: Least chance with which a pair at the threshold shares a band, ``1 - (1 - J^r)^(K // r)``.
+    Pairs of similarity ``threshold``, above 0, share a band with a chance of 0.95, ``1 - (1 - J^r)^(K // r)``, or more.
     """
-    fitting = [rows for rows in range(1, num_hashes + 1) if 1 - (1 - threshold**rows) ** (num_hashes // rows) >= recall]
+    fitting = [rows for rows in range(1, num_hashes + 1) if 1 - (1 - threshold**rows) ** (num_hashes // rows) >= 0.95]
     return max(fitting, default=1)
 
 
@@ -246,16 +245,6 @@ class _LineCounter:
         return self.values[self.counts > limit]
 
 
-@dataclass
-class _CleaningCounts:
-    documents: int = 0
-    kept: int = 0
-    lines: int = 0
-    lines_dropped: int = 0
-    characters: int = 0
-    characters_kept: int = 0
-
-
 class Cleaner:
     """Cleans a corpus.
 
@@ -277,19 +266,15 @@ class Cleaner:
         language: Callable[[str], str] | None = None,
         quality: Callable[[str], float] | None = None,
     ) -> None:
-        for name, function, setting in (
-            ("language", language, config.languages),
-            ("quality", quality, config.min_quality),
-        ):
-            if (function is None) != (setting is None):
-                key = {"language": "languages", "quality": "min_quality"}[name]
+        for name, function, key in (("language", language, "languages"), ("quality", quality, "min_quality")):
+            if (function is None) != (getattr(config, key) is None):
                 raise DataError(
                     f"the setting {key} and the function {name} belong together; one of them is missing",
                     where="cleaning",
                     remedy=f"set {key} and give {name}=, or neither",
                 )
         self.config, self.language, self.quality = config, language, quality
-        self._counts, self._dropped = _CleaningCounts(), dict.fromkeys(REASONS, 0)
+        self._counts, self._dropped = dict.fromkeys(_COUNTED, 0), dict.fromkeys(REASONS, 0)
 
     def clean(self, documents: Callable[[], Iterable[Document]]) -> Iterator[Document]:
         """Iterate over the documents that are kept, in order, without the lines that recur.
@@ -301,7 +286,7 @@ class Cleaner:
             DataError: the corpus grows while it is read, no document has an address, dates of a page differ in type, or
                 the quality function returns NaN.
         """
-        self._counts, self._dropped = _CleaningCounts(), dict.fromkeys(REASONS, 0)
+        self._counts, self._dropped = dict.fromkeys(_COUNTED, 0), dict.fromkeys(REASONS, 0)
         reasons = ("", *REASONS)
         judge = self._judge(self._newest(documents()) if self.config.url_field is not None else {})
         verdicts, frequent = array("B"), list[np.ndarray]()
@@ -313,8 +298,8 @@ class Cleaner:
                 raise DataError("the corpus has grown while it was read", where=f"{document.file}:{document.row}")
             reason = reasons[verdicts[number]] if frequent else judge(document, number)
             text = document.text
-            self._counts.documents += 1
-            self._counts.characters += len(text)
+            self._counts["documents"] += 1
+            self._counts["characters"] += len(text)
             if not reason:
                 if frequent:
                     text = self._without_lines(text, frequent[entered // self.config.line_bucket])
@@ -323,22 +308,13 @@ class Cleaner:
             if reason:
                 self._dropped[reason] += 1
                 continue
-            self._counts.kept += 1
-            self._counts.characters_kept += len(text)
+            self._counts["kept"] += 1
+            self._counts["characters kept"] += len(text)
             yield document if text is document.text else replace(document, text=text)
 
     def report(self) -> dict[str, Any]:
         """Return the counts of what was read, kept and dropped, by reason; complete once :meth:`clean` is exhausted."""
-        counts = self._counts
-        return {
-            "documents": counts.documents,
-            "kept": counts.kept,
-            "dropped": dict(self._dropped),
-            "lines": counts.lines,
-            "lines dropped": counts.lines_dropped,
-            "characters": counts.characters,
-            "characters kept": counts.characters_kept,
-        }
+        return {**self._counts, "dropped": dict(self._dropped)}
 
     def _newest(self, documents: Iterable[Document]) -> dict[bytes, tuple[Date, int]]:
         """Date and number of the newest version of every page, by a hash of its address."""
@@ -404,11 +380,11 @@ class Cleaner:
     def _without_lines(self, text: str, frequent: np.ndarray) -> str:
         lines = _lines(text)
         full = np.fromiter(map(bool, lines), bool, len(lines))
-        self._counts.lines += int(full.sum())
+        self._counts["lines"] += int(full.sum())
         drop = np.isin(_hashes("\n".join(lines), "\n"), frequent) & full
         if not drop.any():
             return text
-        self._counts.lines_dropped += int(drop.sum())
+        self._counts["lines dropped"] += int(drop.sum())
         return "\n".join(line for line, gone in zip(text.split("\n"), drop, strict=True) if not gone)
 
     def _reason(self, text: str, document: Document) -> str:

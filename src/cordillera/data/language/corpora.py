@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cordillera.data.language.cleaning import CleaningConfig
 from cordillera.data.language.shards import ChosenDocuments, Documents, TextDataset
-from cordillera.data.language.tokenised import TextConfig, prepare_text
+from cordillera.data.language.tokenised import TextConfig, TextSettings, prepare_text
 from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import DataError
@@ -40,19 +40,11 @@ class TextSourceConfig(BaseModel):
     cleaning: CleaningConfig | None = None
 
 
-class TextDataConfig(BaseModel):
+class TextDataConfig(TextSettings):
     """Text that a language model learns from; the section ``[data]`` of its recipe.
 
     Attributes:
-        path: File, folder or pattern, or several of them, read as one corpus; ``python-library`` is the source of the
-            running Python's standard library, which every machine has. An alternative to ``sources``.
-        sources: Corpora of a mixture, each with its ``path`` and ``weight``.
-        tokenizer: File or folder of a tokenizer; or ``bytes``, or the name of an asset, such as ``smollm2``.
-        text_field: Key or column of the text in JSON lines and Parquet.
-        unit: Unit that is a document in a plain text file: the ``file``, or every ``line``.
-        bos: Whether documents begin with the begin-of-text token. Default: what the tokenizer's model expects.
-        eos: Whether documents end with the end-of-text token.
-        cleaning: Rules for dropping documents. Default: empty documents only.
+        sources: Corpora of a mixture, each with its ``path`` and ``weight``; an alternative to ``path``.
         held_out: Share of the documents that are evaluated on and not learnt from: those whose text has the lowest
             hashes, so the same ones in any order or mixture and with any tokenizer. At least one if there are two; 0
             for none. Default: 0.01, and none if ``validation`` is given.
@@ -62,30 +54,15 @@ class TextDataConfig(BaseModel):
         max_length: Largest number of tokens of a document. Default: the context; none where rows are cut anyway.
         long_documents: Treatment of longer documents: ``cut`` (into parts that do not see each other), ``drop`` or
             ``refuse``.
-        shard_tokens: Number of tokens at which a shard of the prepared corpus is closed.
-        processes: Number of processes that tokenise; 0 to tokenise in the calling process.
-        cache_dir: Folder of prepared corpora. Default: ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    path: str | tuple[str, ...] | None = None
     sources: tuple[TextSourceConfig, ...] = ()
-    tokenizer: str = "bytes"
-    text_field: str = "text"
-    unit: Literal["file", "line"] = "file"
-    bos: bool | None = None
-    eos: bool = True
-    cleaning: CleaningConfig | None = None
     held_out: float | None = Field(None, ge=0, lt=1)
     validation: str | tuple[str, ...] | None = None
     epochs: int | None = Field(None, ge=1)
     shuffle: bool = True
     max_length: int | None = Field(None, ge=2)
     long_documents: Literal["cut", "drop", "refuse"] = "cut"
-    shard_tokens: int = Field(1 << 27, ge=1)
-    processes: int = Field(0, ge=0)
-    cache_dir: str | None = None
 
     @model_validator(mode="after")
     def _says_one_thing(self) -> TextDataConfig:
@@ -105,9 +82,7 @@ class TextDataConfig(BaseModel):
 
     def corpora(self) -> list[TextConfig]:
         """Return the configuration of each source."""
-        common: dict[str, Any] = {
-            name: getattr(self, name) for name in TextConfig.model_fields if name in type(self).model_fields
-        }
+        common = {name: getattr(self, name) for name in TextSettings.model_fields}
         if not self.sources:
             return [TextConfig(**common)]
         own = [source.model_dump(exclude_none=True, exclude={"weight"}) for source in self.sources]

@@ -7,11 +7,12 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet
 
+from cordillera.data.tokenizers.tokenizer import check_text
 from cordillera.errors import DataError
 
 _PACKED = (".gz", ".bz2", ".zst")
@@ -118,7 +119,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Numbers, from 1, and contents of lines, without their ends."""
     with _stream(path) as file:
         rest, row = b"", 0
-        while block := _read(file):
+        while block := file.read(1 << 20):
             lines = (rest + block).split(b"\n")
             rest = lines.pop()
             for line in lines:
@@ -126,10 +127,6 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield row, line.removesuffix(b"\r")
         if rest:
             yield row + 1, rest
-
-
-def _read(file: BinaryIO) -> bytes:
-    return file.read(1 << 20)
 
 
 def _utf8(content: bytes, path: Path, row: int | None) -> str:
@@ -166,12 +163,7 @@ def _document(values: Sequence[Any], fields: _Fields, path: Path, row: int) -> D
     for value, name in ((text, fields.text), (url or "", fields.url)):
         if not isinstance(value, str):
             raise DataError(f"field '{name}' is not text but {type(value).__name__}", where=where)
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"character {error.start} of field '{name}' is a lone surrogate, half a character", where=where
-            ) from None
+        check_text(value, f"{where}, field '{name}'")
     if not url or fields.date is None:
         return Document(text, str(path), row, url or "")
     if isinstance(date, datetime.date):  # of a Parquet column

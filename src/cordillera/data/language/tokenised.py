@@ -38,26 +38,27 @@ _DEADLINE_S = 600.0
 _POLL_S = 0.2
 
 
-class TextConfig(BaseModel):
-    """Text of a corpus and its tokenisation.
+class TextSettings(BaseModel):
+    """Tokenisation of text, the same for one corpus and for a mixture.
 
     Attributes:
-        path: File, folder or pattern, or several of them; see :func:`text_files`.
-        tokenizer: File, folder or name of the tokenizer; see :func:`cordillera.data.tokenizers.load.load_tokenizer`.
-        text_field: Key or column of the text.
+        path: File, folder or pattern, or several of them, read as one corpus; ``python-library`` is the source of the
+            running Python's standard library, which every machine has.
+        tokenizer: File or folder of a tokenizer; or ``bytes``, or the name of an asset, such as ``smollm2``.
+        text_field: Key or column of the text in JSON lines and Parquet.
         unit: Unit that is a document in a plain text file: the ``file``, or every ``line``.
         bos: Whether documents begin with the begin-of-text token. Default: what the tokenizer's model expects.
         eos: Whether documents end with the end-of-text token.
         cleaning: Rules for dropping documents. Default: empty documents only.
-        shard_tokens: Number of tokens at which a shard is closed.
+        shard_tokens: Number of tokens at which a shard of the prepared corpus is closed.
         processes: Number of processes that tokenise; 0 to tokenise in the calling process. The result is the same.
         cache_dir: Folder of prepared corpora. Default: ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    path: str | tuple[str, ...]
-    tokenizer: str
+    path: str | tuple[str, ...] | None = None
+    tokenizer: str = "bytes"
     text_field: str = "text"
     unit: Literal["file", "line"] = "file"
     bos: bool | None = None
@@ -66,6 +67,12 @@ class TextConfig(BaseModel):
     shard_tokens: int = Field(1 << 27, ge=1)
     processes: int = Field(0, ge=0)
     cache_dir: str | None = None
+
+
+class TextConfig(TextSettings):
+    """Text of one corpus, and its tokenisation."""
+
+    path: str | tuple[str, ...]
 
 
 def text_files(path: str | Sequence[str]) -> tuple[Path, ...]:
@@ -108,7 +115,6 @@ def prepare_text(
     *,
     language: Callable[[str], str] | None = None,
     quality: Callable[[str], float] | None = None,
-    verify: bool = True,
     wait_s: float = 0.0,
 ) -> TextDataset:
     """Read, clean and tokenise the text of ``config``; a second call opens the cached corpus.
@@ -120,7 +126,6 @@ def prepare_text(
         language: Function that names the language of a text, for ``cleaning.languages``. Two functions of one module
             and name count as the same.
         quality: Function that scores a text, for ``cleaning.min_quality``.
-        verify: Whether to compare every file with its checksum; see :class:`TextDataset`.
         wait_s: Longest time in seconds to wait for another process that prepares the same text.
 
     Raises:
@@ -132,7 +137,7 @@ def prepare_text(
     key = _key(config, tokenizer, ends, paths, (language, quality))
     folder = cache_folder(config.cache_dir) / "text" / f"{_name(config.path, paths)}-{key}"
     if (folder / "meta.json").exists():
-        return TextDataset(folder, verify=verify)
+        return TextDataset(folder)
     # Without a cleaning configuration empty documents are still dropped, and the report has the same counts.
     none = CleaningConfig(exact=False, near_duplicates=None, line_repeats=None, repeated_ngrams={})
     cleaner = Cleaner(config.cleaning or none, language=language, quality=quality)
@@ -142,7 +147,7 @@ def prepare_text(
             _write(config, tokenizer, ends, paths, cleaner, partial)
             with disk_errors(folder):
                 os.replace(partial, folder)
-    return TextDataset(folder, verify=verify)
+    return TextDataset(folder)
 
 
 _Ends = tuple[list[int], list[int]]

@@ -186,15 +186,20 @@ def _unwritable(absent: set[int], path: Path) -> re.Pattern[str] | None:
             where=str(path),
             remedy="byte-level byte-pair encodings are supported",
         )
-    ranges = []
-    for byte in sorted(absent):
-        if byte < 0x80:
-            ranges.append((byte, byte))
-        elif 0xC2 <= byte < 0xE0:
-            ranges.append(((byte & 0x1F) << 6, ((byte & 0x1F) << 6) | 0x3F))
-        elif 0xE0 <= byte < 0xF0:
-            ranges.append(((byte & 0x0F) << 12, ((byte & 0x0F) << 12) | 0xFFF))
-        elif 0xF0 <= byte < 0xF5:
-            ranges.append(((byte & 7) << 18, min(((byte & 7) << 18) | 0x3FFFF, 0x10FFFF)))
+    ranges = [_begun_by(byte) for byte in sorted(absent - {0xC0, 0xC1} - {*range(0xF5, 0x100)})]
     letters = "".join(f"{re.escape(chr(low))}-{re.escape(chr(high))}" for low, high in ranges)
     return re.compile(f"[{letters}]") if ranges else None
+
+
+def _begun_by(byte: int) -> tuple[int, int]:
+    """First and last character whose UTF-8 begins with ``byte`` (RFC 3629, section 4)."""
+    if byte < 0x80:
+        return byte, byte
+    if byte < 0xE0:
+        first = (byte & 0x1F) << 6
+        return first, first + 0x3F
+    if byte < 0xF0:  # 0xE0 begins no character of two bytes, 0xED none of the surrogates
+        first = (byte & 0x0F) << 12
+        return max(first, 0x800), 0xD7FF if byte == 0xED else first + 0xFFF
+    first = (byte & 7) << 18
+    return max(first, 0x10000), min(first + 0x3FFFF, 0x10FFFF)

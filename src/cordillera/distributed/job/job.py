@@ -187,19 +187,16 @@ def _rendezvous(place: JobPlace | None, join_s: float) -> tuple[dist.Store, int,
 
 def _listen(place: JobPlace) -> socket.socket | None:
     """Return a socket for the store that this process holds; None if the port is taken."""
+    address = "127.0.0.1" if place.address == "localhost" else place.address
     try:
-        loopback = ipaddress.ip_address("127.0.0.1" if place.address == "localhost" else place.address).is_loopback
+        is_loopback = ipaddress.ip_address(address).is_loopback
     except ValueError:
-        loopback = False  # a host name
+        is_loopback = False  # a host name
+    host = address if is_loopback else ""
+    is_dual = not is_loopback and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual or ":" in host else socket.AF_INET
     try:
-        if loopback:
-            family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
-            host = "127.0.0.1" if place.address == "localhost" else place.address
-            return socket.create_server((host, place.port), family=family, backlog=2 * place.size)
-        if socket.has_dualstack_ipv6():
-            everywhere = ("", place.port)
-            return socket.create_server(everywhere, family=socket.AF_INET6, backlog=2 * place.size, dualstack_ipv6=True)
-        return socket.create_server(("", place.port), backlog=2 * place.size)
+        return socket.create_server((host, place.port), family=family, backlog=2 * place.size, dualstack_ipv6=is_dual)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None

@@ -308,16 +308,14 @@ class Watchdog:
         places = "; ".join(self._board.describe(rank) for rank in ranks)
         return Verdict(tuple(ranks), f"{named(ranks)} ended or stopped: {places}", f"see why {named(ranks)} ended")
 
-    def _hosting(self) -> tuple[int, ...]:
-        return (0,) if self._host == "rank 0" else ()
-
     def lost_store(self, error: StoreError) -> RankError:
         """Return the error of a job whose store has ended or does not answer."""
         if isinstance(error, StoreSilent):
             how, remedy = str(error), f"see what {self._host} does, and whether the link to it is up"
         else:
             how, remedy = "has ended", f"see why {self._host} ended"
-        return Verdict(self._hosting(), f"{self._host}, which holds the job's store, {how}", remedy).error()
+        ranks = (0,) if self._host == "rank 0" else ()
+        return Verdict(ranks, f"{self._host}, which holds the job's store, {how}", remedy).error()
 
 
 def _abandon(error: RankError) -> None:

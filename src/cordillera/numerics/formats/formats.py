@@ -11,8 +11,6 @@ from functools import cached_property
 
 import torch
 
-from cordillera.errors import NumericsError
-
 
 @dataclass(frozen=True)
 class Format:
@@ -153,14 +151,3 @@ INTEGERS: dict[str, IntegerFormat] = {
     for prefix, signed in (("int", True), ("uint", False))
 }
 """Integer formats by name, ``int8`` to ``uint2``."""
-
-
-def format_named(name: str) -> Format:
-    """Return the floating-point format of a name, a key of :data:`FORMATS`.
-
-    Raises:
-        NumericsError: If there is no such format.
-    """
-    if name not in FORMATS:
-        raise NumericsError(f"no format {name!r}", where="format", remedy=f"one of {list(FORMATS)}")
-    return FORMATS[name]

@@ -356,35 +356,3 @@ def _values(format: Format, device: torch.device) -> Tensor:
         if not format.has_negative_zero:
             values[format.sign_code] = torch.nan
     return values.float().to(device)
-
-
-@torch.no_grad()
-def round_to_integers(x: Tensor, rounding: Rounding = Rounding.nearest_even, *, random: Tensor | None = None) -> Tensor:
-    """Round every element to a whole number, without limiting the range.
-
-    Args:
-        x: float32 or float64 tensor; NaN and infinity are kept.
-        rounding: Rule that selects a neighbour.
-        random: Random bits for stochastic rounding, as in :func:`round_to`.
-
-    Returns:
-        Tensor of ``x``'s dtype and shape.
-
-    Raises:
-        NumericsError: If the dtype is another one, or random bits are missing or have another shape.
-    """
-    _source(x)
-    rounding = Rounding(rounding)
-    if rounding is Rounding.nearest_even:
-        return x.round()
-    if rounding is Rounding.toward_zero:
-        return x.trunc()
-    whole = x.trunc()
-    part = (x - whole).abs()  # exact, unlike adding one half to x
-    if rounding is Rounding.nearest_away:
-        up = part >= 0.5
-    else:
-        if random is None or random.shape != x.shape:
-            raise NumericsError("stochastic rounding needs random bits of the tensor's shape", where="random")
-        up = (part.double() * 2.0**32).floor() + random >= 2.0**32
-    return torch.where(up, whole + torch.copysign(torch.ones_like(x), x), whole)

@@ -120,12 +120,11 @@ class Fabric:
 class PlannedJob(Fabric):
     """A workload cut over a cluster: stages, messages and collectives with their costs.
 
+    The arguments ``mesh``, ``cost`` and ``network`` are those of :class:`Fabric`.
+
     Args:
         workload: Workload to train.
-        mesh: Placement of the ranks.
         layout: Sizes of the dimensions of parallelism.
-        cost: Cost model of the devices.
-        network: Settings of each level above hosts, as in :class:`Fabric`.
         shared: Cache for jobs with the same number of devices, cluster, cost and network; it is filled.
     """
 

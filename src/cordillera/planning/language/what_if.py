@@ -19,7 +19,6 @@ from cordillera.errors import PlanError
 from cordillera.planning.language.explorer import Explorer, divisible
 from cordillera.planning.language.plans import ALL, Exploration, Plan, SearchDimension
 from cordillera.planning.language.step import (
-    SimulatedStep,
     last_backwards,
     optimizer_seconds,
     reduced,
@@ -97,9 +96,7 @@ def slow_device(explorer: Explorer, plan: Plan, factor: float) -> Case:
     """
     check(slow=factor)
     job = explorer.job(plan.layout, plan.order, plan.network)
-    by_rank: list[SimulatedStep] = [
-        simulate_step(job, plan.schedule, {rank: factor}) for rank in range(plan.schedule.ranks)
-    ]
+    by_rank = [simulate_step(job, plan.schedule, {rank: factor}) for rank in range(plan.schedule.ranks)]
     seconds = [step.seconds for step in by_rank]
     worst, least = int(np.argmax(seconds)), int(np.argmin(seconds))
     note = (
@@ -121,14 +118,8 @@ def jittered(explorer: Explorer, plan: Plan, jitter: float, draws: int = DRAWS, 
     the latency, as a queue of random arrivals delays packets. A message of several tensor- and context-parallel devices
     arrives with the last of their parts. The many hops of a gradient reduction average out, so each takes the mean;
     collectives inside a stage keep their time. Messages and reductions slow each other in the plan's step but not here,
-    so only differences between steps from this function are meaningful.
-
-    Args:
-        explorer: Explorer that found the plan.
-        plan: Plan to simulate.
-        jitter: Mean addition to a latency, as a part of the latency.
-        draws: Number of steps.
-        seed: Seed of the draws.
+    so only differences between steps from this function are meaningful. The ``explorer`` found the ``plan``;
+    ``seed`` is the seed of the random times.
 
     Raises:
         PlanError: If the jitter is negative, too large or not finite.
@@ -194,14 +185,9 @@ def replan(
 
     If the batch and the layers cannot be divided over all remaining devices, or only into a pipeline of awkward length,
     fewer are used: the number whose best layout is estimated to be the fastest. Numbers are tried from the largest down
-    until no smaller one could be faster with each device as productive as in ``plan``, which ``explorer`` found.
-
-    Args:
-        explorer: Explorer of the whole cluster.
-        plan: Plan on the whole cluster.
-        topology: Remaining cluster.
-        only: Dimensions to search.
-        progress: Function called with a sentence from time to time.
+    until no smaller one could be faster with each device as productive as in ``plan``, which ``explorer`` found on the
+    whole cluster. Only the dimensions in ``only`` are searched; ``progress`` is called with a sentence from time to
+    time.
 
     Raises:
         PlanError: If no number of devices can be planned.

@@ -11,19 +11,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from cordillera.planning.network.collective_plans import Chunk, CollectivePlan, PlanStep, Transfer
 
 
-def check_ranks(n: int) -> None:
-    """Raise ValueError for a collective over fewer than 1 rank."""
-    if n < 1:
-        raise ValueError(f"n is {n}; a collective needs at least 1 rank")
-
-
 def plan_steps(steps: Iterable[Iterable[Transfer]]) -> tuple[PlanStep, ...]:
     """Return the steps that have transfers."""
     return tuple(step for step in map(tuple, steps) if step)
 
 
 def one_chunk_each(n: int) -> tuple[Chunk, ...]:
-    """Return one chunk that originates at each of ``n`` ranks."""
+    """Return one chunk that originates at each of ``n`` ranks; raise ValueError for fewer than 1."""
+    if n < 1:
+        raise ValueError(f"n is {n}; a collective needs at least 1 rank")
     return tuple(Chunk(1, rank, None) for rank in range(n))
 
 
@@ -39,7 +35,7 @@ def ring_all_gather(n: int, *, order: Sequence[int] | None = None, bidirectional
     Raises:
         ValueError: If ``n`` is below 1 or ``order`` is not an order of the ranks.
     """
-    check_ranks(n)
+    chunks = one_chunk_each(n)
     ring = list(range(n)) if order is None else list(order)
     if sorted(ring) != list(range(n)):
         raise ValueError(f"order must name each of the {n} ranks once, got {ring}")
@@ -54,7 +50,7 @@ def ring_all_gather(n: int, *, order: Sequence[int] | None = None, bidirectional
                 yield Transfer(rank, ring[(p - 1) % n], (ring[(p + s) % n],), False)
 
     algorithm = "bidirectional-ring" if bidirectional else "ring"
-    return CollectivePlan("all-gather", algorithm, n, one_chunk_each(n), plan_steps(step(s) for s in range(forward)))
+    return CollectivePlan("all-gather", algorithm, n, chunks, plan_steps(step(s) for s in range(forward)))
 
 
 def doubling_all_gather(n: int) -> CollectivePlan:
@@ -68,7 +64,7 @@ def doubling_all_gather(n: int) -> CollectivePlan:
     Raises:
         ValueError: If ``n``, the number of ranks, is below 1.
     """
-    check_ranks(n)
+    chunks = one_chunk_each(n)
     steps: list[PlanStep] = []
     if n & (n - 1) == 0:
         held: list[tuple[int, ...]] = [(rank,) for rank in range(n)]
@@ -88,7 +84,7 @@ def doubling_all_gather(n: int) -> CollectivePlan:
                 )
             )
             distance *= 2
-    return CollectivePlan("all-gather", "halving-doubling", n, one_chunk_each(n), tuple(steps))
+    return CollectivePlan("all-gather", "halving-doubling", n, chunks, tuple(steps))
 
 
 def direct_all_gather(n: int) -> CollectivePlan:
@@ -97,6 +93,5 @@ def direct_all_gather(n: int) -> CollectivePlan:
     Raises:
         ValueError: If ``n``, the number of ranks, is below 1.
     """
-    check_ranks(n)
     step = (Transfer(a, (a + s) % n, (a,), False) for s in range(1, n) for a in range(n))
     return CollectivePlan("all-gather", "direct", n, one_chunk_each(n), plan_steps([step]))

@@ -89,7 +89,7 @@ def direct_seconds(n: int, num_bytes: float, latency: float, rate: float, overhe
 
 
 def plan_seconds(plan: CollectivePlan, num_bytes: float, network: Network, *, message_overhead: float = 0.0) -> float:
-    """Price a plan on a network.
+    """Return the seconds until the last rank is done with a plan on a network.
 
     All transfers of a step share the resources of the network max-min fairly; a transfer takes its latency plus the
     time for its bytes. A rank begins a step when all transfers of earlier steps that it sends or receives are done.
@@ -103,16 +103,12 @@ def plan_seconds(plan: CollectivePlan, num_bytes: float, network: Network, *, me
         network: Network with the ranks of the plan.
         message_overhead: Seconds to issue each message that a rank sends in a step after the first.
 
-    Returns:
-        Seconds until the last rank is done.
-
     Raises:
         PlanError: If a transfer crosses a resource without capacity.
         ValueError: If ``num_bytes`` or ``message_overhead`` is negative or not finite.
     """
     _check_amounts(num_bytes=num_bytes, message_overhead=message_overhead)
     unit = num_bytes / plan.buffer_size
-    capacities = network.capacities
     ready = np.zeros(plan.ranks)
     known: dict[tuple[tuple[int, int, int], ...], NDArray[np.float64]] = {}
     for s, step in enumerate(plan.steps):
@@ -121,7 +117,8 @@ def plan_seconds(plan: CollectivePlan, num_bytes: float, network: Network, *, me
         # Most algorithms repeat a step with other chunks of the same size.
         key = tuple((sent.source, sent.target, sum(plan.chunks[c].size for c in sent.chunks)) for sent in step)
         if key not in known:
-            known[key] = _durations(plan, s, step, [size * unit for _, _, size in key], network, capacities)
+            sizes = [size * unit for _, _, size in key]
+            known[key] = _durations(step, sizes, network, f"{plan.name}, step {s}")
             known[key] += message_overhead * np.maximum(np.bincount(sources) - 1, 0)[sources]
         done = np.maximum(ready[sources], ready[targets]) + known[key]
         np.maximum.at(ready, sources, done)
@@ -129,23 +126,14 @@ def plan_seconds(plan: CollectivePlan, num_bytes: float, network: Network, *, me
     return float(ready.max())
 
 
-def _durations(
-    plan: CollectivePlan,
-    s: int,
-    step: PlanStep,
-    sizes: Sequence[float],
-    network: Network,
-    capacities: NDArray[np.float64],
-) -> NDArray[np.float64]:
+def _durations(step: PlanStep, sizes: Sequence[float], network: Network, where: str) -> NDArray[np.float64]:
     flows = []
     for sent, size in zip(step, sizes, strict=True):
         path, latency = network.route(sent.source, sent.target)
         flows.append(Flow(size, path, latency=latency))
     try:
-        return finish_times(flows, capacities)
+        return finish_times(flows, network.capacities)
     except PlanError as error:
-        where = f"{plan.name}, step {s}"
-        if error.where and error.where.startswith("flow "):
-            sent = step[int(error.where.removeprefix("flow "))]
-            where += f", rank {sent.source} to rank {sent.target}"
+        sent = step[int(str(error.where).removeprefix("flow "))]
+        where += f", rank {sent.source} to rank {sent.target}"
         raise PlanError(error.what, where=where, remedy=error.remedy) from error

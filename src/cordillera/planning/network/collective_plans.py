@@ -86,15 +86,8 @@ class CollectivePlan:
     @property
     def buffer_size(self) -> int:
         """Size of the largest buffer of any rank at the start or the end, in units of the chunk sizes."""
-        start, end = [0] * self.ranks, [0] * self.ranks
-        everywhere = [0, 0]
-        for chunk in self.chunks:
-            for sizes, place, side in ((start, chunk.origin, 0), (end, chunk.destination, 1)):
-                if place is None:
-                    everywhere[side] += chunk.size
-                else:
-                    sizes[place] += chunk.size
-        return max(everywhere[0] + max(start), everywhere[1] + max(end))
+        buffers = (held(rank) for rank in range(self.ranks) for held in (self.held_at_start, self.held_at_end))
+        return max(sum(self.chunks[chunk].size for chunk in buffer) for buffer in buffers)
 
 
 def reverse(plan: CollectivePlan, collective: str) -> CollectivePlan:
@@ -129,14 +122,12 @@ def compose(first: CollectivePlan, second: CollectivePlan, collective: str) -> C
             f"{second.ranks} and {len(second.chunks)}",
             where=second.name,
         )
+    chunks = []
     for i, (before, after) in enumerate(zip(first.chunks, second.chunks, strict=True)):
         if before.size != after.size or before.destination != after.origin:
             raise PlanError(f"chunk {i} starts elsewhere than the {first.name} leaves it", where=second.name)
-    chunks = tuple(
-        Chunk(before.size, before.origin, after.destination)
-        for before, after in zip(first.chunks, second.chunks, strict=True)
-    )
-    return CollectivePlan(collective, second.algorithm, first.ranks, chunks, first.steps + second.steps)
+        chunks.append(Chunk(before.size, before.origin, after.destination))
+    return CollectivePlan(collective, second.algorithm, first.ranks, tuple(chunks), first.steps + second.steps)
 
 
 def scattered(gather: CollectivePlan) -> CollectivePlan:
@@ -169,8 +160,7 @@ def verify(plan: CollectivePlan, n: int | None = None) -> None:
     once, twice = _contributions(plan)
     for s, step in enumerate(plan.steps):
         arriving = []
-        copied: set[tuple[int, int]] = set()
-        reduced: set[tuple[int, int]] = set()
+        written: dict[tuple[int, int], bool] = {}  # by rank and chunk: whether what arrives is added
         for sent in step:
             where = f"{plan.name}, step {s}, rank {sent.source} to rank {sent.target}"
             _check_transfer(plan, sent, where)
@@ -178,9 +168,9 @@ def verify(plan: CollectivePlan, n: int | None = None) -> None:
                 if not once[sent.source][chunk]:
                     raise PlanError(f"rank {sent.source} does not have chunk {chunk} yet", where=where)
                 place = sent.target, chunk
-                if place in copied or (place in reduced and not sent.reduces):
+                if place in written and not (written[place] and sent.reduces):
                     raise PlanError(f"chunk {chunk} of rank {sent.target} is written twice in this step", where=where)
-                (reduced if sent.reduces else copied).add(place)
+                written[place] = sent.reduces
                 arriving.append((place, sent.reduces, once[sent.source][chunk], twice[sent.source][chunk]))
         for (rank, chunk), reduces, more, doubled in arriving:
             if reduces:

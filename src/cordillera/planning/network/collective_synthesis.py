@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from cordillera.errors import PlanError
-from cordillera.planning.network.collective_algorithms import check_ranks, one_chunk_each, plan_steps
+from cordillera.planning.network.collective_algorithms import one_chunk_each, plan_steps
 from cordillera.planning.network.collective_plans import CollectivePlan, Transfer, scattered
 from cordillera.planning.network.flows import FlowLink
 
@@ -35,16 +35,16 @@ def synthesise_all_gather(
         PlanError: If no path leads from one rank to another.
         ValueError: If ``n`` is below 1, a link does not join two ranks, or a latency, rate or size is out of range.
     """
-    check_ranks(n)
     _check_links(links, n, chunk_bytes)
-    for origin in range(n):
-        for target in sorted(set(range(n)) - _reachable(links, n, origin)):
+    plan, arrivals = _match(links, n, chunk_bytes)
+    for target, arrived in enumerate(arrivals):
+        for origin in sorted(set(range(n)) - set(arrived)):
             raise PlanError(
                 f"rank {target} can never receive the chunk of rank {origin}: no way leads there",
                 where="links",
                 remedy="add a link, or plan for fewer ranks",
             )
-    return _match(links, n, chunk_bytes)
+    return plan, max(max(arrived.values()) for arrived in arrivals)
 
 
 def synthesise_reduce_scatter(
@@ -73,25 +73,17 @@ def _check_links(links: Mapping[tuple[int, int], FlowLink], n: int, chunk_bytes:
             raise ValueError(f"{where}: rate is {rate}; it must be positive (leave out a link that is down)")
 
 
-def _reachable(links: Iterable[tuple[int, int]], n: int, origin: int) -> set[int]:
-    onward: list[list[int]] = [[] for _ in range(n)]
-    for source, target in links:
-        onward[source].append(target)
-    seen, border = {origin}, [origin]
-    while border:
-        found = set(onward[border.pop()]) - seen
-        seen |= found
-        border += found
-    return seen
-
-
-def _match(links: Mapping[tuple[int, int], FlowLink], n: int, chunk_bytes: float) -> tuple[CollectivePlan, float]:
+def _match(
+    links: Mapping[tuple[int, int], FlowLink], n: int, chunk_bytes: float
+) -> tuple[CollectivePlan, list[dict[int, float]]]:
+    """Return the plan, and for each rank the seconds at which each chunk is there; chunks without a way are missing."""
+    chunks = one_chunk_each(n)
     outgoing: list[list[tuple[int, int]]] = [[] for _ in range(n)]
     for pair in sorted(links):
         outgoing[pair[0]].append(pair)
     busy = {pair: chunk_bytes / link.rate for pair, link in links.items()}
     took = {pair: link.latency + busy[pair] for pair, link in links.items()}
-    here = [{rank: 0.0} for rank in range(n)]  # time at which each chunk is at a rank
+    here = [{rank: 0.0} for rank in range(n)]
     level = [{rank: 0} for rank in range(n)]  # the first step in which a rank can send a chunk on
     copies = [1] * n
     next_step = dict.fromkeys(links, 0)
@@ -101,7 +93,6 @@ def _match(links: Mapping[tuple[int, int], FlowLink], n: int, chunk_bytes: float
     # Ordered by arrival, so that earlier matches arrive earlier.
     queue = [(took[pair], pair, 0.0) for pair in sorted(links)]
     heapq.heapify(queue)
-    makespan = 0.0
     while queue:
         arrival, pair, start = heapq.heappop(queue)
         source, target = pair
@@ -122,7 +113,6 @@ def _match(links: Mapping[tuple[int, int], FlowLink], n: int, chunk_bytes: float
         next_step[pair] = step + 1
         here[target][chunk], level[target][chunk] = arrival, step + 1
         copies[chunk] += 1
-        makespan = max(makespan, arrival)
         free[pair] = start + busy[pair]
         heapq.heappush(queue, (free[pair] + took[pair], pair, free[pair]))
         for woken in outgoing[target]:
@@ -134,7 +124,7 @@ def _match(links: Mapping[tuple[int, int], FlowLink], n: int, chunk_bytes: float
         "all-gather",
         "synthesised",
         n,
-        one_chunk_each(n),
+        chunks,
         plan_steps((Transfer(*pair, (chunk,), False) for pair, chunk in sorted(step.items())) for step in steps),
     )
-    return plan, makespan
+    return plan, here

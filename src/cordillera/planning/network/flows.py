@@ -199,46 +199,26 @@ def finish_times(flows: Sequence[Flow], capacities: ArrayLike) -> _Floats:
             value = getattr(flow, name)
             if not (value >= 0 and math.isfinite(value)):
                 raise ValueError(f"flow {i}: {name} is {value}; it must be finite and at least 0")
-    starts = np.array([flow.start for flow in flows], dtype=np.float64)
-    left = np.array([flow.bytes for flow in flows], dtype=np.float64)
-    ends = starts.copy()
-    waiting = [int(i) for i in np.argsort(-starts, kind="stable")]
-    active = np.zeros(len(flows), dtype=bool)
-    now = 0.0
-    while waiting or active.any():
-        if not active.any():
-            now = float(starts[waiting[-1]])
-        while waiting and starts[waiting[-1]] <= now:
-            i = waiting.pop()
-            active[i] = left[i] > 0
-        indices = np.flatnonzero(active)
-        if not indices.size:
-            continue
-        rates = _active_rates(problem, active)[indices]
-        stuck = indices[rates <= 0]
+    starts, left, latencies = np.array([(f.start, f.bytes, f.latency) for f in flows], np.float64).reshape(-1, 3).T
+    ends, left, now = starts.copy(), left.copy(), 0.0
+    while (unfinished := left > 0).any():
+        now = max(now, float(starts[unfinished].min()))
+        sending = unfinished & (starts <= now)
+        crossing = sending[problem.flow]
+        rates = _fill(problem._replace(flow=problem.flow[crossing], resource=problem.resource[crossing]))[sending]
+        active = np.flatnonzero(sending)
+        stuck = active[rates <= 0]
         if stuck.size:
             _refuse_stuck(int(stuck[0]), flows, problem)
         with np.errstate(over="ignore"):
-            needed = left[indices] / rates
-        soonest = float(needed.min())
-        pause = float(starts[waiting[-1]]) - now if waiting else math.inf
-        if soonest <= pause:
-            done = needed <= soonest * (1 + _ROUNDING)
-            span, then = soonest, now + soonest
-            ends[indices[done]] = then
-            active[indices[done]] = False
-        else:
-            done = np.zeros(indices.size, dtype=bool)
-            span, then = pause, float(starts[waiting[-1]])
-        if span > 0:
-            left[indices[~done]] = np.maximum(left[indices] - rates * span, 0.0)[~done]
-        now = then
-    return ends + np.array([flow.latency for flow in flows], dtype=np.float64)
-
-
-def _active_rates(problem: _Problem, active: NDArray[np.bool_]) -> _Floats:
-    crossing = active[problem.flow]
-    return _fill(problem._replace(flow=problem.flow[crossing], resource=problem.resource[crossing]))
+            needed = left[active] / rates
+        next_start = float(starts[unfinished & ~sending].min(initial=math.inf))
+        span = min(float(needed.min()), next_start - now)
+        now = min(now + span, next_start)
+        done = needed <= span * (1 + _ROUNDING)
+        ends[active[done]], left[active[done]] = now, 0.0
+        left[active[~done]] -= rates[~done] * span
+    return ends + latencies
 
 
 def _refuse_stuck(i: int, flows: Sequence[Flow], problem: _Problem) -> None:

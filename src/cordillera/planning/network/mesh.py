@@ -71,19 +71,7 @@ NOWHERE = Edges(float("inf"), 0.0, -1, "")
 
 
 class _Degrees(Protocol):
-    """Degrees of parallelism of a job, such as :class:`~cordillera.planning.language.workload.Layout`."""
-
-    @property
-    def tensor(self) -> int: ...
-
-    @property
-    def context(self) -> int: ...
-
-    @property
-    def pipeline(self) -> int: ...
-
-    @property
-    def data(self) -> int: ...
+    """A layout with a degree for each of :data:`DIMENSIONS`: :class:`~cordillera.planning.language.workload.Layout`."""
 
     @property
     def devices(self) -> int: ...
@@ -107,10 +95,7 @@ class Mesh:
     def of(cls, topology: Topology, layout: _Degrees, order: Sequence[str] = DIMENSIONS) -> Mesh:
         """Place a ``layout`` on the cluster ``topology``, whose unused devices stay idle.
 
-        Args:
-            topology: Cluster with at least as many devices as the layout.
-            layout: Degrees of parallelism.
-            order: Dimensions, innermost first.
+        The ``order`` lists the dimensions, innermost first.
 
         Raises:
             PlanError: If the cluster is too small or ``order`` is not an order of the dimensions.

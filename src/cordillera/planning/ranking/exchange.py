@@ -30,8 +30,6 @@ CAUSES = {
     "update": "Update of tables",
     "optimizer": "Optimizer of dense layers",
 }
-_LINEAR_OF_A_LAYER = 4  # linear layers in a transformer layer, for which layer_s was measured
-_FORWARD_TRAFFIC, _BACKWARD_TRAFFIC = 4, 6  # bytes per output value: read and written; read twice and written
 _ENOUGH_FLOWS = 64  # flows of a device beyond which hashing spreads them evenly enough
 
 
@@ -59,10 +57,15 @@ class TableLayout:
         return self.group * self.copies
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Number of devices along every dimension, from the innermost outwards."""
+        by_name = {"tables": self.group, "copies": self.copies}
+        return {name: by_name[name] for name in self.order}
+
+    @property
     def across(self) -> str:
         """Name of the dimension that crosses the outermost links; ``none`` with one device."""
-        sizes = {"tables": self.group, "copies": self.copies}
-        return next((name for name in reversed(self.order) if sizes[name] > 1), "none")
+        return next((name for name, size in reversed(self.sizes.items()) if size > 1), "none")
 
     def __str__(self) -> str:
         words = [f"tables over {self.group:,}"]

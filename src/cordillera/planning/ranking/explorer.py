@@ -14,15 +14,13 @@ from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any
 
-import numpy as np
-
 from cordillera.cost import Calibration, CostModel, calibration_for
 from cordillera.errors import PlanError
 from cordillera.planning.language.plans import ALL, SearchDimension
 from cordillera.planning.network.settings import NetworkSettings, production_network, tuned_network
 from cordillera.planning.ranking.exchange import INSIDE, Exchange, Reduction, TableLayout, TableSchedule
-from cordillera.planning.ranking.step import TableJob, TableStep, local_samples
-from cordillera.planning.ranking.workload import Placement, Recommender, copied, place_tables
+from cordillera.planning.ranking.step import TableJob, TableStep, fixed_memory, local_samples
+from cordillera.planning.ranking.workload import PlacedTables, Recommender, copied, place_tables
 from cordillera.topology import Topology
 
 USABLE = 0.94  # usable part of a device's memory; the runtime takes the rest
@@ -55,7 +53,7 @@ class TablePlan:
     layout: TableLayout
     schedule: TableSchedule
     network: Mapping[str, NetworkSettings]
-    dealt: Placement
+    dealt: PlacedTables
     step: TableStep
     samples: int
     flops: float
@@ -89,15 +87,10 @@ class TablePlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the prediction and all that a training run needs to follow the plan, except the placement."""
-        grain = self.layout.grain
+        grain, sizes = self.layout.grain, self.layout.sizes
         return {
             "layout": asdict(self.layout) | {"grain": grain if math.isfinite(grain) else None},
-            "mesh": {
-                "names": list(reversed(self.layout.order)),
-                "sizes": [{"tables": self.layout.group, "copies": self.layout.copies}[n] for n in self.layout.order][
-                    ::-1
-                ],
-            },
+            "mesh": {"names": list(reversed(sizes)), "sizes": list(reversed(sizes.values()))},
             "tables": self.dealt.ways(),
             "schedule": asdict(self.schedule),
             "network": {name: asdict(one) for name, one in self.network.items()},
@@ -199,10 +192,10 @@ class RecommenderExplorer:
         self.samples = local_samples(workload, self.devices)
         self._progress = progress or (lambda text: None)
         self._limit = USABLE * topology.device.memory_bytes
-        self._dealt: dict[tuple[int, float, int], Placement | str] = {}
+        self._dealt: dict[tuple[int, float, int], PlacedTables | str] = {}
         self._production: TablePlan | None = None
 
-    def place_tables(self, layout: TableLayout) -> Placement:
+    def place_tables(self, layout: TableLayout) -> PlacedTables:
         """Place the tables of a group; the layout gives its size and how tables are cut.
 
         Raises:
@@ -219,10 +212,9 @@ class RecommenderExplorer:
             raise PlanError(found)
         return found
 
-    def _deal(self, layout: TableLayout) -> Placement:
+    def _deal(self, layout: TableLayout) -> PlacedTables:
         work, top, constants = self.workload, self.topology, self.cost.calibration
-        empty = Placement(work, (), np.zeros(0, dtype=np.int64), layout.group)
-        fixed = TableJob(work, top, layout, empty, self.cost).fixed_memory()
+        fixed = fixed_memory(work, self.samples, copied(work, layout.copied_rows))
         ids = sum(one.count * one.lookups * work.id_bytes for one in work.tables)
         values = work.width * (work.forward_bytes + work.backward_bytes)
         buffers = 2 * self.samples * (2 * ids + 2 * values)  # twice the mean need of the exchanges
@@ -234,29 +226,13 @@ class RecommenderExplorer:
         return place_tables(work, layout.group, room, worth, layout.grain, layout.copied_rows)
 
     def job(
-        self,
-        layout: TableLayout,
-        network: Mapping[str, NetworkSettings],
-        topology: Topology | None = None,
-        exchange: Exchange | None = None,
+        self, layout: TableLayout, network: Mapping[str, NetworkSettings], exchange: Exchange | None = None
     ) -> TableJob:
         """Return the job of a ``layout`` on the cluster, with the settings ``network`` by level.
 
-        Args:
-            layout: How the job is cut.
-            network: Network settings by level.
-            topology: Cluster, if it differs from the one for which tables were placed.
-            exchange: Existing exchange of the same groups on that cluster; None to make one.
+        An existing ``exchange`` of the same groups can be given; None to make one.
         """
-        return TableJob(
-            self.workload, topology or self.topology, layout, self.place_tables(layout), self.cost, network, exchange
-        )
-
-    def _plan(self, job: TableJob, schedule: TableSchedule) -> TablePlan:
-        work = self.workload
-        peak = self.devices * self.cost.device.matrix_flops_per_s
-        step = job.step(schedule)
-        return TablePlan(job.layout, schedule, job.network or {}, job.dealt, step, work.batch, work.flops, peak)
+        return TableJob(self.workload, self.topology, layout, self.place_tables(layout), self.cost, network, exchange)
 
     def production(self) -> TablePlan:
         """Return the baseline: recommendation training as practised in one building, applied to several.
@@ -319,6 +295,7 @@ class RecommenderExplorer:
             found.dropped[error.what] += 1
             return
         best: TablePlan | None = None
+        work, peak = self.workload, self.devices * self.cost.device.matrix_flops_per_s
         exchange = Exchange(self.topology, layout.group, layout.copies, layout.order)
         for network in networks:
             job = self.job(layout, network, exchange=exchange)
@@ -332,10 +309,10 @@ class RecommenderExplorer:
                     continue
                 if best is not None and job.bound(schedule) >= best.seconds:
                     continue
-                plan = self._plan(job, schedule)
+                step = job.step(schedule)
                 found.simulated += 1
-                if best is None or plan.seconds < best.seconds:
-                    best = plan
+                if best is None or step.seconds < best.seconds:
+                    best = TablePlan(layout, schedule, network, job.dealt, step, work.batch, work.flops, peak)
         if best is not None:
             found.plans.append(best)
 

@@ -8,7 +8,7 @@ and reductions. Each stream runs its operations in order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,9 +22,6 @@ from cordillera.planning.network.collective_cost import doubling_seconds, ring_s
 from cordillera.planning.network.mesh import Mesh
 from cordillera.planning.network.settings import NetworkSettings
 from cordillera.planning.ranking.exchange import (
-    _BACKWARD_TRAFFIC,
-    _FORWARD_TRAFFIC,
-    _LINEAR_OF_A_LAYER,
     STREAMS,
     Exchange,
     Operation,
@@ -34,8 +31,11 @@ from cordillera.planning.ranking.exchange import (
     run,
     shares,
 )
-from cordillera.planning.ranking.workload import Array, Placement, Recommender, Tables, copied, update_traffic
+from cordillera.planning.ranking.workload import Array, PlacedTables, Recommender, Tables, copied, update_traffic
 from cordillera.topology import Topology
+
+_LINEAR_OF_A_LAYER = 4  # linear layers in a transformer layer, for which layer_s was measured
+_FORWARD_TRAFFIC, _BACKWARD_TRAFFIC = 4, 6  # bytes per output value: read and written; read twice and written
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class TableJob:
         workload: Recommender,
         topology: Topology,
         layout: TableLayout,
-        dealt: Placement,
+        dealt: PlacedTables,
         cost: CostModel,
         network: Mapping[str, NetworkSettings] | None = None,
         exchange: Exchange | None = None,
@@ -93,8 +93,7 @@ class TableJob:
         self.workload, self.topology, self.layout, self.dealt = workload, topology, layout, dealt
         self.cost, self.network = cost, network
         self._exchange = exchange
-        sizes = {"tables": layout.group, "copies": layout.copies}
-        self._mesh = Mesh(topology, layout.order, tuple(sizes[name] for name in layout.order))
+        self._mesh = Mesh(topology, layout.order, tuple(layout.sizes.values()))
         self._all = Mesh(topology, ("devices",), (layout.devices,))
         self.samples = float(local_samples(workload, layout.devices))
         self.group_samples = self.samples * layout.group
@@ -145,33 +144,28 @@ class TableJob:
         if chunks in self._layers:
             return self._layers[chunks]
         work, cost, rows = self.workload, self.cost, self.samples / chunks
-        times = {"bottom": [0.0, 0.0], "top": [0.0, 0.0]}
+        times = dict.fromkeys(("bottom forward", "bottom backward", "top forward", "top backward"), 0.0)
         for name, layers in (("bottom", work.bottom_layers), ("top", work.top_layers)):
             count = self.samples if name == "bottom" else rows
             for i, (inputs, outputs) in enumerate(layers):
                 forward, of_input, of_weight = cost.linear(count, outputs, inputs)
                 first = name == "bottom" and i == 0  # the gradient of the features is not needed
-                times[name][0] += forward + cost.stream(_FORWARD_TRAFFIC * count * outputs)
-                times[name][1] += of_weight + (0.0 if first else of_input)
-                times[name][1] += cost.stream(_BACKWARD_TRAFFIC * count * outputs)
+                times[f"{name} forward"] += forward + cost.stream(_FORWARD_TRAFFIC * count * outputs)
+                times[f"{name} backward"] += of_weight + (0.0 if first else of_input)
+                times[f"{name} backward"] += cost.stream(_BACKWARD_TRAFFIC * count * outputs)
         if work.interaction == "dot":
             dim, n = work.tables[0].dim, work.vectors
-            times["top"][0] += cost.product(n, n, dim, rows)
-            times["top"][1] += 2 * cost.product(n, dim, n, rows)
+            times["top forward"] += cost.product(n, n, dim, rows)
+            times["top backward"] += 2 * cost.product(n, dim, n, rows)
         # exchanged columns are read, parts of rows summed, and all of it written side by side; then the reverse
         arrived = rows * float(self.dealt.sent_columns.sum())
-        times["top"][0] += cost.stream(arrived * work.forward_bytes + BYTES * rows * work.width)
-        times["top"][1] += cost.stream(arrived * work.backward_bytes + BYTES * rows * work.width)
-        total = sum(times["bottom"]) + chunks * sum(times["top"])
+        times["top forward"] += cost.stream(arrived * work.forward_bytes + BYTES * rows * work.width)
+        times["top backward"] += cost.stream(arrived * work.backward_bytes + BYTES * rows * work.width)
+        total = sum(chunks * seconds if part.startswith("top") else seconds for part, seconds in times.items())
         count = len(work.bottom_layers) + chunks * len(work.top_layers)
         floor = count * cost.calibration.layer_s / _LINEAR_OF_A_LAYER
         by = max(1.0, floor / total)
-        self._layers[chunks] = {
-            "bottom forward": by * times["bottom"][0],
-            "bottom backward": by * times["bottom"][1],
-            "top forward": by * times["top"][0],
-            "top backward": by * times["top"][1],
-        }
+        self._layers[chunks] = {part: by * seconds for part, seconds in times.items()}
         return self._layers[chunks]
 
     @cached_property
@@ -231,9 +225,8 @@ class TableJob:
         synchronise, moved = self.synchronisation
         layers = self.layers(chunks)
         # the number of ids is exchanged first
-        ids = Operation("ids", "input exchange", "exchange", self.busy["ids"] + 2 * fixed)
-        if not schedule.prefetch:
-            ids.after = ("-optimizer",)
+        need = () if schedule.prefetch else ("-optimizer",)
+        ids = Operation("ids", "input exchange", "exchange", self.busy["ids"] + 2 * fixed, need)
         found = [] if schedule.prefetch else [ids]
         known = "-ids" if schedule.prefetch else "ids"
         for i in range(chunks):
@@ -271,20 +264,6 @@ class TableJob:
             self._reductions[size] = self.all_reduce(self._all, "devices", size)
         return Operation(name, "dense reduction", "reduce", self._reductions[size], after)
 
-    def fixed_memory(self) -> dict[str, float]:
-        """Return the bytes on every device that do not depend on its parts of tables, by cause.
-
-        They are those of dense layers, tables that every device holds, and activations.
-        """
-        work = self.workload
-        widths = work.dense + work.width + sum(outputs for _, outputs in work.bottom_layers + work.top_layers)
-        own = sum(one.count * one.rows * one.dim * (one.weight_bytes + work.gradient_bytes) for one in self.everywhere)
-        own += sum(one.count * one.rows * work.optimizer_bytes for one in self.everywhere)
-        return {
-            "dense layers": work.dense_parameters * work.dense_bytes + own,
-            "activations": 2.0 * BYTES * self.samples * widths,  # and their gradients
-        }
-
     def memory(self, schedule: TableSchedule) -> dict[str, float]:
         """Return the bytes on the fullest device, by cause; a schedule with prefetch holds the ids of two batches."""
         work, dealt = self.workload, self.dealt
@@ -292,12 +271,11 @@ class TableJob:
         buffers = batches * self.weights["ids"] + self.weights["forward"] + self.weights["backward"]
         arrived = self.samples * float(dealt.sent_columns.sum()) * (work.forward_bytes + work.backward_bytes)
         at = int(np.argmax(dealt.memory + dealt.optimizer + buffers))
-        fixed = self.fixed_memory()
         return {
             "tables": float(dealt.memory[at]),
             "optimizer": float(dealt.optimizer[at]),
             "buffers": float(buffers[at]) + arrived,
-            **fixed,
+            **fixed_memory(work, self.samples, self.everywhere),
         }
 
     def step(self, schedule: TableSchedule) -> TableStep:
@@ -337,6 +315,21 @@ class TableJob:
             "table gradients reduced": float(reduced.max()),
             "table gradients gathered": float(gathered.max()),
         }
+
+
+def fixed_memory(workload: Recommender, samples: float, everywhere: Sequence[Tables]) -> dict[str, float]:
+    """Return the bytes on every device that do not depend on its parts of tables, by cause.
+
+    They are those of the dense layers of ``workload``, of the tables ``everywhere``, which every device holds, and of
+    the activations of a device's ``samples``.
+    """
+    layers = workload.bottom_layers + workload.top_layers
+    widths = workload.dense + workload.width + sum(outputs for _, outputs in layers)
+    dense = workload.dense_parameters * workload.dense_bytes
+    for one in everywhere:
+        row = one.dim * (one.weight_bytes + workload.gradient_bytes) + workload.optimizer_bytes
+        dense += one.count * one.rows * row
+    return {"dense layers": dense, "activations": 2.0 * BYTES * samples * widths}  # activations and their gradients
 
 
 def local_samples(workload: Recommender, devices: int) -> int:

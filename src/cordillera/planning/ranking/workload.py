@@ -8,9 +8,9 @@ device, cut in columns, cut in rows, or copied to every device like a dense laye
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise, product
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -209,7 +209,7 @@ def copied(workload: Recommender, rows: int) -> tuple[Tables, ...]:
 
 
 @dataclass(frozen=True)
-class Placement:
+class PlacedTables:
     """Tables placed on the devices of one group.
 
     Attributes:
@@ -224,29 +224,27 @@ class Placement:
     devices: NDArray[np.int64]
     size: int
 
-    def _each(self, values: list[float]) -> Array:
-        return np.array(values, dtype=np.float64)
-
     @cached_property
     def rows(self) -> Array:
         """Number of rows of every shard: ``[S]``."""
-        return self._each([one.rows for one in self.shards])
+        return np.array([one.rows for one in self.shards], np.float64)
 
     @cached_property
     def columns(self) -> Array:
         """Number of columns of every shard: ``[S]``."""
-        return self._each([one.columns for one in self.shards])
+        return np.array([one.columns for one in self.shards], np.float64)
 
     @cached_property
     def lookups(self) -> Array:
         """Mean number of lookups of a sample in every shard: ``[S]``."""
         tables = self.workload.tables
-        return self._each([tables[one.table].lookups * one.rows / tables[one.table].rows for one in self.shards])
+        found = [tables[one.table].lookups * one.rows / tables[one.table].rows for one in self.shards]
+        return np.array(found, np.float64)
 
     @cached_property
     def weight_bytes(self) -> Array:
         """Bytes of a value in every shard: ``[S]``."""
-        return self._each([self.workload.tables[one.table].weight_bytes for one in self.shards])
+        return np.array([self.workload.tables[one.table].weight_bytes for one in self.shards], np.float64)
 
     def by_device(self, values: Array) -> Array:
         """Sum ``values`` of the shards, ``[S]``, over every device: ``[size]``."""
@@ -314,15 +312,13 @@ class Placement:
 
     def ways(self) -> dict[str, int]:
         """Return how many tables are whole, cut in columns, cut in rows, or both."""
-        found = {"whole": 0, "columns": 0, "rows": 0, "both": 0}
+        # by whether it is cut in rows, and in columns
+        words = {(False, False): "whole", (False, True): "columns", (True, False): "rows", (True, True): "both"}
+        found = dict.fromkeys(words.values(), 0)
         for shard in self.shards:
-            if shard.first_row or shard.first_column:
-                continue  # count a table by its first part
-            table = self.workload.tables[shard.table]
-            in_rows, in_columns = shard.rows < table.rows, shard.columns < table.dim
-            found[
-                "both" if in_rows and in_columns else "rows" if in_rows else "columns" if in_columns else "whole"
-            ] += 1
+            if shard.first_row == shard.first_column == 0:  # count a table by its first part
+                table = self.workload.tables[shard.table]
+                found[words[shard.rows < table.rows, shard.columns < table.dim]] += 1
         return found
 
 
@@ -344,17 +340,9 @@ def _columns(table: Tables, parts: int) -> int:
     return next((one for one in possible if one >= parts), possible[-1] if possible else 1)
 
 
-def _cut(table: Tables, columns: int, rows: int) -> Iterator[tuple[int, int, int, int]]:
-    """Iterate over first row, rows, first column and columns of every part."""
-    width, edges = table.dim // columns, [round(i * table.rows / rows) for i in range(rows + 1)]
-    for i in range(rows):
-        for j in range(columns):
-            yield edges[i], edges[i + 1] - edges[i], j * width, width
-
-
 def place_tables(
     workload: Recommender, size: int, room: float, worth: float, grain: float, copied_rows: int = 0
-) -> Placement:
+) -> PlacedTables:
     """Cut tables and give the parts to the devices of a group, the costliest first to the least loaded device.
 
     A table is cut if it does not fit on a device, or if it costs more than ``grain`` times a device's equal share of
@@ -380,10 +368,8 @@ def place_tables(
         costs.append((moved, worth * one.dim * (workload.forward_bytes + workload.backward_bytes)))
     tables = [(i, one) for i, one in enumerate(workload.tables) if one not in everywhere]
     share = sum(one.count * sum(costs[i]) for i, one in tables) / size
-    missing = (
-        sum(one.count * one.rows * (one.dim * one.weight_bytes + workload.optimizer_bytes) for _, one in tables)
-        - room * size
-    )
+    needed = sum(one.count * one.rows * (one.dim * one.weight_bytes + workload.optimizer_bytes) for _, one in tables)
+    missing = needed - room * size
     if missing > 0:
         raise PlanError(f"tables over {size:,} devices: {missing / 1e9:,.0f} GB do not fit")
     for finer in (1, 2, 4, 8):  # parts nearly as large as a device waste memory
@@ -398,7 +384,7 @@ def place_tables(
             loads, sizes = [shards[at][0] for at in order], [shards[at][1] for at in order]
             places = list_scheduling(loads, size, sizes, room * (1 + 1e-9))
             if NOWHERE not in places:
-                return Placement(workload, tuple(shards[at][2] for at in order), places, size)
+                return PlacedTables(workload, tuple(shards[at][2] for at in order), places, size)
     raise PlanError(f"tables over {size:,} devices: parts leave gaps into which the last do not fit")
 
 
@@ -420,9 +406,9 @@ def _parts(
     deep = min(deep, one.rows, size)
     if one.count * wide * deep > MOST_PARTS:
         raise PlanError(f"tables over {size:,} devices: more than {MOST_PARTS:,} parts")
+    width, edges = one.dim // wide, [round(i * one.rows / deep) for i in range(deep + 1)]
     found = []
-    for copy in range(one.count):
-        for first_row, rows, first_column, columns in _cut(one, wide, deep):
-            cost = up / wide * rows / one.rows + sent / wide
-            found.append((cost, rows * row, Shard(table, copy, first_row, rows, first_column, columns)))
+    for copy, (first, end), column in product(range(one.count), pairwise(edges), range(wide)):
+        cost = up / wide * (end - first) / one.rows + sent / wide
+        found.append((cost, (end - first) * row, Shard(table, copy, first, end - first, column * width, width)))
     return found

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-
-from rich.table import Table
+from dataclasses import dataclass
 
 from cordillera.errors import DataError
 from cordillera.numbers import compact
-from cordillera.reports.ranking.comparison import markdown_table, terminal_table
+from cordillera.reports.page import known, whole
+from cordillera.reports.ranking.comparison import ComparisonTable
 from cordillera.run import Run
 from cordillera.training.language.records import LanguageRecords, mean
-from cordillera.training.ranking.evaluation import jsonable
 
 
 @dataclass(frozen=True)
@@ -26,13 +23,9 @@ class LanguageRow:
         loss: Loss of the final evaluation, or of the last one if there is no final one, in nats per token.
         is_broken: Whether the loss of that evaluation is not finite.
         difference: Difference of the loss to that of the first run; NaN if the two were evaluated on other tokens.
-        perplexity: Perplexity of the evaluation.
-        bits_per_byte: Bits per byte of the evaluation.
         tokens: Number of tokens that the model was trained on.
         tokens_per_second: Mean throughput of training, of all processes together.
         mfu: Mean share of the devices' peak FLOP/s that training used.
-        parameters: Number of parameters of the model.
-        processes: Number of processes that trained the model.
     """
 
     name: str
@@ -48,21 +41,11 @@ class LanguageRow:
     processes: float
 
 
-@dataclass(frozen=True)
-class LanguageComparison:
-    """The result of :func:`compare_language`.
-
-    Attributes:
-        rows: Rows in the given order; differences are to the first.
-        notes: Caveats for readers of the differences.
-    """
+@dataclass(frozen=True, kw_only=True)
+class LanguageComparison(ComparisonTable):
+    """The result of :func:`compare_language`; ``rows`` are in the given order, differences are to the first."""
 
     rows: list[LanguageRow]
-    notes: list[str]
-
-    def to_json(self) -> str:
-        """Return strict JSON; NaN becomes null."""
-        return json.dumps(jsonable(asdict(self)), indent=1, allow_nan=False)
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Return the headings and texts of the table, with one line for each run."""
@@ -71,27 +54,19 @@ class LanguageComparison:
         lines = [
             [
                 row.name,
-                "NaN" if row.is_broken else _text(row.loss, "{:.4f}"),
-                _text(row.difference, "{:+.4f}"),
-                _text(row.perplexity, "{:,.4g}"),
-                _text(row.bits_per_byte, "{:.4f}"),
+                "NaN" if row.is_broken else known(row.loss, "{:.4f}"),
+                known(row.difference, "{:+.4f}"),
+                known(row.perplexity, "{:,.4g}"),
+                known(row.bits_per_byte, "{:.4f}"),
                 compact(row.tokens) if math.isfinite(row.tokens) else "",
                 compact(row.tokens_per_second) if math.isfinite(row.tokens_per_second) else "",
-                _text(100 * row.mfu, "{:.1f} %"),
-                _text(row.parameters, "{:,.0f}"),
-                _text(row.processes, "{:,.0f}"),
+                known(100 * row.mfu, "{:.1f} %"),
+                whole(row.parameters, ""),
+                whole(row.processes, ""),
             ]
             for row in self.rows
         ]
         return headings, lines
-
-    def to_markdown(self) -> str:
-        """Return a Markdown table, followed by the notes."""
-        return markdown_table(*self.cells(), self.notes)
-
-    def to_table(self) -> Table:
-        """Return a table for the terminal, followed by the notes."""
-        return terminal_table(*self.cells(), self.notes)
 
 
 def compare_language(runs: Sequence[Run]) -> LanguageComparison:
@@ -111,7 +86,7 @@ def compare_language(runs: Sequence[Run]) -> LanguageComparison:
         if folder in seen:
             raise DataError("was given twice", where=str(run.folder), remedy="give each run once")
         seen.add(folder)
-    entries = [LanguageRecords.read(run) for run in runs]
+    entries = [LanguageRecords(run) for run in runs]
     first, notes, rows = entries[0], [], []
     for entry in entries:
         problem = _other_tokens(first, entry)
@@ -129,7 +104,7 @@ def compare_language(runs: Sequence[Run]) -> LanguageComparison:
             f"Losses are in nats a token; differences are to {first.name}, and a negative one is better. One run a row "
             "gives no interval: other seeds show what chance does."
         )
-    return LanguageComparison(rows, notes)
+    return LanguageComparison(rows=rows, notes=notes)
 
 
 def _other_tokens(first: LanguageRecords, entry: LanguageRecords) -> str | None:
@@ -156,12 +131,8 @@ def _row(first: LanguageRecords, entry: LanguageRecords, *, is_same: bool) -> La
         perplexity=found.get("perplexity", math.nan),
         bits_per_byte=found.get("bits_per_byte", math.nan),
         tokens=entry.reached("tokens"),
-        tokens_per_second=mean(entry.train, lambda record: record["tokens_per_second"], "seconds"),
-        mfu=mean(entry.train, lambda record: record["mfu"], "seconds"),
+        tokens_per_second=mean(entry.train, "tokens_per_second", "seconds"),
+        mfu=mean(entry.train, "mfu", "seconds"),
         parameters=entry.parameters,
         processes=entry.size("world"),
     )
-
-
-def _text(value: float, form: str) -> str:
-    return form.format(value) if math.isfinite(value) else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Any
 
 from cordillera.numbers import compact
@@ -66,17 +67,17 @@ def _tokens(records: LanguageRecords) -> _Tile | None:
 
 
 def _rate(records: LanguageRecords) -> _Tile | None:
-    speed = mean(records.train, lambda record: record["tokens_per_second"], "seconds")
+    speed = mean(records.train, "tokens_per_second", "seconds")
     if math.isnan(speed):
         return None
-    rates = sorted(value for record in records.train if math.isfinite(value := record["tokens_per_second"]))
-    text = f"median record {compact(rates[len(rates) // 2])}"
+    rates = [value for record in records.train if math.isfinite(value := record["tokens_per_second"])]
+    text = f"median record {compact(statistics.median_high(rates))}"
     return "Tokens a second", compact(speed), text, "of all processes together, in training steps"
 
 
 def _utilisation(records: LanguageRecords) -> _Tile | None:
-    flops = mean(records.train, lambda record: record["flops_per_second"], "seconds")
-    mfu = mean(records.train, lambda record: record["mfu"], "seconds")
+    flops = mean(records.train, "flops_per_second", "seconds")
+    mfu = mean(records.train, "mfu", "seconds")
     meaning = "document mask counted, recomputation not"
     if math.isfinite(mfu):
         rate = f"{compact(flops)} FLOP/s" if math.isfinite(flops) else ""

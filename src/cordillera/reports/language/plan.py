@@ -36,12 +36,9 @@ _MEMORY = ("weights", "gradients", "optimizer", "activations")
 
 
 def chrome_trace(timeline: Timeline) -> str:
-    """Return a timeline for ``chrome://tracing`` and Perfetto, with ranks as processes.
+    """Return a timeline for ``chrome://tracing`` and Perfetto, in microseconds, with ranks as processes.
 
     Computation and messages are threads.
-
-    Args:
-        timeline: Simulated timeline; times of the trace are in microseconds.
     """
     events: list[dict[str, Any]] = []
     for rank, actions in enumerate(timeline.schedule.actions):
@@ -55,11 +52,9 @@ def chrome_trace(timeline: Timeline) -> str:
 
 
 def timeline_svg(timeline: Timeline, until: float | None = None) -> Markup:
-    """Draw a pipeline to scale: a row for each rank with its actions by kind, and the messages below it.
+    """Draw a ``timeline`` to scale: a row for each rank with its actions by kind, and the messages below it.
 
-    Args:
-        timeline: Simulated timeline.
-        until: Time in seconds up to which to draw, with the numbers of microbatches; None for the whole timeline.
+    With ``until``, the drawing ends after so many seconds and shows the numbers of microbatches.
     """
     ranks = timeline.schedule.ranks
 
@@ -85,12 +80,7 @@ def _beginning(timeline: Timeline) -> float | None:
 
 
 def reasons(best: Plan, base: Plan) -> list[str]:
-    """Explain why a plan is faster than another, with the largest difference first.
-
-    Args:
-        best: Faster plan.
-        base: Slower plan.
-    """
+    """Explain why the plan ``best`` is faster than ``base``, with the largest difference first."""
     if best is base:
         return ["It is the production-like plan itself: nothing that was searched is faster."]
     found = plans.differences(_PARTS, best, base)
@@ -100,12 +90,7 @@ def reasons(best: Plan, base: Plan) -> list[str]:
 
 
 def measured(explorer: Explorer, plan: Plan) -> str:
-    """Describe in a sentence how much of a plan rests on measured matrix products; empty if none were measured.
-
-    Args:
-        explorer: Explorer with the cost model.
-        plan: Plan of its search.
-    """
+    """Describe in a sentence how much of a ``plan`` rests on products that its ``explorer`` measured; empty if none."""
     products = explorer.cost.products
     if products is None:
         return ""
@@ -133,11 +118,7 @@ def _products(explorer: Explorer, plans: Mapping[str, Plan]) -> dict[str, Any] |
 def to_json(explorer: Explorer, found: Exploration, base: Plan, cases: Sequence[Case] = ()) -> dict[str, Any]:
     """Return the content of ``plan.json``: the best plans, each with all that a run needs.
 
-    Args:
-        explorer: Explorer with workload and cluster.
-        found: Result of the search.
-        base: The production-like plan.
-        cases: Changes and faults under which the best plan was simulated.
+    The arguments ``explorer``, ``found``, ``base`` and ``cases`` are those of :func:`page`.
     """
     return {
         **plans.content(explorer, found, base),

@@ -28,8 +28,7 @@ def write_language_report(run: Run) -> Path:
     """Write ``report.html`` into the folder of a language ``run``, and return its path.
 
     The report reads ``recipe.toml``, ``metrics.jsonl``, ``evaluation.json``, ``model.json`` and ``environment.json``;
-    missing content is left out and named. The page has no scripts and loads nothing, and every string from a file is
-    escaped.
+    missing content is left out and named.
 
     Raises:
         DataError: If one of the files does not have the expected content.
@@ -40,7 +39,7 @@ def write_language_report(run: Run) -> Path:
 
 def render(run: Run) -> str:
     """Return the report of a ``run`` as HTML text; see :func:`write_language_report`."""
-    records = LanguageRecords.read(run)
+    records = LanguageRecords(run)
     title, description = _title(records), records.recipe.get("description")
     world = records.size("world")
     return page.fill(
@@ -162,8 +161,8 @@ def _places_of(records: LanguageRecords, kind: str, key: str) -> list[float]:
 def _balance(records: LanguageRecords) -> list[Figure | None]:
     imbalance = Series.of("imbalance", "s0", records.train, "step", "imbalance")
     delay = Series.of("delay", "s0", records.train, "step", "delay")
-    heaviest = mean(records.train, lambda record: record["imbalance"], "steps")
-    waited = mean(records.train, lambda record: record["delay"], "steps")
+    heaviest = mean(records.train, "imbalance", "steps")
+    waited = mean(records.train, "delay", "steps")
     y = Axis(padded([1.0, *imbalance.places(LINEAR, LINEAR, thinned=False)[1]], 0.1))
     text = f"Predicted work of the heaviest microbatch over the mean's{known(heaviest, ': {:.3f} on average')}."
     labels, levels = ("step", "heaviest microbatch over mean"), [(1.0, "even")]

@@ -72,7 +72,7 @@ def _rise(train: Sequence[Record]) -> tuple[float, float] | None:
 
 def _speed(records: LanguageRecords) -> list[str]:
     train, found = records.train, []
-    imbalance = mean(train, lambda record: record["imbalance"], "steps")
+    imbalance = mean(train, "imbalance", "steps")
     if imbalance > _MUCH_IMBALANCE:
         found.append(
             f"The heaviest microbatch has {imbalance:.2f} times the work of the mean one; above {_MUCH_IMBALANCE:g}, "
@@ -90,7 +90,7 @@ def _speed(records: LanguageRecords) -> list[str]:
             f"{100 * exposed:.0f} % of the training time went into communication that nothing was computed beside; "
             f"above {100 * _MUCH_EXPOSED:g} %, another mesh may be faster."
         )
-    mfu = mean(train, lambda record: record["mfu"], "seconds")
+    mfu = mean(train, "mfu", "seconds")
     if mfu > 1:
         found.append(
             f"Training used {100 * mfu:.0f} % of the devices' peak (MFU), which cannot be: the peak of a CPU is timed "

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import scipy
 from rich.table import Table
 
 from cordillera.errors import DataError
-from cordillera.reports.page import part
-from cordillera.run import Run, read_object, read_recipe
-from cordillera.training.ranking.evaluation import Evaluation, jsonable, number
+from cordillera.reports.ranking.material import Material
+from cordillera.run import Run
+from cordillera.training.ranking.evaluation import jsonable
 
 METRICS = ("ne", "auc", "log_loss", "calibration", "gauc")
-NAMED = ("run", "task")
+_NAMED = ("run", "task")
 _SIZES = ("parameters", "embedding_parameters", "training_flops")
 _NOT_IDENTITY = ("seed", "name", "description", "device", "threads")
 
@@ -81,25 +82,51 @@ class Row:
     is_complete: bool = True
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, kw_only=True)
+class ComparisonTable(ABC):
+    """Comparison of runs, as JSON and as a table; ``notes`` are caveats for readers of the differences."""
+
+    notes: list[str]
+
+    @abstractmethod
+    def cells(self) -> tuple[list[str], list[list[str]]]:
+        """Return the headings and texts of the table."""
+
+    def to_json(self) -> str:
+        """Return strict JSON; NaN becomes null."""
+        return json.dumps(jsonable(asdict(self)), indent=1, allow_nan=False)
+
+    def to_markdown(self) -> str:
+        """Return a Markdown table, followed by the notes; names are left-aligned, numbers right-aligned."""
+        headings, lines = self.cells()
+        rule = ["---" if heading in _NAMED else "---:" for heading in headings]
+        table = ["| " + " | ".join(_markdown(cell) for cell in line) + " |" for line in [headings, rule, *lines]]
+        return "\n".join([*table, "", *(f"- {_markdown(note)}" for note in self.notes)]) + "\n"
+
+    def to_table(self) -> Table:
+        """Return a table for the terminal, followed by the notes."""
+        headings, lines = self.cells()
+        table = Table(caption="\n".join(self.notes), caption_justify="left")
+        for heading in headings:
+            table.add_column(heading, justify="left" if heading in _NAMED else "right")
+        for line in lines:
+            table.add_row(*line)
+        return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(ComparisonTable):
     """The result of :func:`compare`.
 
     Attributes:
         rows: Rows of the table; the others are compared with the first.
         tasks: Tasks that all runs have.
         level: Confidence level of the intervals.
-        notes: Caveats for readers of the differences.
     """
 
     rows: list[Row]
     tasks: list[str]
     level: float
-    notes: list[str]
-
-    def to_json(self) -> str:
-        """Return strict JSON; NaN becomes null."""
-        return json.dumps(jsonable(asdict(self)), indent=1, allow_nan=False)
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Return the headings and texts of the table, with one line for each row and task."""
@@ -124,34 +151,6 @@ class Comparison:
                 line.append("" if math.isnan(row.examples_per_second) else f"{row.examples_per_second:,.0f}")
                 lines.append(line)
         return headings, lines
-
-    def to_markdown(self) -> str:
-        """Return a Markdown table, followed by the notes."""
-        return markdown_table(*self.cells(), self.notes)
-
-    def to_table(self) -> Table:
-        """Return a table for the terminal, followed by the notes."""
-        return terminal_table(*self.cells(), self.notes)
-
-
-def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
-    """Return a Markdown table of ``lines`` of cells, followed by ``notes``.
-
-    Columns whose ``headings`` are in :data:`NAMED` are left-aligned, others right-aligned.
-    """
-    rule = ["---" if heading in NAMED else "---:" for heading in headings]
-    table = ["| " + " | ".join(_markdown(cell) for cell in line) + " |" for line in [headings, rule, *lines]]
-    return "\n".join([*table, "", *(f"- {_markdown(note)}" for note in notes)]) + "\n"
-
-
-def terminal_table(headings: Sequence[str], lines: Sequence[Sequence[str]], notes: Sequence[str]) -> Table:
-    """Return the table of :func:`markdown_table` from its ``headings``, ``lines`` and ``notes`` for the terminal."""
-    table = Table(caption="\n".join(notes), caption_justify="left")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in NAMED else "right")
-    for line in lines:
-        table.add_row(*line)
-    return table
 
 
 def mean_interval(values: Sequence[float], level: float = 0.95) -> SeedMean:
@@ -188,7 +187,7 @@ def compare(runs: Sequence[Run], *, level: float = 0.95) -> Comparison:
     """
     if not runs:
         raise DataError("no run was given", where="compare")
-    entries = [_Entry.read(run) for run in runs]
+    entries = [_Entry(run) for run in runs]
     tasks = [task for task in entries[0].metrics if all(task in entry.metrics for entry in entries)]
     if not tasks:
         raise DataError(f"the runs share no task: {[list(entry.metrics) for entry in entries]}", where="compare")
@@ -217,61 +216,33 @@ def compare(runs: Sequence[Run], *, level: float = 0.95) -> Comparison:
         f"Brackets: {100 * level:g} % intervals of the mean over seeds (Student's t). Differences are to "
         f"{rows[0].name}, paired by seed; a negative NE difference is better."
     )
-    return Comparison(rows, tasks, level, notes)
+    return Comparison(rows=rows, tasks=tasks, level=level, notes=notes)
 
 
-@dataclass(frozen=True)
-class _Entry:
-    name: str
-    seed: int
-    identity: str
-    model: dict[str, Any]
-    model_name: str
-    metrics: dict[str, dict[str, float]]
-    examples_per_second: float
-    is_complete: bool
-    notes: list[str]
+class _Entry(Material):
+    """Content of a run that is compared."""
 
-    @classmethod
-    def read(cls, run: Run) -> _Entry:
-        path = run.folder / "evaluation.json"
-        if not path.exists():
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        if self.evaluation is None:
             raise DataError(
                 "has no evaluation.json", where=str(run.folder), remedy="run `cordillera evaluate` on it first"
             )
-        _, recipe = read_recipe(run)
-        seed = recipe.get("seed", 0)
-        if not isinstance(seed, int):
-            raise DataError(f"seed is no number: {str(seed)[:40]!r}", where=str(run.recipe_file))
-        card = read_object(run.folder / "model.json")
+        self.metrics = self.evaluation.metrics()
+        self.seed = self.recipe.get("seed", 0)
+        if not isinstance(self.seed, int):
+            raise DataError(f"seed is no number: {str(self.seed)[:40]!r}", where=str(run.recipe_file))
         for size in _SIZES:
-            if not isinstance(card.get(size), int | None):
+            if not isinstance(self.model.get(size), int | None):
                 raise DataError(f"{size} is no number", where=str(run.folder / "model.json"), remedy="restore the file")
-        same = {key: value for key, value in recipe.items() if key not in _NOT_IDENTITY}
-        rates = sorted(
-            rate
-            for record in run.metrics()
-            if record.get("kind") == "train" and math.isfinite(rate := number(record.get("examples_per_second")))
-        )
-        evaluation, status = Evaluation.from_object(read_object(path), str(path)), run.status()
-        told = [status.warning if status is not None else ""]
-        told.append(evaluation.age(status, keeps_best="patience" in part(recipe, "training")))
-        notes = [text for text in told if text]
-        for task, result in evaluation.tasks.items():
-            # Data without groups has no GAUC.
-            why = {name: why for name, why in result.undefined.items() if (name, why) != ("gauc", "no groups")}
-            notes += [f"{name} of {task} is undefined: {reason}." for name, reason in why.items()]
-        return cls(
-            name=run.folder.resolve().name,
-            seed=seed,
-            identity=json.dumps(same, sort_keys=True, default=str),
-            model=card,
-            model_name=str(card.get("name", part(recipe, "model").get("name", ""))),
-            metrics=evaluation.metrics(),
-            examples_per_second=rates[len(rates) // 2] if rates else math.nan,
-            is_complete=status is None or status.is_complete,
-            notes=notes,
-        )
+        same = {key: value for key, value in self.recipe.items() if key not in _NOT_IDENTITY}
+        self.identity = json.dumps(same, sort_keys=True, default=str)
+        self.is_complete = self.status is None or self.status.is_complete
+        rates = [rate for one in self.train if math.isfinite(rate := one["examples_per_second"])]
+        self.examples_per_second = statistics.median_high(rates) if rates else math.nan
+        self.notes = [text for text in (self.banner, self.age) if text]
+        for task, undefined in self.undefined.items():
+            self.notes += [f"{name} of {task} is undefined: {why}." for name, why in undefined.items()]
 
 
 def _check_same_data(entries: Sequence[_Entry]) -> None:

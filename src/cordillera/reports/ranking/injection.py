@@ -38,10 +38,8 @@ def _ranges(bits: Sequence[int]) -> str:
 def advice(components: Sequence[dict[str, Any]]) -> list[str]:
     """Return sentences on what to protect, and the gain, for faults that hit every bit of the weights alike.
 
-    Bit positions are protected in descending order of their rate until nine of ten wrong outputs are removed.
-
-    Args:
-        components: Results of ``Vulnerability.to_json``.
+    Bit positions of ``components``, results of ``Vulnerability.to_json``, are protected in descending order of their
+    rate until nine of ten wrong outputs are removed.
     """
     measured = [one for one in components if one["injections"]]
     bits = sum(one["bits"] for one in measured)

@@ -12,7 +12,7 @@ from cordillera.run import Run, read_object, read_recipe
 from cordillera.training.ranking.evaluation import Evaluation, number
 
 METRICS = {"ne": "NE", "auc": "AUC", "calibration": "Calibration", "gauc": "GAUC", "log_loss": "Log loss"}
-_NUMBERS = ("epoch", "examples", "loss", "seconds", "examples_per_second", "data_fraction", "end")
+_NUMBERS = ("epoch", "loss", "seconds", "examples_per_second", "data_fraction")
 
 
 class Material:
@@ -24,6 +24,7 @@ class Material:
 
     def __init__(self, run: Run) -> None:
         self.name, self.status = run.folder.resolve().name, run.status()
+        self.banner = "" if self.status is None else self.status.warning
         self.recipe_text, self.recipe = read_recipe(run)
         self.model, self.environment = (read_object(run.folder / f"{name}.json") for name in ("model", "environment"))
         self.train: list[dict[str, Any]] = []
@@ -34,16 +35,29 @@ class Material:
             kind = record.get("kind")
             if kind == "train" or (kind in ("evaluation", "progressive") and record.get("tasks")):
                 records[kind].append(_checked(record, f"{run.folder / 'metrics.jsonl'}, line {line}"))
-        path, self.evaluation, age = run.folder / "evaluation.json", None, ""
+        path, self.evaluation = run.folder / "evaluation.json", None
+        self.age = "The test split has not been evaluated; figures are of the validation split, without intervals."
         if path.exists():
             self.evaluation = Evaluation.from_object(read_object(path), str(path))
-            age = self.evaluation.age(self.status, keeps_best="patience" in part(self.recipe, "training"))
-        else:
-            age = "The test split has not been evaluated; figures are of the validation split, without intervals."
-        self.warnings = [age] if age else []
+            self.age = self.evaluation.age(self.status, keeps_best="patience" in part(self.recipe, "training"))
+        self.warnings = [self.age] if self.age else []
         if not (run.folder / "model.json").exists():
             self.warnings.append("The run has no model.json, so parameters and FLOPs are not known.")
         self.warnings += _warnings(self)
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model; empty if unknown."""
+        return str(self.model.get("name", part(self.recipe, "model").get("name", "")))
+
+    @property
+    def undefined(self) -> dict[str, dict[str, str]]:
+        """Reasons for test metrics without a value, by task and metric; data without groups has no GAUC."""
+        tasks = self.evaluation.tasks if self.evaluation is not None else {}
+        return {
+            task: {name: why for name, why in result.undefined.items() if (name, why) != ("gauc", "no groups")}
+            for task, result in tasks.items()
+        }
 
     @property
     def tasks(self) -> list[str]:
@@ -60,20 +74,20 @@ class Material:
         return min(scored, key=lambda pair: pair[0])[1] if scored else None
 
 
-def interval_text(pair: Sequence[float] | None, digits: int = 4) -> str:
+def interval_text(pair: Sequence[float] | None) -> str:
     """Return an interval as text; empty for None."""
-    return f"{pair[0]:.{digits}f} to {pair[1]:.{digits}f}" if pair else ""
+    return f"{pair[0]:.4f} to {pair[1]:.4f}" if pair else ""
 
 
 def mean_ne(record: Mapping[str, Any]) -> float:
     """Return the mean NE over the tasks of a validation record."""
-    values = [number(task.get("ne")) for task in record["tasks"].values()]
+    values = [task.get("ne", math.nan) for task in record["tasks"].values()]
     return sum(values) / len(values)
 
 
 def data_fraction(train: Sequence[Mapping[str, Any]]) -> float:
     """Return the share of training time that went into waiting for data; NaN if it is not recorded."""
-    pairs = [(number(record.get("data_fraction")), number(record.get("seconds"))) for record in train]
+    pairs = [(record["data_fraction"], record["seconds"]) for record in train]
     pairs = [(share, seconds) for share, seconds in pairs if math.isfinite(share * seconds)]
     total = sum(seconds for _, seconds in pairs)
     return sum(share * seconds for share, seconds in pairs) / total if total > 0 else math.nan
@@ -84,7 +98,9 @@ def _checked(record: dict[str, Any], where: str) -> dict[str, Any]:
         step = record.get("step", 0)
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:
             raise DataError(f"step {str(step)[:40]!r} is no count")
-        found = {**record, "step": step} | {key: number(record[key]) for key in _NUMBERS if key in record}
+        found = {**record, "step": step} | {key: number(record.get(key)) for key in _NUMBERS}
+        for key in ("examples", "end"):  # a record without them is placed at its step
+            found[key] = number(record.get(key, step))
         if "tasks" in record:
             found["tasks"] = {
                 task: {name: number(value) for name, value in values.items()}
@@ -100,16 +116,13 @@ def _checked(record: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _warnings(material: Material) -> list[str]:
     found = []
-    broken = sum(1 for record in material.train if not math.isfinite(number(record.get("loss"))))
+    broken = sum(1 for record in material.train if not math.isfinite(record["loss"]))
     if broken:
         found.append(f"{broken} of {len(material.train)} records of the training loss are not finite numbers.")
-    if material.evaluation is not None:
-        for task, result in material.evaluation.tasks.items():
-            # Data without groups has no GAUC by design; that is not worth a warning.
-            reasons = {name: why for name, why in result.undefined.items() if (name, why) != ("gauc", "no groups")}
-            if reasons:
-                listing = ", ".join(f"{METRICS.get(name, name)} ({why})" for name, why in reasons.items())
-                found.append(f"Undefined on the test split for task {task}: {listing}.")
+    for task, reasons in material.undefined.items():
+        if reasons:
+            listing = ", ".join(f"{METRICS.get(name, name)} ({why})" for name, why in reasons.items())
+            found.append(f"Undefined on the test split for task {task}: {listing}.")
     undefined = sum(1 for record in material.evaluations if not math.isfinite(mean_ne(record)))
     if undefined:
         found.append(f"NE was undefined or infinite in {undefined} of {len(material.evaluations)} validations.")

@@ -18,11 +18,7 @@ _ROWS = {"compute": "computes", "exchange": "exchanges", "reduce": "reduces"}
 
 
 def chrome_trace(timeline: Sequence[Operation]) -> str:
-    """Return a step for ``chrome://tracing`` and Perfetto, with streams as threads.
-
-    Args:
-        timeline: Simulated operations; times of the trace are in microseconds.
-    """
+    """Return a step for ``chrome://tracing`` and Perfetto, in microseconds, with streams as threads."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": i, "args": {"name": name}} for i, name in enumerate(STREAMS)
     ]
@@ -33,11 +29,7 @@ def chrome_trace(timeline: Sequence[Operation]) -> str:
 
 
 def streams_svg(timeline: Sequence[Operation]) -> Markup:
-    """Draw a step to scale: a row for each stream, coloured by cause.
-
-    Args:
-        timeline: Simulated operations.
-    """
+    """Draw a step to scale: a row for each stream, coloured by cause."""
     styles = {cause: f"f{number}" for number, cause in enumerate(CAUSES)}
     rows = [
         (
@@ -54,12 +46,7 @@ def streams_svg(timeline: Sequence[Operation]) -> Markup:
 
 
 def reasons(best: TablePlan, base: TablePlan) -> list[str]:
-    """Explain why a plan is faster than another, with the largest difference first.
-
-    Args:
-        best: Faster plan.
-        base: Slower plan.
-    """
+    """Explain why the plan ``best`` is faster than ``base``, with the largest difference first."""
     if best.seconds >= base.seconds:
         return ["Nothing that was searched is faster than the production-like plan."]
     found = plans.differences(CAUSES, best, base)
@@ -77,10 +64,7 @@ def reasons(best: TablePlan, base: TablePlan) -> list[str]:
 def to_json(explorer: RecommenderExplorer, found: TableExploration, base: TablePlan) -> dict[str, Any]:
     """Return the content of ``plan.json``: the best plans, and the placement of every part of a table in the first.
 
-    Args:
-        explorer: Explorer with workload and cluster.
-        found: Result of the search.
-        base: The production-like plan.
+    The arguments ``explorer``, ``found`` and ``base`` are those of :func:`page`.
     """
     return {**plans.content(explorer, found, base), "layouts": found.layouts, "placement": found.best.placement()}
 

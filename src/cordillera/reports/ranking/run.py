@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
 from pathlib import Path
 from typing import Any
 
 from cordillera.numbers import compact
 from cordillera.reports import page
 from cordillera.reports.charts import LINEAR, POINTS, Axis, Figure, Series, figure, framed, padded
-from cordillera.reports.page import duration, fixed, part, plain
+from cordillera.reports.page import duration, fixed, part
 from cordillera.reports.ranking.material import METRICS, Material, data_fraction, interval_text
 from cordillera.reports.ranking.scores import scores, segments
 from cordillera.run import Run
@@ -28,11 +28,7 @@ _MODELS = {
 
 
 def write_report(run: Run) -> Path:
-    """Write ``report.html`` into a run's folder, and return its path.
-
-    The report reads ``recipe.toml``, ``metrics.jsonl``, ``evaluation.json``, ``model.json`` and ``environment.json``;
-    missing content is left out and named. The page has no scripts and loads nothing, and every string from a file is
-    escaped.
+    """Write ``report.html`` from the files of a run's folder, and return its path; missing content is named.
 
     Raises:
         DataError: If one of the files cannot be read.
@@ -48,8 +44,7 @@ def render(run: Run) -> str:
     return page.fill(
         "ranking_run",
         name=material.name,
-        lede=f"{_model_name(material, 'model')} on {data}" + (f". {description}" if description else ""),
-        banner=material.status.warning if material.status is not None else "",
+        lede=f"{_model_name(material) or 'model'} on {data}" + (f". {description}" if description else ""),
         results=_results(material),
         learning=_learning(material),
         progressive=_progressive(material),
@@ -60,19 +55,13 @@ def render(run: Run) -> str:
         model_name=_model_name(material),
         config=part(material.model, "config") or part(material.recipe, "model"),
         facts=part(material.model, "data", "facts"),
-        positives=_rates(part(material.model, "data", "facts").get("positives")),
         unseen=_unseen(part(material.model, "data", "facts").get("unseen")),
         steps=_steps(material),
     )
 
 
-def _model_name(material: Material, unknown: str = "") -> str:
-    name = str(material.model.get("name", part(material.recipe, "model").get("name", unknown)))
-    return _MODELS.get(name, name)
-
-
-def _examples(record: Mapping[str, Any]) -> float:
-    return number(record.get("examples", record.get("step")))
+def _model_name(material: Material) -> str:
+    return _MODELS.get(material.model_name, material.model_name)
 
 
 # Results
@@ -88,10 +77,7 @@ def _results(material: Material) -> dict[str, Any]:
             independent if evaluation.unit == "group" else "samples are taken as independent."
         )
     elif material.best is not None:
-        tasks = {
-            task: TaskEvaluation({name: number(value) for name, value in metrics.items()})
-            for task, metrics in material.best["tasks"].items()
-        }
+        tasks = {task: TaskEvaluation(metrics) for task, metrics in material.best["tasks"].items()}
         basis = f"Validation split, best step {material.best['step']:,}."
     else:
         return {}
@@ -142,11 +128,11 @@ def _more(result: TaskEvaluation) -> str:
 
 
 def _learning(material: Material) -> list[Figure | None]:
-    end = max([_examples(record) for record in (*material.train, *material.evaluations)], default=math.nan)
+    end = max([record["examples"] for record in (*material.train, *material.evaluations)], default=math.nan)
     if not math.isfinite(end) or end <= 0:
         return []
     x, best, tasks = Axis((0.0, end)), material.best, material.tasks
-    loss = _series("loss", "s0", material.train, "loss")
+    loss = Series.of("loss", "s0", material.train, "examples", "loss")
     limits, cut = framed(loss.places(x, LINEAR)[1])
     size = -(-len(loss.xs) // POINTS)
     caption = "Mean of the batches since the last record" if size <= 1 else f"Mean of {size} records a point"
@@ -158,9 +144,9 @@ def _learning(material: Material) -> list[Figure | None]:
     bayes = number(known.get("validation")) if len(tasks) == 1 else math.nan
     for task in tasks:
         records = [record for record in material.evaluations if task in record["tasks"]]
-        values = [number(record["tasks"][task].get("ne")) for record in records]
-        ne = Series("NE", "s1", [_examples(record) for record in records], values, "both")
-        marked = number(best["tasks"].get(task, {}).get("ne")) if best else math.nan
+        values = [record["tasks"][task].get("ne", math.nan) for record in records]
+        ne = Series("NE", "s1", [record["examples"] for record in records], values, "both")
+        marked = best["tasks"].get(task, {}).get("ne", math.nan) if best else math.nan
         text = f"At step {best['step']:,}: {fixed(marked)}." if best else "No step has a defined NE."
         ring = f"{'best mean: ' if averaged else 'best '}{marked:.4f}"
         charts.append(
@@ -172,22 +158,17 @@ def _learning(material: Material) -> list[Figure | None]:
                 x=x,
                 y=Axis(padded([*values, bayes], 0.2)),
                 levels=[(1.0, "base rate"), (bayes, "Bayes-optimal")],
-                mark=(_examples(best), marked, ring) if best and math.isfinite(marked) else None,
+                mark=(best["examples"], marked, ring) if best and math.isfinite(marked) else None,
             )
         )
     return charts
 
 
-def _series(name: str, style: str, records: list[dict[str, Any]], key: str, factor: float = 1.0) -> Series:
-    ys = [factor * number(record.get(key)) for record in records]
-    return Series(name, style, [_examples(record) for record in records], ys)
-
-
 def _progressive(material: Material) -> list[Figure | None]:
     charts = []
     for task in material.progressive[-1]["tasks"] if material.progressive else ():
-        xs = [number(record.get("end", record.get("step"))) for record in material.progressive]
-        ys = [number(record["tasks"].get(task, {}).get("ne")) for record in material.progressive]
+        xs = [record["end"] for record in material.progressive]
+        ys = [record["tasks"].get(task, {}).get("ne", math.nan) for record in material.progressive]
         charts.append(
             figure(
                 task,
@@ -202,23 +183,21 @@ def _progressive(material: Material) -> list[Figure | None]:
 
 
 def _throughput(material: Material) -> dict[str, Any]:
-    records = [record for record in material.train if math.isfinite(number(record.get("examples_per_second")))]
+    records = [record for record in material.train if math.isfinite(record["examples_per_second"])]
     if not records:
         return {}
-    speed = _series("examples a second", "s0", records, "examples_per_second")
-    middle, waiting = sorted(speed.ys)[len(records) // 2], data_fraction(records)
+    speed = Series.of("examples a second", "s0", records, "examples", "examples_per_second")
+    middle, waiting = statistics.median_high(speed.ys), data_fraction(records)
     text = f"Median {compact(middle)} examples per second, {len(records):,} records."
     labels = ("training examples", "examples per second")
     charts = [figure("Throughput", [speed], labels, text, height=230)]
     if math.isfinite(waiting):
-        shares = _series("waiting", "s1", records, "data_fraction", 100)
+        shares = Series.of("waiting", "s1", records, "examples", lambda record: 100 * record["data_fraction"])
         top = max([10.5, *(1.15 * share for share in shares.ys if math.isfinite(share))])
         text = f"{100 * waiting:.1f} % of the training time in all."
         labels, levels = ("training examples", "% of step time"), [(10.0, "10 %")]
         charts.append(figure("Waiting for data", [shares], labels, text, y=Axis((0.0, top)), levels=levels, height=230))
-    seconds, validating = (
-        sum(number(record.get("seconds")) for record in some) for some in (records, material.evaluations)
-    )
+    seconds, validating = (sum(record["seconds"] for record in some) for some in (records, material.evaluations))
     times = [f"{duration(seconds)} of training"]
     if material.evaluations and math.isfinite(validating):
         times.append(f"{duration(validating)} of validation")
@@ -248,18 +227,3 @@ def _unseen(unseen: Any) -> str:
         return ""
     shares = {name: share for name, share in test.items() if isinstance(share, float) and share >= 0.001}
     return ", ".join(f"{name} {100 * share:.1f}\u00a0%" for name, share in shares.items()) or "none"
-
-
-def _rates(positives: Any) -> str:
-    """Return the positive rates of splits: of each task, or one for all."""
-    if not isinstance(positives, dict):
-        return plain(positives)
-
-    def told(rates: Any) -> str:
-        if not isinstance(rates, dict):
-            return plain(rates)
-        return ", ".join(
-            f"{task} {rate:.4g}" if isinstance(rate, float) else f"{task} {rate}" for task, rate in rates.items()
-        )
-
-    return "; ".join(f"{split} {told(rates)}" for split, rates in positives.items())

@@ -25,14 +25,10 @@ def differences(
     packing: BatchConfig,
     parallel: PlannedParallelConfig,
 ) -> list[tuple[str, str]]:
-    """Return the keys of a recipe that a plan contradicts, each with a sentence for its author.
+    """Return the keys of a recipe that a plan with this ``mesh`` contradicts, each with a sentence for its author.
 
-    Args:
-        plan: The plan.
-        mesh: Mesh of the plan.
-        model: Section ``model`` of the recipe.
-        packing: Section ``packing`` of the recipe.
-        parallel: Section ``parallel`` of the recipe; a key that it does not state contradicts nothing.
+    ``model``, ``packing`` and ``parallel`` are sections of the recipe; keys of ``parallel`` that it does not state
+    contradict nothing.
     """
     return [*_other_model(plan, model), *_other_steps(plan, packing), *_stated_otherwise(plan, mesh, parallel)]
 

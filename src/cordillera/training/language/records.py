@@ -7,15 +7,15 @@ error that names file and line.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from cordillera.distributed.mesh import ParallelConfig
 from cordillera.errors import DataError
-from cordillera.run import Run, RunStatus, read_recipe
+from cordillera.run import Run, read_object, read_recipe
 from cordillera.toml_files import explain
 
 Record = dict[str, float]
@@ -35,9 +35,8 @@ _SIGNED = ("loss", "bits_per_byte")
 _LARGEST = 1e100
 
 
-@dataclass(frozen=True)
 class LanguageRecords:
-    """Records of a language run, read from its files; missing files give empty values.
+    """Content of a language run's folder, read once; missing files are empty.
 
     Attributes:
         validations: Records of evaluations by split.
@@ -45,65 +44,37 @@ class LanguageRecords:
         final: Evaluation of ``evaluation.json``; None without the file.
         mesh: Mesh of the job; None if ``model.json`` does not hold one.
         status: Progress of training; None for runs of earlier versions, which did not record it.
+
+    Raises:
+        DataError: If a file does not have the expected content.
+        RunError: If a line of ``metrics.jsonl`` other than the last is not JSON or does not match its checksum.
     """
 
-    name: str
-    recipe_text: str
-    recipe: dict[str, Any]
-    train: list[Record]
-    validations: dict[str, list[Record]]
-    events: list[tuple[str, Record]]
-    final: Record | None
-    final_split: str
-    model: dict[str, Any]
-    mesh: ParallelConfig | None
-    environment: dict[str, Any]
-    status: RunStatus | None
-
-    @classmethod
-    def read(cls, run: Run) -> LanguageRecords:
-        """Read a run's files; files that do not exist yet are left out.
-
-        Raises:
-            DataError: If a file does not have the expected content.
-            RunError: If a file, or a line of ``metrics.jsonl`` other than the last, is not JSON or does not match its
-                checksum.
-        """
-        recipe_text, recipe = read_recipe(run)
-        train: list[Record] = []
-        validations: dict[str, list[Record]] = {}
-        events: list[tuple[str, Record]] = []
-        for where, content in _lines(run):
+    def __init__(self, run: Run) -> None:
+        self.name, self.status = run.name, run.status()
+        self.recipe_text, self.recipe = read_recipe(run)
+        self.model, self.mesh = _read_model(run.folder / "model.json")
+        self.environment = read_object(run.folder / "environment.json")
+        self.train: list[Record] = []
+        self.validations: dict[str, list[Record]] = {}
+        self.events: list[tuple[str, Record]] = []
+        for line, content in enumerate(run.metrics(), 1):
             kind = content.get("kind")
             if not isinstance(kind, str) or kind not in _KEYS:
                 continue
-            record = _numbers(content, _KEYS[kind], where)
+            record = _numbers(content, _KEYS[kind], f"{run.folder / 'metrics.jsonl'}, line {line}")
             if kind == "train":
-                train.append(record)
+                self.train.append(record)
             elif kind == "evaluation":
-                validations.setdefault(str(content.get("split", "validation")), []).append(record)
+                self.validations.setdefault(str(content.get("split", "validation")), []).append(record)
             else:
-                events.append((kind, record))
+                self.events.append((kind, record))
         path = run.folder / "evaluation.json"
-        content = _object(run, path.name)
-        if content and content.get("kind") != "language":
+        found = read_object(path)
+        if found and found.get("kind") != "language":
             raise DataError("is not an evaluation of a language model", where=str(path))
-        model = _read_model(run)
-        mesh = model.get("mesh")
-        return cls(
-            name=run.name,
-            recipe_text=recipe_text,
-            recipe=recipe,
-            train=train,
-            validations=validations,
-            events=events,
-            final=_numbers(content, _KEYS["evaluation"], str(path)) if content else None,
-            final_split=str(content.get("split", "validation")),
-            model=model,
-            mesh=ParallelConfig.model_validate(mesh) if mesh is not None else None,
-            environment=_object(run, "environment.json"),
-            status=run.status(),
-        )
+        self.final = _numbers(found, _KEYS["evaluation"], str(path)) if found else None
+        self.final_split = str(found.get("split", "validation"))
 
     def of_kind(self, kind: str) -> list[Record]:
         """Return the events of a ``kind``: ``checkpoint``, ``skipped`` or ``resumed``."""
@@ -171,9 +142,9 @@ def total(records: Sequence[Record], key: str) -> float:
     return math.fsum(found) if found else math.nan
 
 
-def mean(records: Sequence[Record], value: Callable[[Record], float], weight: str) -> float:
-    """Return the mean of ``value`` over records, weighted by the key ``weight``; NaN if both are never known."""
-    pairs = [(value(record), record[weight]) for record in records]
+def mean(records: Sequence[Record], key: str, weight: str) -> float:
+    """Return the mean of ``key`` over records, weighted by the key ``weight``; NaN if both are never known."""
+    pairs = [(record[key], record[weight]) for record in records]
     pairs = [(a, b) for a, b in pairs if math.isfinite(a) and math.isfinite(b) and b > 0]
     whole = math.fsum(b for _, b in pairs)
     return math.fsum(a * (b / whole) for a, b in pairs) if pairs else math.nan
@@ -181,33 +152,23 @@ def mean(records: Sequence[Record], value: Callable[[Record], float], weight: st
 
 def share(records: Sequence[Record], key: str) -> float:
     """Return the part of the time of ``records`` that the seconds of ``key`` take; NaN if not recorded."""
-    return mean(records, lambda record: record[key] / record["seconds"] if record["seconds"] else math.nan, "seconds")
+    known = [one for one in records if math.isfinite(one[key]) and 0 < one["seconds"] < math.inf]
+    return total(known, key) / total(known, "seconds")
 
 
-def _object(run: Run, name: str) -> dict[str, Any]:
-    return run.read_json(name) if (run.folder / name).exists() else {}
-
-
-def _read_model(run: Run) -> dict[str, Any]:
-    """Return ``model.json`` after checking the types of its parts."""
-    path, model = run.folder / "model.json", _object(run, "model.json")
+def _read_model(path: Path) -> tuple[dict[str, Any], ParallelConfig | None]:
+    """Return ``model.json`` after checking the types of its parts, and the mesh that it names."""
+    model = read_object(path)
     for key in ("config", "mesh", "data"):
         if not isinstance(model.get(key), dict | None):
             raise DataError(f"{key} is not an object", where=str(path), remedy="restore the file")
     for key in ("parameters", "flops_per_token", "world"):
         _number(model.get(key), key, str(path))
-    if model.get("mesh") is not None:
-        try:
-            ParallelConfig.model_validate(model["mesh"])
-        except ValidationError as error:
-            found = explain(error.errors(), lambda place: list(ParallelConfig.model_fields), "mesh")
-            raise DataError("; ".join(f"{key}: {text}" for key, text in found), where=f"{path}, mesh") from error
-    return model
-
-
-def _lines(run: Run) -> list[tuple[str, dict[str, Any]]]:
-    path = run.folder / "metrics.jsonl"
-    return [(f"{path}, line {number}", record) for number, record in enumerate(run.metrics(), 1)]
+    try:
+        return model, None if model.get("mesh") is None else ParallelConfig.model_validate(model["mesh"])
+    except ValidationError as error:
+        found = explain(error.errors(), lambda place: list(ParallelConfig.model_fields), "mesh")
+        raise DataError("; ".join(f"{key}: {text}" for key, text in found), where=f"{path}, mesh") from error
 
 
 def _numbers(content: Mapping[str, Any], keys: Sequence[str], where: str) -> Record:

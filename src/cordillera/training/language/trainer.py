@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -25,12 +25,14 @@ from pydantic import Field
 from cordillera.data.language.batches import Microbatches, TextBatches, TextIteration
 from cordillera.data.language.prefetch import PrefetchedBatches
 from cordillera.distributed.job.watchdog import Watchdog
-from cordillera.errors import CordilleraError, Interrupted, RunError, TrainingError
+from cordillera.errors import Interrupted, TrainingError
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.language.flops import training_flops
-from cordillera.run import Run, disk_errors
+from cordillera.run import Run
+from cordillera.training.language.checkpoints import ShardedCheckpoints
 from cordillera.training.language.engine import LanguageConfig, LanguageEngine
 from cordillera.training.optimizers import schedule
+from cordillera.training.recorder import RunRecorder
 
 _Ended = Literal["finished", "exhausted", "interrupted"]
 _DRAWN = ("loss", "gradient_norm", "learning_rate", "tokens_per_second", "imbalance")
@@ -113,33 +115,6 @@ class LanguageReport:
     evaluation: LanguageEvaluation | None = None
 
 
-class Checkpoints(Protocol):
-    """Store of an engine's checkpoints; see :mod:`cordillera.training.language.checkpoints`.
-
-    Attributes:
-        last: Step of the checkpoint that was last saved or restored; None before.
-        bytes: Bytes of the checkpoint that was last saved.
-    """
-
-    last: int | None
-    bytes: int
-
-    def save(self, engine: LanguageEngine, state: dict[str, Any]) -> Any:
-        """Begin to write the ``engine``, with plain values ``state``."""
-
-    def wait(self) -> None:
-        """Wait until all begun checkpoints are on the disk."""
-
-    def restore(self, engine: LanguageEngine) -> dict[str, Any] | None:
-        """Load the newest checkpoint into the ``engine``; return its state, or None if there is none."""
-
-    def steps(self) -> list[int]:
-        """Return the steps of complete checkpoints, ascending."""
-
-    def prune(self, keep: set[int]) -> None:
-        """Delete all checkpoints except those of the steps to ``keep``."""
-
-
 @dataclass
 class _LanguageWindow:
     """Sums since the last record; sums over the text and the last step are saved in checkpoints, times are not."""
@@ -188,7 +163,7 @@ class LanguageTrainer:
         config: LanguageTrainingConfig,
         engine: LanguageEngine,
         batches: TextBatches,
-        checkpoints: Checkpoints,
+        checkpoints: ShardedCheckpoints,
         run: Run | None = None,
         *,
         held_out: Microbatches | None = None,
@@ -208,7 +183,7 @@ class LanguageTrainer:
         self.watchdog, self.on_step, self.recipe = watchdog, on_step, recipe
         self.progress = LanguageProgress()
         self._window = _LanguageWindow()
-        self._board: Any = None
+        self.recorder = RunRecorder(run)
         self._memory = float(peak_memory(mesh.device_type))
         self._evaluated: tuple[int, LanguageEvaluation] | None = None
         self._owes_evaluation = False  # whether an evaluation between steps was interrupted
@@ -248,28 +223,13 @@ class LanguageTrainer:
             RunError: If the disk is full or the run is in use.
         """
         began = time.perf_counter()
-        with contextlib.ExitStack() as stack:
-            if self.run is not None:
-                from torch.utils.tensorboard import SummaryWriter
-
-                stack.enter_context(self.run.lock())
-                folder = str(self.run.folder / "tensorboard")
-                self._board = stack.enter_context(
-                    contextlib.closing(SummaryWriter(folder, purge_step=self.progress.step + 1))
-                )
-            stack.enter_context(self.batches)
-            try:
-                ended, evaluation = self._train()
-            except BaseException as error:
-                with contextlib.suppress(RunError):  # a full disk, which may be the error itself
-                    self._tell("failed", error.what if isinstance(error, CordilleraError) else type(error).__name__)
-                raise
-            self._tell(ended)
+        with self.recorder.recording(self._position), self.batches:
+            ended, evaluation = self._train()
+            self.recorder.tell(ended, self._position())
         return LanguageReport(ended, self.progress, time.perf_counter() - began, evaluation)
 
     def _train(self) -> tuple[_Ended, LanguageEvaluation | None]:
         evaluation = None
-        self._tell(None)
         ended = self._steps()
         if self.checkpoints.last != self.progress.step:
             self._save()
@@ -367,11 +327,10 @@ class LanguageTrainer:
             window.targets += report.targets
             return
         progress.stale += 1
-        if self.run is not None:
-            found = {"loss": report.loss, "gradient_norm": report.gradient_norm}
-            if self.engine.loss_scale is not None:
-                found["loss_scale"] = self.engine.loss_scale.value
-            self.run.log({"kind": "skipped", **self._place(), **found})
+        found = {"loss": report.loss, "gradient_norm": report.gradient_norm}
+        if self.engine.loss_scale is not None:
+            found["loss_scale"] = self.engine.loss_scale.value
+        self.recorder.log({"kind": "skipped", **self._place(), **found})
         if progress.stale >= config.max_skipped:
             self.checkpoints.wait()
             kept = self.checkpoints.steps()[-1:]
@@ -435,25 +394,19 @@ class LanguageTrainer:
             "data_seconds": window.waiting,
         }
         record = self._record("train", **content)
-        self._draw({f"train/{key}": record[key] for key in _DRAWN if record[key] is not None})
+        drawn = {f"train/{key}": record[key] for key in _DRAWN if record[key] is not None}
+        self.recorder.draw(drawn, self.progress.step)
         return record
 
-    def _tell(self, ended: str | None, why: str = "") -> None:
-        if self.run is not None:
-            self.run.write_status(ended, self.progress.step, self.config.steps, why)
+    def _position(self) -> tuple[int, int]:
+        return self.progress.step, self.config.steps
 
     def _record(self, kind: str, **content: Any) -> dict[str, Any]:
         """Write a record of this step, unless a resumed run has it already."""
         record = {"kind": kind, **self._place(), **content}
-        if self.run is not None and (kind, self.progress.step) not in self._recorded:
-            self.run.log(record)
+        if (kind, self.progress.step) not in self._recorded:
+            self.recorder.log(record)
         return record
-
-    def _draw(self, values: dict[str, float]) -> None:
-        assert self.run is not None
-        with disk_errors(self.run.folder / "tensorboard"):
-            for name, value in values.items():
-                self._board.add_scalar(name, value, self.progress.step)
 
     def _evaluate(self) -> LanguageEvaluation | None:
         """Evaluate and write a record; return None if a rank was asked to stop during the evaluation."""
@@ -467,9 +420,8 @@ class LanguageTrainer:
         self._owes_evaluation = False
         self._evaluated = (self.progress.step, found)
         self.engine.ledger.clear()  # records of training contain its own traffic only
-        if self.run is not None:
-            self._record("evaluation", split="validation", **found._asdict())
-            self._draw({"validation/loss": found.loss})
+        self._record("evaluation", split="validation", **found._asdict())
+        self.recorder.draw({"validation/loss": found.loss}, self.progress.step)
         return found
 
     def _save(self) -> None:
@@ -485,7 +437,7 @@ class LanguageTrainer:
         self.checkpoints.save(self.engine, state)
         self._prune()
         self._record("checkpoint", seconds=time.perf_counter() - began, bytes=self.checkpoints.bytes)
-        self._tell(None)
+        self.recorder.tell(None, self._position())
 
     def _prune(self) -> None:
         """Remove all but the newest checkpoints; one that is being written does not count yet.

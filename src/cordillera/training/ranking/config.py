@@ -8,8 +8,10 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
+from cordillera.embeddings.exchange import CodecName
 from cordillera.numerics.emulation.emulation import EmulationConfig
 from cordillera.numerics.formats.precision import Precision
+from cordillera.planning.ranking.placer import PlacementConfig
 
 DecayRate: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
@@ -89,6 +91,32 @@ class TrainingConfig(BaseModel):
         if self.plan is not None and (self.precision != "fp32" or self.compile or self.emulate is not None):
             raise ValueError("a plan is for float32: set precision = 'fp32', compile = false, and emulate nothing")
         return self
+
+
+class RankingParallelConfig(PlacementConfig):
+    """Division of a training among processes.
+
+    Attributes:
+        processes: Number of processes; ``--nproc`` sets it, and under a launcher the number that it started counts.
+        placement: ``auto`` for the planner, which the keys before it direct, or a file with the placement of tables, as
+            ``placement.json`` in a run's folder.
+        exchange: ``plain``, or ``prioritised``: rows and gradients that two neighbouring batches do not share travel
+            behind computation (FreeScale), with equal results and more messages.
+        codec: Form in which rows travel between processes in training: ``raw``; ``distinct`` (lossless); ``fp16``,
+            ``bf16``, ``int8``, ``int4``; ``bounded`` and ``bounded-fast``, within an error bound of 1, 3 or 5 % of the
+            range of what is sent, by the table's number of rows. All but the first two change results.
+        bound_scale: Factor of these error bounds.
+        bound_steps: Number of steps over which error bounds fall from twice their values.
+        deadline_s: Longest time of one wait for other processes, in seconds.
+    """
+
+    processes: int = Field(1, ge=1, le=2**20)
+    placement: str = "auto"
+    exchange: Literal["plain", "prioritised"] = "plain"
+    codec: CodecName = "raw"
+    bound_scale: float = Field(1.0, gt=0, le=100, allow_inf_nan=False)
+    bound_steps: int = Field(0, ge=0, le=10**12)
+    deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)
 
 
 @dataclass

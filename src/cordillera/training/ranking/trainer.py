@@ -12,7 +12,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,8 +23,7 @@ from torch.nn import functional
 
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.data.ranking.loader import Loader
-from cordillera.distributed.job.job import stopped_by_signals
-from cordillera.errors import CordilleraError, RunError, TrainingError
+from cordillera.errors import TrainingError
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.dispatch.probe import Probe, ProbeConfig
@@ -36,7 +35,9 @@ from cordillera.training import checkpoints
 from cordillera.training.optimizers import build_adamw, dense_parameters, embedding_tables, schedule
 from cordillera.training.ranking.config import Progress, TrainingConfig, TrainingOutcome
 from cordillera.training.ranking.metrics import ProgressiveMetrics, RankingMetrics
+from cordillera.training.ranking.ranks import OneRank
 from cordillera.training.ranking.scoring import autocast, emulated, load_weights, scorer
+from cordillera.training.recorder import RunRecorder
 
 _LEARNT = ("model.", "optimizer.", "storage.")  # prefixes of tensors that must be finite
 
@@ -98,6 +99,7 @@ class Trainer:
             progress and the total number of steps.
         recipe: Recipe of the model and its training, saved in checkpoints; a checkpoint of another recipe is not
             resumed. None to save no recipe.
+        ranks: Processes that train together; each has a model with the same dense weights and its part of the tables.
     """
 
     def __init__(
@@ -112,9 +114,11 @@ class Trainer:
         device: torch.device,
         on_step: StepCallback | None = None,
         recipe: BaseModel | None = None,
+        ranks: OneRank | None = None,
     ) -> None:
         self.config, self.run, self.device, self.tasks = config, run, device, tuple(tasks)
-        self.recipe = recipe
+        self.recipe, self.ranks = recipe, ranks or OneRank()
+        self.recorder = RunRecorder(run if self.ranks.rank == 0 else None)
         self.training, self.validation, self.on_step = training, validation, on_step
         if device.type == "cpu":
             keep_freed_memory()
@@ -197,12 +201,19 @@ class Trainer:
                 where=str(self.run.folder),
                 remedy=self._way_on(),
             )
-        checkpoints.save(self.run.checkpoints, tensors, state)
         keep = {self.progress.step}
         if self.progress.best_step is not None:
             keep.add(self.progress.best_step)
-        checkpoints.prune(self.run.checkpoints, keep)
-        self.run.write_status(None, self.progress.step, self.total_steps)
+
+        def write() -> None:
+            checkpoints.save(self.run.checkpoints, tensors, state)
+            checkpoints.prune(self.run.checkpoints, keep)
+            self.recorder.tell(None, self._place())
+
+        self.ranks.first(write)
+
+    def _place(self) -> tuple[int, int]:
+        return self.progress.step, self.total_steps
 
     def restore(self, checkpoint: checkpoints.Checkpoint, *, weights_only: bool = False) -> None:
         """Restore a checkpoint from :func:`cordillera.training.checkpoints.load`.
@@ -243,14 +254,15 @@ class Trainer:
             CheckpointError: If the newest checkpoint is corrupt.
             RunError: If another process trains the run, or the recipe has changed since the checkpoint was written.
         """
-        with self.run.lock():
+        with self.run.lock() if self.recorder.run is not None else contextlib.nullcontext():
             available = checkpoints.steps(self.run.checkpoints)
             if available:
                 newest = checkpoints.load(checkpoints.folder_of(self.run.checkpoints, available[-1]))
                 if self.recipe is not None:
                     check_recipe(newest.state.get("recipe"), self.recipe, self.run.recipe_file)
                 self.restore(newest)
-            self.run.rewind_metrics(self.progress.step, without="probe")  # a training has one such record, at its end
+            if self.recorder.run is not None:
+                self.run.rewind_metrics(self.progress.step, without="probe")  # there is one such record, at the end
             return bool(available)
 
     def stop(self) -> None:
@@ -268,41 +280,21 @@ class Trainer:
             TrainingError: If the loss is not finite.
             RunError: If the disk is full or the run is in use.
         """
-        from torch.utils.tensorboard import SummaryWriter
-
         began = time.perf_counter()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.run.lock())
-            stack.enter_context(self._status())
-            stack.enter_context(stopped_by_signals(self._stop))
-            with disk_errors(self.run.folder / "tensorboard"):
-                board = SummaryWriter(str(self.run.folder / "tensorboard"), purge_step=self.progress.step + 1)
-            stack.enter_context(contextlib.closing(board))
+        with self.recorder.recording(self._place), self.ranks.stopping(self._stop):
             self.model.train()
-            ended = self._epochs(board)
+            ended = self._epochs()
             if ended == "interrupted":
                 if self.progress.step not in checkpoints.steps(self.run.checkpoints):
                     self.save()
             elif self.config.patience is not None and self.progress.best_step not in (None, self.progress.step):
                 best = checkpoints.folder_of(self.run.checkpoints, self.progress.best_step or 0)
                 self.restore(checkpoints.load(best), weights_only=True)
-            if self.progressive is not None:
+            if self.progressive is not None and self.recorder.run is not None:
                 self.run.write_json("progressive.json", self.progressive.compute())
             probing = self._write_probe(finished=ended != "interrupted")
-            self.run.write_status(ended, self.progress.step, self.total_steps)
+            self.recorder.tell(ended, self._place())
         return TrainingOutcome(ended, self.progress, time.perf_counter() - began, probing)
-
-    @contextlib.contextmanager
-    def _status(self) -> Iterator[None]:
-        """Write to ``status.json`` that training is in progress, and the error if one ends it."""
-        self.run.write_status(None, self.progress.step, self.total_steps)
-        try:
-            yield
-        except BaseException as error:
-            why = error.what if isinstance(error, CordilleraError) else type(error).__name__
-            with contextlib.suppress(RunError):  # a full disk, which may be the error itself
-                self.run.write_status("failed", self.progress.step, self.total_steps, why)
-            raise
 
     def _way_on(self) -> str:
         saved = checkpoints.steps(self.run.checkpoints)
@@ -321,10 +313,10 @@ class Trainer:
             with disk_errors(self.run.folder / TRAINING_PROBE):
                 self.probe.save(self.run.folder / TRAINING_PROBE)
         place = {"step": self.progress.step, "epoch": self.progress.epoch}
-        self.run.log({"kind": "probe", **place, "looks": self.probe.looks, "seconds": seconds})
+        self.recorder.log({"kind": "probe", **place, "looks": self.probe.looks, "seconds": seconds})
         return seconds
 
-    def _epochs(self, board: Any) -> Literal["finished", "early", "interrupted"]:
+    def _epochs(self) -> Literal["finished", "early", "interrupted"]:
         config, progress = self.config, self.progress
         if config.patience is not None and progress.stale >= config.patience:
             return "early"
@@ -332,12 +324,12 @@ class Trainer:
             batches = self.training.epoch(progress.epoch, progress.batch)
             with contextlib.closing(batches):  # type: ignore[type-var]
                 asked = time.perf_counter()
-                for batch in batches:
+                for batch, own in self.ranks.shares(batches):
                     self._window.waiting += time.perf_counter() - asked
-                    self._step(batch, self._window)
+                    self._step(batch, own, self._window)
                     record = {}
                     if self._is_due(config.log_every):
-                        record, self._window = self._log(self._window, board), _RankingWindow()
+                        record, self._window = self._log(self._window), _RankingWindow()
                     last = progress.step >= self.total_steps
                     end_of_epoch = progress.batch >= len(self.training)
                     if end_of_epoch:
@@ -345,7 +337,7 @@ class Trainer:
                     every = config.evaluate_every
                     if last or (end_of_epoch if every is None else self._is_due(every)):
                         paused = time.perf_counter()
-                        self._evaluate(board)
+                        self._evaluate()
                         self.save()
                         self._window.started += time.perf_counter() - paused
                         if config.patience is not None and progress.stale >= config.patience:
@@ -354,7 +346,7 @@ class Trainer:
                         self.save()
                     if self.on_step is not None:
                         self.on_step(record, progress, self.total_steps)
-                    if self._stop.is_set() and not last:
+                    if self.ranks.is_asked(self._stop) and not last:
                         return "interrupted"
                     if last or end_of_epoch:
                         break
@@ -368,14 +360,14 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return self.progress.step % every == 0
 
-    def _step(self, batch: RankingBatch, window: _RankingWindow) -> None:
+    def _step(self, batch: RankingBatch, own: RankingBatch, window: _RankingWindow) -> None:
         progress, config = self.progress, self.config
         if batch.labels is None:
             raise TrainingError("the batch has no labels", where="training")
         if self.progressive is not None:
-            logits = scorer(self.model, self.device, config.precision, config.emulate)(batch)
+            logits = self._scorer()(batch)
             for window_metrics in self.progressive.update(logits, batch.labels, batch.weights, batch.groups):
-                self.run.log(
+                self.recorder.log(
                     {"kind": "progressive", "step": progress.step + 1, "epoch": progress.epoch, **window_metrics}
                 )
         factor = schedule(
@@ -385,18 +377,18 @@ class Trainer:
             decay=config.decay,
             floor=config.final_rate,
         )
-        moved = batch.to(self.device, non_blocking=True)
+        moved = own.to(self.device, non_blocking=True)
         assert moved.labels is not None
         if self.probe is not None:
             self.probe.step()
         with emulated(config.emulate, progress.step, self.loss_scale) as products:
-            with autocast(self.device, config.precision):
+            with autocast(self.device, config.precision), self.ranks.computing(progress.step, batch):
                 logits = self.model(moved)
-            loss, weight = weighted_loss(logits, moved.labels, moved.weights, self._task_weights)
-            value = float(loss.detach())
-            if not math.isfinite(value):
-                self._refuse(value, batch)
+            loss, weight = self._loss(logits, moved, batch)
             loss.backward()
+        value = self.ranks.sum_step(self.dense.values(), float(loss.detach()), self._stop)
+        if not math.isfinite(value):
+            self._refuse(value, batch)
         if self.probe is not None:
             self.probe.close()
         if self.loss_scale is None or products is None or not self._overflows(products, value):
@@ -409,12 +401,23 @@ class Trainer:
         window.examples += len(batch)
         window.timed += len(batch)
 
+    def _loss(self, logits: Tensor, own: RankingBatch, batch: RankingBatch) -> tuple[Tensor, float]:
+        """Return this rank's part of the loss of a batch, from its ``own`` samples, and the weight of the batch."""
+        assert own.labels is not None
+        if self.ranks.size == 1:
+            return weighted_loss(logits, own.labels, own.weights, self._task_weights)
+        whole = float(len(batch) if batch.weights is None else batch.weights.sum())
+        if not len(own):
+            return logits.float().sum(), whole
+        loss, weight = weighted_loss(logits, own.labels, own.weights, self._task_weights)
+        return loss * (weight / (whole or 1.0)), whole
+
     def _overflows(self, products: EmulatedProducts, loss: float) -> bool:
         """Adapt the loss scale; return whether gradients were infinite with it, in which case they are dropped."""
         assert self.loss_scale is not None
         if products.overflowed:
             place = {"step": self.progress.step + 1, "epoch": self.progress.epoch}
-            self.run.log({"kind": "skipped", **place, "loss": loss, "loss_scale": self.loss_scale.value})
+            self.recorder.log({"kind": "skipped", **place, "loss": loss, "loss_scale": self.loss_scale.value})
             self.optimizer.zero_grad(set_to_none=True)
             for tables in self.tables.values():
                 tables.discard()
@@ -459,7 +462,7 @@ class Trainer:
             remedy=self._way_on(),
         )
 
-    def _log(self, window: _RankingWindow, board: Any) -> dict[str, Any]:
+    def _log(self, window: _RankingWindow) -> dict[str, Any]:
         seconds = time.perf_counter() - window.started
         progress = self.progress
         record = {
@@ -474,17 +477,20 @@ class Trainer:
             "data_fraction": window.waiting / seconds,
             "seconds": seconds,
         }
-        self.run.log(record)
-        for key in ("loss", "gradient_norm", "learning_rate", "examples_per_second"):
-            board.add_scalar(f"train/{key}", record[key], progress.step)
+        self.recorder.log(record)
+        drawn = ("loss", "gradient_norm", "learning_rate", "examples_per_second")
+        self.recorder.draw({f"train/{key}": float(record[key]) for key in drawn}, progress.step)
         return record
 
-    def _evaluate(self, board: Any) -> None:
+    def _scorer(self) -> Callable[[RankingBatch], Tensor]:
+        return self.ranks.scorer(scorer(self.model, self.device, self.config.precision, self.config.emulate))
+
+    def _evaluate(self) -> None:
         if self.validation is None:
             return
         progress, began = self.progress, time.perf_counter()
         metrics = {task: RankingMetrics() for task in self.tasks}
-        score = scorer(self.model, self.device, self.config.precision, self.config.emulate)
+        score = self._scorer()
         for batch in self.validation.epoch():
             logits = score(batch)
             if batch.labels is None:
@@ -501,10 +507,10 @@ class Trainer:
             "tasks": results,
             "seconds": time.perf_counter() - began,
         }
-        self.run.log(record)
+        self.recorder.log(record)
         for task, values in results.items():
-            for key in ("ne", "auc", "calibration"):
-                board.add_scalar(f"validation/{task}/{key}", values[key], progress.step)
+            drawn = {f"validation/{task}/{key}": values[key] for key in ("ne", "auc", "calibration")}
+            self.recorder.draw(drawn, progress.step)
         mean = sum(values["ne"] for values in results.values()) / len(results)
         if math.isnan(mean) and self.config.patience is not None:
             undefined = [task for task, values in results.items() if math.isnan(values["ne"])]

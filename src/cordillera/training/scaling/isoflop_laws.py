@@ -266,12 +266,9 @@ class IsoFlopStudy:
     def to_json(self) -> str:
         """Return strict JSON; NaN becomes null."""
         content = {
-            "counts_attention": self.counts_attention,
+            **vars(self),
             "curves": [asdict(curve) for curve in self.curves],
             "laws": {name: law.to_dict() for name, law in self.laws.items()},
-            "failure": self.failure,
-            "warnings": self.warnings,
-            "left_out": self.left_out,
             "forecast": None if self.forecast is None else asdict(self.forecast),
             "summary": self.summary,
         }
@@ -282,7 +279,8 @@ class IsoFlopStudy:
         table = Table(title="optimum of each budget", title_justify="left")
         for heading in ("FLOPs", "runs", "tokens", "interval", "parameters", "no embeddings", "loss"):
             table.add_column(heading, justify="right")
-        intervals = iter(zip(*self._intervals(), strict=True))
+        law = self.laws.get("tokens")
+        intervals = iter(zip(law.optima_low, law.optima_high, strict=True) if law else ())
         for curve in self.curves:
             head, optimum = (power(curve.budget), str(len(curve.runs))), curve.optimum
             if optimum is None:
@@ -293,10 +291,6 @@ class IsoFlopStudy:
             interval = "" if math.isnan(low) else f"{amount(low)} to {amount(high)}"
             table.add_row(*head, tokens, interval, *sizes, f"{optimum.loss:.4f}")
         return table
-
-    def _intervals(self) -> tuple[list[float], list[float]]:
-        law = self.laws.get("tokens")
-        return (law.optima_low, law.optima_high) if law else ([], [])
 
     @property
     def summary(self) -> str:
@@ -334,10 +328,6 @@ def study(
     *,
     target: float | None = None,
     left_out: Mapping[str, str] | None = None,
-    tolerance: float = 0.1,
-    level: float = 0.95,
-    resamples: int = 1000,
-    seed: int = 0,
 ) -> IsoFlopStudy:
     """Fit curves and laws; if the runs show no law, give the reason.
 
@@ -345,20 +335,18 @@ def study(
         runs: Runs of several budgets.
         target: FLOPs for which to predict the best split; None for none.
         left_out: Reasons for runs without a measurement, which the summary names.
-        tolerance: Largest relative gap within a budget; see :func:`isoflops`.
-        level: Confidence level; see :func:`fit_laws` for it, ``resamples`` and ``seed``.
 
     Raises:
         DataError: If :func:`isoflops` refuses the runs, or the target is not positive.
     """
     if target is not None and not (math.isfinite(target) and target > 0):
         raise DataError(f"{target} is no number of FLOPs", where="IsoFLOP target", remedy="above 0, like 3.8e25")
-    curves = isoflops(runs, tolerance=tolerance)
+    curves = isoflops(runs)
     laws: dict[str, ComputeLaw] = {}
     warnings: list[str] = []
     failure, forecast = None, None
     try:
-        laws, warnings = fit_laws(curves, level=level, resamples=resamples, seed=seed)
+        laws, warnings = fit_laws(curves)
     except DataError as error:
         failure = error.what
     if laws and target is not None:

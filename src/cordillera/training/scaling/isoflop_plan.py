@@ -27,6 +27,7 @@ _SHAPES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "tied")
 # Least ratio of two budgets; closer ones could not be told apart by the final costs of their runs.
 _APART = 1.25
 _WIDTH_OF_LAYER = 24
+_SPAN = 4.0  # ratio of the largest size to the optimum; less than that of plan_runs, which also counts attention
 
 
 def ladder(
@@ -113,8 +114,6 @@ def sizes_for(
     *,
     per_budget: int = 6,
     tokens_per_parameter: float = 20.0,
-    span: float = 4.0,
-    head_dim: int = 8,
 ) -> list[LlamaConfig]:
     """Return a :func:`ladder` of sizes around the expected optimum of every budget; there may be gaps.
 
@@ -123,17 +122,14 @@ def sizes_for(
         budgets: FLOPs of each budget.
         per_budget: Approximate number of sizes for each budget.
         tokens_per_parameter: Tokens per parameter at the optimum; see :func:`expected_tokens`.
-        span: Ratio of the largest size to the optimum, and of the optimum to the smallest; less than that of
-            :func:`plan_runs`, which also counts attention.
-        head_dim: Width of a head; widths of models are multiples of it.
 
     Raises:
         PlanError: If a budget is not positive.
     """
     optima = [budget / 6 / expected_tokens(budget, tokens_per_parameter) for budget in _ordered(budgets)]
-    smallest, largest = optima[0] / span, optima[-1] * span
-    count = 1 + math.ceil((per_budget - 1) * math.log(largest / smallest) / (2 * math.log(span)))
-    return ladder(base, smallest, largest, count, head_dim=head_dim, allow_gaps=True)
+    smallest, largest = optima[0] / _SPAN, optima[-1] * _SPAN
+    count = 1 + math.ceil((per_budget - 1) * math.log(largest / smallest) / (2 * math.log(_SPAN)))
+    return ladder(base, smallest, largest, count, allow_gaps=True)
 
 
 def _ordered(budgets: Sequence[float]) -> list[float]:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from cordillera.errors import DataError
-from cordillera.run import Run, read_object, read_recipe
+from cordillera.run import Run, read_recipe
 from cordillera.training.ranking.evaluation import Evaluation, jsonable, number
 
 if TYPE_CHECKING:
@@ -369,27 +369,24 @@ class ScalingStudy:
         return "\n".join([*lines, *(f"{model}: no law ({why})" for model, why in self.failures.items())])
 
 
-def measure(runs: Sequence[Run], *, task: str | None = None, metric: str = "ne") -> list[MeasuredRun]:
-    """Read training FLOPs and a test metric from finished runs.
+def measure(runs: Sequence[Run], *, task: str | None = None) -> list[MeasuredRun]:
+    """Read training FLOPs and test NE from finished runs.
 
     Args:
         runs: Runs with ``model.json`` and ``evaluation.json``.
         task: Name of the task. Default: the only task, or the mean over tasks if there are several.
-        metric: Name of the metric in the evaluation.
 
     Raises:
-        DataError: If a run lacks one of the files, the task or the metric.
+        RunError: If a run lacks one of the files, or one is damaged.
+        DataError: If a file lacks the task or a number.
     """
     measurements = []
     for run in runs:
-        for name in ("model.json", "evaluation.json"):
-            if not (run.folder / name).exists():
-                raise DataError(f"has no {name}", where=str(run.folder), remedy="let the run finish first")
-        card, path = read_object(run.folder / "model.json"), run.folder / "evaluation.json"
-        evaluation = Evaluation.from_object(read_object(path), str(path))
+        card, name = run.read_json("model.json"), "evaluation.json"
+        evaluation = Evaluation.from_object(run.read_json(name), str(run.folder / name))
         tasks = list(evaluation.tasks) if task is None else [task]
         try:
-            values = [evaluation.tasks[name].metrics[metric] for name in tasks]
+            values = [evaluation.tasks[task].metrics["ne"] for task in tasks]
             flops = number(card["training_flops"])
         except KeyError as error:
             raise DataError(f"does not hold {error}", where=str(run.folder)) from error

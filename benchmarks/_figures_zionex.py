@@ -1,0 +1,69 @@
+"""Figures of tables over processes in the documentation."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from _figures import Figures, results, span, spread, table
+
+KIB = 2**10
+_NAMES = {"sgd": "SGD", "adagrad": "Adagrad", "rowwise_adagrad": "row-wise Adagrad", "adam": "Adam"}
+
+
+def exactness() -> str:
+    """Return the largest differences from one process, of our tables and of TorchRec's."""
+    found = results("zionex-exactness")["rows"]
+    rows = {(row["ranks"], row["way"], row["rule"]): row for row in found}
+    lines = []
+    for ranks, way in dict.fromkeys((row["ranks"], row["way"]) for row in found):
+        of_rules = [rows[ranks, way, rule] for rule in _NAMES]
+        worst = [max(row["weight"], row["moments"] or 0.0) for row in of_rules]
+        lines.append([way, str(ranks), "ours", *map(_off, worst)])
+        for kind in of_rules[0]["peers"]:
+            alike = [row["peers"][kind].get("weight") for row in of_rules]
+            if any(one is not None for one in alike):
+                lines.append([way, str(ranks), f"TorchRec, {kind}", *map(_off, alike)])
+    return table(["tables", "ranks", "code", *_NAMES.values()], lines)
+
+
+def _off(value: float | None) -> str:
+    return "not offered" if value is None else "0" if value == 0 else f"{value:.1e}"
+
+
+def exchange() -> str:
+    """Return bytes and times of a step beside TorchRec's."""
+    lines = []
+    for row in results("zionex-exchange")["rows"]:
+        sizes = [f"{row[key] / KIB:,.0f}" for key in ("bytes", "peer_bytes", "formula_bytes")]
+        messages = [f"{row[key]:.0f}" for key in ("messages", "peer_messages")]
+        times = [*spread(row["times_as_fast"]["wall"]), f"{row['times_as_fast']['processor']['median']:.2f}"]
+        lines.append([row["case"], row["way"], row["kind"], *sizes, *messages, *times])
+    headings = ["ids of a bag", "ours", "TorchRec's", "KiB, ours", "TorchRec's", "by formula", "messages, ours"]
+    return table([*headings, "TorchRec's", "times as fast", "quartiles", "by processor"], lines)
+
+
+def _rows(case: str) -> list[dict[str, Any]]:
+    return [row for row in results("zionex-exchange")["rows"] if row["case"] == case]
+
+
+def bytes_beside(case: str) -> str:
+    """Return our bytes in multiples of TorchRec's, over all ways."""
+    return span([row["bytes"] / row["peer_bytes"] for row in _rows(case)], ".2f")
+
+
+def speed_beside(case: str) -> str:
+    """Return how many times as fast as TorchRec a step is, over all ways."""
+    return span([row["times_as_fast"]["wall"]["median"] for row in _rows(case)], ".2f")
+
+
+FIGURES: Figures = {
+    "zionex-exactness": exactness,
+    "zionex-worst": lambda: f"{results('zionex-exactness')['worst']:.1e}",
+    "zionex-columns": lambda: f"{results('zionex-exactness')['peer_column_drift']:.1e}",
+    "zionex-exchange": exchange,
+    "zionex-bytes-single": partial(bytes_beside, "1 id"),
+    "zionex-bytes-lists": partial(bytes_beside, "1 to 20 ids"),
+    "zionex-speed-single": partial(speed_beside, "1 id"),
+    "zionex-speed-lists": partial(speed_beside, "1 to 20 ids"),
+}

@@ -1,0 +1,100 @@
+"""Embedding tables over processes, beside TorchRec: ``cordillera bench zionex``."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import typer
+from _program import Program
+from _tables import print_notes, print_rows
+from _zionex_exactness import RULES, measure_exactness
+from _zionex_exchange import OURS, PEER, measure_exchange
+from rich.console import Console
+
+KIB = 2**10
+
+
+class Part(str, enum.Enum):
+    """Parts of the benchmark."""
+
+    exactness = "exactness"
+    exchange = "exchange"
+
+
+def _exactness(console: Console, quick: bool) -> dict[str, Any]:
+    figures = measure_exactness(quick)
+    drift = figures["peer_column_drift"]
+    console.print(f"ours: at most {figures['worst']:.1e} off one process, {figures['target']:.0e} asked", end="")
+    console.print("" if drift is None else f"; TorchRec's columns with row-wise Adagrad: {drift:.1e}")
+    rows = {(row["ranks"], row["way"], row["rule"]): row for row in figures["rows"]}
+    lines = []
+    for ranks, way in dict.fromkeys((ranks, way) for ranks, way, _ in rows):
+        of_rules = [rows[ranks, way, rule] for rule in RULES]
+        worst = [max(row["weight"], row["moments"] or 0.0) for row in of_rules]
+        lines.append([way, "ours", str(ranks), *(f"{value:.1e}" for value in worst)])
+        for kind in of_rules[0]["peers"]:
+            alike = [row["peers"][kind] for row in of_rules]
+            cells = [f"{one['weight']:.1e}" if "weight" in one else "none" for one in alike]
+            lines.append([way, f"TorchRec: {kind}", str(ranks), *cells])
+    title = f"largest difference from one process after {figures['steps']} steps, relative to max(1, |x|)"
+    print_rows(console, title, ["tables", "code", "ranks", *RULES], lines)
+    peers = [peer for row in figures["rows"] for peer in row["peers"].values()]
+    reasons = dict.fromkeys("none: " + peer["reason"] for peer in peers if "reason" in peer)
+    print_notes(console, [*figures["notes"], *reasons])
+    return figures
+
+
+def _exchange(console: Console, quick: bool) -> dict[str, Any]:
+    figures = measure_exchange(quick)
+    lines = []
+    for row in figures["rows"]:
+        has_peer = "times_as_fast" in row
+        times = row.get("times_as_fast", {})
+        lines.append(
+            [
+                row["case"],
+                f"{row['way']} / {row['kind']}",
+                *(_spread(times[clock]) if has_peer else "" for clock in ("wall", "processor")),
+                f"{row['times_fewer_bytes']:.2f}" if has_peer else "",
+                f"{row['bytes'] / KIB:,.0f}",
+                f"{row['peer_bytes'] / KIB:,.0f}" if has_peer else "",
+                f"{row['formula_bytes'] / KIB:,.0f}",
+                f"{row['messages']:.0f}" + (f" / {row['peer_messages']:.0f}" if has_peer else ""),
+                *(f"{row['seconds'][name]['seconds']['median'] * 1e3:.1f}" if name in row["seconds"] else ""
+                  for name in (OURS, PEER)),
+            ]
+        )  # fmt: skip
+    headings = ["bags of", "ours / TorchRec's", "times as fast as TorchRec", "by processor", "times fewer bytes",
+                "KiB", "TorchRec's", "by formula", "messages", "ms", "TorchRec's"]  # fmt: skip
+    title = f"a step of {figures['batch']:,} samples over {figures['ranks']} ranks"
+    print_rows(console, title, headings, lines)
+    print_notes(console, [*figures["notes"], *([figures["missing"]] if figures["missing"] else [])])
+    return figures
+
+
+def _spread(spread: dict[str, float]) -> str:
+    return f"{spread['median']:.2f} ({spread['low']:.2f} to {spread['high']:.2f})"
+
+
+PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {Part.exactness: _exactness, Part.exchange: _exchange}
+
+
+def _prepare() -> dict[str, str]:
+    torch.set_num_threads(1)
+    return {}
+
+
+main = Program(
+    "zionex",
+    PARTS,
+    "Compare embedding tables over processes with one process and with TorchRec: results, bytes, time.",
+    quick_help="Few and small: shows that it works, its figures mean nothing.",
+    prepare=_prepare,
+).command()
+
+
+if __name__ == "__main__":
+    typer.run(main)

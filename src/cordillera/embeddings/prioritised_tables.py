@@ -1,0 +1,172 @@
+"""Sharded tables whose exchanges run behind computation, without a change of any bit: prioritised exchange.
+
+Of the rows that the next batch looks up, only those that the present batch looks up as well, on any rank, have to wait
+for its update. All others are sent while the backward pass runs. In turn, only gradients of rows that both batches look
+up are sent at once; the others travel while the next forward pass runs. Every row is still read after all updates that
+precede its batch and updated once per step with its whole gradient, so that results are those of
+:class:`~cordillera.embeddings.sharded_tables.ShardedEmbeddingTables`, bit for bit.
+
+Source: FreeScale (arXiv 2604.24073) for the two classes of rows; which exchange runs behind which computation is a
+choice of this library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cordillera.distributed.collectives import Arrival
+from cordillera.embeddings.exchange import Chosen, Coder, Comparing, RowRequest, RowsInTransit
+from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
+from cordillera.errors import PlanError
+from cordillera.jagged import JaggedBatch
+
+
+class _Late(NamedTuple):
+    """Gradients that no row of the next batch needs, with the step and the rate of their update.
+
+    They are sent only after the ids of the batch after the next, which must not wait behind them: ``arrival`` is None
+    before that.
+    """
+
+    request: RowRequest
+    gradient: Tensor
+    chosen: Chosen
+    step: int
+    rate: float
+    arrival: Arrival[list[Tensor]] | None = None
+
+
+class _Early(NamedTuple):
+    """Rows of the next batch in transit.
+
+    Attributes:
+        present: Request of the batch before.
+        request: Request of the next batch.
+        collisions: Its rows that both look up.
+        arrival: All other rows.
+        late: Rows that both look up, after their update; None before it.
+    """
+
+    present: RowRequest
+    request: RowRequest
+    collisions: Chosen
+    arrival: RowsInTransit
+    late: RowsInTransit | None
+
+
+class PrioritisedEmbeddingTables(ShardedEmbeddingTables):
+    """:class:`ShardedEmbeddingTables` that exchange rows and gradients behind computation where nothing changes.
+
+    A step is ``prefetch`` of the next batch, the forward pass, :meth:`advance`, the backward pass and ``update``, on
+    all ranks alike; a step that leaves out one of them is right as well, but its exchanges are not hidden. Arguments
+    are those of :class:`ShardedEmbeddingTables`.
+
+    Attributes:
+        collisions: Rows that this rank asked for in the last batch that was compared with the one before, and those of
+            them that some rank looked up in both.
+
+    Raises:
+        PlanError: If the placement has copies of a part, or does not fit the tables or the ranks.
+    """
+
+    collisions: tuple[int, int] = (0, 0)
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if any(len(part.ranks) > 1 for part in self.placement.parts):
+            raise PlanError("prioritised exchange knows no copies of parts", where="parallel.exchange")
+        self._present: RowRequest | None = None
+        self._comparing: tuple[RowRequest, RowRequest, Comparing] | None = None
+        self._urgent: Chosen | None = None
+        self._early: _Early | None = None
+        self._late: _Late | None = None
+
+    def forward(self, sparse: JaggedBatch) -> Tensor:
+        """Look up and pool every feature of this rank's samples; see :meth:`EmbeddingTables.forward`."""
+        output = super().forward(sparse)
+        if torch.is_grad_enabled() and self._asked and self._present is not None:
+            coming = self._asked[0].request
+            coming.wait()
+            self._comparing = (self._present, coming, self._exchange.compare(self._present, coming))
+        if torch.is_grad_enabled():
+            self._send_late()
+        return output
+
+    def _fetch(self, request: RowRequest, coder: Coder | None) -> Tensor:
+        self._present = request
+        early = self._early
+        if early is None or early.request is not request:
+            self._settle()
+            return super()._fetch(request, coder)
+        self._early = None
+        found = torch.empty(len(request.distinct), self.embedding_dim)
+        self._exchange.place_rows(request, early.arrival.wait(), found, early.collisions.others())
+        late = early.late or self._exchange.send_rows(request, self._rows_by_id, early.collisions, self.coder)
+        self._exchange.place_rows(request, late.wait(), found, early.collisions)
+        return found
+
+    def advance(self) -> None:
+        """Send the rows of the next batch that the present one does not change; called between both passes."""
+        if self._comparing is None:
+            return
+        present, coming, comparing = self._comparing
+        self._comparing = None
+        self._settle()
+        urgent, collisions = comparing.wait()
+        self.collisions = (sum(map(len, collisions.asked)), int(sum(int(mask.sum()) for mask in collisions.asked)))
+        if self._waiting or self._early is not None:  # an update will change rows of other batches than the present one
+            return
+        self._urgent = urgent
+        arrival = self._exchange.send_rows(coming, self._rows_by_id, collisions.others(), self.coder)
+        self._early = _Early(present, coming, collisions, arrival, None)
+
+    def update(self, learning_rate_scale: float = 1.0) -> None:
+        """Apply pending gradients of all ranks, once per distinct row: now, or before the row is read again."""
+        early, urgent = self._early, self._urgent
+        self._urgent = None
+        is_alone = len(self._waiting) == 1 and early is not None and self._waiting[0].asked.request is early.present
+        if early is None or urgent is None or not is_alone:
+            self._settle()
+            super().update(learning_rate_scale)
+            return
+        (one,) = self._waiting
+        self._waiting = []
+        self.step += 1
+        rate, request, gradient = self.config.learning_rate * learning_rate_scale, early.present, self._summed(one)
+        received = self._exchange.send_gradients(request, gradient, urgent).wait()
+        self._apply_gathered(self._by_part([(request, received, urgent)]), self.step, rate)
+        late_rows = self._exchange.send_rows(early.request, self._rows_by_id, early.collisions, self.coder)
+        self._early = early._replace(late=late_rows)
+        self._late = _Late(request, gradient, urgent.others(), self.step, rate)
+
+    def _send_late(self) -> None:
+        late = self._late
+        if late is not None and late.arrival is None:
+            self._late = late._replace(arrival=self._exchange.send_gradients(late.request, late.gradient, late.chosen))
+
+    def _settle(self) -> None:
+        """Apply the gradients that are in transit or still wait to be sent."""
+        self._send_late()
+        late, self._late = self._late, None
+        if late is not None and late.arrival is not None:
+            gathered = self._by_part([(late.request, late.arrival.wait(), late.chosen)])
+            self._apply_gathered(gathered, late.step, late.rate)
+
+    def forget(self) -> None:
+        """Discard batches that were prefetched and will not be looked up; all ranks call it together."""
+        if self._comparing is not None:
+            self._comparing[2].wait()
+        if self._early is not None:
+            self._early.arrival.wait()
+            if self._early.late is not None:
+                self._early.late.wait()
+        self._comparing = self._early = self._urgent = None
+        super().forget()
+
+    def _whole(self, name: str, tables: list[str]) -> Iterator[Tensor]:
+        self._settle()
+        yield from super()._whole(name, tables)

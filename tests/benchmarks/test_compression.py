@@ -1,0 +1,64 @@
+"""The benchmark of codecs: its baselines are the published formats, and it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import compression
+import numpy as np
+import pytest
+from _compression_baselines import (
+    huffman_bytes,
+    huffman_lengths,
+    hybrid_bytes,
+    vector_lz_bytes,
+    vector_lz_expanded,
+    vector_lz_tokens,
+)
+from _compression_tables import KAGGLE, TERABYTE, drawn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cordillera.cli import bench
+from tests.benchmarks.programs import part_of
+
+
+def test_the_command_finds_it() -> None:
+    assert "compression" in bench.programs()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 6), max_size=200))
+def test_vector_lz_loses_nothing(numbers: list[int]) -> None:
+    assert vector_lz_expanded(vector_lz_tokens(numbers)) == numbers
+
+
+def test_vector_lz_counts_flags_matches_vectors_and_blocks() -> None:
+    codes = np.repeat(np.arange(3, dtype=np.uint8)[:, None], 16, axis=1)[[0, 1, 0, 1, 2]]
+    # Two vectors, one match of two, one vector: 4 flags in a byte, 2 bytes of match, 3 vectors.
+    assert vector_lz_tokens([0, 1, 0, 1, 2]) == [(0, 0), (0, 1), (2, 2), (0, 2)]
+    assert vector_lz_bytes(codes) == 8 + 1 + 2 + 3 * 16
+    far = np.arange(40)[[*range(40), 0]]
+    assert vector_lz_tokens(far.tolist())[-1] == (0, 0)
+
+
+def test_huffman_codes_are_shortest() -> None:
+    assert sorted(huffman_lengths([8, 4, 2, 1, 1])) == [1, 2, 3, 4, 4]
+    assert huffman_bytes(np.zeros((16, 16), np.uint8)) == 1 + 32
+    codes = np.random.default_rng(0).integers(0, 9, (64, 32)).astype(np.uint8)
+    assert hybrid_bytes(codes) == min(vector_lz_bytes(codes), huffman_bytes(codes))
+
+
+def test_drawn_rows_are_a_function_of_the_seed() -> None:
+    assert len(KAGGLE) == len(TERABYTE) == 26
+    first, second = next(drawn("Kaggle", KAGGLE, 3)), next(drawn("Kaggle", KAGGLE, 3))
+    assert first.rows.equal(second.rows)
+    assert list(first.rows.shape) == [128, 32]
+    assert first.rows.isfinite().all()
+
+
+@pytest.mark.slow
+def test_the_best_codec_reaches_its_ratio(tmp_path: Path) -> None:
+    for entry in part_of(compression, "codecs", tmp_path)["results"]:
+        assert entry["times_hybrid"] >= compression.TARGET_RATIO
+        assert entry["times_zstandard"] >= compression.TARGET_RATIO
