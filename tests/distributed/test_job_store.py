@@ -59,7 +59,7 @@ def test_hearts_take_nothing_from_strangers() -> None:
     hearts = HeartbeatBoard(ours, 2, 10.0, 60.0, lambda: now[0])
     hearts.beat(0, BEAT)
     theirs.set("heart/1", BEAT)
-    theirs.set("verdict", [[1], "\x1b[31mgive up", "and go home"])
+    theirs.set("verdict", [[1], "\x1b[31mgive up", "and go home", False])
     hearts.look()
     assert (hearts.verdict, hearts.describe(1)) == (None, "rank 1 has not come yet")
     replayed = reached.get("heart/0")
@@ -84,7 +84,7 @@ def test_values_without_a_secret_are_checked_before_they_are_used(fuzz_inputs: A
     for _ in range(fuzz_inputs(300)):
         hearts = HeartbeatBoard(store, 2, 10.0, 60.0)
         for key in ("heart/0", "heart/1", "verdict"):
-            value = [generator.choice(atoms) for _ in range(generator.choice([3, 3, 5, 5, 1]))]
+            value = [generator.choice(atoms) for _ in range(generator.choice([4, 4, 5, 5, 1]))]
             store.set(key, generator.choice([value, value, value, generator.choice(atoms)]))
         hearts.look()
         hearts.judge()

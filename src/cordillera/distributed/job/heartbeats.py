@@ -38,11 +38,15 @@ class Beat(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Reason why a job cannot continue: the ranks at fault (empty if unknown), a sentence, and advice."""
+    """Reason why a job cannot continue: the ranks at fault (empty if unknown), a sentence, and advice.
+
+    ``is_own`` says that the rank at fault reports its own failure; it then ends by itself.
+    """
 
     ranks: tuple[int, ...]
     what: str
     remedy: str
+    is_own: bool = False
 
     def error(self, where: str | None = None) -> RankError:
         """Return the verdict as an error that the rank ``where`` reports."""
@@ -112,7 +116,8 @@ class HeartbeatBoard:
 
     def accuse(self, verdict: Verdict) -> Verdict:
         """Tell all processes why the job cannot continue; return the first verdict that any process gave."""
-        told = self._store.first("verdict", [verdict.ranks, verdict.what[:_MOST_TEXT], verdict.remedy[:_MOST_TEXT]])
+        texts = verdict.what[:_MOST_TEXT], verdict.remedy[:_MOST_TEXT]
+        told = self._store.first("verdict", [verdict.ranks, *texts, verdict.is_own])
         self.verdict = _verdict(told, len(self._seen)) or verdict
         return self.verdict
 
@@ -210,12 +215,13 @@ def _verdict(value: Any, size: int) -> Verdict | None:
     """Convert a value from the store to a verdict; None if it is not valid."""
     if not isinstance(value, list) or len(value) != len(Verdict._fields):
         return None
-    ranks, *texts = value
+    ranks, *texts, is_own = value
     if not isinstance(ranks, list) or len(ranks) > size or not all(_is_count(rank, size) for rank in ranks):
         return None
-    if not all(isinstance(text, str) and len(text) <= _MOST_TEXT for text in texts):
+    if not isinstance(is_own, bool) or not all(isinstance(text, str) and len(text) <= _MOST_TEXT for text in texts):
         return None
-    return Verdict(tuple(ranks), *(printable(text, lines=True) for text in texts))
+    what, remedy = (printable(text, lines=True) for text in texts)
+    return Verdict(tuple(ranks), what, remedy, is_own)
 
 
 def _is_count(value: Any, limit: int) -> bool:

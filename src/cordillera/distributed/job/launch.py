@@ -40,7 +40,7 @@ from cordillera.kernels.threads import usable_cores
 
 _POLL_S = 0.1
 _FIND_S = 20.0  # longest wait for the store in this process to answer
-_FINISH_S = 15.0  # longest time from the result of a process to its end
+_FINISH_S = 15.0  # longest time from the result, or from the failure, of a process to its end
 _SAME_S = 1.0  # signals within this time count as one, as a launcher may repeat the terminal's signal
 _LAST_LINES, _LAST_BYTES = 5, 4_000
 _PREFIX = "cordillera/0/1"  # prefix that join_job uses for the first job of the first attempt
@@ -241,7 +241,7 @@ class _Supervisor:
             self._store.close()
 
     def _result(self) -> Any:
-        until = float("inf")
+        since = float("inf")  # time.monotonic() of the first sign that the job ends
         while not all(rank.process.exitcode is not None for rank in self._ranks):
             pipes = [rank.pipe for rank in self._ranks if rank.pipe is not None]
             wait([*pipes, *(rank.process.sentinel for rank in self._ranks if rank.process.exitcode is None)], _POLL_S)
@@ -253,9 +253,9 @@ class _Supervisor:
             if any(isinstance(outcome, _Death) for outcome in outcomes):
                 self._wake.set()
             verdict = self._verdict
-            if (verdict is not None or any(outcomes)) and until == float("inf"):
-                until = now + (_FINISH_S if any(isinstance(o, _Done) for o in outcomes) else self._watched.grace_s + 1)
-            if now > until or (verdict is not None and self._have_others_ended(verdict)):
+            if verdict is not None or any(outcomes):
+                since = min(since, now)
+            if now - since > self._patience() or (verdict is not None and self._have_others_ended(verdict)):
                 break
         for rank in self._ranks:
             rank.look(self._hear)
@@ -264,9 +264,16 @@ class _Supervisor:
             return pickle.loads(first.result)
         raise self._error()
 
+    def _patience(self) -> float:
+        """Return how long ranks may take to end, in seconds; longer if a rank ends by itself and the others hear it."""
+        verdict, outcomes = self._verdict, [rank.outcome for rank in self._ranks]
+        is_ending = any(isinstance(o, _Done) or (isinstance(o, Failure) and not o.is_consequence) for o in outcomes)
+        return _FINISH_S if is_ending or (verdict and verdict.is_own) else self._watched.grace_s + 1
+
     def _have_others_ended(self, verdict: Verdict) -> bool:
-        """Whether all ranks have ended except those that the verdict names as stopped."""
-        return all(rank.outcome is not None for rank in self._ranks if rank.number not in verdict.ranks)
+        """Whether all ranks have ended except those that the verdict names and that do not end by themselves."""
+        stopped = () if verdict.is_own else verdict.ranks
+        return all(rank.outcome is not None for rank in self._ranks if rank.number not in stopped)
 
     def _pass_on_signals(self) -> None:
         count = self._asked()

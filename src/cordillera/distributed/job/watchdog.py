@@ -235,12 +235,12 @@ class Watchdog:
     ) -> None:
         if self._left.is_set() or self._size == 1:
             return
+        self._end_threads()  # before others hear of the failure: their verdict is not to end this process
         if error is not None and self._error is None and not isinstance(error, RankError):
             said = (str(error).splitlines() or [""])[0]
             what = f"rank {self._rank} failed: {type(error).__name__}: {said}"
             with contextlib.suppress(StoreError):
-                self.tell(Verdict((self._rank,), what, f"see what rank {self._rank} says"))
-        self._end_threads()
+                self.tell(Verdict((self._rank,), what, f"see what rank {self._rank} says", is_own=True))
 
     def _end_threads(self) -> None:
         """End the heartbeats first: the guard ends a process whose heartbeats do not end."""
