@@ -86,6 +86,18 @@ def test_text_in_a_loop_counts_once_for_each_turn(text: int, monkeypatch: pytest
                 template.render()
 
 
+@pytest.mark.parametrize("called", ["{% set kept = text() %}", "{% if text() %}{% endif %}"])
+def test_text_that_a_macro_writes_counts_though_it_is_not_shown(called: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_limits, "SIZE", 40 * 192)
+    environment = chat_limits.BoundedEnvironment()
+    macros = f"{{% macro text() %}}{'x' * 192}{{% endmacro %}}"
+    assert environment.compiled(f"{macros}{{% for i in range(5) %}}{called}{{% endfor %}}").render() == ""
+    template = environment.compiled(f"{macros}{{% for i in range(41) %}}{called}{{% endfor %}}")
+    environment.meter.begin("")
+    with pytest.raises(TemplateRuntimeError, match="writes more"):
+        template.render()
+
+
 def test_long_chats_and_ordinary_templates_are_rendered() -> None:
     long = [Message("user" if i % 2 == 0 else "assistant", "words and words " * 10) for i in range(10_000)]
     long.append(Message("user", "x" * 3_000_000))
