@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from _program import Program
 from _tables import print_notes, print_rows
 from _zionex_exactness import RULES, measure_exactness
 from _zionex_exchange import OURS, PEER, measure_exchange
+from _zionex_planner import PEER_CUTS, measure_planner
 from rich.console import Console
 
 KIB = 2**10
@@ -22,6 +24,7 @@ class Part(str, enum.Enum):
 
     exactness = "exactness"
     exchange = "exchange"
+    planner = "planner"
 
 
 def _exactness(console: Console, quick: bool) -> dict[str, Any]:
@@ -79,7 +82,31 @@ def _spread(spread: dict[str, float]) -> str:
     return f"{spread['median']:.2f} ({spread['low']:.2f} to {spread['high']:.2f})"
 
 
-PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {Part.exactness: _exactness, Part.exchange: _exchange}
+def _planner(console: Console, quick: bool) -> dict[str, Any]:
+    figures = measure_planner(quick)
+    lines = []
+    for row in figures["rows"]:
+        peers = [row["peers"].get(cut, {}) for cut in PEER_CUTS]
+        for name in ("lookups", "memory"):
+            cells = [f"{one[name]:.3f}" if name in one else "none" for one in (row["ours"], row["columns"], *peers)]
+            lines.append([row["case"], str(row["ranks"]), name, *cells])
+    headings = ["ids of a sample", "ranks", "of", "ours", "ours, columns", *(f"TorchRec, {cut}" for cut in PEER_CUTS)]
+    print_rows(console, "largest load of a rank, in multiples of the mean: MLPerf's DLRM-v2", headings, lines)
+    many = figures["many"]
+    seconds = statistics.median(many["processor_seconds"])
+    console.print(f"{many['tables']:,} tables on {many['ranks']} ranks: {seconds:.2f} s of a processor")
+    reasons = dict.fromkeys(
+        "none: " + peer["reason"] for row in figures["rows"] for peer in row["peers"].values() if "reason" in peer
+    )
+    print_notes(console, [*figures["notes"], *reasons, *([figures["missing"]] if figures["missing"] else [])])
+    return figures
+
+
+PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {
+    Part.exactness: _exactness,
+    Part.exchange: _exchange,
+    Part.planner: _planner,
+}
 
 
 def _prepare() -> dict[str, str]:
@@ -90,7 +117,7 @@ def _prepare() -> dict[str, str]:
 main = Program(
     "zionex",
     PARTS,
-    "Compare embedding tables over processes with one process and with TorchRec: results, bytes, time.",
+    "Compare embedding tables over processes with one process and with TorchRec: results, bytes, time, placements.",
     quick_help="Few and small: shows that it works, its figures mean nothing.",
     prepare=_prepare,
 ).command()

@@ -230,6 +230,7 @@ def test_two_processes_end_where_one_does_and_so_they_do_with_any_placement(made
         torch.testing.assert_close(ours[key], tensor, rtol=1e-5, atol=1e-5, msg=f"{key} differs")
     page = (whole / "report.html").read_text()
     assert "not finished" not in page
+    assert "Rows of tables by rank" in page
 
     auto = Placement.read(whole / ranking.PLACEMENT_FILE)
     parts = []

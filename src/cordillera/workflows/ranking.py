@@ -37,6 +37,7 @@ from cordillera.planning.ranking.placement import Placement
 from cordillera.planning.ranking.placer import place
 from cordillera.planning.ranking.table_cost import TableProfile
 from cordillera.recipe import RankingRecipe
+from cordillera.reports.ranking.placement import PLACEMENT_FILE, REASONS_FILE
 from cordillera.reports.ranking.run import write_report
 from cordillera.run import Run, disk_errors, next_folder, write_atomically
 from cordillera.training import checkpoints
@@ -57,9 +58,6 @@ from cordillera.workflows.trained import (
     splits_of,
     with_threads,
 )
-
-PLACEMENT_FILE = "placement.json"
-"""File in a run's folder with the places of its tables, if several processes train it."""
 
 _SAMPLED_BATCHES = 8  # batches whose ids are counted for the placement of tables
 
@@ -276,7 +274,7 @@ def _prepare(recipe: RankingRecipe, folder: Path | str | None, resume: bool, say
         )
         write_atomically(run.folder / PLACEMENT_FILE, placement.to_text())
         if why:
-            write_atomically(run.folder / "placement.txt", why + "\n")
+            write_atomically(run.folder / REASONS_FILE, why + "\n")
         write_atomically(run.recipe_file, recipes.dump(recipe))
     ways = Counter(placement.way(table) for table in placement.tables)
     if ways:

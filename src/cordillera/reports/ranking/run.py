@@ -12,6 +12,7 @@ from cordillera.reports import page
 from cordillera.reports.charts import LINEAR, POINTS, Axis, Figure, Series, figure, framed, padded
 from cordillera.reports.page import duration, fixed, part
 from cordillera.reports.ranking.material import METRICS, Material, data_fraction, interval_text
+from cordillera.reports.ranking.placement import placed_tables
 from cordillera.reports.ranking.scores import scores, segments
 from cordillera.run import Run
 from cordillera.training.ranking.evaluation import TaskEvaluation, number
@@ -50,6 +51,7 @@ def render(run: Run) -> str:
         progressive=_progressive(material),
         scores=scores(material.evaluation),
         segments=segments(material.evaluation),
+        placed=placed_tables(run),
         throughput=_throughput(material),
         material=material,
         model_name=_model_name(material),
