@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from functools import partial
 from typing import Any
 
@@ -57,6 +58,31 @@ def speed_beside(case: str) -> str:
     return span([row["times_as_fast"]["wall"]["median"] for row in _rows(case)], ".2f")
 
 
+def planner() -> str:
+    """Return the largest loads of planned placements beside those of TorchRec's planner."""
+    lines = []
+    for row in results("zionex-planner")["rows"]:
+        plans = [row["ours"], row["columns"], row["peers"].get("columns", {}), row["peers"].get("any", {})]
+        for name in ("lookups", "memory"):
+            cells = [f"{one[name]:.3f}" if name in one else "none" for one in plans]
+            lines.append([row["case"], str(row["ranks"]), name, *cells])
+    headings = [
+        "ids of a sample",
+        "ranks",
+        "largest",
+        "ours",
+        "ours, columns alone",
+        "TorchRec, columns",
+        "TorchRec, any cut",
+    ]
+    return table(headings, lines)
+
+
+def planner_seconds() -> str:
+    """Return the time to place many tables."""
+    return f"{statistics.median(results('zionex-planner')['many']['processor_seconds']):.2f}"
+
+
 FIGURES: Figures = {
     "zionex-exactness": exactness,
     "zionex-worst": lambda: f"{results('zionex-exactness')['worst']:.1e}",
@@ -66,4 +92,6 @@ FIGURES: Figures = {
     "zionex-bytes-lists": partial(bytes_beside, "1 to 20 ids"),
     "zionex-speed-single": partial(speed_beside, "1 id"),
     "zionex-speed-lists": partial(speed_beside, "1 to 20 ids"),
+    "zionex-planner": planner,
+    "zionex-planner-seconds": planner_seconds,
 }

@@ -51,6 +51,20 @@ def test_formula_of_the_pooled_exchange() -> None:
     assert rows[0]["output"] == rows[0]["gradient"] == 26 * 32 * 128
 
 
+@pytest.mark.slow
+def test_placements_are_weighed_alike(tmp_path: Path) -> None:
+    content = part_of(zionex, "planner", tmp_path)
+    assert {row["case"] for row in content["rows"]} == {"1 id", "multi-hot"}
+    for row in content["rows"]:
+        assert row["ranks"] == 2
+        assert 1 <= row["ours"]["lookups"] <= 1.02
+        assert 1 <= row["ours"]["memory"] <= content["cap"]
+        peers = [one for one in row["peers"].values() if "lookups" in one]
+        assert len(peers) == (3 if _has_torchrec(content) else 0)
+        assert all(one["lookups"] >= 1 and one["memory"] >= 1 for one in peers)
+    assert len(content["many"]["processor_seconds"]) == 1
+
+
 @needs_gloo
 @pytest.mark.slow
 def test_results_are_those_of_one_process(tmp_path: Path) -> None:
