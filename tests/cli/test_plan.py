@@ -43,6 +43,23 @@ def test_a_plan_is_printed_and_written(cli: Any) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["plan.html", "plan.json", "trace.json"]
 
 
+@pytest.mark.parametrize(("workload", "unit"), [("dlrm-dcnv2", "M samples"), ("gpt-22b", "M tokens")])
+def test_several_clusters_are_compared(cli: Any, workload: str, unit: str) -> None:
+    clusters = ("a100-node", "selene")
+    result = cli("plan", workload, *clusters, "--devices", 16, "--only", "placement", "--out", "p")
+    assert result.code == 0, result.err
+    assert f"{workload} on 2 clusters" in result.out
+    assert result.out.count(unit) == 1
+    assert "a100-node: 16 devices are asked for" in result.out
+    assert sorted(str(path) for path in Path("p").rglob("plan.*")) == ["p/selene/plan.html", "p/selene/plan.json"]
+    alone = cli("plan", workload, "selene", "--devices", 16, "--only", "placement")
+    assert alone.code == 0
+    plans = [
+        json.loads(Path(name, "plan.json").read_text())["plans"] for name in ("p/selene", f"plans/{workload}-selene")
+    ]
+    assert plans[0] == plans[1]
+
+
 def test_a_plan_of_a_recommendation_model_is_printed_and_written(cli: Any) -> None:
     result = cli(
         "plan", "dlrm-dcnv2", "two-buildings", "--devices", 16, "--only", "placement", "--what-if", "rack.latency_s*=2",
@@ -210,6 +227,10 @@ def _drain(screen: int) -> None:
         ([], "needs a workload and a cluster"),
         (["gpt-22b"], "needs a workload and a cluster"),
         (["gpt-22", "a100-node"], "did you mean gpt-22b?"),
+        (["gpt-22b", "a100-node", "selen"], "did you mean selene?"),
+        (["gpt-22b", "a100-node", "./a100-node"], "cluster 'a100-node': is named twice"),
+        (["gpt-22b", "a100-node", "selene", "--devices", "100000"], "8 at most"),
+        (["gpt-22b", "a100-node", "selene", "--measure", "p.csv"], "plan --measure: is for one cluster"),
         (["gpt-22b", "a100-nod"], "did you mean a100-node?"),
         (["gpt-22b", "a100-node", "--only", "magic"], "'magic' is not searched"),
         (["gpt-22b", "a100-node", "--set", "region.x=1"], "there is no level 'region'"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 # Half of its lines are the command's options, which Typer reads from one signature.
 def plan(
     workload: Annotated[str | None, typer.Argument(help="A shipped workload's name or a TOML file.")] = None,
-    cluster: Annotated[str | None, typer.Argument(help="A shipped cluster's name or a TOML file.")] = None,
+    cluster: Annotated[
+        list[str] | None, typer.Argument(help="Names of shipped clusters or TOML files; several are compared.")
+    ] = None,
     devices: Annotated[int | None, typer.Option(min=1, help="How many of the cluster's devices. Default: all.")] = None,
     only: Annotated[
         list[str] | None, typer.Option("--only", help="Search placement, scheduling or network alone; repeat for two.")
@@ -63,7 +66,12 @@ def plan(
     products: Annotated[
         Path | None, typer.Option(help="Matrix products that --measure wrote on one of CLUSTER's devices.")
     ] = None,
-    folder: Annotated[Path | None, typer.Option("--out", help="Folder of the files. Default: plans/...")] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", help="Folder of the files, with one in it for each of several clusters. Default: plans/..."
+        ),
+    ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List shipped workloads and clusters.")] = False,
 ) -> None:
     """Predict a training step on a cluster and search for the best plan: placement, schedule, network settings.
@@ -76,44 +84,104 @@ def plan(
     if list_:
         _list(commands.shipped())
         return
-    search = {
+    options = {
         "--devices": devices, "--only": only, "--compare": compare or None, "--what-if": what_if, "--slow": slow,
         "--jitter": jitter, "--lose": lose, "--calibration": calibration, "--products": products,
     }  # fmt: skip
     if calibrate is not None:
-        if cluster is not None or workload is None:
+        if cluster or workload is None:
             raise PlanError("needs the cluster alone", where="plan --calibrate", remedy="plan --calibrate FILE CLUSTER")
-        _refuse({**search, "--set": set_, "--measure": measure}, "--calibrate")
+        _refuse({**options, "--set": set_, "--measure": measure}, "--calibrate")
         _calibrate(commands.calibrate(calibrate, workload, folder or Path("plans") / Path(workload).stem))
         return
-    if workload is None or cluster is None:
+    if workload is None or not cluster:
         raise PlanError("needs a workload and a cluster", where="plan", remedy="plan --list names those that ship")
     unknown = sorted(set(only or ()) - {"placement", "scheduling", "network"})
     if unknown:
         raise PlanError(f"{unknown[0]!r} is not searched", where="--only", remedy="placement, scheduling or network")
     if measure is not None:
-        _refuse({**search, "--out": folder}, "--measure")
+        _refuse({**options, "--out": folder}, "--measure")
         check_writable(measure)
-        _measure(commands.products_needed(workload, cluster, set_ or ()), measure)
+        if len(cluster) > 1:
+            raise PlanError("is for one cluster", where="plan --measure", remedy="name the one with this device")
+        _measure(commands.products_needed(workload, cluster[0], set_ or ()), measure)
         return
+    search = partial(
+        commands.plan,
+        workload,
+        devices=devices,
+        only=only or ("placement", "scheduling", "network"),  # type: ignore[arg-type]
+        changes=set_ or (),
+        what_if=what_if or (),
+        slow=slow,
+        jitter=jitter,
+        lose=lose or (),
+        calibration=calibration,
+        products=products,
+        compare=compare,
+    )
+    if len(cluster) > 1:
+        _compare(workload, cluster, folder, search)
+        return
+    place = folder or _default_folder(workload, cluster[0])
     with console(stderr=True).status("searching") as status:
-        planned = commands.plan(
-            workload,
-            cluster,
-            folder or Path("plans") / f"{Path(workload).stem}-{Path(cluster).stem}",
-            devices=devices,
-            only=only or ("placement", "scheduling", "network"),  # type: ignore[arg-type]
-            changes=set_ or (),
-            what_if=what_if or (),
-            slow=slow,
-            jitter=jitter,
-            lose=lose or (),
-            calibration=calibration,
-            products=products,
-            compare=compare,
-            progress=status.update,
-        )
+        planned = search(cluster[0], place, progress=status.update)
     _show(planned)
+
+
+def _default_folder(workload: str, cluster: str) -> Path:
+    return Path("plans") / f"{Path(workload).stem}-{Path(cluster).stem}"
+
+
+def _compare(workload: str, clusters: Sequence[str], folder: Path | None, search: Callable[..., Any]) -> None:
+    """Plan for several clusters and print the best plan of each, or why there is none."""
+    from cordillera import topology
+
+    names = [Path(cluster).stem for cluster in clusters]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise PlanError("is named twice", where=f"cluster {twice!r}", remedy="name each cluster once")
+    for cluster in clusters:
+        topology.load(cluster)  # an unknown one is refused before the first search
+    headings = ("devices", "step", "a second", "GB")
+    table = titled_table(f"{Path(workload).stem} on {len(clusters)} clusters", "cluster", "layout", right=headings)
+    found: list[Planned | PlannedRecommender] = []
+    problems: list[tuple[str, PlanError]] = []
+    with console(stderr=True).status("searching") as status:
+        for name, cluster in zip(names, clusters, strict=True):
+            place = folder / name if folder else _default_folder(workload, cluster)
+            try:
+                found.append(search(cluster, place, progress=lambda text, name=name: status.update(f"{name}: {text}")))
+            except PlanError as error:
+                problems.append((name, error))
+                table.add_row(name, "none", "", "", "", "")
+                continue
+            table.add_row(name, *_best(found[-1]))
+            if found[-1].found.interrupted:
+                break
+    if not found:
+        raise problems[0][1]
+    out = console()
+    out.print(table)
+    if found[-1].found.interrupted:
+        out.print("interrupted: the last plan is the best until then, and the clusters after it were left out")
+    for name, problem in problems:
+        out.print(f"{name}: {problem.what}", markup=False)
+    for one in found:
+        out.print(f"report: {printable(one.files['plan.html'])}", markup=False)
+
+
+def _best(planned: Planned | PlannedRecommender) -> tuple[str, ...]:
+    """Return layout, devices, step time, what is trained in a second, and memory of the best plan."""
+    from cordillera.workflows.planning import PlannedRecommender
+
+    best, work = planned.found.best, planned.explorer.workload
+    if isinstance(planned, PlannedRecommender):
+        speed = f"{planned.found.best.samples_per_s / 1e6:.2f} M samples"
+    else:
+        speed = f"{work.batch * planned.explorer.workload.sequence / best.seconds / 1e6:.2f} M tokens"
+    seconds = f"{best.seconds:.3f} s" if best.seconds >= 1 else f"{best.seconds * 1e3:.2f} ms"
+    return str(best.layout), f"{planned.explorer.devices:,}", seconds, speed, f"{best.step.memory_bytes / 1e9:.0f}"
 
 
 def _refuse(options: Mapping[str, object], task: str) -> None:
