@@ -147,3 +147,15 @@ def test_what_cannot_be_counted_is_refused_and_leaves_the_counts_alone() -> None
         RunningHistogram(1)
     with pytest.raises(NumericsError, match="no estimator"):
         estimate(histogram, INTEGERS["uint8"], "mean")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.5, 0.77, 0.999])
+def test_quantiles_of_a_histogram_are_between_the_values_of_its_bin(share: float) -> None:
+    x = _values(3)
+    histogram = _histogram(x)
+    width = float(histogram.edges().diff().max())
+    wanted = float(x.double().quantile(share))
+    gap = float(x.double().sort().values.diff().max()) if share in (0.0, 0.001, 0.999) else 0.0
+    assert _Moments(histogram).quantile(share) == pytest.approx(wanted, abs=2 * width + gap)
+    even = _histogram(torch.arange(1000, dtype=torch.float32), bins=8)
+    assert _Moments(even).quantile(share) == pytest.approx(1000 * share, abs=4)  # linear within a wide bin
