@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -94,3 +96,101 @@ def test_without_a_compiler_only_compilation_is_missing(monkeypatch: pytest.Monk
     finding = doctor._compiler()
     assert finding.status == "absent"
     assert "torch.compile" in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "detail"),
+    [
+        ("exit 0", "usable", "torch.compile on the CPU"),
+        ("echo no OpenMP here >&2; echo more >&2; exit 1", "broken", "cannot build for OpenMP: no OpenMP here"),
+        ("exit 1", "broken", "cannot build for OpenMP: no message"),
+        ("sleep 60", "broken", "does not answer"),
+    ],
+)
+def test_a_compiler_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, status: str, detail: str
+) -> None:
+    """What a compiler says when it builds a small program decides."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(doctor, "_PROBE_SECONDS", 2.0 if script == "sleep 60" else 60.0)
+    finding = doctor._compiler()
+    assert (finding.status, finding.name) == (status, "C++ compiler")
+    assert str(compiler) in finding.detail
+    assert detail in finding.detail
+    assert (finding.remedy is None) == (status == "usable")
+
+
+def _readable(monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:
+    """Let the command read files of the system that say something else."""
+
+    def read(path: Any, *arguments: Any, **options: Any) -> Any:
+        if str(path) not in files:
+            raise OSError
+        return io.StringIO(files[str(path)])
+
+    monkeypatch.setattr(doctor, "open", read, raising=False)
+    monkeypatch.setattr(doctor.Path, "read_text", lambda path, **options: read(path).read())
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "named"),
+    [("avx2 avx512f", "limited", "AVX2, AVX-512;"), ("avx2 amx_bf16", "usable", "AVX2, AMX bf16"), ("", "usable", "")],
+)
+def test_the_processor_and_its_instructions_are_named(
+    monkeypatch: pytest.MonkeyPatch, flags: str, status: str, named: str
+) -> None:
+    """Without instructions for bf16, training in it only saves memory traffic, which the finding says."""
+    _readable(monkeypatch, {"/proc/cpuinfo": f"model name\t: A Processor\nflags\t\t: {flags}\nmodel name: another\n"})
+    monkeypatch.setattr(doctor, "usable_cores", lambda: 4)
+    monkeypatch.setattr(doctor, "quota", lambda: 2.5)
+    finding = doctor._cpu()
+    assert finding.status == status
+    assert finding.detail.startswith("A Processor, ")
+    assert "4 usable cores (the container may use 2.5 of them)" in finding.detail
+    assert named in finding.detail
+    assert ("bf16 is emulated" in finding.detail) == (status == "limited") == (finding.remedy is not None)
+    monkeypatch.setattr(doctor, "quota", lambda: 4.0)
+    assert "container" not in doctor._cpu().detail
+
+
+def test_memory_is_that_of_the_system_and_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of a container is named if it is lower."""
+    monkeypatch.setattr(doctor.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**20}.__getitem__)
+    monkeypatch.setattr(doctor, "keep_freed_memory", lambda: None)
+    files = {"/sys/fs/cgroup/memory.max": str(2**31), "/proc/meminfo": "MemTotal: 1 kB\nMemAvailable: 1048576 kB\n"}
+    _readable(monkeypatch, files)
+    assert doctor._memory().detail == (
+        "4.0 GiB, of which the container may use 2.0 GiB; 1.0 GiB available now; training keeps what it frees"
+    )
+    _readable(monkeypatch, {"/sys/fs/cgroup/memory.max": str(2**32)})
+    monkeypatch.setattr(doctor, "keep_freed_memory", lambda: "an allocator of its own")
+    assert doctor._memory().detail == (
+        "4.0 GiB; what a step of training frees goes back to the system, which makes steps slower: "
+        "an allocator of its own"
+    )
+
+
+def test_a_driver_without_a_device_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is usable, absent, not for this torch, or hidden."""
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert doctor._gpu(None, []).status == "absent"
+    assert doctor._gpu("13.0", ["H200"]).detail == "H200; torch with CUDA 13.0"
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/bin/nvidia-smi")
+    assert doctor._gpu(None, []).status == "limited"
+    assert doctor._gpu("13.0", []).status == "broken"
+
+
+def test_findings_are_ordered_by_area(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks run side by side; what they find is shown from the machine to the libraries."""
+    for name in ("_torch_and_gpu", "_pip", "_update_backends", "_fbgemm", "_numba", "_triton", "_compiler"):
+        area = "libraries" if name in ("_fbgemm", "_numba", "_triton", "_compiler") else "python"
+        finding = doctor.Finding("back ends" if name == "_update_backends" else area, name, "usable", "as it is")
+        monkeypatch.setattr(doctor, name, lambda finding=finding: finding)
+    for name in ("_tensorboard", "_torchrec", "_fuxictr"):
+        monkeypatch.setattr(doctor, name, lambda name=name: doctor.Finding("libraries", name, "absent", "no"))
+    areas = [finding.area for finding in doctor.examine()]
+    assert areas == sorted(areas, key=["machine", "python", "back ends", "libraries"].index)
+    assert {area: areas.count(area) for area in areas} == {"machine": 4, "python": 3, "back ends": 1, "libraries": 7}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cordillera.distributed.mesh import DIMENSIONS, ParallelConfig, ranks_of
 from cordillera.errors import DataError, RunError
 from cordillera.reports.charts import LINEAR, POINTS, Axis, Series, log_ticks, stacked_bar
-from cordillera.reports.language.run import render, write_language_report
+from cordillera.reports.language.run import _norms, render, write_language_report
 from cordillera.reports.language.warnings import find_warnings
 from cordillera.run import Run
 from cordillera.training.language.records import LanguageRecords, mean, share, total
@@ -477,3 +477,18 @@ def test_a_browser_shows_it_all_within_the_page(tmp_path: Path, width: int) -> N
     assert found["texts"] > 80
     assert found["beyond"] == []
     assert found["covered"] == []
+
+
+@pytest.mark.parametrize(
+    ("first", "limits"), [(29.0, (0.0, 31.9)), (31.0, (math.log10(1 / 1.3), math.log10(31 * 1.3)))]
+)
+def test_gradient_norms_over_a_wide_range_have_a_logarithmic_axis(
+    tmp_path: Path, first: float, limits: tuple[float, float]
+) -> None:
+    norms = iter([first, *[1.0] * 100])
+    records = changed(make_records(600), gradient_norm=lambda record: next(norms))
+    run = make_language_run(tmp_path / "run", records=records)
+    drawn = _norms(LanguageRecords(run), Axis.to([600]), "step", "steps")
+    assert drawn is not None
+    assert drawn.chart._y == pytest.approx(limits)
+    assert "2 % of them were above the clip" in drawn.caption  # 1 of 60, with a clip of 1

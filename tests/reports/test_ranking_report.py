@@ -242,3 +242,17 @@ def test_the_best_possible_ne_is_drawn_where_it_is_known(tmp_path: Path) -> None
     assert "Bayes-optimal" in said
     assert "0.81" in said
     assert "user 87.4 %" in said
+
+
+@pytest.mark.parametrize("has_groups", [True, False])
+def test_several_tasks_have_a_column_of_gauc_if_any_has_one(tmp_path: Path, has_groups: bool) -> None:
+    logits, labels = click_data(0, 2000, 2)
+    groups = np.random.default_rng(0).integers(0, 50, 2000) if has_groups else None
+    tasks = ("click", "buy")
+    found = evaluate(lambda batch: batch.dense, batches(logits, labels, groups=groups), tasks)
+    page = render(make_run(tmp_path / "run", tasks, evaluation=found))
+    head = re.search(r"<tr><th scope=\"col\">Task</th>.*?</tr>", page, re.DOTALL)
+    assert head is not None
+    names = re.findall(r"<th scope=\"col\">(.*?)</th>", head.group())
+    gauc = ["GAUC"] if has_groups else []
+    assert names == ["Task", "NE", "AUC", "Calibration", *gauc, "Log loss", "Base rate"]
