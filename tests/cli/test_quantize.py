@@ -13,8 +13,13 @@ import pytest
 import torch
 
 from cordillera.data.ranking.datasets import prepare
+from cordillera.data.ranking.features import FeatureSpec, SparseFeature
+from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import CheckpointError, NumericsError
+from cordillera.models.ranking import build
+from cordillera.models.ranking.dnn import DNNConfig
 from cordillera.numerics.dispatch.dispatch import Trial
+from cordillera.numerics.dispatch.stored_linear import StoredLinear
 from cordillera.numerics.inference.selection import Change
 from cordillera.numerics.sites import sites
 from cordillera.recipe import load
@@ -338,3 +343,14 @@ def test_a_byte_that_is_changed_and_a_file_that_is_cut_are_refused_by_name(run_f
             assert str(path) in str(error)
         path.write_bytes(content)
     loaded_of(run_folder)
+
+
+def test_a_relu_that_follows_a_layer_becomes_part_of_it() -> None:
+    features = FeatureSpec((), (SparseFeature("user", "user"),), {"user": 10}, ("click",))
+    model = build(DNNConfig(embedding_dim=4, mlp=(8, 6)), features, TablesConfig())
+    found = quantized_model.quantize_model(model, {}, dict.fromkeys(sites(model), "bf16"), {})
+    layers = [layer for layer in found.modules() if isinstance(layer, StoredLinear)]
+    relus = [layer for layer in model.modules() if isinstance(layer, torch.nn.ReLU)]
+    assert [layer.relu for layer in layers] == [True, True, False]
+    assert len(relus) == 2
+    assert not [layer for layer in found.modules() if isinstance(layer, torch.nn.ReLU)]

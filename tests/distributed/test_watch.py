@@ -150,6 +150,14 @@ def test_ranks_are_named_as_people_do() -> None:
     assert named(range(100)) == "ranks 0, 1, 2, 3, 4, 5, 6 and 93 more"
 
 
+@pytest.mark.parametrize("deadline_s", [1.0, 8.0, 300.0])
+def test_a_lost_rank_is_found_and_the_others_are_ended_by_the_deadline(deadline_s: float) -> None:
+    """A beat is missed, it is noticed at the next look, and processes that raise no error are ended after a grace."""
+    config = WatchdogConfig(deadline_s)
+    assert config.patience_s + config.grace_s + 2 * config.beat_s == pytest.approx(deadline_s)
+    assert config.patience_s >= 0.7 * deadline_s
+
+
 def test_errors_that_are_not_of_communication_stay_as_they_are() -> None:
     watch = Watchdog(WatchdogConfig(5.0), JobStore(dist.HashStore()), 0, 2)
     with pytest.raises(RuntimeError, match=r"^shapes"), watch.explaining():

@@ -32,6 +32,7 @@ def test_differences_are_to_the_first(tmp_path: Path) -> None:
     assert result.rows[1].tokens_per_second == pytest.approx(tokens / sum(record["seconds"] for record in train))
     assert (result.rows[0].tokens, result.rows[0].parameters, result.rows[0].processes) == (13_107_200, 134_515_008, 4)
     assert len(result.notes) == 1
+    assert compare_language([run_of(tmp_path / "alone", 2.5)]).notes == []
 
 
 def test_losses_over_other_tokens_are_not_compared(tmp_path: Path) -> None:
