@@ -255,6 +255,8 @@ def test_stacked_bars_have_one_scale() -> None:
     assert [one["text"] for one in styled(svg, "f1")] == ["part b: 1.0", "part b: 4.0", "part b: 0.0"]
     texts = styled(svg, "tick")
     assert [one["text"] for one in texts] == ["first", "2.0", "second", "4.0", "third", "-1.0", "most"]
+    heights = [4 + 26 * row + 26 * 0.37 + 4 for row in (0, 0, 1, 1, 2, 2)]  # beside the middle of the bars
+    assert numbers(texts, "y") == [(pytest.approx(height, abs=0.01),) for height in (*heights, 8 + 3 * 26 + 12)]
     tall = bars("label", [(str(i), {"a": 1.0}) for i in range(13)], {"a": "a"})
     assert numbers(styled(tall, "f0"), "y")[1] == (20,)  # many bars are thinner
 
