@@ -10,12 +10,14 @@ Source: Zhang et al. 2022 (DHEN, arXiv 2203.11014), section 3.3; Zhao et al. 202
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from cordillera.distributed.fsdp.traffic import record_weight_traffic
 from cordillera.distributed.ledger import Ledger
@@ -25,12 +27,14 @@ from cordillera.errors import PlanError
 from cordillera.models.ranking.base import RankingModel
 from cordillera.training.optimizers import dense_parameters
 
-DenseSharding = Literal["replicated", "full", "hybrid"]
-"""Where dense weights are: whole on every process, in parts over all of them, or in parts over those of a host."""
-
 
 def shard_dense(
-    model: RankingModel, sharding: DenseSharding, size: int, hosts: int, deadline_s: float, ledger: Ledger | None = None
+    model: RankingModel,
+    sharding: Literal["replicated", "full", "hybrid"],
+    size: int,
+    hosts: int,
+    deadline_s: float,
+    ledger: Ledger | None = None,
 ) -> DeviceMesh | None:
     """Shard the dense matrices of a model in place, and return the mesh; None for ``replicated``.
 
@@ -75,3 +79,28 @@ def dense_units(model: RankingModel) -> Iterator[nn.Module]:
             continue
         layers = list(part.children()) if isinstance(part, (nn.Sequential, nn.ModuleList)) else [part]
         yield from (layer for layer in layers if any(weight.dim() > 1 for weight in layer.parameters()))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a sharded tensor gathered from all processes, which call it together; others as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def cut_like(other: Tensor, tensor: Tensor) -> Tensor:
+    """Return a whole tensor, equal on all processes, sharded as ``other`` if that is sharded and has its shape."""
+    if not isinstance(other, DTensor) or tensor.shape != other.shape:
+        return tensor
+    return distribute_tensor(tensor, other.device_mesh, other.placements, src_data_rank=None)
+
+
+def clip_gradients(parameters: Iterable[Tensor], largest: float | None = None) -> float:
+    """Return the norm of all gradients together; if it exceeds ``largest``, scale them down to that, in place."""
+    given = [parameter for parameter in parameters if parameter.grad is not None]
+    kinds = [[one for one in given if isinstance(one.grad, DTensor) == sharded] for sharded in (False, True)]
+    kinds = [of_kind for of_kind in kinds if of_kind]
+    norms = [whole(torch.nn.utils.get_total_norm([one.grad for one in of_kind])) for of_kind in kinds]  # type: ignore[misc]
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]))
+    if largest is not None:
+        for of_kind in kinds:
+            torch.nn.utils.clip_grads_with_norm_(of_kind, largest, norm)
+    return float(norm)
