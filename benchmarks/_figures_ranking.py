@@ -315,6 +315,25 @@ def draw_scaling(path: Path) -> None:
     plot(study(runs), [path], bayes=found["bayes_ne"], references={"LR": found["lr_ne"]}, title=title)
 
 
+def dense_sharding() -> str:
+    """Return steps, memory and bytes of full and hybrid sharding, with their formulas."""
+    lines = []
+    for way, row in results("fsdp-dhen")["rows"].items():
+        mebi = [f"{row[key] / 2**20:.2f}" for key in ("held_by_formula", "whole_by_formula")]
+        most = [f"{max(row[key]) / 2**20:.2f}" for key in ("held_bytes", "whole_bytes", "across_hosts_bytes")]
+        across = f"{max(row['across_hosts_by_formula']) / 2**20:.2f}"
+        milliseconds = f"{1e3 * statistics.median(row['seconds']['paced']):.0f}"
+        lines.append([way, milliseconds, most[0], mebi[0], most[1], mebi[1], most[2], across])
+    headings = ["weights", "ms a step", "MiB of a rank", "by formula", "MiB whole at once", "by formula"]
+    return table([*headings, "MiB across hosts, busiest rank", "by formula"], lines)
+
+
+def hybrid_speed(link: str) -> str:
+    """Return how many times as fast a step of hybrid sharding is as one of full sharding."""
+    low, middle, high = statistics.quantiles(results("fsdp-dhen")["times_as_fast"][link], n=4)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
 FIGURES: Figures = {
     "first-page": first_page,
     "ranking-quality": quality,
@@ -335,6 +354,9 @@ FIGURES: Figures = {
     "dhen-effects": ensemble_effects,
     "dhen-pairs": ensemble_pairs,
     "dhen-by-test": ensembles_by_test,
+    "dhen-sharding": dense_sharding,
+    "dhen-hybrid": partial(hybrid_speed, "paced"),
+    "dhen-hybrid-plain": partial(hybrid_speed, "as it is"),
     "scaling": scaling,
     "scaling-effects": scaling_effects,
     "scaling-rows": lambda: f"{_scaling()['conditions']['training_rows']:,}",

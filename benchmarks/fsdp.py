@@ -1,9 +1,10 @@
-"""Sharded weights: memory against the published law, bytes between hosts by formula: ``cordillera bench fsdp``."""
+"""Sharded weights: memory against the published law, bytes between hosts by formula, and DHEN's hybrid sharding."""
 
 from __future__ import annotations
 
 import enum
 import itertools
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import typer
+from _dhen_sharding import INSIDE_BYTES_PER_S, WAYS, measure_sharding
 from _fsdp_models import Tracker, fake_processes, make_stage, step, track, units_of
 from _processes import run_processes
 from _program import Program
@@ -57,6 +59,7 @@ class Part(str, enum.Enum):
 
     memory = "memory"
     traffic = "traffic"
+    dhen = "dhen"
 
 
 def _published(units: list[Unit], shards: int) -> float:
@@ -235,7 +238,32 @@ def _traffic(console: Console, quick: bool) -> dict[str, Any]:
     }
 
 
-PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {Part.memory: _memory, Part.traffic: _traffic}
+def _dhen(console: Console, quick: bool) -> dict[str, Any]:
+    figures = measure_sharding(quick)
+    title = f"DHEN with {figures['weight_bytes'] / MIB:.1f} MiB of matrices on two hosts of two ranks (emulated links)"
+    table = Table(title=title, title_justify="left")
+    for heading in ("weights", "step", "held by a rank", "formula", "whole at once", "formula", "across", "formula"):
+        table.add_column(heading, justify="left" if heading == "weights" else "right")
+    for way in WAYS:
+        row = figures["rows"][way]
+        sizes = ("held_bytes", "held_by_formula", "whole_bytes", "whole_by_formula", "across_hosts_bytes",
+                 "across_hosts_by_formula")  # fmt: skip
+        cells = [max(row[key]) if isinstance(row[key], list) else row[key] for key in sizes]
+        seconds = statistics.median(row["seconds"]["paced"])
+        table.add_row(way, f"{1e3 * seconds:.0f} ms", *(f"{size / MIB:.2f}" for size in cells))
+    console.print(table)
+    for link, ratios in figures["times_as_fast"].items():
+        name = f"links of {INSIDE_BYTES_PER_S / 1e9:g} GB/s and 24 times slower" if link == "paced" else "no emulation"
+        console.print(f"{name}: hybrid {statistics.median(ratios):.2f} times as fast ({figures['target']} asked)")
+    console.print(f"losses at most {figures['loss_difference']:.1e} apart")
+    return figures
+
+
+PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {
+    Part.memory: _memory,
+    Part.traffic: _traffic,
+    Part.dhen: _dhen,
+}
 
 
 def _prepare() -> dict[str, str]:
@@ -246,7 +274,7 @@ def _prepare() -> dict[str, str]:
 main = Program(
     "fsdp",
     PARTS,
-    "Hold sharded weights against their formulas: memory for 8 to 512 ranks, traffic of four processes.",
+    "Hold sharded weights against their formulas: memory for 8 to 512 ranks, traffic and steps of four processes.",
     part_help="What to look at; repeat it. Default: all.",
     quick_help="Few and small: shows that it works.",
     prepare=_prepare,

@@ -28,3 +28,16 @@ def test_traffic_is_that_of_the_formulas(tmp_path: Path) -> None:
     assert content["reached"] is True
     rows = {name: row["across_hosts_bytes"] for name, row in content["rows"].items()}
     assert max(rows["hybrid"]) < max(rows["replicated"]) < max(rows["fully sharded"])
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_hybrid_sharding_has_the_memory_and_bytes_of_the_formulas(tmp_path: Path) -> None:
+    content = part_of(fsdp, "dhen", tmp_path)
+    for way, row in content["rows"].items():
+        assert row["held_bytes"] == [row["held_by_formula"]] * 4, way
+        assert row["whole_bytes"] == [row["whole_by_formula"]] * 4, way
+        assert row["across_hosts_bytes"] == row["across_hosts_by_formula"], way
+    assert content["loss_difference"] < 1e-6
+    full, hybrid = (sum(content["rows"][way]["across_hosts_bytes"]) for way in ("full", "hybrid"))
+    assert hybrid < full / 2

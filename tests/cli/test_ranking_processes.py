@@ -140,6 +140,7 @@ def none_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (["tables.cache=0.5", "training.compile=true"], ["tables", "training.compile"]),
         (["training.emulate.format='bf16'"], ["training.emulate"]),
         (["model.name='dcn'", "model.norm='batch'"], ["model.norm"]),
+        (["parallel.hosts=3"], ["parallel.hosts"]),
     ],
 )
 def test_what_one_process_alone_can_train_is_refused_with_all_reasons(
@@ -243,6 +244,33 @@ def test_two_processes_end_where_one_does_and_so_they_do_with_any_placement(made
     said = ends(train(made, "small.toml", "--run", "placed", *placed))
     assert "3 in rows and columns" in said
     assert ne(made / "placed") == pytest.approx(ne(whole), abs=1e-6)
+
+
+@needs_gloo
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("dense", "hosts"), [("full", 1), ("hybrid", 2)])
+def test_sharded_dense_weights_end_where_whole_ones_do(made: Path, whole: Path, dense: str, hosts: int) -> None:
+    """With two hosts of one process, all weights are copies that FSDP keeps equal."""
+    given = ("--set", f"parallel.dense='{dense}'", "--set", f"parallel.hosts={hosts}", "--nproc", 2)
+    clipped = ("--set", "training.gradient_clip=0.05")
+    ends(train(made, "small.toml", "--run", dense, *given, *clipped))
+    ends(train(made, "small.toml", "--run", f"{dense}-alone", *clipped))
+    assert ne(made / dense) == pytest.approx(ne(made / f"{dense}-alone"), abs=1e-6)
+    runs = [made / dense, made / f"{dense}-alone"]
+    ours, theirs = (checkpoints.load(checkpoints.folder_of(run / "checkpoints", 122)).tensors for run in runs)
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        torch.testing.assert_close(ours[key], tensor, rtol=1e-5, atol=1e-5, msg=f"{key} differs")
+    for run in runs:  # the last checkpoint is of step 120 then
+        shutil.rmtree(checkpoints.folder_of(run / "checkpoints", 122))
+    ends(train(made, made / dense, "--resume", *given))
+    again = checkpoints.load(checkpoints.folder_of(made / dense / "checkpoints", 122)).tensors
+    assert all(torch.equal(again[key], tensor) for key, tensor in ours.items())
+    ends(train(made, made / f"{dense}-alone", "--resume", *given))  # whole weights of one process go on in parts
+    other = checkpoints.load(checkpoints.folder_of(made / f"{dense}-alone" / "checkpoints", 122)).tensors
+    for key, tensor in theirs.items():
+        torch.testing.assert_close(other[key], tensor, rtol=1e-5, atol=1e-5, msg=f"{key} differs")
 
 
 @needs_gloo

@@ -46,6 +46,7 @@ from cordillera.training.ranking.evaluation import Evaluation
 from cordillera.training.ranking.evaluation import evaluate as evaluate_split
 from cordillera.training.ranking.ranks import ManyRanks, OneRank
 from cordillera.training.ranking.scoring import scorer, select_device
+from cordillera.training.ranking.sharded_dense import shard_dense
 from cordillera.training.ranking.trainer import StepCallback, Trainer
 from cordillera.workflows._say import Say, from_ranks, silent, to_launcher
 from cordillera.workflows.threads import keep as keep_threads
@@ -241,6 +242,8 @@ def _check_together(recipe: RankingRecipe) -> None:
         problems.append(("parallel.copies", "prioritised exchange knows no copies: set 1, or exchange = 'plain'"))
     if recipe.parallel.file_cache:
         problems.append(("parallel.file_cache", "parts in files are not trained over several processes: set 0"))
+    if recipe.parallel.processes % recipe.parallel.hosts:
+        problems.append(("parallel.hosts", f"does not divide {recipe.parallel.processes} processes"))
     for key in ("norm", "top_norm"):
         if getattr(recipe.model, key, None) == "batch":
             problems.append((f"model.{key}", "'batch' is for training in one process: set 'layer' or 'none'"))
@@ -343,6 +346,7 @@ def _train_rank(
         iterations=given.bound_steps,
         step=lambda: tables.step,
     )
+    shard_dense(model, given.dense, job.size, given.hosts, given.deadline_s, links.ledger)
     ranks = ManyRanks(tables, job.watchdog)
     trainer = _trainer(recipe, model, splits, run, torch.device("cpu"), on_step, ranks)
     if resume:

@@ -107,6 +107,9 @@ class RankingParallelConfig(PlacementConfig):
             range of what is sent, by the table's number of rows. All but the first two change results.
         bound_scale: Factor of these error bounds.
         bound_steps: Number of steps over which error bounds fall from twice their values.
+        dense: Where dense matrices are: ``replicated`` (whole on every process), ``full`` (in parts over all of them),
+            or ``hybrid`` (in parts over the processes of a host, with equal copies on all hosts).
+        hosts: Number of hosts, each with equally many consecutive ranks; for ``hybrid``.
         deadline_s: Longest time of one wait for other processes, in seconds.
     """
 
@@ -116,6 +119,8 @@ class RankingParallelConfig(PlacementConfig):
     codec: CodecName = "raw"
     bound_scale: float = Field(1.0, gt=0, le=100, allow_inf_nan=False)
     bound_steps: int = Field(0, ge=0, le=10**12)
+    dense: Literal["replicated", "full", "hybrid"] = "replicated"
+    hosts: int = Field(1, ge=1, le=2**20)
     deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -159,7 +160,8 @@ class ManyRanks(OneRank):
 
     def sum_step(self, parameters: Iterable[Tensor], loss: float, stop: threading.Event) -> float:
         """Sum gradients, and beside them the loss and requests to stop."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        found = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = [gradient for gradient in found if not isinstance(gradient, DTensor)]  # others are summed already
         numbers = torch.tensor([loss, float(stop.is_set() or self.watchdog.should_stop)], dtype=torch.float64)
         self.links.all_reduce("loss", numbers)
         self._asked = bool(numbers[1] > 0)

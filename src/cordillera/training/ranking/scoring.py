@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.errors import CheckpointError, DependencyError
@@ -17,6 +18,7 @@ from cordillera.numerics.emulation.scaling import LossScale
 from cordillera.numerics.formats.precision import Precision
 from cordillera.run import Run
 from cordillera.training import checkpoints
+from cordillera.training.ranking.sharded_dense import cut_like
 
 
 def select_device(name: str) -> torch.device:
@@ -80,8 +82,9 @@ def load_weights(model: RankingModel, checkpoint: checkpoints.Checkpoint) -> Non
         CheckpointError: If the checkpoint is of another model; the message names the first difference.
     """
     saved = {k[len("model.") :]: v for k, v in checkpoint.tensors.items() if k.startswith("model.")}
+    own = model.state_dict() if any(isinstance(one, DTensor) for one in model.parameters()) else {}
     try:
-        model.load_state_dict(saved)
+        model.load_state_dict({key: cut_like(own[key], one) if key in own else one for key, one in saved.items()})
     except (RuntimeError, KeyError, ValueError) as error:
         raise CheckpointError(
             f"holds another model: {str(error).splitlines()[-1].strip()}",

@@ -37,6 +37,7 @@ from cordillera.training.ranking.config import Progress, TrainingConfig, Trainin
 from cordillera.training.ranking.metrics import ProgressiveMetrics, RankingMetrics
 from cordillera.training.ranking.ranks import OneRank
 from cordillera.training.ranking.scoring import autocast, emulated, load_weights, scorer
+from cordillera.training.ranking.sharded_dense import clip_gradients, cut_like, whole
 from cordillera.training.recorder import RunRecorder
 
 _LEARNT = ("model.", "optimizer.", "storage.")  # prefixes of tensors that must be finite
@@ -166,11 +167,11 @@ class Trainer:
         return matrices | {f"{name}.weight": tables.weight for name, tables in self.tables.items()}
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        tensors = {f"model.{name}": whole(tensor) for name, tensor in self.model.state_dict().items()}
         names = {id(parameter): name for name, parameter in self.dense.items()}
         for parameter, moments in self.optimizer.state.items():
             for key, value in moments.items():
-                tensors[f"optimizer.{names[id(parameter)]}.{key}"] = torch.as_tensor(value)
+                tensors[f"optimizer.{names[id(parameter)]}.{key}"] = whole(torch.as_tensor(value))
         if self.storage is not None:
             tensors |= {f"storage.{name}": kept for name, kept in self.storage.state_dict().items()}
         tensors |= checkpoints.random_state()
@@ -231,7 +232,9 @@ class Trainer:
             moments = {k[len(prefix) :]: v for k, v in checkpoint.tensors.items() if k.startswith(prefix)}
             if moments:
                 # AdamW's fused kernel needs moments on the parameter's device and the step count as a tensor.
-                self.optimizer.state[parameter] = {k: v.clone().to(self.device) for k, v in moments.items()}
+                self.optimizer.state[parameter] = {
+                    k: cut_like(parameter, v.clone().to(self.device)) for k, v in moments.items()
+                }
         if self.storage is not None:
             prefix = "storage."
             self.storage.load_state_dict(
@@ -427,12 +430,9 @@ class Trainer:
     def _change_weights(self, factor: float, window: _RankingWindow) -> None:
         config = self.config
         if config.gradient_clip is not None:
-            norm = torch.nn.utils.clip_grad_norm_(self.dense.values(), config.gradient_clip)
-            window.gradient_norm = float(norm)
+            window.gradient_norm = clip_gradients(self.dense.values(), config.gradient_clip)
         elif (self.progress.step + 1) % config.log_every == 0:
-            window.gradient_norm = float(
-                torch.nn.utils.get_total_norm([p.grad for p in self.dense.values() if p.grad is not None])
-            )
+            window.gradient_norm = clip_gradients(self.dense.values())
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate * factor
         self._update(factor)
