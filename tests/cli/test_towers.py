@@ -22,6 +22,7 @@ SIZES = ["--set", "model.fmb_mlp=[32]", "--set", "model.top_mlp=[40]"]
 SMALL = ["--set", "model.towers.compression=1.5", "--set", "model.towers.dim=2"]
 
 
+@pytest.mark.slow
 def test_a_run_with_learned_towers_does_all_that_a_run_does(cli, recipe, tmp_path):
     assert cli("train", recipe, "--run", "probe", *ONE).code == 0
     done = cli("towers", "probe", "--towers", 2, "--samples", 300)

@@ -7,12 +7,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cordillera import topology as clusters
 from cordillera.cost import Calibration, CostModel, Products, ProductShape, calibration_for
 from cordillera.errors import Interrupted, PlanError, printable
 from cordillera.files import read_sealed, sealed_json
+from cordillera.partition import Weights
 from cordillera.planning import calibration as calibrations
 from cordillera.planning import workloads
 from cordillera.planning.language import operators
@@ -27,6 +28,9 @@ from cordillera.planning.ranking.workload import Recommender
 from cordillera.planning.sensitivity import Sensitivity, sensitivity
 from cordillera.reports.language import plan as export
 from cordillera.reports.ranking import plan as recommender_export
+
+if TYPE_CHECKING:
+    from cordillera.run import Run
 
 
 def parse_change(text: str) -> tuple[str, float | str]:
@@ -350,20 +354,36 @@ def towers(
         PlanError: If the model has no embeddings to compare, or fewer tables than towers.
         DataError: If the data has changed since the run was trained.
     """
+    from cordillera.reports.ranking.towers import towers_page
+    from cordillera.run import Run, write_atomically
+
+    probe = Run(run)
+    features, tables, similarities, loads, source = _looked_at(probe, samples)
+    plan = plan_towers(
+        features, tables, similarities, loads, count,
+        aim=aim, balance=balance, dimensions=dimensions, seed=seed, source=source,
+    )  # fmt: skip
+    files = (probe.folder / "towers.json", probe.folder / "towers.html")
+    write_atomically(files[0], plan.to_text())
+    write_atomically(files[1], towers_page(plan))
+    return plan, files
+
+
+def _looked_at(
+    probe: Run, samples: int
+) -> tuple[list[str], list[str], Weights, dict[str, list[float]], dict[str, Any]]:
+    """Return names, tables, similarities and loads of a probe's features, and where they come from."""
     import torch
 
     from cordillera.models.ranking.base import DeepModel
-    from cordillera.reports.ranking.towers import towers_page
-    from cordillera.run import Run, write_atomically
     from cordillera.workflows.scores import some_batches
     from cordillera.workflows.trained import load_model_with_checkpoint, recipe_of, splits_of, with_threads
 
-    probe = Run(run)
     recipe = recipe_of(probe)
     with with_threads(recipe.threads), torch.no_grad():
         splits = splits_of(probe, recipe)
         _, model, checkpoint = load_model_with_checkpoint(probe, splits.features, torch.device("cpu"))
-        features = splits.features.sparse
+        features, rows = splits.features.sparse, splits.features.tables
         if not isinstance(model, DeepModel):
             raise PlanError(
                 f"a {recipe.model.name} model has no embeddings of features to compare",
@@ -375,30 +395,11 @@ def towers(
             found.add(model.tables(batch.sparse).float().numpy())
             for number, feature in enumerate(features):
                 lookups[number] += batch.sparse[feature.name].values.numel()
-        width = model.tables.embedding_dim
-    seen: set[str] = set()
-    sizes = []
-    for feature in features:
-        sizes.append(0.0 if feature.table in seen else 4.0 * width * splits.features.tables[feature.table])
-        seen.add(feature.table)
-    plan = plan_towers(
-        [feature.name for feature in features],
-        [feature.table for feature in features],
-        found.mean(),
-        {"table bytes": sizes, "lookups a sample": [count / found.samples for count in lookups]},
-        count,
-        aim=aim,
-        balance=balance,
-        dimensions=dimensions,
-        seed=seed,
-        source={
-            "run": probe.folder.name,
-            "data": splits.folder.name,
-            "checkpoint_step": checkpoint.step,
-            "samples": found.samples,
-        },
-    )
-    files = (probe.folder / "towers.json", probe.folder / "towers.html")
-    write_atomically(files[0], plan.to_text())
-    write_atomically(files[1], towers_page(plan))
-    return plan, files
+    tables = [feature.table for feature in features]
+    row_bytes = 4.0 * model.tables.embedding_dim
+    loads = {
+        "table bytes": [row_bytes * rows[name] * (name not in tables[:at]) for at, name in enumerate(tables)],
+        "lookups a sample": [count / found.samples for count in lookups],
+    }
+    source = {"run": probe.folder.name, "data": splits.folder.name, "step": checkpoint.step, "samples": found.samples}
+    return [feature.name for feature in features], tables, found.mean(), loads, source

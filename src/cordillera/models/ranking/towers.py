@@ -97,7 +97,7 @@ class CrossedTower(nn.Module):
 
 
 def divided(config: TowersConfig, features: Sequence[SparseFeature]) -> list[list[int]]:
-    """Return the positions of each tower's features, in ascending order, of all embedded ``features``.
+    """Return the positions of each tower's features, in ascending order, of all embedded ``features``, by ``config``.
 
     Raises:
         DataError: If groups leave a feature out, name one twice or one that is not there, a tower is empty, or there

@@ -32,7 +32,7 @@ COUNT = "features"
 _SCHEMA = "cordillera towers 1"
 _STARTS = 20  # random starts of the clustering; the best result is kept
 _MAP_STARTS = 4  # random starts of the map, beside that of classical scaling
-_ITERATIONS, _TOLERANCE = 1000, 1e-8
+_ITERATIONS, _TOLERANCE = 300, 1e-6
 _LEAST_GAIN = 1e-12  # smaller gains, relative to all distances, are rounding
 _SLACK = 1 + 1e-9  # rounding of sums of loads
 
@@ -80,7 +80,7 @@ class Similarities:
 def interaction_distances(similarities: Weights, aim: TowerAim = "coherent") -> Weights:
     """Return the distances ``[F, F]`` of features whose ``similarities`` are ``[F, F]``.
 
-    With ``coherent`` they are one minus the similarity, so that features that interact are near each other; with
+    With the ``aim`` ``coherent`` they are one minus the similarity, so that features that interact are near each other; with
     ``diverse`` they are the similarity, so that such features are far from each other.
     """
     found = 1.0 - similarities if aim == "coherent" else similarities.copy()
