@@ -80,8 +80,8 @@ class Similarities:
 def interaction_distances(similarities: Weights, aim: TowerAim = "coherent") -> Weights:
     """Return the distances ``[F, F]`` of features whose ``similarities`` are ``[F, F]``.
 
-    With the ``aim`` ``coherent`` they are one minus the similarity, so that features that interact are near each other; with
-    ``diverse`` they are the similarity, so that such features are far from each other.
+    With the ``aim`` ``coherent`` they are one minus the similarity, so that features that interact are near each other;
+    with ``diverse`` they are the similarity, so that such features are far from each other.
     """
     found = 1.0 - similarities if aim == "coherent" else similarities.copy()
     np.fill_diagonal(found, 0.0)
