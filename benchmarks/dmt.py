@@ -38,6 +38,7 @@ BLOCKS, EACH, IDS, RANK = 4, 6, 40, 3
 ROWS = 150_000
 COMPRESSION, DIM = 4.0, 8
 SETTINGS = {"learning_rate": 2e-3, "dropout": 0.2, "table_weight_decay": 1e-2}  # those of the recipes for MovieLens
+PROBE = "Wukong"  # whose embeddings show the planted blocks best (--part partition)
 TOWERS = {"movielens-100k": 2, "planted blocks": BLOCKS}
 KINDS = {"DLRM": "linear", "DCN-V2": "cross", "Wukong": "linear"}
 SEEDS, EPOCHS, SAMPLES = 3, 4, 8192
@@ -167,25 +168,36 @@ def _partition(console: Console, quick: bool, folder: Path) -> dict[str, Any]:
     return {"evidence": "measured", "made": found, "trained": trained, "at_random": chance, "asked": FOUND}
 
 
+def _groups(splits: Splits, pieces: FinishedPieces, key: dict[str, Any]) -> dict[str, list[list[str]]]:
+    """Return learned and random towers: names of each tower's features. The probe is a Wukong of the same seed."""
+    done = pieces.get(key | {"model": "probe"})
+    if done is not None:
+        return done
+    probe, _ = fit_ours(MODELS[PROBE][0], splits, SETTINGS, key["seed"], key["epochs"])
+    plan = planned(probe, splits, key["towers"], key["seed"])
+    drawn: list[list[str]] = [[] for _ in range(key["towers"])]
+    for name, tower in zip(plan.features, random_towers(len(plan.features), key["towers"], key["seed"]), strict=True):
+        drawn[tower].append(name)
+    found = {"learned": [list(group) for group in plan.groups()], "random": drawn}
+    pieces.add(key | {"model": "probe"}, found)
+    return found
+
+
 def _variants(splits: Splits, pieces: FinishedPieces, key: dict[str, Any]) -> dict[str, float]:
     """Return the test AUC of a model without towers, with learned ones and with random ones, from one seed."""
     done = pieces.get(key)
     if done is not None:
         return done
-    name, towers, seed, epochs = (key[what] for what in ("model", "towers", "seed", "epochs"))
-    config = MODELS[name][0]
-    probe, plain = fit_ours(config, splits, SETTINGS, seed, epochs)
-    plan = planned(probe, splits, towers, seed)
-    names = plan.features
-    at = random_towers(len(names), towers, seed)
-    drawn = tuple(tuple(n for n, one in zip(names, at, strict=True) if one == tower) for tower in range(towers))
+    config, name = MODELS[key["model"]][0], key["model"]
+    _, plain = fit_ours(config, splits, SETTINGS, key["seed"], key["epochs"])
     found = {"none": plain["test"]["auc"]}
-    for variant, groups in (("learned", plan.groups()), ("random", drawn)):
+    for variant, groups in _groups(splits, pieces, key).items():
         given = TowersConfig(groups=groups, kind=KINDS[name], compression=COMPRESSION, dim=DIM)
-        model, measures = fit_ours(config.model_copy(update={"towers": given}), splits, SETTINGS, seed, epochs)
+        changed = config.model_copy(update={"towers": given})
+        model, measures = fit_ours(changed, splits, SETTINGS, key["seed"], key["epochs"])
         found[variant] = measures["test"]["auc"]
-        entering, leaving = len(names) * config.embedding_dim, model.towers.outputs * model.towers.dim
-        found[f"{variant} compression"] = entering / leaving
+        entering = len(splits.features.sparse) * config.embedding_dim
+        found[f"{variant} compression"] = entering / (model.towers.outputs * model.towers.dim)
     pieces.add(key, found)
     return found
 
@@ -203,13 +215,7 @@ def _quality(console: Console, quick: bool, folder: Path, pieces: FinishedPieces
                 key = {"data": data, "model": name, "seed": seed, "epochs": epochs, "rows": len(splits.train)}
                 key |= {"towers": TOWERS[data], "compression": COMPRESSION, "dim": DIM, "settings": SETTINGS}
                 runs.append(_variants(splits, pieces, key))
-            row: dict[str, Any] = {
-                "data": data,
-                "model": name,
-                "towers": TOWERS[data],
-                "kind": KINDS[name],
-                "runs": runs,
-            }
+            row: dict[str, Any] = {"data": data, "model": name, "kind": KINDS[name], "runs": runs}
             for variant in ("learned", "random"):
                 change = mean_interval([run[variant] - run["none"] for run in runs])
                 row[variant] = {"mean": change.value, "low": change.low, "high": change.high}
@@ -225,7 +231,15 @@ def _quality(console: Console, quick: bool, folder: Path, pieces: FinishedPieces
     ahead = [run["learned"] > run["random"] for row in rows for run in row["runs"]]
     notes = [f"learned towers are ahead of random ones in {sum(ahead)} of {len(ahead)} runs"]
     print_notes(console, notes)
-    conditions = {"compression": COMPRESSION, "dim": DIM, "epochs": epochs, "seeds": seeds, "settings": SETTINGS}
+    conditions = {
+        "compression": COMPRESSION,
+        "dim": DIM,
+        "epochs": epochs,
+        "seeds": seeds,
+        "settings": SETTINGS,
+        "towers": TOWERS,
+        "probe": PROBE,
+    }
     return {"evidence": "measured", "conditions": conditions, "rows": rows, "asked": WITHIN, "notes": notes}
 
 
