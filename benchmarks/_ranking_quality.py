@@ -31,6 +31,7 @@ from cordillera.data.ranking.features import FeatureSpec
 from cordillera.data.ranking.loader import Loader
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.models.ranking import ModelConfig, build
+from cordillera.models.ranking.base import RankingModel
 from cordillera.models.ranking.dcn import DCNConfig
 from cordillera.models.ranking.dhen import DHENConfig
 from cordillera.models.ranking.dlrm import DLRMConfig
@@ -126,12 +127,12 @@ def _scores(model: Any, dataset: ClickDataset, precision: Precision) -> tuple[Te
     return torch.cat(logits), torch.cat(labels)
 
 
-def train_ours(
+def fit_ours(
     config: ModelConfig, splits: Splits, settings: Mapping[str, float], seed: int, epochs: int = MAX_EPOCHS
-) -> dict[str, Any]:
+) -> tuple[RankingModel, dict[str, Any]]:
     """Train one of our models with the public trainer, with settings from :func:`settings_of`.
 
-    Returns validation and test measures, epochs, seconds and parameters outside the tables.
+    Returns the model, and validation and test measures, epochs, seconds and parameters outside the tables.
     """
     torch.manual_seed(seed)
     update: dict[str, Any] = {"dropout": settings["dropout"]}
@@ -155,13 +156,20 @@ def train_ours(
         report = train_to_the_end(trainer)
     seconds = time.perf_counter() - began
     in_tables = sum(parameter.numel() for parameter in model.tables.parameters())
-    return {
+    return model, {
         "validation": _measures(*_scores(model, splits.validation, training.precision)),
         "test": _measures(*_scores(model, splits.test, training.precision)),
         "epochs": report.progress.step / len(trainer.training),
         "seconds": seconds,
         "parameters": sum(parameter.numel() for parameter in model.parameters()) - in_tables,
     }
+
+
+def train_ours(
+    config: ModelConfig, splits: Splits, settings: Mapping[str, float], seed: int, epochs: int = MAX_EPOCHS
+) -> dict[str, Any]:
+    """Return the measures of :func:`fit_ours`."""
+    return fit_ours(config, splits, settings, seed, epochs)[1]
 
 
 class _InMemory:

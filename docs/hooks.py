@@ -21,6 +21,7 @@ from cordillera.data.language.corpora import TextSourceConfig
 from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, ListFeature, Schema
 from cordillera.data.ranking.logs.synthetic import SyntheticConfig
 from cordillera.models.ranking import MODELS
+from cordillera.models.ranking.towers import TowersConfig
 from cordillera.numerics.emulation.emulation import EmulationConfig
 from cordillera.recipe import LanguageRecipe, RankingRecipe, field_descriptions, shipped
 
@@ -52,6 +53,8 @@ def _section(name: str) -> type[BaseModel]:
         return SyntheticConfig
     if name == "training.emulate":
         return EmulationConfig
+    if name == "model.towers":
+        return TowersConfig
     if name.startswith("model."):
         return MODELS[name.removeprefix("model.")].Config
     annotation = RankingRecipe.model_fields[name].annotation

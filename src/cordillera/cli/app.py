@@ -23,6 +23,7 @@ from cordillera.cli import (
     recipe,
     report,
     sweep,
+    towers,
     train,
     watch,
 )
@@ -64,6 +65,7 @@ app.command("isoflop")(isoflop.isoflop)
 app.command("inject")(inject.inject)
 app.command("generate")(generate.generate)
 app.command("plan")(plan.plan)
+app.command("towers")(towers.towers)
 app.command("bench", context_settings=bench.CONTEXT)(bench.bench)
 app.command("doctor")(doctor.doctor)
 app.add_typer(data.app, name="data", help="Data sets: list, get, describe.")

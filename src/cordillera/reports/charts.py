@@ -285,6 +285,12 @@ class Chart:
         anchor = "end" if a > self.width * 0.72 else "start" if a < self.width * 0.28 else "middle"
         self._parts += [_tag("circle", class_="mark", cx=a, cy=b, r=5.5), _text(a, at, text, anchor, "callout")]
 
+    def name(self, x: float, y: float, text: str) -> None:
+        """Write a ``text`` beside the point ``(x, y)``."""
+        a, b = self.x(x), self.y(y)
+        is_right = a > self.width * 0.72
+        self._parts.append(_text(a + (-6 if is_right else 6), b - 4, text, "end" if is_right else "start"))
+
     def svg(self, number: int) -> Markup:
         """Return the drawing, clipped to its frame; ``number`` is unique on the page."""
         inner = self.width - self.left - self.right + 8, self._height - self.top - self.bottom + 8

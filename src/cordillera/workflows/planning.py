@@ -7,12 +7,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cordillera import topology as clusters
 from cordillera.cost import Calibration, CostModel, Products, ProductShape, calibration_for
 from cordillera.errors import Interrupted, PlanError, printable
 from cordillera.files import read_sealed, sealed_json
+from cordillera.partition import Weights
 from cordillera.planning import calibration as calibrations
 from cordillera.planning import workloads
 from cordillera.planning.language import operators
@@ -22,10 +23,14 @@ from cordillera.planning.language.plan_file import plan_text, read_content
 from cordillera.planning.language.plans import ALL, Exploration, Plan, SearchDimension
 from cordillera.planning.language.workload import Workload
 from cordillera.planning.ranking.explorer import RecommenderExplorer, TableExploration, TablePlan
+from cordillera.planning.ranking.towers import Similarities, TowerAim, TowerPlan, plan_towers
 from cordillera.planning.ranking.workload import Recommender
 from cordillera.planning.sensitivity import Sensitivity, sensitivity
 from cordillera.reports.language import plan as export
 from cordillera.reports.ranking import plan as recommender_export
+
+if TYPE_CHECKING:
+    from cordillera.run import Run
 
 
 def parse_change(text: str) -> tuple[str, float | str]:
@@ -315,3 +320,86 @@ def calibrate(measurements: str | Path, cluster: str | Path, folder: str | Path)
 def shipped() -> Mapping[str, Mapping[str, str]]:
     """Return the names of the workloads and clusters in the package, with their descriptions."""
     return {"workloads": workloads.names(), "clusters": clusters.shipped()}
+
+
+def towers(
+    run: Path | str,
+    count: int,
+    *,
+    aim: TowerAim = "coherent",
+    balance: float = 1.2,
+    dimensions: int = 2,
+    samples: int = 8192,
+    seed: int = 0,
+) -> tuple[TowerPlan, tuple[Path, Path]]:
+    """Divide the embedded features of a trained ranking model, the probe, among towers; write the plan and its page.
+
+    Similarities and lookups are those of the first samples of the shuffled training split, so that no other split
+    has a part in the towers. Tables count with the bytes of their rows as float32.
+
+    Args:
+        run: Folder of the probe's run.
+        count: Number of towers.
+        aim: ``coherent`` or ``diverse`` towers.
+        balance: Largest load of a tower relative to the mean, for bytes, lookups and features.
+        dimensions: Number of coordinates of the map of features.
+        samples: Least number of samples to look at.
+        seed: Seed of the map and the clustering.
+
+    Returns:
+        The plan, and the paths of ``towers.json`` and ``towers.html`` in the run's folder.
+
+    Raises:
+        RunError: If it is no run of a ranking model.
+        PlanError: If the model has no embeddings to compare, or fewer tables than towers.
+        DataError: If the data has changed since the run was trained.
+    """
+    from cordillera.reports.ranking.towers import towers_page
+    from cordillera.run import Run, write_atomically
+
+    probe = Run(run)
+    features, tables, similarities, loads, source = _looked_at(probe, samples)
+    plan = plan_towers(
+        features, tables, similarities, loads, count,
+        aim=aim, balance=balance, dimensions=dimensions, seed=seed, source=source,
+    )  # fmt: skip
+    files = (probe.folder / "towers.json", probe.folder / "towers.html")
+    write_atomically(files[0], plan.to_text())
+    write_atomically(files[1], towers_page(plan))
+    return plan, files
+
+
+def _looked_at(
+    probe: Run, samples: int
+) -> tuple[list[str], list[str], Weights, dict[str, list[float]], dict[str, Any]]:
+    """Return names, tables, similarities and loads of a probe's features, and where they come from."""
+    import torch
+
+    from cordillera.models.ranking.base import DeepModel
+    from cordillera.workflows.scores import some_batches
+    from cordillera.workflows.trained import load_model_with_checkpoint, recipe_of, splits_of, with_threads
+
+    recipe = recipe_of(probe)
+    with with_threads(recipe.threads), torch.no_grad():
+        splits = splits_of(probe, recipe)
+        _, model, checkpoint = load_model_with_checkpoint(probe, splits.features, torch.device("cpu"))
+        features, rows = splits.features.sparse, splits.features.tables
+        if not isinstance(model, DeepModel):
+            raise PlanError(
+                f"a {recipe.model.name} model has no embeddings of features to compare",
+                where=str(probe.folder),
+                remedy="train DLRM, DCN-V2, DHEN, DNN or Wukong as a probe",
+            )
+        found, lookups = Similarities(len(features)), [0.0] * len(features)
+        for batch in some_batches(splits.train, recipe, samples):
+            found.add(model.tables(batch.sparse).float().numpy())
+            for number, feature in enumerate(features):
+                lookups[number] += batch.sparse[feature.name].values.numel()
+    tables = [feature.table for feature in features]
+    row_bytes = 4.0 * model.tables.embedding_dim
+    loads = {
+        "table bytes": [row_bytes * rows[name] * (name not in tables[:at]) for at, name in enumerate(tables)],
+        "lookups a sample": [count / found.samples for count in lookups],
+    }
+    source = {"run": probe.folder.name, "data": splits.folder.name, "step": checkpoint.step, "samples": found.samples}
+    return [feature.name for feature in features], tables, found.mean(), loads, source

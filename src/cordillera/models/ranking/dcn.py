@@ -15,6 +15,7 @@ from cordillera.data.ranking.features import FeatureSpec
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.models.ranking.base import DeepConfig, DeepModel, EmbeddingLayer, Sizes
 from cordillera.models.ranking.interactions import MLP, CrossNetwork, Norm
+from cordillera.models.ranking.towers import TowerModules, TowersConfig
 
 
 class DCNConfig(DeepConfig):
@@ -28,6 +29,7 @@ class DCNConfig(DeepConfig):
         norm: Norm of the MLP's hidden layers; ``batch`` mixes samples in training.
         dense_vectors: Whether to replace each dense input ``x_j`` by ``x_j v_j`` with a learned vector ``v_j``, as in
             FuxiCTR.
+        towers: Towers that compress the embeddings before they interact; without the section there are none.
     """
 
     name: Literal["dcn"] = "dcn"
@@ -37,6 +39,7 @@ class DCNConfig(DeepConfig):
     mlp: Sizes = Field((512, 256), min_length=1)
     norm: Norm = "none"
     dense_vectors: bool = False
+    towers: TowersConfig | None = None
 
 
 class DCN(DeepModel):
@@ -46,25 +49,27 @@ class DCN(DeepModel):
 
     def __init__(self, config: DCNConfig, features: FeatureSpec, tables: TablesConfig) -> None:
         super().__init__(config, features, tables)
+        self.towers = TowerModules(config.towers, features.sparse, config.embedding_dim)
         self.embed = EmbeddingLayer(
             len(features.dense) if config.dense_vectors else 0,
-            len(features.sparse),
-            config.embedding_dim,
+            self.towers.outputs,
+            self.towers.dim,
             separate=True,
         )
         self.dense_vectors = config.dense_vectors
         num_raw = 0 if config.dense_vectors else len(features.dense)
-        inputs = self.embed.outputs * config.embedding_dim + num_raw
+        inputs = self.embed.outputs * self.towers.dim + num_raw
         self.cross = CrossNetwork(inputs, config.cross_layers, config.low_rank)
         self.mlp = MLP(inputs, config.mlp, norm=config.norm, dropout=config.dropout)
         self.stacked = config.structure == "stacked"
         self.heads = self.make_heads(self.mlp.outputs if self.stacked else inputs + self.mlp.outputs)
 
     def represent(self, dense: Tensor, embeddings: Tensor) -> Tensor:
+        embeddings = self.towers(embeddings)
         if self.dense_vectors:
-            x = self.embed(dense, embeddings).flatten(1)  # [B, w], w = (num_dense + F) * d
+            x = self.embed(dense, embeddings).flatten(1)  # [B, w], w = (num_dense + n) * d
         else:
-            x = torch.cat([embeddings.flatten(1), dense.to(embeddings.dtype)], dim=1)  # [B, w], w = F * d + num_dense
+            x = torch.cat([embeddings.flatten(1), dense.to(embeddings.dtype)], dim=1)  # [B, w], w = n * d + num_dense
         crossed = self.cross(x)  # [B, w]
         if self.stacked:
             return self.mlp(crossed)  # [B, r]

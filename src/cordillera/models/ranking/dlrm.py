@@ -16,6 +16,7 @@ from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import DataError
 from cordillera.models.ranking.base import DeepConfig, DeepModel, EmbeddingInit, Sizes
 from cordillera.models.ranking.interactions import MLP, DotInteraction
+from cordillera.models.ranking.towers import TowerModules, TowersConfig
 
 
 class DLRMConfig(DeepConfig):
@@ -28,6 +29,8 @@ class DLRMConfig(DeepConfig):
         top_mlp: Widths of the MLP over the interactions; the heads' layers are added.
         interaction: ``dot`` (pairwise dot products beside the bottom output) or ``cat`` (all embeddings concatenated).
         include_diagonal: Whether ``dot`` includes each embedding's product with itself.
+        towers: Towers that compress the embeddings before they interact; without the section there are none.
+            The bottom MLP's output has their width.
     """
 
     name: Literal["dlrm"] = "dlrm"
@@ -36,13 +39,15 @@ class DLRMConfig(DeepConfig):
     top_mlp: Sizes = Field((512, 256), min_length=1)
     interaction: Literal["dot", "cat"] = "dot"
     include_diagonal: bool = False
+    towers: TowersConfig | None = None
 
 
 def _initialise(module: nn.Module) -> None:
     """Draw weights with variance 2 / (in + out) and biases with variance 1 / out, as in the reference code."""
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=(2 / (module.in_features + module.out_features)) ** 0.5)
-        nn.init.normal_(module.bias, std=(1 / module.out_features) ** 0.5)
+        if module.bias is not None:
+            nn.init.normal_(module.bias, std=(1 / module.out_features) ** 0.5)
 
 
 class DLRM(DeepModel):
@@ -52,7 +57,8 @@ class DLRM(DeepModel):
 
     def __init__(self, config: DLRMConfig, features: FeatureSpec, tables: TablesConfig) -> None:
         super().__init__(config, features, tables)
-        d, rows = config.embedding_dim, len(features.sparse)
+        self.towers = TowerModules(config.towers, features.sparse, config.embedding_dim)
+        d, rows = self.towers.dim, self.towers.outputs
         top_inputs = 0
         self.bottom: MLP | None = None
         if features.dense:
@@ -77,6 +83,7 @@ class DLRM(DeepModel):
 
     def represent(self, dense: Tensor, embeddings: Tensor) -> Tensor:
         x = None if self.bottom is None else self.bottom(dense)  # [B, d]
+        embeddings = self.towers(embeddings)
         # [B, n, d], the dense embedding first
         rows = embeddings if x is None else torch.cat([x.unsqueeze(1), embeddings.to(x.dtype)], dim=1)
         if self.interaction is None:

@@ -21,6 +21,7 @@ from cordillera.models.ranking.interactions import (
     OptimisedFM,
     StackedLayerNorm,
 )
+from cordillera.models.ranking.towers import TowerModules, TowersConfig
 
 
 class WukongConfig(DeepConfig):
@@ -43,6 +44,7 @@ class WukongConfig(DeepConfig):
         compatibility: ``fuxictr`` for the network of FuxiCTR's WuKong, for comparisons and its checkpoints: residual
             maps have a bias, the block's MLP ends in ReLU, and each dense input has a vector of its own in place of
             ``dense_mlp``; linear weights start as Xavier normal, biases at zero, ``Y`` as N(0, 1).
+        towers: Towers that compress the embeddings before they interact; without the section there are none.
     """
 
     name: Literal["wukong"] = "wukong"
@@ -57,6 +59,7 @@ class WukongConfig(DeepConfig):
     dense_mlp: Sizes = (64,)
     dense_embeddings: int = Field(1, ge=1, le=2**16)
     compatibility: Literal["none", "fuxictr"] = "none"
+    towers: TowersConfig | None = None
 
 
 class WukongLayer(nn.Module):
@@ -64,11 +67,13 @@ class WukongLayer(nn.Module):
 
     The residual is the identity if the counts agree, else a linear map over the embeddings. Source: Zhang et al. 2024,
     equation 1.
+
+    The width ``d`` is ``embedding_dim``, or that of the configuration.
     """
 
-    def __init__(self, config: WukongConfig, rows: int) -> None:
+    def __init__(self, config: WukongConfig, rows: int, embedding_dim: int | None = None) -> None:
         super().__init__()
-        d, outputs = config.embedding_dim, config.fmb_embeddings + config.lcb_embeddings
+        d, outputs = embedding_dim or config.embedding_dim, config.fmb_embeddings + config.lcb_embeddings
         as_fuxictr = config.compatibility == "fuxictr"
         self.fmb = FactorizationMachineBlock(
             rows,
@@ -114,10 +119,12 @@ class Wukong(DeepModel):
     def __init__(self, config: WukongConfig, features: FeatureSpec, tables: TablesConfig) -> None:
         super().__init__(config, features, tables)
         as_fuxictr = config.compatibility == "fuxictr"
+        self.towers = TowerModules(config.towers, features.sparse, config.embedding_dim)
+        d = self.towers.dim
         self.embed = EmbeddingLayer(
             len(features.dense),
-            len(features.sparse),
-            config.embedding_dim,
+            self.towers.outputs,
+            d,
             hidden=config.dense_mlp,
             dense_embeddings=config.dense_embeddings,
             separate=as_fuxictr,
@@ -125,10 +132,10 @@ class Wukong(DeepModel):
         )
         outputs = config.fmb_embeddings + config.lcb_embeddings
         self.layers = nn.Sequential(
-            *(WukongLayer(config, self.embed.outputs if i == 0 else outputs) for i in range(config.layers))
+            *(WukongLayer(config, self.embed.outputs if i == 0 else outputs, d) for i in range(config.layers))
         )
         self.top = MLP(
-            outputs * config.embedding_dim,
+            outputs * d,
             config.top_mlp,
             norm=config.top_norm,
             dropout=0.0 if as_fuxictr else config.dropout,
@@ -138,6 +145,6 @@ class Wukong(DeepModel):
             self.apply(_initialise_as_fuxictr)
 
     def represent(self, dense: Tensor, embeddings: Tensor) -> Tensor:
-        x = self.embed(dense, embeddings)  # [B, n, d]
+        x = self.embed(dense, self.towers(embeddings))  # [B, n, d]
         x = self.layers(x)  # [B, n_F + n_L, d]
         return self.top(x.flatten(1))  # [B, r]
