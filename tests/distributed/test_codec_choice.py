@@ -100,6 +100,12 @@ def test_a_choice_is_given_to_measured_codecs_only() -> None:
         RankingParallelConfig(codec="bounded", codec_file="codecs.json")
 
 
+def copied() -> Placement:
+    """Tables that every rank holds, so that no row is sent."""
+    parts = tuple(TablePart(table, 0, rows, 0, DIM, (0, 1)) for table, rows in TABLES.items())
+    return Placement(2, {table: (rows, DIM) for table, rows in TABLES.items()}, parts)
+
+
 def placement() -> Placement:
     parts = [
         TablePart(table, first, rows // 2, 0, DIM, (rank,))
@@ -116,12 +122,15 @@ def batch(step: int, rank: int) -> JaggedBatch:
 
 
 def trained(
-    links: Collectives, coders: Coders | None, kind: type[ShardedEmbeddingTables] = ShardedEmbeddingTables
+    links: Collectives,
+    coders: Coders | None,
+    kind: type[ShardedEmbeddingTables] = ShardedEmbeddingTables,
+    cut: Placement | None = None,
 ) -> list[torch.Tensor]:
     """The looked up rows of every step."""
     features = FeatureSpec((), tuple(SparseFeature(table, table) for table in TABLES), TABLES, ("click",))
     config = TablesConfig(name="sgd", learning_rate=0.1)
-    tables = kind(features, DIM, config, placement(), links, generator=torch.Generator().manual_seed(0))
+    tables = kind(features, DIM, config, cut or placement(), links, generator=torch.Generator().manual_seed(0))
     tables.coders = coders
     found = []
     for step in range(STEPS):
@@ -170,6 +179,13 @@ def together(rank: int, folder: str) -> dict[str, Any]:
     slow.ledger.clear()
     outputs = trained(slow, measured(slow, "auto", kept), PrioritisedEmbeddingTables)
     found["prioritised"] = {"choice": kept[-1].to_text(), "equal": all(map(torch.equal, outputs, raw))}
+    slow.ledger.clear()
+    trained(
+        slow,
+        MeasuredCoders("auto", copied(), slow, TableBounds.of(copied(), 1.0, 0), on_choice=kept.append),
+        cut=copied(),
+    )
+    found["nothing sent"] = {"choice": kept[-1].to_text()}
     slow.close()
     return found
 
@@ -200,6 +216,14 @@ def test_codecs_that_cost_more_than_the_link_leave_rows_raw(executed: dict[str, 
 
 
 @needs_gloo
+def test_tables_that_are_not_sent_have_no_codec(executed: dict[str, Any]) -> None:
+    for found in executed["ranks"].values():
+        choice = json.loads(found["nothing sent"]["choice"])
+        assert choice["codecs"] == dict.fromkeys(TABLES, "raw")
+        assert choice["bytes_per_s"] is None
+
+
+@needs_gloo
 def test_a_slow_link_gets_codecs_within_the_bounds(executed: dict[str, Any]) -> None:
     for found in executed["ranks"].values():
         choice = json.loads(found["auto-bounded"]["choice"])
@@ -223,6 +247,7 @@ def test_a_kept_choice_is_repeated_to_the_bit(executed: dict[str, Any]) -> None:
     for rank, found in executed["ranks"].items():
         assert found["kept"]["equal"]
         assert len(found["kept"]["said"]) == (rank == 0)  # nothing is measured again
+        assert all(line.startswith("codecs: from step 9, ") for line in found["kept"]["said"])
     choice = CodecChoice.read(executed["folder"] / CODECS_FILE)
     assert choice.codecs.keys() == TABLES.keys()
     record = Run(executed["folder"]).metrics()[-1]
@@ -238,4 +263,6 @@ def test_a_choice_of_another_run_is_copied_or_refused(tmp_path: Path) -> None:
     fitting = CodecChoice("auto-bounded", 3, dict.fromkeys(TABLES, "bounded"), {}, {}, None, 0.0)
     path.write_text(fitting.to_text())
     keep_given_choice(config(), placement(), run)
+    path.unlink()
+    keep_given_choice(config(), placement(), run)  # a resumed run has its own
     assert CodecChoice.read(run.folder / CODECS_FILE) == fitting

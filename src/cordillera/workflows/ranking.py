@@ -273,8 +273,7 @@ def _prepare(recipe: RankingRecipe, folder: Path | str | None, resume: bool, say
             "an example"
         )
         write_atomically(run.folder / PLACEMENT_FILE, placement.to_text())
-        if begins:
-            keep_given_choice(recipe.parallel, placement, run)
+        keep_given_choice(recipe.parallel, placement, run)
         if why:
             write_atomically(run.folder / REASONS_FILE, why + "\n")
         write_atomically(run.recipe_file, recipes.dump(recipe))

@@ -195,7 +195,7 @@ class MeasuredCoders:
             for part in parts:
                 records[table][name] = records[table].get(name, CodecRecord()).plus(part)
         slowest, most_bytes = max(one[3] for one in gathered), max(one[2] for one in gathered)
-        rate = most_bytes / slowest if slowest > 0 else math.inf
+        rate = most_bytes / slowest if slowest > 0 and most_bytes else math.inf
         link = LinkCost(rate, max(one[0] for one in gathered), round(MEASURED * sum(one[1] for one in gathered)))
         return choose_codecs(self.name, step, records, link)
 

@@ -18,12 +18,12 @@ CODECS_FILE = "codecs.json"
 
 
 def keep_given_choice(config: RankingParallelConfig, placement: Placement, run: Run) -> None:
-    """Copy the choice that a recipe names into the folder of its run.
+    """Copy the choice that a recipe names into the folder of its run, unless the run has one.
 
     Raises:
         PlanError: If the file holds no choice, or one for other tables or another codec.
     """
-    if config.codec_file is not None:
+    if config.codec_file is not None and not (run.folder / CODECS_FILE).is_file():
         choice = CodecChoice.read(Path(config.codec_file))
         choice.check(config.codec, placement.tables, config.codec_file)
         write_atomically(run.folder / CODECS_FILE, choice.to_text())
