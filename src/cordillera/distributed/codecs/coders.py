@@ -59,7 +59,7 @@ class TableBounds(NamedTuple):
 
     @classmethod
     def of(cls, placement: Placement, scale: float, iterations: int) -> TableBounds:
-        """Return ``scale`` times the bounds of the tables' classes by their numbers of rows.
+        """Return ``scale`` times the bounds of the classes of a ``placement``'s tables, by their numbers of rows.
 
         They fall from twice these values over ``iterations`` updates.
         """
