@@ -56,26 +56,29 @@ class SentRows(NamedTuple):
     bound: float
 
 
-def _drawn_ids(cardinality: int, count: int, rng: Any) -> Any:
+def drawn_ids(cardinality: int, count: int, rng: Any) -> Any:
     """Draw ids whose popularity falls as ``rank ** -ZIPF``."""
     ends = 1.0 - ZIPF
     drawn = (1.0 + rng.random(count) * (float(cardinality + 1) ** ends - 1.0)) ** (1.0 / ends)
     return np.minimum(drawn.astype(np.int64) - 1, cardinality - 1)
 
 
-def _drawn_rows(cardinality: int, count: int, dim: int, rng: Any) -> Tensor:
-    """Draw rows of a table that was trained for ``SAMPLES`` samples.
+def rows_of(ids: Any, cardinality: int, dim: int, rng: Any) -> Any:
+    """Draw rows, ``float64 [n, dim]``, of the ``ids`` of a table that was trained for ``SAMPLES`` samples.
 
     A row begins uniform between plus and minus ``cardinality ** -0.5``, as in DLRM, and moves by a normal vector whose
     scale grows with the row's expected number of visits. Columns move by different scales.
     """
-    ids, inverse = np.unique(_drawn_ids(cardinality, count, rng), return_inverse=True)
     total = (float(cardinality) ** (1.0 - ZIPF) - 1.0) / (1.0 - ZIPF) + 1.0
     visits = SAMPLES * (ids + 1.0) ** -ZIPF / total
     start = rng.uniform(-1.0, 1.0, (ids.size, dim)) / np.sqrt(cardinality)
     columns = rng.uniform(0.5, 1.5, dim)
-    moved = LIFT * rng.standard_normal((ids.size, dim)) * columns * np.sqrt(visits / (visits + HALFWAY))[:, None]
-    return torch.from_numpy((start + moved).astype(np.float32)[inverse.reshape(-1)])
+    return start + LIFT * rng.standard_normal((ids.size, dim)) * columns * np.sqrt(visits / (visits + HALFWAY))[:, None]
+
+
+def _drawn_rows(cardinality: int, count: int, dim: int, rng: Any) -> Tensor:
+    ids, inverse = np.unique(drawn_ids(cardinality, count, rng), return_inverse=True)
+    return torch.from_numpy(rows_of(ids, cardinality, dim, rng).astype(np.float32)[inverse.reshape(-1)])
 
 
 def drawn(name: str, cardinalities: list[int], seed: int) -> Iterator[SentRows]:

@@ -86,6 +86,31 @@ def compression_rate(kind: str) -> str:
     return span([one["bytes_per_s"]["bounded-fast"][kind]["median"] / 1e6 for one in _codecs()], ",.0f")
 
 
+def compression_steps() -> str:
+    """Return how many times faster a step is with each codec, by link, beside one with raw rows."""
+    rows = results("compression-step")["rows"]
+    links = list(dict.fromkeys(row["link"] for row in rows))
+    found = {(row["codec"], row["link"]): f"{row['times_faster']['median']:.2f}" for row in rows}
+    codecs = list(dict.fromkeys(row["codec"] for row in rows if row["codec"] != "raw"))
+    return table(["codec", *links], [[codec, *(found.get((codec, link), "") for link in links)] for codec in codecs])
+
+
+def compression_shares() -> str:
+    """Return the share of the exchange of rows in a step with raw rows, by link."""
+    shares = results("compression-step")["share_of_exchange"]
+    return ", ".join(f"{link} {percent(share, '.0f')}" for link, share in shares.items())
+
+
+def compression_quality() -> str:
+    """Return NE of the test split with raw rows and within bounds, with its change."""
+    rows = []
+    for row in results("compression-training")["rows"]:
+        test = row["test"]
+        change = "" if row["codec"] == "raw" else f"{100 * test['change']:+.3f} ± {100 * test['standard_error']:.3f} %"
+        rows.append([row["recipe"], row["codec"], f"{test['mean']:.5f}", change])
+    return table(["recipe", "rows", "NE", "change"], rows)
+
+
 FIGURES: Figures = {
     "freescale-rows": freescale_rows,
     "freescale-conditions": freescale_conditions,
@@ -98,4 +123,7 @@ FIGURES: Figures = {
     "compression-hybrid": partial(compression_over, "times_hybrid"),
     "compression-encode": partial(compression_rate, "encode"),
     "compression-decode": partial(compression_rate, "decode"),
+    "compression-steps": compression_steps,
+    "compression-shares": compression_shares,
+    "compression-quality": compression_quality,
 }

@@ -1,7 +1,8 @@
 """Codecs of exchanged embedding rows beside other coders of the same codes: ``cordillera bench compression``.
 
 The part ``codecs`` measures sizes and single-threaded rates of every codec on rows that are drawn, trained, or dumped
-by the paper's authors (set ``CORDILLERA_DLRM_DUMPS`` to the folder ``paper_script`` of their artefact).
+by the paper's authors (set ``CORDILLERA_DLRM_DUMPS`` to the folder ``paper_script`` of their artefact). The part
+``step`` times steps over emulated links and over this machine's; the part ``training`` compares NE after training.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from typing import Any
 import torch
 import typer
 from _compression_baselines import huffman_bytes, hybrid_bytes, vector_lz_bytes, zstandard_bytes
+from _compression_step import FAST as FAST_LINK
+from _compression_step import measure_step
 from _compression_tables import DUMPS_VARIABLE, KAGGLE, TERABYTE, SentRows, drawn, published, trained
+from _compression_training import measure_training
 from _program import Program
 from _tables import print_notes, print_rows
 from _timing import Spread, interleave
@@ -61,6 +65,8 @@ class Part(str, enum.Enum):
     """Parts of the benchmark."""
 
     codecs = "codecs"
+    step = "step"
+    training = "training"
 
 
 def _checked(rows: torch.Tensor, frame: torch.Tensor, bound: float) -> None:
@@ -174,9 +180,44 @@ def _codecs(console: Console, quick: bool, folder: Path) -> dict[str, Any]:
     return {"evidence": "measured", "results": results, "notes": notes}
 
 
+def _step(console: Console, quick: bool) -> dict[str, Any]:
+    found = measure_step(quick)
+    asked = found["asked"]
+    for link, share in found["share_of_exchange"].items():
+        rows, evidence = [], ""
+        for row in found["rows"]:
+            if row["link"] == link:
+                times, evidence = row["times_faster"], row["evidence"]
+                cells = [f"{1e3 * row['seconds']['seconds']['median']:.1f}", f"{times['median']:.3f}"]
+                cells += [f"{times['low']:.3f} to {times['high']:.3f}", f"{row['ratio']:.2f}"]
+                used = ", ".join(f"{count} {name}" for name, count in row["codecs"].items())
+                rows.append([row["codec"], used, *cells])
+        least = 1 - asked["lost"] if link == FAST_LINK else asked["times_faster"]
+        title = f"steps over {link}, rows' exchange {share:.1%} of a raw one; at least {least:.2f} times asked"
+        print_rows(console, title, ["codec", "chosen", "ms", "times faster", "quartiles", "ratio"], rows, evidence)
+    print_notes(console, found["notes"])
+    return found
+
+
+def _training(console: Console, quick: bool) -> dict[str, Any]:
+    found = measure_training(quick)
+    rows = []
+    for row in found["rows"]:
+        cells = []
+        for split in ("test", "train"):
+            error = row[split]["standard_error"]
+            spread = "" if error is None else f" ± {error:.3%}"
+            cells += [f"{row[split]['mean']:.5f}", f"{row[split]['change']:+.3%}{spread}"]
+        rows.append([row["recipe"], row["codec"], *cells, f"{row['ratio']:.2f}"])
+    title = f"NE after training, {len(found['seeds'])} seeds; at most {found['asked']['change']:.2%} asked for bounded"
+    print_rows(console, title, ["recipe", "rows", "NE test", "change", "NE training", "change", "ratio"], rows)
+    print_notes(console, found["notes"])
+    return found
+
+
 main = Program(
     "compression",
-    {Part.codecs: _codecs},
+    {Part.codecs: _codecs, Part.step: _step, Part.training: _training},
     "Measure codecs of exchanged embedding rows beside Zstandard and the paper's hybrid on this machine.",
     quick_help="A short training and few rounds: shows that it works, its figures mean nothing.",
     threads=1,

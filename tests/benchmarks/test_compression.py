@@ -15,12 +15,15 @@ from _compression_baselines import (
     vector_lz_expanded,
     vector_lz_tokens,
 )
+from _compression_step import CODECS, FAST, ON_FAST, RATES
 from _compression_tables import KAGGLE, TERABYTE, drawn
+from _compression_training import SCALES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.cli import bench
 from tests.benchmarks.programs import part_of
+from tests.distributed.processes import needs_gloo
 
 
 def test_the_command_finds_it() -> None:
@@ -62,3 +65,29 @@ def test_the_best_codec_reaches_its_ratio(tmp_path: Path) -> None:
     for entry in part_of(compression, "codecs", tmp_path)["results"]:
         assert entry["times_hybrid"] >= compression.TARGET_RATIO
         assert entry["times_zstandard"] >= compression.TARGET_RATIO
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_steps_are_timed_on_every_link(tmp_path: Path) -> None:
+    found = part_of(compression, "step", tmp_path)
+    named = {
+        link: [row["codec"] for row in found["rows"] if row["link"] == link] for link in found["share_of_exchange"]
+    }
+    assert named == {key: list(CODECS) for key in RATES} | {FAST: list(ON_FAST)}
+    assert {row["evidence"] for row in found["rows"] if row["link"] == FAST} == {"measured"}
+    assert 0.25 < found["share_of_exchange"]["40 Mb/s"] < 0.38
+    (short,) = (row for row in found["rows"] if (row["link"], row["codec"]) == ("40 Mb/s", "bounded"))
+    assert short["ratio"] > 4
+
+
+@needs_gloo
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ne_is_compared_with_the_same_seeds(tmp_path: Path) -> None:
+    found = part_of(compression, "training", tmp_path)
+    assert [row["codec"] for row in found["rows"]] == 2 * list(SCALES)
+    for row in found["rows"]:
+        changed = row["codec"] != "raw"
+        assert any(row["test"]["changes"]) == any(row["train"]["changes"]) == changed
+        assert (row["ratio"] > 2) == changed

@@ -14,14 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.distributed.codecs import frames, range_coder
-from cordillera.distributed.codecs.bounds import (
-    BoundClass,
-    BoundDecay,
-    class_of,
-    classes,
-    classes_by_cardinality,
-    homogenisation,
-)
+from cordillera.distributed.codecs.bounds import BoundClass, BoundDecay, classes_by_cardinality
 from cordillera.distributed.codecs.codecs import Bounded, Codec, Distinct, Guarantee, Half, IntegerRows, Raw, decode
 from cordillera.distributed.codecs.distinct_rows import distinct_rows
 from cordillera.distributed.codecs.selection import CodecRecord, record, select
@@ -372,19 +365,6 @@ def test_cardinality_reproduces_the_published_classes() -> None:
         classes_by_cardinality([1, 2], tight=0.8, loose=0.8)
 
 
-def test_homogenisation_counts_distinct_rows() -> None:
-    far = torch.arange(8.0).reshape(8, 1)
-    assert homogenisation(far) == 1.0
-    close = torch.cat([far, far + 1e-4])
-    assert homogenisation(close) == 0.5
-    assert homogenisation(torch.full((4, 2), 2.0)) == 1.0
-    assert homogenisation(torch.empty(0, 2)) is None
-    assert [class_of(ratio) for ratio in (0.5, 0.7, 0.98, 0.99)] == [
-        BoundClass.TIGHT, BoundClass.BASE, BoundClass.BASE, BoundClass.LOOSE,
-    ]  # fmt: skip
-    assert classes([5, 9, 7], [close, None, far]) == [BoundClass.TIGHT, BoundClass.TIGHT, BoundClass.LOOSE]
-
-
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
@@ -413,6 +393,7 @@ def test_the_selection_is_the_largest_predicted_speedup() -> None:
     assert select({"lz": lz, "huffman": huffman}, 1e12) == ("raw", 1.0)
     assert select({}, 1e9) == ("raw", 1.0)
     assert select({"b": lz, "a": lz}, 1e9)[0] == "a"
+    assert select({"lz": lz}, 4e9, margin=lz.speedup(4e9)) == ("raw", 1.0)
     assert lz.plus(huffman) == CodecRecord(2e9, 1e9 / 8 + 1e9 / 10, 1 / 45 + 1 / 60, 1 / 290 + 1 / 40)
     with pytest.raises(NumericsError, match="record"):
         select({"lz": CodecRecord()}, 1e9)

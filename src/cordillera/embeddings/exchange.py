@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cordillera.distributed.codecs.bounds import BoundDecay, classes_by_cardinality
-from cordillera.distributed.codecs.codecs import Bounded, Codec, Distinct, Half, IntegerRows, decode
+from cordillera.distributed.codecs.codecs import decode
+from cordillera.distributed.codecs.coders import Coder
 from cordillera.distributed.collectives import Arrival, Collectives, exchange_parts
 from cordillera.planning.ranking.placement import Placement
 
@@ -190,48 +190,6 @@ class CodedRows(NamedTuple):
 
 
 RowsInTransit = Arrival[list[Tensor]] | CodedRows
-Coder = Callable[[int], Codec]
-"""Function that returns the codec of a part by its position in the placement."""
-
-
-CodecName = Literal["raw", "fp16", "bf16", "int8", "int4", "distinct", "bounded", "bounded-fast"]
-"""Codec of exchanged rows (:mod:`cordillera.distributed.codecs.codecs`)."""
-
-
-def make_coder(
-    name: CodecName, placement: Placement, *, scale: float, iterations: int, step: Callable[[], int]
-) -> Coder | None:
-    """Return the codecs of all parts, or None for rows as they are.
-
-    Args:
-        name: Codec. The error bounds of ``bounded`` and ``bounded-fast`` are those of a table's class by its number of
-            rows (:func:`~cordillera.distributed.codecs.bounds.classes_by_cardinality`).
-        placement: Placement of the tables.
-        scale: Factor of all error bounds.
-        iterations: Steps over which bounds fall from twice their values
-            (:class:`~cordillera.distributed.codecs.bounds.BoundDecay`).
-        step: Function that returns the number of steps taken.
-    """
-    fixed: dict[str, Codec] = {
-        "fp16": Half(torch.float16),
-        "bf16": Half(torch.bfloat16),
-        "int8": IntegerRows(8),
-        "int4": IntegerRows(4),
-        "distinct": Distinct(),
-    }
-    if name == "raw":
-        return None
-    if name in fixed:
-        return lambda place: fixed[name]
-    kinds = classes_by_cardinality([rows for rows, _ in placement.tables.values()])
-    bounds = {table: scale * kind.bound for table, kind in zip(placement.tables, kinds, strict=True)}
-    decay = BoundDecay(iterations)
-
-    def bounded(place: int) -> Codec:
-        bound = bounds[placement.parts[place].table] * decay.multiplier(step())
-        return Bounded(bound, fast=name == "bounded-fast")
-
-    return bounded
 
 
 class RowExchange:

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cordillera.distributed.codecs.coders import Coder
 from cordillera.distributed.collectives import Arrival
-from cordillera.embeddings.exchange import Chosen, Coder, Comparing, RowRequest, RowsInTransit
+from cordillera.embeddings.exchange import Chosen, Comparing, RowRequest, RowsInTransit
 from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
 from cordillera.errors import PlanError
 from cordillera.jagged import JaggedBatch

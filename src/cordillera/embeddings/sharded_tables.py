@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from cordillera.data.ranking.features import FeatureSpec
+from cordillera.distributed.codecs.coders import Coder, Coders
 from cordillera.distributed.collectives import Collectives
-from cordillera.embeddings.exchange import Chosen, Coder, RowExchange, RowRequest, RowRoutes
+from cordillera.embeddings.exchange import Chosen, RowExchange, RowRequest, RowRoutes
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig, draw_rows
 from cordillera.errors import DataError, PlanError, TrainingError
 from cordillera.jagged import JaggedBatch
@@ -98,8 +99,8 @@ class ShardedEmbeddingTables(EmbeddingTables):
     Two runs are equal, bit for bit. There is no ``weight``.
 
     Attributes:
-        coder: Function that returns the codec in which rows of a part (its position in the placement) travel in
-            training; None to send them as they are. Lookups without gradients are always exact.
+        coders: Function that returns the codecs in which rows travel in training; None to send them as they are.
+            Lookups without gradients are always exact.
 
     Args:
         features: Names, tables and pooling of the sparse features.
@@ -136,7 +137,8 @@ class ShardedEmbeddingTables(EmbeddingTables):
                 remedy="set rows = 'fp32' and cache = 0",
             )
         self.placement, self.links = placement, links
-        self.coder: Coder | None = None
+        self.coders: Coders | None = None
+        self.coder: Coder | None = None  # of the present training lookup
         self._asked: list[_Asked] = []
         self._waiting: list[_Waiting] = []
         super().__init__(features, embedding_dim, config, init=init, generator=generator)
@@ -245,6 +247,8 @@ class ShardedEmbeddingTables(EmbeddingTables):
         offsets = None if sparse.one_hot else sparse.offsets
         is_asked = bool(self._asked) and self._asked[0].values is sparse.values
         asked = self._asked.pop(0) if is_asked else self._ask(sparse)
+        if self.coders is not None and torch.is_grad_enabled():
+            self.coder = self.coders(self.step)
         coder = self.coder if torch.is_grad_enabled() else None
         with torch.no_grad():
             found = self._fetch(asked.request, coder)

@@ -24,7 +24,6 @@ from cordillera.distributed.job.job import Job, join_job
 from cordillera.distributed.job.launch import LaunchConfig, launch
 from cordillera.distributed.ledger import Ledger
 from cordillera.embeddings.cached_tables import require_cpu
-from cordillera.embeddings.exchange import make_coder
 from cordillera.embeddings.prioritised_tables import PrioritisedEmbeddingTables
 from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
 from cordillera.embeddings.tables import EmbeddingTables
@@ -41,6 +40,7 @@ from cordillera.reports.ranking.placement import PLACEMENT_FILE, REASONS_FILE
 from cordillera.reports.ranking.run import write_report
 from cordillera.run import Run, disk_errors, next_folder, write_atomically
 from cordillera.training import checkpoints
+from cordillera.training.ranking.codecs import coders_of, keep_given_choice
 from cordillera.training.ranking.config import TrainingOutcome
 from cordillera.training.ranking.evaluation import Evaluation
 from cordillera.training.ranking.evaluation import evaluate as evaluate_split
@@ -276,6 +276,7 @@ def _prepare(recipe: RankingRecipe, folder: Path | str | None, resume: bool, say
             "an example"
         )
         write_atomically(run.folder / PLACEMENT_FILE, placement.to_text())
+        keep_given_choice(recipe.parallel, placement, run)
         if why:
             write_atomically(run.folder / REASONS_FILE, why + "\n")
         write_atomically(run.recipe_file, recipes.dump(recipe))
@@ -339,13 +340,7 @@ def _train_rank(
     kind = PrioritisedEmbeddingTables if recipe.parallel.exchange == "prioritised" else ShardedEmbeddingTables
     model.tables = tables = kind.of(model.tables, Placement.read(run.folder / PLACEMENT_FILE), links)
     given = recipe.parallel
-    tables.coder = make_coder(
-        given.codec,
-        tables.placement,
-        scale=given.bound_scale,
-        iterations=given.bound_steps,
-        step=lambda: tables.step,
-    )
+    tables.coders = coders_of(given, tables.placement, links, run, say)
     shard_dense(model, given.dense, job.size, given.hosts, given.deadline_s, links.ledger)
     ranks = ManyRanks(tables, job.watchdog)
     trainer = _trainer(recipe, model, splits, run, torch.device("cpu"), on_step, ranks)

@@ -3,6 +3,10 @@
 Feng et al. 2024 ("Accelerating communication in deep learning recommendation model training with dual-level adaptive
 lossy compression", arXiv 2407.04272) give each table one of three bounds, relative to the range of what is sent, and
 begin training with a multiple of them: ``Bounded(kind.bound * decay.multiplier(iteration))`` sends a table's rows.
+
+They class tables by how many rows of a trained model become equal when they are quantised. Rows at the beginning of
+training are random and stay distinct in every table, so that this measure would make all bounds loose when it matters
+most. The published classes follow the numbers of rows, which are known before.
 """
 
 from __future__ import annotations
@@ -13,13 +17,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-import torch
-from torch import Tensor
-
-from cordillera.distributed.codecs.frames import DTYPES
 from cordillera.errors import NumericsError
 
-TIGHT_BELOW, LOOSE_ABOVE = 0.7, 0.98
 _STEPS = 10
 
 
@@ -27,63 +26,15 @@ class BoundClass(str, Enum):
     """Class of a table by how well its rows bear errors."""
 
     TIGHT = "tight"
-    """Rows become equal when they are quantised, so the table loses what tells them apart."""
+    """Of tables with many rows, which errors make equal, so that the table loses what tells them apart."""
     BASE = "base"
     LOOSE = "loose"
-    """Rows stay apart when they are quantised."""
+    """Of tables with few rows, which stay apart."""
 
     @property
     def bound(self) -> float:
         """Largest error of an element as a share of the range, the paper's value."""
         return {"tight": 0.01, "base": 0.03, "loose": 0.05}[self.value]
-
-
-def homogenisation(rows: Tensor, probe: float = 0.01) -> float | None:
-    """Return the share of distinct rows that are still distinct after quantisation.
-
-    Args:
-        rows: Rows of one table as they are sent, ``float32``, ``float16`` or ``bfloat16`` ``[N, D]``.
-        probe: Bound of the quantisation, as a share of the range.
-
-    Returns:
-        Number of distinct rows after over before quantisation; None if there are no rows. 1 if the range is zero or not
-        finite, or the probe needs more than 65,536 codes.
-
-    Raises:
-        NumericsError: If ``rows`` is not a matrix of such a type, or ``probe`` is not above 0.
-    """
-    from cordillera.distributed.codecs.distinct_rows import distinct_rows  # Numba is loaded only where it is used
-    from cordillera.distributed.codecs.quantizer import quantize
-
-    if rows.dtype not in DTYPES or rows.dim() != 2:
-        what = f"expected float32, float16 or bfloat16 [N, D], not {rows.dtype} {list(rows.shape)}"
-        raise NumericsError(what, where="rows")
-    if not 0 < probe < math.inf:
-        raise NumericsError(f"a bound above 0 is needed, not {probe}", where="probe")
-    if not rows.numel():
-        return None
-    rows = rows.detach().cpu().contiguous()
-    codes = quantize(rows.float().numpy(), probe, relative=True)
-    if codes is None:
-        return 1.0
-    words = rows.view(torch.uint16 if rows.itemsize == 2 else torch.uint32).numpy()
-    return float(distinct_rows(codes.values)[0].size / distinct_rows(words)[0].size)
-
-
-def class_of(ratio: float) -> BoundClass:
-    """Return the class of a table from its :func:`homogenisation`: below 0.7 tight, above 0.98 loose.
-
-    The paper states the ranking of tables but no thresholds; these are this project's.
-
-    Args:
-        ratio: Share of distinct rows that stay distinct, 0 to 1.
-
-    Raises:
-        NumericsError: If the ratio is outside of 0 to 1 or NaN.
-    """
-    if not 0 <= ratio <= 1:
-        raise NumericsError(f"a share of rows is from 0 to 1, not {ratio}", where="ratio")
-    return BoundClass.TIGHT if ratio < TIGHT_BELOW else BoundClass.LOOSE if ratio > LOOSE_ABOVE else BoundClass.BASE
 
 
 def classes_by_cardinality(cardinalities: Sequence[int], *, tight: float = 0.3, loose: float = 0.3) -> list[BoundClass]:
@@ -115,24 +66,6 @@ def classes_by_cardinality(cardinalities: Sequence[int], *, tight: float = 0.3, 
         elif rank >= count - most_tight:
             found[table] = BoundClass.TIGHT
     return found
-
-
-def classes(cardinalities: Sequence[int], samples: Sequence[Tensor | None], probe: float = 0.01) -> list[BoundClass]:
-    """Return classes of tables, by homogenisation where there is a sample of rows and by cardinality elsewhere.
-
-    Args:
-        cardinalities: Number of rows of each table.
-        samples: Rows of each table as they are sent, ``[N, D]``; None, or no rows, where there are none yet.
-        probe: Bound of :func:`homogenisation`.
-
-    Raises:
-        NumericsError: If the numbers of tables differ, or a sample has no homogenisation.
-    """
-    if len(cardinalities) != len(samples):
-        raise NumericsError(f"{len(samples)} samples for {len(cardinalities)} tables", where="samples")
-    ratios = [None if rows is None else homogenisation(rows, probe) for rows in samples]
-    fallback = classes_by_cardinality(cardinalities)
-    return [other if ratio is None else class_of(ratio) for ratio, other in zip(ratios, fallback, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -423,7 +423,7 @@ def _bounded(frame: Frame) -> Tensor:
     lowest = signless // 2 if signless % 2 == 0 else -(signless // 2) - 1
     values = torch.from_numpy(dequantize(codes, lowest, frame.bound)).to(frame.dtype)
     if inverse is not None:
-        values = values[torch.from_numpy(inverse)]
+        values = values.index_select(0, torch.from_numpy(inverse))
     if exact.numel():
         values.view(-1)[positions] = exact
     return values.view(frame.shape)

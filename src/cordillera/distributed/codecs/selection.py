@@ -8,7 +8,7 @@ speedup ``S = 1 / (1 / CR + Bw (1 / Tc + 1 / Td))`` (Feng et al. 2024, arXiv 240
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -62,7 +62,7 @@ class CodecRecord(NamedTuple):
         return self.raw_bytes / (self.frame_bytes + link_bytes_per_s * seconds)
 
 
-def select(records: Mapping[str, CodecRecord], link_bytes_per_s: float) -> tuple[str, float]:
+def select(records: Mapping[str, CodecRecord], link_bytes_per_s: float, *, margin: float = 1.0) -> tuple[str, float]:
     """Select the codec of a table on a link: the one of the largest speedup, or raw bytes.
 
     The result depends on the arguments alone. Ranks that add up their records before, in the same order, select the
@@ -71,9 +71,10 @@ def select(records: Mapping[str, CodecRecord], link_bytes_per_s: float) -> tuple
     Args:
         records: Records of the table by the name of the codec. Raw bytes take part without one, at a speedup of 1.
         link_bytes_per_s: Bytes that the link carries in a second.
+        margin: Speedup that a codec must exceed.
 
     Returns:
-        Name of the codec and its predicted speedup. Of equal ones, raw comes first, then the first name.
+        Name of the codec and its predicted speedup, 1 for raw. Of equal ones, raw comes first, then the first name.
 
     Raises:
         NumericsError: If a record or the link's rate is not valid.
@@ -81,12 +82,12 @@ def select(records: Mapping[str, CodecRecord], link_bytes_per_s: float) -> tuple
     best, speedup = RAW, 1.0
     for name in sorted(records.keys() - {RAW}):
         found = records[name].speedup(link_bytes_per_s)
-        if found > speedup:
+        if found > max(speedup, margin):
             best, speedup = name, found
     return best, speedup
 
 
-def record(codec: Codec, tensor: Tensor) -> CodecRecord:
+def record(codec: Codec, tensor: Tensor, clock: Callable[[], float] = time.perf_counter) -> CodecRecord:
     """Encode and decode a tensor once and return its record.
 
     The first call in a process also compiles kernels: encode a tensor of each type before.
@@ -94,13 +95,14 @@ def record(codec: Codec, tensor: Tensor) -> CodecRecord:
     Args:
         codec: Codec to record.
         tensor: Rows as they are sent, ``[N, D]``, with at least one element.
+        clock: Function that returns seconds.
 
     Raises:
         NumericsError: If the codec cannot encode the tensor.
     """
-    began = time.perf_counter()
+    began = clock()
     frame = codec.encode(tensor)
-    encoded = time.perf_counter()
+    encoded = clock()
     codec.decode(frame, most_bytes=tensor.numel() * tensor.itemsize)
-    decoded = time.perf_counter()
+    decoded = clock()
     return CodecRecord(tensor.numel() * tensor.itemsize, frame.numel(), encoded - began, decoded - encoded)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
-from cordillera.embeddings.exchange import CodecName
+from cordillera.distributed.codecs.coders import CodecName
 from cordillera.numerics.emulation.emulation import EmulationConfig
 from cordillera.numerics.formats.precision import Precision
 from cordillera.planning.ranking.placer import PlacementConfig
@@ -104,7 +104,11 @@ class RankingParallelConfig(PlacementConfig):
             behind computation (FreeScale), with equal results and more messages.
         codec: Form in which rows travel between processes in training: ``raw``; ``distinct`` (lossless); ``fp16``,
             ``bf16``, ``int8``, ``int4``; ``bounded`` and ``bounded-fast``, within an error bound of 1, 3 or 5 % of the
-            range of what is sent, by the table's number of rows. All but the first two change results.
+            range of what is sent, by the table's number of rows. These but the first two change results. ``auto``
+            measures the first steps and chooses for each table what is fastest, ``raw`` or ``distinct``; it never
+            changes results. ``auto-bounded`` chooses among ``bounded`` and ``bounded-fast`` as well.
+        codec_file: File with the choice of a run that trained with ``auto`` or ``auto-bounded``, as ``codecs.json`` in
+            its folder, to repeat it; null to measure.
         bound_scale: Factor of these error bounds.
         bound_steps: Number of steps over which error bounds fall from twice their values.
         dense: Where dense matrices are: ``replicated`` (whole on every process), ``full`` (in parts over all of them),
@@ -117,11 +121,18 @@ class RankingParallelConfig(PlacementConfig):
     placement: str = "auto"
     exchange: Literal["plain", "prioritised"] = "plain"
     codec: CodecName = "raw"
+    codec_file: str | None = None
     bound_scale: float = Field(1.0, gt=0, le=100, allow_inf_nan=False)
     bound_steps: int = Field(0, ge=0, le=10**12)
     dense: Literal["replicated", "full", "hybrid"] = "replicated"
     hosts: int = Field(1, ge=1, le=2**20)
     deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _a_choice_is_of_auto(self) -> RankingParallelConfig:
+        if self.codec_file is not None and self.codec not in ("auto", "auto-bounded"):
+            raise ValueError("codec_file is for codec = 'auto' or 'auto-bounded'")
+        return self
 
 
 @dataclass
