@@ -19,8 +19,12 @@ def exactness() -> str:
     lines = []
     for ranks, way in dict.fromkeys((row["ranks"], row["way"]) for row in found):
         of_rules = [rows[ranks, way, rule] for rule in _NAMES]
-        worst = [max(row["weight"], row["moments"] or 0.0) for row in of_rules]
-        lines.append([way, str(ranks), "ours", *map(_off, worst)])
+        sent = {"ours, rows": of_rules}
+        if "bags" in of_rules[0]:  # absent in results of before sums of bags were exchanged
+            sent["ours, bags"] = [row["bags"] for row in of_rules]
+        for name, ours in sent.items():
+            worst = [max(row["weight"], row["moments"] or 0.0) for row in ours]
+            lines.append([way, str(ranks), name, *map(_off, worst)])
         for kind in of_rules[0]["peers"]:
             alike = [row["peers"][kind].get("weight") for row in of_rules]
             if any(one is not None for one in alike):
@@ -39,13 +43,15 @@ def exchange() -> str:
         sizes = [f"{row[key] / KIB:,.0f}" for key in ("bytes", "peer_bytes", "formula_bytes")]
         messages = [f"{row[key]:.0f}" for key in ("messages", "peer_messages")]
         times = [*spread(row["times_as_fast"]["wall"]), f"{row['times_as_fast']['processor']['median']:.2f}"]
-        lines.append([row["case"], row["way"], row["kind"], *sizes, *messages, *times])
-    headings = ["ids of a bag", "ours", "TorchRec's", "KiB, ours", "TorchRec's", "by formula", "messages, ours"]
-    return table([*headings, "TorchRec's", "times as fast", "quartiles", "by processor"], lines)
+        sent = row.get("sent", "rows") + (" (auto)" if row.get("chosen", 0) > 0.5 else "")
+        lines.append([row["case"], row["way"], row["kind"], sent, *sizes, *messages, *times])
+    headings = ["ids of a bag", "ours", "TorchRec's", "ours sends", "KiB, ours", "TorchRec's", "by formula"]
+    return table([*headings, "messages, ours", "TorchRec's", "times as fast", "quartiles", "by processor"], lines)
 
 
 def _rows(case: str) -> list[dict[str, Any]]:
-    return [row for row in results("zionex-exchange")["rows"] if row["case"] == case]
+    """Return the rows of a case with what is chosen by `auto`."""
+    return [row for row in results("zionex-exchange")["rows"] if row["case"] == case and row.get("chosen", 1.0) > 0.5]
 
 
 def bytes_beside(case: str) -> str:

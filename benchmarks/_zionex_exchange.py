@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from _zionex_peer import EPS, TorchRecTables, counted, missing, quiet
 from cordillera.data.ranking.features import FeatureSpec
 from cordillera.distributed.collectives import Collectives
 from cordillera.distributed.ledger import Ledger
+from cordillera.embeddings.pooled_exchange import choose_pooled
 from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
-from cordillera.embeddings.tables import TablesConfig
+from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.jagged import JaggedBatch
 from cordillera.kernels.host_memory import keep_freed_memory
 
@@ -31,7 +33,7 @@ KINDS = {"whole": "table-wise", "columns": "column-wise", "rows": "row-wise"}
 CASES = {"1 id": 1, f"1 to {LONGEST} ids": LONGEST}
 RULE, RATE = "rowwise_adagrad", 0.01
 BATCHES, WARMUP = 4, 2
-OURS, PEER = "ours", "TorchRec"
+OURS, PEER = ("rows", "bags"), "TorchRec"  # what ours sends: rows, or sums of bags
 DEADLINE_S = 3600.0
 LENGTH_BYTES, ID_BYTES, VALUE_BYTES = 4, 8, 4
 
@@ -82,30 +84,34 @@ class _Contenders:
         config = TablesConfig(name=RULE, learning_rate=RATE, eps=EPS)
         draw = torch.Generator().manual_seed(1)
         cut = placement(way, features.tables, DIM, links.size)
-        self.ours = ShardedEmbeddingTables(features, DIM, config, cut, links, generator=draw)
+        self.chosen = choose_pooled(cut, features, batches)
+        drawn = EmbeddingTables(features, DIM, config, generator=draw)
+        pooled = {"rows": (), "bags": tuple(features.tables)}
+        self.ours = {sent: ShardedEmbeddingTables.of(drawn, replace(cut, pooled=pooled[sent]), links) for sent in OURS}
         self.batches = [share(batch, links.rank, links.size) for batch in batches]
         self.gradients = [torch.randn(len(one), len(one.keys), DIM, generator=draw) for one in self.batches]
-        self.steps: dict[str, Callable[[int], None]] = {OURS: self._step}
+        self.steps: dict[str, Callable[[int], None]] = {sent: partial(self._step, self.ours[sent]) for sent in OURS}
         if missing() is None:
             self._add_peer(way, features)
 
     def _add_peer(self, way: str, features: FeatureSpec) -> None:
         peer = TorchRecTables(features, DIM, RULE, RATE, KINDS[way])
-        peer.load({name: self.ours.table(name) for name in features.tables})
+        peer.load({name: self.ours["rows"].table(name) for name in features.tables})
         # lengths in 32 bits, as TorchRec's own examples have them, halve what it sends of them
         given = [replace(one, offsets=one.offsets.int()) for one in self.batches]
         gradients = [peer.order(one) * peer.size for one in self.gradients]
         with torch.no_grad():
             pooled = peer.forward(given[0]).values()
-            off = float((pooled - peer.order(self.ours(self.batches[0]))).abs().max())
-        if off > 1e-5:
-            raise RuntimeError(f"TorchRec's output differs by {off:g} from ours ({way})")
+            for sent, ours in self.ours.items():
+                off = float((pooled - peer.order(ours(self.batches[0]))).abs().max())
+                if off > 1e-5:
+                    raise RuntimeError(f"TorchRec's output differs by {off:g} from ours ({way}, {sent})")
         self.steps[PEER] = lambda i: peer.step(given[i % len(given)], gradients[i % len(given)])
 
-    def _step(self, i: int) -> None:
+    def _step(self, ours: ShardedEmbeddingTables, i: int) -> None:
         i %= len(self.batches)
-        self.ours(self.batches[i]).backward(self.gradients[i])
-        self.ours.update()
+        ours(self.batches[i]).backward(self.gradients[i])
+        ours.update()
 
 
 def _timed(steps: dict[str, Callable[[int], None]], rounds: int) -> dict[str, dict[str, list[float]]]:
@@ -124,6 +130,16 @@ def _timed(steps: dict[str, Callable[[int], None]], rounds: int) -> dict[str, di
     return found
 
 
+def _traffic(step: Callable[[int], None], ledger: Ledger) -> dict[str, dict[str, float]]:
+    """Return bytes and messages of a step, by name; the mean over all batches."""
+    ledger.clear()
+    for i in range(BATCHES):
+        step(i)
+    return {
+        name: {"bytes": one.bytes / BATCHES, "messages": one.messages / BATCHES} for name, one in ledger.traffic.items()
+    }
+
+
 def _on_rank(rank: int, folder: str) -> dict[str, Any]:
     settings = json.loads(Path(folder, "settings.json").read_text())
     features = click_features(settings["rows"])
@@ -138,13 +154,7 @@ def _on_rank(rank: int, folder: str) -> dict[str, Any]:
                 for step in both.steps.values():
                     for i in range(WARMUP):
                         step(i)
-                links.ledger.clear()
-                for i in range(BATCHES):
-                    both.steps[OURS](i)
-                traffic = {
-                    name: {"bytes": one.bytes / BATCHES, "messages": one.messages / BATCHES}
-                    for name, one in links.ledger.traffic.items()
-                }
+                traffic = {sent: _traffic(both.steps[sent], links.ledger) for sent in OURS}
                 sent: dict[str, float] = {}
                 if PEER in both.steps:
                     with counted() as counts:
@@ -157,6 +167,7 @@ def _on_rank(rank: int, folder: str) -> dict[str, Any]:
                 formulas = [pooled_bytes(kind, one, features, DIM, rank, links.size) for one in both.batches]
                 found[f"{case}, {way}"] = {
                     "traffic": traffic,
+                    "chosen": len(both.chosen) / len(features.tables),
                     "peer": sent,
                     "formula": {key: sum(one[key] for one in formulas) / BATCHES for key in formulas[0]},
                     "values": sum(len(one.values) for one in both.batches) / BATCHES,
@@ -172,36 +183,34 @@ def _timings(ranks: list[dict[str, Any]], name: str, clock: str) -> Timing:
     return Timing(name, [max(one) for one in rounds])
 
 
-def _row(case: str, way: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def _row(case: str, way: str, sent: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return bytes and messages of the rank that sends most bytes, and times of the slowest."""
-
-    def most(values: list[float]) -> float:
-        return max(values)
-
-    ours = [{key: sum(one[key] for one in rank["traffic"].values()) for key in ("bytes", "messages")} for rank in ranks]
+    traffic = [rank["traffic"][sent] for rank in ranks]
+    ours = [{key: sum(one[key] for one in of_rank.values()) for key in ("bytes", "messages")} for of_rank in traffic]
+    share = ranks[0]["chosen"]  # of the tables for which sums of bags are predicted to take fewer bytes
     row: dict[str, Any] = {
         "case": case,
         "way": way,
         "kind": KINDS[way],
-        "ids": most([rank["values"] for rank in ranks]),
-        "bytes": most([one["bytes"] for one in ours]),
-        "messages": most([one["messages"] for one in ours]),
-        "bytes_by_name": {
-            name: most([rank["traffic"][name]["bytes"] for rank in ranks]) for name in ranks[0]["traffic"]
-        },
-        "formula_bytes": most([sum(rank["formula"].values()) for rank in ranks]),
+        "sent": sent,
+        "chosen": share if sent == "bags" else 1 - share,
+        "ids": max(rank["values"] for rank in ranks),
+        "bytes": max(one["bytes"] for one in ours),
+        "messages": max(one["messages"] for one in ours),
+        "bytes_by_name": {name: max(of_rank[name]["bytes"] for of_rank in traffic) for name in traffic[0]},
+        "formula_bytes": max(sum(rank["formula"].values()) for rank in ranks),
         "formula": [rank["formula"] for rank in ranks],
-        "seconds": {OURS: _timings(ranks, OURS, "wall").to_json()},
+        "seconds": {"ours": _timings(ranks, sent, "wall").to_json()},
     }
     row["bytes_over_formula"] = row["formula_bytes"] / row["bytes"]
     if not ranks[0]["peer"]:
         return row
     for key in ("bytes", "messages"):
-        row[f"peer_{key}"] = most([rank["peer"][key] for rank in ranks])
+        row[f"peer_{key}"] = max(rank["peer"][key] for rank in ranks)
     row["times_fewer_bytes"] = row["peer_bytes"] / row["bytes"]
     row["seconds"][PEER] = _timings(ranks, PEER, "wall").to_json()
     row["times_as_fast"] = {
-        clock: times_faster(_timings(ranks, OURS, clock), _timings(ranks, PEER, clock)).to_json()
+        clock: times_faster(_timings(ranks, sent, clock), _timings(ranks, PEER, clock)).to_json()
         for clock in ("wall", "processor")
     }
     return row
@@ -216,7 +225,12 @@ def measure_exchange(quick: bool) -> dict[str, Any]:
     if any(ended.codes):
         raise RuntimeError(f"processes ended with {ended.codes}: {ended.said}")
     ranks = [found for _, found in sorted(ended.found.items())]
-    rows = [_row(case, way, [rank[f"{case}, {way}"] for rank in ranks]) for case in CASES for way in KINDS]
+    rows = [
+        _row(case, way, sent, [rank[f"{case}, {way}"] for rank in ranks])
+        for case in CASES
+        for way in KINDS
+        for sent in OURS
+    ]
     return {
         "evidence": "measured",
         "rows_per_table": settings["rows"],
@@ -230,6 +244,8 @@ def measure_exchange(quick: bool) -> dict[str, Any]:
         "notes": [
             "a step is lookup, backward and update of tables alone, ids not sent in advance; two processes of one "
             "thread on one machine, so that bytes cost little",
+            "ours sends rows or sums of bags of all tables; `chosen` is the share of tables for which this takes fewer "
+            "bytes, as parallel.pool = 'auto' predicts them",
             "bytes and messages are of the rank that sends most; times are of the slowest rank",
             "TorchRec's bytes are those of its collectives; row-wise: what a reduce-scatter and an all-gather need at "
             "least, not what Gloo puts on the wire",

@@ -12,7 +12,7 @@ import typer
 from _program import Program
 from _tables import print_notes, print_rows
 from _zionex_exactness import RULES, measure_exactness
-from _zionex_exchange import OURS, PEER, measure_exchange
+from _zionex_exchange import PEER, measure_exchange
 from _zionex_planner import PEER_CUTS, measure_planner
 from rich.console import Console
 
@@ -36,8 +36,9 @@ def _exactness(console: Console, quick: bool) -> dict[str, Any]:
     lines = []
     for ranks, way in dict.fromkeys((ranks, way) for ranks, way, _ in rows):
         of_rules = [rows[ranks, way, rule] for rule in RULES]
-        worst = [max(row["weight"], row["moments"] or 0.0) for row in of_rules]
-        lines.append([way, "ours", str(ranks), *(f"{value:.1e}" for value in worst)])
+        for sent, found in (("rows", of_rules), ("bags", [row["bags"] for row in of_rules])):
+            worst = [max(one["weight"], one["moments"] or 0.0) for one in found]
+            lines.append([way, f"ours, {sent}", str(ranks), *(f"{value:.1e}" for value in worst)])
         for kind in of_rules[0]["peers"]:
             alike = [row["peers"][kind] for row in of_rules]
             cells = [f"{one['weight']:.1e}" if "weight" in one else "none" for one in alike]
@@ -60,6 +61,7 @@ def _exchange(console: Console, quick: bool) -> dict[str, Any]:
             [
                 row["case"],
                 f"{row['way']} / {row['kind']}",
+                row["sent"] + (" (auto)" if row["chosen"] > 0.5 else ""),
                 *(_spread(times[clock]) if has_peer else "" for clock in ("wall", "processor")),
                 f"{row['times_fewer_bytes']:.2f}" if has_peer else "",
                 f"{row['bytes'] / KIB:,.0f}",
@@ -67,11 +69,11 @@ def _exchange(console: Console, quick: bool) -> dict[str, Any]:
                 f"{row['formula_bytes'] / KIB:,.0f}",
                 f"{row['messages']:.0f}" + (f" / {row['peer_messages']:.0f}" if has_peer else ""),
                 *(f"{row['seconds'][name]['seconds']['median'] * 1e3:.1f}" if name in row["seconds"] else ""
-                  for name in (OURS, PEER)),
+                  for name in ("ours", PEER)),
             ]
         )  # fmt: skip
-    headings = ["bags of", "ours / TorchRec's", "times as fast as TorchRec", "by processor", "times fewer bytes",
-                "KiB", "TorchRec's", "by formula", "messages", "ms", "TorchRec's"]  # fmt: skip
+    headings = ["bags of", "ours / TorchRec's", "ours sends", "times as fast as TorchRec", "by processor",
+                "times fewer bytes", "KiB", "TorchRec's", "by formula", "messages", "ms", "TorchRec's"]  # fmt: skip
     title = f"a step of {figures['batch']:,} samples over {figures['ranks']} ranks"
     print_rows(console, title, headings, lines)
     print_notes(console, [*figures["notes"], *([figures["missing"]] if figures["missing"] else [])])

@@ -232,6 +232,24 @@ def slice_samples(batch: JaggedBatch, first: int, end: int) -> JaggedBatch:
     return replace(batch, values=values, offsets=offsets_from_lengths(lengths).to(batch.offsets.dtype), weights=joined)
 
 
+def choose_features(batch: JaggedBatch, places: Sequence[int]) -> JaggedBatch:
+    """Return the features of a batch at the given positions, in their order; values are copied."""
+    size = batch.batch_size
+    edges = batch.offsets[::size].tolist() if size else [0] * (len(batch.keys) + 1)
+
+    def cut(values: Tensor) -> Tensor:
+        return torch.cat([values[:0], *(values[edges[f] : edges[f + 1]] for f in places)])
+
+    lengths = torch.cat([batch.lengths[:0], *(batch.lengths[f * size : (f + 1) * size] for f in places)])
+    return replace(
+        batch,
+        keys=tuple(batch.keys[f] for f in places),
+        values=cut(batch.values),
+        offsets=offsets_from_lengths(lengths).to(batch.offsets.dtype),
+        weights=None if batch.weights is None else cut(batch.weights),
+    )
+
+
 def offsets_of(lengths: np.ndarray) -> np.ndarray:
     """Return ``int64 [N + 1]``: zero, followed by the running sum of ``lengths``."""
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)

@@ -13,6 +13,8 @@ from _zionex_exchange import DIM, pooled_bytes
 from tests.benchmarks.programs import part_of
 from tests.distributed.processes import needs_gloo
 
+LONG = ("1 to 20 ids", "whole", "bags")
+
 
 def _has_torchrec(content: dict[str, object]) -> bool:
     return content["missing"] is None
@@ -83,10 +85,18 @@ def test_results_are_those_of_one_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_traffic_is_compared(tmp_path: Path) -> None:
     content = part_of(zionex, "exchange", tmp_path)
-    assert len(content["rows"]) == 6
+    assert len(content["rows"]) == 12
+    assert all(row["chosen"] == 0 for row in content["rows"] if (row["case"], row["sent"]) == ("1 id", "bags"))
+    assert all(row["chosen"] > 0 for row in content["rows"] if (row["case"], row["way"], row["sent"]) == LONG)
     for row in content["rows"]:
         assert row["bytes"] == pytest.approx(sum(row["bytes_by_name"].values()), rel=0.2)
         assert row["seconds"]["ours"]["seconds"]["median"] > 0
+        if (
+            row["sent"] == "bags" and row["case"] != "1 id"
+        ):  # ids take 4 bytes and not 8; counts, and squares of columns
+            expected = max(sum(one.values()) - one["ids"] / 2 for one in row["formula"])
+            squares = row["bytes_by_name"].get("squares of gradients", 0)
+            assert expected < row["bytes"] - squares < expected + 1_000
         if _has_torchrec(content):
             # what TorchRec sends besides: the sizes of its messages
             assert row["formula_bytes"] < row["peer_bytes"] < row["formula_bytes"] + 1_000

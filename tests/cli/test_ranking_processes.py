@@ -141,6 +141,7 @@ def none_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (["training.emulate.format='bf16'"], ["training.emulate"]),
         (["model.name='dcn'", "model.norm='batch'"], ["model.norm"]),
         (["parallel.hosts=3"], ["parallel.hosts"]),
+        (["parallel.exchange='prioritised'", "parallel.pool='bags'"], ["parallel.pool"]),
     ],
 )
 def test_what_one_process_alone_can_train_is_refused_with_all_reasons(
@@ -283,6 +284,23 @@ def test_processes_of_torchrun_end_at_the_same_bits(made: Path, whole: Path) -> 
     said = ends(spawn(command, made))
     assert said.count("finished after 122 steps") == 1
     same_bits(made / "launched", whole)
+
+
+@needs_gloo
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@needs_processes
+def test_sums_of_bags_end_where_rows_do_and_go_on_with_other_numbers_of_processes(made: Path, whole: Path) -> None:
+    process = train(made, "small.toml", "--run", "bags", "--nproc", 2, "--set", "parallel.pool='bags'")
+    wait_for_step(made / "bags", process, 8)
+    process.send_signal(signal.SIGINT)
+    assert "bags of 3 summed by their holders" in ends(process, 130)
+    shutil.copytree(made / "bags", made / "bags of three")
+    for name, size in (("bags", 2), ("bags of three", 3)):
+        assert "resumed at step" in ends(train(made, name, "--resume", "--nproc", size))
+        assert ne(made / name) == pytest.approx(ne(whole), abs=1e-6)
+        placement = Placement.read(made / name / ranking.PLACEMENT_FILE)
+        assert (placement.size, placement.pooled) == (size, tuple(placement.tables))
 
 
 # Bad days

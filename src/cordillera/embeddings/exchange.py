@@ -46,10 +46,47 @@ class RowSpan(NamedTuple):
     columns: int
 
 
+class PartOnRank(NamedTuple):
+    """A part that a rank holds.
+
+    Attributes:
+        place: Position of the part in the placement.
+        first_row: First row, counted over all tables.
+        block: Block of the rank in which the rows are; a block has all parts of one number of columns.
+        start: First row of the part in the block.
+    """
+
+    place: int
+    first_row: int
+    block: int
+    start: int
+
+
+class RankLayout(NamedTuple):
+    """Parts of one rank by their positions in the placement, and the shape ``(rows, columns)`` of its blocks."""
+
+    parts: dict[int, PartOnRank]
+    shapes: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, placement: Placement, starts: dict[str, int], rank: int) -> RankLayout:
+        """Return the layout of a rank; ``starts`` are the first rows of the tables."""
+        parts: dict[int, PartOnRank] = {}
+        rows: dict[int, int] = {}  # by columns
+        for i, part in enumerate(placement.parts):
+            if rank in part.ranks:
+                start = rows.setdefault(part.columns, 0)
+                block = list(rows).index(part.columns)
+                parts[i] = PartOnRank(i, starts[part.table] + part.first_row, block, start)
+                rows[part.columns] += part.rows
+        return cls(parts, [(count, columns) for columns, count in rows.items()])
+
+
 class RowRoutes:
     """The ranks that hold each row, as seen by one rank; a pure function of a placement.
 
-    Rows of all tables are numbered one table after another. Ranges of rows are cut wherever a part of a table begins.
+    Rows of tables whose bags are summed by their holders are not asked for. Rows of all tables are numbered one table
+    after another. Ranges of rows are cut wherever a part of a table begins.
 
     Args:
         placement: Placement of all tables.
@@ -94,8 +131,12 @@ class RowRoutes:
         return len(self.edges) - 1
 
     def _spans(self, asker: int, holder: int) -> list[RowSpan]:
-        parts = self.placement.parts
-        return [span for span in self.spans if parts[span.part].rank_for(asker, self.size) == holder]
+        found = []
+        for span in self.spans:
+            part = self.placement.parts[span.part]
+            if part.table not in self.placement.pooled and part.rank_for(asker, self.size) == holder:
+                found.append(span)
+        return found
 
     def _neighbours(self, asker: int, holder: int) -> list[tuple[int, int, int]]:
         """Return range, part and other part where ``asker`` has a part and ``holder`` other columns of its rows."""
@@ -192,6 +233,37 @@ class CodedRows(NamedTuple):
 RowsInTransit = Arrival[list[Tensor]] | CodedRows
 
 
+def send_frames(
+    links: Collectives,
+    name: str,
+    blocks: Sequence[Sequence[tuple[int, Tensor]]],
+    coder: Coder,
+    counts: Sequence[int],
+    sizes: Sequence[int],
+) -> CodedRows:
+    """Start to send rows as frames, one for each block; this rank's own rows stay as they are.
+
+    Args:
+        links: Ranks that exchange.
+        name: Name of the data.
+        blocks: For each rank, its blocks of rows ``[n, columns]``, each with the position of its part.
+        coder: Function that returns the codec of a part.
+        counts: Number of blocks that each rank sends to this one.
+        sizes: Number of values of these blocks together.
+    """
+    frames = [
+        [rows.new_empty(0, dtype=torch.uint8) if rank == links.rank or not len(rows) else
+         coder(place).encode(rows) for place, rows in of_rank]
+        for rank, of_rank in enumerate(blocks)
+    ]  # fmt: skip
+    own = _joined([rows.reshape(-1) for _, rows in blocks[links.rank]], torch.empty(0))
+    told = [torch.tensor([len(frame) for frame in of_rank], dtype=torch.int64) for of_rank in frames]
+    lengths = [one.tolist() for one in exchange_parts(links, "frame lengths", told, counts, _FRAMES).wait()]
+    sent = [_joined(of_rank, torch.empty(0, dtype=torch.uint8)) for of_rank in frames]
+    arrival = exchange_parts(links, name, sent, [sum(one) for one in lengths], _ROWS)
+    return CodedRows(arrival, lengths, [4 * size for size in sizes], own)
+
+
 class RowExchange:
     """Exchanges rows and gradients along the routes of a placement; all ranks make the same calls.
 
@@ -259,19 +331,8 @@ class RowExchange:
         if coder is None:
             sent = [_joined([rows.reshape(-1) for _, rows in of_rank], torch.empty(0)) for of_rank in blocks]
             return exchange_parts(self.links, "rows", sent, self._asked_values(request, chosen), _ROWS)
-        frames = [
-            [rows.new_empty(0, dtype=torch.uint8) if rank == self.links.rank or not len(rows) else
-             coder(place).encode(rows) for place, rows in of_rank]
-            for rank, of_rank in enumerate(blocks)
-        ]  # fmt: skip
-        own = _joined([rows.reshape(-1) for _, rows in blocks[self.links.rank]], torch.empty(0))
-        told = [torch.tensor([len(frame) for frame in of_rank], dtype=torch.int64) for of_rank in frames]
         spans = [len(one) for one in self.routes.asked_spans]
-        lengths = [one.tolist() for one in exchange_parts(self.links, "frame lengths", told, spans, _FRAMES).wait()]
-        sent = [_joined(of_rank, torch.empty(0, dtype=torch.uint8)) for of_rank in frames]
-        arrival = exchange_parts(self.links, "rows", sent, [sum(one) for one in lengths], _ROWS)
-        most = [4 * size for size in self._asked_values(request, chosen)]
-        return CodedRows(arrival, lengths, most, own)
+        return send_frames(self.links, "rows", blocks, coder, spans, self._asked_values(request, chosen))
 
     def place_rows(
         self, request: RowRequest, values: Sequence[Tensor], found: Tensor, chosen: Chosen | None = None
@@ -344,6 +405,39 @@ class RowExchange:
                 sum((at.stop - at.start if isinstance(at, slice) else len(at)) * span.columns for span, at in found)
             )
         return sizes
+
+    def add_columns(self, rows: dict[int, Tensor], values: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Sum values of rows over the parts with the other columns of these rows, in the order of columns.
+
+        Args:
+            rows: Rows of each part of this rank, numbered over all tables, ascending; equal in parts with equal rows.
+            values: A value of each row, ``[n]``, by part.
+        """
+        routes, parts = self.routes, self.routes.placement.parts
+        bounds = {i: torch.searchsorted(found, routes.edges).tolist() for i, found in rows.items()}
+        sent, sizes = [], []
+        for rank in range(routes.size):
+            given = [values[j][bounds[j][k] : bounds[j][k + 1]] for k, _, j in routes.needed_by[rank]]
+            sent.append(_joined(given, torch.empty(0, dtype=torch.float64)))
+            sizes.append(sum(bounds[i][k + 1] - bounds[i][k] for k, i, _ in routes.needed_from[rank]))
+        got = self.share("squares of gradients", sent, sizes)
+        spans = [routes.spans[i] for i in rows]
+        columns = {
+            (one.part, k): {one.part: values[one.part][bounds[one.part][k] : bounds[one.part][k + 1]]}
+            for one in spans
+            for k in range(one.first, one.end)
+        }
+        for rank, received in enumerate(got):
+            start = 0
+            for k, i, j in routes.needed_from[rank]:
+                end = start + bounds[i][k + 1] - bounds[i][k]
+                columns[i, k][j] = received[start:end]
+                start = end
+        totals = {i: torch.zeros_like(one) for i, one in values.items()}
+        for (i, k), of_part in columns.items():
+            for j in sorted(of_part, key=lambda j: parts[j].first_column):
+                totals[i][bounds[i][k] : bounds[i][k + 1]] += of_part[j]
+        return totals
 
     def share(self, name: str, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
         """Send a part to each rank and return one from each; lengths are exchanged first unless ``counts`` are known.

@@ -71,7 +71,8 @@ class PrioritisedEmbeddingTables(ShardedEmbeddingTables):
             them that some rank looked up in both.
 
     Raises:
-        PlanError: If the placement has copies of a part, or does not fit the tables or the ranks.
+        PlanError: If the placement has copies of a part, asks for sums of bags, or does not fit the tables or the
+            ranks.
     """
 
     collisions: tuple[int, int] = (0, 0)
@@ -80,6 +81,12 @@ class PrioritisedEmbeddingTables(ShardedEmbeddingTables):
         super().__init__(*arguments, **options)
         if any(len(part.ranks) > 1 for part in self.placement.parts):
             raise PlanError("prioritised exchange knows no copies of parts", where="parallel.exchange")
+        if self.placement.pooled:
+            raise PlanError(
+                "prioritised exchange sends rows, as it delays some of them; the placement asks for sums of bags",
+                where="parallel.exchange",
+                remedy="set parallel.pool = 'rows', or parallel.exchange = 'plain'",
+            )
         self._present: RowRequest | None = None
         self._comparing: tuple[RowRequest, RowRequest, Comparing] | None = None
         self._urgent: Chosen | None = None

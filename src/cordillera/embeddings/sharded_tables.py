@@ -1,14 +1,17 @@
 """Embedding tables cut over the processes of a job, exact to the tables of one process.
 
 Every rank holds its parts of a :class:`~cordillera.planning.ranking.placement.Placement`, looks up its own samples
-through :mod:`cordillera.embeddings.exchange`, and updates each of its rows once per step with the gradients of all
+through :mod:`cordillera.embeddings.exchange`, or :mod:`cordillera.embeddings.pooled_exchange` for tables that the
+placement names in ``pooled``, and updates each of its rows once per step with the gradients of all
 ranks' samples, in the order of ranks. Copies of a part receive each other's gradients and make the same update, so that
 they stay equal, bit for bit. Row-wise Adagrad of a row that is cut in columns uses the squares of all its columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,12 +20,20 @@ from torch import Tensor, nn
 from cordillera.data.ranking.features import FeatureSpec
 from cordillera.distributed.codecs.coders import Coder, Coders
 from cordillera.distributed.collectives import Collectives
-from cordillera.embeddings.exchange import Chosen, RowExchange, RowRequest, RowRoutes
-from cordillera.embeddings.tables import EmbeddingTables, TablesConfig, draw_rows
+from cordillera.embeddings.exchange import Chosen, PartOnRank, RankLayout, RowExchange, RowRequest, RowRoutes
+from cordillera.embeddings.pooled_exchange import BagExchange, BagRequest
+from cordillera.embeddings.tables import EmbeddingTables, PendingGradient, TablesConfig, draw_rows, merge_pending
 from cordillera.errors import DataError, PlanError, TrainingError
-from cordillera.jagged import JaggedBatch
+from cordillera.jagged import JaggedBatch, choose_features
 from cordillera.kernels.embeddings.lookup import embedding_bag, linearise
-from cordillera.kernels.embeddings.update import SparseOptimizer, choose_backend, init_state, sparse_update
+from cordillera.kernels.embeddings.update import (
+    SparseOptimizer,
+    choose_backend,
+    distinct_rows,
+    init_state,
+    sparse_update,
+    sum_gradients,
+)
 from cordillera.planning.ranking.placement import Placement
 
 _CHUNK = 1 << 14  # rows that are drawn at a time; a multiple of the blocks of torch's generator
@@ -30,36 +41,30 @@ _PLAIN = SparseOptimizer(name="sgd")
 
 
 class _Asked(NamedTuple):
-    """Request for the rows of a batch.
+    """Requests of a batch.
 
     Attributes:
         values: Values of the batch, by which it is recognised.
-        request: Request to the ranks that hold the rows.
-        inverse: Position of each value's row in the request, ``int64 [T]``.
+        request: Request to the ranks that hold them for the rows of features that take rows.
+        inverse: Position of each of their values' rows in the request, ``int64 [T]``.
+        offsets: First position of each bag in ``inverse``; None for one value in every bag.
         value_weights: Factor of each value, ``[T]``, or None for ones.
+        bags: Request for sums of bags of all other features; None where there are none.
     """
 
     values: Tensor
     request: RowRequest
     inverse: Tensor
+    offsets: Tensor | None
     value_weights: Tensor | None
+    bags: BagRequest | None
 
 
 class _Waiting(NamedTuple):
-    """Request, bags and output gradient ``[B, F, D]`` of one backward pass, kept for the next update."""
+    """Requests and output gradient ``[B, F, D]`` of one backward pass, kept for the next update."""
 
     asked: _Asked
-    offsets: Tensor | None
     grad: Tensor
-
-
-class _Part(NamedTuple):
-    """A part that this rank holds: its position in the placement, first row of all tables, and first row in a block."""
-
-    place: int
-    first_row: int
-    block: int
-    start: int
 
 
 class _KeepRequest(torch.autograd.Function):
@@ -72,9 +77,8 @@ class _KeepRequest(torch.autograd.Function):
         output: Tensor,
         tables: ShardedEmbeddingTables,
         asked: _Asked,
-        offsets: Tensor | None,
     ) -> Tensor:
-        ctx.tables, ctx.lookup = tables, (asked, offsets)
+        ctx.tables, ctx.asked = tables, asked
         return output
 
     @staticmethod
@@ -85,9 +89,8 @@ class _KeepRequest(torch.autograd.Function):
                 where="ShardedEmbeddingTables",
                 remedy="call backward without create_graph",
             )
-        asked, offsets = ctx.lookup
-        ctx.tables._waiting.append(_Waiting(asked, offsets, grad))
-        return (None,) * 5
+        ctx.tables._waiting.append(_Waiting(ctx.asked, grad))
+        return (None,) * 4
 
 
 class ShardedEmbeddingTables(EmbeddingTables):
@@ -159,21 +162,12 @@ class ShardedEmbeddingTables(EmbeddingTables):
         self.anchor = nn.Parameter(torch.empty(0))
         self._routes = RowRoutes(self.placement, self._starts, self.links.rank)
         self._exchange = RowExchange(self._routes, self.links)
-        self._parts: dict[int, _Part] = {}
-        widths: list[int] = []
-        rows: list[int] = []
-        for i, part in enumerate(self.placement.parts):
-            if self.links.rank not in part.ranks:
-                continue
-            if part.columns not in widths:
-                widths.append(part.columns)
-                rows.append(0)
-            block = widths.index(part.columns)
-            self._parts[i] = _Part(i, self._starts[part.table] + part.first_row, block, rows[block])
-            rows[block] += part.rows
-        self._blocks = len(widths)
-        for block, (width, count) in enumerate(zip(widths, rows, strict=True)):
-            weight = torch.empty(count, width)
+        self._bags = BagExchange(self.placement, self.features, self._starts, self.links)
+        self._by_rows = [i for i in range(len(self.features.sparse)) if i not in self._bags.features]
+        layout = RankLayout.of(self.placement, self._starts, self.links.rank)
+        self._parts, self._blocks = layout.parts, len(layout.shapes)
+        for block, shape in enumerate(layout.shapes):
+            weight = torch.empty(shape)
             self.register_buffer(f"rows_{block}", weight, persistent=False)
             for name, state in init_state(self.config, weight).items():
                 self.register_buffer(f"{name}_{block}", state, persistent=False)
@@ -186,11 +180,11 @@ class ShardedEmbeddingTables(EmbeddingTables):
                 draw_rows(drawn, count, init, generator)
                 self._put(self._rows_of, table, first, drawn)
 
-    def _rows_of(self, part: _Part) -> Tensor:
+    def _rows_of(self, part: PartOnRank) -> Tensor:
         """Return the weights of a part, ``[rows, columns]``."""
         return self._cut(part, getattr(self, f"rows_{part.block}"))
 
-    def _cut(self, part: _Part, block: Tensor) -> Tensor:
+    def _cut(self, part: PartOnRank, block: Tensor) -> Tensor:
         return block[part.start : part.start + self.placement.parts[part.place].rows]
 
     def _put(self, of_part: Any, table: str, first: int, values: Tensor) -> None:
@@ -234,6 +228,8 @@ class ShardedEmbeddingTables(EmbeddingTables):
         """Discard batches that were prefetched and will not be looked up; all ranks call it together."""
         for asked in self._asked:
             asked.request.wait()
+            if asked.bags is not None:
+                self._bags.wait(asked.bags)
         self._asked = []
 
     def forward(self, sparse: JaggedBatch) -> Tensor:
@@ -244,28 +240,42 @@ class ShardedEmbeddingTables(EmbeddingTables):
             raise TrainingError(
                 "gradients with respect to the values' weights are not supported", where="ShardedEmbeddingTables"
             )
-        offsets = None if sparse.one_hot else sparse.offsets
         is_asked = bool(self._asked) and self._asked[0].values is sparse.values
         asked = self._asked.pop(0) if is_asked else self._ask(sparse)
         if self.coders is not None and torch.is_grad_enabled():
             self.coder = self.coders(self.step)
         coder = self.coder if torch.is_grad_enabled() else None
         with torch.no_grad():
-            found = self._fetch(asked.request, coder)
-            zeros = torch.zeros_like(self._first_row)
-            output = embedding_bag(
-                found,
-                asked.inverse,
-                offsets,
-                asked.value_weights,
-                zeros,
-                zeros + len(found),
-                dtype=dtype,
-                backend=self.backend,
-            ).output
+            output = self._find_bags(asked, len(sparse), coder, dtype)
         if torch.is_grad_enabled() and self.anchor.requires_grad:
-            output = _KeepRequest.apply(self.anchor, output, self, asked, offsets)
+            output = _KeepRequest.apply(self.anchor, output, self, asked)
         return output
+
+    def _find_bags(self, asked: _Asked, samples: int, coder: Coder | None, dtype: torch.dtype) -> Tensor:
+        """Return the sums of all bags, ``[B, F, D]``: of rows that are fetched, and those that holders have made."""
+        if asked.bags is None:
+            return self._sum_rows(asked, coder, dtype)
+        blocks = [getattr(self, f"rows_{block}") for block in range(self._blocks)]
+        arrival = self._bags.send_sums(asked.bags, blocks, self.backend, coder)
+        output = torch.empty(samples, len(self._keys), self.embedding_dim)
+        if self._by_rows:
+            output.index_copy_(1, torch.tensor(self._by_rows), self._sum_rows(asked, coder, torch.float32))
+        self._bags.place_sums(asked.bags, arrival.wait(), output)
+        return output.to(dtype)
+
+    def _sum_rows(self, asked: _Asked, coder: Coder | None, dtype: torch.dtype) -> Tensor:
+        found = self._fetch(asked.request, coder)
+        zeros = torch.zeros(len(self._by_rows), dtype=torch.int64)
+        return embedding_bag(
+            found,
+            asked.inverse,
+            asked.offsets,
+            asked.value_weights,
+            zeros,
+            zeros + len(found),
+            dtype=dtype,
+            backend=self.backend,
+        ).output
 
     @torch.no_grad()
     def _ask(self, sparse: JaggedBatch) -> _Asked:
@@ -275,15 +285,21 @@ class ShardedEmbeddingTables(EmbeddingTables):
                 where="ShardedEmbeddingTables",
                 remedy="encode the data with the run's own encoder",
             )
-        rows, value_weights = sparse.values, None
-        if len(sparse):
-            value_weights = self._value_weights(sparse)
-            offsets = None if sparse.one_hot else sparse.offsets
-            rows, misplaced = linearise(rows, offsets, self._first_row, self._num_rows)
+        if (misplaced := self._bags.misplaced(sparse, self._num_rows)) >= 0:
+            raise self._misplaced(sparse, misplaced)
+        has_weights = self._by_rows and len(sparse)
+        chosen = replace(sparse, weights=self._value_weights(sparse)) if has_weights else sparse
+        if self._bags.features:
+            chosen = choose_features(chosen, self._by_rows)
+        rows, offsets = chosen.values, None if sparse.one_hot else chosen.offsets
+        if len(chosen):
+            rows, misplaced = linearise(rows, offsets, self._first_row[self._by_rows], self._num_rows[self._by_rows])
             if misplaced >= 0:
-                raise self._misplaced(sparse, misplaced)
-        distinct, inverse = torch.unique(rows, return_inverse=True)
-        return _Asked(sparse.values, self._exchange.ask(distinct), inverse, value_weights)
+                raise self._misplaced(chosen, misplaced)
+        distinct, inverse = distinct_rows(rows, self.num_rows)
+        request = self._exchange.ask(distinct)
+        bags = self._bags.ask(sparse) if self._bags.features else None
+        return _Asked(sparse.values, request, inverse, offsets, chosen.weights, bags)
 
     def _fetch(self, request: RowRequest, coder: Coder | None) -> Tensor:
         """Answer all ranks' requests and return the rows of this rank's, ``float32 [U, D]``."""
@@ -306,36 +322,67 @@ class ShardedEmbeddingTables(EmbeddingTables):
         if not waiting:
             return
         self.step += 1
-        self._apply_gathered(self._gather(waiting), self.step, self.config.learning_rate * learning_rate_scale)
+        rate = self.config.learning_rate * learning_rate_scale
+        self._apply_gathered(self._gather(waiting), self.step, rate, self._gather_bags(waiting))
 
-    def _apply_gathered(self, gathered: dict[int, tuple[Tensor, Tensor]], step: int, rate: float) -> None:
-        """Update rows of parts with gradients of all ranks that look up in them."""
-        self._add_copies(gathered)
+    def _apply_gathered(
+        self,
+        gathered: dict[int, tuple[Tensor, Tensor]],
+        step: int,
+        rate: float,
+        of_bags: Mapping[int, PendingGradient] = MappingProxyType({}),
+    ) -> None:
+        """Update rows with gradients of all ranks that look up in them: of rows, by part, and of bags, by block."""
+        if any(len(part.ranks) > 1 for part in self.placement.parts):
+            gathered |= self._rows_of_bags(of_bags)
+            of_bags = {}
+            self._add_copies(gathered)
+        given = [*self._by_block(gathered), *of_bags.items()]
         if self.config.name == "rowwise_adagrad" and self._cuts_columns():
-            self._update_together(gathered, step, rate)
+            self._update_together(given, step, rate)
             return
-        for block, rows, gradient in self._by_block(gathered):
-            self._apply_rows(self.config, block, rows, gradient, step, rate)
+        for block, one in given:
+            self._apply_rows(self.config, block, one, step, rate)
 
-    def _by_block(self, gathered: dict[int, tuple[Tensor, Tensor]]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def _by_block(self, gathered: dict[int, tuple[Tensor, Tensor]]) -> Iterator[tuple[int, PendingGradient]]:
         """Iterate over blocks with their rows and gradients, in the order of parts."""
         for block in range(self._blocks):
             found = [(own, *gathered[i]) for i, own in self._parts.items() if own.block == block and i in gathered]
             if found:
                 rows = torch.cat([rows + own.start for own, rows, _ in found])
-                yield block, rows, torch.cat([gradient for _, _, gradient in found])
+                gradient = torch.cat([gradient for _, _, gradient in found])
+                yield block, PendingGradient(rows, None, None, gradient.unsqueeze(1))
 
-    def _apply_rows(
-        self, rule: SparseOptimizer, block: int, rows: Tensor, gradient: Tensor, step: int, rate: float
-    ) -> None:
-        state = {name: getattr(self, f"{name}_{block}") for name in self._names(rule)}
+    def _rows_of_bags(self, of_bags: Mapping[int, PendingGradient]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Sum gradients of bags, by block, to one of each row, by part; parts are those of pooled tables."""
+        found = {}
+        for block, one in of_bags.items():
+            distinct, summed = self._summed_rows(block, one, torch.float32)
+            for i, own in self._parts.items():
+                if own.block == block and self.placement.parts[i].table in self.placement.pooled:
+                    of_part = self._slice_of(own, distinct)
+                    found[i] = (distinct[of_part] - own.start, summed[of_part])
+        return found
+
+    def _summed_rows(self, block: int, one: PendingGradient, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the distinct rows of a block, ascending, and the sum of the gradients of each, ``[U, columns]``."""
+        distinct, inverse = distinct_rows(one.rows, len(getattr(self, f"rows_{block}")))
+        return distinct, sum_gradients(inverse, one.offsets, one.grad, one.value_weights, len(distinct), dtype)
+
+    def _slice_of(self, own: PartOnRank, distinct: Tensor) -> slice:
+        """Return the positions of a part's rows among ascending rows of its block."""
+        ends = torch.tensor([own.start, own.start + self.placement.parts[own.place].rows])
+        return slice(*torch.searchsorted(distinct, ends).tolist())
+
+    def _apply_rows(self, rule: SparseOptimizer, block: int, one: PendingGradient, step: int, rate: float) -> None:
         sparse_update(
             rule,
             getattr(self, f"rows_{block}"),
-            state,
-            rows,
-            None,
-            gradient,
+            {name: getattr(self, f"{name}_{block}") for name in self._names(rule)},
+            one.rows,
+            one.offsets,
+            one.grad,
+            one.value_weights,
             learning_rate=rate,
             step=step,
             backend=self.config.backend,
@@ -352,6 +399,16 @@ class ShardedEmbeddingTables(EmbeddingTables):
             request = one.asked.request
             found.append((request, self._exchange.send_gradients(request, self._summed(one)).wait(), None))
         return self._by_part(found)
+
+    def _gather_bags(self, waiting: list[_Waiting]) -> dict[int, PendingGradient]:
+        """Exchange gradients of bags; return those of each block, in the order of backward passes and ranks."""
+        found: dict[int, list[PendingGradient]] = {}
+        for one in waiting:
+            if one.asked.bags is not None:
+                arrived = self._bags.send_gradients(one.asked.bags, one.grad).wait()
+                for block, of_block in self._bags.by_block(one.asked.bags, arrived).items():
+                    found.setdefault(block, []).append(of_block)
+        return {block: merge_pending(of_block) for block, of_block in found.items()}
 
     def _by_part(
         self, given: Sequence[tuple[RowRequest, Sequence[Tensor], Chosen | None]]
@@ -371,20 +428,22 @@ class ShardedEmbeddingTables(EmbeddingTables):
 
     def _summed(self, one: _Waiting) -> Tensor:
         """Return the gradient of each row of a request, summed over this rank's bags: ``float32 [U, D]``."""
-        asked = one.asked
+        asked, grad = one.asked, one.grad
+        if asked.bags is not None:
+            grad = grad.index_select(1, torch.tensor(self._by_rows, dtype=torch.int64))
         rows = len(asked.request.distinct)
-        return _sums(asked.inverse, one.offsets, one.grad, asked.value_weights, rows, torch.float32)
+        return sum_gradients(asked.inverse, asked.offsets, grad, asked.value_weights, rows, torch.float32)
 
     def _add_copies(self, gathered: dict[int, tuple[Tensor, Tensor]]) -> None:
         """Add what the other copies of a part have gathered, in the order of copies."""
         copied = [i for i in self._parts if len(self.placement.parts[i].ranks) > 1]
-        if not any(len(part.ranks) > 1 for part in self.placement.parts):
-            return
         own: dict[int, tuple[Tensor, Tensor]] = {}
         for i in copied:
-            rows, gradient = gathered[i]
-            distinct, inverse = torch.unique(rows, return_inverse=True)
-            own[i] = (distinct, _sums(inverse, None, gradient.unsqueeze(1), None, len(distinct), torch.float32))
+            part = self.placement.parts[i]
+            rows, gradient = gathered.get(i, (torch.empty(0, dtype=torch.int64), torch.empty(0, part.columns)))
+            distinct, inverse = distinct_rows(rows, part.rows)
+            summed = sum_gradients(inverse, None, gradient.unsqueeze(1), None, len(distinct), torch.float32)
+            own[i] = (distinct, summed)
         size = self.links.size
         shared = [[i for i in copied if rank in self.placement.parts[i].ranks] for rank in range(size)]
         shared[self.links.rank] = []
@@ -410,65 +469,46 @@ class ShardedEmbeddingTables(EmbeddingTables):
     def _cuts_columns(self) -> bool:
         return any(part.columns < self.embedding_dim for part in self.placement.parts)
 
-    def _update_together(self, gathered: dict[int, tuple[Tensor, Tensor]], step: int, rate: float) -> None:
-        """Update by row-wise Adagrad, with the mean square of each row's gradient over all of its columns."""
-        reduced: dict[int, tuple[Tensor, Tensor]] = {}
-        part_rows: dict[int, Tensor] = {}
-        squares: dict[int, Tensor] = {}
-        for block, rows, gradient in self._by_block(gathered):
-            distinct, inverse = torch.unique(rows, return_inverse=True)
-            summed = _sums(inverse, None, gradient.unsqueeze(1), None, len(distinct), torch.float64)
+    def _update_together(self, given: Sequence[tuple[int, PendingGradient]], step: int, rate: float) -> None:
+        """Update by row-wise Adagrad, with the mean square of each row's gradient over all of its columns.
+
+        No two of ``given`` have rows of one part.
+        """
+        reduced: list[tuple[int, Tensor, Tensor, list[int]]] = []
+        part_rows = {i: torch.empty(0, dtype=torch.int64) for i in self._parts}
+        squares = {i: torch.empty(0, dtype=torch.float64) for i in self._parts}
+        for block, one in given:
+            distinct, summed = self._summed_rows(block, one, torch.float64)
             if self.config.weight_decay:
                 summed += self.config.weight_decay * getattr(self, f"rows_{block}").index_select(0, distinct)
-            reduced[block], square = (distinct, summed), summed.square().sum(1)
+            square, parts = summed.square().sum(1), []
             for i, own in self._parts.items():
-                if own.block == block:
-                    ends = torch.tensor([own.start, own.start + self.placement.parts[i].rows])
-                    first, end = torch.searchsorted(distinct, ends).tolist()
-                    part_rows[i], squares[i] = distinct[first:end] - own.start, square[first:end]
-        totals = self._add_columns(part_rows, squares)
-        for block, (distinct, summed) in reduced.items():
-            added = torch.cat([totals[i] for i, own in self._parts.items() if own.block == block])
+                of_part = self._slice_of(own, distinct) if own.block == block else slice(0, 0)
+                if of_part.start < of_part.stop:
+                    part_rows[i], squares[i] = distinct[of_part] - own.start + own.first_row, square[of_part]
+                    parts.append(i)
+            reduced.append((block, distinct, summed, parts))
+        totals = self._exchange.add_columns(part_rows, squares)
+        for block, distinct, summed, parts in reduced:
+            if not parts:
+                continue
+            added = torch.cat([totals[i] for i in parts])
             sums = getattr(self, f"sum_{block}")
             total = sums.index_select(0, distinct).double() + added / self.embedding_dim
             sums.index_copy_(0, distinct, total.to(sums.dtype))
             change = summed / (total.sqrt() + self.config.eps).unsqueeze(1)
-            self._apply_rows(_PLAIN, block, distinct, change, step, rate)
-
-    def _add_columns(self, rows: dict[int, Tensor], squares: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Sum values of rows, ``[n]`` of each part, over the parts with the other columns of these rows."""
-        size, routes = self.links.size, self._routes
-        bounds = {
-            i: torch.searchsorted(found + self._parts[i].first_row, routes.edges).tolist() for i, found in rows.items()
-        }
-        sent, sizes = [], []
-        for rank in range(size):
-            given = [squares[j][bounds[j][k] : bounds[j][k + 1]] for k, _, j in routes.needed_by[rank]]
-            sent.append(torch.cat(given) if given else torch.empty(0, dtype=torch.float64))
-            sizes.append(sum(bounds[i][k + 1] - bounds[i][k] for k, i, _ in routes.needed_from[rank]))
-        got = self._exchange.share("squares of gradients", sent, sizes)
-        columns = {(i, k): {i: squares[i][bounds[i][k] : bounds[i][k + 1]]} for i in rows for k in self._ranges_of(i)}
-        for rank, values in enumerate(got):
-            start = 0
-            for k, i, j in routes.needed_from[rank]:
-                end = start + bounds[i][k + 1] - bounds[i][k]
-                columns[i, k][j] = values[start:end]
-                start = end
-        totals = {i: torch.zeros_like(one) for i, one in squares.items()}
-        for (i, k), of_part in columns.items():
-            for j in sorted(of_part, key=lambda j: self.placement.parts[j].first_column):
-                totals[i][bounds[i][k] : bounds[i][k + 1]] += of_part[j]
-        return totals
-
-    def _ranges_of(self, place: int) -> range:
-        span = self._routes.spans[place]
-        return range(span.first, span.end)
+            self._apply_rows(_PLAIN, block, PendingGradient(distinct, None, None, change.unsqueeze(1)), step, rate)
 
     def pending_rows(self) -> Tensor:
         """Return the rows of this rank's samples that the next :meth:`update` changes: int64, distinct, ascending."""
         if not self._waiting:
             return torch.empty(0, dtype=torch.int64)
-        return torch.cat([one.asked.request.distinct for one in self._waiting]).unique()
+        found = [one.asked.request.distinct for one in self._waiting]
+        places = self._bags.features
+        for bags in (one.asked.bags for one in self._waiting if one.asked.bags is not None):
+            chosen = choose_features(bags.sparse, places)
+            found.append(linearise(chosen.values, chosen.offsets, self._first_row[places], self._num_rows[places])[0])
+        return torch.cat(found).unique()
 
     def discard(self) -> None:
         """Discard the gradients that wait for :meth:`update`."""
@@ -561,15 +601,3 @@ class ShardedEmbeddingTables(EmbeddingTables):
                         cut[:, part.first_column : part.first_column + part.columns] = block.view(part.rows, -1)
             assert whole is not None
             yield whole
-
-
-def _sums(
-    rows: Tensor, offsets: Tensor | None, grad: Tensor, value_weights: Tensor | None, count: int, dtype: torch.dtype
-) -> Tensor:
-    """Return the sum of the gradients of each of ``count`` rows, in ascending order of positions."""
-    sums = torch.zeros(count, grad.shape[-1], dtype=dtype)
-    if count:
-        sparse_update(
-            _PLAIN, sums, {}, rows, offsets, grad, value_weights, learning_rate=-1.0, step=1
-        )  # 0 - (-1) * sum
-    return sums

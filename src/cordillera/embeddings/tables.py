@@ -72,13 +72,20 @@ class TablesConfig(SparseOptimizer):
 
 
 @dataclass(frozen=True)
-class _Pending:
-    """Lookup and output gradient of one backward pass, kept for the next update."""
+class PendingGradient:
+    """Lookup and output gradient of one backward pass, kept for the next update.
 
-    rows: Tensor  # [T]
-    offsets: Tensor | None  # [F * B + 1]
-    value_weights: Tensor | None  # [T]
-    grad: Tensor  # [B, F, D], in the dtype of the output
+    Attributes:
+        rows: Rows that were looked up, ``int64 [T]``.
+        offsets: First position of each bag in ``rows``, ``[F * B + 1]``; None for one row in every bag.
+        value_weights: Factor of each row, ``[T]``, or None for ones.
+        grad: Gradient of the sums, ``[B, F, D]``, in the dtype of the output.
+    """
+
+    rows: Tensor
+    offsets: Tensor | None
+    value_weights: Tensor | None
+    grad: Tensor
 
 
 class _KeepGradient(torch.autograd.Function):
@@ -106,7 +113,7 @@ class _KeepGradient(torch.autograd.Function):
                 remedy="call backward without create_graph",
             )
         rows, offsets, value_weights = ctx.lookup
-        ctx.tables._pending.append(_Pending(rows, offsets, value_weights, grad))
+        ctx.tables._pending.append(PendingGradient(rows, offsets, value_weights, grad))
         return (None,) * 6
 
 
@@ -154,7 +161,7 @@ class EmbeddingTables(nn.Module):
         _check_features(features)
         self.features, self.embedding_dim, self.config = features, embedding_dim, config
         self.step = 0
-        self._pending: list[_Pending] = []
+        self._pending: list[PendingGradient] = []
         starts, total = {}, 0
         for table, rows in features.tables.items():
             starts[table] = total
@@ -259,10 +266,9 @@ class EmbeddingTables(nn.Module):
         if not pending:
             return
         self.step += 1
-        merged = pending[0] if len(pending) == 1 else _merge(pending)
-        self._apply_gradients(merged, self.config.learning_rate * learning_rate_scale)
+        self._apply_gradients(merge_pending(pending), self.config.learning_rate * learning_rate_scale)
 
-    def _apply_gradients(self, merged: _Pending, learning_rate: float) -> None:
+    def _apply_gradients(self, merged: PendingGradient, learning_rate: float) -> None:
         sparse_update(
             self.config,
             self.weight.detach(),
@@ -346,7 +352,7 @@ class EmbeddingTables(nn.Module):
     def _misplaced(self, sparse: JaggedBatch, position: int) -> DataError:
         batch = sparse.batch_size
         bag = int(torch.searchsorted(sparse.offsets, position, right=True)) - 1
-        feature = self.features.sparse[bag // batch]
+        feature = self.features.sparse[self._keys.index(sparse.keys[bag // batch])]
         rows = self.features.tables[feature.table]
         return DataError(
             f"id {int(sparse.values[position])} of sample {bag % batch} does not lie in table {feature.table!r}, "
@@ -399,8 +405,10 @@ def _check_features(features: FeatureSpec) -> None:
             )
 
 
-def _merge(pending: list[_Pending]) -> _Pending:
+def merge_pending(pending: list[PendingGradient]) -> PendingGradient:
     """Join several backward passes: their bags one after another, each pass feature-major as it was."""
+    if len(pending) == 1:
+        return pending[0]
     rows = torch.cat([item.rows for item in pending])
     grad = torch.cat([item.grad.transpose(0, 1).reshape(-1, item.grad.shape[2]) for item in pending])
     value_weights = offsets = None
@@ -424,4 +432,4 @@ def _merge(pending: list[_Pending]) -> _Pending:
             total += count
         pieces.append(torch.tensor([total], device=grad.device))
         offsets = torch.cat(pieces)
-    return _Pending(rows, offsets, value_weights, grad)
+    return PendingGradient(rows, offsets, value_weights, grad)

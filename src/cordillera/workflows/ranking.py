@@ -24,6 +24,7 @@ from cordillera.distributed.job.job import Job, join_job
 from cordillera.distributed.job.launch import LaunchConfig, launch
 from cordillera.distributed.ledger import Ledger
 from cordillera.embeddings.cached_tables import require_cpu
+from cordillera.embeddings.pooled_exchange import choose_pooled
 from cordillera.embeddings.prioritised_tables import PrioritisedEmbeddingTables
 from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
 from cordillera.embeddings.tables import EmbeddingTables
@@ -240,6 +241,9 @@ def _check_together(recipe: RankingRecipe) -> None:
             problems.append((f"training.{key}", "is for training in one process"))
     if recipe.parallel.exchange == "prioritised" and recipe.parallel.copies > 1:
         problems.append(("parallel.copies", "prioritised exchange knows no copies: set 1, or exchange = 'plain'"))
+    if recipe.parallel.exchange == "prioritised" and recipe.parallel.pool == "bags":
+        why = "prioritised exchange delays rows, sums of bags cannot be divided: set 'rows', or exchange = 'plain'"
+        problems.append(("parallel.pool", why))
     if recipe.parallel.file_cache:
         problems.append(("parallel.file_cache", "parts in files are not trained over several processes: set 0"))
     if recipe.parallel.processes % recipe.parallel.hosts:
@@ -263,6 +267,7 @@ def _prepare(recipe: RankingRecipe, folder: Path | str | None, resume: bool, say
         placement, why = Placement.read(kept), ""
     else:
         placement, why = _placement(recipe, model, splits)
+        placement = replace(placement, pooled=_pooled(recipe, placement, model, splits))
     if resume:
         run = Run(folder or "")
         begins = not checkpoints.steps(run.checkpoints)
@@ -282,7 +287,9 @@ def _prepare(recipe: RankingRecipe, folder: Path | str | None, resume: bool, say
         write_atomically(run.recipe_file, recipes.dump(recipe))
     ways = Counter(placement.way(table) for table in placement.tables)
     if ways:
-        say(f"tables: over {placement.size} processes, " + ", ".join(f"{count} {way}" for way, count in ways.items()))
+        summed = f", bags of {len(placement.pooled)} summed by their holders" if placement.pooled else ""
+        cuts = ", ".join(f"{count} {way}" for way, count in ways.items())
+        say(f"tables: over {placement.size} processes, {cuts}{summed}")
     return run
 
 
@@ -301,6 +308,17 @@ def _placement(recipe: RankingRecipe, model: RankingModel, splits: Splits) -> tu
     profiles = _profiles(recipe, tables, splits)
     planned = place(profiles, given.processes, given, batch=min(recipe.data.batch_size, len(splits.train)))
     return planned.placement, planned.explain()
+
+
+def _pooled(recipe: RankingRecipe, placement: Placement, model: RankingModel, splits: Splits) -> tuple[str, ...]:
+    """Return the tables whose bags are summed by the ranks that hold the rows."""
+    given = recipe.parallel
+    if given.pool == "rows" or given.exchange == "prioritised" or not placement.tables:
+        return ()
+    if given.pool == "bags":
+        return tuple(placement.tables)
+    batches = islice(_loader(recipe, splits.train, training=True).epoch(), _SAMPLED_BATCHES)
+    return choose_pooled(placement, model.tables.features, (batch.sparse for batch in batches))
 
 
 def _profiles(recipe: RankingRecipe, tables: EmbeddingTables, splits: Splits) -> dict[str, TableProfile]:

@@ -41,7 +41,7 @@ All ranks call it once for each lookup.
 WARM_UP, MEASURED = 2, 6
 """Lookups that are not measured, because kernels are compiled in them, and lookups that are."""
 
-_EXCHANGED = ("rows",)  # names in the ledger of what coders encode
+_EXCHANGED = ("rows", "bags")  # names in the ledger of what coders encode
 _PINGS = 9
 _PING = 64  # tag of messages; those of exchanges are smaller
 

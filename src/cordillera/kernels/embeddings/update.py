@@ -64,6 +64,10 @@ class SparseOptimizer(BaseModel):
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
 
 
+_PLAIN = SparseOptimizer(name="sgd")
+_MARKED = 32  # rows to mark for each row looked up, up to which marking is faster than sorting
+
+
 @dataclass(frozen=True)
 class Update:
     """Checked arguments of one call of :func:`sparse_update`, for back ends.
@@ -166,6 +170,36 @@ def sparse_update(
     run = _update_torch if name == "torch" else import_module(f"cordillera.kernels.embeddings.{name}_backend").update
     with torch.no_grad():
         run(update)
+
+
+def distinct_rows(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the distinct ``rows``, ``int64 [U]``, ascending, and the position of each row among them, ``int64 [T]``.
+
+    Args:
+        rows: ``int64 [T]`` in ``[0, count)``.
+        count: Number of rows that there are; few of them for each of ``rows`` are marked rather than sorted.
+    """
+    if count > _MARKED * rows.numel():
+        distinct, inverse = torch.unique(rows, return_inverse=True)
+        return distinct, inverse
+    marks = torch.zeros(count, dtype=torch.bool, device=rows.device).index_fill_(0, rows, True)
+    distinct = marks.nonzero()[:, 0]
+    places = torch.empty(count, dtype=torch.int64, device=rows.device)
+    places.index_copy_(0, distinct, torch.arange(distinct.numel(), device=rows.device))
+    return distinct, places.index_select(0, rows)
+
+
+def sum_gradients(
+    rows: Tensor, offsets: Tensor | None, grad: Tensor, value_weights: Tensor | None, count: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the sum of the gradients of each of ``count`` rows, in ascending order of positions: ``[count, D]``.
+
+    Arguments are those of :func:`sparse_update`; sums are made in float64 and rounded to ``dtype``.
+    """
+    sums = torch.zeros(count, grad.shape[-1], dtype=dtype)
+    if count:  # 0 - (-1) * sum
+        sparse_update(_PLAIN, sums, {}, rows, offsets, grad, value_weights, learning_rate=-1.0, step=1)
+    return sums
 
 
 def choose_backend(backend: EmbeddingBackend, optimizer: SparseOptimizer, weight: Tensor) -> str:

@@ -60,15 +60,17 @@ class Placement:
         size: Number of ranks.
         tables: Rows and columns of every table, by name.
         parts: Parts of the tables; they cover each table once.
+        pooled: Tables whose bags are summed by the ranks that hold the rows; the rows of others are sent.
 
     Raises:
-        PlanError: If a part is of no table or lies outside of it, parts overlap or leave a gap, or a rank does not
-            exist.
+        PlanError: If a part is of no table or lies outside of it, parts overlap or leave a gap, a rank does not exist,
+            or there is no table of a name in ``pooled``.
     """
 
     size: int
     tables: Mapping[str, tuple[int, int]]
     parts: tuple[TablePart, ...]
+    pooled: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -81,6 +83,9 @@ class Placement:
             self._check_part(part)
         for name, (rows, columns) in self.tables.items():
             _check_cover(name, rows, columns, of_table[name])
+        for name in self.pooled:
+            if name not in self.tables:
+                raise PlanError(f"there is no table {name!r}, whose bags are to be summed", where="placement")
 
     def _check_part(self, part: TablePart) -> None:
         rows, columns = self.tables[part.table]
@@ -160,6 +165,7 @@ class Placement:
             "size": self.size,
             "tables": {name: list(shape) for name, shape in self.tables.items()},
             "parts": [part._asdict() | {"ranks": list(part.ranks)} for part in self.parts],
+            "pooled": list(self.pooled),
         }
 
     @classmethod
@@ -186,9 +192,10 @@ class Placement:
                 for one in content["parts"]
             )
             size = _whole(content["size"])
+            pooled = tuple(str(name) for name in content.get("pooled", ()))  # absent in earlier files
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"is malformed: {error}", where=where) from error
-        return cls(size, tables, parts)
+        return cls(size, tables, parts, pooled)
 
     def to_text(self) -> str:
         """Return the placement as text with a seal, for a file."""

@@ -102,11 +102,15 @@ class RankingParallelConfig(PlacementConfig):
             ``placement.json`` in a run's folder.
         exchange: ``plain``, or ``prioritised``: rows and gradients that two neighbouring batches do not share travel
             behind computation (FreeScale), with equal results and more messages.
-        codec: Form in which rows travel between processes in training: ``raw``; ``distinct`` (lossless); ``fp16``,
-            ``bf16``, ``int8``, ``int4``; ``bounded`` and ``bounded-fast``, within an error bound of 1, 3 or 5 % of the
-            range of what is sent, by the table's number of rows. These but the first two change results. ``auto``
-            measures the first steps and chooses for each table what is fastest, ``raw`` or ``distinct``; it never
-            changes results. ``auto-bounded`` chooses among ``bounded`` and ``bounded-fast`` as well.
+        pool: What ranks that hold rows send: ``rows``, each that differs once; ``bags``, one sum for each bag; or
+            ``auto``, for every table what takes fewer bytes in some batches of the training split (rows with
+            prioritised exchange, which knows no sums). A placement's own list of pooled tables is replaced.
+        codec: Form in which rows, or sums of bags, travel between processes in training: ``raw``; ``distinct``
+            (lossless); ``fp16``, ``bf16``, ``int8``, ``int4``; ``bounded`` and ``bounded-fast``, within an error bound
+            of 1, 3 or 5 % of the range of what is sent, by the table's number of rows. These but the first two change
+            results. ``auto`` measures the first steps and chooses for each table what is fastest, ``raw`` or
+            ``distinct``; it never changes results. ``auto-bounded`` chooses among ``bounded`` and ``bounded-fast`` as
+            well.
         codec_file: File with the choice of a run that trained with ``auto`` or ``auto-bounded``, as ``codecs.json`` in
             its folder, to repeat it; null to measure.
         bound_scale: Factor of these error bounds.
@@ -120,6 +124,7 @@ class RankingParallelConfig(PlacementConfig):
     processes: int = Field(1, ge=1, le=2**20)
     placement: str = "auto"
     exchange: Literal["plain", "prioritised"] = "plain"
+    pool: Literal["auto", "rows", "bags"] = "auto"
     codec: CodecName = "raw"
     codec_file: str | None = None
     bound_scale: float = Field(1.0, gt=0, le=100, allow_inf_nan=False)
