@@ -24,7 +24,7 @@ _REMEDY = "delete this folder and use an earlier checkpoint, or restore it from 
 
 
 def part_file(kind: str, rank: int) -> str:
-    """Return the file name of one process for one ``kind`` of tensors."""
+    """Return the file name of process ``rank`` for one ``kind`` of tensors."""
     return f"{kind}-{rank:05d}.safetensors"
 
 
@@ -69,7 +69,7 @@ class Parts:
                 )
 
     def read(self, name: str, offsets: Sequence[int], out: Tensor) -> None:
-        """Copy the box of a tensor at ``offsets`` into ``out``, of the box's shape and any dtype and device."""
+        """Copy the box of tensor ``name`` at ``offsets`` into ``out``, of the box's shape and any dtype and device."""
         out.fill_(math.nan)
         wanted = TensorBox("", tuple(offsets), tuple(out.shape))
         for part in self.parts[name]:

@@ -495,7 +495,7 @@ class MadeTablesConfig(TablesConfig):
 
     @classmethod
     def of(cls, config: TablesConfig, make: Callable[..., EmbeddingTables]) -> MadeTablesConfig:
-        """Return a configuration with a function ``make``."""
+        """Return ``config`` with a function ``make``."""
         return cls(**config.model_dump(), make=make)
 
     @property

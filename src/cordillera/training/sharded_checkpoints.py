@@ -179,7 +179,7 @@ class RankCheckpoints:
                 remove_folder(leftover)
 
     def verify_share(self, folder: SealedFolder, names: Iterable[str]) -> None:
-        """Verify this rank's share of the files ``names``; all ranks together verify each of them once.
+        """Verify this rank's share of the files ``names`` of ``folder``; all ranks together verify each of them once.
 
         Raises:
             CheckpointError: If a file of this rank's share is corrupt.
