@@ -25,6 +25,7 @@ from cordillera.recipe import RankingRecipe, load
 from cordillera.run import Run
 from cordillera.training import checkpoints
 from cordillera.workflows import ranking
+from cordillera.workflows.trained import load_model, recipe_of
 from tests.cli.conftest import write_log
 from tests.cli.test_kills import content
 from tests.cli.test_language_commands import gone, ranks_of, spawn, wait_for_step
@@ -225,8 +226,9 @@ def test_a_number_of_processes_other_than_the_launchers_is_refused(
 def test_two_processes_end_where_one_does_and_so_they_do_with_any_placement(made: Path, whole: Path) -> None:
     ends(train(made, "small.toml", "--run", "alone"))
     assert ne(whole) == pytest.approx(ne(made / "alone"), abs=1e-6)
-    names = [checkpoints.folder_of(run / "checkpoints", 122) for run in (whole, made / "alone")]
-    ours, theirs = (checkpoints.load(name).tensors for name in names)
+    features = prepare(recipe_of(Run(whole)).data).features
+    models = [load_model(Run(run), features, torch.device("cpu"))[1] for run in (whole, made / "alone")]
+    ours, theirs = (model.state_dict() for model in models)
     assert ours.keys() == theirs.keys()
     for key, tensor in theirs.items():
         torch.testing.assert_close(ours[key], tensor, rtol=1e-5, atol=1e-5, msg=f"{key} differs")

@@ -23,9 +23,10 @@ from cordillera.jagged import slice_samples
 from cordillera.models.ranking import MODELS, build
 from cordillera.planning.ranking.placement import Placement, TablePart
 from cordillera.run import Run
-from cordillera.training import checkpoints
+from cordillera.training import checkpoints, sharded_checkpoints
 from cordillera.training.ranking.config import TrainingConfig
 from cordillera.training.ranking.ranks import ManyRanks
+from cordillera.training.ranking.scoring import load_weights
 from cordillera.training.ranking.trainer import Trainer
 from tests.distributed.processes import needs_gloo, run_processes
 from tests.training.conftest import FEATURES, MemoryLoader
@@ -150,7 +151,7 @@ def full(*given: Any) -> None:
 def refused(name: str, trainer: Trainer) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         if name == "full disk":
-            patch.setattr(checkpoints, "write_tensors", full)
+            patch.setattr(sharded_checkpoints, "write_tensors", full)
         try:
             trainer.fit()
         except CordilleraError as error:
@@ -222,8 +223,8 @@ def test_two_processes_end_where_one_does(on_two: dict[int, Any], folder: Path, 
     if name == "patience":
         best = expected["best"][1]
         assert (expected["ended"], expected["step"]) == ("early", best + 4)
-        kept = checkpoints.load(checkpoints.folder_of(folder / name / "checkpoints", best)).tensors
-        assert all(torch.equal(on_two[1][name]["state"][key], kept[f"model.{key}"]) for key in expected["state"])
+        load_weights(trainer.model, checkpoints.load(checkpoints.folder_of(folder / name / "checkpoints", best)))
+        assert all(torch.equal(on_two[1][name]["state"][key], kept) for key, kept in trainer.model.state_dict().items())
     if name == "progressive":
         ours, theirs = (json.loads((folder / one / "progressive.json").read_text()) for one in (name, f"{name} alone"))
         assert ours.keys() == theirs.keys()

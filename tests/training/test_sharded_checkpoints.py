@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
+from cordillera.distributed.tensor_parts import describe_parts
 from cordillera.errors import CheckpointError, RunError
 from cordillera.models.language.checkpoints import load
-from cordillera.models.language.checkpoints.sharded import describe_parts
 from cordillera.models.language.llama import LlamaConfig
-from cordillera.training.language import checkpoints as sharded_checkpoints
+from cordillera.training import sharded_checkpoints
 from cordillera.training.language.checkpoints import ShardedCheckpoints
 from cordillera.training.language.engine import LanguageConfig, LanguageEngine, PackedTokens
 from tests.distributed.processes import needs_gloo

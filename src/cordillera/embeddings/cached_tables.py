@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from cordillera.data.ranking.features import FeatureSpec
 from cordillera.embeddings.cache import RowCache
 from cordillera.embeddings.row_formats import ROW_FORMATS, encode_rows
-from cordillera.embeddings.tables import EmbeddingTables, TablesConfig, draw_rows, on_huge_pages
+from cordillera.embeddings.tables import EmbeddingTables, MadeTablesConfig, TablesConfig, draw_rows, on_huge_pages
 from cordillera.errors import DependencyError, NumericsError, TrainingError
 from cordillera.kernels.embeddings.cached_rows import FORMATS, WAYS, CachedRows
 from cordillera.kernels.embeddings.lookup import Lookup
@@ -254,5 +254,7 @@ def make_tables(
     generator: torch.Generator | None = None,
 ) -> EmbeddingTables:
     """Make the tables that a configuration describes; arguments and errors are those of their classes."""
+    if isinstance(config, MadeTablesConfig):
+        return config.make(features, embedding_dim, config.plain, init=init, generator=generator)
     kind = CachedEmbeddingTables if config.are_encoded else EmbeddingTables
     return kind(features, embedding_dim, config, init=init, generator=generator)

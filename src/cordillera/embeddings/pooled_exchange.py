@@ -25,7 +25,7 @@ from torch import Tensor
 from cordillera.data.ranking.features import FeatureSpec
 from cordillera.distributed.codecs.coders import Coder
 from cordillera.distributed.collectives import Arrival, Collectives, exchange_parts
-from cordillera.embeddings.exchange import RankLayout, RowsInTransit, send_frames
+from cordillera.embeddings.exchange import RankLayout, RowRequest, RowsInTransit, send_frames
 from cordillera.embeddings.tables import PendingGradient
 from cordillera.errors import PlanError
 from cordillera.jagged import JaggedBatch, offsets_from_lengths, slice_samples
@@ -112,6 +112,26 @@ class BagRequest:
     ids: Arrival[list[Tensor]]
     weights: Arrival[list[Tensor]]
     served: list[_Served] | None = None
+
+
+class BatchRequest(NamedTuple):
+    """Requests of a batch.
+
+    Attributes:
+        values: Values of the batch, by which it is recognised.
+        request: Request to the ranks that hold them for the rows of features that take rows.
+        inverse: Position of each of their values' rows in the request, ``int64 [T]``.
+        offsets: First position of each bag in ``inverse``; None for one value in every bag.
+        value_weights: Factor of each value, ``[T]``, or None for ones.
+        bags: Request for sums of bags of all other features; None where there are none.
+    """
+
+    values: Tensor
+    request: RowRequest
+    inverse: Tensor
+    offsets: Tensor | None
+    value_weights: Tensor | None
+    bags: BagRequest | None
 
 
 class BagExchange:

@@ -12,7 +12,6 @@ choice of this library.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -174,7 +173,3 @@ class PrioritisedEmbeddingTables(ShardedEmbeddingTables):
                 self._early.late.wait()
         self._comparing = self._early = self._urgent = None
         super().forget()
-
-    def _whole(self, name: str, tables: list[str]) -> Iterator[Tensor]:
-        self._settle()
-        yield from super()._whole(name, tables)

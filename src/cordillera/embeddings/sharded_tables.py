@@ -21,8 +21,15 @@ from cordillera.data.ranking.features import FeatureSpec
 from cordillera.distributed.codecs.coders import Coder, Coders
 from cordillera.distributed.collectives import Collectives
 from cordillera.embeddings.exchange import Chosen, PartOnRank, RankLayout, RowExchange, RowRequest, RowRoutes
-from cordillera.embeddings.pooled_exchange import BagExchange, BagRequest
-from cordillera.embeddings.tables import EmbeddingTables, PendingGradient, TablesConfig, draw_rows, merge_pending
+from cordillera.embeddings.pooled_exchange import BagExchange, BatchRequest
+from cordillera.embeddings.tables import (
+    EmbeddingTables,
+    PendingGradient,
+    TableBox,
+    TablesConfig,
+    draw_rows,
+    merge_pending,
+)
 from cordillera.errors import DataError, PlanError, TrainingError
 from cordillera.jagged import JaggedBatch, choose_features
 from cordillera.kernels.embeddings.lookup import embedding_bag, linearise
@@ -40,30 +47,10 @@ _CHUNK = 1 << 14  # rows that are drawn at a time; a multiple of the blocks of t
 _PLAIN = SparseOptimizer(name="sgd")
 
 
-class _Asked(NamedTuple):
-    """Requests of a batch.
-
-    Attributes:
-        values: Values of the batch, by which it is recognised.
-        request: Request to the ranks that hold them for the rows of features that take rows.
-        inverse: Position of each of their values' rows in the request, ``int64 [T]``.
-        offsets: First position of each bag in ``inverse``; None for one value in every bag.
-        value_weights: Factor of each value, ``[T]``, or None for ones.
-        bags: Request for sums of bags of all other features; None where there are none.
-    """
-
-    values: Tensor
-    request: RowRequest
-    inverse: Tensor
-    offsets: Tensor | None
-    value_weights: Tensor | None
-    bags: BagRequest | None
-
-
 class _Waiting(NamedTuple):
     """Requests and output gradient ``[B, F, D]`` of one backward pass, kept for the next update."""
 
-    asked: _Asked
+    asked: BatchRequest
     grad: Tensor
 
 
@@ -71,13 +58,7 @@ class _KeepRequest(torch.autograd.Function):
     """Gives the output of a lookup a place in the graph; the backward pass keeps its gradient for the update."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: Tensor,
-        output: Tensor,
-        tables: ShardedEmbeddingTables,
-        asked: _Asked,
-    ) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, output: Tensor, tables: Any, asked: BatchRequest) -> Tensor:
         ctx.tables, ctx.asked = tables, asked
         return output
 
@@ -111,8 +92,8 @@ class ShardedEmbeddingTables(EmbeddingTables):
         config: Optimizer and back end; ``rows`` must be ``fp32`` and ``cache`` 0.
         placement: Placement of all tables of ``features`` over the ranks of ``links``, in memory.
         links: The ranks.
-        init: Distribution of initial rows, those of :class:`EmbeddingTables`; every rank draws all rows and keeps its
-            own.
+        init: Distribution of initial rows, those of :class:`EmbeddingTables` to the bit; every rank draws all rows,
+            some at a time, and keeps its own.
         generator: Source of random numbers, equal on every rank. Default: the global one.
 
     Raises:
@@ -142,7 +123,7 @@ class ShardedEmbeddingTables(EmbeddingTables):
         self.placement, self.links = placement, links
         self.coders: Coders | None = None
         self.coder: Coder | None = None  # of the present training lookup
-        self._asked: list[_Asked] = []
+        self._asked: list[BatchRequest] = []
         self._waiting: list[_Waiting] = []
         super().__init__(features, embedding_dim, config, init=init, generator=generator)
 
@@ -175,8 +156,10 @@ class ShardedEmbeddingTables(EmbeddingTables):
 
     def _draw(self, init: float | Literal["uniform_by_rows"], generator: torch.Generator | None) -> None:
         for table, count in self.features.tables.items():
-            for first in range(0, count, _CHUNK):
-                drawn = torch.empty(min(_CHUNK, count - first), self.embedding_dim)
+            for first in range(0, max(1, count - count % _CHUNK), _CHUNK):  # the last chunk has the rest as well,
+                # because torch draws fewer than 16 normal numbers in another way
+                rows = _CHUNK if count - first >= 2 * _CHUNK else count - first
+                drawn = torch.empty(rows, self.embedding_dim)
                 draw_rows(drawn, count, init, generator)
                 self._put(self._rows_of, table, first, drawn)
 
@@ -251,7 +234,7 @@ class ShardedEmbeddingTables(EmbeddingTables):
             output = _KeepRequest.apply(self.anchor, output, self, asked)
         return output
 
-    def _find_bags(self, asked: _Asked, samples: int, coder: Coder | None, dtype: torch.dtype) -> Tensor:
+    def _find_bags(self, asked: BatchRequest, samples: int, coder: Coder | None, dtype: torch.dtype) -> Tensor:
         """Return the sums of all bags, ``[B, F, D]``: of rows that are fetched, and those that holders have made."""
         if asked.bags is None:
             return self._sum_rows(asked, coder, dtype)
@@ -263,7 +246,7 @@ class ShardedEmbeddingTables(EmbeddingTables):
         self._bags.place_sums(asked.bags, arrival.wait(), output)
         return output.to(dtype)
 
-    def _sum_rows(self, asked: _Asked, coder: Coder | None, dtype: torch.dtype) -> Tensor:
+    def _sum_rows(self, asked: BatchRequest, coder: Coder | None, dtype: torch.dtype) -> Tensor:
         found = self._fetch(asked.request, coder)
         zeros = torch.zeros(len(self._by_rows), dtype=torch.int64)
         return embedding_bag(
@@ -278,7 +261,7 @@ class ShardedEmbeddingTables(EmbeddingTables):
         ).output
 
     @torch.no_grad()
-    def _ask(self, sparse: JaggedBatch) -> _Asked:
+    def _ask(self, sparse: JaggedBatch) -> BatchRequest:
         if tuple(sparse.keys) != self._keys:
             raise DataError(
                 f"expected the sparse features {list(self._keys)}, got {list(sparse.keys)}",
@@ -299,7 +282,7 @@ class ShardedEmbeddingTables(EmbeddingTables):
         distinct, inverse = distinct_rows(rows, self.num_rows)
         request = self._exchange.ask(distinct)
         bags = self._bags.ask(sparse) if self._bags.features else None
-        return _Asked(sparse.values, request, inverse, offsets, chosen.weights, bags)
+        return BatchRequest(sparse.values, request, inverse, offsets, chosen.weights, bags)
 
     def _fetch(self, request: RowRequest, coder: Coder | None) -> Tensor:
         """Answer all ranks' requests and return the rows of this rank's, ``float32 [U, D]``."""
@@ -534,6 +517,20 @@ class ShardedEmbeddingTables(EmbeddingTables):
         }
         return {"rows": of.pop("rows"), "optimizer": sum(of.values())}
 
+    def boxes(self) -> Iterator[TableBox]:
+        """Iterate over this rank's parts of every table; all ranks call it together."""
+        self._settle()
+        for key, name in self._stored().items():
+            for i, own in self._parts.items():
+                part, values = self.placement.parts[i], self._cut(own, getattr(self, f"{name}_{own.block}"))
+                offsets = (part.first_row, part.first_column)[: values.dim()]
+                # of a value for each row, the part with the first columns is the one that counts
+                is_first = part.ranks[0] == self.links.rank and (values.dim() == 2 or not part.first_column)
+                yield TableBox(f"{key}.{part.table}", offsets, values, is_first)
+
+    def _settle(self) -> None:
+        """Finish updates that are under way; there are none here."""
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Write whole tables, as :class:`EmbeddingTables` does; all ranks call it together."""
         for key, name in self._stored().items():
@@ -574,30 +571,18 @@ class ShardedEmbeddingTables(EmbeddingTables):
 
     def _whole(self, name: str, tables: list[str]) -> Iterator[Tensor]:
         """Iterate over whole tables of weights or of a state; the first copy of every part is taken."""
+        self._settle()
         for table in tables:
-            rows = self.features.tables[table]
-            whole: Tensor | None = None
-            parts = [i for i, part in enumerate(self.placement.parts) if part.table == table]
-            own = [i for i in parts if self.placement.parts[i].ranks[0] == self.links.rank]
-            pieces = [self._cut(self._parts[i], getattr(self, f"{name}_{self._parts[i].block}")) for i in own]
-            mine = torch.cat([piece.reshape(-1) for piece in pieces]) if pieces else torch.empty(0)
-            got = self._exchange.share(f"table {name}", [mine] * self.links.size)
+            whole = torch.empty(self.features.tables[table], *self._shape(name)[1:])
+            parts = [(i, part) for i, part in enumerate(self.placement.parts) if part.table == table]
+            held = [self._parts[i] for i, part in parts if part.ranks[0] == self.links.rank]
+            mine = [self._cut(own, getattr(self, f"{name}_{own.block}")).reshape(-1) for own in held]
+            got = self._exchange.share(f"table {name}", [torch.cat([torch.empty(0), *mine])] * self.links.size)
             for rank, values in enumerate(got):
-                at = 0
-                for i in parts:
-                    part = self.placement.parts[i]
-                    if part.ranks[0] != rank:
-                        continue
-                    per_row = self._is_per_row(name)
-                    size = part.rows * (1 if per_row else part.columns)
-                    block = values[at : at + size]
-                    at += size
-                    if whole is None:
-                        whole = torch.empty((rows,) if per_row else (rows, self.embedding_dim))
+                cuts = []
+                for part in (part for _, part in parts if part.ranks[0] == rank):
                     cut = whole[part.first_row : part.first_row + part.rows]
-                    if per_row:
-                        cut.copy_(block)
-                    else:
-                        cut[:, part.first_column : part.first_column + part.columns] = block.view(part.rows, -1)
-            assert whole is not None
+                    cuts.append(cut if self._is_per_row(name) else cut[:, part.first_column :][:, : part.columns])
+                for cut, block in zip(cuts, values.split([cut.numel() for cut in cuts]), strict=True):
+                    cut.copy_(block.view_as(cut))
             yield whole

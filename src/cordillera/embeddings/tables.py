@@ -11,8 +11,9 @@ import ctypes
 import math
 import mmap
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import ConfigDict, Field, model_validator
@@ -69,6 +70,22 @@ class TablesConfig(SparseOptimizer):
                 "backend = 'auto'"
             )
         return self
+
+
+class TableBox(NamedTuple):
+    """Part of a table's weight, or of its optimizer's state, that a process holds.
+
+    Attributes:
+        name: Name of the weight or state, and of the table: ``weight.TABLE``.
+        offsets: First row, and for a matrix first column.
+        values: The rows themselves, ``float32``; writing to them writes to the table.
+        is_first: Whether no process of lower rank holds a copy.
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    values: Tensor
+    is_first: bool = True
 
 
 @dataclass(frozen=True)
@@ -312,6 +329,24 @@ class EmbeddingTables(nn.Module):
         """Return the bytes of the ``rows`` and of the ``optimizer`` state."""
         return {"rows": _bytes(self.weight), "optimizer": sum(map(_bytes, self._state().values()))}
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the weight and of every state of each whole table, by the names of boxes."""
+        empty = torch.empty(0, self.embedding_dim)
+        stored = {"weight": empty, **init_state(self.config, empty)}
+        return {
+            f"{name}.{table}": (rows, *tensor.shape[1:])
+            for name, tensor in stored.items()
+            for table, rows in self.features.tables.items()
+        }
+
+    def boxes(self) -> Iterator[TableBox]:
+        """Iterate over what this process holds of every table; of several processes, all call it together."""
+        for name, tensor in {"weight": self.weight.detach(), **self._state()}.items():
+            for table, rows in self.features.tables.items():
+                start = self._starts[table]
+                values = tensor[start : start + rows]
+                yield TableBox(f"{name}.{table}", (0,) * tensor.dim(), values)
+
     def _place_of(self, name: str) -> tuple[int, int]:
         """First row and number of rows of a table."""
         if name not in self._starts:
@@ -433,3 +468,45 @@ def merge_pending(pending: list[PendingGradient]) -> PendingGradient:
         pieces.append(torch.tensor([total], device=grad.device))
         offsets = torch.cat(pieces)
     return PendingGradient(rows, offsets, value_weights, grad)
+
+
+class OutlinedTables(EmbeddingTables):
+    """Tables of which only the shapes exist, to count what a model computes; lookups return zeros."""
+
+    def _make_rows(self, init: float | Literal["uniform_by_rows"], generator: torch.Generator | None) -> None:
+        self.anchor = nn.Parameter(torch.empty(0))
+
+    @property
+    def _in_graph(self) -> Tensor:
+        return self.anchor
+
+    def forward(self, sparse: JaggedBatch) -> Tensor:
+        """Return zeros ``float32 [B, F, D]``."""
+        return torch.zeros(sparse.batch_size, len(self._keys), self.embedding_dim)
+
+    def clear_columns(self, first: int) -> None:
+        """Do nothing: there are no rows."""
+
+
+class MadeTablesConfig(TablesConfig):
+    """Configuration of a model's tables with the function that makes them in place of the tables of one process.
+
+    Attributes:
+        make: Function that is called as :func:`~cordillera.embeddings.cached_tables.make_tables`, with a configuration
+            that does not name it. It draws as many random numbers as the tables of one process, so that the rest of the
+            model is initialised alike.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    make: Callable[..., EmbeddingTables]
+
+    @classmethod
+    def of(cls, config: TablesConfig, make: Callable[..., EmbeddingTables]) -> MadeTablesConfig:
+        """Return ``config`` with a function ``make``."""
+        return cls(**config.model_dump(), make=make)
+
+    @property
+    def plain(self) -> TablesConfig:
+        """Configuration without the function."""
+        return TablesConfig(**self.model_dump(exclude={"make"}))

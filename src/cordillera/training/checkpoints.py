@@ -1,16 +1,23 @@
 """Checkpoints that are complete or absent, and verified before use.
 
 A checkpoint is a folder ``step-000001234`` with ``tensors.safetensors`` (weights, optimizer moments, random state),
-``state.json`` (counters) and ``checksums.json`` (SHA-256 of the other two). It is written under a hidden name, flushed
-to the disk and renamed, so a folder of that name is a complete checkpoint. Nothing is ever unpickled.
+``state.json`` (counters) and ``checksums.json`` (SHA-256 of the other files). It is written under a hidden name,
+flushed to the disk and renamed, so a folder of that name is a complete checkpoint. Nothing is ever unpickled.
+
+Where several processes train a ranking model, the rows of its tables and their moments are not in
+``tensors.safetensors``. ``tables-NNNNN.safetensors`` holds the parts that process ``NNNNN`` wrote
+(``tables-NNNNN-2.safetensors`` its second part of a table, and so on), each named ``model.TABLES.weight.TABLE``
+or ``model.TABLES.MOMENT.TABLE`` and with its position in the table (:mod:`cordillera.distributed.tensor_parts`). Any
+number of processes can read either form.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,23 +28,39 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cordillera.data.files import checksum
+from cordillera.data.sealed import SealedFolder
+from cordillera.distributed.tensor_parts import Parts
 from cordillera.errors import CheckpointError
 from cordillera.files import read_json_object, read_sealed, sealed_json
 from cordillera.run import disk_errors, remove_folder
 
 _CHUNK = 1 << 18  # elements that are checked at a time; they fit into a cache
 
-_TENSORS, _STATE, _CHECKSUMS = "tensors.safetensors", "state.json", "checksums.json"
+TENSORS, STATE = "tensors.safetensors", "state.json"
+"""Names of files in the folder of a checkpoint."""
+
+TABLES = "tables"
+"""First part of the names of the files with parts of tables."""
+
+_CHECKSUMS = "checksums.json"
 _REMEDY = "use an earlier checkpoint: delete this folder and resume, or restore it from a copy"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Content of a checkpoint: tensors by dotted name, memory-mapped on the CPU, and plain values (``state``)."""
+    """Content of a checkpoint.
+
+    Attributes:
+        folder: Its folder.
+        tensors: Tensors by dotted name, memory-mapped on the CPU.
+        state: Plain values.
+        tables: Parts of tables, if these are in files of their own; None if ``tensors`` holds whole tables.
+    """
 
     folder: Path
     tensors: dict[str, Tensor]
     state: dict[str, Any]
+    tables: Parts | None = None
 
     @property
     def step(self) -> int:
@@ -110,11 +133,11 @@ def save(parent: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Pat
             remove_folder(temporary)
             temporary.mkdir(parents=True)
             plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-            write_tensors(temporary / _TENSORS, plain)
-            (temporary / _STATE).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
-            sums = {name: checksum(temporary / name) for name in (_TENSORS, _STATE)}
+            write_tensors(temporary / TENSORS, plain)
+            (temporary / STATE).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
+            sums = {name: checksum(temporary / name) for name in (TENSORS, STATE)}
             (temporary / _CHECKSUMS).write_text(sealed_json(sums), encoding="utf-8")
-            for name in (_TENSORS, _STATE, _CHECKSUMS):
+            for name in (TENSORS, STATE, _CHECKSUMS):
                 flush(temporary / name)
             remove_folder(target)
             os.rename(temporary, target)
@@ -124,36 +147,60 @@ def save(parent: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Pat
     return target
 
 
-def checksums(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file of a checkpoint from the time of writing, by name.
+def _checksums(folder: Path) -> dict[str, str] | SealedFolder:
+    """Return the SHA-256 of both files of one process's checkpoint by name, or the folder of several processes."""
+    path = folder / _CHECKSUMS
+    sums = read_sealed(path, error=CheckpointError, remedy=_REMEDY)
+    for name in (TENSORS, STATE):
+        if name not in sums:
+            raise CheckpointError(f"holds no checksum of {name}", where=str(path), remedy=_REMEDY)
+    if not all(isinstance(entry, str) for entry in sums.values()):
+        return SealedFolder(folder)
+    return {name: sums[name] for name in (TENSORS, STATE)}
+
+
+def digest(folder: Path) -> str:
+    """Return the SHA-256, from the time of writing, that tells the tensors of a checkpoint from others.
 
     Raises:
         CheckpointError: If the checksums are missing or damaged.
     """
-    path = folder / _CHECKSUMS
-    sums = read_sealed(path, error=CheckpointError, remedy=_REMEDY)
-    for name in (_TENSORS, _STATE):
-        if not isinstance(sums.get(name), str):
-            raise CheckpointError(f"holds no checksum of {name}", where=str(path), remedy=_REMEDY)
-    return {name: sums[name] for name in (_TENSORS, _STATE)}
+    sums = _checksums(folder)
+    if isinstance(sums, dict):
+        return sums[TENSORS]
+    of_tensors = sorted((name, one) for name, one in sums.digests.items() if name != STATE)
+    return hashlib.sha256(json.dumps(of_tensors).encode()).hexdigest()
 
 
-def load(folder: Path) -> Checkpoint:
+def load(folder: Path, verify: Callable[[SealedFolder], None] | None = None) -> Checkpoint:
     """Read a checkpoint after verifying every byte of it.
+
+    Args:
+        folder: Folder of the checkpoint.
+        verify: Function that verifies a folder that several processes wrote. Default: all of its files, here.
 
     Raises:
         CheckpointError: If a file is missing or differs from its checksum; the message names it.
     """
-    for name, digest in checksums(folder).items():
+    sums = _checksums(folder)
+    if isinstance(sums, SealedFolder):
+        if verify is None:
+            for name in sums.sizes:
+                sums.verify(name)
+        else:
+            verify(sums)
+        files = sorted(name for name in sums.sizes if name.startswith(f"{TABLES}-"))
+        return Checkpoint(folder, load_file(folder / TENSORS), sums.read_json(STATE), Parts(folder, files))
+    for name, wanted in sums.items():
         path = folder / name
         if not path.is_file():
             raise CheckpointError("is missing", where=str(path), remedy=_REMEDY)
-        if checksum(path) != digest:
+        if checksum(path) != wanted:
             raise CheckpointError(
                 "is corrupt: its contents do not match the checksum written with it", where=str(path), remedy=_REMEDY
             )
-    state = read_json_object(folder / _STATE, error=CheckpointError, remedy=_REMEDY)
-    return Checkpoint(folder, load_file(folder / _TENSORS), state)
+    state = read_json_object(folder / STATE, error=CheckpointError, remedy=_REMEDY)
+    return Checkpoint(folder, load_file(folder / TENSORS), state)
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:

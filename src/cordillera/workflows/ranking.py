@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from cordillera.embeddings.cached_tables import require_cpu
 from cordillera.embeddings.pooled_exchange import choose_pooled
 from cordillera.embeddings.prioritised_tables import PrioritisedEmbeddingTables
 from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
-from cordillera.embeddings.tables import EmbeddingTables
+from cordillera.embeddings.tables import EmbeddingTables, OutlinedTables
 from cordillera.errors import DataError, NumericsError, PlanError, RecipeError, RunError
 from cordillera.models import flops
 from cordillera.models.ranking.base import RankingModel
@@ -188,9 +189,7 @@ def _train_alone(
             return Outcome(run, report, None)
         evaluation = None
         if len(splits.test):
-            best = report.progress.best_step if recipe.training.patience is not None else None
-            place = (report.progress.step if best is None else best, trainer.total_steps)
-            evaluation = _evaluate(run, recipe, model, splits, "test", device, place)
+            evaluation = _evaluate(run, recipe, model, splits, "test", device, _place(recipe, trainer))
         write_report(run)
         return Outcome(run, report, evaluation)
 
@@ -198,7 +197,7 @@ def _train_alone(
 def _train_together(
     recipe: RankingRecipe, folder: Path | str | None, resume: bool, on_step: StepCallback | None, say: Say
 ) -> Outcome:
-    """Train in several processes, which this one or a launcher starts; evaluate and report in one."""
+    """Train in several processes, which this one or a launcher starts; write the report in one."""
     size = recipe.parallel.processes
     _check_together(recipe)
     if place_in_job() is None:
@@ -207,7 +206,7 @@ def _train_together(
             threads = threads_of(None, say, folder=run.folder if resume else None, processes=size)
             keep_threads(run, threads, size)
             recipe = recipe.model_copy(update={"threads": threads})
-        report = _launch(recipe, run, resume, on_step, say)
+        outcome = _launch(recipe, run, resume, on_step, say)
     else:
         with join_job("cpu", recipe.parallel.deadline_s) as job:
             folders = [""]
@@ -216,14 +215,14 @@ def _train_together(
             job.watchdog.meet("run prepared")
             dist.broadcast_object_list(folders)
             run = Run(folders[0])
-            report = _train_rank(job, recipe, run, resume, *((on_step, say) if job.rank == 0 else (None, silent)))
+            outcome = _train_rank(job, recipe, run, resume, *((on_step, say) if job.rank == 0 else (None, silent)))
         if job.rank > 0:
-            return Outcome(run, report, None)
-    if report.ended == "interrupted":
-        return Outcome(run, report, None)
-    evaluation = evaluate(run) if len(prepare(recipe.data).test) else None
-    write_report(run)
-    return Outcome(run, report, evaluation)
+            return outcome
+    if outcome.evaluation is not None:
+        warn_of_split(prepare(recipe.data).facts, "test")
+    if outcome.report.ended != "interrupted":
+        write_report(run)
+    return outcome
 
 
 def _check_together(recipe: RankingRecipe) -> None:
@@ -261,7 +260,7 @@ def _prepare(recipe: RankingRecipe, folder: Path | str | None, resume: bool, say
     """Prepare data and folder of a run in several processes, and place its tables."""
     say(f"data: {recipe.data.label}")
     splits = prepare(recipe.data)
-    model = model_of(recipe, splits.features)
+    model = model_of(recipe, splits.features, OutlinedTables)
     kept = Path(folder or "") / PLACEMENT_FILE
     if resume and kept.is_file() and recipe_of(Run(folder or "")).parallel == recipe.parallel:
         placement, why = Placement.read(kept), ""
@@ -348,27 +347,37 @@ def _profiles(recipe: RankingRecipe, tables: EmbeddingTables, splits: Splits) ->
 
 def _train_rank(
     job: Job, recipe: RankingRecipe, run: Run, resume: bool, on_step: StepCallback | None, say: Say
-) -> TrainingOutcome:
-    """Train in each process."""
+) -> Outcome:
+    """Train in each process, and evaluate the test split together."""
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
     splits = prepare(recipe.data)
-    model = model_of(recipe, splits.features)
     links = Collectives(None, Ledger(), recipe.parallel.deadline_s)
     kind = PrioritisedEmbeddingTables if recipe.parallel.exchange == "prioritised" else ShardedEmbeddingTables
-    model.tables = tables = kind.of(model.tables, Placement.read(run.folder / PLACEMENT_FILE), links)
-    given = recipe.parallel
-    tables.coders = coders_of(given, tables.placement, links, run, say)
+    placement = Placement.read(run.folder / PLACEMENT_FILE)
+    model = model_of(recipe, splits.features, partial(kind, placement=placement, links=links))
+    tables, given = model.tables, recipe.parallel
+    assert isinstance(tables, ShardedEmbeddingTables)
+    tables.coders = coders_of(given, placement, links, run, say)
     shard_dense(model, given.dense, job.size, given.hosts, given.deadline_s, links.ledger)
     ranks = ManyRanks(tables, job.watchdog)
     trainer = _trainer(recipe, model, splits, run, torch.device("cpu"), on_step, ranks)
     if resume:
         found = trainer.resume()
         say(f"resumed at step {trainer.progress.step}" if found else "no checkpoint yet: starting from the beginning")
-    return trainer.fit()
+    report, evaluation = trainer.fit(), None
+    if report.ended != "interrupted" and len(splits.test):
+        evaluation = _evaluate(run, recipe, model, splits, "test", trainer.device, _place(recipe, trainer), ranks)
+    return Outcome(run, report, evaluation)
 
 
-def _launch(recipe: RankingRecipe, run: Run, resume: bool, on_step: StepCallback | None, say: Say) -> TrainingOutcome:
+def _place(recipe: RankingRecipe, trainer: Trainer) -> tuple[int, int]:
+    """Return the number of training steps of the final weights, and the total number of steps."""
+    best = trainer.progress.best_step if recipe.training.patience is not None else None
+    return trainer.progress.step if best is None else best, trainer.total_steps
+
+
+def _launch(recipe: RankingRecipe, run: Run, resume: bool, on_step: StepCallback | None, say: Say) -> Outcome:
     config = LaunchConfig(
         threads=recipe.threads,
         deadline_s=recipe.parallel.deadline_s,
@@ -376,13 +385,13 @@ def _launch(recipe: RankingRecipe, run: Run, resume: bool, on_step: StepCallback
     )
 
     arguments = (recipe, str(run.folder), resume)
-    report: TrainingOutcome = launch(
+    outcome: Outcome = launch(
         _launched, recipe.parallel.processes, arguments, config=config, hear=from_ranks(on_step, say)
     )
-    return report
+    return outcome
 
 
-def _launched(rank: int, recipe: RankingRecipe, folder: str, resume: bool) -> TrainingOutcome:
+def _launched(rank: int, recipe: RankingRecipe, folder: str, resume: bool) -> Outcome:
     """Train as one of several processes on this machine; rank 0 reports to the process that started it."""
     with join_job() as job:
         return _train_rank(job, recipe, Run(folder), resume, *to_launcher(rank))
@@ -460,20 +469,27 @@ def _evaluate(
     split: str,
     device: torch.device,
     place: tuple[int | None, int | None],
+    ranks: OneRank | None = None,
 ) -> Evaluation:
-    """Evaluate weights; ``place`` holds the number of their training steps and the total number of steps."""
+    """Evaluate weights; ``place`` holds the number of their training steps and the total number of steps.
+
+    Several ``ranks`` score together; of these, rank 0 writes the result.
+    """
     dataset: ClickDataset = getattr(splits, split)
+    ranks = ranks or OneRank()
     evaluation = evaluate_split(
-        scorer(model, device, recipe.training.precision, recipe.training.emulate),
+        ranks.scorer(scorer(model, device, recipe.training.precision, recipe.training.emulate)),
         _loader(recipe, dataset, training=False).epoch(),
         splits.features.tasks,
         split=split,
         segments={name: dataset.segments(name) for name in splits.encoder.schema.segments},
     )
-    warn_of_split(splits.facts, split)
     evaluation = replace(evaluation, step=place[0], steps=place[1])
-    name = "evaluation.json" if split == "test" else f"evaluation-{split}.json"
-    run.write_json(name, json.loads(evaluation.to_json()))
+    if ranks.size == 1:
+        warn_of_split(splits.facts, split)
+    if ranks.rank == 0:
+        name = "evaluation.json" if split == "test" else f"evaluation-{split}.json"
+        run.write_json(name, json.loads(evaluation.to_json()))
     return evaluation
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from cordillera.data.ranking.cache import Splits
 from cordillera.data.ranking.datasets import prepare
 from cordillera.data.ranking.encoding import Encoder
 from cordillera.data.ranking.features import FeatureSpec
+from cordillera.embeddings.tables import EmbeddingTables, MadeTablesConfig
 from cordillera.errors import DataError, RunError
 from cordillera.models.ranking import build
 from cordillera.models.ranking.base import RankingModel
@@ -22,10 +23,16 @@ from cordillera.training import checkpoints
 from cordillera.training.ranking.scoring import best_checkpoint, load_weights
 
 
-def model_of(recipe: RankingRecipe, features: FeatureSpec) -> RankingModel:
-    """Build the model of a ``recipe`` for the data's ``features``, with weights that depend on the seed alone."""
+def model_of(
+    recipe: RankingRecipe, features: FeatureSpec, make: Callable[..., EmbeddingTables] | None = None
+) -> RankingModel:
+    """Build the model of a ``recipe`` for the data's ``features``, with weights that depend on the seed alone.
+
+    ``make`` is that of :class:`~cordillera.embeddings.tables.MadeTablesConfig`; None for the tables of one process.
+    """
     torch.manual_seed(recipe.seed)
-    return build(recipe.model, features, recipe.tables)
+    tables = recipe.tables if make is None else MadeTablesConfig.of(recipe.tables, make)
+    return build(recipe.model, features, tables)
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cordillera.data.files import checksum
+from cordillera.distributed.tensor_parts import describe_parts
 from cordillera.files import sealed_json
-from cordillera.models.language.checkpoints.sharded import describe_parts
 from cordillera.models.language.llama import Llama
 
 Boxes = dict[str, tuple[tuple[int, ...], Tensor]]

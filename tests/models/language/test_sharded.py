@@ -17,10 +17,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cordillera.distributed.tensor_parts import Parts, describe_parts
 from cordillera.errors import CheckpointError, CordilleraError
 from cordillera.files import sealed_json
 from cordillera.models.language.checkpoints import load, load_into, open_checkpoint, read_model, save_hugging_face
-from cordillera.models.language.checkpoints.sharded import Parts, describe_parts
 from cordillera.models.language.llama import Llama, LlamaConfig
 from tests.models.language.conftest import MakeLlama
 from tests.models.language.sharded_folders import grid, seal, write_parts, write_step

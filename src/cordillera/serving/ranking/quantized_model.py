@@ -92,7 +92,7 @@ def origin(run: Run, *, use_best: bool) -> dict[str, str]:
     newest = checkpoints.folder_of(run.checkpoints, steps[-1])
     best = read_json_object(newest / "state.json", error=CheckpointError).get("best_step")
     folder = checkpoints.folder_of(run.checkpoints, best) if use_best and isinstance(best, int) else newest
-    digest = checkpoints.checksums(folder)["tensors.safetensors"]
+    digest = checkpoints.digest(folder)
     encoder = run.folder / "encoder" / "encoder.json"
     text = read_text(encoder, error=CheckpointError)
     return {"checkpoint": digest, "encoder": hashlib.sha256(text.encode()).hexdigest()}

@@ -8,14 +8,13 @@ that gradients are summed over ranks and results are those of one process up to 
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -26,10 +25,14 @@ from cordillera.distributed.collectives import exchange_parts
 from cordillera.distributed.job.job import stopped_by_signals
 from cordillera.distributed.job.watchdog import Watchdog
 from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
-from cordillera.errors import CordilleraError, RunError, TrainingError
+from cordillera.errors import CordilleraError, TrainingError
 from cordillera.jagged import slice_samples
+from cordillera.models.ranking.base import RankingModel
+from cordillera.training import checkpoints
+from cordillera.training.ranking.rank_checkpoints import TableCheckpoints, state_without_rows
 
 Score = Callable[[RankingBatch], Tensor]
+_Result = TypeVar("_Result")
 
 
 class OneRank:
@@ -64,9 +67,33 @@ class OneRank:
         """Return a function that scores a whole batch on all ranks together."""
         return score
 
-    def first(self, work: Callable[[], Any]) -> None:
-        """Run work on rank 0 while the others wait; an error is raised on all ranks."""
-        work()
+    def state_of(self, model: RankingModel) -> dict[str, Tensor]:
+        """Return the tensors of a model that :meth:`save` is given."""
+        return model.state_dict()
+
+    def save(
+        self,
+        folder: Path,
+        model: RankingModel,
+        tensors: dict[str, Tensor],
+        state: dict[str, Any],
+        refuse: Callable[[str], CordilleraError],
+    ) -> None:
+        """Write a checkpoint into ``folder``, that of all checkpoints; other arguments and errors are those of
+        :meth:`TableCheckpoints.save <cordillera.training.ranking.rank_checkpoints.TableCheckpoints.save>`.
+        """
+        checkpoints.save(folder, tensors, state)
+
+    def load(self, folder: Path, step: int | None = None) -> checkpoints.Checkpoint | None:
+        """Read the checkpoint of a step in ``folder``, by default the newest, or None if there is none."""
+        available = checkpoints.steps(folder)
+        if step is None and not available:
+            return None
+        return checkpoints.load(checkpoints.folder_of(folder, available[-1] if step is None else step))
+
+    def together(self, work: Callable[[], _Result]) -> _Result:
+        """Run work that may fail on some ranks so that it fails on all, and return its result."""
+        return work()
 
 
 class _DropoutOfBatch(TorchFunctionMode):
@@ -187,23 +214,25 @@ class ManyRanks(OneRank):
 
         return together
 
-    def first(self, work: Callable[[], Any]) -> None:
-        """Run work on rank 0; the others get its error as text."""
-        problem: CordilleraError | None = None
-        if self.rank == 0:
-            try:
-                work()
-            except CordilleraError as error:
-                problem = error
-        said = b"" if problem is None else json.dumps([problem.what, problem.where, problem.remedy]).encode()
-        length = torch.tensor([len(said)])
-        self.links.all_reduce("errors", length)
-        if not int(length):
-            return
-        text = torch.zeros(int(length), dtype=torch.int64)
-        text[: len(said)] = torch.tensor(list(said), dtype=torch.int64)
-        self.links.all_reduce("errors", text, dist.ReduceOp.SUM)
-        if problem is not None:
-            raise problem
-        what, where, remedy = json.loads(bytes(text.tolist()))
-        raise RunError(what, where=where, remedy=remedy)
+    def state_of(self, model: RankingModel) -> dict[str, Tensor]:
+        """Return the tensors of a model without the rows of its tables."""
+        return state_without_rows(model)
+
+    def save(
+        self,
+        folder: Path,
+        model: RankingModel,
+        tensors: dict[str, Tensor],
+        state: dict[str, Any],
+        refuse: Callable[[str], CordilleraError],
+    ) -> None:
+        """Write a checkpoint, each rank its own parts of the tables."""
+        TableCheckpoints(folder, self.links).save(model, tensors, state, refuse)
+
+    def load(self, folder: Path, step: int | None = None) -> checkpoints.Checkpoint | None:
+        """Read a checkpoint, which all ranks verify together."""
+        return TableCheckpoints(folder, self.links).load(step)
+
+    def together(self, work: Callable[[], _Result]) -> _Result:
+        """Run work; an error of one rank is raised on all."""
+        return TableCheckpoints(Path(), self.links).together(work)

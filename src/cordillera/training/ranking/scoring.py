@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cordillera.data.ranking.features import RankingBatch
+from cordillera.distributed.tensor_parts import Parts
 from cordillera.errors import CheckpointError, DependencyError
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.emulation.emulation import EmulatedProducts, EmulationConfig
@@ -18,7 +19,10 @@ from cordillera.numerics.emulation.scaling import LossScale
 from cordillera.numerics.formats.precision import Precision
 from cordillera.run import Run
 from cordillera.training import checkpoints
+from cordillera.training.optimizers import embedding_tables
 from cordillera.training.ranking.sharded_dense import cut_like
+
+_ROWS = 1 << 16  # rows of tables that are read at a time
 
 
 def select_device(name: str) -> torch.device:
@@ -82,15 +86,39 @@ def load_weights(model: RankingModel, checkpoint: checkpoints.Checkpoint) -> Non
         CheckpointError: If the checkpoint is of another model; the message names the first difference.
     """
     saved = {k[len("model.") :]: v for k, v in checkpoint.tensors.items() if k.startswith("model.")}
-    own = model.state_dict() if any(isinstance(one, DTensor) for one in model.parameters()) else {}
+    own = {name: one for name, one in model.named_parameters() if isinstance(one, DTensor)}
     try:
-        model.load_state_dict({key: cut_like(own[key], one) if key in own else one for key, one in saved.items()})
+        saved = {key: cut_like(own[key], one) if key in own else one for key, one in saved.items()}
+        if checkpoint.tables is None:
+            model.load_state_dict(saved)
+        else:
+            _load_parts(model, saved, checkpoint.tables)
     except (RuntimeError, KeyError, ValueError) as error:
         raise CheckpointError(
             f"holds another model: {str(error).splitlines()[-1].strip()}",
             where=str(checkpoint.folder),
             remedy="use the recipe that stands in the run's folder",
         ) from error
+
+
+@torch.no_grad()
+def _load_parts(model: RankingModel, saved: dict[str, Tensor], parts: Parts) -> None:
+    """Load tensors outside of tables, and of tables the parts that this process holds, whatever parts were saved."""
+    tables, shapes = embedding_tables(model), dict[str, tuple[int, ...]]()
+    for name, module in tables.items():
+        shapes |= {f"model.{name}.{key}": shape for key, shape in module.shapes().items()}
+    for key in sorted({*shapes, *parts.shapes}):
+        if parts.shapes.get(key) != shapes.get(key):
+            raise ValueError(f"{key} has the shape {parts.shapes.get(key)}, in the model {shapes.get(key)}")
+    found = model.load_state_dict(saved, strict=False)
+    absent = [key for key in found.missing_keys if not any(key.startswith(f"{name}.") for name in tables)]
+    if absent or found.unexpected_keys:
+        raise ValueError(f"differs in {', '.join([*absent, *found.unexpected_keys])}")
+    for name, module in tables.items():
+        for box in module.boxes():
+            for first in range(0, len(box.values), _ROWS):
+                offsets = (box.offsets[0] + first, *box.offsets[1:])
+                parts.read(f"model.{name}.{box.name}", offsets, box.values[first : first + _ROWS])
 
 
 def best_checkpoint(run: Run, *, use_best: bool) -> checkpoints.Checkpoint:

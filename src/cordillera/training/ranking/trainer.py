@@ -167,7 +167,7 @@ class Trainer:
         return matrices | {f"{name}.weight": tables.weight for name, tables in self.tables.items()}
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors = {f"model.{name}": whole(tensor) for name, tensor in self.model.state_dict().items()}
+        tensors = {f"model.{name}": whole(tensor) for name, tensor in self.ranks.state_of(self.model).items()}
         names = {id(parameter): name for name, parameter in self.dense.items()}
         for parameter, moments in self.optimizer.state.items():
             for key, value in moments.items():
@@ -197,21 +197,25 @@ class Trainer:
         tensors, state = self._state()
         learnt = {name: tensor for name, tensor in tensors.items() if name.startswith(_LEARNT)}
         if (found := checkpoints.not_finite(learnt)) is not None:
-            raise TrainingError(
-                f"{found} after step {self.progress.step}; no checkpoint was written of it",
-                where=str(self.run.folder),
-                remedy=self._way_on(),
-            )
+            raise self._not_saved(found)
         keep = {self.progress.step}
         if self.progress.best_step is not None:
             keep.add(self.progress.best_step)
+        self.ranks.save(self.run.checkpoints, self.model, tensors, state, self._not_saved)
 
-        def write() -> None:
-            checkpoints.save(self.run.checkpoints, tensors, state)
-            checkpoints.prune(self.run.checkpoints, keep)
-            self.recorder.tell(None, self._place())
+        def tidy() -> None:
+            if self.ranks.rank == 0:
+                checkpoints.prune(self.run.checkpoints, keep)
+                self.recorder.tell(None, self._place())
 
-        self.ranks.first(write)
+        self.ranks.together(tidy)
+
+    def _not_saved(self, found: str) -> TrainingError:
+        return TrainingError(
+            f"{found} after step {self.progress.step}; no checkpoint was written of it",
+            where=str(self.run.folder),
+            remedy=self._way_on(),
+        )
 
     def _place(self) -> tuple[int, int]:
         return self.progress.step, self.total_steps
@@ -224,7 +228,7 @@ class Trainer:
         Raises:
             CheckpointError: If the checkpoint is of another model.
         """
-        load_weights(self.model, checkpoint)
+        self.ranks.together(lambda: load_weights(self.model, checkpoint))
         if weights_only:
             return
         for name, parameter in self.dense.items():
@@ -258,15 +262,14 @@ class Trainer:
             RunError: If another process trains the run, or the recipe has changed since the checkpoint was written.
         """
         with self.run.lock() if self.recorder.run is not None else contextlib.nullcontext():
-            available = checkpoints.steps(self.run.checkpoints)
-            if available:
-                newest = checkpoints.load(checkpoints.folder_of(self.run.checkpoints, available[-1]))
+            newest = self.ranks.load(self.run.checkpoints)
+            if newest is not None:
                 if self.recipe is not None:
                     check_recipe(newest.state.get("recipe"), self.recipe, self.run.recipe_file)
                 self.restore(newest)
             if self.recorder.run is not None:
                 self.run.rewind_metrics(self.progress.step, without="probe")  # there is one such record, at the end
-            return bool(available)
+            return newest is not None
 
     def stop(self) -> None:
         """Ask the loop to save and return after the step in progress. Safe from signal handlers and threads."""
@@ -291,8 +294,9 @@ class Trainer:
                 if self.progress.step not in checkpoints.steps(self.run.checkpoints):
                     self.save()
             elif self.config.patience is not None and self.progress.best_step not in (None, self.progress.step):
-                best = checkpoints.folder_of(self.run.checkpoints, self.progress.best_step or 0)
-                self.restore(checkpoints.load(best), weights_only=True)
+                best = self.ranks.load(self.run.checkpoints, self.progress.best_step)
+                assert best is not None
+                self.restore(best, weights_only=True)
             if self.progressive is not None and self.recorder.run is not None:
                 self.run.write_json("progressive.json", self.progressive.compute())
             probing = self._write_probe(finished=ended != "interrupted")

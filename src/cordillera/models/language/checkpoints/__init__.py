@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from cordillera.data.sealed import CHECKSUMS
 from cordillera.errors import CheckpointError
 from cordillera.models.language.checkpoints.consolidated import Consolidated, save_consolidated
 from cordillera.models.language.checkpoints.gguf_file import GGUFFile
 from cordillera.models.language.checkpoints.hugging_face import HuggingFace, save_hugging_face
-from cordillera.models.language.checkpoints.sealed import CHECKSUMS
 from cordillera.models.language.checkpoints.sharded import MODEL, STATE, Sharded
 from cordillera.models.language.checkpoints.source import Source, check_architecture
 from cordillera.models.language.llama import Llama, LlamaConfig

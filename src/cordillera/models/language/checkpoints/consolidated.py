@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cordillera.data.sealed import SealedFolder, write_checksums
 from cordillera.errors import CheckpointError
 from cordillera.files import read_json_object
-from cordillera.models.language.checkpoints.sealed import SealedFolder, write_checksums
 from cordillera.models.language.checkpoints.source import (
     Names,
     Source,

@@ -11,9 +11,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from cordillera.data.sealed import SealedFolder, write_checksums
 from cordillera.errors import CheckpointError
 from cordillera.files import read_json_object
-from cordillera.models.language.checkpoints.sealed import SealedFolder, write_checksums
 from cordillera.models.language.checkpoints.source import (
     Names,
     Source,

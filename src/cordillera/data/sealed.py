@@ -23,13 +23,18 @@ def write_checksums(folder: Path) -> None:
 
 
 class SealedFolder:
-    """Folder whose files exist with their recorded sizes in bytes; their content is verified on request."""
+    """Folder whose files exist with their recorded sizes in bytes; their content is verified on request.
+
+    Attributes:
+        digests: Recorded SHA-256 of each file, by name.
+        sizes: Recorded size of each file in bytes, by name.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         content = read_sealed(path / CHECKSUMS, required=True, error=CheckpointError, remedy=_REMEDY)
         try:
-            self._sums = {str(name): str(entry["sha256"]) for name, entry in content.items()}
+            self.digests = {str(name): str(entry["sha256"]) for name, entry in content.items()}
             self.sizes = {str(name): int(entry["bytes"]) for name, entry in content.items()}
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError("does not name files", where=str(path / CHECKSUMS), remedy=_REMEDY) from error
@@ -58,7 +63,7 @@ class SealedFolder:
 
     def verify(self, name: str) -> None:
         """Raise CheckpointError if a file differs from its checksum."""
-        if checksum(self.path / name) != self._sums[name]:
+        if checksum(self.path / name) != self.digests[name]:
             raise self._corrupt(name)
 
     def verify_once(self, name: str) -> None:
@@ -73,7 +78,7 @@ class SealedFolder:
     def read_json(self, name: str) -> dict[str, Any]:
         """Read a JSON object from a file and verify the file."""
         content = (self.path / name).read_bytes()
-        if hashlib.sha256(content).hexdigest() != self._sums[name]:
+        if hashlib.sha256(content).hexdigest() != self.digests[name]:
             raise self._corrupt(name)
         found = parse_json(content, str(self.path / name), error=CheckpointError, remedy=_REMEDY)
         if not isinstance(found, dict):
