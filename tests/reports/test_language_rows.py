@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,16 @@ def test_a_few_resumptions_are_named_in_the_chart_and_many_are_not(tmp_path: Pat
     loss, _, _ = run._learning(read(tmp_path / "untold", untold))
     assert loss is not None
     assert ">step<" in loss.chart.svg(1)
+
+
+def test_skipped_steps_are_dots_at_the_top_of_the_chart_of_norms(tmp_path: Path) -> None:
+    records = [train(10 * n, gradient_norm=2.0) for n in (1, 2, 3)]
+    records += [{"kind": "skipped", "step": step} for step in (10, 20)]
+    norms = run._norms(read(tmp_path, records), Axis.to([30]), "step", "step")
+    assert norms is not None
+    dots = re.findall(r'<circle class="dot s1" cx="([\d.]+)" cy="([\d.]+)"', norms.chart.svg(1))
+    assert [float(x) for x, _ in dots] == pytest.approx([norms.chart.x(x) for x in (10, 20)], abs=0.01)
+    assert [float(y) for _, y in dots] == pytest.approx([norms.chart.top] * 2, abs=0.01)
 
 
 def test_a_logarithmic_axis_shows_all_but_what_is_above_the_first_losses() -> None:
