@@ -153,3 +153,10 @@ def test_every_plan_is_simulated_on_every_other_network_and_the_best_after_upgra
         gains = set((other.capacities / whole.capacities).round(9).tolist())
         assert gains == ({1.0, 2.0} if "capacity" in words else {1.0})
         assert after.latency_s == pytest.approx(before.latency_s / (2 if "latency" in words else 1))
+
+
+@pytest.mark.parametrize("name", sorted(topology.shipped()))
+def test_a_cluster_of_two_levels_has_a_network_to_change_and_one_of_one_has_none(name: str) -> None:
+    whole = topology.load(name)
+    explorer: Any = SimpleNamespace(topology=whole, again=lambda plan, other: SimpleNamespace(seconds=1.0))
+    assert (sensitivity(explorer, {"best": "plan"}) is None) == (len(whole.levels) == 1)

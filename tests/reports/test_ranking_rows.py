@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cordillera.errors import DataError
-from cordillera.planning.ranking.exchange import CAUSES
+from cordillera.planning.ranking.exchange import CAUSES, STREAMS
 from cordillera.planning.ranking.placement import Placement, TablePart
 from cordillera.reports.ranking import comparison, placement, plan, run, scores
 from cordillera.reports.ranking.material import Material, data_fraction, interval_text, mean_ne
@@ -338,3 +338,18 @@ def test_a_plan_says_in_what_it_differs_and_nothing_else() -> None:
     assert sentences[0] == "Exchanged between parts of a region: 5.0 GB a step to 1.0 GB."
     assert sentences[1].startswith("Tables: ")
     assert sentences[2:] == ["Order of a step: plain to late."]
+
+
+def test_a_trace_names_the_thread_of_every_stream_in_one_process() -> None:
+    timeline: Any = [
+        SimpleNamespace(name=f"{stream} it", cause=cause, stream=stream, start=0.5 * n, seconds=0.25)
+        for n, (stream, cause) in enumerate(zip(STREAMS, CAUSES, strict=False))
+    ]
+    events = json.loads(plan.chrome_trace(timeline))["traceEvents"]
+    threads = {one["tid"]: one["args"]["name"] for one in events if one["ph"] == "M"}
+    assert {one["pid"] for one in events} == {0}
+    assert sorted(threads.values()) == sorted(STREAMS)
+    drawn = [one for one in events if one["ph"] == "X"]
+    assert [(threads[one["tid"]], one["ts"], one["dur"]) for one in drawn] == [
+        (stream, 5e5 * n, 2.5e5) for n, stream in enumerate(STREAMS)
+    ]
