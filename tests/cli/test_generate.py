@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,17 @@ def _chat(folder: Path, text: str, system: str | None = None) -> list[int]:
 
 
 def test_the_answer_is_the_greedy_path_and_the_rate_is_told(cli, folder):
+    began = time.perf_counter()
     done = cli("generate", folder, "the cat sat", *EXACT, "-n", 12)
+    elapsed = time.perf_counter() - began
     assert done.code == 0, done.err
     assert done.out == greedy(folder, _chat(folder, "the cat sat"), 12) + "\n"
-    assert re.fullmatch(r"\d+ tokens in \d+\.\d\d s, \d+\.\d tokens/s\n", done.err)
+    told = re.fullmatch(r"(\d+) tokens in (\d+\.\d\d) s, (\d+\.\d) tokens/s\n", done.err)
+    assert told is not None
+    tokens, seconds, rate = map(float, told.groups())
+    assert tokens <= 12
+    assert seconds <= elapsed + 0.01
+    assert (rate - 0.05) * (seconds - 0.005) <= tokens <= (rate + 0.05) * (seconds + 0.005)
 
 
 def test_what_is_not_utf8_is_named_by_its_place_in_the_prompt(cli, folder, tmp_path, monkeypatch):

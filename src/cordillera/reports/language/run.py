@@ -277,6 +277,6 @@ def _event(kind: str, found: Sequence[Record]) -> tuple[str, str, str]:
 
 def _bytes(size: float) -> str:
     for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size >= limit:
+        if size >= limit * 999.5 / 1024:  # four digits before the point would become a power of ten
             return f"{size / limit:.3g} {unit}"
     return f"{size:.0f} bytes"

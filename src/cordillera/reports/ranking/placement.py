@@ -73,6 +73,6 @@ def _ranks(placement: Placement, table: str) -> str:
 
 def _bytes(size: float) -> str:
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= scale:
+        if size >= 0.9995 * scale:
             return f"{size / scale:.3g} {unit}"
     return f"{size:.0f} B"

@@ -1,0 +1,131 @@
+"""Parts of workflows that need no training: what ranks report, losses side by side, kinds of runs that do not mix."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cordillera import workflows
+from cordillera.cli import generate
+from cordillera.errors import DataError, RecipeError, RunError
+from cordillera.recipe import LanguageRecipe, RankingRecipe, shipped
+from cordillera.recipe import load as load_recipe
+from cordillera.workflows import _say, scaling
+from cordillera.workflows.scores import Losses
+
+
+def test_what_rank_0_reports_arrives_where_it_was_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(_say, "tell", sent.append)
+    on_step, say = _say.to_launcher(0)
+    assert on_step is not None
+    on_step({"loss": 1.0}, "progress", 9)
+    say("a line")
+    other_step, other_say = _say.to_launcher(1)
+    assert other_step is None
+    other_say("nothing")
+    assert len(sent) == 2
+    steps: list[tuple[Any, ...]] = []
+    lines: list[str] = []
+    hear = _say.from_ranks(lambda *step: steps.append(step), lines.append)
+    for message in sent:
+        hear(message)
+    assert (steps, lines) == ([({"loss": 1.0}, "progress", 9)], ["a line"])
+    quiet = _say.from_ranks(None, lines.append)
+    for message in sent:
+        quiet(message)
+    assert lines == ["a line"] * 2
+
+
+@pytest.mark.parametrize(("samples", "parts", "left"), [(10, 2, 5), (10, 3, 4), (7, 1, 7), (9, 9, 1), (5, 2, 3)])
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_the_last_part_of_losses_is_at_least_an_equal_one(samples: int, parts: int, left: int, is_plain: bool) -> None:
+    values = np.arange(samples, dtype=np.float64)
+    whole = Losses(values, values + 100, None if is_plain else values + 200, None if is_plain else values.astype(int))
+    part = whole.tail(parts)
+    assert part.first == samples - left
+    assert part.losses.tolist() == list(range(samples - left, samples))
+    assert (part.labels - 100).tolist() == part.losses.tolist()
+    if is_plain:
+        assert part.weights is None
+        assert part.groups is None
+    else:
+        assert part.weights is not None
+        assert part.groups is not None
+        assert (part.weights - 200).tolist() == part.groups.tolist() == part.losses.tolist()
+
+
+@pytest.mark.parametrize("is_weighted", [True, False])
+def test_normalised_entropies_are_relative_to_the_base_rate(is_weighted: bool) -> None:
+    random = np.random.default_rng(0)
+    labels = (random.random(50) < 0.3).astype(np.float64)
+    weights = random.random(50) if is_weighted else np.ones(50)
+    rate = np.average(labels, weights=weights)
+    constant = np.where(labels == 1, -np.log(rate), -np.log(1 - rate))
+    given = weights if is_weighted else None
+    base, twice = (Losses(by * constant, labels, given, None) for by in (1, 2))
+    assert base.ne_beside(twice) == pytest.approx((1.0, 2.0))
+    assert base.beside(twice).mean == pytest.approx(1.0)
+    assert twice.beside(base).mean == pytest.approx(-0.5)
+    alone = Losses(constant, np.ones(50), given, None)
+    assert all(map(math.isnan, alone.ne_beside(alone)))
+
+
+def runs(folder: Path) -> dict[str, Path]:
+    """A folder with a recipe of each kind."""
+    from tests.training.sample_language_runs import make_language_run
+    from tests.training.sample_runs import make_evaluation, make_run
+
+    small = make_evaluation(examples=200, users=10)
+    language, ranking = folder / "language", folder / "ranking"
+    make_language_run(language, 100)
+    make_run(ranking, evaluation=small)
+    return {"language": language, "ranking": ranking}
+
+
+def test_runs_of_two_kinds_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = runs(tmp_path)
+    kinds = {path.name: LanguageRecipe if name == "language" else RankingRecipe for name, path in made.items()}
+
+    def load(path: Path, *rest: Any) -> Any:
+        kind = kinds[Path(path).parent.name]
+        return kind.__new__(kind)
+
+    monkeypatch.setattr("cordillera.recipe.load", load)
+    for first, second in (("language", "ranking"), ("ranking", "language")):
+        with pytest.raises(RunError, match=f"{second}: is a run of another kind"):
+            workflows.compare([made[first], made[second]])
+    assert [row.name for row in workflows.compare([made["language"]]).rows] == ["language"]
+    assert [row.name for row in workflows.compare([made["ranking"]]).rows] == ["ranking"]
+    for path in made.values():
+        assert workflows.report(path) == path / "report.html"
+    assert "held-out" not in (made["ranking"] / "report.html").read_text()
+    with pytest.raises(RunError, match="held-out text of a language model"):
+        workflows.evaluate(made["ranking"], tokens=5)
+
+
+def test_studies_take_recipes_of_their_own_kind() -> None:
+    kinds = {name: isinstance(load_recipe(name), LanguageRecipe) for name in shipped()}
+    language = next(name for name, is_language in kinds.items() if is_language)
+    ranking = next(name for name, is_language in kinds.items() if not is_language)
+    assert scaling._language_recipe(language, ["seed=7"]).seed == 7
+    assert scaling._ranking_recipe(ranking, ["seed=7"]).seed == 7
+    with pytest.raises(RecipeError, match="cordillera sweep"):
+        scaling._language_recipe(ranking, [])
+    with pytest.raises(DataError, match="cordillera isoflop"):
+        scaling._ranking_recipe(language, [])
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_completions_that_were_not_streamed_are_numbered(capsys: pytest.CaptureFixture[str], quiet: bool) -> None:
+    found: Any = [SimpleNamespace(text=text) for text in ("one\n", "two")]
+    generate._finish(["a", "b"], found, as_json=False, quiet=quiet)
+    assert capsys.readouterr().out == ("one\ntwo\n" if quiet else "[1] one\n[2] two\n")
+    for text, end in (("one\n", ""), ("one", "\n")):
+        generate._finish(["a"], [SimpleNamespace(text=text)], as_json=False, quiet=quiet)  # type: ignore[list-item]
+        assert capsys.readouterr().out == end, "the text itself was streamed"
