@@ -2,8 +2,9 @@
 
 Four processes are two hosts of two ranks. A rank's messages to its own host and to the other one leave by two emulated
 links of their own. Four steps are timed in turns: with the flat exchange; with the exchange by towers and no modules;
-with modules, whose outputs are repeated until the model above has as many inputs as before; and with modules alone.
-From each to the next, only the way of messages, then the number of bytes, then the computation changes.
+with a part of each tower's embeddings, repeated after the exchange until the model above has as many inputs as before;
+and with modules that compute as many embeddings as that part has, which the model above takes as they are. From each to
+the next, only the way of messages, then the number of bytes, then the computation changes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from cordillera.distributed.collectives import Collectives
 from cordillera.distributed.ledger import Ledger
 from cordillera.distributed.towers import TowerExchange, TowerLayout, flat_exchange
-from cordillera.models.ranking.interactions import MLP, DotInteraction
+from cordillera.models.ranking.interactions import MLP, DotInteraction, LinearCompression
 
 HOSTS, LOCAL = 2, 2
 FEATURES, DIM, SAMPLES, COMPRESSION = 64, 32, 256, 4
@@ -161,14 +162,27 @@ def same_bits(found: Tensor | None, expected: Tensor) -> bool:
 
 
 class _Tower(nn.Module):
-    """A linear layer over the flattened embeddings of a tower, ``[B, F, D] -> [B, outputs, D]``."""
+    """Linear combinations of a tower's features beside a linear layer over all of them: ``[B, F, D] -> [B, O, D]``."""
 
     def __init__(self, features: int, outputs: int) -> None:
         super().__init__()
-        self.layer = nn.Linear(features * DIM, outputs * DIM)
+        flat = outputs // 2
+        self.combine = LinearCompression(features, outputs - flat)
+        self.flat = nn.Linear(features * DIM, flat * DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.flatten(1)).unflatten(1, (-1, DIM))
+        return torch.cat([self.combine(x), self.flat(x.flatten(1)).unflatten(1, (-1, DIM))], 1)
+
+
+class _First(nn.Module):
+    """The first embeddings of a tower, ``[B, F, D] -> [B, outputs, D]``: fewer bytes without computation."""
+
+    def __init__(self, features: int, outputs: int) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, : self.outputs]
 
 
 class _Above(nn.Module):
@@ -187,10 +201,13 @@ def _made(name: str, layout: TowerLayout, links: Collectives) -> Callable[[Tenso
     """Return one step of training without tables, and without the sum of the model's gradients over all ranks."""
     torch.manual_seed(0)
     outputs = [len(layout.tower(host)) // COMPRESSION for host in range(layout.hosts)]
-    is_compressed = name in ("fewer bytes", "compressed")
     above = _Above(sum(outputs) if name == "compressed" else FEATURES)
-    tower = _Tower(len(layout.tower(links.rank // LOCAL)), outputs[0]) if is_compressed else None
-    exchange = TowerExchange(layout, links, tower, outputs if is_compressed else None, DIM)
+    modules = {"fewer bytes": _First, "compressed": _Tower}
+    tower = None
+    if name in modules:
+        host = links.rank // LOCAL
+        tower = modules[name](len(layout.tower(host)), outputs[host])
+    exchange = TowerExchange(layout, links, tower, None if tower is None else outputs, DIM)
 
     def step(pooled: Tensor, samples: list[int]) -> None:
         x = flat_exchange(layout, links, pooled, samples) if name == "flat" else exchange(pooled, samples)
@@ -209,17 +226,18 @@ def _steps(rank: int, folder: str, *, rounds: int, samples: int) -> dict[str, An
     layout = TowerLayout.of([range(host * each, (host + 1) * each) for host in range(HOSTS)], LOCAL)
     steps = {name: _made(name, layout, links) for name in STEPS}
     counts = [samples] * links.size
-    found: dict[str, Any] = {name: {"seconds": [], "exposed": []} for name in STEPS}
+    found: dict[str, Any] = {name: {"seconds": [], "exposed": [], "computed": []} for name in STEPS}
     for turn in range(WARM_UP + rounds):
         for name in STEPS if turn % 2 else reversed(STEPS):
             pooled = torch.randn(sum(counts), len(layout.features[rank]), DIM, requires_grad=True)
             links.ledger.clear()
             dist.barrier()
-            began = time.perf_counter()
+            began, computed = time.perf_counter(), time.thread_time()
             steps[name](pooled, counts)
-            spent = time.perf_counter() - began
+            spent, computed = time.perf_counter() - began, time.thread_time() - computed
             if turn >= WARM_UP:
                 found[name]["seconds"].append(spent)
+                found[name]["computed"].append(computed)
                 found[name]["exposed"].append(links.ledger.total().exposed_seconds)
             found[name]["traffic"] = counted(links.ledger)
     dist.barrier()
@@ -232,17 +250,34 @@ def _between(traffic: dict[str, tuple[int, int]]) -> tuple[int, int]:
     return sum(one[0] for one in of), sum(one[1] for one in of)
 
 
+def _slowest(found: dict[int, dict[str, Any]], name: str, what: str = "seconds") -> list[float]:
+    """Return the time of the slowest rank in each round, since ranks wait for each other."""
+    return [max(of) for of in zip(*(one[name][what] for one in found.values()), strict=True)]
+
+
 def _rows(found: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for name in STEPS:
-        ranks = [found[rank][name] for rank in sorted(found)]
-        # ranks wait for each other: the slowest one counts
-        seconds = median(max(of) for of in zip(*(one["seconds"] for one in ranks), strict=True))
-        exposed = median(sum(of) / len(of) for of in zip(*(one["exposed"] for one in ranks), strict=True))
-        sent = [_between(one["traffic"]) for one in ranks]
-        row = {"step": name, "seconds": seconds, "exposed": exposed, "bytes_between": max(one[0] for one in sent)}
-        rows.append(row | {"messages_between": max(one[1] for one in sent)})
+        exposed = zip(*(one[name]["exposed"] for one in found.values()), strict=True)
+        sent = [_between(one[name]["traffic"]) for one in found.values()]
+        rows.append(
+            {
+                "step": name,
+                "seconds": median(_slowest(found, name)),
+                "computed": median(_slowest(found, name, "computed")),
+                "exposed": median(sum(of) / len(of) for of in exposed),
+                "faster": _ratio(found, "flat", name),
+                "bytes_between": max(one[0] for one in sent),
+                "messages_between": max(one[1] for one in sent),
+            }
+        )
     return rows
+
+
+def _ratio(found: dict[int, dict[str, Any]], first: str, second: str) -> float:
+    """Return the median over rounds of the time of one step relative to another."""
+    pairs = zip(_slowest(found, first), _slowest(found, second), strict=True)
+    return median(one / other for one, other in pairs)
 
 
 def run(console: Console, quick: bool) -> dict[str, Any]:
@@ -256,20 +291,20 @@ def run(console: Console, quick: bool) -> dict[str, Any]:
     if ended.codes != [0] * size:
         raise RuntimeError(ended.said)
     rows = _rows(ended.found)
-    seconds = {row["step"]: row["seconds"] for row in rows}
     gains = {
-        "way": seconds["flat"] / seconds["towers"],
-        "bytes": seconds["towers"] / seconds["fewer bytes"],
-        "computation": seconds["fewer bytes"] / seconds["compressed"],
-        "all": seconds["flat"] / seconds["compressed"],
+        "way": _ratio(ended.found, "flat", "towers"),
+        "bytes": _ratio(ended.found, "towers", "fewer bytes"),
+        "computation": _ratio(ended.found, "fewer bytes", "compressed"),
+        "all": _ratio(ended.found, "flat", "compressed"),
     }
     share = rows[0]["exposed"] / rows[0]["seconds"]
     table = Table(title=f"a step of {HOSTS} hosts of {LOCAL} ranks (emulated links)", title_justify="left")
-    for heading in ("step", "seconds", "times faster", "exchange exposed", "sent to other hosts", "messages"):
+    headings = ("step", "seconds", "times faster", "processor time", "exchange exposed", "to other hosts", "messages")
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == "step" else "right")
     for row in rows:
         table.add_row(
-            row["step"], f"{row['seconds']:.4f}", f"{seconds['flat'] / row['seconds']:.2f}",
+            row["step"], f"{row['seconds']:.4f}", f"{row['faster']:.2f}", f"{row['computed']:.4f}",
             f"{row['exposed']:.4f}", f"{row['bytes_between'] / 1e6:.3f} MB", str(row["messages_between"]),
         )  # fmt: skip
     console.print(table)
@@ -278,7 +313,7 @@ def run(console: Console, quick: bool) -> dict[str, Any]:
         f"equal to the bit, with traffic as by formulas: {right} of {len(exact)} shapes of virtual ranks "
         f"({', '.join(exact)})",
         f"compression {COMPRESSION}: {gains['all']:.2f} times faster ({ASKED} asked) = way of messages "
-        f"{gains['way']:.2f} x bytes {gains['bytes']:.2f} x computation {gains['computation']:.2f}",
+        f"{gains['way']:.2f} x bytes {gains['bytes']:.2f} x computation {gains['computation']:.2f} (medians of rounds)",
         f"exchanges take {share:.0%} of the flat step: without any, it would be {1 / (1 - share):.2f} times faster",
     ]
     print_notes(console, notes)
