@@ -2,7 +2,7 @@
 
 ``partition`` recovers planted groups of features, from embeddings that are made and from those of trained models.
 ``quality`` compares models with towers of compression 4 with the same models without, on MovieLens-100K and on a log
-whose features interact within planted blocks.
+whose features interact within planted blocks. ``exchange`` compares the exchange by towers with the flat one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import polars as pl
 import scipy.optimize
 import torch
 import typer
+from _dmt_exchange import run as measure_exchange
 from _program import Program
 from _ranking_quality import MODELS, fit_ours
 from _results import FinishedPieces
@@ -57,6 +58,7 @@ class Part(str, enum.Enum):
 
     partition = "partition"
     quality = "quality"
+    exchange = "exchange"
 
 
 def made_embeddings(noise: float, seed: int, samples: int = 300, dim: int = 8) -> tuple[np.ndarray, np.ndarray]:
@@ -251,8 +253,8 @@ def _quality(console: Console, quick: bool, folder: Path, pieces: FinishedPieces
 
 main = Program(
     "dmt",
-    {Part.partition: _partition, Part.quality: _quality},
-    "Measure learned towers of features, and the quality of models that compress embeddings in them.",
+    {Part.partition: _partition, Part.quality: _quality, Part.exchange: measure_exchange},
+    "Measure learned towers of features, the quality of models that compress in them, and the exchange by towers.",
     threads=1,
     fresh=True,
 ).command()
