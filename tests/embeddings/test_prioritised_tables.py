@@ -29,7 +29,9 @@ def batches(kind: str, rank: int, size: int) -> list[tuple[JaggedBatch, Tensor]]
     for step in range(STEPS):
         is_equal = kind == "all equal" or (kind == "changing" and step < 9)
         batch, gradient = samples(0 if is_equal else step)
-        if kind == "all differ" or (kind == "changing" and not is_equal):  # even rows in even steps, odd ones in odd steps
+        if kind == "all differ" or (
+            kind == "changing" and not is_equal
+        ):  # even rows in even steps, odd ones in odd steps
             rows = torch.tensor([41, 7, 41, 3]).repeat_interleave(batch.offsets[::12].diff())
             values = (batch.values // 2 * 2 + step % 2).clamp(max=rows - 1)
             values = torch.where(values % 2 == step % 2, values, (values - 1).clamp(min=0))
