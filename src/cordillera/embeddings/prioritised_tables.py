@@ -64,9 +64,9 @@ class _Early(NamedTuple):
 class PrioritisedEmbeddingTables(ShardedEmbeddingTables):
     """:class:`ShardedEmbeddingTables` that exchange rows and gradients behind computation where nothing changes.
 
-    A step is ``prefetch`` of the batch after the next, the forward pass, :meth:`advance`, the backward pass and ``update``, on
-    all ranks alike; a step that leaves out one of them is right as well, but its exchanges are not hidden. Arguments
-    are those of :class:`ShardedEmbeddingTables`.
+    A step is ``prefetch`` of the batch after the next, the forward pass, :meth:`advance`, the backward pass and
+    ``update``, on all ranks alike; a step that leaves out one of them is right as well, but its exchanges are not
+    hidden. Arguments are those of :class:`ShardedEmbeddingTables`.
 
     Attributes:
         collisions: Rows that this rank asked for in the last batch that was compared with the one before, and those of
