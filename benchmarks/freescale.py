@@ -76,13 +76,14 @@ def _trained(tables: ShardedEmbeddingTables, steps: list[JaggedBatch], seconds: 
     work, spent = torch.randn(128, 128), []
     ledger = tables.links.ledger
     exposed = 0.0
-    tables.prefetch(steps[0])
+    for batch in steps[:2]:
+        tables.prefetch(batch)
     for step, batch in enumerate(steps):
         began = time.perf_counter()
         if step == WARM_UP:
             ledger.clear()
-        if step + 1 < len(steps):
-            tables.prefetch(steps[step + 1])
+        if step + 2 < len(steps):
+            tables.prefetch(steps[step + 2])
         output = tables(batch)
         _compute(seconds[0], work)
         tables.advance()

@@ -210,6 +210,19 @@ def test_a_wrong_placement_is_refused_by_name(
     assert not (tmp_path / "a").exists()
 
 
+def test_copies_are_refused_for_prioritised_exchange(cli: Any, made: Path, tmp_path: Path, none_starts: None) -> None:
+    recipe = load(made / "small.toml")
+    assert isinstance(recipe, RankingRecipe)
+    tables = {name: (rows, 8) for name, rows in prepare(recipe.data).features.tables.items()}
+    parts = tuple(TablePart(name, 0, rows, 0, 8, (0, 1)) for name, (rows, _) in tables.items())
+    (tmp_path / "p.json").write_text(Placement(2, tables, parts).to_text())
+    changed = ("--set", "parallel.placement='p.json'", "--set", "parallel.exchange='prioritised'")
+    failed = cli("train", made / "small.toml", "--run", "a", "--nproc", 2, *changed)
+    assert failed.code == 2
+    assert "p.json: prioritised exchange knows no copies of parts" in failed.err
+    assert not (tmp_path / "a").exists()
+
+
 def test_a_number_of_processes_other_than_the_launchers_is_refused(
     cli: Any, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

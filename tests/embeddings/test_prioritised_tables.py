@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -20,14 +21,17 @@ from tests.embeddings.test_sharded_tables import DIM, RULES, SPEC, STEPS, bounds
 
 WAYS = {2: ("rows", "grid"), 4: ("whole", "columns", "rows", "grid", "one rank has all")}  # by ranks
 USED = {2: ("rowwise_adagrad", "adam"), 4: RULES}
-KINDS = ("all differ", "random", "all equal")  # what a batch shares with the one before
+KINDS = ("all differ", "random", "all equal", "changing")  # what a batch shares with the one before
 
 
 def batches(kind: str, rank: int, size: int) -> list[tuple[JaggedBatch, Tensor]]:
     found = []
     for step in range(STEPS):
-        batch, gradient = samples(0 if kind == "all equal" else step)
-        if kind == "all differ":  # even rows in even steps, odd ones in odd steps
+        is_equal = kind == "all equal" or (kind == "changing" and step < 9)
+        batch, gradient = samples(0 if is_equal else step)
+        if kind == "all differ" or (
+            kind == "changing" and not is_equal
+        ):  # even rows in even steps, odd ones in odd steps
             rows = torch.tensor([41, 7, 41, 3]).repeat_interleave(batch.offsets[::12].diff())
             values = (batch.values // 2 * 2 + step % 2).clamp(max=rows - 1)
             values = torch.where(values % 2 == step % 2, values, (values - 1).clamp(min=0))
@@ -37,12 +41,13 @@ def batches(kind: str, rank: int, size: int) -> list[tuple[JaggedBatch, Tensor]]
     return found
 
 
-def trained(tables: ShardedEmbeddingTables, steps: list[tuple[JaggedBatch, Tensor]]) -> dict[str, Any]:
-    outputs, shares = [], []
-    tables.prefetch(steps[0][0])
+def trained(tables: ShardedEmbeddingTables, steps: list[tuple[JaggedBatch, Tensor]], ahead: int) -> dict[str, Any]:
+    outputs, shares, choices = [], [], []
+    for batch, _ in steps[:ahead]:
+        tables.prefetch(batch)
     for step, (batch, gradient) in enumerate(steps):
-        if step + 1 < len(steps):
-            tables.prefetch(steps[step + 1][0])
+        for following, _ in steps[step + ahead : step + ahead + 1]:
+            tables.prefetch(following)
         output = tables(batch)
         outputs.append(output.detach())
         if step % 5 != 3:  # a step without it
@@ -57,7 +62,8 @@ def trained(tables: ShardedEmbeddingTables, steps: list[tuple[JaggedBatch, Tenso
                 outputs.append(tables(steps[0][0]))
         if isinstance(tables, PrioritisedEmbeddingTables):
             shares.append(tables.collisions)
-    return {"outputs": outputs, "state": dict(tables.state_dict()), "shares": shares}
+            choices.append(tables.is_prioritised)
+    return {"outputs": outputs, "state": dict(tables.state_dict()), "shares": shares, "choices": choices}
 
 
 def together(size: int, rank: int, folder: str) -> dict[Any, Any]:
@@ -75,7 +81,12 @@ def together(size: int, rank: int, folder: str) -> dict[Any, Any]:
                         links,
                         generator=torch.Generator().manual_seed(3),
                     )
-                    result[way, rule, kind, tables.__name__] = trained(made, batches(kind, rank, size))
+                    if isinstance(made, PrioritisedEmbeddingTables):
+                        made.look_every = 2
+                        if kind != "changing":
+                            made.leave_at = 1.0  # all steps are prioritised
+                    ahead = 2 if kind in ("random", "changing") else 1
+                    result[way, rule, kind, tables.__name__] = trained(made, batches(kind, rank, size), ahead)
     try:
         PrioritisedEmbeddingTables(SPEC, DIM, config("sgd"), placements(size)["copied"], links)
     except PlanError as error:
@@ -106,13 +117,36 @@ def test_outputs_weights_and_moments_are_those_of_plain_exchange(executed: dict[
     assert compared == len(executed) * len(USED[len(executed)]) * (len(WAYS[len(executed)]) - 2 + 2 * len(KINDS))
 
 
+def rows_of(kind: str, rank: int, size: int, step: int) -> set[tuple[str, int]]:
+    """Distinct rows, with their tables, that a rank's samples look up in a step."""
+    batch = batches(kind, rank, size)[step][0]
+    return {(feature.table, row) for feature in SPEC.sparse for row in batch[feature.name].values.tolist()}
+
+
 @needs_gloo
 def test_rows_that_both_batches_look_up_are_counted(executed: dict[int, Any]) -> None:
+    size, step = len(executed), 14
+    for rank, found in executed.items():
+        for kind in KINDS[:3]:
+            before = set().union(*(rows_of(kind, one, size, step) for one in range(size)))
+            after = rows_of(kind, rank, size, step + 1)
+            expected = len(after), len(after & before)
+            assert found["rows", "adam", kind, "PrioritisedEmbeddingTables"]["shares"][step] == expected, (rank, kind)
+    counted = [
+        found["rows", "adam", kind, "PrioritisedEmbeddingTables"]["shares"][step]
+        for found in executed.values()
+        for kind in KINDS[:3]
+    ]
+    assert any(0 < both < asked for asked, both in counted)
+    assert any(1 < both == asked for asked, both in counted)
+
+
+@needs_gloo
+def test_steps_are_plain_while_most_rows_are_in_both_batches(executed: dict[int, Any]) -> None:
     for found in executed.values():
-        last = {kind: found["rows", "adam", kind, "PrioritisedEmbeddingTables"]["shares"][-4] for kind in KINDS}
-        assert last["all equal"][0] == last["all equal"][1]
-        assert last["random"][1] <= last["random"][0]
-        assert last["all differ"][1] <= 1 < last["all differ"][0] or last["all differ"][0] <= 1
+        choices = found["rows", "adam", "changing", "PrioritisedEmbeddingTables"]["choices"]
+        assert [choice for choice, _ in groupby(choices)] == [True, False, True]
+        assert choices == executed[0]["rows", "adam", "changing", "PrioritisedEmbeddingTables"]["choices"]
 
 
 @needs_gloo

@@ -12,7 +12,7 @@ summed by the asking rank is a choice of this library.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
 
@@ -156,21 +156,48 @@ class RowRequest:
     """The rows that one batch needs, and what other ranks ask this one for in the same exchange.
 
     Attributes:
+        exchange: Exchange that this request belongs to.
         distinct: Rows of this rank's batch, ``int64 [U]``, distinct and ascending.
         bounds: First position of each range in ``distinct``, and ``U``.
+        told: Number of ids and notes of each rank, in transit.
         counts: Number of ids by asking rank and range; zeros for ranges that a rank does not ask for: ``[ranks, K]``.
-        ids: Ids that each rank asks for, ranges one after another.
+            Known after :meth:`send_ids`.
+        notes: Sum of the notes of all ranks, equal on all of them. Known after :meth:`send_ids`.
+        ids: Ids that each rank asks for, ranges one after another. Known after :meth:`wait`.
+        has_sent: Whether :meth:`send_ids` was called.
         has_arrived: Whether :meth:`wait` was called.
     """
 
+    exchange: RowExchange
     distinct: Tensor
     bounds: list[int]
-    counts: np.ndarray
-    ids: Arrival[list[Tensor]]
+    told: Arrival[list[Tensor]]
+    counts: np.ndarray = field(init=False)
+    notes: list[int] = field(init=False)
+    ids: Arrival[list[Tensor]] = field(init=False)
+    has_sent: bool = False
     has_arrived: bool = False
+
+    def send_ids(self) -> None:
+        """Send the ids to the ranks that hold their rows, once all ranks have told how many they ask for."""
+        if self.has_sent:
+            return
+        routes, told = self.exchange.routes, self.told.wait()
+        self.has_sent = True
+        self.counts = np.zeros((routes.size, routes.ranges), dtype=np.int64)
+        for rank, (ranges, numbers) in enumerate(zip(routes.served, told, strict=True)):
+            self.counts[rank, ranges] = numbers[: len(ranges)].numpy()
+        notes = [numbers[len(ranges) :] for ranges, numbers in zip(routes.served, told, strict=True)]
+        self.notes = torch.stack(notes).sum(0).tolist()
+        edges = self.bounds
+        sent = [
+            _joined([self.distinct[edges[k] : edges[k + 1]] for k in ranges], self.distinct) for ranges in routes.asked
+        ]
+        self.ids = exchange_parts(self.exchange.links, "lookup ids", sent, self.counts.sum(1).tolist(), _IDS)
 
     def wait(self) -> None:
         """Wait until the ids of all ranks have arrived."""
+        self.send_ids()
         if not self.has_arrived:
             self.ids.wait()
         self.has_arrived = True
@@ -275,35 +302,39 @@ class RowExchange:
     def __init__(self, routes: RowRoutes, links: Collectives) -> None:
         self.routes, self.links = routes, links
 
-    def ask(self, distinct: Tensor) -> RowRequest:
-        """Send ids to the ranks that hold their rows.
+    def ask(self, distinct: Tensor, notes: Sequence[int] = ()) -> RowRequest:
+        """Start to ask the ranks that hold rows for them.
 
         Args:
             distinct: Row numbers, ``int64 [U]``, distinct and ascending.
+            notes: Numbers that are summed over ranks, equally many on each.
 
         Returns:
-            The request; ids of other ranks may still be in transit.
+            The request, of which only the numbers of ids are in transit.
         """
         routes = self.routes
         bounds = torch.searchsorted(distinct, routes.edges.to(distinct.device)).tolist()
-        lengths = torch.tensor(bounds, dtype=torch.int64).diff()
-        given = [lengths[ranges] for ranges in routes.asked]
-        told = exchange_parts(self.links, "lookup counts", given, [len(one) for one in routes.served], _COUNTS).wait()
-        counts = np.zeros((routes.size, routes.ranges), dtype=np.int64)
-        for rank, (ranges, numbers) in enumerate(zip(routes.served, told, strict=True)):
-            counts[rank, ranges] = numbers.numpy()
-        sent = [_joined([distinct[bounds[k] : bounds[k + 1]] for k in ranges], distinct) for ranges in routes.asked]
-        ids = exchange_parts(self.links, "lookup ids", sent, counts.sum(1).tolist(), _IDS)
-        return RowRequest(distinct, bounds, counts, ids)
+        lengths, noted = torch.tensor(bounds, dtype=torch.int64).diff(), torch.tensor(notes, dtype=torch.int64)
+        given = [torch.cat([lengths[ranges], noted]) for ranges in routes.asked]
+        counts = [len(ranges) + len(notes) for ranges in routes.served]
+        return RowRequest(self, distinct, bounds, exchange_parts(self.links, "lookup counts", given, counts, _COUNTS))
+
+    def common(self, earlier: RowRequest, later: RowRequest) -> tuple[list[Tensor], list[Tensor]]:
+        """Return masks of this rank's own rows in two requests that are asked for, by any rank, in both.
+
+        There is one mask for each asking rank, of the earlier and of the later request; their ids have arrived.
+        """
+        before, after = torch.cat(earlier.ids.result), torch.cat(later.ids.result)
+        return [torch.isin(ids, after) for ids in earlier.ids.result], [
+            torch.isin(ids, before) for ids in later.ids.result
+        ]
 
     def compare(self, earlier: RowRequest, later: RowRequest) -> Comparing:
-        """Start to tell each rank which of its rows in two requests are asked for, by any rank, in both.
+        """Start to tell each rank which of its rows in two requests are in both, as :meth:`common` finds them.
 
-        Ids of both requests have arrived. A rank learns this of its own rows; holders know it at once.
+        A rank learns this of the rows that it asks for; holders know it at once.
         """
-        asked_before, asked_after = torch.cat(earlier.ids.result), torch.cat(later.ids.result)
-        served_before = [torch.isin(ids, asked_after) for ids in earlier.ids.result]
-        served_after = [torch.isin(ids, asked_before) for ids in later.ids.result]
+        served_before, served_after = self.common(earlier, later)
         sent = [torch.cat(both).to(torch.uint8) for both in zip(served_before, served_after, strict=True)]
         sizes = [(self._asked_ids(earlier, rank), self._asked_ids(later, rank)) for rank in range(self.routes.size)]
         arrival = exchange_parts(self.links, "collisions", sent, [sum(both) for both in sizes], _COLLISIONS)

@@ -6,8 +6,11 @@ up are sent at once; the others travel while the next forward pass runs. Every r
 precede its batch and updated once per step with its whole gradient, so that results are those of
 :class:`~cordillera.embeddings.sharded_tables.ShardedEmbeddingTables`, bit for bit.
 
-Source: FreeScale (arXiv 2604.24073) for the two classes of rows; which exchange runs behind which computation is a
-choice of this library.
+Where most rows are in both batches, there is nothing to send early, and the plain exchange has fewer messages. Ranks
+therefore count these rows and take the exchange that suits the share, all of them from the same step on.
+
+Source: FreeScale (arXiv 2604.24073) for the two classes of rows; which exchange runs behind which computation, and when
+the plain one is taken, are choices of this library.
 """
 
 from __future__ import annotations
@@ -61,13 +64,17 @@ class _Early(NamedTuple):
 class PrioritisedEmbeddingTables(ShardedEmbeddingTables):
     """:class:`ShardedEmbeddingTables` that exchange rows and gradients behind computation where nothing changes.
 
-    A step is ``prefetch`` of the next batch, the forward pass, :meth:`advance`, the backward pass and ``update``, on
-    all ranks alike; a step that leaves out one of them is right as well, but its exchanges are not hidden. Arguments
-    are those of :class:`ShardedEmbeddingTables`.
+    A step is ``prefetch`` of the batch after the next, the forward pass, :meth:`advance`, the backward pass and
+    ``update``, on all ranks alike; a step that leaves out one of them is right as well, but its exchanges are not
+    hidden. Arguments are those of :class:`ShardedEmbeddingTables`.
 
     Attributes:
         collisions: Rows that this rank asked for in the last batch that was compared with the one before, and those of
             them that some rank looked up in both.
+        is_prioritised: Whether the next step is prioritised, rather than plain; equal on all ranks.
+        leave_at: Share of rows in both batches, over all ranks, above which steps become plain.
+        return_at: Share below which they become prioritised again.
+        look_every: Number of plain steps after which rows in both batches are counted again.
 
     Raises:
         PlanError: If the placement has copies of a part, asks for sums of bags, or does not fit the tables or the
@@ -75,6 +82,8 @@ class PrioritisedEmbeddingTables(ShardedEmbeddingTables):
     """
 
     collisions: tuple[int, int] = (0, 0)
+    is_prioritised = True
+    leave_at, return_at, look_every = 0.8, 0.7, 16
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -91,19 +100,44 @@ class PrioritisedEmbeddingTables(ShardedEmbeddingTables):
         self._urgent: Chosen | None = None
         self._early: _Early | None = None
         self._late: _Late | None = None
+        self._counted = (0, 0)  # served rows of the batch compared last, and those in both; ranks hear of them once
+        self._plain_steps = 0
 
     def forward(self, sparse: JaggedBatch) -> Tensor:
         """Look up and pool every feature of this rank's samples; see :meth:`EmbeddingTables.forward`."""
         output = super().forward(sparse)
-        if torch.is_grad_enabled() and self._asked and self._present is not None:
-            coming = self._asked[0].request
-            coming.wait()
-            self._comparing = (self._present, coming, self._exchange.compare(self._present, coming))
         if torch.is_grad_enabled():
+            if self._asked and self._present is not None:
+                self._compare(self._present, self._asked[0].request)
             self._send_late()
         return output
 
+    def _compare(self, present: RowRequest, coming: RowRequest) -> None:
+        """Compare the present batch with the coming one, if the step is prioritised, or count their common rows."""
+        if self.is_prioritised:
+            coming.wait()
+            comparing = self._exchange.compare(present, coming)
+            self._comparing, common = (present, coming, comparing), comparing.later
+        else:
+            self._plain_steps += 1
+            if self._plain_steps % self.look_every:
+                return
+            coming.wait()
+            common = self._exchange.common(present, coming)[1]
+        self._counted = (sum(map(len, common)), sum(int(mask.sum()) for mask in common))
+
+    def _take_notes(self) -> tuple[int, ...]:
+        notes, self._counted = self._counted, (0, 0)
+        return notes
+
+    def _choose(self, rows: int, common: int) -> None:
+        """Choose the exchange of the next step by the numbers of rows of all ranks; keep it if none were counted."""
+        if rows and (common > self.leave_at * rows if self.is_prioritised else common < self.return_at * rows):
+            self.is_prioritised, self._plain_steps = not self.is_prioritised, 0
+
     def _fetch(self, request: RowRequest, coder: Coder | None) -> Tensor:
+        request.wait()
+        self._choose(*request.notes)
         self._present = request
         early = self._early
         if early is None or early.request is not request:
@@ -117,7 +151,8 @@ class PrioritisedEmbeddingTables(ShardedEmbeddingTables):
         return found
 
     def advance(self) -> None:
-        """Send the rows of the next batch that the present one does not change; called between both passes."""
+        """Send the rows of the next batch that the present one does not change, and ids of batches after it."""
+        super().advance()
         if self._comparing is None:
             return
         present, coming, comparing = self._comparing

@@ -197,9 +197,10 @@ class ShardedEmbeddingTables(EmbeddingTables):
         return len(self._waiting)
 
     def prefetch(self, sparse: JaggedBatch) -> None:
-        """Send the ids of a batch, so that they arrive while something else is computed; :meth:`forward` finds them.
+        """Start to exchange the ids of a batch while something else is computed; :meth:`forward` finds them.
 
-        All ranks call it equally often and in the same order. Every batch is looked up after it, in the same order.
+        All ranks call it equally often and in the same order. Every batch is looked up after it, in the same order. Of
+        a batch that is given two lookups ahead, no exchange of ids is waited for if :meth:`advance` is called.
 
         Raises:
             DataError: the keys are not those of the features, or an id does not lie in its table.
@@ -280,9 +281,13 @@ class ShardedEmbeddingTables(EmbeddingTables):
             if misplaced >= 0:
                 raise self._misplaced(chosen, misplaced)
         distinct, inverse = distinct_rows(rows, self.num_rows)
-        request = self._exchange.ask(distinct)
+        request = self._exchange.ask(distinct, self._take_notes())
         bags = self._bags.ask(sparse) if self._bags.features else None
         return BatchRequest(sparse.values, request, inverse, offsets, chosen.weights, bags)
+
+    def _take_notes(self) -> tuple[int, ...]:
+        """Return numbers to be summed over ranks beside the next request; equally many on every rank."""
+        return ()
 
     def _fetch(self, request: RowRequest, coder: Coder | None) -> Tensor:
         """Answer all ranks' requests and return the rows of this rank's, ``float32 [U, D]``."""
@@ -297,7 +302,9 @@ class ShardedEmbeddingTables(EmbeddingTables):
         return self._rows_of(own).index_select(0, ids - own.first_row)
 
     def advance(self) -> None:
-        """Go on with exchanges between the forward and the backward pass; there are none here."""
+        """Send the ids of batches that were prefetched; called between the forward and the backward pass."""
+        for asked in self._asked:
+            asked.request.send_ids()
 
     def update(self, learning_rate_scale: float = 1.0) -> None:
         """Apply pending gradients of all ranks, once per distinct row; see :meth:`EmbeddingTables.update`."""

@@ -299,6 +299,12 @@ def _placement(recipe: RankingRecipe, model: RankingModel, splits: Splits) -> tu
         placement = Placement.read(given.placement)
         shapes = {name: (rows, tables.embedding_dim) for name, rows in tables.features.tables.items()}
         placement.check(shapes, given.processes, where=given.placement)
+        if given.exchange == "prioritised" and any(len(part.ranks) > 1 for part in placement.parts):
+            raise PlanError(
+                "prioritised exchange knows no copies of parts",
+                where=given.placement,
+                remedy="give each part one rank, or set parallel.exchange = 'plain'",
+            )
         return placement, ""
     if not tables.features.tables:
         return Placement(given.processes, {}, ()), ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,8 @@ from cordillera.training.ranking.rank_checkpoints import TableCheckpoints, state
 
 Score = Callable[[RankingBatch], Tensor]
 _Result = TypeVar("_Result")
+
+_AHEAD = 2  # batches whose ids are exchanged in advance: their numbers in one step, the ids in the next
 
 
 class OneRank:
@@ -155,17 +158,16 @@ class ManyRanks(OneRank):
         return samples * self.rank // self.size, samples * (self.rank + 1) // self.size
 
     def shares(self, batches: Iterable[RankingBatch]) -> Iterator[tuple[RankingBatch, RankingBatch]]:
-        """Iterate over batches with this rank's shares; ids of the next one are exchanged while one is computed."""
-        before: tuple[RankingBatch, RankingBatch] | None = None
+        """Iterate over batches with this rank's shares; ids of the next ones are exchanged while one is computed."""
+        ahead: deque[tuple[RankingBatch, RankingBatch]] = deque()
         self.tables.forget()
         for batch in batches:
             own = self._share(batch)
             self.tables.prefetch(own.sparse)
-            if before is not None:
-                yield before
-            before = batch, own
-        if before is not None:
-            yield before
+            ahead.append((batch, own))
+            if len(ahead) > _AHEAD:
+                yield ahead.popleft()
+        yield from ahead
 
     def _share(self, batch: RankingBatch) -> RankingBatch:
         """Return the samples of a batch between equal shares of its length."""
