@@ -242,6 +242,7 @@ class ShardedEmbeddingTables(EmbeddingTables):
         blocks = [getattr(self, f"rows_{block}") for block in range(self._blocks)]
         arrival = self._bags.send_sums(asked.bags, blocks, self.backend, coder)
         output = torch.empty(samples, len(self._keys), self.embedding_dim)
+        asked.request.wait()
         if self._by_rows:
             output.index_copy_(1, torch.tensor(self._by_rows), self._sum_rows(asked, coder, torch.float32))
         self._bags.place_sums(asked.bags, arrival.wait(), output)
