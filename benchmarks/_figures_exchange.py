@@ -101,16 +101,6 @@ def compression_shares() -> str:
     return ", ".join(f"{link} {percent(share, '.0f')}" for link, share in shares.items())
 
 
-def compression_quality() -> str:
-    """Return NE of the test split with raw rows and within bounds, with its change."""
-    rows = []
-    for row in results("compression-training")["rows"]:
-        test = row["test"]
-        change = "" if row["codec"] == "raw" else f"{100 * test['change']:+.3f} ± {100 * test['standard_error']:.3f} %"
-        rows.append([row["recipe"], row["codec"], f"{test['mean']:.5f}", change])
-    return table(["recipe", "rows", "NE", "change"], rows)
-
-
 FIGURES: Figures = {
     "freescale-rows": freescale_rows,
     "freescale-conditions": freescale_conditions,
@@ -125,5 +115,4 @@ FIGURES: Figures = {
     "compression-decode": partial(compression_rate, "decode"),
     "compression-steps": compression_steps,
     "compression-shares": compression_shares,
-    "compression-quality": compression_quality,
 }
