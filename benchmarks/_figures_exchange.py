@@ -86,21 +86,6 @@ def compression_rate(kind: str) -> str:
     return span([one["bytes_per_s"]["bounded-fast"][kind]["median"] / 1e6 for one in _codecs()], ",.0f")
 
 
-def compression_steps() -> str:
-    """Return how many times faster a step is with each codec, by link, beside one with raw rows."""
-    rows = results("compression-step")["rows"]
-    links = list(dict.fromkeys(row["link"] for row in rows))
-    found = {(row["codec"], row["link"]): f"{row['times_faster']['median']:.2f}" for row in rows}
-    codecs = list(dict.fromkeys(row["codec"] for row in rows if row["codec"] != "raw"))
-    return table(["codec", *links], [[codec, *(found.get((codec, link), "") for link in links)] for codec in codecs])
-
-
-def compression_shares() -> str:
-    """Return the share of the exchange of rows in a step with raw rows, by link."""
-    shares = results("compression-step")["share_of_exchange"]
-    return ", ".join(f"{link} {percent(share, '.0f')}" for link, share in shares.items())
-
-
 FIGURES: Figures = {
     "freescale-rows": freescale_rows,
     "freescale-conditions": freescale_conditions,
@@ -113,6 +98,4 @@ FIGURES: Figures = {
     "compression-hybrid": partial(compression_over, "times_hybrid"),
     "compression-encode": partial(compression_rate, "encode"),
     "compression-decode": partial(compression_rate, "decode"),
-    "compression-steps": compression_steps,
-    "compression-shares": compression_shares,
 }
