@@ -58,7 +58,7 @@ NOT_RUN = {
     "cordillera bench loka": "takes minutes; its parts have tests in tests/numerics",
     "cordillera bench low-precision-inference": "takes minutes; tests/cli quantises a small run",
     "cordillera bench ranking": "takes minutes; tests/benchmarks runs it with small sizes",
-    "cordillera bench dmt": "takes minutes; tests/benchmarks runs it with small sizes",
+    "cordillera bench fsdp": "takes minutes; tests/benchmarks runs it with small sizes",
     "cordillera bench zionex": "takes minutes; tests/benchmarks runs it with small sizes",
     "cordillera bench llama": "takes minutes; tests/benchmarks runs it with few rounds",
     "cordillera watch": "ends with 1, for the samples shown have moved; tests/cli/test_quantize.py runs it",

@@ -233,7 +233,7 @@ def slice_samples(batch: JaggedBatch, first: int, end: int) -> JaggedBatch:
 
 
 def choose_features(batch: JaggedBatch, places: Sequence[int]) -> JaggedBatch:
-    """Return the features of a batch at the given positions, in their order; values are copied."""
+    """Return the features of a batch at the positions ``places``, in their order; values are copied."""
     size = batch.batch_size
     edges = batch.offsets[::size].tolist() if size else [0] * (len(batch.keys) + 1)
 

@@ -17,7 +17,6 @@ from _compression_baselines import (
 )
 from _compression_step import CODECS, FAST, ON_FAST, RATES
 from _compression_tables import KAGGLE, TERABYTE, drawn
-from _compression_training import SCALES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,15 +78,3 @@ def test_steps_are_timed_on_every_link(tmp_path: Path) -> None:
     assert 0.25 < found["share_of_exchange"]["40 Mb/s"] < 0.38
     (short,) = (row for row in found["rows"] if (row["link"], row["codec"]) == ("40 Mb/s", "bounded"))
     assert short["ratio"] > 4
-
-
-@needs_gloo
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_ne_is_compared_with_the_same_seeds(tmp_path: Path) -> None:
-    found = part_of(compression, "training", tmp_path)
-    assert [row["codec"] for row in found["rows"]] == 2 * list(SCALES)
-    for row in found["rows"]:
-        changed = row["codec"] != "raw"
-        assert any(row["test"]["changes"]) == any(row["train"]["changes"]) == changed
-        assert (row["ratio"] > 2) == changed

@@ -277,18 +277,18 @@ def test_sharded_dense_weights_end_where_whole_ones_do(made: Path, whole: Path, 
     """With two hosts of one process, all weights are copies that FSDP keeps equal."""
     given = ("--set", f"parallel.dense='{dense}'", "--set", f"parallel.hosts={hosts}", "--nproc", 2)
     clipped = ("--set", "training.gradient_clip=0.05")
-    ends(train(made, "small.toml", "--run", dense, *given, *clipped))
+    ends(train(made, "small.toml", "--run", f"{dense}-parts", *given, *clipped))
     ends(train(made, "small.toml", "--run", f"{dense}-alone", *clipped))
-    assert ne(made / dense) == pytest.approx(ne(made / f"{dense}-alone"), abs=1e-6)
-    runs = [made / dense, made / f"{dense}-alone"]
+    assert ne(made / f"{dense}-parts") == pytest.approx(ne(made / f"{dense}-alone"), abs=1e-6)
+    runs = [made / f"{dense}-parts", made / f"{dense}-alone"]
     ours, theirs = map(learnt, runs)
     assert ours.keys() == theirs.keys()
     for key, tensor in theirs.items():
         torch.testing.assert_close(ours[key], tensor, rtol=1e-5, atol=1e-5, msg=f"{key} differs")
     for run in runs:  # the last checkpoint is of step 120 then
         shutil.rmtree(checkpoints.folder_of(run / "checkpoints", 122))
-    ends(train(made, made / dense, "--resume", *given))
-    assert all(torch.equal(tensor, ours[key]) for key, tensor in learnt(made / dense).items())
+    ends(train(made, made / f"{dense}-parts", "--resume", *given))
+    assert all(torch.equal(tensor, ours[key]) for key, tensor in learnt(made / f"{dense}-parts").items())
     ends(train(made, made / f"{dense}-alone", "--resume", *given))  # whole weights of one process go on in parts
     for key, tensor in learnt(made / f"{dense}-alone").items():
         torch.testing.assert_close(tensor, theirs[key], rtol=1e-5, atol=1e-5, msg=f"{key} differs")

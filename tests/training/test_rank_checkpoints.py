@@ -260,7 +260,7 @@ def test_a_rank_makes_saves_and_reads_its_parts_without_the_memory_of_whole_tabl
     kind = MODELS["dlrm"].Config(embedding_dim=width, bottom_mlp=(8,), top_mlp=(8,), embedding_init="uniform_by_rows")
     model, used = peak(lambda: build(kind, spec({"items": rows}), config))
     own = model.tables.memory_bytes()
-    assert 0.2 < used < (own["rows"] + own["optimizer"]) / whole + 0.1
+    assert used < (own["rows"] + own["optimizer"]) / whole + 0.1
     (box, *_) = model.tables.boxes()
     file = tmp_path / "part.safetensors"
     _, used = peak(lambda: checkpoints.write_tensors(file, {"a": box.values}, {"b": "c"}))

@@ -82,7 +82,7 @@ class TowerLayout:
 
     @classmethod
     def of(cls, towers: Sequence[Sequence[int]], ranks_per_host: int) -> TowerLayout:
-        """Return the layout of given towers, one for each host; ranks of a host get as equal a number as possible."""
+        """Return the layout of given towers, one for each host with ``ranks_per_host`` ranks, shared out evenly."""
         if ranks_per_host < 1:
             raise PlanError(f"{ranks_per_host} ranks on a host", where="towers", remedy="at least 1")
         features: list[tuple[int, ...]] = []

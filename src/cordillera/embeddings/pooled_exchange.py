@@ -347,7 +347,8 @@ class BagExchange:
     def place_sums(self, request: BagRequest, received: Sequence[Tensor], output: Tensor) -> None:
         """Put sums of bags that have arrived into ``output``, ``float32 [B, F, D]``; other features keep their values.
 
-        Parts with a table's first row are copied, all others added, in the order of parts.
+        Parts with a table's first row are copied, all others added, in the order of parts. ``received`` are the numbers
+        that each rank sent for the ``request``.
         """
         samples = len(request.sparse)
         found = []
@@ -368,7 +369,10 @@ class BagExchange:
             output[:, f].mul_(request.factors[f].unsqueeze(1))  # type: ignore[index]
 
     def send_gradients(self, request: BagRequest, gradient: Tensor) -> Arrival[list[Tensor]]:
-        """Start to send gradients of bags, ``[B, F, D]``, to the ranks that hold their rows."""
+        """Start to send the ``gradient`` of a request's bags, ``[B, F, D]``, to the ranks that hold their rows.
+
+        The ``request`` is that of the lookup.
+        """
         samples, factors = len(request.sparse), request.factors
         means = set(self._means if factors is not None else ())
         sent = []
@@ -395,7 +399,10 @@ class BagExchange:
         return exchange_parts(self.links, "gradients of bags", sent, sizes, _GRADIENTS)
 
     def by_block(self, request: BagRequest, received: Sequence[Tensor]) -> dict[int, PendingGradient]:
-        """Return the gradients that have arrived for the rows of each block, in the order of ranks."""
+        """Return the gradients that have arrived for the rows of each block, in the order of ranks.
+
+        ``received`` are the numbers that each rank sent for the ``request``.
+        """
         found, starts = {}, [0] * self.links.size
         for block, (served, (_, width)) in enumerate(zip(self.wait(request), self._shapes, strict=True)):
             pieces = []

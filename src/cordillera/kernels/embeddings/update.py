@@ -194,7 +194,8 @@ def sum_gradients(
 ) -> Tensor:
     """Return the sum of the gradients of each of ``count`` rows, in ascending order of positions: ``[count, D]``.
 
-    Arguments are those of :func:`sparse_update`; sums are made in float64 and rounded to ``dtype``.
+    ``rows``, ``offsets``, ``grad`` and ``value_weights`` are those of :func:`sparse_update`; sums are made in float64
+    and rounded to ``dtype``.
     """
     sums = torch.zeros(count, grad.shape[-1], dtype=dtype)
     if count:  # 0 - (-1) * sum

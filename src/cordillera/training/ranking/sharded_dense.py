@@ -43,6 +43,7 @@ def shard_dense(
 
     Args:
         model: Model whose tables are not touched.
+        sharding: ``replicated``, ``full`` (over all processes) or ``hybrid`` (over those of a host).
         size: Number of processes, those of the default process group.
         hosts: Number of hosts, each with equally many consecutive ranks.
         deadline_s: Longest time of one collective, in seconds.
@@ -94,7 +95,7 @@ def cut_like(other: Tensor, tensor: Tensor) -> Tensor:
 
 
 def clip_gradients(parameters: Iterable[Tensor], largest: float | None = None) -> float:
-    """Return the norm of all gradients together; if it exceeds ``largest``, scale them down to that, in place."""
+    """Return the norm of all gradients of ``parameters``; if it exceeds ``largest``, scale them down to that."""
     given = [parameter for parameter in parameters if parameter.grad is not None]
     kinds = [[one for one in given if isinstance(one.grad, DTensor) == sharded] for sharded in (False, True)]
     kinds = [of_kind for of_kind in kinds if of_kind]
