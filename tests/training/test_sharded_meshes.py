@@ -27,7 +27,7 @@ from cordillera.distributed.tensor_parallel import local
 from cordillera.errors import CordilleraError
 from cordillera.models.language.checkpoints import load
 from cordillera.models.language.llama import LlamaConfig
-from cordillera.training.language import checkpoints as sharded_checkpoints
+from cordillera.training import sharded_checkpoints
 from cordillera.training.language.checkpoints import ShardedCheckpoints
 from cordillera.training.language.engine import LanguageConfig, LanguageEngine, PackedTokens
 from tests.distributed.processes import needs_gloo, run_processes
