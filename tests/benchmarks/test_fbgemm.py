@@ -35,6 +35,7 @@ def test_contenders_stand_for_the_same_layer() -> None:
             assert float((found - exact).norm() / exact.norm()) < 0.03
 
 
+@pytest.mark.slow
 def test_geometric_means_are_of_the_rows() -> None:
     with torch.no_grad():
         values = measure_linear(2, quick=True)["values"]

@@ -62,6 +62,7 @@ def test_mods_are_timed_beside_what_they_replace() -> None:
     assert found["not_compiled"] == "not with --quick"
 
 
+@pytest.mark.slow
 def test_what_is_timed_are_the_layers_that_they_are_called() -> None:
     """A layer is its product with its epilogue; the modified one is torch's formulas."""
     x, weight, bias, scale, shift = (tensor.detach() for tensor in _loka_mods._operands("layer", 8, 512, 16)[0])

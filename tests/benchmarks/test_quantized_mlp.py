@@ -46,6 +46,7 @@ def _linear(seed: int, inner: int, outputs: int) -> nn.Linear:
 
 @settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 2**31), output=st.booleans())
+@pytest.mark.slow
 def test_three_layers_in_eight_bits_throughout_keep_thirty_decibels(seed: int, output: bool) -> None:
     model = _mlp(seed, 96, 128, 64, 32)
     x = torch.randn(256, 96)

@@ -66,6 +66,7 @@ def test_both_sides_get_the_same_draws_of_settings() -> None:
 
 @pytest.mark.peer
 @pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.slow
 def test_fbgemm_updates_as_ours_does(backend: str) -> None:
     pytest.importorskip("fbgemm_gpu")
     batch = criteo_batches(FEATURES, 1, 16)[0]

@@ -42,6 +42,7 @@ def same_weights(one: Path, other: Path) -> bool:
 
 
 @needs_gloo
+@pytest.mark.slow
 def test_a_planned_run_is_the_run_that_is_typed_by_hand(cli: Any, recipe: Path, tmp_path: Path) -> None:
     workload = "sequence = 64\nbatch = 4\n[model]\n"
     (tmp_path / "work.toml").write_text(workload + "".join(f"{k} = {json.dumps(v)}\n" for k, v in MODEL.items()))

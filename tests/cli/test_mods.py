@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -17,6 +18,7 @@ MODS = 'model.mods=["no-bias", "block-norm", "hard-swish"]'
 SIZES = ["model.norm_block=3", "model.fmb_mlp=[32]", "model.top_mlp=[40]"]
 
 
+@pytest.mark.slow
 def test_a_run_with_mods_does_all_that_a_run_does(cli, recipe, tmp_path):
     sizes = [part for size in SIZES for part in ("--set", size)]
     done = cli("train", recipe, "--run", "run", "--set", MODS, *sizes, "--set", "training.epochs=1")

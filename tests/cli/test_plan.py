@@ -182,6 +182,7 @@ def test_a_bad_day_is_told_in_the_text_and_in_the_file(cli: Any) -> None:
     assert "8 of 32 devices (25.00%) are gone" in result.out
 
 
+@pytest.mark.slow
 def test_ctrl_c_prints_the_best_plan_so_far(tmp_path: Path) -> None:
     """Searches of some seconds are interrupted as soon as it says that layouts are estimated."""
     screen, stderr = pty.openpty()

@@ -122,6 +122,7 @@ def test_mistakes_on_the_command_line_are_quoted_as_they_are(cli, arguments):
     assert any(word in done.err for word in ("[/x]", "\\udcff", "valid integer"))
 
 
+@pytest.mark.slow
 def test_a_terminal_of_another_encoding_gets_escapes_and_warnings_are_escaped():
     code = (
         "import sys, warnings; sys.argv = ['cordillera', 'data', 'describe', 'caf\\xe9[/x]']\n"

@@ -160,6 +160,7 @@ def test_mistakes_in_plans_of_training_are_told_before_a_run_is_made(cli, traine
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_statistics_of_training_are_used_until_new_ones_are_asked_for(cli, recipe, tmp_path):
     sizes = ("model.fmb_mlp=[64]", "model.top_mlp=[64]", "training.epochs=1", "training.probe_every=2")
     done = cli("train", recipe, "--run", "run", "-q", *(word for size in sizes for word in ("--set", size)))
@@ -204,8 +205,8 @@ def test_layers_go_back_until_the_budget_is_kept(cli, trained, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"threads": 99}, "made with threads 99"),
-        ({"instructions": ["AVX2"]}, "made with instructions"),
+        pytest.param({"threads": 99}, "made with threads 99", marks=pytest.mark.slow),
+        pytest.param({"instructions": ["AVX2"]}, "made with instructions", marks=pytest.mark.slow),
         ({"libraries": {"torch": "1.0"}}, "made with libraries"),
     ],
 )

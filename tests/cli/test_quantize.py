@@ -119,6 +119,7 @@ def test_the_reported_change_is_that_of_the_written_model(trained):
     assert outcome.ne[1] / outcome.ne[0] - 1 == pytest.approx(outcome.confirmed.mean, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_rows_of_two_bits_are_offered_where_bytes_alone_count_and_taken_where_ne_allows(trained, tmp_path):
     folder = shutil.copytree(trained[0], tmp_path / "run")
     outcome = quantize(Run(folder), 10.0, smallest=True)

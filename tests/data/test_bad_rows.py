@@ -229,6 +229,7 @@ def test_an_encoder_of_the_first_format_still_loads(tmp_path: Path) -> None:
     assert encoder.encode(frame.with_columns(user=pl.lit("4.0"))).ids.tolist() == [[2]] * 3
 
 
+@pytest.mark.slow
 def test_every_flipped_byte_of_a_large_cache_is_refused(tmp_path: Path, fuzz_inputs: Callable[[int], int]) -> None:
     """What counts is the whole, not the first 64 MiB: nothing is left out because a set is large."""
     rows = 100_000

@@ -148,6 +148,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Fut
         yield {how: pool.submit(run, how, folder / how) for how in days}
 
 
+@pytest.mark.slow
 def test_the_result_of_rank_0_comes_back_whatever_strangers_write_into_the_store(launched: Any) -> None:
     result, _ = launched["well"].result()
     assert not isinstance(result, Exception), result
@@ -162,6 +163,7 @@ def test_an_error_keeps_its_class_and_gets_its_ranks_name(launched: Any) -> None
     assert (error.what, error.where, error.remedy) == ("is empty", "rank 1, file.txt", "fill it")
 
 
+@pytest.mark.slow
 def test_an_error_of_all_ranks_is_said_once_as_if_there_were_one(launched: Any) -> None:
     error, _ = launched["alike"].result()
     assert type(error) is DataError
@@ -314,6 +316,7 @@ def signals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Futu
         yield {how: pool.submit(signalled, folder / how, how) for how in ("terminal", "twice", "killed")}
 
 
+@pytest.mark.slow
 def test_ranks_that_are_asked_stop_at_the_same_step(signals: Any) -> None:
     code, out, err = signals["terminal"].result()
     assert code == 0, err
@@ -329,6 +332,7 @@ def test_a_second_signal_ends_all_at_once(signals: Any) -> None:
     assert err.rstrip().endswith("KeyboardInterrupt")
 
 
+@pytest.mark.slow
 def test_ranks_end_with_the_one_that_began_them_and_leave_no_files(signals: Any) -> None:
     code, _, _ = signals["killed"].result()
     assert code == -signal.SIGKILL
@@ -370,7 +374,8 @@ def can_unplug() -> bool:
     return False
 
 
-@pytest.mark.parametrize("deadline_s", [8, pytest.param(60, marks=pytest.mark.slow)], ids=["deadline", "Ctrl-C"])
+@pytest.mark.slow
+@pytest.mark.parametrize("deadline_s", [8, 60], ids=["deadline", "Ctrl-C"])
 def test_a_link_that_goes_down_ends_a_job_by_the_deadline_and_ctrl_c_at_once(tmp_path: Path, deadline_s: int) -> None:
     if not can_unplug():
         pytest.skip("takes unshare and ip, and the right to make a network namespace")
@@ -421,6 +426,7 @@ def under_launcher(folder: Path, *arguments: str) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.slow
 def test_processes_of_a_launcher_join_their_job_and_end_in_good_order(tmp_path: Path) -> None:
     done = under_launcher(tmp_path)
     assert done.returncode == 0, done.stderr
@@ -429,6 +435,7 @@ def test_processes_of_a_launcher_join_their_job_and_end_in_good_order(tmp_path: 
     assert "terminate called" not in done.stderr
 
 
+@pytest.mark.slow
 def test_processes_of_a_launcher_name_the_one_that_failed(tmp_path: Path) -> None:
     done = under_launcher(tmp_path, "fail")
     assert done.returncode != 0

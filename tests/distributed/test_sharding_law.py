@@ -105,7 +105,7 @@ def test_the_published_traffic_is_that_of_the_busiest_rank(hosts: int, ranks_per
 
 # The tracker sees one process of as many as there would be; no memory is taken.
 @pytest.mark.parametrize("blocks", [1, 2, 4], ids=["blocks", "pairs", "whole"])
-@pytest.mark.parametrize("shards", [8, 64, 512])
+@pytest.mark.parametrize("shards", [8, *(pytest.param(count, marks=pytest.mark.slow) for count in (64, 512))])
 def test_tracked_memory_is_the_published_law(shards: int, blocks: int) -> None:
     with fake_processes(shards):
         stage = make_stage(*STAGE, blocks)
@@ -123,10 +123,10 @@ def test_tracked_memory_is_the_published_law(shards: int, blocks: int) -> None:
     [
         (DEBUG, 8, 1, 1, True, "fp32"),
         (DEBUG, 64, 8, 2, True, "fp32"),
-        (DEBUG, 8, 1, 1, False, "fp32"),
+        pytest.param(DEBUG, 8, 1, 1, False, "fp32", marks=pytest.mark.slow),
         (DEBUG, 8, 1, 4, True, "bf16"),
         (DEBUG, 1, 8, 1, True, "fp32"),
-        (UNEVEN, 64, 1, 1, True, "fp32"),
+        pytest.param(UNEVEN, 64, 1, 1, True, "fp32", marks=pytest.mark.slow),
         (UNEVEN, 7, 3, 2, False, "bf16"),
     ],
 )

@@ -131,7 +131,14 @@ def test_bfloat16_autocast_stays_near_float32(make_features: MakeFeatures, make_
     assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-@pytest.mark.parametrize(("name", "bf16"), [*((name, False) for name in MODELS), ("dlrm", True), ("wukong", True)])
+@pytest.mark.parametrize(
+    ("name", "bf16"),
+    [
+        *(pytest.param(name, False, marks=() if name == "wukong" else pytest.mark.slow) for name in MODELS),
+        ("dlrm", True),
+        pytest.param("wukong", True, marks=pytest.mark.slow),
+    ],
+)
 def test_score_compiles_without_graph_breaks(make_features: MakeFeatures, name: str, bf16: bool) -> None:
     torch._dynamo.reset()
     model = make(name, make_features(tasks=("click", "buy")), **({"layers": 1} if name in ("dhen", "wukong") else {}))

@@ -141,6 +141,7 @@ def test_outputs_follow_the_compression(
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("kind", ["linear", "cross"])
+@pytest.mark.slow
 def test_towers_compile_and_run_in_bfloat16(
     make_features: MakeFeatures, make_batch: MakeBatch, name: str, kind: str
 ) -> None:

@@ -30,6 +30,7 @@ def explorer() -> Explorer:
     return Explorer(workloads.load("llama3-70b"), cluster.changed(MANY))
 
 
+@pytest.mark.slow
 def test_more_freedom_is_never_worse(explorer: Explorer) -> None:
     base = explorer.production()
     alone = {one: explorer.explore([one], keep=4).best.seconds for one in ALL}

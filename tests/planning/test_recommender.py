@@ -466,6 +466,7 @@ def test_published_throughput_is_missed_by_as_much_as_the_docs_say(
         (4096, {"region.distance_km": 500.0}, 2.19, 1.26),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_gains_are_those_of_the_docs(devices: int, changes: dict, with_messages: float, without: float) -> None:
     large = workloads.load("dlrm-12t")
     cluster = topology.load("two-buildings").changed({"pod.members": devices // 128, **changes})

@@ -227,6 +227,7 @@ def test_four_ranks_and_eight_microbatches_are_solved(latency: float) -> None:
     split=st.booleans(),
 )
 @settings(max_examples=8, deadline=None)
+@pytest.mark.slow
 def test_what_is_returned_keeps_its_word(
     times: list[float], latency: float, occupied: float, rank_of: tuple[int, ...], split: bool
 ) -> None:
@@ -263,6 +264,7 @@ def test_memory_beyond_what_is_used_changes_nothing_and_less_costs_time() -> Non
     split=st.booleans(),
 )
 @settings(max_examples=8, deadline=None)
+@pytest.mark.slow
 def test_rules_keep_any_limit_that_lets_a_microbatch_pass(
     ranks: int, microbatches: int, chunks: int, room: int, latency: float, split: bool
 ) -> None:
@@ -289,7 +291,10 @@ def test_rules_are_never_behind_the_families_that_fit() -> None:
     assert found <= simulate(family, seconds).seconds
 
 
-@pytest.mark.parametrize(("ranks", "latency", "ahead"), [(4, 2.0, 1.2), (4, 4.0, 1.35), (8, 2.0, 1.2)])
+@pytest.mark.parametrize(
+    ("ranks", "latency", "ahead"),
+    [(4, 4.0, 1.35), *(pytest.param(ranks, 2.0, 1.2, marks=pytest.mark.slow) for ranks in (4, 8))],
+)
 def test_rules_beat_zero_bubble_in_its_memory_where_latency_is_high(ranks: int, latency: float, ahead: float) -> None:
     ways, seconds = middle(ranks, latency), StageSeconds.equal(ranks, 1, 2)
     peer = simulate(zero_bubble(ranks, 16, 1), seconds, ways).seconds
@@ -297,6 +302,7 @@ def test_rules_beat_zero_bubble_in_its_memory_where_latency_is_high(ranks: int, 
     assert peer > ahead * found
 
 
+@pytest.mark.slow
 def test_rules_return_the_same_schedule_on_every_call() -> None:
     seconds, ways = StageSeconds.equal(6, 1, 2), middle(3, 3.0)
     made = [tuned((0, 1, 2) * 2, 6, seconds, way, [6] * 3, True) for way in (ways, ways, dict(reversed(ways.items())))]

@@ -83,7 +83,7 @@ def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @needs_gloo
-@pytest.mark.parametrize("policy", ["master", "none", "split"])
+@pytest.mark.parametrize("policy", [pytest.param("master", marks=pytest.mark.slow), "none", "split"])
 def test_a_model_computes_with_numbers_of_the_format_near_float32(formats: dict[str, Any], policy: str) -> None:
     found = formats[policy]
     assert found["of the format"]

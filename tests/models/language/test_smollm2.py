@@ -79,6 +79,7 @@ def _likelihood(logits: Tensor, tokens: Tensor) -> float:
     return F.cross_entropy(logits[:-1].double(), tokens[1:]).item()
 
 
+@pytest.mark.slow
 def test_logits_and_likelihood_of_a_paragraph_equal_those_of_transformers(
     ours: Llama, theirs: Any, tokenizer: Any
 ) -> None:
