@@ -10,6 +10,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from _processes import run_processes
 from _zionex_cases import placement
 
@@ -61,6 +62,9 @@ def _recipe(name: str, quick: bool, folder: str) -> RankingRecipe:
 def _trained(recipe: RankingRecipe, splits: Splits, scale: float, seed: int, folder: Path) -> dict[str, float]:
     """Train on one rank with bounds of a scale, 0 for raw rows; return the NE of the test split and of training."""
     links = Collectives(None, Ledger(), 600.0)
+    if links.rank == 0:
+        Run.create(folder, "")
+    dist.barrier()
     torch.manual_seed(seed)
     model = model_of(recipe.model_copy(update={"seed": seed}), splits.features)
     cut = placement("rows", splits.features.tables, model.tables.embedding_dim, RANKS)
@@ -72,7 +76,7 @@ def _trained(recipe: RankingRecipe, splits: Splits, scale: float, seed: int, fol
         model,
         loader,
         None,
-        Run.create(folder, "") if links.rank == 0 else Run(folder.parent / "unused"),
+        Run(folder),
         tasks=splits.features.tasks,
         device=torch.device("cpu"),
         ranks=ManyRanks(tables, watchdog),
@@ -131,7 +135,6 @@ def measure_training(quick: bool) -> dict[str, Any]:
         cache = Path(folder, "cache")
         for name in RECIPES:
             prepare(_recipe(name, quick, str(cache)).data)
-        Run.create(Path(folder, "unused"), "")
         settings = {"quick": quick, "seeds": seeds, "cache": str(cache)}
         Path(folder, "settings.json").write_text(json.dumps(settings))
         ended = run_processes(RANKS, Path(folder), _on_rank, 3600)
