@@ -18,12 +18,12 @@ from cordillera import topology
 from cordillera.cost import Calibration, CostModel, calibration_for
 from cordillera.errors import PlanError
 from cordillera.planning import workloads
-from cordillera.planning.language.plans import ALL
 from cordillera.planning.network.settings import production_network, tuned_network
 from cordillera.planning.ranking.exchange import INSIDE, Exchange, Operation, TableLayout, TableSchedule, exposed, run
 from cordillera.planning.ranking.explorer import SCHEDULES, RecommenderExplorer, group_sizes
 from cordillera.planning.ranking.step import TableJob
 from cordillera.planning.ranking.workload import Cross, Recommender, Tables, place_tables
+from cordillera.planning.search import ALL
 from cordillera.topology import Topology
 from cordillera.workflows import planning as commands
 
