@@ -55,6 +55,14 @@ def test_an_epoch_can_be_entered_at_any_batch(train: ClickDataset, shuffle: str)
             same(left, right)
 
 
+def test_blocks_of_any_order_can_be_entered_at_any_batch(train: ClickDataset) -> None:
+    """The short last block lies in another window in each epoch."""
+    loader = Loader(train, 150, shuffle="blocks", seed=4, prefetch=0)
+    for epoch in range(4):
+        whole = _rows(loader, epoch)
+        assert [_rows(loader, epoch, start) for start in range(len(whole))] == [whole[i:] for i in range(len(whole))]
+
+
 @pytest.mark.parametrize("shuffle", ["blocks", "global"])
 def test_orders_repeat_with_the_seed_and_differ_between_seeds_and_epochs(train: ClickDataset, shuffle: str) -> None:
     make = lambda seed: Loader(train, 100, shuffle=shuffle, seed=seed)  # noqa: E731
