@@ -19,10 +19,10 @@ from _timing import Spread, Timing, times_faster
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cordillera.data.ranking.balance import Balance, divide, sample_costs, straggler_share
+from cordillera.data.ranking.balance import SampleBalance, divide, sample_costs, straggler_share
 from cordillera.jagged import JaggedBatch, offsets_from_lengths, take_samples
 
-KINDS: tuple[Balance, ...] = ("none", "fixed", "variable")
+KINDS: tuple[SampleBalance, ...] = ("none", "fixed", "variable")
 MU, SIGMA, LONGEST = 7.0, 1.6, 21_000  # lognormal lengths of histories, those of the dossiers on the paper
 COUNTED_RANKS, COUNTED_SAMPLES, DRAWS = 64, 128, 20
 RANKS, SAMPLES, SHORTER = 2, 16, 4  # of the steps: samples of a rank; histories are this many times shorter
@@ -91,7 +91,7 @@ class _Reader(nn.Module):
 class _Contender:
     """A model whose samples are divided in one way."""
 
-    def __init__(self, kind: Balance, model: _Reader) -> None:
+    def __init__(self, kind: SampleBalance, model: _Reader) -> None:
         self.kind, self.model = kind, copy.deepcopy(model)
         self.losses: list[float] = []
         self.seconds: list[float] = []

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from cordillera.data.ranking.balance import Balance
+from cordillera.data.ranking.balance import SampleBalance
 from cordillera.data.ranking.features import FeatureSpec, RankingBatch
 from cordillera.distributed.collectives import Collectives
 from cordillera.distributed.ledger import Ledger
@@ -45,7 +45,7 @@ def trainer_of(
     loader: MemoryLoader | None = None,
     validation: MemoryLoader | None = None,
     sizes: dict[str, Any] | None = None,
-    balance: Balance = "none",
+    balance: SampleBalance = "none",
     **config: Any,
 ) -> Trainer:
     """A trainer in one process, or with ``links`` as one of several, on the run of a name."""

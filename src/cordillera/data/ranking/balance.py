@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from cordillera.jagged import JaggedBatch
 from cordillera.partition import heaviest_first, longest_processing_time
 
-Balance = Literal["none", "fixed", "variable"]
+SampleBalance = Literal["none", "fixed", "variable"]
 """Division of a batch: by position; by cost, with equal numbers of samples; by cost alone."""
 
 
@@ -38,7 +38,7 @@ def sample_costs(sparse: JaggedBatch, of_sample: float = 0.0, of_square: float =
     return of_sample + lengths.sum(0) + of_square * np.square(lengths).sum(0)
 
 
-def divide(costs: NDArray[np.float64], ranks: int, balance: Balance) -> list[NDArray[np.int64]]:
+def divide(costs: NDArray[np.float64], ranks: int, balance: SampleBalance) -> list[NDArray[np.int64]]:
     """Divide the samples of a batch over ranks.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
-from cordillera.data.ranking.balance import Balance
+from cordillera.data.ranking.balance import SampleBalance
 from cordillera.distributed.codecs.coders import CodecName
 from cordillera.numerics.emulation.emulation import EmulationConfig
 from cordillera.numerics.formats.precision import Precision
@@ -133,7 +133,7 @@ class RankingParallelConfig(PlacementConfig):
     codec_file: str | None = None
     bound_scale: float = Field(1.0, gt=0, le=100, allow_inf_nan=False)
     bound_steps: int = Field(0, ge=0, le=10**12)
-    balance: Balance = "none"
+    balance: SampleBalance = "none"
     dense: Literal["replicated", "full", "hybrid"] = "replicated"
     hosts: int = Field(1, ge=1, le=2**20)
     deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)

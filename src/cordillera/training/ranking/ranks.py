@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from cordillera.data.ranking.balance import Balance, divide, positions, sample_costs
+from cordillera.data.ranking.balance import SampleBalance, divide, positions, sample_costs
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.distributed.collectives import exchange_parts
 from cordillera.distributed.job.job import stopped_by_signals
@@ -143,7 +143,11 @@ class ManyRanks(OneRank):
     """
 
     def __init__(
-        self, tables: ShardedEmbeddingTables, watchdog: Watchdog, balance: Balance = "none", of_sample: float = 1.0
+        self,
+        tables: ShardedEmbeddingTables,
+        watchdog: Watchdog,
+        balance: SampleBalance = "none",
+        of_sample: float = 1.0,
     ) -> None:
         links = tables.links
         self.tables = tables
