@@ -226,6 +226,44 @@ def test_volumes_are_those_counted_by_hand() -> None:
     assert gathered.max() == 8192 * (64 * 4 + 10 * 8)  # of others, pooled gradients and ids are gathered
 
 
+def test_copied_tables_are_updated_whole_for_the_samples_of_a_device() -> None:
+    cluster = two_pods()
+
+    def moved(rows: int) -> float:
+        work = SMALL.model_copy(update={"tables": (SMALL.tables[0], Tables(count=2, rows=rows, dim=64))})
+        layout = TableLayout(8, 8, copied_rows=1_000)
+        dealt = place_tables(work, 8, 1e9, 1.0, math.inf, 1_000)
+        return TableJob(work, cluster, layout, dealt, CostModel(cluster.device, Calibration()))._local[1]
+
+    # each of 2 tables: weights are read and written, gradients read, state read and written
+    of_row = 2 * (64 * (4 + 4 + SMALL.gradient_bytes) + 2 * SMALL.optimizer_bytes)
+    assert moved(300) - moved(100) == pytest.approx(200 * of_row)
+    assert moved(100) > 100 * of_row
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 40), st.integers(1, 60)), min_size=2, max_size=6))
+def test_memory_is_that_of_the_fullest_device(tables: list[tuple[int, int, int]]) -> None:
+    cluster = two_pods()
+    made = tuple(Tables(count=1, rows=1_000 * rows, dim=16 * dim, lookups=lookups) for dim, rows, lookups in tables)
+    work = SMALL.model_copy(update={"tables": made})
+    dealt = place_tables(work, 8, 1e12, 1.0, math.inf)
+    job = TableJob(work, cluster, TableLayout(8, 8), dealt, CostModel(cluster.device, Calibration()))
+    for prefetch in (True, False):
+        found = job.memory(TableSchedule(prefetch))
+        sent = job.weights["forward"] + job.weights["backward"] + (2 if prefetch else 1) * job.weights["ids"]
+        arrived = found["buffers"] - max(
+            of_device
+            for of_device, all_of_it in zip(sent, dealt.memory + dealt.optimizer + sent, strict=True)
+            if all_of_it == (dealt.memory + dealt.optimizer + sent).max()
+        )
+        total = found["tables"] + found["optimizer"] + found["buffers"] - arrived
+        assert total == pytest.approx((dealt.memory + dealt.optimizer + sent).max())
+        assert arrived == pytest.approx(
+            job.samples * dealt.sent_columns.sum() * (work.forward_bytes + work.backward_bytes)
+        )
+
+
 def test_one_group_in_one_host_sends_nothing_out() -> None:
     plan = RecommenderExplorer(SMALL, two_pods(), devices=8).explore().best
     assert {name for name, size in plan.step.crossed.items() if size} <= {"host"}
