@@ -289,6 +289,39 @@ def test_a_model_in_training_mode_is_refused() -> None:
     assert Replay(lambda: model(inputs), Argmax()).inputs == 30
 
 
+def test_answers_and_their_distance_from_others_are_those_of_their_rules() -> None:
+    outputs = torch.tensor([[1.0, 4.0, 2.5], [-1.0, -7.0, -1.0]])
+    assert Argmax().decide(outputs).tolist() == [[1], [0]]
+    assert Argmax().margin(outputs).tolist() == [[1.5], [0.0]]
+    assert Argmax().decide(outputs[:, :1]).tolist() == [[0], [0]]
+    assert Argmax().margin(outputs[:, :1]).tolist() == [[torch.inf], [torch.inf]]  # one class has no rival
+    threshold = Threshold(2.5)
+    assert threshold.decide(outputs).tolist() == [[False, True, True], [False, False, False]]
+    assert threshold.margin(outputs).tolist() == [[1.5, 1.5, 0.0], [3.5, 9.5, 3.5]]
+
+
+@pytest.mark.parametrize(
+    ("weight", "bit", "tolerance", "again"),
+    [
+        (1.5, 0, None, False),  # an output of 1.5 is far from the threshold
+        (1.5, 0, 0.7, True),  # 1.5 <= 0.7 * (1 + 1.5), the largest output
+        (1.5, 0, 0.55, False),
+        (3e-6, 0, None, True),  # nearer than 1e-5 * (1 + 3e-6)
+        (3e-5, 0, None, False),
+        (1.5, 29, None, True),  # 1.5 with the exponent's second bit flipped: small, so the threshold is near
+        (3.0, 29, None, False),  # 3 * 2 ** 64 is far below the largest number, but
+        (2.0**-3, 30, None, True),  # 2 ** 125 is within a factor of a hundred of it
+    ],
+)
+def test_a_fault_near_a_decision_or_an_overflow_is_judged_again(
+    weight: float, bit: int, tolerance: float | None, again: bool
+) -> None:
+    parameter = nn.Parameter(torch.tensor([[weight]]))
+    replay = Replay(lambda: F.linear(torch.ones(1, 1), parameter), Threshold(0.0), tolerance=tolerance)
+    replay(Region.of("w", parameter), torch.tensor([[bit]]))
+    assert (replay.judged, replay.repeated) == (1, int(again))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["perceptron", "convolutions", "attention", "packed"])
