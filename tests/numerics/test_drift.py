@@ -302,9 +302,13 @@ def test_probabilities_of_groups_are_those_of_fewer_samples_rounded_towards_each
     assert more[0] == 1
 
 
-def test_an_alarms_probability_is_its_own_times_the_number_of_checks(reference: DriftReference) -> None:
+def test_an_alarms_probability_is_its_own_times_the_number_of_checks() -> None:
     numbers, flags = drawn(WINDOW, 6)
     flags[:400, 0] = True
+    before, their_flags = drawn(REFERENCE, 1)
+    before[5::100, 2] = numbers[5::100, 2] = math.nan  # a lost sample has its shares nevertheless
+    reference = DriftReference.of(NAMES, before, SHARES, their_flags)
+    assert (reference.samples, reference.lost) == (REFERENCE - 164, 164)
     check = DriftCheck(reference)
     check.update(numbers, flags)
     (alarm,) = check.alarms()

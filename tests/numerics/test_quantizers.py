@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cordillera.errors import NumericsError
@@ -216,3 +216,15 @@ def test_blocks_have_the_sizes_that_their_granularity_says() -> None:
     assert torch.equal(quantize(x.round(), INT8, Granularity.row, parameters=ones).dequantize(), x.round())
     with pytest.raises(NumericsError, match=r"scales or zero points for \[1, 5\] blocks"):
         quantize(x, INT8, Granularity.column, parameters=ones)
+
+
+@settings(max_examples=100, deadline=None)
+@given(ends=st.tuples(st.floats(-8, 8), st.floats(-8, 8)), bits=st.sampled_from([4, 8]))
+def test_signed_codes_are_unsigned_ones_moved_by_half_of_all_codes(ends: tuple[float, float], bits: int) -> None:
+    assume(max(ends) - min(ends) > 0.1)
+    low, high = torch.tensor(sorted(ends)).unbind()
+    signed, unsigned = (choose_affine(low, high, INTEGERS[f"{kind}{bits}"]) for kind in ("int", "uint"))
+    assert float(signed.scale) == float(unsigned.scale)
+    assert signed.zero_point is not None
+    assert unsigned.zero_point is not None
+    assert abs(int(signed.zero_point) + 2 ** (bits - 1) - int(unsigned.zero_point)) <= 1  # halves are rounded to even
