@@ -341,4 +341,6 @@ def test_the_schedule_is_torchs(decay):
         optimizer.step()
         falling.step()
     assert schedule(total + 5, total, warmup=warmup, decay=decay, floor=floor) == pytest.approx(floor)
+    for end in range(warmup + 1, warmup + 4):  # however short the decay is
+        assert schedule(end, end, warmup=warmup, decay=decay, floor=floor) == pytest.approx(floor)
     assert [schedule(step, total, warmup=warmup, decay="none") for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
