@@ -316,12 +316,12 @@ def test_config_defaults_train(make_trainer):
 def test_the_logged_gradient_norm_is_that_of_the_logged_step(make_trainer):
     found = []
     for clip in (None, 1e9):  # a bound that is never reached, for which the norm of every step is known
-        trainer = make_trainer(f"clip {clip}", batches=7, epochs=1, log_every=3, gradient_clip=clip)
+        trainer = make_trainer(f"clip {clip}", batches=4, epochs=1, log_every=3, gradient_clip=clip)
         trainer.fit()
         found.append([(r["step"], r["gradient_norm"]) for r in trainer.run.metrics() if r["kind"] == "train"])
-    assert [step for step, _ in found[0]][:2] == [3, 6]
-    assert found[0][:2] == found[1][:2]
-    assert min(norm for _, norm in found[0][:2]) > 0
+    assert found[0][0][0] == 3
+    assert found[0][0] == found[1][0]
+    assert found[0][0][1] > 0
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine"])
