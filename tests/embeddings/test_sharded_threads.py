@@ -13,6 +13,7 @@ from cordillera.data.ranking.features import FeatureSpec, SparseFeature
 from cordillera.distributed.collectives import Collectives
 from cordillera.embeddings.prioritised_tables import PrioritisedEmbeddingTables
 from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
+from cordillera.embeddings.tables import EmbeddingTables
 from cordillera.errors import DataError
 from cordillera.jagged import JaggedBatch
 from cordillera.planning.ranking.placement import Placement, TablePart
@@ -33,6 +34,25 @@ def test_steps_are_those_of_one_process(rule: str, name: str) -> None:
         return pair.difference()
 
     assert max(run_ranks(2, work)) < 1e-6
+
+
+@pytest.mark.parametrize("init", ["uniform_by_rows", 0.1])
+@pytest.mark.parametrize("rows", [1, 15, 16_383, 16_384, 16_385, 40_000])
+def test_new_rows_are_those_of_one_process(rows: int, init: Any) -> None:
+    """They are drawn 16,384 at a time, by every rank, which keeps its own."""
+    tables = {"before": 20, "large": rows, "after": 3}
+    spec = FeatureSpec((), tuple(SparseFeature(name, name) for name in tables), tables, ("click",))
+    parts = [TablePart(name, 0, count, 4 * rank, 4, (rank,)) for name, count in tables.items() for rank in range(2)]
+    placement = Placement(2, {name: (count, 8) for name, count in tables.items()}, tuple(parts))
+    one = EmbeddingTables(spec, 8, config("sgd"), init=init, generator=torch.Generator().manual_seed(9))
+
+    def work(links: Collectives) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(9)
+        made = ShardedEmbeddingTables(spec, 8, config("sgd"), placement, links, init=init, generator=draw)
+        return made.state_dict()["weight"]
+
+    for weight in run_ranks(2, work):
+        assert torch.equal(weight, one.state_dict()["weight"])
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)

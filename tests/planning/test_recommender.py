@@ -226,6 +226,37 @@ def test_volumes_are_those_counted_by_hand() -> None:
     assert gathered.max() == 8192 * (64 * 4 + 10 * 8)  # of others, pooled gradients and ids are gathered
 
 
+class CountedBytes(CostModel):
+    """A device that takes a second for a byte and none for arithmetic."""
+
+    def stream(self, size: float) -> float:
+        return size
+
+    def linear(self, rows: float, outputs: int, inputs: int) -> tuple[float, float, float]:
+        return 0.0, 0.0, 0.0
+
+    def product(self, *sizes: float) -> float:
+        return 0.0
+
+
+def test_the_top_net_reads_what_arrives_and_lays_it_side_by_side() -> None:
+    cluster = two_pods()
+    dealt = place_tables(SMALL, 8, 1e9, 1.0, math.inf)
+    job = TableJob(SMALL, cluster, TableLayout(8, 8), dealt, CountedBytes(cluster.device, Calibration(layer_s=0.0)))
+    for chunks in (1, 4):
+        found, rows = job.layers(chunks), 1024 / chunks
+        of_nets = {
+            part: found[f"{part} forward"] - (rows * (6 * 64 * 4 + 4 * 7 * 64) if part == "top" else 0)
+            for part in ("top", "bottom")
+        }
+        # activations of a layer take the same bytes for each of its outputs, above and below
+        of_output = of_nets["bottom"] / (1024 * (128 + 64))
+        assert of_nets["top"] == pytest.approx(of_output * rows * (256 + 1))
+        back = {part: found[f"{part} backward"] - (rows * (6 * 64 * 4 + 4 * 7 * 64) if part == "top" else 0)
+                for part in ("top", "bottom")}  # fmt: skip
+        assert back["top"] / (rows * 257) == pytest.approx(back["bottom"] / (1024 * 192))
+
+
 def test_copied_tables_are_updated_whole_for_the_samples_of_a_device() -> None:
     cluster = two_pods()
 
