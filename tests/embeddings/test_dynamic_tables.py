@@ -39,8 +39,9 @@ def dynamic(
     optimizer: str = "rowwise_adagrad", rows: DynamicRowsConfig | None = None, seed: int = 5, small: bool = True
 ) -> DynamicTables:
     spec = replace(SPEC, tables={"items": 1, "users": 1}) if small else SPEC
-    config = TablesConfig.model_validate({"name": optimizer, "learning_rate": 0.1, "initial_accumulator": 0.01})
-    return DynamicTables(spec, DIM, config, rows, init=0.1, generator=torch.Generator().manual_seed(seed))
+    values = {"name": optimizer, "learning_rate": 0.1, "initial_accumulator": 0.01, "dynamic": rows}
+    config = TablesConfig.model_validate(values)
+    return DynamicTables(spec, DIM, config, init=0.1, generator=torch.Generator().manual_seed(seed))
 
 
 def batch(seed: int, size: int = 12, scale: int = 1, among: tuple[int, int] = (50, 30)) -> JaggedBatch:

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 
 from cordillera.data.ranking.features import FeatureSpec
 from cordillera.embeddings.row_file import RowFile
-from cordillera.embeddings.tables import EmbeddingTables, TablesConfig, draw_rows, on_huge_pages
+from cordillera.embeddings.tables import EmbeddingTables, TablesConfig, draw_rows
 from cordillera.errors import CheckpointError, DependencyError, TrainingError
 from cordillera.jagged import JaggedBatch
 from cordillera.kernels.embeddings.cached_rows import EMPTY, WAYS
 from cordillera.kernels.embeddings.lookup import Lookup, embedding_bag, linearise
 from cordillera.kernels.embeddings.update import available_backends, init_state, sparse_update
+from cordillera.kernels.host_memory import on_huge_pages
 
 _CHUNK = 1 << 14  # rows at a time while tables are made; a multiple of the blocks of torch's generator
 _MOST_ROWS = 2**31 - 1
@@ -49,6 +50,7 @@ class FileTables(EmbeddingTables):
     Args:
         config: Optimizer, ``cache`` (above 0) and ``cache_policy``; ``rows = "fp32"``.
         folder: Folder of the file. If it holds one, training goes on from it, and ``init`` is not used.
+        read_only: Whether the folder holds a file that is only looked up, as other processes may do meanwhile.
 
     Raises:
         CheckpointError: The folder holds other tables, or a damaged file.
@@ -63,6 +65,7 @@ class FileTables(EmbeddingTables):
         config: TablesConfig,
         folder: Path | str,
         *,
+        read_only: bool = False,
         init: float | Literal["uniform_by_rows"] = "uniform_by_rows",
         generator: torch.Generator | None = None,
     ) -> None:
@@ -73,7 +76,7 @@ class FileTables(EmbeddingTables):
                 where="FileTables",
                 remedy="use rows = 'fp32' and cache > 0",
             )
-        self._folder = folder
+        self._folder, self._read_only = folder, read_only
         super().__init__(features, embedding_dim, config, init=init, generator=generator)
 
     def _make_rows(self, init: float | Literal["uniform_by_rows"], generator: torch.Generator | None) -> None:
@@ -87,7 +90,7 @@ class FileTables(EmbeddingTables):
         self._shapes = shapes
         width = sum(shape[0] if shape else 1 for shape in shapes.values())
         identity = {"tables": dict(self.features.tables), "embedding_dim": dim, "optimizer": config.name}
-        self.file = RowFile(self._folder, self.num_rows, width, identity)
+        self.file = RowFile(self._folder, self.num_rows, width, identity, read_only=self._read_only)
         self.step = self.file.step
         self._is_new = self.file.is_new
         if self._is_new:
@@ -307,6 +310,35 @@ class FileTables(EmbeddingTables):
         if wait:
             copying.result()
         return copying
+
+    def not_finite(self) -> str | None:
+        """Describe a number in the file, as of the last flush, that is NaN or infinite; None if all are finite."""
+        for name, rows in self.features.tables.items():
+            for first in range(0, rows, _CHUNK):
+                start, count = self._starts[name] + first, min(rows - first, _CHUNK)
+                block = self.file.records[start : start + count]
+                wrong = np.flatnonzero(~np.isfinite(block).all(1))
+                if wrong.size:
+                    values = block[wrong[0]]
+                    return f"row {first + wrong[0]} of table {name!r} holds {values[~np.isfinite(values)][0]}"
+        return None
+
+    def load(self, folder: Path | str) -> None:
+        """Replace all rows, their state and the step count by those of the file in another folder.
+
+        Raises:
+            CheckpointError: The folder holds other tables, a damaged file, or none.
+            RunError: The disk is full, or the tables are only read.
+        """
+        self.discard()
+        if self._saving is not None:
+            self._saving.result()
+            self._saving = None
+        self.file.replace(folder)
+        self.step = self.file.step
+        self._tags[:] = EMPTY
+        for array in (self._pins, self._uses, self._counts, self._dirty):
+            array[:] = 0
 
     def table(self, name: str) -> Tensor:
         """Return a copy of one table, ``float32 [rows, D]``; writing to it changes nothing."""

@@ -26,10 +26,15 @@ from cordillera.files import read_sealed, sealed_json
 from cordillera.run import disk_errors, write_atomically
 
 _HEADER, _ROWS, _LOG = "header.json", "rows.bin", "undo.log"
+
+ROW_FILES = (_ROWS, _HEADER)
+"""Names of the files in the folder of a copy."""
+
 _SCHEMA = 1
 _BLOCK = struct.Struct("<4sIqq")  # mark, CRC-32 of what follows, update of the last commit, number of rows
 _MARK = b"undo"
 _COPY_ROWS = 1 << 14
+_DAMAGED = "copy the folder again; the folder of a training is made again from its checkpoint once it is deleted"
 
 
 class RowFile:
@@ -44,26 +49,33 @@ class RowFile:
         rows: Number of records.
         width: Number of float32 numbers of a record.
         identity: JSON values that an existing file must have been made with.
+        read_only: Whether nothing is written: the folder holds a file, which other processes may read as well.
 
     Raises:
-        CheckpointError: The folder holds a file of other rows, or a damaged one.
+        CheckpointError: The folder holds a file of other rows, a damaged one, or none that could be read only.
         RunError: The disk is full, or the folder cannot be written.
     """
 
-    def __init__(self, folder: Path | str, rows: int, width: int, identity: dict[str, Any]) -> None:
-        self.folder, self.rows, self.width = Path(folder), rows, width
+    def __init__(
+        self, folder: Path | str, rows: int, width: int, identity: dict[str, Any], *, read_only: bool = False
+    ) -> None:
+        self.folder, self.rows, self.width, self.read_only = Path(folder), rows, width, read_only
         self.identity = {**identity, "rows": rows, "width": width}
         self.step = 0
         self._lock, self._failed = threading.Lock(), False
-        self._saved = np.zeros(rows, np.bool_)
+        self._log = -1
+        self._saved = np.zeros(0 if read_only else rows, np.bool_)
         self._log_end = 0
-        self.is_new = not (self.folder / _HEADER).exists()
+        self.is_new = not read_only and not (self.folder / _HEADER).exists()
         with disk_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            if not read_only:
+                self.folder.mkdir(parents=True, exist_ok=True)
             self._check_size()
-        self.records = np.memmap(self.folder / _ROWS, np.float32, "r+", shape=(rows, width))
+        self.records = np.memmap(self.folder / _ROWS, np.float32, "r" if read_only else "r+", shape=(rows, width))
         if hasattr(mmap, "MADV_RANDOM"):
             self.records._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
+        if read_only:
+            return
         self._log = os.open(self.folder / _LOG, os.O_RDWR | os.O_CREAT, 0o644)
         if not self.is_new:
             self._undo(self.records, self._blocks())
@@ -106,12 +118,32 @@ class RowFile:
             RunError: The disk is full; the file is then as of the last commit when it is opened again.
         """
         with self._lock, self._whole():
-            self.records.flush()
-            write_atomically(
-                self.folder / _HEADER, sealed_json({"schema": _SCHEMA, "step": step, "identity": self.identity})
-            )
-            self.step, self.is_new = step, False
-            self._empty_log()
+            self._commit(step)
+
+    def _commit(self, step: int) -> None:
+        self.records.flush()
+        write_atomically(
+            self.folder / _HEADER, sealed_json({"schema": _SCHEMA, "step": step, "identity": self.identity})
+        )
+        self.step, self.is_new = step, False
+        self._empty_log()
+
+    def replace(self, folder: Path | str) -> None:
+        """Replace all records by those of the file in another folder, and commit them as of its update.
+
+        If this is interrupted, the folder is empty for those that open it.
+
+        Raises:
+            CheckpointError: The other folder holds a file of other rows, a damaged one, or none.
+            RunError: The disk is full, or the folder cannot be written.
+        """
+        identity = {name: value for name, value in self.identity.items() if name not in ("rows", "width")}
+        other = RowFile(folder, self.rows, self.width, identity, read_only=True)
+        with self._lock, self._whole():
+            (self.folder / _HEADER).unlink(missing_ok=True)
+            for first in range(0, self.rows, _COPY_ROWS):
+                self.records[first : first + _COPY_ROWS] = other.records[first : first + _COPY_ROWS]
+            self._commit(other.step)
 
     def copy(self, folder: Path | str) -> None:
         """Copy the file, as of its last commit, to another folder, while rows are written; no commit may be made.
@@ -147,7 +179,9 @@ class RowFile:
         """Reserve the disk's space, so that writes in place cannot fail; refuse a file of other rows."""
         path, size = self.folder / _ROWS, 4 * self.rows * self.width
         if not self.is_new:
-            header = read_sealed(self.folder / _HEADER, required=True, schema=_SCHEMA, error=CheckpointError)
+            header = read_sealed(
+                self.folder / _HEADER, required=True, schema=_SCHEMA, error=CheckpointError, remedy=_DAMAGED
+            )
             if header.get("identity") != self.identity:
                 raise CheckpointError(
                     f"holds rows of {header.get('identity')}, expected {self.identity}",
@@ -155,7 +189,7 @@ class RowFile:
                     remedy="choose another folder",
                 )
             if not path.is_file() or path.stat().st_size != size:
-                raise CheckpointError(f"must have {size:,} bytes", where=str(path), remedy="copy the folder again")
+                raise CheckpointError(f"must have {size:,} bytes", where=str(path), remedy=_DAMAGED)
             self.step = int(header["step"])
             return
         try:
@@ -171,7 +205,9 @@ class RowFile:
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """Refuse to go on after a failure, because the rows in memory and in the file no longer fit together."""
-        remedy = f"free some space, then open the folder again: it is as of update {self.step}"
+        remedy = f"free some space, then go on with --resume, or open the folder again: it is as of update {self.step}"
+        if self.read_only:
+            raise RunError("was opened to be read only", where=str(self.folder))
         if self._failed:
             raise RunError("an earlier write failed", where=str(self.folder), remedy=remedy)
         try:

@@ -25,6 +25,8 @@ from cordillera.distributed.job.job import Job, join_job
 from cordillera.distributed.job.launch import LaunchConfig, launch
 from cordillera.distributed.ledger import Ledger
 from cordillera.embeddings.cached_tables import require_cpu
+from cordillera.embeddings.dynamic_tables import DynamicTables
+from cordillera.embeddings.file_tables import FileTables
 from cordillera.embeddings.pooled_exchange import choose_pooled
 from cordillera.embeddings.prioritised_tables import PrioritisedEmbeddingTables
 from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
@@ -40,14 +42,15 @@ from cordillera.planning.ranking.table_cost import TableProfile
 from cordillera.recipe import RankingRecipe
 from cordillera.reports.ranking.placement import PLACEMENT_FILE, REASONS_FILE
 from cordillera.reports.ranking.run import write_report
-from cordillera.run import Run, disk_errors, next_folder, write_atomically
+from cordillera.run import Run, disk_errors, next_folder, remove_folder, write_atomically
 from cordillera.training import checkpoints
 from cordillera.training.ranking.codecs import coders_of, keep_given_choice
 from cordillera.training.ranking.config import TrainingOutcome
 from cordillera.training.ranking.evaluation import Evaluation
 from cordillera.training.ranking.evaluation import evaluate as evaluate_split
+from cordillera.training.ranking.file_rank import FileRank
 from cordillera.training.ranking.ranks import ManyRanks, OneRank
-from cordillera.training.ranking.scoring import scorer, select_device
+from cordillera.training.ranking.scoring import ROWS, scorer, select_device
 from cordillera.training.ranking.sharded_dense import shard_dense
 from cordillera.training.ranking.trainer import StepCallback, Trainer
 from cordillera.workflows._say import Say, from_ranks, silent, to_launcher
@@ -55,6 +58,7 @@ from cordillera.workflows.threads import keep as keep_threads
 from cordillera.workflows.threads import threads_of
 from cordillera.workflows.trained import (
     card_of,
+    in_file,
     load_model_with_checkpoint,
     model_of,
     recipe_of,
@@ -144,6 +148,7 @@ def _train_alone(
     """Train in this process."""
     device = select_device(recipe.device)
     require_cpu(recipe.tables, device)
+    _check_alone(recipe)
     with contextlib.ExitStack() as stack:
         if resume:
             run = Run(folder or "")
@@ -156,9 +161,17 @@ def _train_alone(
         stack.enter_context(with_threads(threads))
         say(f"data: {recipe.data.label}")
         splits = prepare(recipe.data)
-        model = model_of(recipe, splits.features)
-        plan = None
         begins = not (resume and checkpoints.steps(run.checkpoints))
+        make = None
+        if recipe.tables.storage == "file":
+            if not resume:
+                run = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe))
+                stack.enter_context(run.lock())
+            if begins:
+                remove_folder(run.folder / ROWS)  # rows that are not as of a checkpoint
+            make = in_file(recipe, run.folder / ROWS)
+        model = model_of(recipe, splits.features, make)
+        plan = None
         if recipe.training.plan is not None:
             # a run keeps the plan that it began with, because another one would give other bits
             source = Path(recipe.training.plan) if begins else run.folder / USED_PLAN_FILE
@@ -167,7 +180,7 @@ def _train_alone(
                 f"plan: {len(applied.planned)} linear layers by kernels of {source}, {len(applied.left)} in fp32, "
                 f"{len(applied.unknown)} of them unknown to the plan"
             )
-        if not resume:
+        if not resume and make is None:
             run = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe))
             stack.enter_context(run.lock())
         described = _begin(run, recipe, model, splits, plan) if begins else _check_same_data(run, recipe, splits)
@@ -178,7 +191,8 @@ def _train_alone(
             f"({described['embedding_parameters']:,} in tables), {described['training_flops']:,} training FLOPs "
             "an example"
         )
-        trainer = _trainer(recipe, model, splits, run, device, on_step)
+        ranks = FileRank(model.tables) if isinstance(model.tables, FileTables) else None
+        trainer = _trainer(recipe, model, splits, run, device, on_step, ranks)
         if resume:
             found = trainer.resume()
             how = f"resumed at step {trainer.progress.step}"
@@ -191,8 +205,24 @@ def _train_alone(
         evaluation = None
         if len(splits.test):
             evaluation = _evaluate(run, recipe, model, splits, "test", device, _place(recipe, trainer))
+        _put_away(model.tables, run, say)
         write_report(run)
         return Outcome(run, report, evaluation)
+
+
+def _put_away(tables: EmbeddingTables, run: Run, say: Say) -> None:
+    """Describe dynamic tables or tables in a file after training; delete the file, which checkpoints hold copies of."""
+    if isinstance(tables, DynamicTables):
+        counts = zip(tables.features.tables, tables.ids.count_rows(), strict=True)
+        say(f"tables: rows of {', '.join(f'{count - 1:,} ids of {name}' for name, count in counts)}")
+    elif isinstance(tables, FileTables):
+        events, lines = tables.statistics, tables.memory_bytes()["lines"]
+        say(
+            f"tables: {lines / 1e6:,.1f} MB of {tables.memory_bytes()['file'] / 1e6:,.1f} MB in memory; "
+            f"{events['reads']:,} rows read from the file, {events['writes']:,} written"
+        )
+        tables.close()
+        remove_folder(run.folder / ROWS)
 
 
 def _train_together(
@@ -226,9 +256,19 @@ def _train_together(
     return outcome
 
 
+def _check_alone(recipe: RankingRecipe) -> None:
+    """Refuse what tables of a kind cannot be trained with."""
+    tables = recipe.tables
+    if recipe.training.emulate is not None and (tables.are_encoded or tables.dynamic is not None):
+        why = "rounds whole tables in memory: set tables.rows = 'fp32' and tables.cache = 0, without tables.dynamic"
+        raise RecipeError(recipe.name, [("training.emulate", why)])
+
+
 def _check_together(recipe: RankingRecipe) -> None:
     """Refuse what is trained in one process only."""
     training, problems = recipe.training, []
+    if recipe.tables.dynamic is not None:
+        problems.append(("tables.dynamic", "is for training in one process"))
     if recipe.tables.are_encoded:
         problems.append(("tables", "rows in few bits and caches are of one process: set rows = 'fp32', cache = 0"))
     for key, given in (
