@@ -33,6 +33,8 @@ _CHUNK = 1 << 14  # rows at a time while tables are made; a multiple of the bloc
 _MOST_ROWS = 2**31 - 1
 _AGE_EVERY = 1024  # updates between halvings of the counts of lfu, as in `RowCache`
 _ROOM = 1024  # lines beside the cache at first
+# Distinct rows for the next lookup that have no line, ascending, and copies of their numbers.
+_NOTHING_AHEAD: tuple[Any, list[Any]] = (np.empty(0, np.int64), [])
 
 
 class FileTables(EmbeddingTables):
@@ -104,6 +106,7 @@ class FileTables(EmbeddingTables):
         self._lines: dict[str, Tensor] = {}
         self._resize(self.slots + _ROOM)
         self._outside = np.empty(0, np.int64)  # rows beside the cache, whose lines follow those of the cache
+        self._ahead = _NOTHING_AHEAD
         self._held: tuple[Tensor, Tensor] | None = None  # rows of the last training lookup and their slots
         self._worker: ThreadPoolExecutor | None = None
         self._fetching: Future[None] | None = None
@@ -164,8 +167,12 @@ class FileTables(EmbeddingTables):
             self._fetching = self._worker.submit(self._fetch, rows.numpy(), self.step + 2, self.step + 1)
 
     def _fetch(self, rows: Any, stamp: int, oldest: int) -> None:
-        wanted = np.setdiff1d(rows[self._find(rows, stamp)[1]], self._outside)
-        self._place(wanted, stamp, oldest)
+        wanted = np.setdiff1d(rows[self._find(rows, stamp)[1]], self._outside)  # others are written by the update
+        refused = wanted[self._place(wanted, stamp, oldest) < 0]
+        copies = [np.empty((refused.size, part.shape[1]), np.float32) for part in self._parts()]
+        self.file.read(refused, copies, np.arange(refused.size))
+        self._events["reads"] += refused.size
+        self._ahead = (refused, copies)
 
     def _wait(self) -> None:
         fetching, self._fetching = self._fetching, None
@@ -221,8 +228,10 @@ class FileTables(EmbeddingTables):
             wanted, inverse = np.unique(rows[missing], return_inverse=True)
             places = self._position_outside(wanted)
             unknown = places < 0
-            if stamp and unknown.any():
-                places[unknown] = self._place(wanted[unknown], stamp, stamp)
+            copied = _positions(self._ahead[0], wanted)
+            new = unknown & (copied < 0)
+            if stamp and new.any():
+                places[new] = self._place(wanted[new], stamp, stamp)
                 unknown = places < 0
             fresh = wanted[unknown]
             if fresh.size:
@@ -230,19 +239,26 @@ class FileTables(EmbeddingTables):
                 self._resize(begin + fresh.size)
                 places[unknown] = np.arange(begin, begin + fresh.size)
                 self._outside = np.concatenate([self._outside, fresh])
-                self._read(fresh, places[unknown])
+                self._take(fresh, copied[unknown], places[unknown])
                 self._events["outside"] += fresh.size * (stamp > 0)
             slots[missing] = places[inverse]
+        if stamp:
+            self._ahead = _NOTHING_AHEAD
         return torch.from_numpy(slots)
+
+    def _take(self, rows: Any, copied: Any, slots: Any) -> None:
+        """Bring rows to lines, from the copies that were read ahead or, where ``copied`` is -1, from the file."""
+        kept = copied >= 0
+        for part, source in zip(self._parts(), self._ahead[1], strict=False):
+            _kernels().copy_rows(source, copied[kept], 0, part, slots[kept], 0, part.shape[1])
+        self._read(rows[~kept], slots[~kept])
 
     def _position_outside(self, rows: Any) -> Any:
         """Slots of rows that are held beside the cache, -1 for others."""
-        places = np.full(rows.size, -1, np.int64)
-        if self._outside.size:
-            order = np.argsort(self._outside, kind="stable")
-            at = np.searchsorted(self._outside, rows, sorter=order).clip(max=order.size - 1)
-            held = self._outside[order[at]] == rows
-            places[held] = self.slots + order[at[held]]
+        order = np.argsort(self._outside, kind="stable")
+        places = _positions(self._outside[order], rows)
+        held = places >= 0
+        places[held] = self.slots + order[places[held]]
         return places
 
     def _apply_gradients(self, merged: Any, learning_rate: float) -> None:
@@ -273,7 +289,7 @@ class FileTables(EmbeddingTables):
         """Discard the gradients that wait for :meth:`update`."""
         super().discard()
         self._wait()
-        self._held, self._outside = None, self._outside[:0]
+        self._held, self._outside, self._ahead = None, self._outside[:0], _NOTHING_AHEAD
 
     def flush(self) -> None:
         """Write all changed rows to the file and make its content that of the last update.
@@ -433,6 +449,14 @@ class FileTables(EmbeddingTables):
             )
         super()._apply(fn, recurse)
         return self
+
+
+def _positions(ascending: Any, wanted: Any) -> Any:
+    """Positions of wanted numbers in ascending distinct ones, -1 for those that are not there."""
+    if not ascending.size:
+        return np.full(wanted.size, -1, np.int64)
+    at = np.searchsorted(ascending, wanted).clip(max=ascending.size - 1)
+    return np.where(ascending[at] == wanted, at, -1)
 
 
 def _kernels() -> Any:

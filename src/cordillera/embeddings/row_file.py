@@ -13,7 +13,8 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -34,6 +35,7 @@ _SCHEMA = 1
 _BLOCK = struct.Struct("<4sIqq")  # mark, CRC-32 of what follows, update of the last commit, number of rows
 _MARK = b"undo"
 _COPY_ROWS = 1 << 14
+_READERS, _FEW_ROWS = 16, 256  # threads that read rows, and rows that one thread reads
 _DAMAGED = "copy the folder again; the folder of a training is made again from its checkpoint once it is deleted"
 
 
@@ -64,6 +66,7 @@ class RowFile:
         self.step = 0
         self._lock, self._failed = threading.Lock(), False
         self._log = -1
+        self._readers: ThreadPoolExecutor | None = None
         self._saved = np.zeros(0 if read_only else rows, np.bool_)
         self._log_end = 0
         self.is_new = not read_only and not (self.folder / _HEADER).exists()
@@ -92,10 +95,24 @@ class RowFile:
 
     def read(self, rows: Any, parts: list[Any], slots: Any) -> None:
         """Read records ``rows``, int64, into the lines ``slots`` of ``parts``, float32 [slots, columns] each."""
-        column = 0
-        for part in parts:
-            _kernels().copy_rows(self.records, rows, column, part, slots, 0, part.shape[1])
-            column += part.shape[1]
+
+        def copy(some: slice) -> None:
+            column = 0
+            for part in parts:
+                _kernels().copy_rows(self.records, rows[some], column, part, slots[some], 0, part.shape[1])
+                column += part.shape[1]
+
+        self._share(rows.size, copy)
+
+    def _share(self, rows: int, copy: Callable[[slice], None]) -> None:
+        """Copy parts of the rows in several threads: each waits for its own pages of the disk."""
+        if rows < _FEW_ROWS:
+            copy(slice(None))
+            return
+        if self._readers is None:
+            self._readers = ThreadPoolExecutor(_READERS, "row-file")
+        bounds = [rows * part // _READERS for part in range(_READERS + 1)]
+        list(self._readers.map(copy, map(slice, bounds[:-1], bounds[1:])))
 
     def write(self, rows: Any, parts: list[Any], slots: Any) -> None:
         """Write the lines ``slots`` of ``parts`` to records ``rows``, distinct int64.
@@ -167,6 +184,9 @@ class RowFile:
 
     def close(self) -> None:
         """Close the files, without a commit."""
+        if self._readers is not None:
+            self._readers.shutdown()
+            self._readers = None
         if self._log >= 0:
             os.close(self._log)
             self._log = -1
@@ -221,7 +241,9 @@ class RowFile:
         """Append the records ``rows`` to the log."""
         if not rows.size or self.is_new:  # before the first commit there is nothing to go back to
             return
-        body = rows.tobytes() + self.records[rows].tobytes()
+        old = np.empty((rows.size, self.width), np.float32)
+        self.read(rows, [old], np.arange(rows.size))
+        body = rows.tobytes() + old.tobytes()
         block = _BLOCK.pack(_MARK, zlib.crc32(body), self.step, rows.size) + body
         done = 0
         while done < len(block):

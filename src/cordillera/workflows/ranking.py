@@ -147,8 +147,7 @@ def _train_alone(
 ) -> Outcome:
     """Train in this process."""
     device = select_device(recipe.device)
-    require_cpu(recipe.tables, device)
-    _check_alone(recipe)
+    _check_alone(recipe, device)
     with contextlib.ExitStack() as stack:
         if resume:
             run = Run(folder or "")
@@ -162,15 +161,12 @@ def _train_alone(
         say(f"data: {recipe.data.label}")
         splits = prepare(recipe.data)
         begins = not (resume and checkpoints.steps(run.checkpoints))
-        make = None
-        if recipe.tables.storage == "file":
-            if not resume:
-                run = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe))
-                stack.enter_context(run.lock())
+        in_folder = recipe.tables.storage == "file"  # a run whose tables are made in its folder begins with them
+        if in_folder:
+            run = run if resume else _create(recipe, folder, stack)
             if begins:
-                remove_folder(run.folder / ROWS)  # rows that are not as of a checkpoint
-            make = in_file(recipe, run.folder / ROWS)
-        model = model_of(recipe, splits.features, make)
+                remove_folder(run.folder / ROWS)  # rows without a checkpoint
+        model = model_of(recipe, splits.features, in_file(recipe, run.folder / ROWS) if in_folder else None)
         plan = None
         if recipe.training.plan is not None:
             # a run keeps the plan that it began with, because another one would give other bits
@@ -180,9 +176,8 @@ def _train_alone(
                 f"plan: {len(applied.planned)} linear layers by kernels of {source}, {len(applied.left)} in fp32, "
                 f"{len(applied.unknown)} of them unknown to the plan"
             )
-        if not resume and make is None:
-            run = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe))
-            stack.enter_context(run.lock())
+        if not resume and not in_folder:
+            run = _create(recipe, folder, stack)
         described = _begin(run, recipe, model, splits, plan) if begins else _check_same_data(run, recipe, splits)
         if recipe.threads is None and threads is not None:
             keep_threads(run, threads)
@@ -191,8 +186,7 @@ def _train_alone(
             f"({described['embedding_parameters']:,} in tables), {described['training_flops']:,} training FLOPs "
             "an example"
         )
-        ranks = FileRank(model.tables) if isinstance(model.tables, FileTables) else None
-        trainer = _trainer(recipe, model, splits, run, device, on_step, ranks)
+        trainer = _trainer(recipe, model, splits, run, device, on_step)
         if resume:
             found = trainer.resume()
             how = f"resumed at step {trainer.progress.step}"
@@ -256,9 +250,17 @@ def _train_together(
     return outcome
 
 
-def _check_alone(recipe: RankingRecipe) -> None:
+def _create(recipe: RankingRecipe, folder: Path | str | None, stack: contextlib.ExitStack) -> Run:
+    """Make the folder of a run, and hold its lock in the region of the stack."""
+    run = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe))
+    stack.enter_context(run.lock())
+    return run
+
+
+def _check_alone(recipe: RankingRecipe, device: torch.device) -> None:
     """Refuse what tables of a kind cannot be trained with."""
     tables = recipe.tables
+    require_cpu(tables, device)
     if recipe.training.emulate is not None and (tables.are_encoded or tables.dynamic is not None):
         why = "rounds whole tables in memory: set tables.rows = 'fp32' and tables.cache = 0, without tables.dynamic"
         raise RecipeError(recipe.name, [("training.emulate", why)])
@@ -482,6 +484,8 @@ def _trainer(
     ranks: OneRank | None = None,
 ) -> Trainer:
     validation = _loader(recipe, splits.validation, training=False) if len(splits.validation) else None
+    if isinstance(model.tables, FileTables):
+        ranks = FileRank(model.tables)
     return Trainer(
         recipe.training,
         model,

@@ -39,7 +39,10 @@ def model_of(
 
 
 def in_file(recipe: RankingRecipe, folder: Path, *, read_only: bool = False) -> Callable[..., EmbeddingTables] | None:
-    """Return the function that makes a recipe's tables in a file in ``folder``, or None for tables in memory."""
+    """Return the function that makes a recipe's tables in a file in ``folder``, or None for tables in memory.
+
+    ``read_only`` is that of :class:`~cordillera.embeddings.file_tables.FileTables`.
+    """
     return partial(FileTables, folder=folder, read_only=read_only) if recipe.tables.storage == "file" else None
 
 
