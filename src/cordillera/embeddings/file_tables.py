@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from cordillera.data.ranking.features import FeatureSpec
 from cordillera.embeddings.row_file import RowFile
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig, draw_rows
-from cordillera.errors import CheckpointError, DependencyError, TrainingError
+from cordillera.errors import CheckpointError, DataError, DependencyError, TrainingError
 from cordillera.jagged import JaggedBatch
 from cordillera.kernels.embeddings.cached_rows import EMPTY, WAYS
 from cordillera.kernels.embeddings.lookup import Lookup, embedding_bag, linearise
@@ -56,6 +56,7 @@ class FileTables(EmbeddingTables):
 
     Raises:
         CheckpointError: The folder holds other tables, or a damaged file.
+        DataError: There are no tables.
         DependencyError: Numba is missing, the configuration is not as above, or the device is not a CPU.
         RunError: The disk is full.
     """
@@ -78,6 +79,8 @@ class FileTables(EmbeddingTables):
                 where="FileTables",
                 remedy="use rows = 'fp32' and cache > 0",
             )
+        if not features.tables:
+            raise DataError("there are no tables to put into a file", where="FileTables", remedy="keep it in memory")
         self._folder, self._read_only = folder, read_only
         super().__init__(features, embedding_dim, config, init=init, generator=generator)
 

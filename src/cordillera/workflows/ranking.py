@@ -209,6 +209,7 @@ def _put_away(tables: EmbeddingTables, run: Run, say: Say) -> None:
     if isinstance(tables, DynamicTables):
         counts = zip(tables.features.tables, tables.ids.count_rows(), strict=True)
         say(f"tables: rows of {', '.join(f'{count - 1:,} ids of {name}' for name, count in counts)}")
+        run.write_json("model.json", {**card_of(run), "embedding_parameters": tables.num_weights})
     elif isinstance(tables, FileTables):
         events, lines = tables.statistics, tables.memory_bytes()["lines"]
         say(
