@@ -120,9 +120,9 @@ def _spec(run: Path) -> tuple[Any, torch.device]:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("rows", FILE), ("ids", DYNAMIC), ("rows", [*FILE, "training.patience=1"])]
+    ("name", "options", "step"),
+    [("rows", FILE, 3), ("ids", DYNAMIC, 12), ("rows", [*FILE, "training.patience=1"], 12)],
 )
-@pytest.mark.parametrize("step", [3, 12])
 def test_a_killed_run_ends_with_the_same_bits(
     logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: list[str], step: int
 ) -> None:

@@ -11,8 +11,10 @@ import ctypes
 import mmap
 import os
 import sys
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Parameters of mallopt(3), from the GNU C library's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3

@@ -272,7 +272,9 @@ def _check_together(recipe: RankingRecipe) -> None:
     training, problems = recipe.training, []
     if recipe.tables.dynamic is not None:
         problems.append(("tables.dynamic", "is for training in one process"))
-    if recipe.tables.are_encoded:
+    if recipe.tables.storage == "file":
+        problems.append(("tables.storage", "'file' is for training in one process: set 'memory' and cache = 0"))
+    elif recipe.tables.are_encoded:
         problems.append(("tables", "rows in few bits and caches are of one process: set rows = 'fp32', cache = 0"))
     for key, given in (
         ("plan", training.plan),
