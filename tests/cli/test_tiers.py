@@ -329,12 +329,13 @@ def test_other_places_refuse_such_tables_in_words(logs: Path, tmp_path: Path) ->
     emulating = recipe_of(logs, *DYNAMIC, 'training.emulate.format="bf16"', name="ids")
     with pytest.raises(RecipeError, match=r"training\.emulate"):
         workflows.train(emulating, tmp_path / "emulating")
-    with pytest.raises(DataError, match=r"table 'user': its ids are any numbers of 64 bits[\s\S]*tables.dynamic"):
+    with pytest.raises(RecipeError, match=r"data\.schema: user, seen: ids of 63 bits need tables\.dynamic"):
         workflows.train(recipe_of(logs, name="ids"), tmp_path / "fixed")
-    with pytest.raises(DataError, match="embedding_init"):
-        workflows.train(
-            recipe_of(logs, *DYNAMIC, "model.embedding_init=uniform_by_rows", name="ids"), tmp_path / "uniform"
-        )
+    uniform = recipe_of(logs, *DYNAMIC, "model.embedding_init=uniform_by_rows", name="ids")
+    with pytest.raises(RecipeError, match=r"model\.embedding_init: 'uniform_by_rows' needs num_embeddings of user"):
+        workflows.train(uniform, tmp_path / "uniform")
+    with pytest.raises(RecipeError, match=r"segments have a vocabulary or num_embeddings"):
+        recipe_of(logs, 'data.schema.segments=["user"]', name="ids")
     for wrong in (["tables.storage=file"], [*FILE, "tables.dynamic={}"], [*FILE, "tables.rows=int8"]):
         with pytest.raises(RecipeError, match="tables"):
             recipe_of(logs, *wrong)

@@ -46,8 +46,8 @@ class TablesConfig(SparseOptimizer):
         cache_policy: Rows that the cache keeps: those updated most often (``lfu``) or last (``lru``).
         storage: Place of rows and optimizer state: ``memory``, or ``file``, a file in the run's folder of which
             ``cache``, above 0, is in memory (``FileTables``).
-        dynamic: Admission and eviction of rows that are made when their ids appear (``DynamicTables``); None for tables
-            of fixed size.
+        dynamic: Section ``[tables.dynamic]``: admission and eviction of rows that are made when their ids appear
+            (``DynamicTables``). None for tables of fixed size.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -427,7 +427,7 @@ def _check_features(features: FeatureSpec, any_id: bool) -> None:
     for table, rows in features.tables.items():
         if rows == ANY_ID and not any_id:
             raise DataError(
-                "its ids are any numbers of 64 bits, and a table of fixed size has a row for each",
+                "its ids are any numbers of 63 bits, and a table of fixed size has a row for each",
                 where=f"table {table!r}",
                 remedy="give its features num_embeddings, or set tables.dynamic",
             )

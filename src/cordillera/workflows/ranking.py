@@ -133,6 +133,7 @@ def train(
         NumericsError: If the recipe's plan is not a plan of training for this machine and this model.
         RankError: If a process died.
     """
+    _check_ids(recipe)
     launched = place_in_job()
     if launched is not None and processes not in (None, launched.size):
         raise PlanError(f"the launcher has started {launched.size} processes, not {processes}", where="--nproc")
@@ -256,6 +257,20 @@ def _create(recipe: RankingRecipe, folder: Path | str | None, stack: contextlib.
     run = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe))
     stack.enter_context(run.lock())
     return run
+
+
+def _check_ids(recipe: RankingRecipe) -> None:
+    """Refuse ids of 63 bits where no table can hold them, before the data is read."""
+    schema, problems = recipe.data.schema_, []
+    names = [] if schema is None else [one.name for one in (*schema.categorical, *schema.lists) if one.has_any_id]
+    if names and recipe.tables.dynamic is None:
+        why = f"{', '.join(names)}: ids of 63 bits need tables.dynamic; otherwise set num_embeddings"
+        problems.append(("data.schema", why))
+    elif names and getattr(recipe.model, "embedding_init", None) == "uniform_by_rows":
+        why = f"'uniform_by_rows' needs num_embeddings of {', '.join(names)}; otherwise set a number, such as 0.05"
+        problems.append(("model.embedding_init", why))
+    if problems:
+        raise RecipeError(recipe.name, problems)
 
 
 def _check_alone(recipe: RankingRecipe, device: torch.device) -> None:

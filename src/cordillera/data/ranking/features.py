@@ -67,6 +67,11 @@ class CategoricalFeature(_ColumnFeature):
     num_embeddings: int | None = Field(None, ge=1, le=2**40)
     table: str | None = None
 
+    @property
+    def has_any_id(self) -> bool:
+        """Whether ids are any numbers of 63 bits."""
+        return self.encoding != "vocabulary" and self.num_embeddings is None
+
 
 class ListFeature(CategoricalFeature):
     """Column of a list of ids per sample: a Parquet list column, or text with a separator.
@@ -121,8 +126,7 @@ class Schema(_Frozen):
         unknown = sorted(set(self.segments) - {feature.name for feature in self.categorical})
         if unknown:
             raise ValueError(f"segments must be categorical features, these are not: {unknown}")
-        endless = {one.name for one in self.categorical if one.encoding != "vocabulary" and one.num_embeddings is None}
-        unnamed = sorted(endless & set(self.segments))
+        unnamed = sorted({feature.name for feature in self.categorical if feature.has_any_id} & set(self.segments))
         if unnamed:
             raise ValueError(f"segments have a vocabulary or num_embeddings, these have not: {unnamed}")
         twice = sorted({name for name in self.labels if self.labels.count(name) > 1})
