@@ -32,6 +32,7 @@ from cordillera.embeddings.tables import EmbeddingTables, OutlinedTables
 from cordillera.errors import DataError, NumericsError, PlanError, RecipeError, RunError
 from cordillera.models import flops
 from cordillera.models.ranking.base import RankingModel
+from cordillera.models.ranking.towers import TowerModules
 from cordillera.numerics.dispatch.plan import PrecisionPlan
 from cordillera.numerics.dispatch.training_linear import Applied, apply_for_training
 from cordillera.planning.ranking.placement import Placement
@@ -49,6 +50,14 @@ from cordillera.training.ranking.evaluation import evaluate as evaluate_split
 from cordillera.training.ranking.ranks import ManyRanks, OneRank
 from cordillera.training.ranking.scoring import scorer, select_device
 from cordillera.training.ranking.sharded_dense import shard_dense
+from cordillera.training.ranking.towers.placing import (
+    check_tower_placement,
+    place_towers,
+    tower_problems,
+    towers_of_tables,
+)
+from cordillera.training.ranking.towers.ranks import TowerRanks
+from cordillera.training.ranking.towers.tables import TowerTables
 from cordillera.training.ranking.trainer import StepCallback, Trainer
 from cordillera.workflows._say import Say, from_ranks, silent, to_launcher
 from cordillera.workflows.threads import keep as keep_threads
@@ -63,6 +72,11 @@ from cordillera.workflows.trained import (
 )
 
 _SAMPLED_BATCHES = 8  # batches whose ids are counted for the placement of tables
+_TABLES: dict[str, type[ShardedEmbeddingTables]] = {
+    "plain": ShardedEmbeddingTables,
+    "prioritised": PrioritisedEmbeddingTables,
+    "towers": TowerTables,
+}
 
 USED_PLAN_FILE = "used-training-plan.json"
 """File in a run's folder with the plan of its training."""
@@ -243,6 +257,7 @@ def _check_together(recipe: RankingRecipe) -> None:
     if recipe.parallel.exchange == "prioritised" and recipe.parallel.pool == "bags":
         why = "prioritised exchange delays rows, sums of bags cannot be divided: set 'rows', or exchange = 'plain'"
         problems.append(("parallel.pool", why))
+    problems += tower_problems(recipe.parallel, getattr(recipe.model, "towers", None))
     if recipe.parallel.file_cache:
         problems.append(("parallel.file_cache", "parts in files are not trained over several processes: set 0"))
     if recipe.parallel.processes % recipe.parallel.hosts:
@@ -299,6 +314,8 @@ def _placement(recipe: RankingRecipe, model: RankingModel, splits: Splits) -> tu
         placement = Placement.read(given.placement)
         shapes = {name: (rows, tables.embedding_dim) for name, rows in tables.features.tables.items()}
         placement.check(shapes, given.processes, where=given.placement)
+        if given.exchange == "towers":
+            check_tower_placement(placement, _towers_of(model), given.hosts, given.placement)
         if given.exchange == "prioritised" and any(len(part.ranks) > 1 for part in placement.parts):
             raise PlanError(
                 "prioritised exchange knows no copies of parts",
@@ -310,9 +327,19 @@ def _placement(recipe: RankingRecipe, model: RankingModel, splits: Splits) -> tu
         return Placement(given.processes, {}, ()), ""
     if given.exchange == "prioritised":
         given = given.model_copy(update={"copied_rows": 0})
+    batch = min(recipe.data.batch_size, len(splits.train))
     profiles = _profiles(recipe, tables, splits)
-    planned = place(profiles, given.processes, given, batch=min(recipe.data.batch_size, len(splits.train)))
+    if given.exchange == "towers":
+        planned = place_towers(profiles, _towers_of(model), given.processes, given.hosts, given, batch=batch)
+    else:
+        planned = place(profiles, given.processes, given, batch=batch)
     return planned.placement, planned.explain()
+
+
+def _towers_of(model: RankingModel) -> dict[str, int]:
+    """Return the tower of each table of a model with towers."""
+    assert isinstance(model.towers, TowerModules)
+    return towers_of_tables(model.towers.places, model.features)
 
 
 def _pooled(recipe: RankingRecipe, placement: Placement, model: RankingModel, splits: Splits) -> tuple[str, ...]:
@@ -320,7 +347,7 @@ def _pooled(recipe: RankingRecipe, placement: Placement, model: RankingModel, sp
     given = recipe.parallel
     if given.pool == "rows" or given.exchange == "prioritised" or not placement.tables:
         return ()
-    if given.pool == "bags":
+    if given.pool == "bags" or given.exchange == "towers":
         return tuple(placement.tables)
     batches = islice(_loader(recipe, splits.train, training=True).epoch(), _SAMPLED_BATCHES)
     return choose_pooled(placement, model.tables.features, (batch.sparse for batch in batches))
@@ -359,14 +386,15 @@ def _train_rank(
         torch.set_num_threads(recipe.threads)
     splits = prepare(recipe.data)
     links = Collectives(None, Ledger(), recipe.parallel.deadline_s)
-    kind = PrioritisedEmbeddingTables if recipe.parallel.exchange == "prioritised" else ShardedEmbeddingTables
+    kind = _TABLES[recipe.parallel.exchange]
     placement = Placement.read(run.folder / PLACEMENT_FILE)
     model = model_of(recipe, splits.features, partial(kind, placement=placement, links=links))
     tables, given = model.tables, recipe.parallel
     assert isinstance(tables, ShardedEmbeddingTables)
     tables.coders = coders_of(given, placement, links, run, say)
     shard_dense(model, given.dense, job.size, given.hosts, given.deadline_s, links.ledger)
-    ranks = ManyRanks(tables, job.watchdog)
+    is_towers = given.exchange == "towers"
+    ranks = TowerRanks(model, given.hosts, job.watchdog) if is_towers else ManyRanks(tables, job.watchdog)
     trainer = _trainer(recipe, model, splits, run, torch.device("cpu"), on_step, ranks)
     if resume:
         found = trainer.resume()
