@@ -64,6 +64,8 @@ class TowerTables(ShardedEmbeddingTables):
         """Return the embeddings of held features for the samples of all ranks."""
         asked.request.wait()
         self.samples, features = asked.request.notes, len(self._held)
+        if asked.bags is not None:
+            self._bags.wait(asked.bags)  # a rank without tables, too: its own ids are delivered then
         if asked.bags is None or not features:
             return torch.empty(sum(self.samples), 0, self.embedding_dim, dtype=dtype)
         block = self.get_buffer("rows_0")  # of whole tables, which are equally wide, there is one
