@@ -332,7 +332,7 @@ class BagExchange:
         return send_frames(self.links, "bags", coded, coder, [len(sections) for sections in self._asked], sizes)
 
     def sum_bags(self, request: BagRequest, blocks: Sequence[Tensor], backend: str) -> list[list[Tensor]]:
-        """Sum the bags of all ranks; arguments and errors are those of :meth:`send_sums`.
+        """Sum the bags of all ranks; ``request``, ``blocks``, ``backend`` and errors are those of :meth:`send_sums`.
 
         Returns:
             For each rank, the sums of its bags in each block, ``float32 [bags, columns]``, in the order of parts,

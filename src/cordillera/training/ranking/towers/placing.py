@@ -135,7 +135,7 @@ def place_towers(
 
 
 def check_tower_placement(placement: Placement, towers: Mapping[str, int], hosts: int, where: str) -> None:
-    """Check that a placement has every table whole, on one rank of the host of its tower.
+    """Check that a placement over ``hosts`` has every table whole, on a rank of the host of its tower in ``towers``.
 
     Raises:
         PlanError: If it has not; the message names the first such table, and ``where`` the placement is from.
@@ -158,13 +158,13 @@ def check_tower_placement(placement: Placement, towers: Mapping[str, int], hosts
 
 
 def held_features(placement: Placement, features: FeatureSpec, rank: int) -> list[int]:
-    """Return the positions of the features of the tables on a rank, part by part, in the order of lookups."""
+    """Return the positions of the features of the tables that ``placement`` has on a ``rank``, part by part."""
     tables = [part.table for part in placement.parts_on(rank)]
     return [i for table in tables for i, feature in enumerate(features.sparse) if feature.table == table]
 
 
 def tower_layout(placement: Placement, features: FeatureSpec, hosts: int) -> TowerLayout:
-    """Return the layout of the exchange by towers for a placement of whole tables over a number of ``hosts``.
+    """Return the layout of the exchange by towers for a ``placement`` of whole tables of ``features`` over ``hosts``.
 
     Raises:
         PlanError: If ranks cannot be divided over the hosts, or a host has no feature.

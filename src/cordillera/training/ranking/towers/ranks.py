@@ -60,14 +60,17 @@ class TowerRanks(ManyRanks):
         modules.exchange = lambda pooled: self.exchange(pooled, tables.samples)
 
     def sum_step(self, parameters: Iterable[Tensor], loss: float, stop: threading.Event) -> float:
-        """Sum gradients: those of this host's tower over its ranks, all others over all ranks."""
+        """Sum gradients of ``parameters``: of this host's tower over its ranks, others and ``loss`` over all ranks.
+
+        A request to ``stop`` that has reached any rank until now is then seen by all.
+        """
         own = set(self.exchange.parameters())
         total = super().sum_step([one for one in parameters if one not in own], loss, stop)
         self.exchange.sum_gradients()
         return total
 
     def clip(self, parameters: Iterable[Tensor], largest: float | None = None) -> float:
-        """Return the norm of all gradients, with those of every tower once; scale them if it exceeds ``largest``."""
+        """Return the norm of the gradients of ``parameters`` and of all other towers; scale to ``largest`` if above."""
         own = set(self.exchange.parameters())
         if not own:
             return super().clip(parameters, largest)
