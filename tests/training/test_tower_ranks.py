@@ -96,7 +96,9 @@ def config_of(model: str, kind: str, hosts: int = 2) -> Any:
 class Learner:
     """A model that is trained in one process, or on one rank of several, and all that it learned."""
 
-    def __init__(self, config: Any, rule: str, links: Collectives | None, exchange: str, placement: Any) -> None:
+    def __init__(
+        self, config: Any, rule: str, links: Collectives | None, exchange: str, placement: Any, balance: Any = "none"
+    ) -> None:
         tables: TablesConfig = TablesConfig(name=rule, learning_rate=0.05, eps=1e-5)
         if links is not None:
             made = TowerTables if exchange == "towers" else ShardedEmbeddingTables
@@ -107,7 +109,7 @@ class Learner:
         watchdog: Any = types.SimpleNamespace(at=lambda where: None, should_stop=False)
         self.ranks = OneRank()
         if exchange == "towers" and links is not None:
-            self.ranks = TowerRanks(self.model, len(self.model.towers.places), watchdog)  # type: ignore[arg-type]
+            self.ranks = TowerRanks(self.model, len(self.model.towers.places), watchdog, balance)  # type: ignore[arg-type]
         elif links is not None:
             assert isinstance(self.model.tables, ShardedEmbeddingTables)
             self.ranks = ManyRanks(self.model.tables, watchdog)
@@ -146,13 +148,13 @@ class Learner:
 @functools.cache
 def learn(
     hosts: int, local: int, *, model: str = "dlrm", kind: str = "linear", rule: str = "rowwise_adagrad",
-    exchange: str = "towers", clip: float | None = 0.3, bf16: bool = False,
+    exchange: str = "towers", clip: float | None = 0.3, bf16: bool = False, balance: str = "none",
 ) -> list[tuple[dict[str, Tensor], list[float], dict[str, int]]]:  # fmt: skip
     """Return what every rank has learned, its norms, and the bytes that it sent by name."""
     config, placement = config_of(model, kind, hosts), placed(hosts, local)
 
     def work(links: Collectives) -> tuple[dict[str, Tensor], list[float], dict[str, int]]:
-        learner = Learner(config, rule, links, exchange, placement)
+        learner = Learner(config, rule, links, exchange, placement, balance)
         found = learner.train(clip, bf16)
         return found, learner.norms, {name: one.bytes for name, one in links.ledger.traffic.items()}
 
@@ -191,6 +193,10 @@ def test_they_are_with_other_numbers_of_hosts_and_ranks(hosts: int, local: int) 
 @pytest.mark.parametrize(("model", "kind"), [("dcn", "cross"), ("wukong", "linear"), ("dcn", "identity")])
 def test_they_are_with_other_models_and_towers(model: str, kind: str) -> None:
     compare(2, 2, model=model, kind=kind)
+
+
+def test_they_are_with_any_numbers_of_samples_on_the_ranks() -> None:
+    compare(2, 2, balance="variable")
 
 
 @pytest.mark.parametrize("bf16", [False, True])

@@ -20,11 +20,12 @@ from cordillera.planning.language import operators
 from cordillera.planning.language import what_if as faults
 from cordillera.planning.language.explorer import Explorer
 from cordillera.planning.language.plan_file import plan_text, read_content
-from cordillera.planning.language.plans import ALL, Exploration, Plan, SearchDimension
+from cordillera.planning.language.plans import Exploration, Plan
 from cordillera.planning.language.workload import Workload
 from cordillera.planning.ranking.explorer import RecommenderExplorer, TableExploration, TablePlan
 from cordillera.planning.ranking.towers import Similarities, TowerAim, TowerPlan, plan_towers
 from cordillera.planning.ranking.workload import Recommender
+from cordillera.planning.search import ALL, SearchDimension
 from cordillera.planning.sensitivity import Sensitivity, sensitivity
 from cordillera.reports.language import plan as export
 from cordillera.reports.ranking import plan as recommender_export

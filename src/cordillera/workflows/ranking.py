@@ -71,6 +71,7 @@ from cordillera.workflows.trained import (
     with_threads,
 )
 
+_FLOPS_OF_A_VALUE = 48  # assumed: of the dense part, in the time in which one number of a row is looked up and updated
 _SAMPLED_BATCHES = 8  # batches whose ids are counted for the placement of tables
 _TABLES: dict[str, type[ShardedEmbeddingTables]] = {
     "plain": ShardedEmbeddingTables,
@@ -393,8 +394,9 @@ def _train_rank(
     assert isinstance(tables, ShardedEmbeddingTables)
     tables.coders = coders_of(given, placement, links, run, say)
     shard_dense(model, given.dense, job.size, given.hosts, given.deadline_s, links.ledger)
-    is_towers = given.exchange == "towers"
-    ranks = TowerRanks(model, given.hosts, job.watchdog) if is_towers else ManyRanks(tables, job.watchdog)
+    of_sample = card_of(run)["training_flops"] / (_FLOPS_OF_A_VALUE * tables.embedding_dim)
+    shares = (job.watchdog, given.balance, of_sample)
+    ranks = TowerRanks(model, given.hosts, *shares) if given.exchange == "towers" else ManyRanks(tables, *shares)
     trainer = _trainer(recipe, model, splits, run, torch.device("cpu"), on_step, ranks)
     if resume:
         found = trainer.resume()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cordillera.data.ranking.balance import SampleBalance
 from cordillera.distributed.collectives import exchange_parts
 from cordillera.distributed.job.watchdog import Watchdog
 from cordillera.distributed.towers import TowerExchange
@@ -37,6 +38,8 @@ class TowerRanks(ManyRanks):
             :class:`~cordillera.training.ranking.towers.tables.TowerTables`.
         hosts: Number of hosts, and of towers, each with equally many consecutive ranks.
         watchdog: Watchdog of the job, which signals reach.
+        balance: Division of the samples of a batch (:func:`~cordillera.data.ranking.balance.divide`).
+        of_sample: Cost of a sample beside that of its ids, in ids, for ``variable``.
 
     Attributes:
         exchange: Exchange with the module of this rank's tower, if towers have modules.
@@ -45,11 +48,18 @@ class TowerRanks(ManyRanks):
         PlanError: If a table is not whole on a rank of its tower's host.
     """
 
-    def __init__(self, model: RankingModel, hosts: int, watchdog: Watchdog) -> None:
+    def __init__(
+        self,
+        model: RankingModel,
+        hosts: int,
+        watchdog: Watchdog,
+        balance: SampleBalance = "none",
+        of_sample: float = 1.0,
+    ) -> None:
         tables, modules = model.tables, model.towers
         assert isinstance(tables, TowerTables)
         assert isinstance(modules, TowerModules)
-        super().__init__(tables, watchdog)
+        super().__init__(tables, watchdog, balance, of_sample)
         towers = towers_of_tables(modules.places, tables.features)
         check_tower_placement(tables.placement, towers, hosts, "placement")
         layout = tower_layout(tables.placement, tables.features, hosts)
