@@ -245,16 +245,13 @@ def test_the_top_net_reads_what_arrives_and_lays_it_side_by_side() -> None:
     job = TableJob(SMALL, cluster, TableLayout(8, 8), dealt, CountedBytes(cluster.device, Calibration(layer_s=0.0)))
     for chunks in (1, 4):
         found, rows = job.layers(chunks), 1024 / chunks
-        of_nets = {
-            part: found[f"{part} forward"] - (rows * (6 * 64 * 4 + 4 * 7 * 64) if part == "top" else 0)
-            for part in ("top", "bottom")
-        }
-        # activations of a layer take the same bytes for each of its outputs, above and below
-        of_output = of_nets["bottom"] / (1024 * (128 + 64))
-        assert of_nets["top"] == pytest.approx(of_output * rows * (256 + 1))
-        back = {part: found[f"{part} backward"] - (rows * (6 * 64 * 4 + 4 * 7 * 64) if part == "top" else 0)
-                for part in ("top", "bottom")}  # fmt: skip
-        assert back["top"] / (rows * 257) == pytest.approx(back["bottom"] / (1024 * 192))
+        laid = rows * (
+            4 * dealt.sent_columns.sum() + 2 * 7 * 64
+        )  # in float32; all vectors beside each other, in bfloat16
+        for way in ("forward", "backward"):
+            # activations of a layer take the same bytes for each of its outputs, in both nets
+            of_output = found[f"bottom {way}"] / (1024 * (128 + 64))
+            assert found[f"top {way}"] - laid == pytest.approx(of_output * rows * (256 + 1))
 
 
 def test_copied_tables_are_updated_whole_for_the_samples_of_a_device() -> None:

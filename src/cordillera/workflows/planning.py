@@ -378,9 +378,16 @@ def _looked_at(
 
     from cordillera.models.ranking.base import DeepModel
     from cordillera.workflows.scores import some_batches
-    from cordillera.workflows.trained import load_model_with_checkpoint, recipe_of, splits_of, with_threads
+    from cordillera.workflows.trained import (
+        check_fixed_tables,
+        load_model_with_checkpoint,
+        recipe_of,
+        splits_of,
+        with_threads,
+    )
 
     recipe = recipe_of(probe)
+    check_fixed_tables(recipe, "a division among towers")
     with with_threads(recipe.threads), torch.no_grad():
         splits = splits_of(probe, recipe)
         _, model, checkpoint = load_model_with_checkpoint(probe, splits.features, torch.device("cpu"))
