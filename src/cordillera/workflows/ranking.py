@@ -34,7 +34,6 @@ from cordillera.embeddings.tables import EmbeddingTables, OutlinedTables
 from cordillera.errors import DataError, NumericsError, PlanError, RecipeError, RunError
 from cordillera.models import flops
 from cordillera.models.ranking.base import RankingModel
-from cordillera.models.ranking.towers import TowerModules
 from cordillera.numerics.dispatch.plan import PrecisionPlan
 from cordillera.numerics.dispatch.training_linear import Applied, apply_for_training
 from cordillera.planning.ranking.placement import Placement
@@ -53,12 +52,7 @@ from cordillera.training.ranking.file_rank import FileRank
 from cordillera.training.ranking.ranks import ManyRanks, OneRank
 from cordillera.training.ranking.scoring import ROWS, scorer, select_device
 from cordillera.training.ranking.sharded_dense import shard_dense
-from cordillera.training.ranking.towers.placing import (
-    check_tower_placement,
-    place_towers,
-    tower_problems,
-    towers_of_tables,
-)
+from cordillera.training.ranking.towers.placing import check_tower_placement, place_towers, tower_problems, towers_of
 from cordillera.training.ranking.towers.ranks import TowerRanks
 from cordillera.training.ranking.towers.tables import TowerTables
 from cordillera.training.ranking.trainer import StepCallback, Trainer
@@ -77,11 +71,7 @@ from cordillera.workflows.trained import (
 
 _FLOPS_OF_A_VALUE = 48  # assumed: of the dense part, in the time in which one number of a row is looked up and updated
 _SAMPLED_BATCHES = 8  # batches whose ids are counted for the placement of tables
-_TABLES: dict[str, type[ShardedEmbeddingTables]] = {
-    "plain": ShardedEmbeddingTables,
-    "prioritised": PrioritisedEmbeddingTables,
-    "towers": TowerTables,
-}
+_TABLES = {"plain": ShardedEmbeddingTables, "prioritised": PrioritisedEmbeddingTables, "towers": TowerTables}
 
 USED_PLAN_FILE = "used-training-plan.json"
 """File in a run's folder with the plan of its training."""
@@ -376,7 +366,7 @@ def _placement(recipe: RankingRecipe, model: RankingModel, splits: Splits) -> tu
         shapes = {name: (rows, tables.embedding_dim) for name, rows in tables.features.tables.items()}
         placement.check(shapes, given.processes, where=given.placement)
         if given.exchange == "towers":
-            check_tower_placement(placement, _towers_of(model), given.hosts, given.placement)
+            check_tower_placement(placement, towers_of(model), given.hosts, given.placement)
         if given.exchange == "prioritised" and any(len(part.ranks) > 1 for part in placement.parts):
             raise PlanError(
                 "prioritised exchange knows no copies of parts",
@@ -391,16 +381,10 @@ def _placement(recipe: RankingRecipe, model: RankingModel, splits: Splits) -> tu
     batch = min(recipe.data.batch_size, len(splits.train))
     profiles = _profiles(recipe, tables, splits)
     if given.exchange == "towers":
-        planned = place_towers(profiles, _towers_of(model), given.processes, given.hosts, given, batch=batch)
+        planned = place_towers(profiles, towers_of(model), given.processes, given.hosts, given, batch=batch)
     else:
         planned = place(profiles, given.processes, given, batch=batch)
     return planned.placement, planned.explain()
-
-
-def _towers_of(model: RankingModel) -> dict[str, int]:
-    """Return the tower of each table of a model with towers."""
-    assert isinstance(model.towers, TowerModules)
-    return towers_of_tables(model.towers.places, model.features)
 
 
 def _pooled(recipe: RankingRecipe, placement: Placement, model: RankingModel, splits: Splits) -> tuple[str, ...]:

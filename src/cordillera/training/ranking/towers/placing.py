@@ -14,7 +14,8 @@ import numpy as np
 from cordillera.data.ranking.features import FeatureSpec
 from cordillera.distributed.towers import TowerLayout
 from cordillera.errors import PlanError
-from cordillera.models.ranking.towers import TowersConfig
+from cordillera.models.ranking.base import RankingModel
+from cordillera.models.ranking.towers import TowerModules, TowersConfig
 from cordillera.planning.ranking.assignment import assign, improve
 from cordillera.planning.ranking.placement import Placement, TablePart
 from cordillera.planning.ranking.placer import PlacementConfig, PlannedPlacement
@@ -73,6 +74,12 @@ def towers_of_tables(places: Sequence[Sequence[int]], features: FeatureSpec) -> 
                     remedy="put features of one table into one tower, as `cordillera towers` does",
                 )
     return {table: found.get(table, 0) for table in features.tables}
+
+
+def towers_of(model: RankingModel) -> dict[str, int]:
+    """Return the tower of every table of a ``model`` with towers; errors are those of :func:`towers_of_tables`."""
+    assert isinstance(model.towers, TowerModules)
+    return towers_of_tables(model.towers.places, model.features)
 
 
 def place_towers(

@@ -24,7 +24,7 @@ from cordillera.distributed.towers import TowerExchange
 from cordillera.models.ranking.base import RankingModel
 from cordillera.models.ranking.towers import TowerModules
 from cordillera.training.ranking.ranks import ManyRanks
-from cordillera.training.ranking.towers.placing import check_tower_placement, tower_layout, towers_of_tables
+from cordillera.training.ranking.towers.placing import check_tower_placement, tower_layout, towers_of
 from cordillera.training.ranking.towers.tables import TowerTables
 
 _NORMS, _WEIGHTS = 31, 32  # tags of messages; those of the exchange by towers are below
@@ -60,8 +60,7 @@ class TowerRanks(ManyRanks):
         assert isinstance(tables, TowerTables)
         assert isinstance(modules, TowerModules)
         super().__init__(tables, watchdog, balance, of_sample)
-        towers = towers_of_tables(modules.places, tables.features)
-        check_tower_placement(tables.placement, towers, hosts, "placement")
+        check_tower_placement(tables.placement, towers_of(model), hosts, "placement")
         layout = tower_layout(tables.placement, tables.features, hosts)
         self.host, self.towers = self.rank // layout.ranks_per_host, list(modules.towers)
         own = self.towers[self.host] if self.towers else None
