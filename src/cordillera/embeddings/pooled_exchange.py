@@ -315,20 +315,7 @@ class BagExchange:
         Raises:
             PlanError: If a rank asks for rows that this one does not hold.
         """
-        by_rank: list[list[Tensor]] = [[] for _ in range(self.links.size)]
-        for served, weight in zip(self.wait(request), blocks, strict=True):
-            first, rows = torch.zeros(1, dtype=torch.int64), torch.tensor([len(weight)])
-            sums = embedding_bag(
-                weight, served.rows, served.offsets, served.weights, first, rows, dtype=torch.float32, backend=backend
-            )
-            if sums.misplaced >= 0:
-                raise PlanError(
-                    "another rank asked for rows that this one does not hold",
-                    where=f"rank {self.links.rank}",
-                    remedy="give all ranks the same placement",
-                )
-            for found, of_rank in zip(by_rank, sums.output.view(-1, weight.shape[1]).split(served.bags), strict=True):
-                found.append(of_rank)
+        by_rank = self.sum_bags(request, blocks, backend)
         samples = len(request.sparse)
         sizes = [sum(samples * len(one.features) * one.width for one in sections) for sections in self._asked]
         if coder is None:
@@ -343,6 +330,29 @@ class BagExchange:
                 found[section.block] = block[number:]
             coded.append(cut)
         return send_frames(self.links, "bags", coded, coder, [len(sections) for sections in self._asked], sizes)
+
+    def sum_bags(self, request: BagRequest, blocks: Sequence[Tensor], backend: str) -> list[list[Tensor]]:
+        """Sum the bags of all ranks; ``request``, ``blocks``, ``backend`` and errors are those of :meth:`send_sums`.
+
+        Returns:
+            For each rank, the sums of its bags in each block, ``float32 [bags, columns]``, in the order of parts,
+            features and samples.
+        """
+        by_rank: list[list[Tensor]] = [[] for _ in range(self.links.size)]
+        for served, weight in zip(self.wait(request), blocks, strict=True):
+            first, rows = torch.zeros(1, dtype=torch.int64), torch.tensor([len(weight)])
+            sums = embedding_bag(
+                weight, served.rows, served.offsets, served.weights, first, rows, dtype=torch.float32, backend=backend
+            )
+            if sums.misplaced >= 0:
+                raise PlanError(
+                    "another rank asked for rows that this one does not hold",
+                    where=f"rank {self.links.rank}",
+                    remedy="give all ranks the same placement",
+                )
+            for found, of_rank in zip(by_rank, sums.output.view(-1, weight.shape[1]).split(served.bags), strict=True):
+                found.append(of_rank)
+        return by_rank
 
     def place_sums(self, request: BagRequest, received: Sequence[Tensor], output: Tensor) -> None:
         """Put sums of bags that have arrived into ``output``, ``float32 [B, F, D]``; other features keep their values.

@@ -52,6 +52,9 @@ from cordillera.training.ranking.file_rank import FileRank
 from cordillera.training.ranking.ranks import ManyRanks, OneRank
 from cordillera.training.ranking.scoring import ROWS, scorer, select_device
 from cordillera.training.ranking.sharded_dense import shard_dense
+from cordillera.training.ranking.towers.placing import check_tower_placement, place_towers, tower_problems, towers_of
+from cordillera.training.ranking.towers.ranks import TowerRanks
+from cordillera.training.ranking.towers.tables import TowerTables
 from cordillera.training.ranking.trainer import StepCallback, Trainer
 from cordillera.workflows._say import Say, from_ranks, silent, to_launcher
 from cordillera.workflows.threads import keep as keep_threads
@@ -68,6 +71,7 @@ from cordillera.workflows.trained import (
 
 _FLOPS_OF_A_VALUE = 48  # assumed: of the dense part, in the time in which one number of a row is looked up and updated
 _SAMPLED_BATCHES = 8  # batches whose ids are counted for the placement of tables
+_TABLES = {"plain": ShardedEmbeddingTables, "prioritised": PrioritisedEmbeddingTables, "towers": TowerTables}
 
 USED_PLAN_FILE = "used-training-plan.json"
 """File in a run's folder with the plan of its training."""
@@ -304,6 +308,7 @@ def _check_together(recipe: RankingRecipe) -> None:
     if recipe.parallel.exchange == "prioritised" and recipe.parallel.pool == "bags":
         why = "prioritised exchange delays rows, sums of bags cannot be divided: set 'rows', or exchange = 'plain'"
         problems.append(("parallel.pool", why))
+    problems += tower_problems(recipe.parallel, getattr(recipe.model, "towers", None))
     if recipe.parallel.file_cache:
         problems.append(("parallel.file_cache", "parts in files are not trained over several processes: set 0"))
     if recipe.parallel.processes % recipe.parallel.hosts:
@@ -360,6 +365,8 @@ def _placement(recipe: RankingRecipe, model: RankingModel, splits: Splits) -> tu
         placement = Placement.read(given.placement)
         shapes = {name: (rows, tables.embedding_dim) for name, rows in tables.features.tables.items()}
         placement.check(shapes, given.processes, where=given.placement)
+        if given.exchange == "towers":
+            check_tower_placement(placement, towers_of(model), given.hosts, given.placement)
         if given.exchange == "prioritised" and any(len(part.ranks) > 1 for part in placement.parts):
             raise PlanError(
                 "prioritised exchange knows no copies of parts",
@@ -371,8 +378,12 @@ def _placement(recipe: RankingRecipe, model: RankingModel, splits: Splits) -> tu
         return Placement(given.processes, {}, ()), ""
     if given.exchange == "prioritised":
         given = given.model_copy(update={"copied_rows": 0})
+    batch = min(recipe.data.batch_size, len(splits.train))
     profiles = _profiles(recipe, tables, splits)
-    planned = place(profiles, given.processes, given, batch=min(recipe.data.batch_size, len(splits.train)))
+    if given.exchange == "towers":
+        planned = place_towers(profiles, towers_of(model), given.processes, given.hosts, given, batch=batch)
+    else:
+        planned = place(profiles, given.processes, given, batch=batch)
     return planned.placement, planned.explain()
 
 
@@ -381,7 +392,7 @@ def _pooled(recipe: RankingRecipe, placement: Placement, model: RankingModel, sp
     given = recipe.parallel
     if given.pool == "rows" or given.exchange == "prioritised" or not placement.tables:
         return ()
-    if given.pool == "bags":
+    if given.pool == "bags" or given.exchange == "towers":
         return tuple(placement.tables)
     batches = islice(_loader(recipe, splits.train, training=True).epoch(), _SAMPLED_BATCHES)
     return choose_pooled(placement, model.tables.features, (batch.sparse for batch in batches))
@@ -420,7 +431,7 @@ def _train_rank(
         torch.set_num_threads(recipe.threads)
     splits = prepare(recipe.data)
     links = Collectives(None, Ledger(), recipe.parallel.deadline_s)
-    kind = PrioritisedEmbeddingTables if recipe.parallel.exchange == "prioritised" else ShardedEmbeddingTables
+    kind = _TABLES[recipe.parallel.exchange]
     placement = Placement.read(run.folder / PLACEMENT_FILE)
     model = model_of(recipe, splits.features, partial(kind, placement=placement, links=links))
     tables, given = model.tables, recipe.parallel
@@ -428,7 +439,8 @@ def _train_rank(
     tables.coders = coders_of(given, placement, links, run, say)
     shard_dense(model, given.dense, job.size, given.hosts, given.deadline_s, links.ledger)
     of_sample = card_of(run)["training_flops"] / (_FLOPS_OF_A_VALUE * tables.embedding_dim)
-    ranks = ManyRanks(tables, job.watchdog, given.balance, of_sample)
+    shares = (job.watchdog, given.balance, of_sample)
+    ranks = TowerRanks(model, given.hosts, *shares) if given.exchange == "towers" else ManyRanks(tables, *shares)
     trainer = _trainer(recipe, model, splits, run, torch.device("cpu"), on_step, ranks)
     if resume:
         found = trainer.resume()

@@ -6,7 +6,7 @@ features for DLRM, a small cross network and a projection for DCN. The rule for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -137,7 +137,11 @@ class TowerModules(nn.Module):
 
     Attributes:
         outputs: Number of embeddings.
+        outputs_by_tower: Number of embeddings that each tower computes.
         dim: Their width.
+        places: Positions of the features of each tower, ascending; empty without towers.
+        exchange: Function that :meth:`forward` calls in place of the modules, where processes compute them for each
+            other; None to compute them all here.
 
     Raises:
         DataError: If the settings do not fit the features (:func:`divided`).
@@ -146,23 +150,28 @@ class TowerModules(nn.Module):
     def __init__(self, config: TowersConfig | None, features: Sequence[SparseFeature], embedding_dim: int) -> None:
         super().__init__()
         self.outputs, self.dim = len(features), embedding_dim
+        self.exchange: Callable[[Tensor], Tensor] | None = None
         self.places = [] if config is None else divided(config, features)
+        self.outputs_by_tower = [len(members) for members in self.places]
         self.towers = nn.ModuleList()
         if config is None or config.kind == "identity":
             return
-        self.dim, self.outputs = config.dim or embedding_dim, 0
+        self.dim = config.dim or embedding_dim
         for number, members in enumerate(self.places):
             width = len(members) * embedding_dim
             outputs = max(1, round(width / (config.compression * self.dim)))
-            self.outputs += outputs
+            self.outputs_by_tower[number] = outputs
             if config.kind == "linear":
                 tower: nn.Module = CombinedTower(len(members), embedding_dim, outputs, self.dim)
             else:
                 tower = CrossedTower(width, outputs, self.dim, config.cross_layers, config.low_rank)
             self.towers.append(tower)
             self.register_buffer(f"members{number}", torch.tensor(members), persistent=False)
+        self.outputs = sum(self.outputs_by_tower)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.exchange is not None:
+            return self.exchange(x)
         if not self.towers:
             return x
         found = [tower(x.index_select(1, getattr(self, f"members{i}"))) for i, tower in enumerate(self.towers)]

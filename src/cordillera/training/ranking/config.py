@@ -101,8 +101,10 @@ class RankingParallelConfig(PlacementConfig):
         processes: Number of processes; ``--nproc`` sets it, and under a launcher the number that it started counts.
         placement: ``auto`` for the planner, which the keys before it direct, or a file with the placement of tables, as
             ``placement.json`` in a run's folder.
-        exchange: ``plain``, or ``prioritised``: rows and gradients that two neighbouring batches do not share travel
-            behind computation (FreeScale), with equal results and more messages.
+        exchange: ``plain``; ``prioritised``: rows and gradients that two neighbouring batches do not share travel
+            behind computation (FreeScale), with equal results and more messages; or ``towers``: each of ``hosts`` holds
+            the whole tables of one tower of ``[model.towers]`` and computes its module for all samples, so that only
+            its outputs travel between hosts (DMT), with equal results.
         pool: What ranks that hold rows send: ``rows``, each that differs once; ``bags``, one sum for each bag; or
             ``auto``, for every table what takes fewer bytes in some batches of the training split (rows with
             prioritised exchange, which knows no sums). A placement's own list of pooled tables is replaced.
@@ -121,13 +123,13 @@ class RankingParallelConfig(PlacementConfig):
             and dense part.
         dense: Where dense matrices are: ``replicated`` (whole on every process), ``full`` (in parts over all of them),
             or ``hybrid`` (in parts over the processes of a host, with equal copies on all hosts).
-        hosts: Number of hosts, each with equally many consecutive ranks; for ``hybrid``.
+        hosts: Number of hosts, each with equally many consecutive ranks; for ``hybrid`` and ``towers``.
         deadline_s: Longest time of one wait for other processes, in seconds.
     """
 
     processes: int = Field(1, ge=1, le=2**20)
     placement: str = "auto"
-    exchange: Literal["plain", "prioritised"] = "plain"
+    exchange: Literal["plain", "prioritised", "towers"] = "plain"
     pool: Literal["auto", "rows", "bags"] = "auto"
     codec: CodecName = "raw"
     codec_file: str | None = None

@@ -35,6 +35,7 @@ from cordillera.jagged import slice_samples, take_samples
 from cordillera.models.ranking.base import RankingModel
 from cordillera.training import checkpoints
 from cordillera.training.ranking.rank_checkpoints import TableCheckpoints, state_without_rows
+from cordillera.training.ranking.sharded_dense import clip_gradients
 
 Score = Callable[[RankingBatch], Tensor]
 _Result = TypeVar("_Result")
@@ -65,6 +66,13 @@ class OneRank:
         A request to stop that has reached any rank until now is then seen by all.
         """
         return loss
+
+    def clip(self, parameters: Iterable[Tensor], largest: float | None = None) -> float:
+        """Return the norm of the gradients of ``parameters``; if it exceeds ``largest``, scale them down to that."""
+        return clip_gradients(parameters, largest)
+
+    def refresh(self, optimizer: torch.optim.Optimizer) -> None:
+        """Fetch the dense weights and moments that only other ranks have updated."""
 
     def is_asked(self, stop: threading.Event) -> bool:
         """Return whether all ranks are to stop after the present step."""

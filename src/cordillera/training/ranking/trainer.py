@@ -37,7 +37,7 @@ from cordillera.training.ranking.config import Progress, TrainingConfig, Trainin
 from cordillera.training.ranking.metrics import ProgressiveMetrics, RankingMetrics
 from cordillera.training.ranking.ranks import OneRank
 from cordillera.training.ranking.scoring import autocast, emulated, load_weights, scorer
-from cordillera.training.ranking.sharded_dense import clip_gradients, cut_like, whole
+from cordillera.training.ranking.sharded_dense import cut_like, whole
 from cordillera.training.recorder import RunRecorder
 
 _LEARNT = ("model.", "optimizer.", "storage.")  # prefixes of tensors that must be finite
@@ -194,6 +194,7 @@ class Trainer:
         Raises:
             TrainingError: If a weight or a moment is NaN or infinite; then nothing is written or deleted.
         """
+        self.ranks.refresh(self.optimizer)
         tensors, state = self._state()
         learnt = {name: tensor for name, tensor in tensors.items() if name.startswith(_LEARNT)}
         if (found := checkpoints.not_finite(learnt)) is not None:
@@ -434,9 +435,9 @@ class Trainer:
     def _change_weights(self, factor: float, window: _RankingWindow) -> None:
         config = self.config
         if config.gradient_clip is not None:
-            window.gradient_norm = clip_gradients(self.dense.values(), config.gradient_clip)
+            window.gradient_norm = self.ranks.clip(self.dense.values(), config.gradient_clip)
         elif (self.progress.step + 1) % config.log_every == 0:
-            window.gradient_norm = clip_gradients(self.dense.values())
+            window.gradient_norm = self.ranks.clip(self.dense.values())
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate * factor
         self._update(factor)
