@@ -291,7 +291,7 @@ def test_ranks_draw_the_dropout_of_their_samples_as_one_process_would(samples: i
 
     def dropped(first: int, end: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         torch.manual_seed(3)
-        with _DropoutOfBatch(samples, first, end, size):
+        with _DropoutOfBatch(samples, torch.arange(first, end), size):
             part = given[first * each : end * each]
             found = torch.nn.functional.dropout(part, 0.25), torch.nn.functional.dropout(part, 0.25, inplace=False)
             assert torch.nn.functional.dropout(part, 0.25, training=False) is part
