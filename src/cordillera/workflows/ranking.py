@@ -29,6 +29,7 @@ from cordillera.embeddings.pooled_exchange import choose_pooled
 from cordillera.embeddings.prioritised_tables import PrioritisedEmbeddingTables
 from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
 from cordillera.embeddings.tables import EmbeddingTables, OutlinedTables
+from cordillera.embeddings.window import FrozenWindowTables
 from cordillera.errors import DataError, NumericsError, PlanError, RecipeError, RunError
 from cordillera.models import flops
 from cordillera.models.ranking.base import RankingModel
@@ -42,11 +43,12 @@ from cordillera.reports.ranking.placement import PLACEMENT_FILE, REASONS_FILE
 from cordillera.reports.ranking.run import write_report
 from cordillera.run import Run, disk_errors, next_folder, write_atomically
 from cordillera.training import checkpoints
+from cordillera.training.ranking import slices
 from cordillera.training.ranking.codecs import coders_of, keep_given_choice
 from cordillera.training.ranking.config import TrainingOutcome
 from cordillera.training.ranking.evaluation import Evaluation
 from cordillera.training.ranking.evaluation import evaluate as evaluate_split
-from cordillera.training.ranking.ranks import ManyRanks, OneRank
+from cordillera.training.ranking.ranks import OneRank
 from cordillera.training.ranking.scoring import scorer, select_device
 from cordillera.training.ranking.sharded_dense import shard_dense
 from cordillera.training.ranking.trainer import StepCallback, Trainer
@@ -133,6 +135,9 @@ def train(
         raise PlanError(f"the launcher has started {launched.size} processes, not {processes}", where="--nproc")
     size = processes or (recipe.parallel.processes if launched is None else launched.size)
     recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"processes": size})})
+    if recipe.training.slices > 1:  # products of matrices depend on the number of threads of a process
+        recipe = recipe.model_copy(update={"threads": recipe.threads or 1})
+        _check_together(recipe)
     work = _train_alone if size == 1 else _train_together
     return work(recipe, folder, resume, on_step, say)
 
@@ -252,6 +257,8 @@ def _check_together(recipe: RankingRecipe) -> None:
             problems.append((f"model.{key}", "'batch' is for training in one process: set 'layer' or 'none'"))
     if recipe.device != "cpu" and (recipe.device != "auto" or select_device("auto").type != "cpu"):
         problems.append(("device", "several processes train on CPUs: set device = 'cpu'"))
+    if training.slices > 1:
+        problems += slices.why_not(training, recipe.parallel)
     if problems:
         raise RecipeError(recipe.name, problems)
 
@@ -310,6 +317,8 @@ def _placement(recipe: RankingRecipe, model: RankingModel, splits: Splits) -> tu
         return Placement(given.processes, {}, ()), ""
     if given.exchange == "prioritised":
         given = given.model_copy(update={"copied_rows": 0})
+    if recipe.training.slices > 1 and recipe.tables.name == "rowwise_adagrad":  # it sums squares over columns
+        given = given.model_copy(update={"cuts": tuple(cut for cut in given.cuts if cut == "rows")})
     profiles = _profiles(recipe, tables, splits)
     planned = place(profiles, given.processes, given, batch=min(recipe.data.batch_size, len(splits.train)))
     return planned.placement, planned.explain()
@@ -318,7 +327,7 @@ def _placement(recipe: RankingRecipe, model: RankingModel, splits: Splits) -> tu
 def _pooled(recipe: RankingRecipe, placement: Placement, model: RankingModel, splits: Splits) -> tuple[str, ...]:
     """Return the tables whose bags are summed by the ranks that hold the rows."""
     given = recipe.parallel
-    if given.pool == "rows" or given.exchange == "prioritised" or not placement.tables:
+    if given.pool == "rows" or given.exchange == "prioritised" or recipe.training.slices > 1 or not placement.tables:
         return ()
     if given.pool == "bags":
         return tuple(placement.tables)
@@ -359,14 +368,18 @@ def _train_rank(
         torch.set_num_threads(recipe.threads)
     splits = prepare(recipe.data)
     links = Collectives(None, Ledger(), recipe.parallel.deadline_s)
-    kind = PrioritisedEmbeddingTables if recipe.parallel.exchange == "prioritised" else ShardedEmbeddingTables
+    kind: type[ShardedEmbeddingTables] = ShardedEmbeddingTables
+    if recipe.parallel.exchange == "prioritised":
+        kind = PrioritisedEmbeddingTables
+    elif recipe.training.slices > 1:
+        kind = FrozenWindowTables
     placement = Placement.read(run.folder / PLACEMENT_FILE)
     model = model_of(recipe, splits.features, partial(kind, placement=placement, links=links))
     tables, given = model.tables, recipe.parallel
     assert isinstance(tables, ShardedEmbeddingTables)
     tables.coders = coders_of(given, placement, links, run, say)
     shard_dense(model, given.dense, job.size, given.hosts, given.deadline_s, links.ledger)
-    ranks = ManyRanks(tables, job.watchdog)
+    ranks = slices.ranks_of(tables, job.watchdog, recipe.training.slices)
     trainer = _trainer(recipe, model, splits, run, torch.device("cpu"), on_step, ranks)
     if resume:
         found = trainer.resume()
@@ -450,7 +463,7 @@ def _trainer(
         device=device,
         on_step=on_step,
         recipe=recipe,
-        ranks=ranks,
+        ranks=ranks or slices.alone(model, recipe.training.slices),
     )
 
 
@@ -482,7 +495,7 @@ def _evaluate(
     Several ``ranks`` score together; of these, rank 0 writes the result.
     """
     dataset: ClickDataset = getattr(splits, split)
-    ranks = ranks or OneRank()
+    ranks = ranks or slices.alone(model, recipe.training.slices)
     evaluation = evaluate_split(
         ranks.scorer(scorer(model, device, recipe.training.precision, recipe.training.emulate)),
         _loader(recipe, dataset, training=False).epoch(),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,28 +39,35 @@ _AHEAD = 2  # batches whose ids are exchanged in advance: their numbers in one s
 
 
 class OneRank:
-    """A training in a single process."""
+    """A training in a single process.
 
-    rank, size = 0, 1
+    Attributes:
+        divides: Whether a batch is computed in parts whose losses and gradients are summed.
+    """
+
+    rank, size, divides = 0, 1, False
 
     def stopping(self, stop: threading.Event) -> contextlib.AbstractContextManager[Any]:
         """Return the region in which signals that ask this process to stop set the event."""
         return stopped_by_signals(stop)
 
-    def computing(self, step: int, batch: RankingBatch) -> contextlib.AbstractContextManager[Any]:
-        """Return the region of the forward pass of a batch, after ``step`` others."""
+    def computing(self, step: int, batch: RankingBatch, part: int = 0) -> contextlib.AbstractContextManager[Any]:
+        """Return the region of the forward pass of a part of a batch, after ``step`` other batches."""
         return contextlib.nullcontext()
 
-    def shares(self, batches: Iterable[RankingBatch]) -> Iterator[tuple[RankingBatch, RankingBatch]]:
-        """Iterate over batches, each with this rank's samples of it."""
-        return ((batch, batch) for batch in batches)
+    def shares(self, batches: Iterable[RankingBatch]) -> Iterator[tuple[RankingBatch, Sequence[RankingBatch]]]:
+        """Iterate over batches, each with the parts of it that this rank computes one after another."""
+        return ((batch, (batch,)) for batch in batches)
 
-    def sum_step(self, parameters: Iterable[Tensor], loss: float, stop: threading.Event) -> float:
-        """Sum gradients of ``parameters`` over ranks, in place, and return the sum of ``loss``.
+    def keep(self, parameters: Iterable[Tensor]) -> None:
+        """Take note of the gradients of a part, after its backward pass."""
+
+    def sum_step(self, parameters: Iterable[Tensor], losses: Sequence[float], stop: threading.Event) -> float:
+        """Sum gradients of ``parameters`` over parts and ranks, in place, and return the sum of ``losses``.
 
         A request to stop that has reached any rank until now is then seen by all.
         """
-        return loss
+        return sum(losses)
 
     def is_asked(self, stop: threading.Event) -> bool:
         """Return whether all ranks are to stop after the present step."""
@@ -136,6 +143,8 @@ class ManyRanks(OneRank):
         watchdog: Watchdog of their job, which signals reach.
     """
 
+    divides = True
+
     def __init__(self, tables: ShardedEmbeddingTables, watchdog: Watchdog) -> None:
         links = tables.links
         self.tables = tables
@@ -147,7 +156,7 @@ class ManyRanks(OneRank):
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def computing(self, step: int, batch: RankingBatch) -> Iterator[None]:
+    def computing(self, step: int, batch: RankingBatch, part: int = 0) -> Iterator[None]:
         """Draw dropout within the region as one process does, and go on with the tables' exchanges at its end."""
         self.watchdog.at(f"step {step + 1}")
         with _DropoutOfBatch(len(batch), *self._bounds(len(batch)), self.size):
@@ -157,41 +166,32 @@ class ManyRanks(OneRank):
     def _bounds(self, samples: int) -> tuple[int, int]:
         return samples * self.rank // self.size, samples * (self.rank + 1) // self.size
 
-    def shares(self, batches: Iterable[RankingBatch]) -> Iterator[tuple[RankingBatch, RankingBatch]]:
-        """Iterate over batches with this rank's shares; ids of the next ones are exchanged while one is computed."""
-        ahead: deque[tuple[RankingBatch, RankingBatch]] = deque()
+    def shares(self, batches: Iterable[RankingBatch]) -> Iterator[tuple[RankingBatch, Sequence[RankingBatch]]]:
+        """Iterate over batches with this rank's parts; ids of the next ones are exchanged while one is computed."""
+        ahead: deque[tuple[RankingBatch, Sequence[RankingBatch]]] = deque()
         self.tables.forget()
         for batch in batches:
-            own = self._share(batch)
-            self.tables.prefetch(own.sparse)
+            own = self._parts_of(batch)
+            for part in own:
+                self.tables.prefetch(part.sparse)
             ahead.append((batch, own))
             if len(ahead) > _AHEAD:
                 yield ahead.popleft()
         yield from ahead
 
+    def _parts_of(self, batch: RankingBatch) -> Sequence[RankingBatch]:
+        """Return the samples of a batch that this rank computes, in parts that it computes one after another."""
+        return (self._share(batch),)
+
     def _share(self, batch: RankingBatch) -> RankingBatch:
         """Return the samples of a batch between equal shares of its length."""
-        first, end = self._bounds(len(batch))
+        return cut_samples(batch, *self._bounds(len(batch)))
 
-        def cut(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[first:end]
-
-        return replace(
-            batch,
-            dense=batch.dense[first:end],
-            sparse=slice_samples(batch.sparse, first, end),
-            labels=cut(batch.labels),
-            weights=cut(batch.weights),
-            groups=cut(batch.groups),
-            timestamps=cut(batch.timestamps),
-            rows=cut(batch.rows),
-        )
-
-    def sum_step(self, parameters: Iterable[Tensor], loss: float, stop: threading.Event) -> float:
-        """Sum gradients, and beside them the loss and requests to stop."""
+    def sum_step(self, parameters: Iterable[Tensor], losses: Sequence[float], stop: threading.Event) -> float:
+        """Sum gradients, and beside them the losses and requests to stop."""
         found = [parameter.grad for parameter in parameters if parameter.grad is not None]
         gradients = [gradient for gradient in found if not isinstance(gradient, DTensor)]  # others are summed already
-        numbers = torch.tensor([loss, float(stop.is_set() or self.watchdog.should_stop)], dtype=torch.float64)
+        numbers = torch.tensor([sum(losses), float(stop.is_set() or self.watchdog.should_stop)], dtype=torch.float64)
         self.links.all_reduce("loss", numbers)
         self._asked = bool(numbers[1] > 0)
         if gradients:
@@ -238,3 +238,21 @@ class ManyRanks(OneRank):
     def together(self, work: Callable[[], _Result]) -> _Result:
         """Run work; an error of one rank is raised on all."""
         return TableCheckpoints(Path(), self.links).together(work)
+
+
+def cut_samples(batch: RankingBatch, first: int, end: int) -> RankingBatch:
+    """Return the samples from ``first`` up to ``end`` of a batch."""
+
+    def cut(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[first:end]
+
+    return replace(
+        batch,
+        dense=batch.dense[first:end],
+        sparse=slice_samples(batch.sparse, first, end),
+        labels=cut(batch.labels),
+        weights=cut(batch.weights),
+        groups=cut(batch.groups),
+        timestamps=cut(batch.timestamps),
+        rows=cut(batch.rows),
+    )
