@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,9 @@ import torch.distributed as dist
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.distributed.collectives import Collectives
 from cordillera.distributed.ledger import Ledger
-from cordillera.embeddings.prioritised_tables import PrioritisedEmbeddingTables
+from cordillera.embeddings.prioritised_tables import FrozenWindowTables, PrioritisedEmbeddingTables
 from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
-from cordillera.embeddings.window import FrozenWindowTables
 from cordillera.errors import PlanError, TrainingError
 from cordillera.models.ranking import MODELS, build
 from cordillera.planning.ranking.placement import Placement, TablePart
@@ -44,6 +44,9 @@ CASES: dict[str, dict[str, Any]] = {
     "progressive": {"progressive": True, "progressive_window": 50, "cut": "rows"},
 }
 """Trainings that end alike on any number of processes."""
+
+QUICK = ("dropout and copies", "columns with Adam", "prioritised")
+OTHERS = tuple(name for name in CASES if name not in QUICK)
 
 
 def placement_of(cut: str, size: int, width: int) -> Placement:
@@ -139,8 +142,8 @@ def stopped_at(trainer: Trainer, step: int) -> Trainer:
 MOVED = {"sizes": {"dropout": 0.3}, "rule": "adam", "gradient_clip": 0.5, "epochs": 3}
 
 
-def together(rank: int, folder: str) -> dict[str, Any]:
-    """Train every case over the first two, three and four processes, and one that moves from three to two to four."""
+def together(names: tuple[str, ...], runs: str, rank: int, folder: str) -> dict[str, Any]:
+    """Train cases over the first two, three and four processes, and one run over three, then two, then four."""
     links = {}
     for size in (2, 3, 4):
         group = dist.new_group(list(range(size)))
@@ -148,11 +151,13 @@ def together(rank: int, folder: str) -> dict[str, Any]:
             links[size] = Collectives(group, Ledger(), 60.0)
     found: dict[str, Any] = {}
     for size, among in links.items():
-        for name, given in CASES.items():
-            found[f"{name} {size}"] = ended(trainer_of(folder, f"{name} {size}", among, **given))
+        for name in names:
+            found[f"{name} {size}"] = ended(trainer_of(runs, f"{name} {size}", among, **CASES[name]))
+    if names != QUICK:
+        return found
     for size, cut, step in ((3, "copies", 3), (2, "columns", 7), (4, "rows", None)):
         if size in links:
-            trainer = trainer_of(folder, "moved", links[size], cut=cut, **MOVED)
+            trainer = trainer_of(runs, "moved", links[size], cut=cut, **MOVED)
             assert trainer.resume() == (size != 3)
             found[f"moved {size}"] = ended(trainer if step is None else stopped_at(trainer, step))
         dist.barrier()
@@ -174,12 +179,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
-def on_many(folder: Path) -> dict[int, Any]:
-    """Results of four processes, by rank."""
-    done = run_processes(4, folder, together, 240)
+def run_four(names: tuple[str, ...], folder: Path, results: Path) -> dict[int, Any]:
+    done = run_processes(4, results, partial(together, names, str(folder)), 240)
     assert done.codes == [0] * 4, done.said
     return done.found
+
+
+@pytest.fixture(scope="module")
+def on_many(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """Results of the quick cases on four processes, by rank."""
+    return run_four(QUICK, folder, tmp_path_factory.mktemp("quick"))
+
+
+@pytest.fixture(scope="module")
+def others_on_many(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """Results of the other cases on four processes, by rank."""
+    return run_four(OTHERS, folder, tmp_path_factory.mktemp("others"))
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -198,15 +213,27 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 
 @needs_gloo
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", QUICK)
 def test_any_number_of_processes_ends_with_the_same_bits(on_many: dict[int, Any], folder: Path, name: str) -> None:
+    ends_alike(on_many, folder, name)
+
+
+@needs_gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_so_does_every_rule_precision_and_placement(others_on_many: dict[int, Any], folder: Path, name: str) -> None:
+    ends_alike(others_on_many, folder, name)
+
+
+def ends_alike(found: dict[int, Any], folder: Path, name: str) -> None:
+    """Assert that a case ends with the bits of one process on any number of them."""
     expected = ended(trainer_of(str(folder), f"{name} 1", None, **CASES[name]))
     assert expected["progress"]["step"] == 4
     logged = records(folder / f"{name} 1")
     assert {"train", "evaluation"} <= {record["kind"] for record in logged}
     for size in (2, 3, 4):
         for rank in range(size):
-            same(on_many[rank][f"{name} {size}"], expected)
+            same(found[rank][f"{name} {size}"], expected)
         assert records(folder / f"{name} {size}") == logged
 
 

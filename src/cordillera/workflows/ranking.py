@@ -26,10 +26,9 @@ from cordillera.distributed.job.launch import LaunchConfig, launch
 from cordillera.distributed.ledger import Ledger
 from cordillera.embeddings.cached_tables import require_cpu
 from cordillera.embeddings.pooled_exchange import choose_pooled
-from cordillera.embeddings.prioritised_tables import PrioritisedEmbeddingTables
+from cordillera.embeddings.prioritised_tables import FrozenWindowTables, PrioritisedEmbeddingTables
 from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
 from cordillera.embeddings.tables import EmbeddingTables, OutlinedTables
-from cordillera.embeddings.window import FrozenWindowTables
 from cordillera.errors import DataError, NumericsError, PlanError, RecipeError, RunError
 from cordillera.models import flops
 from cordillera.models.ranking.base import RankingModel

@@ -24,9 +24,9 @@ from torch import Tensor
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.distributed.collectives import Collectives, exchange_parts
 from cordillera.distributed.job.watchdog import Watchdog
+from cordillera.embeddings.prioritised_tables import FrozenWindowTables
 from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
 from cordillera.embeddings.tables import EmbeddingTables
-from cordillera.embeddings.window import FrozenWindowTables
 from cordillera.models.ranking.base import RankingModel
 from cordillera.training.optimizers import embedding_tables
 from cordillera.training.ranking.config import RankingParallelConfig, TrainingConfig
@@ -36,7 +36,7 @@ _PARTS, _SUMS = 31, 32  # tags of messages; those of lookups are smaller
 
 
 def why_not(training: TrainingConfig, parallel: RankingParallelConfig) -> list[tuple[str, str]]:
-    """Return why a training in slices cannot run: keys of its recipe, each with the reason."""
+    """Return why a ``training`` in slices, divided as ``parallel`` says, cannot run: keys with reasons."""
     found = []
     if training.slices % parallel.processes:
         found.append(("training.slices", f"{parallel.processes} processes do not divide {training.slices} slices"))
@@ -145,26 +145,29 @@ class SlicedRank(OneRank):
         self.tables, self._slices = tuple(tables), _Slices(slices, 0, 1)
 
     def computing(self, step: int, batch: RankingBatch, part: int = 0) -> contextlib.AbstractContextManager[None]:
-        """Return the region in which a slice's own random numbers are drawn."""
+        """Return the region of the forward pass of slice ``part`` of ``batch``, after ``step`` other batches.
+
+        Random numbers are drawn from the slice's own sequence.
+        """
         return self._slices.drawing(part)
 
     def shares(self, batches: Iterable[RankingBatch]) -> Iterator[tuple[RankingBatch, Sequence[RankingBatch]]]:
-        """Iterate over batches with their slices."""
+        """Iterate over ``batches``, each with its slices."""
         return ((batch, self._slices.cut(batch)) for batch in batches)
 
     def keep(self, parameters: Iterable[Tensor]) -> None:
-        """Add gradients of a slice to those of the slices before; of rows, keep their sums."""
+        """Add gradients of ``parameters`` to those of the slices before; keep the sum of each row's gradients."""
         self._slices.keep(tuple(parameters))
         for tables in self.tables:
             tables.reduce_pending()
 
     def sum_step(self, parameters: Iterable[Tensor], losses: Sequence[float], stop: threading.Event) -> float:
-        """Return gradients to ``parameters``, and the sum of ``losses``."""
+        """Give ``parameters`` their gradients, and return the sum of ``losses``; ``stop`` is not read."""
         self._slices.put_sum(tuple(parameters))
         return sum(losses)
 
     def scorer(self, score: Score) -> Score:
-        """Return a function that scores a batch slice by slice."""
+        """Return a function that calls ``score`` for every slice of a batch."""
         return lambda batch: torch.cat([score(part) for part in self._slices.cut(batch)])
 
 
@@ -183,7 +186,10 @@ class SlicedRanks(ManyRanks):
 
     @contextlib.contextmanager
     def computing(self, step: int, batch: RankingBatch, part: int = 0) -> Iterator[None]:
-        """Draw a slice's own random numbers within the region; at its end, send the rows of the next slice ahead."""
+        """Return the region of the forward pass of slice ``part`` of ``batch``, after ``step`` other batches.
+
+        Random numbers are drawn from the slice's own sequence. At its end, the rows of the next slice are sent.
+        """
         self.watchdog.at(f"step {step + 1}")
         with self._slices.drawing(part):
             yield
@@ -195,11 +201,11 @@ class SlicedRanks(ManyRanks):
         return self._slices.cut(batch)
 
     def keep(self, parameters: Iterable[Tensor]) -> None:
-        """Keep gradients of a slice."""
+        """Keep the gradients of ``parameters`` by one slice."""
         self._slices.keep(tuple(parameters))
 
     def sum_step(self, parameters: Iterable[Tensor], losses: Sequence[float], stop: threading.Event) -> float:
-        """Sum gradients over all slices, and beside them the losses and requests to stop."""
+        """Sum gradients of ``parameters`` over all slices, and beside them ``losses`` and requests to ``stop``."""
         asked = float(stop.is_set() or self.watchdog.should_stop)
         numbers = self.links.all_gather("losses", torch.tensor([[*losses, asked]], dtype=torch.float64))
         self._asked = bool(numbers[:, -1].any())
@@ -207,7 +213,7 @@ class SlicedRanks(ManyRanks):
         return sum(numbers[:, :-1].flatten().tolist())
 
     def scorer(self, score: Score) -> Score:
-        """Return a function that scores this rank's slices and gathers the scores of all."""
+        """Return a function that calls ``score`` for this rank's slices of a batch and gathers the scores of all."""
 
         def together(batch: RankingBatch) -> Tensor:
             logits = torch.cat([score(part) for part in self._slices.cut(batch)])
@@ -224,5 +230,8 @@ def alone(model: RankingModel, slices: int) -> OneRank:
 
 
 def ranks_of(tables: ShardedEmbeddingTables, watchdog: Watchdog, slices: int) -> ManyRanks:
-    """Return the training of a model with ``tables`` in several processes, in so many ``slices``; 1 for none."""
+    """Return the training of a model in several processes, in so many ``slices`` of a batch; 1 for none.
+
+    ``tables`` and ``watchdog`` are those of :class:`~cordillera.training.ranking.ranks.ManyRanks`.
+    """
     return ManyRanks(tables, watchdog) if slices == 1 else SlicedRanks(tables, watchdog, slices)
