@@ -86,10 +86,10 @@ def test_what_slices_cannot_do_is_refused_before_anything_starts(
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @needs_processes
-@pytest.mark.parametrize("processes", [2, 4])
-def test_many_processes_end_at_the_bits_of_one(made: Path, alone: Path, processes: int) -> None:
+@pytest.mark.parametrize(("processes", "codec"), [(2, "distinct"), (4, "raw")])
+def test_many_processes_end_at_the_bits_of_one(made: Path, alone: Path, processes: int, codec: str) -> None:
     name = f"over {processes}"
-    ends(train(made, "sliced.toml", "--run", name, "--nproc", processes))
+    ends(train(made, "sliced.toml", "--run", name, "--nproc", processes, "--set", f"parallel.codec='{codec}'"))
     same(made / name, alone)
     placement = Placement.read(made / name / ranking.PLACEMENT_FILE)
     assert (placement.size, placement.pooled) == (processes, ())

@@ -136,6 +136,7 @@ def train(
     recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"processes": size})})
     if recipe.training.slices > 1:  # products of matrices depend on the number of threads of a process
         recipe = recipe.model_copy(update={"threads": recipe.threads or 1})
+    if size > 1 or recipe.training.slices > 1:
         _check_together(recipe)
     work = _train_alone if size == 1 else _train_together
     return work(recipe, folder, resume, on_step, say)
@@ -203,7 +204,6 @@ def _train_together(
 ) -> Outcome:
     """Train in several processes, which this one or a launcher starts; write the report in one."""
     size = recipe.parallel.processes
-    _check_together(recipe)
     if place_in_job() is None:
         run = _prepare(recipe, folder, resume, say)
         if recipe.threads is None:
@@ -230,10 +230,12 @@ def _train_together(
 
 
 def _check_together(recipe: RankingRecipe) -> None:
-    """Refuse what is trained in one process only."""
+    """Refuse what is trained in one process and without slices only."""
     training, problems = recipe.training, []
     if recipe.tables.are_encoded:
-        problems.append(("tables", "rows in few bits and caches are of one process: set rows = 'fp32', cache = 0"))
+        problems.append(
+            ("tables", "rows in few bits and caches are of one process, without slices: set rows = 'fp32', cache = 0")
+        )
     for key, given in (
         ("plan", training.plan),
         ("emulate", training.emulate),
@@ -241,7 +243,7 @@ def _check_together(recipe: RankingRecipe) -> None:
         ("compile", training.compile),
     ):
         if given:
-            problems.append((f"training.{key}", "is for training in one process"))
+            problems.append((f"training.{key}", "is for training in one process, without slices"))
     if recipe.parallel.exchange == "prioritised" and recipe.parallel.copies > 1:
         problems.append(("parallel.copies", "prioritised exchange knows no copies: set 1, or exchange = 'plain'"))
     if recipe.parallel.exchange == "prioritised" and recipe.parallel.pool == "bags":
@@ -253,9 +255,11 @@ def _check_together(recipe: RankingRecipe) -> None:
         problems.append(("parallel.hosts", f"does not divide {recipe.parallel.processes} processes"))
     for key in ("norm", "top_norm"):
         if getattr(recipe.model, key, None) == "batch":
-            problems.append((f"model.{key}", "'batch' is for training in one process: set 'layer' or 'none'"))
+            problems.append(
+                (f"model.{key}", "'batch' is for training in one process, without slices: set 'layer' or 'none'")
+            )
     if recipe.device != "cpu" and (recipe.device != "auto" or select_device("auto").type != "cpu"):
-        problems.append(("device", "several processes train on CPUs: set device = 'cpu'"))
+        problems.append(("device", "several processes, and slices, train on CPUs: set device = 'cpu'"))
     if training.slices > 1:
         problems += slices.why_not(training, recipe.parallel)
     if problems:
