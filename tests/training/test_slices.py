@@ -20,6 +20,7 @@ from cordillera.embeddings.prioritised_tables import FrozenWindowTables, Priorit
 from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.errors import PlanError, TrainingError
+from cordillera.jagged import JaggedBatch, JaggedTensor
 from cordillera.models.ranking import MODELS, build
 from cordillera.planning.ranking.placement import Placement, TablePart
 from cordillera.run import Run
@@ -311,12 +312,37 @@ def test_what_slices_cannot_be_combined_with_is_named() -> None:
     assert slices.why_not(TrainingConfig(slices=12), RankingParallelConfig(processes=4, codec="distinct")) == []
 
 
-def refusals(rank: int, folder: str) -> dict[str, Any]:
-    """Make tables that are refused, and update while rows are on their way."""
+ABSORBED = (1.0, 1e-16, -1.0, 0.0)
+"""Gradients of one row by four slices: their sum in float64 is 0 in this order and 1e-16 if -1 follows 1."""
+
+
+def first_row(tables: EmbeddingTables, own: range) -> float:
+    """Update row 0, which is zero, with the gradients of slices, and return its first number."""
+    ids = JaggedTensor(torch.zeros(1, dtype=torch.int64), torch.arange(2))
+    batch = JaggedBatch.from_features({"id": ids, "history": JaggedTensor.from_lists([[]])})
+    for number in own:
+        tables(batch).backward(torch.full((1, 2, 8), ABSORBED[number]))
+        if not isinstance(tables, ShardedEmbeddingTables):
+            tables.reduce_pending()
+    tables.update()
+    return float(tables.table("id")[0, 0])
+
+
+def test_gradients_of_a_row_are_added_in_the_order_of_slices() -> None:
+    tables = EmbeddingTables(FEATURES, 8, TablesConfig(name="sgd", learning_rate=1.0), init=0.0)
+    assert first_row(tables, range(4)) == 0.0
+
+
+def on_two(rank: int, folder: str) -> dict[str, Any]:
+    """Make tables that are refused, update while rows are on their way, and add gradients of a row in order."""
     links, said = Collectives(None, Ledger(), 60.0), {}
+    sgd = TablesConfig(name="sgd", learning_rate=1.0)
+    for cut in ("copies", "rows", "columns"):
+        ordered = FrozenWindowTables(FEATURES, 8, sgd, placement_of(cut, 2, 8), links, init=0.0)
+        said[cut] = first_row(ordered, range(2 * rank, 2 * rank + 2))
     columns = placement_of("columns", 2, 8)
     for name, rule, placement in (
-        ("columns", "rowwise_adagrad", columns),
+        ("squares", "rowwise_adagrad", columns),
         ("pooled", "sgd", replace(columns, pooled=("id",))),
     ):
         try:
@@ -340,10 +366,11 @@ def refusals(rank: int, folder: str) -> dict[str, Any]:
 
 
 @needs_gloo
-def test_placements_that_change_results_are_refused(tmp_path: Path) -> None:
-    done = run_processes(2, tmp_path, refusals, 60)
+def test_tables_add_in_order_and_placements_that_change_results_are_refused(tmp_path: Path) -> None:
+    done = run_processes(2, tmp_path, on_two, 60)
     assert done.codes == [0, 0], done.said
     for said in done.found.values():
-        assert "row-wise Adagrad sums squares in another order" in said["columns"]
+        assert [said[cut] for cut in ("copies", "rows", "columns")] == [0.0, 0.0, 0.0]
+        assert "row-wise Adagrad sums squares in another order" in said["squares"]
         assert "set parallel.pool = 'rows'" in said["pooled"]
         assert "look up every batch of a step before its update" in said["early"]
