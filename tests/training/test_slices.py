@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Trainings that end alike on any number of processes."""
 
-QUICK = ("dropout and copies", "columns with Adam", "prioritised")
+QUICK = ("dropout and copies", "columns with Adam")
 OTHERS = tuple(name for name in CASES if name not in QUICK)
 
 
