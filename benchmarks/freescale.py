@@ -2,7 +2,7 @@
 
 Two processes train one table that is cut in rows. A share of the rows of each batch is in the batch before as well (the
 collisions). Between lookups, both processes compute for a fixed time, as the dense part of a model would; messages
-leave them at an emulated rate.
+leave them at an emulated rate. The part ``balance`` divides samples with lists of very different lengths over ranks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import numpy as np
 import torch
 import typer
 from _emulated_links import EmulatedLinks
+from _freescale_balance import measure_balance
 from _processes import run_processes
 from _program import Program
+from _tables import print_notes, print_rows
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -47,6 +49,7 @@ class Part(str, enum.Enum):
     """Parts of the benchmark."""
 
     exposed = "exposed"
+    balance = "balance"
 
 
 def batches(share: float, rank: int, steps: int, rows: int = ROWS_OF_BATCH) -> list[JaggedBatch]:
@@ -185,10 +188,35 @@ def _exposed(console: Console, quick: bool) -> dict[str, Any]:
     }
 
 
+def _balance(console: Console, quick: bool) -> dict[str, Any]:
+    found = measure_balance(quick)
+    asked, rows = found["asked"], []
+    for row in found["counted"]:
+        for balance, fewer in row["fewer"].items():
+            shares = [f"{row['shares'][kind]:.2%}" for kind in ("none", balance)]
+            planned = 1e3 * row["seconds"][balance]["median"]
+            rows.append(
+                [row["work"], balance, *shares, f"{fewer:.1f}" if fewer < 1000 else "over 1,000", f"{planned:.1f} ms"]
+            )
+    title = f"waiting for the slowest of many ranks, counted; {asked['fewer']:g} times less asked"
+    print_rows(console, title, ["work", "balance", "without", "with", "times less", "planning"], rows, "counted")
+    rows = []
+    for row in found["steps"]:
+        times = row["times_faster"]
+        cells = [f"{1e3 * row['seconds']['seconds']['median']:.1f}", f"{times['median']:.3f}"]
+        cells += [f"{times['low']:.3f} to {times['high']:.3f}", f"{row['planning']['median']:.2%}"]
+        rows.append([row["balance"], *cells, f"{row['loss_difference']:.1e}"])
+    title = f"steps of two processes with attention over histories; {asked['times_faster']:g} times asked"
+    headings = ["balance", "ms", "times faster", "quartiles", "planning, of a step", "largest difference of losses"]
+    print_rows(console, title, headings, rows)
+    print_notes(console, found["notes"])
+    return found
+
+
 main = Program(
     "freescale",
-    {Part.exposed: _exposed},
-    "Compare prioritised with synchronous exchange of embedding rows over emulated links.",
+    {Part.exposed: _exposed, Part.balance: _balance},
+    "Compare prioritised with synchronous exchange over emulated links, and steps with and without balanced samples.",
     threads=1,
 ).command()
 

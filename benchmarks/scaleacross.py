@@ -40,7 +40,7 @@ from cordillera.cost import Calibration, CostModel
 from cordillera.planning import calibration, workloads
 from cordillera.planning.language.explorer import Explorer
 from cordillera.planning.language.job import PlannedJob
-from cordillera.planning.language.plans import ALL, Plan
+from cordillera.planning.language.plans import Plan
 from cordillera.planning.language.step import simulate_step
 from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.mesh import Mesh
@@ -48,6 +48,7 @@ from cordillera.planning.pipeline.schedules import Schedule, one_forward_one_bac
 from cordillera.planning.pipeline.simulator import StageSeconds, Way, simulate
 from cordillera.planning.pipeline.solver import optimal
 from cordillera.planning.pipeline.tuning import tuned
+from cordillera.planning.search import ALL
 
 MEASURED = Path(__file__).resolve().parents[2] / "shared" / "data" / "megatron_multi_node_iteration_ms.csv"
 REGION_KM = 2000.0  # a round trip of 20 ms

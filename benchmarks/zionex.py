@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from _tables import print_notes, print_rows
 from _zionex_exactness import RULES, measure_exactness
 from _zionex_exchange import PEER, measure_exchange
 from _zionex_planner import PEER_CUTS, measure_planner
+from _zionex_tiers import measure_tiers
 from rich.console import Console
 
 KIB = 2**10
@@ -25,6 +27,7 @@ class Part(str, enum.Enum):
     exactness = "exactness"
     exchange = "exchange"
     planner = "planner"
+    tiers = "tiers"
 
 
 def _exactness(console: Console, quick: bool) -> dict[str, Any]:
@@ -104,10 +107,49 @@ def _planner(console: Console, quick: bool) -> dict[str, Any]:
     return figures
 
 
-PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {
+def _tiers(console: Console, quick: bool, folder: Path) -> dict[str, Any]:
+    figures = measure_tiers(quick, folder)
+    lines = []
+    for row in figures["file"]:
+        milliseconds = [row["seconds"][name]["seconds"]["median"] * 1e3 for name in ("file", "memory")]
+        share = row["bytes_in_memory"] / row["bytes"]
+        lines.append(
+            [
+                row["case"],
+                f"{row['pages']} ({row['evidence']})",
+                f"{share:.2f}",
+                "yes" if row["equal"] else "NO",
+                _spread(row["speed"]),
+                *(f"{value:.1f}" for value in milliseconds),
+                f"{row['rows_a_step']['reads']:,.0f}",
+                f"{row['pages_a_second']:,.0f}" if row.get("pages_a_second") else "",
+            ]
+        )
+    headings = ["step of", "pages of the file", "of the bytes in memory", "same bits", "speed, memory's as 1",
+                "ms, file", "memory", "rows read", "pages the disk reads a second"]  # fmt: skip
+    print_rows(console, f"tables in a file; asked: {figures['file_target']:g} times memory's speed", headings, lines)
+    lines = [
+        [
+            str(row["dim"]),
+            name,
+            _spread(row[name]["cost"]),
+            *(f"{row[name]['seconds'][kind]['seconds']['median'] * 1e3:.1f}" for kind in ("dynamic", "fixed")),
+            f"{row[name]['admitted_a_step']:,.0f}",
+        ]
+        for row in figures["dynamic"]
+        for name in ("known", "new")
+    ]
+    headings = ["columns", "ids", "time, fixed tables' as 1", "ms, dynamic", "fixed", "rows made a step"]
+    print_rows(console, f"dynamic tables; asked: at most {figures['dynamic_target']:g} times", headings, lines)
+    print_notes(console, [*figures["notes"], *([figures["missing"]] if figures["missing"] else [])])
+    return figures
+
+
+PARTS: dict[Part, Callable[..., dict[str, Any]]] = {
     Part.exactness: _exactness,
     Part.exchange: _exchange,
     Part.planner: _planner,
+    Part.tiers: _tiers,
 }
 
 
@@ -119,7 +161,7 @@ def _prepare() -> dict[str, str]:
 main = Program(
     "zionex",
     PARTS,
-    "Compare embedding tables over processes with one process and with TorchRec: results, bytes, time, placements.",
+    "Compare embedding tables over processes, in files and for any ids with tables of one process and with TorchRec.",
     quick_help="Few and small: shows that it works, its figures mean nothing.",
     prepare=_prepare,
 ).command()

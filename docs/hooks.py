@@ -20,6 +20,7 @@ from cordillera.data.language.cleaning import CleaningConfig
 from cordillera.data.language.corpora import TextSourceConfig
 from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, ListFeature, Schema
 from cordillera.data.ranking.logs.synthetic import SyntheticConfig
+from cordillera.embeddings.dynamic_ids import DynamicRowsConfig
 from cordillera.models.ranking import MODELS
 from cordillera.models.ranking.towers import TowersConfig
 from cordillera.numerics.emulation.emulation import EmulationConfig
@@ -53,6 +54,8 @@ def _section(name: str) -> type[BaseModel]:
         return SyntheticConfig
     if name == "training.emulate":
         return EmulationConfig
+    if name == "tables.dynamic":
+        return DynamicRowsConfig
     if name == "model.towers":
         return TowersConfig
     if name.startswith("model."):

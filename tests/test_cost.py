@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cordillera import topology
-from cordillera.cost import Calibration, CostModel, Products
+from cordillera.cost import SHIPPED, Calibration, CostModel, Products, calibration_for, whole
 from cordillera.errors import PlanError
 
 DEVICE = topology.load("a100-node").device
@@ -96,3 +96,58 @@ def test_a_file_that_is_not_there_or_cannot_be_written_is_named(tmp_path: Path) 
     (tmp_path / "file").write_text("")
     with pytest.raises(PlanError, match="cannot be written"):
         Products({(8, 8, 8, 1): 1e-3}, "a test").write(tmp_path / "file" / "products.csv")
+
+
+def test_a_product_takes_its_arithmetic_with_half_a_wave_lost_or_its_traffic() -> None:
+    calibration = Calibration(matrix=0.5, memory=0.25)
+    cost = CostModel(DEVICE, calibration)
+    rate, stream = DEVICE.matrix_flops_per_s / 2, DEVICE.memory_bytes_per_s / 4
+    wave = DEVICE.processors * 128 * 256  # numbers that one wave of tiles computes
+    # As many outputs as in 20 waves: half a wave is lost, and traffic is hidden.
+    rows, columns, inner, count = 128 * DEVICE.processors, 256 * 10, 8192, 2
+    arithmetic = 2 * rows * columns * inner * count * 20.5 / 20 / rate
+    assert rows * columns * count == 20 * wave
+    assert cost.product(rows, columns, inner, count) == pytest.approx(arithmetic)
+    # Many small products: the weights of each are read once, and arithmetic is hidden.
+    traffic = 2 * 5000 * (2 * 512 + 2 * 512 + 512 * 512) / stream
+    assert cost.product(2, 512, 512, 5000) == pytest.approx(traffic)
+    # A short side hides neither behind the other.
+    for shape in ((4096, 191, 8192), (4096, 8192, 191)):
+        flops, moved = 2 * shape[0] * 191 * 8192, 2 * (4096 * 191 + 4096 * 8192 + 191 * 8192)
+        lost = 1 + wave / 2 / (shape[0] * shape[1])
+        assert cost.product(*shape) == pytest.approx(flops * lost / rate + moved / stream)
+    hidden = max(2 * 4096 * 192 * 8192 * (1 + wave / 2 / (4096 * 192)) / rate, 2 * (4096 * 8384 + 192 * 8192) / stream)
+    assert cost.product(4096, 192, 8192) == pytest.approx(hidden)
+
+
+def test_a_layer_costs_three_products_and_other_kernels_their_bytes_or_flops() -> None:
+    shapes = {(10, 300, 2000, 1): 1.0, (10, 2000, 300, 1): 2.0, (2000, 300, 10, 1): 4.0}
+    cost = CostModel(DEVICE, Calibration(memory=0.5, attention=0.25), Products(shapes, "a test"))
+    assert cost.linear(10, 300, 2000) == pytest.approx((1.0, 2.0, 4.0))
+    assert cost.stream(DEVICE.memory_bytes_per_s) == pytest.approx(2.0)
+    assert cost.optimizer(1e9) == pytest.approx(cost.stream(40e9))
+    assert cost.attention(DEVICE.matrix_flops_per_s) == pytest.approx(4.0)
+
+
+def test_a_neighbour_is_the_nearest_within_a_factor_of_two_over_all_sides() -> None:
+    near, far = (4096, 8192, 8192, 1), (8192, 8192, 8192, 1)
+    seconds = {near: 2 * PLAIN.product(*near), far: 3 * PLAIN.product(*far)}
+    cost = CostModel(DEVICE, Calibration(), Products(seconds, "a test"))
+
+    def factor(*shape: float) -> float:
+        return cost.product(*shape) / PLAIN.product(*shape)
+
+    assert factor(5700, 8192, 8192) == pytest.approx(2)  # 5,793 lies in the middle
+    assert factor(5900, 8192, 8192) == pytest.approx(3)
+    assert factor(4096, 8192 * 1.3, 8192 / 1.5) == pytest.approx(2)  # 1.3 * 1.5 < 2
+    assert factor(4096, 8192 * 1.4, 8192 / 1.5) == pytest.approx(1)
+    assert factor(8192, 8192, 8192, 1.9) == pytest.approx(3)
+    assert factor(8192, 8192, 8192, 2.1) == pytest.approx(1)
+
+
+def test_constants_are_those_of_the_device_or_say_that_they_are_not() -> None:
+    assert calibration_for(DEVICE) is SHIPPED[DEVICE.name]
+    other = calibration_for(DEVICE.model_copy(update={"name": "mine"}))
+    assert other.provenance == "not fitted on mine: constants of A100"
+    assert (other.matrix, other.network) == (SHIPPED[DEVICE.name].matrix, SHIPPED[DEVICE.name].network)
+    assert whole(0.2, 7.6, 3.4, 0.5) == (1, 8, 3, 1)

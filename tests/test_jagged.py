@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.errors import DataError
-from cordillera.jagged import JaggedBatch, JaggedTensor, offsets_from_lengths
+from cordillera.jagged import (
+    JaggedBatch,
+    JaggedTensor,
+    choose_features,
+    offsets_from_lengths,
+    offsets_of,
+    ragged_positions,
+    slice_samples,
+)
 
 LISTS = st.lists(st.lists(st.integers(-(2**62), 2**62), max_size=5), max_size=8)
 
@@ -107,6 +118,52 @@ def test_batches_that_do_not_fit_are_refused() -> None:
 def test_no_features_are_refused_when_joined() -> None:
     with pytest.raises(DataError):
         JaggedBatch.from_features({})
+
+
+@settings(deadline=None)
+@given(size=st.integers(0, 5), data=st.data())
+def test_samples_and_features_are_cut_as_lists_are(size: int, data: st.DataObject) -> None:
+    rows = st.lists(st.lists(st.integers(0, 99), max_size=3), min_size=size, max_size=size)
+    features = {name: data.draw(rows) for name in "abc"[: data.draw(st.integers(1, 3))]}
+    one_hot = data.draw(st.booleans())
+    if one_hot:
+        features = {name: [[number] for number in range(size)] for name in features}
+    batch = JaggedBatch.from_features({name: JaggedTensor.from_lists(lists) for name, lists in features.items()})
+    weights = torch.arange(batch.values.numel()) / 8 if data.draw(st.booleans()) else None
+    kind = data.draw(st.sampled_from([torch.int32, torch.int64]))
+    batch = JaggedBatch(batch.keys, batch.values, batch.offsets.to(kind), weights, one_hot)
+    first = data.draw(st.integers(0, size))
+    end = data.draw(st.integers(first, size))
+    places = data.draw(st.lists(st.integers(0, len(features) - 1), max_size=3))
+    part, chosen = slice_samples(batch, first, end), choose_features(batch, places)
+    assert part.offsets.dtype == chosen.offsets.dtype == kind
+    assert (part.one_hot, chosen.one_hot) == (one_hot, one_hot)
+    assert (part.weights is None) == (chosen.weights is None) == (weights is None)
+    assert part.keys == batch.keys
+    assert chosen.keys == tuple("abc"[place] for place in places)
+    assert part.offsets.numel() == len(features) * (end - first) + 1
+    assert chosen.offsets.numel() == len(places) * size + 1
+
+    def flat(numbers: torch.Tensor | None, of: JaggedBatch) -> list[list[float]]:
+        bounds = of.offsets.tolist()
+        return [] if numbers is None else [numbers[a:b].tolist() for a, b in itertools.pairwise(bounds)]
+
+    for mine, whole in ((part.values, batch.values), (part.weights, batch.weights)):
+        bags = flat(whole, batch)
+        expected = [bag for f in range(len(features)) for bag in bags[f * size + first : f * size + end]]
+        assert flat(mine, part) == expected
+    for mine, whole in ((chosen.values, batch.values), (chosen.weights, batch.weights)):
+        bags = flat(whole, batch)
+        assert flat(mine, chosen) == [bag for f in places for bag in bags[f * size : (f + 1) * size]]
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 4)), max_size=6))
+def test_positions_of_ragged_bags_are_listed_bag_after_bag(bags: list[tuple[int, int]]) -> None:
+    starts, lengths = (np.array([bag[side] for bag in bags], dtype=np.int64) for side in (0, 1))
+    found = ragged_positions(starts, lengths)
+    assert found.dtype == np.int64
+    assert found.tolist() == [start + place for start, length in bags for place in range(length)]
+    assert offsets_of(lengths).tolist() == [sum(lengths[:n]) for n in range(len(bags) + 1)]
 
 
 @pytest.mark.peer

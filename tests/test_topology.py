@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from cordillera import topology
 from cordillera.errors import PlanError
@@ -148,6 +149,28 @@ def test_one_message_names_every_mistake(tmp_path: Path) -> None:
         "levels[0].membrs: is not a key here; did you mean 'members'?",
     ):
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says", "more"),
+    [
+        (1, "1 mistake\n", ""),
+        (20, "20 mistakes\n", ""),
+        (21, "21 mistakes\n", "and 1 more"),
+        (1000, "1,000 mistakes\n", "and 980 more"),
+        (1001, "1,000 mistakes or more\n", "and 980 more"),
+    ],
+)
+def test_many_mistakes_are_counted_and_a_few_listed(wrong: int, says: str, more: str) -> None:
+    class Numbers(BaseModel):
+        numbers: list[int]
+
+    with pytest.raises(PlanError) as error:
+        topology.validate(Numbers, {"numbers": ["x"] * wrong}, "here")
+    assert says in str(error.value)
+    assert str(error.value).count("numbers[") == min(wrong, 20)
+    assert ("more" in str(error.value).split("\n", 1)[1]) == bool(more)
+    assert more in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,23 @@ def slice_samples(batch: JaggedBatch, first: int, end: int) -> JaggedBatch:
     return replace(batch, values=values, offsets=offsets_from_lengths(lengths).to(batch.offsets.dtype), weights=joined)
 
 
+def take_samples(batch: JaggedBatch, samples: np.ndarray) -> JaggedBatch:
+    """Return the samples of a batch at the positions ``samples``, in their order; values are copied.
+
+    The batch is on the CPU.
+    """
+    size = batch.batch_size
+    bags = (np.arange(len(batch.keys))[:, None] * size + samples).reshape(-1)
+    lengths = batch.lengths.numpy()[bags]
+    places = torch.from_numpy(ragged_positions(batch.offsets.numpy()[bags], lengths))
+    return replace(
+        batch,
+        values=batch.values.index_select(0, places),
+        offsets=torch.from_numpy(offsets_of(lengths)).to(batch.offsets.dtype),
+        weights=None if batch.weights is None else batch.weights.index_select(0, places),
+    )
+
+
 def choose_features(batch: JaggedBatch, places: Sequence[int]) -> JaggedBatch:
     """Return the features of a batch at the positions ``places``, in their order; values are copied."""
     size = batch.batch_size

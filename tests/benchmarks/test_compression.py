@@ -78,3 +78,14 @@ def test_steps_are_timed_on_every_link(tmp_path: Path) -> None:
     assert 0.25 < found["share_of_exchange"]["40 Mb/s"] < 0.38
     (short,) = (row for row in found["rows"] if (row["link"], row["codec"]) == ("40 Mb/s", "bounded"))
     assert short["ratio"] > 4
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_training_shrinks_rows_and_large_bounds_are_seen(tmp_path: Path) -> None:
+    rows = part_of(compression, "training", tmp_path)["rows"]
+    made = {row["codec"]: row for row in rows if row["recipe"] == "synthetic-dlrm"}
+    assert list(made) == ["raw", "bounded", "bounded, 10 times"]
+    assert made["raw"]["train"]["changes"] == [0.0, 0.0]
+    assert 1 < made["bounded"]["ratio"] < made["bounded, 10 times"]["ratio"]
+    assert made["bounded, 10 times"]["train"]["change"] > 5 * abs(made["bounded"]["train"]["change"])

@@ -28,3 +28,12 @@ def test_exposed_time_is_compared(tmp_path: Path) -> None:
     content = part_of(freescale, "exposed", tmp_path)
     assert [row["collisions"] for row in content["rows"]] == [0.0, 1.0]
     assert all(row["equal"] for row in content["rows"])
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_balanced_steps_have_the_losses_of_others(tmp_path: Path) -> None:
+    content = part_of(freescale, "balance", tmp_path)
+    assert [row["balance"] for row in content["steps"]] == ["none", "fixed", "variable"]
+    assert all(row["loss_difference"] < 1e-6 for row in content["steps"])
+    assert all(fewer > 9 for row in content["counted"] for fewer in row["fewer"].values())

@@ -67,6 +67,24 @@ def test_placements_are_weighed_alike(tmp_path: Path) -> None:
     assert len(content["many"]["processor_seconds"]) == 1
 
 
+@pytest.mark.slow
+def test_tiers_are_exact_and_timed(tmp_path: Path) -> None:
+    content = part_of(zionex, "tiers", tmp_path)
+    modes = ["kept"] if content["missing"] else ["kept", "limited"]
+    assert [(row["case"], row["pages"]) for row in content["file"]] == [
+        (case, mode) for case in ("tables", "DLRM") for mode in modes
+    ]
+    for row in content["file"]:
+        assert row["equal"] is True
+        assert row["bytes_in_memory"] < row["bytes"] / content["times_memory"]
+        assert row["speed"]["median"] > 0
+        assert row["rows_a_step"]["reads"] > 0
+    for row in content["dynamic"]:
+        assert row["known"]["admitted_a_step"] == 0
+        assert row["new"]["admitted_a_step"] > 0
+        assert row["known"]["cost"]["median"] > 0
+
+
 @needs_gloo
 @pytest.mark.slow
 def test_results_are_those_of_one_process(tmp_path: Path) -> None:

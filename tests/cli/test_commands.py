@@ -87,7 +87,6 @@ def test_recipe_list_names_each_recipe_and_then_describes_it(cli):
     assert described.split() == " ".join(shipped().values()).split()
 
 
-@pytest.mark.slow
 def test_sweep_trains_every_size_once_and_fits_a_law(cli, recipe, tmp_path):
     sizes = [f"--size=model.top_mlp=[{n}] training.epochs=1" for n in (4, 32, 256)]
     swept = cli("sweep", recipe, *sizes)

@@ -71,6 +71,12 @@ for line in sys.stdin:
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
+TABLES = {
+    "ranking": "",
+    "file": '\n[tables]\nstorage = "file"\ncache = 0.05\n',
+    "dynamic": "\n[tables.dynamic]\nmin_count = 2\nmax_age = 4\nevict_every = 3\n",
+}
+
 LANGUAGE = """
 seed = 3
 device = "cpu"
@@ -203,6 +209,7 @@ def content(folder, is_language):
             if path.suffix == ".safetensors"
             for key, tensor in load_file(path).items()
         }
+        held |= {name: path.read_bytes() for name, path in zip(names, files, strict=True) if path.name == "rows.bin"}
     return records, evaluation, names, held
 
 
@@ -216,16 +223,20 @@ def rubbish(folder):
 
 def write_recipe(folder, kind):
     path = folder / "recipe.toml"
-    if kind == "ranking":
+    if kind in TABLES:
         text = RANKING.format(path=write_log(folder / "log.csv"))
-        path.write_text(text.replace("epochs = 6", "epochs = 3\ncheckpoint_every = 4\nevaluate_every = 10"))
+        text = text.replace("epochs = 6", "epochs = 3\ncheckpoint_every = 4\nevaluate_every = 10")
+        path.write_text(text + TABLES[kind])
     else:
         write_text(folder / "text.jsonl")
         path.write_text(LANGUAGE.format(path=folder / "text.jsonl"))
     return path
 
 
-@pytest.mark.parametrize(("kind", "processes"), [("ranking", 1), ("ranking", 2), ("language", 1), ("language", 2)])
+@pytest.mark.parametrize(
+    ("kind", "processes"),
+    [("ranking", 1), ("file", 1), ("dynamic", 1), ("ranking", 2), ("language", 1), ("language", 2)],
+)
 def test_a_training_that_is_killed_at_any_moment_goes_on_as_if_it_never_was(
     tmp_path, kind, processes, fuzz_inputs, loaded
 ):

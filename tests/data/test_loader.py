@@ -55,6 +55,18 @@ def test_an_epoch_can_be_entered_at_any_batch(train: ClickDataset, shuffle: str)
             same(left, right)
 
 
+def test_blocks_of_any_order_can_be_entered_at_any_batch(train: ClickDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short last block lies in another window in each epoch."""
+    monkeypatch.setattr(loader_module, "WINDOW", 2)
+    monkeypatch.setattr(loader_module, "BLOCK", 48)
+    assert len(train) % 48
+    loader = Loader(train, 7, shuffle="blocks", seed=4, prefetch=0)
+    for epoch in range(4):
+        whole = [rows.tolist() for rows in loader._order(epoch, 0)]  # type: ignore[union-attr]
+        for start in range(len(whole)):
+            assert [rows.tolist() for rows in loader._order(epoch, start)] == whole[start:]  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("shuffle", ["blocks", "global"])
 def test_orders_repeat_with_the_seed_and_differ_between_seeds_and_epochs(train: ClickDataset, shuffle: str) -> None:
     make = lambda seed: Loader(train, 100, shuffle=shuffle, seed=seed)  # noqa: E731

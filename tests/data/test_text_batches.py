@@ -292,6 +292,11 @@ def test_packings_that_are_none_are_refused(values: dict[str, Any], message: str
         BatchConfig(**values)
 
 
+def test_a_bound_may_be_the_context() -> None:
+    assert BatchConfig(bound=200, context=200).most == 200
+    assert [BatchConfig(context=200, method=method).most for method in ("fixed", "balanced")] == [200, 300]
+
+
 def test_batches_and_documents_that_do_not_fit_are_refused() -> None:
     batch = BatchConfig(tokens=160, context=40)
     assert (batch.count(), batch.count(6), batch.model_copy(update={"microbatches": 5}).count(6)) == (4, 6, 5)

@@ -200,7 +200,6 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @needs_gloo
-@pytest.mark.slow
 def test_all_ranks_make_one_choice(executed: dict[str, Any]) -> None:
     first, second = executed["ranks"].values()
     for name in ("dear codecs", "auto", "auto-bounded", "prioritised"):

@@ -17,6 +17,7 @@ from cordillera.distributed.codecs import frames, range_coder
 from cordillera.distributed.codecs.bounds import BoundClass, BoundDecay, classes_by_cardinality
 from cordillera.distributed.codecs.codecs import Bounded, Codec, Distinct, Guarantee, Half, IntegerRows, Raw, decode
 from cordillera.distributed.codecs.distinct_rows import distinct_rows
+from cordillera.distributed.codecs.frames import read_varint, varint
 from cordillera.distributed.codecs.selection import CodecRecord, record, select
 from cordillera.errors import DataError, NumericsError
 
@@ -409,3 +410,16 @@ def test_a_record_counts_the_bytes_of_frames() -> None:
     assert found.ratio > 4
     assert select({"bounded": found}, 1.0)[0] == "bounded"
     assert select({"bounded": found}, 1e15)[0] == "raw"
+
+
+@pytest.mark.parametrize(
+    ("number", "length"), [(0, 1), (1, 1), (127, 1), (128, 2), (2**14 - 1, 2), (2**14, 3), (2**62, 9)]
+)
+def test_numbers_take_a_byte_for_every_seven_bits(number: int, length: int) -> None:
+    written = varint(number)
+    assert len(written) == length
+    assert read_varint(b"x" + written + b"\xff", 1) == (number, 1 + length)
+    with pytest.raises(DataError, match="cut off or too large"):
+        read_varint(written[:-1], 0)
+    with pytest.raises(DataError, match="cut off or too large"):
+        read_varint(b"\xff" * 10, 0)

@@ -161,6 +161,8 @@ def run_into_refusals(rank: int, model: Llama) -> dict[str, str]:
         except CordilleraError as error:
             said[name] = str(error)
     said["afterwards"] = str(sessions.cache.lengths)
+    sessions.read([[5] * 9, [6] * 11])
+    said["to the capacity"] = str(sessions.cache.lengths)
     return said
 
 
@@ -326,6 +328,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(executed: dict[int, dict[str
         assert "call shard first" in said["offsets"]
         assert "cannot cut sequences of [3, 1] tokens to [4, 0]" in said["cut"]
         assert said["afterwards"] == "[3, 1]"
+        assert said["to the capacity"] == "[12, 12]"
 
 
 @needs_gloo

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -296,3 +297,22 @@ def test_a_process_is_ended_also_where_its_terminal_was_closed(monkeypatch):
         assert found.value.code == ABANDONED
         monkeypatch.undo()
         os.dup2(os.open(os.devnull, os.O_WRONLY), closed.fileno())  # what could not be written is flushed here
+
+
+def test_a_process_that_does_not_end_by_itself_is_ended_after_its_grace() -> None:
+    ended: list[tuple[float, RankError]] = []
+    config = WatchdogConfig(deadline_s=4.0)
+    guarded = Watchdog(
+        config, JobStore(dist.HashStore()), 0, 2, abandon=lambda error: ended.append((time.monotonic(), error))
+    )
+    error = RankError("rank 1 was lost")
+    guarded._error, began = error, time.monotonic()
+    guard = threading.Thread(target=guarded._keep_guard)
+    guard.start()
+    while not ended and time.monotonic() - began < 10:
+        time.sleep(0.01)
+    guarded._left.set()
+    guard.join(10)
+    assert not guard.is_alive()
+    assert ended[0][1] is error
+    assert config.grace_s <= ended[0][0] - began < config.grace_s + 5

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cordillera.data.ranking.features import FeatureSpec, SparseFeature
+from cordillera.data.ranking.features import ANY_ID, FeatureSpec, SparseFeature
 from cordillera.embeddings.dynamic_ids import DynamicRowsConfig
 from cordillera.embeddings.dynamic_tables import DynamicTables
 from cordillera.embeddings.table_deltas import read_delta, write_delta
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
-from cordillera.errors import CheckpointError, DependencyError, TrainingError
+from cordillera.errors import CheckpointError, DataError, DependencyError, TrainingError
 from cordillera.jagged import JaggedBatch, JaggedTensor
 
 pytest.importorskip("numba")
@@ -39,8 +39,9 @@ def dynamic(
     optimizer: str = "rowwise_adagrad", rows: DynamicRowsConfig | None = None, seed: int = 5, small: bool = True
 ) -> DynamicTables:
     spec = replace(SPEC, tables={"items": 1, "users": 1}) if small else SPEC
-    config = TablesConfig.model_validate({"name": optimizer, "learning_rate": 0.1, "initial_accumulator": 0.01})
-    return DynamicTables(spec, DIM, config, rows, init=0.1, generator=torch.Generator().manual_seed(seed))
+    values = {"name": optimizer, "learning_rate": 0.1, "initial_accumulator": 0.01, "dynamic": rows}
+    config = TablesConfig.model_validate(values)
+    return DynamicTables(spec, DIM, config, init=0.1, generator=torch.Generator().manual_seed(seed))
 
 
 def batch(seed: int, size: int = 12, scale: int = 1, among: tuple[int, int] = (50, 30)) -> JaggedBatch:
@@ -213,6 +214,21 @@ def test_wrong_deltas_are_refused(tmp_path: Path) -> None:
     forgetful = train(dynamic(rows=DynamicRowsConfig(keep_removed=2)), range(5))
     with pytest.raises(CheckpointError, match="kept for 2 updates"):
         forgetful.delta(1)
+
+
+def test_tables_of_any_ids_are_dynamic_and_know_no_number_of_ids() -> None:
+    spec = replace(SPEC, tables=dict.fromkeys(SPEC.tables, ANY_ID))
+    with pytest.raises(DataError, match=r"any numbers of 63 bits[\s\S]*tables\.dynamic"):
+        EmbeddingTables(spec, DIM, TablesConfig())
+    with pytest.raises(DataError, match="uniform_by_rows"):
+        DynamicTables(spec, DIM, TablesConfig())
+    drawn = DynamicTables(spec, DIM, TablesConfig(), init=0.1)
+    assert drawn.weight.shape[0] < 2**22  # memory is reserved for a million ids of each table
+    few = dynamic(rows=DynamicRowsConfig())
+    state = train(few, range(3)).state_dict()
+    other = DynamicTables(spec, DIM, few.config, init=0.1, generator=torch.Generator().manual_seed(5))
+    other.load_state_dict(state)
+    same(train(few, range(3, 6)), train(other, range(3, 6)))
 
 
 def test_wrong_uses_are_refused() -> None:

@@ -37,10 +37,16 @@ DIM = 6
 
 
 def in_file(
-    folder: Path, optimizer: str = "rowwise_adagrad", policy: str = "lfu", cache: float = 0.05, seed: int = 0
+    folder: Path,
+    optimizer: str = "rowwise_adagrad",
+    policy: str = "lfu",
+    cache: float = 0.05,
+    seed: int = 0,
+    read_only: bool = False,
 ) -> FileTables:
     config = _config(optimizer, cache=cache, cache_policy=policy)
-    return FileTables(SPEC, DIM, config, folder, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return FileTables(SPEC, DIM, config, folder, read_only=read_only, generator=generator)
 
 
 def in_memory(optimizer: str = "rowwise_adagrad") -> EmbeddingTables:
@@ -127,6 +133,68 @@ def test_several_passes_and_a_wrong_forecast_change_nothing(tmp_path: Path) -> N
         model(batch(92)).sum().backward()
         model.discard()
     same(tables, expected)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_calls_gives_the_bits_of_tables_in_memory(
+    policy: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_file, "_FEW_ROWS", 2)  # several threads read
+    tables, expected = in_file(tmp_path, policy=policy, cache=0.02), in_memory()
+    random = np.random.default_rng(seed)
+    for _ in range(60):
+        number, ahead = (int(one) for one in random.integers(0, 12, 2))
+        action = random.choice(
+            ["step", "ahead", "look", "late", "discard", "flush"], p=[0.3, 0.3, 0.15, 0.1, 0.1, 0.05]
+        )
+        if action in ("step", "ahead"):
+            assert torch.equal(step(tables, number, ahead if action == "ahead" else None), step(expected, number))
+        elif action == "flush":
+            tables.flush()
+        else:
+            for model in (tables, expected):
+                model.train(action != "look")
+                with torch.set_grad_enabled(action != "look"):
+                    outputs = [model(batch(number)), model(batch(ahead))]
+                model.train()
+                if action != "look":
+                    outputs[0].sum().backward()
+                if action == "late":
+                    model.update()
+                    outputs[1].sum().backward()
+                    model.update()
+                if action == "discard":
+                    model.discard()
+    same(tables, expected)
+
+
+def test_a_file_is_replaced_by_another_and_read_by_many(tmp_path: Path) -> None:
+    first, second, expected = in_file(tmp_path / "a"), in_file(tmp_path / "b", seed=4), in_memory()
+    for seed in range(5):
+        step(first, seed), step(expected, seed)
+        step(second, seed + 50, seed + 51)
+    first.flush()
+    second.load(tmp_path / "a")
+    assert second.step == 5
+    same(second, expected)
+    readers = [in_file(tmp_path / "a", read_only=True) for _ in range(2)]
+    for reader in readers:
+        reader.eval()
+        assert torch.equal(reader(batch(70)), expected.eval()(batch(70)))
+        with pytest.raises(RunError, match="read only"):
+            reader.flush()
+    expected.train()
+    for seed in range(5, 9):
+        assert torch.equal(step(second, seed, seed + 1), step(expected, seed))
+    same(second, expected)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        second.load(tmp_path / "none")
+    with pytest.raises(CheckpointError, match="expected"):
+        in_file(tmp_path / "c", "adam").load(tmp_path / "a")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        in_file(tmp_path / "none", read_only=True)
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from cordillera import recipe as recipes
 from cordillera.data.ranking.features import FeatureSpec, SparseFeature
 from cordillera.distributed.codecs.codecs import Distinct, Half
 from cordillera.distributed.collectives import Collectives
@@ -19,6 +20,7 @@ from cordillera.embeddings.prioritised_tables import PrioritisedEmbeddingTables
 from cordillera.errors import DataError, PlanError
 from cordillera.jagged import JaggedBatch, JaggedTensor, offsets_from_lengths
 from cordillera.planning.ranking.placement import Placement
+from cordillera.workflows import ranking
 from tests.distributed.processes import needs_gloo, run_processes
 from tests.embeddings.test_sharded_batches import Pair
 from tests.embeddings.test_sharded_tables import (  # fmt: skip
@@ -392,3 +394,18 @@ def test_a_placement_keeps_the_tables_whose_bags_are_summed() -> None:
     assert Placement.from_json(earlier) == placements(2)["grid"]
     with pytest.raises(PlanError, match="no table 'nowhere'"):
         pooled(2, "grid", ("nowhere",))
+
+
+@pytest.mark.parametrize(
+    ("keys", "summed"),
+    [
+        (["parallel.pool=rows"], ()),
+        (["parallel.pool=bags"], tuple(SPEC.tables)),
+        (["parallel.pool=auto", "parallel.exchange=prioritised"], ()),
+    ],
+)
+def test_a_recipe_says_which_bags_are_summed(keys: list[str], summed: tuple[str, ...]) -> None:
+    recipe: Any = recipes.load("synthetic-dlrm", ["parallel.processes=2", *keys])
+    unread: Any = None  # neither model nor data are looked at
+    assert ranking._pooled(recipe, placements(2)["rows"], unread, unread) == summed
+    assert ranking._pooled(recipe, Placement(2, {}, ()), unread, unread) == ()

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cordillera.errors import CordilleraError, PlanError
+from cordillera.kernels.attention import flash_cpu
 from cordillera.kernels.attention import math as math_attention
 from cordillera.kernels.attention import varlen as varlen_attention
 from cordillera.kernels.attention.merge import merge
@@ -455,3 +456,34 @@ def test_torch_dies_on_empty_lists(queries: int, keys: int) -> None:
 def test_blocks_leave_out_what_sees_nothing() -> None:
     assert as_blocks("causal", 5, 2) == [RowBlock(3, 5, 0, 2, True)]
     assert as_blocks("full", 5, 0) == as_blocks("empty", 5, 5) == []
+
+
+@pytest.mark.parametrize("halve", [False, True])
+def test_calls_of_the_kernel_cover_every_pair_once(halve: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Squares of 1 to 40 and 70 rows, of which those up to 32 are cut down to 4, beside rectangles of keys."""
+    monkeypatch.setattr(flash_cpu, "_SMALLEST", 4)
+    monkeypatch.setattr(flash_cpu, "_LARGEST", 32)
+    flash_cpu._batches.cache_clear()
+    try:
+        for queries, before in itertools.product([*range(1, 41), 70], (0, 3)):
+            block = RowBlock(2, 2 + queries, 1, 1 + before + queries, True)
+            squares = [part for part in flash_cpu._parts(block, halve) if part.causal]
+            largest = max(part.q_stop - part.q_start for part in squares)
+            assert largest == (min(4, queries) if halve and queries <= 32 else queries)
+            again = RowBlock(2 + queries, 2 + 2 * queries, 1, 1 + before, False)
+            pairs = torch.zeros(2 + 2 * queries, 1 + before + queries, dtype=torch.int64)
+            for piece in flash_cpu._batches((block, again), halve):
+                own = torch.zeros_like(pairs)
+                for turn in range(piece.batch):
+                    q, k = piece.q_start + turn * piece.q_step, piece.k_start + turn * piece.k_step
+                    seen = torch.ones(piece.queries, piece.keys, dtype=torch.int64)
+                    own[q : q + piece.queries, k : k + piece.keys] += seen.tril() if piece.causal else seen
+                assert int(own.max()) <= 1
+                pairs += own
+            expected = torch.zeros_like(pairs)
+            for i in range(queries):
+                expected[2 + i, 1 : 1 + before + i + 1] = 1
+                expected[2 + queries + i, 1 : 1 + before] = 1
+            assert torch.equal(pairs, expected)
+    finally:
+        flash_cpu._batches.cache_clear()

@@ -132,3 +132,35 @@ def test_the_own_work_is_not_that_of_others(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "_busy_seconds", lambda: next(clock))
     monkeypatch.setattr(module.time, "process_time", iter([1.0, 1.4]).__next__)
     assert used_by_others(0.01) == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(("load", "others"), [(3.5, 2.5), (1.0, 0.0), (0.2, 0.0), (100.0, 8.0), (None, 0.0)])
+def test_without_counts_of_processors_the_load_of_the_system_tells(
+    load: float | None, others: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cordillera.kernels.threads as module
+
+    def loads() -> tuple[float, float, float]:
+        if load is None:
+            raise OSError("unknown")
+        return load, 0.0, 0.0
+
+    monkeypatch.setattr(module, "_busy_seconds", lambda: None)
+    monkeypatch.setattr(module, "usable_cores", lambda: 8)
+    monkeypatch.setattr(module.os, "getloadavg", loads)
+    assert used_by_others() == others
+
+
+def test_busy_seconds_are_those_of_the_own_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """User, nice, system, idle, waiting, interrupts, soft interrupts, stolen; guests are in the first two already."""
+    import cordillera.kernels.threads as module
+
+    text = (
+        "cpu 9 9 9 9 9 9 9 9 9 9\ncpu0 1 2 3 1000 2000 4 5 6 7 8\ncpu1 9 9 9 9 9 9 9 9 9 9\ncpu2 10 0 0 0 0 0 0 0 5 5\n"
+    )
+    monkeypatch.setattr(module.Path, "read_text", lambda self, encoding: text)
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda process: {0, 2}, raising=False)
+    monkeypatch.setattr(module.os, "sysconf", lambda name: 100)
+    assert module._busy_seconds() == pytest.approx((21 + 10) / 100)
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda process: {7}, raising=False)
+    assert module._busy_seconds() is None

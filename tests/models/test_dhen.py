@@ -10,6 +10,15 @@ from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import DataError
 from cordillera.models.flops import count
 from cordillera.models.ranking.dhen import DHEN, DHENConfig, DHENLayer
+from cordillera.models.ranking.interactions import (
+    Convolution,
+    DotInteraction,
+    EmbeddingAttention,
+    EmbeddingCross,
+    FactorizationMachineBlock,
+    LinearCompression,
+    RowsMLP,
+)
 
 from .conftest import MakeBatch, MakeFeatures
 
@@ -28,6 +37,23 @@ def small(**changes: object) -> DHENConfig:
 def test_every_module_makes_the_same_number_of_embeddings(name: str) -> None:
     layer = DHENLayer(small(modules=(name,)), 6)
     assert layer.interactions[0](torch.randn(5, 6, 4)).shape == (5, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("linear", [LinearCompression]),
+        ("dot", [DotInteraction, RowsMLP]),
+        ("attention", [EmbeddingAttention, LinearCompression]),
+        ("cross", [EmbeddingCross]),
+        ("convolution", [Convolution, LinearCompression]),
+        ("mlp", [nn.Flatten, RowsMLP]),
+        ("fm", [FactorizationMachineBlock]),
+    ],
+)
+def test_a_module_is_the_interaction_of_its_name(name: str, kinds: list[type[nn.Module]]) -> None:
+    (module,) = DHENLayer(small(modules=(name,)), 6).interactions
+    assert [type(part) for part in (module if isinstance(module, nn.Sequential) else [module])] == kinds
 
 
 @pytest.mark.parametrize("ensemble", ["concat", "sum", "weighted_sum"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.inference.drift import Alarm, DriftCheck, DriftReference, _probabilities
+from cordillera.numerics.inference.drift import QUANTILES, Alarm, DriftCheck, DriftReference, _probabilities
 
 NAMES = ["normal", "lognormal", "exponential", "student", "half zero", "whole", "constant"]
 CONTINUOUS = 4
@@ -218,3 +219,101 @@ def test_probabilities_are_those_of_fishers_exact_test() -> None:
 def test_a_reference_is_read_as_it_was_written(reference: DriftReference) -> None:
     content = json.loads(json.dumps(reference.to_json(), allow_nan=False))
     assert DriftReference.from_json(content) == reference
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("samples",), 1), (("samples",), True), (("samples",), 3.0), (("lost",), -1), (("numbers",), []),
+        (("numbers", 0, "name"), 3), (("numbers", 0, "mean"), math.nan), (("numbers", 0, "mean"), True),
+        (("numbers", 0, "deviation"), -1e-9), (("numbers", 0, "effect"), 0.99), (("shares", 0, "effect"), 0.99),
+        (("numbers", 0, "boundaries", 0, 1), 1), (("numbers", 0, "boundaries", 0, 2), REFERENCE + 1),
+        (("numbers", 0, "boundaries", 0, 2), -1), (("shares", 0, "true"), REFERENCE + 1), (("shares", 0, "name"), None),
+    ],
+)  # fmt: skip
+def test_a_damaged_reference_is_refused(reference: DriftReference, path: tuple[Any, ...], value: Any) -> None:
+    content = json.loads(json.dumps(reference.to_json()))
+    place = content
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(NumericsError, match="this is no reference"):
+        DriftReference.from_json(content)
+
+
+def test_extremes_of_a_reference_are_read(reference: DriftReference) -> None:
+    content = json.loads(json.dumps(reference.to_json()))
+    content["lost"] = 5
+    content["numbers"][0] |= {"deviation": 0.0, "effect": 1.0, "boundaries": [[0.5, True, REFERENCE], [1.0, False, 0]]}
+    content["shares"][0]["true"] = REFERENCE + 5
+    assert DriftReference.from_json(content).to_json() == content
+    few = {"samples": 2, "lost": 0, "numbers": [content["numbers"][0] | {"boundaries": []}], "shares": []}
+    assert DriftReference.from_json(few).to_json() == few
+
+
+def test_boundaries_lie_at_quantiles_and_count_the_samples_above_them() -> None:
+    numbers, _ = drawn(1001, 11)
+    found = DriftReference.of(NAMES, numbers)
+    for column, own in enumerate(found.boundaries):
+        x = numbers[:, column].numpy()
+        quantiles = np.sort(x)[np.round(np.array(QUANTILES) * 1000).astype(int)]  # of 1,001 samples every one is whole
+        assert {one.value for one in own} <= set(quantiles.tolist())
+        for one in own:
+            assert one.above == (x >= one.value if one.inclusive else x > one.value).sum()
+        counts = sorted(one.above for one in own)
+        assert counts[0] == 0
+        assert len(set(counts)) == len(counts)
+        for value in quantiles:  # every count that a quantile could give is there, or one that differs by one
+            for count in ((x >= value).sum(), (x > value).sum()):
+                assert min(abs(count - other) for other in counts) <= 1
+    assert [(one.value, one.inclusive, one.above) for one in found.boundaries[6]] == [
+        (2.5, True, 1001),
+        (2.5, False, 0),
+    ]
+
+
+def test_design_effects_are_those_of_sums_over_groups() -> None:
+    """Kish 1965: the variance of a mean over clusters against that of a simple random sample of its size."""
+    generator = np.random.default_rng(12)
+    sizes = generator.integers(1, 12, 50)
+    user = np.repeat(np.arange(50), sizes)
+    flags = generator.random((len(user), 2)) < np.stack([0.2 + 0.6 * (user % 2), np.full(len(user), 0.3)], 1)
+    numbers = torch.zeros(len(user), 1)
+    found = DriftReference.of(["n"], numbers, SHARES, torch.from_numpy(flags), torch.from_numpy(user))
+    for share in range(2):
+        deviations = flags[:, share] - flags[:, share].mean()
+        clusters = np.array([deviations[user == one].sum() for one in range(50)])
+        expected = (clusters**2).sum() * 50 / 49 / (deviations**2).sum()
+        assert found.effects[1 + share] == pytest.approx(max(1.0, expected), rel=1e-9)
+    assert found.effects[0] == 1.0  # a constant
+    assert found.effects[1] > 2
+    alone = DriftReference.of(["n"], numbers, SHARES, torch.from_numpy(flags), torch.zeros(len(user)).long())
+    assert set(alone.effects) == {float(len(user))}
+
+
+def test_probabilities_of_groups_are_those_of_fewer_samples_rounded_towards_each_other() -> None:
+    one = np.ones(1)
+    more, fewer = _probabilities(30 * one, 100 * one, 45 * one, 90 * one, 3 * one, 2 * one)
+    # 100 / 3 are 33 samples of which 30 % are 9.9, and 90 / 2 are 45 of which half are 22.5
+    assert more[0] == pytest.approx(scipy.stats.fisher_exact([[22, 23], [10, 23]], alternative="greater")[1], rel=1e-7)
+    assert fewer[0] == 1
+    more, fewer = _probabilities(50 * one, 100 * one, 27 * one, 90 * one, 3 * one, 2 * one)
+    assert fewer[0] == pytest.approx(scipy.stats.fisher_exact([[14, 31], [16, 17]], alternative="less")[1], rel=1e-7)
+    assert more[0] == 1
+
+
+def test_an_alarms_probability_is_its_own_times_the_number_of_checks() -> None:
+    numbers, flags = drawn(WINDOW, 6)
+    flags[:400, 0] = True
+    before, their_flags = drawn(REFERENCE, 1)
+    before[5::100, 2] = numbers[5::100, 2] = math.nan  # a lost sample has its shares nevertheless
+    reference = DriftReference.of(NAMES, before, SHARES, their_flags)
+    assert (reference.samples, reference.lost) == (REFERENCE - 164, 164)
+    check = DriftCheck(reference)
+    check.update(numbers, flags)
+    (alarm,) = check.alarms()
+    table = [[int(flags[:, 0].sum()), int((~flags[:, 0]).sum())], [reference.true[0], REFERENCE - reference.true[0]]]
+    comparisons = 2 * sum(len(own) for own in reference.boundaries) + 2 * 2 + 1
+    expected = scipy.stats.fisher_exact(table, alternative="greater")[1] * comparisons
+    assert alarm.probability == pytest.approx(expected, rel=1e-6)
+    assert (alarm.before, alarm.now) == (reference.true[0] / REFERENCE, table[0][0] / WINDOW)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
+import scipy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.dispatch.quantile_sketch import CAPACITY, QuantileSketch
+from cordillera.numerics.dispatch.quantile_sketch import CAPACITY, Marginals, QuantileSketch
 from cordillera.numerics.dispatch.row_statistics import RowStatistics
 from cordillera.numerics.emulation.scaling import round_scaled, scale_of
 from cordillera.numerics.formats.formats import FORMATS, INTEGERS
@@ -171,3 +174,62 @@ def test_batches_with_what_is_no_number_are_skipped_and_counted_and_kinds_do_not
     constant = RowStatistics(2, marginals=True)
     constant.update(torch.tensor([[3.0, 0.0]]).expand(10, 2))
     assert torch.equal(draw(constant, 4), torch.tensor([[3.0, 0.0]]).expand(4, 2))
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 512])
+def test_quantiles_of_few_rows_are_exact(count: int) -> None:
+    data = torch.randn(count, 3, generator=torch.Generator().manual_seed(count))
+    sketch = QuantileSketch(3)
+    sketch.update(data)
+    assert sketch.rank_error == 0
+    shares = torch.tensor([0.0, 0.1, 1 / 3, 0.5, 0.75, 0.9, 1.0], dtype=torch.float64)
+    expected = np.quantile(data.numpy(), shares.numpy(), axis=0, method="inverted_cdf")
+    assert sketch.quantiles(shares).numpy() == pytest.approx(expected)
+    points = sketch.points()
+    assert points.shape == (129, 3)
+    assert torch.equal(points[[0, -1]], torch.stack([data.amin(0), data.amax(0)]))
+    assert torch.equal(points[64], data.median(0).values)
+    steps = np.quantile(
+        data.numpy(), scipy.stats.norm.cdf(np.linspace(-4, 4, 129)[1:-1]), axis=0, method="inverted_cdf"
+    )
+    assert points[1:-1].numpy() == pytest.approx(steps)
+
+
+def even(count: int, width: float) -> Tensor:
+    """Rows whose features are normal numbers times ``width``, at equal steps of probability."""
+    share = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    return (torch.special.ndtri(share) * width).float()[:, None].expand(-1, 3).contiguous()
+
+
+def marginals_of(rows: Tensor) -> Marginals:
+    sketch = QuantileSketch(rows.shape[1])
+    sketch.update(rows)
+    return Marginals(sketch)
+
+
+def test_normal_numbers_are_mapped_through_the_datas_quantiles() -> None:
+    normal = torch.linspace(-3, 3, 25, dtype=torch.float64)[:, None].expand(-1, 3)
+    values = marginals_of(even(20_000, 2.0) + 5)(normal)
+    torch.testing.assert_close(values.double(), 5 + 2 * normal, rtol=0, atol=0.1)
+    assert torch.equal(values, values.sort(0).values)
+    mixed = even(20_000, 1.0)
+    mixed[mixed.abs() < 0.5] = 0  # a point mass of 38 %
+    values = marginals_of(mixed)(normal)
+    inside = normal.abs() < 0.49
+    assert not bool(values[inside].any())
+    outside = normal.abs() > 0.51
+    assert torch.equal(values[outside].sign().double(), normal[outside].sign())
+    torch.testing.assert_close(values[outside].double(), normal[outside], rtol=0, atol=0.06)
+
+
+def test_correlations_of_normals_are_those_of_the_closed_formula() -> None:
+    """Of normal values the correlation itself; of lognormal ones ln(1 + c (exp(s^2) - 1)) / s^2."""
+    wanted = torch.tensor([[1.0, 0.6, -0.3], [0.6, 1.0, 0.2], [-0.3, 0.2, 1.0]], dtype=torch.float64)
+    spread = torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64)
+    found = marginals_of(even(20_000, 1.0)).correlations_of_normals(wanted * spread[:, None] * spread)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=5e-3)
+    width = 0.5
+    exact = torch.log(1 + wanted * (math.exp(width**2) - 1)) / width**2
+    found = marginals_of(even(20_000, width).exp()).correlations_of_normals(wanted)
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-2)
+    assert torch.equal(found.diagonal(), torch.ones(3, dtype=torch.float64))

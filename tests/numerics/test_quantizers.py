@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cordillera.errors import NumericsError
@@ -169,3 +169,62 @@ def test_what_does_not_fit_together_is_refused() -> None:
         choose_affine(torch.tensor(2.0), torch.tensor(1.0), UINT8)
     with pytest.raises(NumericsError, match="no range"):
         choose_affine(torch.tensor(-3e38), torch.tensor(3e38), UINT8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(peak=st.floats(2.0**-100, 2.0**100, width=32), name=st.sampled_from(["int8", "int4", "int2"]))
+def test_symmetric_scales_are_the_least_powers_of_two_that_hold_the_peak(peak: float, name: str) -> None:
+    format = INTEGERS[name]
+    plain = choose_symmetric(torch.tensor(peak), format)
+    power = choose_symmetric(torch.tensor(peak), format, power_of_two=True)
+    assert plain.zero_point is None
+    assert power.zero_point is None
+    assert float(plain.scale) == pytest.approx(peak / format.highest, rel=1e-6)
+    assert math.frexp(float(power.scale))[0] == 0.5
+    assert float(power.scale) / 2 < float(plain.scale) <= float(power.scale)
+
+
+def test_numbers_without_a_shape_and_empty_tensors_are_quantised() -> None:
+    one = quantize(torch.tensor(-2.5), INT8, symmetric=True)
+    assert one.payload.shape == one.dequantize().shape == ()
+    assert float(one.dequantize()) == pytest.approx(-2.5)
+    assert (one.block, one.nbytes) == ((1, 1), 1 + 4)
+    for granularity, block in ((Granularity.row, None), (Granularity.column, None), (Granularity.group, 2)):
+        empty = quantize(torch.zeros(0, 3), UINT8, granularity, block=block)
+        assert empty.dequantize().shape == (0, 3)
+        assert min(empty.block) >= 1
+
+
+def test_blocks_have_the_sizes_that_their_granularity_says() -> None:
+    x = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
+    for granularity, block, size, scales in (
+        (Granularity.tensor, None, (6, 5), (1, 1)),
+        (Granularity.row, None, (1, 5), (6, 1)),
+        (Granularity.column, None, (6, 1), (1, 5)),
+        (Granularity.group, 2, (1, 2), (6, 3)),
+        (Granularity.block, (4, 3), (4, 3), (2, 2)),
+    ):
+        found = quantize(x, UINT8, granularity, block=block)
+        assert (found.block, tuple(found.scale.shape)) == (size, scales)
+        assert found.nbytes == 30 + (4 + 4) * scales[0] * scales[1]
+    for block in ((0, 3), (4, 0), 3, None):
+        with pytest.raises(NumericsError, match="rows and columns of a block"):
+            quantize(x, UINT8, Granularity.block, block=block)
+    with pytest.raises(NumericsError, match="elements of a group"):
+        quantize(x, UINT8, Granularity.group, block=0)
+    ones = AffineParameters(torch.ones(6, 1), torch.zeros(6, 1, dtype=torch.int32))
+    assert torch.equal(quantize(x.round(), INT8, Granularity.row, parameters=ones).dequantize(), x.round())
+    with pytest.raises(NumericsError, match=r"scales or zero points for \[1, 5\] blocks"):
+        quantize(x, INT8, Granularity.column, parameters=ones)
+
+
+@settings(max_examples=100, deadline=None)
+@given(ends=st.tuples(st.floats(-8, 8), st.floats(-8, 8)), bits=st.sampled_from([4, 8]))
+def test_signed_codes_are_unsigned_ones_moved_by_half_of_all_codes(ends: tuple[float, float], bits: int) -> None:
+    assume(max(ends) - min(ends) > 0.1)
+    low, high = torch.tensor(sorted(ends)).unbind()
+    signed, unsigned = (choose_affine(low, high, INTEGERS[f"{kind}{bits}"]) for kind in ("int", "uint"))
+    assert float(signed.scale) == float(unsigned.scale)
+    assert signed.zero_point is not None
+    assert unsigned.zero_point is not None
+    assert abs(int(signed.zero_point) + 2 ** (bits - 1) - int(unsigned.zero_point)) <= 1  # halves are rounded to even

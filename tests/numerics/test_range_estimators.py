@@ -159,3 +159,42 @@ def test_quantiles_of_a_histogram_are_between_the_values_of_its_bin(share: float
     assert _Moments(histogram).quantile(share) == pytest.approx(wanted, abs=2 * width + gap)
     even = _histogram(torch.arange(1000, dtype=torch.float32), bins=8)
     assert _Moments(even).quantile(share) == pytest.approx(1000 * share, abs=4)  # linear within a wide bin
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_ranges_follow_values_that_are_scaled_or_mirrored(estimator: str) -> None:
+    x = _values(5, 4000)
+    for levels in (15, 255):
+        low, high = ESTIMATORS[estimator](_histogram(x), levels, False)
+        assert ESTIMATORS[estimator](_histogram(x * 8), levels, False) == pytest.approx((8 * low, 8 * high), rel=1e-9)
+        # bins are closed below, so mirrored bins differ by a value at their edges
+        step = (high - low) / 64
+        assert ESTIMATORS[estimator](_histogram(-x), levels, False) == pytest.approx((-high, -low), abs=step)
+        low, high = ESTIMATORS[estimator](_histogram(x), levels - 1, True)
+        assert low == -high
+        assert ESTIMATORS[estimator](_histogram(-x), levels - 1, True) == pytest.approx((low, high), rel=2e-2)
+
+
+def test_least_divergence_keeps_an_even_range_and_gives_up_a_far_value() -> None:
+    even = torch.linspace(-1, 1, 20_001)
+    assert ESTIMATORS["kl"](_histogram(even), 15, False) == (-1.0, 1.0)
+    for far in (50.0, -50.0):
+        low, high = ESTIMATORS["kl"](_histogram(even, torch.tensor([far])), 15, False)
+        assert high - low < 51
+    one_sided = torch.rand(5000, generator=torch.Generator().manual_seed(1)) + 1
+    low, high = ESTIMATORS["kl"](_histogram(one_sided), 255, False)
+    assert low == 0.0
+    assert 1.5 < high <= 2.0
+
+
+@pytest.mark.parametrize("damage", ["missing", "more", "dtype", "negative"])
+def test_a_state_that_is_none_is_refused(damage: str) -> None:
+    state = _histogram(torch.arange(5.0)).state_dict()
+    if damage == "missing":
+        del state["low"]
+    elif damage == "more":
+        state["width"] = 1
+    else:
+        state["counts"] = state["counts"].double() if damage == "dtype" else state["counts"] - 1
+    with pytest.raises(NumericsError, match="is no state"):
+        RunningHistogram().load_state_dict(state)

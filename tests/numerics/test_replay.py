@@ -15,6 +15,7 @@ from cordillera.errors import NumericsError
 from cordillera.numerics.faults.bit_flips import INT4, BitLayout, Region, regions_of
 from cordillera.numerics.faults.fault_model import Component, FaultModel, draw
 from cordillera.numerics.faults.replay import Argmax, Replay, Threshold, Touched
+from cordillera.numerics.faults.substitution import Trace
 from cordillera.numerics.faults.vulnerability import Campaign
 
 
@@ -287,6 +288,76 @@ def test_a_model_in_training_mode_is_refused() -> None:
         Replay(lambda: model(inputs), Argmax())
     model.eval()
     assert Replay(lambda: model(inputs), Argmax()).inputs == 30
+
+
+def test_answers_and_their_distance_from_others_are_those_of_their_rules() -> None:
+    outputs = torch.tensor([[1.0, 4.0, 2.5], [-1.0, -7.0, -1.0]])
+    assert Argmax().decide(outputs).tolist() == [[1], [0]]
+    assert Argmax().margin(outputs).tolist() == [[1.5], [0.0]]
+    assert Argmax().decide(outputs[:, :1]).tolist() == [[0], [0]]
+    assert Argmax().margin(outputs[:, :1]).tolist() == [[torch.inf], [torch.inf]]  # one class has no rival
+    threshold = Threshold(2.5)
+    assert threshold.decide(outputs).tolist() == [[False, True, True], [False, False, False]]
+    assert threshold.margin(outputs).tolist() == [[1.5, 1.5, 0.0], [3.5, 9.5, 3.5]]
+
+
+@pytest.mark.parametrize(
+    ("weight", "bit", "tolerance", "again"),
+    [
+        (1.5, 0, None, False),  # an output of 1.5 is far from the threshold
+        (1.5, 0, 0.7, True),  # 1.5 <= 0.7 * (1 + 1.5), the largest output
+        (1.5, 0, 0.55, False),
+        (3e-6, 0, None, True),  # nearer than 1e-5 * (1 + 3e-6)
+        (3e-5, 0, None, False),
+        (1.5, 29, None, True),  # 1.5 with the exponent's second bit flipped: small, so the threshold is near
+        (3.0, 29, None, False),  # 3 * 2 ** 64 is far below the largest number, but
+        (2.0**-3, 30, None, True),  # 2 ** 125 is within a factor of a hundred of it
+    ],
+)
+def test_a_fault_near_a_decision_or_an_overflow_is_judged_again(
+    weight: float, bit: int, tolerance: float | None, again: bool
+) -> None:
+    parameter = nn.Parameter(torch.tensor([[weight]]))
+    replay = Replay(lambda: F.linear(torch.ones(1, 1), parameter), Threshold(0.0), tolerance=tolerance)
+    replay(Region.of("w", parameter), torch.tensor([[bit]]))
+    assert (replay.judged, replay.repeated) == (1, int(again))
+
+
+@pytest.mark.parametrize(
+    ("shape", "read", "by_rows"),
+    [
+        ((4, 3), lambda w, x: F.linear(x[:, 0], w), True),
+        ((4, 3), lambda w, x: F.linear(w, x[0, :2]), False),  # the weight is the input
+        ((4, 3), lambda w, x: x[:, 0] @ w.T, False),
+        ((4, 3), lambda w, x: F.linear(x[:, 0], w) * w.sum(), False),  # one of two reads is of the whole
+        ((4, 2, 3), lambda w, x: F.conv1d(x, w), True),
+        ((4, 2, 3), lambda w, x: F.conv1d(x[0], w), False),  # without a batch
+        ((4, 1, 3), lambda w, x: F.conv1d(x, w, groups=2), False),
+        ((4, 1, 3), lambda w, x: F.conv1d(x, w, None, 1, 0, 1, 2), False),
+        ((4, 2, 3), lambda w, x: F.conv1d(x, w, None, 1, 0, 1, 1), True),
+        ((4, 3), lambda w, x: F.embedding(torch.tensor([0, 2]), w), True),
+        ((4, 3), lambda w, x: F.embedding(torch.tensor([0, 2]), w, scale_grad_by_freq=True), False),
+        ((4, 3), lambda w, x: F.embedding(torch.tensor([0, 2]), w, None, None, 2.0, True), False),
+        ((4,), lambda w, x: x[0, 0, 0] * w, False),
+    ],
+)
+def test_rows_are_replayed_alone_where_each_makes_its_own_outputs(
+    shape: tuple[int, ...], read: Callable[[Tensor, Tensor], Tensor], by_rows: bool
+) -> None:
+    torch.manual_seed(0)
+    weight, x = nn.Parameter(torch.randn(shape)), torch.randn(5, 2, 3)
+    region = Region.of("w", weight)
+    trace = Trace()
+    with torch.no_grad(), trace:
+        read(weight, x)
+    assert trace.reads(region)
+    assert trace.has_rows(region) == by_rows
+    replay = Replay(lambda: read(weight, x).reshape(1, -1), Threshold(0.3))
+    bits = torch.arange(0, region.num_bits, 7).unsqueeze(1)
+    found, real = replay(region, bits), replay.flip_each(region, bits)
+    assert found.silent.equal(real.silent)
+    assert found.detected.equal(real.detected)
+    assert not replay.one_by_one
 
 
 @pytest.mark.gpu

@@ -191,3 +191,43 @@ def test_a_singular_covariance_has_a_root() -> None:
     indefinite = torch.diag(torch.tensor([1.0, -1e-3], dtype=torch.float64))
     root = square_root(indefinite)
     torch.testing.assert_close(root @ root.T, torch.diag(torch.tensor([1.0, 0.0], dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("exponent", [39, 41, 120])
+def test_large_rows_have_the_statistics_of_small_ones_scaled(exponent: int) -> None:
+    rows = rows_of(9000, 4, mean=1.0)  # three chunks in one batch
+    mean, covariance = two_passes(rows)
+    found = RowStatistics(4)
+    assert found.update(rows * 2.0**exponent)
+    assert found.count == 9000
+    assert error(found.mean * 2.0**-exponent, mean) < 1e-6
+    assert error(found.covariance() * 2.0 ** (-2 * exponent), covariance) < 1e-4
+    huge = RowStatistics(4)
+    assert not huge.update(rows.double() * 2.0**460)
+    assert (huge.count, huge.skipped) == (0, 1)
+    assert huge.update((rows / rows.abs().max()).double() * 2.0**450)
+    assert bool(torch.isfinite(huge.covariance()).all())
+
+
+def test_damaged_states_are_refused() -> None:
+    found = RowStatistics(3)
+    found.update(rows_of(10, 3))
+    state = found.state_dict()
+    for name, value in (("mean", torch.zeros(4)), ("mean", torch.full((3,), torch.nan)), ("scatter", [torch.eye(2)])):
+        with pytest.raises(NumericsError, match="finite"):
+            RowStatistics.from_state_dict({**state, name: value})
+    with pytest.raises(NumericsError, match="0 features"):
+        RowStatistics(0)
+
+
+def test_a_few_directions_are_drawn_with_their_covariances() -> None:
+    column = torch.tensor([[1.0, -2.0, 0.0, 3.0]])
+    rows = rows_of(4000, 1, seed=2) @ column
+    for tier in (Tier.full, Tier.sketch):
+        found = RowStatistics(4, tier)
+        found.update(rows)
+        drawn = found.sample(2000, torch.Generator().manual_seed(0))
+        assert float(drawn[:, 2].abs().max()) < 5e-3
+        torch.testing.assert_close(drawn[:, 1], -2 * drawn[:, 0], rtol=1e-2, atol=5e-3)
+        torch.testing.assert_close(drawn[:, 3], 3 * drawn[:, 0], rtol=1e-2, atol=5e-3)
+        assert float(drawn[:, 0].std() / rows[:, 0].std()) == pytest.approx(1, abs=0.06)

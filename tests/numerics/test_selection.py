@@ -87,3 +87,33 @@ def test_parts_without_a_choice_and_mistakes() -> None:
         select([], lambda options: Change(0, 0, 0), -1.0)
     with pytest.raises(NumericsError, match="2 options, 1 costs"):
         select([Part("x", ("a", "b"), (1.0,))], lambda options: Change(0, 0, 0), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("budget", "options"),
+    [
+        (3.0, ["int4", "int4"]),  # a change that equals the budget keeps it
+        (2.125, ["int4", "int8"]),
+        (2.0, ["int8", "int4"]),
+        (1.5, ["int8", "int4"]),
+        (0.375, ["int8", "int8"]),
+        (0.25, ["fp32", "int8"]),
+        (0.1, ["fp32", "fp32"]),
+    ],
+)
+def test_each_step_back_is_the_least_that_keeps_the_budget(budget: float, options: list[str]) -> None:
+    """Two parts of one size, the first twice as harmful: 2 + 1 at int4, an eighth of each at int8."""
+    harm = {"t0": 2.0, "t1": 1.0}
+    share = {"int4": 1.0, "int8": 0.125, "fp32": 0.0}
+
+    def evaluate(chosen: Mapping[str, str]) -> Change:
+        mean = sum(harm[name] * share[option] for name, option in chosen.items())
+        return Change(mean, mean, mean)
+
+    found = select(parts_of([8.0, 8.0]), evaluate, budget)
+    expected = {(a, b): 2 * share[a] + share[b] for a in OPTIONS for b in OPTIONS}
+    chosen = tuple(found.options.values())
+    assert expected[chosen] <= budget
+    assert list(chosen) == options or (options == ["int4", "int8"] and chosen == ("int8", "int4"))
+    assert found.cost == sum({"int4": 1, "int8": 2, "fp32": 8}[option] for option in chosen)
+    assert found.full_cost == 16

@@ -234,6 +234,7 @@ def test_synthesis_names_what_cannot_be_reached_or_cannot_be() -> None:
     with pytest.raises(ValueError, match="chunk_bytes is -1"):
         synthesise_all_gather({}, 1, -1.0)
     assert synthesise_all_gather({}, 1, 1.0)[1] == 0.0
+    assert synthesise_all_gather({(0, 1): FlowLink(2.0, 1.0), (1, 0): FlowLink(3.0, 1.0)}, 2, 0.0)[1] == 3.0
 
 
 def _without(plan: CollectivePlan, s: int, i: int) -> CollectivePlan:

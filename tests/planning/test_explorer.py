@@ -13,11 +13,11 @@ from cordillera.errors import PlanError
 from cordillera.planning import workloads
 from cordillera.planning.language.explorer import Explorer
 from cordillera.planning.language.job import PlannedJob
-from cordillera.planning.language.plans import ALL
 from cordillera.planning.language.step import families, held, simulate_step
 from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.mesh import Mesh
 from cordillera.planning.pipeline.schedules import Schedule, one_forward_one_backward
+from cordillera.planning.search import ALL
 from cordillera.workflows import planning as commands
 
 MANY = {"region.distance_km": 1500.0}

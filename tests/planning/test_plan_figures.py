@@ -13,8 +13,9 @@ from cordillera import topology
 from cordillera.errors import PlanError
 from cordillera.planning import calibration
 from cordillera.planning.language import what_if
-from cordillera.planning.language.plans import USABLE_MEMORY, Exploration, Plan
+from cordillera.planning.language.plans import Exploration, Plan
 from cordillera.planning.language.workload import Layout
+from cordillera.planning.search import USABLE_MEMORY
 from cordillera.planning.sensitivity import DISTANCES_KM, OVERSUBSCRIPTIONS, sensitivity
 
 

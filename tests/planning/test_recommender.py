@@ -18,12 +18,12 @@ from cordillera import topology
 from cordillera.cost import Calibration, CostModel, calibration_for
 from cordillera.errors import PlanError
 from cordillera.planning import workloads
-from cordillera.planning.language.plans import ALL
 from cordillera.planning.network.settings import production_network, tuned_network
 from cordillera.planning.ranking.exchange import INSIDE, Exchange, Operation, TableLayout, TableSchedule, exposed, run
 from cordillera.planning.ranking.explorer import SCHEDULES, RecommenderExplorer, group_sizes
 from cordillera.planning.ranking.step import TableJob
 from cordillera.planning.ranking.workload import Cross, Recommender, Tables, place_tables
+from cordillera.planning.search import ALL
 from cordillera.topology import Topology
 from cordillera.workflows import planning as commands
 
@@ -224,6 +224,72 @@ def test_volumes_are_those_counted_by_hand() -> None:
     reduced, gathered, _ = dealt.synchronised(8192, 8)
     assert sorted(reduced) == [0] * 6 + [100 * 64 * 4] * 2  # a small gradient is added up whole
     assert gathered.max() == 8192 * (64 * 4 + 10 * 8)  # of others, pooled gradients and ids are gathered
+
+
+class CountedBytes(CostModel):
+    """A device that takes a second for a byte and none for arithmetic."""
+
+    def stream(self, size: float) -> float:
+        return size
+
+    def linear(self, rows: float, outputs: int, inputs: int) -> tuple[float, float, float]:
+        return 0.0, 0.0, 0.0
+
+    def product(self, *sizes: float) -> float:
+        return 0.0
+
+
+def test_the_top_net_reads_what_arrives_and_lays_it_side_by_side() -> None:
+    cluster = two_pods()
+    dealt = place_tables(SMALL, 8, 1e9, 1.0, math.inf)
+    job = TableJob(SMALL, cluster, TableLayout(8, 8), dealt, CountedBytes(cluster.device, Calibration(layer_s=0.0)))
+    for chunks in (1, 4):
+        found, rows = job.layers(chunks), 1024 / chunks
+        laid = rows * (
+            4 * dealt.sent_columns.sum() + 2 * 7 * 64
+        )  # in float32; all vectors beside each other, in bfloat16
+        for way in ("forward", "backward"):
+            # activations of a layer take the same bytes for each of its outputs, in both nets
+            of_output = found[f"bottom {way}"] / (1024 * (128 + 64))
+            assert found[f"top {way}"] - laid == pytest.approx(of_output * rows * (256 + 1))
+
+
+def test_copied_tables_are_updated_whole_for_the_samples_of_a_device() -> None:
+    cluster = two_pods()
+
+    def moved(rows: int) -> float:
+        work = SMALL.model_copy(update={"tables": (SMALL.tables[0], Tables(count=2, rows=rows, dim=64))})
+        layout = TableLayout(8, 8, copied_rows=1_000)
+        dealt = place_tables(work, 8, 1e9, 1.0, math.inf, 1_000)
+        return TableJob(work, cluster, layout, dealt, CostModel(cluster.device, Calibration()))._local[1]
+
+    # each of 2 tables: weights are read and written, gradients read, state read and written
+    of_row = 2 * (64 * (4 + 4 + SMALL.gradient_bytes) + 2 * SMALL.optimizer_bytes)
+    assert moved(300) - moved(100) == pytest.approx(200 * of_row)
+    assert moved(100) > 100 * of_row
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 40), st.integers(1, 60)), min_size=2, max_size=6))
+def test_memory_is_that_of_the_fullest_device(tables: list[tuple[int, int, int]]) -> None:
+    cluster = two_pods()
+    made = tuple(Tables(count=1, rows=1_000 * rows, dim=16 * dim, lookups=lookups) for dim, rows, lookups in tables)
+    work = SMALL.model_copy(update={"tables": made})
+    dealt = place_tables(work, 8, 1e12, 1.0, math.inf)
+    job = TableJob(work, cluster, TableLayout(8, 8), dealt, CostModel(cluster.device, Calibration()))
+    for prefetch in (True, False):
+        found = job.memory(TableSchedule(prefetch))
+        sent = job.weights["forward"] + job.weights["backward"] + (2 if prefetch else 1) * job.weights["ids"]
+        arrived = found["buffers"] - max(
+            of_device
+            for of_device, all_of_it in zip(sent, dealt.memory + dealt.optimizer + sent, strict=True)
+            if all_of_it == (dealt.memory + dealt.optimizer + sent).max()
+        )
+        total = found["tables"] + found["optimizer"] + found["buffers"] - arrived
+        assert total == pytest.approx((dealt.memory + dealt.optimizer + sent).max())
+        assert arrived == pytest.approx(
+            job.samples * dealt.sent_columns.sum() * (work.forward_bytes + work.backward_bytes)
+        )
 
 
 def test_one_group_in_one_host_sends_nothing_out() -> None:

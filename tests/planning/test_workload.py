@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from cordillera import topology
 from cordillera.cost import Calibration, CostModel
 from cordillera.errors import PlanError
 from cordillera.planning import workloads
-from cordillera.planning.language.workload import Layout, layers_of_stages
+from cordillera.planning.language.workload import Experts, Layout, layers_of_stages
 
 
 @pytest.mark.parametrize(
@@ -84,3 +85,9 @@ def test_products_take_at_least_their_arithmetic_and_their_traffic() -> None:
         assert seconds >= 2 * rows * columns * inner / device.matrix_flops_per_s
         assert seconds >= 2 * (rows * columns + rows * inner + columns * inner) / device.memory_bytes_per_s
     assert cost.product(8192, 8192, 8192) == pytest.approx(2 * 8192**3 / 312e12, rel=0.05)
+
+
+def test_all_experts_may_be_active_and_no_more() -> None:
+    assert Experts(count=4, active=4, ffn=8).active == 4
+    with pytest.raises(ValidationError, match="5 active of 4 experts"):
+        Experts(count=4, active=5, ffn=8)

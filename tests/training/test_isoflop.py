@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cordillera.errors import DataError, RunError
 from cordillera.run import Run
-from cordillera.training.scaling.isoflop import IsoFlopRun, amount, isoflops, measure_language, power
+from cordillera.training.scaling.isoflop import IsoFlopRun, along, amount, isoflops, measure_language, power
 from tests.training.loss_surface import CHINCHILLA, best_parameters, surface_runs
 
 BUDGETS = [6e18, 6e19, 6e20, 6e21]
@@ -141,6 +141,7 @@ def test_nothing_and_a_mixture_of_counts_are_refused() -> None:
 def test_amounts_and_powers_are_for_people() -> None:
     assert [amount(x) for x in (950, 12_300, 402e9, 16.55e12)] == ["950", "12.3k", "402B", "16.6T"]
     assert [power(x) for x in (3e13, 3.8e25, 1e10, 2.27e20)] == ["3e13", "3.8e25", "1e10", "2.27e20"]
+    assert (power(0.0), power(1.5e-7)) == ("0e0", "1.5e-7")
     assert [power(x) for x in (9.99e10, 1.004e9, 1.253e13, 2.13e-5)] == ["1e11", "1e9", "1.25e13", "2.13e-5"]
 
 
@@ -190,3 +191,61 @@ def test_what_is_no_finished_language_run_is_refused(tmp_path: Path) -> None:
     (run.folder / "evaluation.json").unlink()
     with pytest.raises(RunError, match="let the run finish first"):
         measure_language([run])
+
+
+@pytest.mark.parametrize(
+    ("factor", "place", "relation", "kind"),
+    [
+        (1.4, "about 11.2B", "above the most of a run (8B)", "smaller"),
+        (3.9, "about 31.2B", "above the most of a run (8B)", "smaller"),
+        (1e5, "beyond 800B", "above the most of a run (8B)", "smaller"),
+        (1 / 12, "about 667M", "below the fewest of a run (2B)", "larger"),
+        (1e-5, "beyond 20M", "below the fewest of a run (2B)", "larger"),
+    ],
+)
+def test_advice_leads_past_a_near_minimum_and_a_few_times_towards_a_far_one(
+    factor: float, place: str, relation: str, kind: str
+) -> None:
+    """The runs take 2B to 8B tokens; the minimum lies at ``factor`` times 8B."""
+    best, budget = 8e9 * factor, 6e20
+    runs = []
+    for tokens in (2e9, 3e9, 5e9, 8e9):
+        size = round(budget / 6 / tokens)
+        loss = 2 + 0.1 * math.log10(tokens / best) ** 2
+        runs.append(IsoFlopRun(f"{tokens:g}", budget, size, size, int(tokens), loss))
+    (curve,) = isoflops(runs)
+    assert curve.optimum is None
+    assert curve.refusal is not None
+    head, advice = curve.refusal.split(": outside what was trained; ")
+    assert head == f"its minimum would lie at {place} tokens, {relation}"
+    assert advice.startswith(f"train {kind} models at this budget too, {'down' if factor > 1 else 'up'} to about ")
+    parameters, tokens = (
+        float(word[:-1]) * {"k": 1e3, "M": 1e6, "B": 1e9}[word[-1]]
+        for word in (advice.split(" parameters on ")[0].split()[-1], advice.split(" parameters on ")[1].split()[0])
+    )
+    assert parameters * tokens == pytest.approx(budget / 6, rel=0.01)
+    reach = tokens / 8e9 if factor > 1 else 2e9 / tokens
+    far = best / 8e9 if factor > 1 else 2e9 / best
+    assert reach == pytest.approx(4, rel=0.01) if far > 4 else far < reach <= 4
+
+
+def test_quantities_along_a_budget_are_numpys_interpolation_and_go_on_straight() -> None:
+    tokens, sizes = [100, 200, 200, 800], [900, 500, 300, 70]
+    runs = [IsoFlopRun(str(i), 1e6, n, n - 10, t, 1.0) for i, (t, n) in enumerate(zip(tokens, sizes, strict=True))]
+    x = np.log([100, 200, 800])
+    for name, removed in (("parameters", 0), ("non_embedding", 10)):
+        logs = np.log(np.array(sizes) - removed)
+        y = np.array([logs[0], logs[1:3].mean(), logs[3]])
+        at = np.log([[100.0, 150.0, 200.0], [300.0, 799.0, 800.0]])
+        assert along(runs, name, at) == pytest.approx(np.interp(at, x, y))
+        below, above = along(runs, name, np.log(np.array([50.0, 3200.0])))
+        assert below == pytest.approx(y[0] - (y[1] - y[0]))  # half the tokens: one step of the first line back
+        assert above == pytest.approx(y[2] + (y[2] - y[1]))
+
+
+def test_one_size_is_too_few_and_equal_parabolas_of_line_are_refused() -> None:
+    (curve,) = isoflops(surface_runs([6e18], sizes=1))
+    assert curve.refusal == "1 size is too few for a parabola; train at least 2 more at this budget, better 4"
+    flat = [replace(run, loss=3.0) for run in parabola_runs(6e18, 1e9)]
+    (curve,) = isoflops(flat)
+    assert curve.optimum is None or curve.optimum.loss == pytest.approx(3.0)

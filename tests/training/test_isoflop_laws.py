@@ -174,6 +174,11 @@ def test_doubts_are_spoken() -> None:
     assert study(quiet).warnings == []
     assert warned(surface_runs([1e18, 2e18, 4e18], noise=1e-3), "budgets span 0.60 decades")
     assert warned(surface_runs(BUDGETS[:3], sizes=4), "only 3 runs more")
+    four, five = surface_runs(BUDGETS, sizes=4), surface_runs([*BUDGETS, 6e22], sizes=4)
+    assert warned(four, "only 4 runs more than the parabolas need")
+    assert not warned(five, "than the parabolas need")
+    one = [*surface_runs(BUDGETS[:1], sizes=4), *surface_runs(BUDGETS[1:3], sizes=3)]
+    assert warned(one, "only 1 run more than")
     loud = surface_runs(BUDGETS, noise=0.1, seed=1)
     assert warned(loud, "opened downwards")
     assert warned(loud, "leaves the trained range") or warned(loud, "opened downwards")

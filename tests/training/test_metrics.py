@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import log_loss, roc_auc_score
 
 from cordillera.errors import CheckpointError, DataError, TrainingError
+from cordillera.training.ranking import exact_sum
 from cordillera.training.ranking.exact_sum import ExactSum
 from cordillera.training.ranking.metrics import (
     ProgressiveMetrics,
@@ -345,3 +346,68 @@ def test_progressive_metrics_refuse_other_tasks_and_shapes() -> None:
         progressive.update(np.zeros((3, 2)), np.zeros((3, 2)))
     with pytest.raises(CheckpointError, match="window 20"):
         progressive.load_state_dict(ProgressiveMetrics(["a"], window=20).state_dict())
+
+
+@pytest.mark.parametrize("bins", [2, 64])
+def test_binned_auc_is_the_exact_auc_of_scores_that_share_their_bins(bins: int) -> None:
+    random = np.random.default_rng(6)
+    logits = np.r_[random.normal(size=400) * 12, -16.0, 16.0, 0.0, -50.0, 50.0]
+    labels, weights = random.integers(0, 2, logits.size), random.integers(1, 4, logits.size)
+    place = np.searchsorted(np.linspace(-16, 16, bins + 1)[1:-1], logits, side="right")
+    binned, exact = RankingMetrics(auc_bins=bins), RankingMetrics()
+    binned.update(logits, labels, weights)
+    exact.update(place.astype(float), labels, weights)
+    result = binned.compute()
+    assert result["auc"] == pytest.approx(exact.compute()["auc"], rel=1e-12)
+    positives, negatives = (np.bincount(place, weights * (labels == side), minlength=bins) for side in (1, 0))
+    ties = (positives * negatives).sum() / (positives.sum() * negatives.sum())
+    assert result["auc_error"] == pytest.approx(ties / 2, rel=1e-12)
+    with pytest.raises(ValueError, match="at least 2"):
+        RankingMetrics(auc_bins=1)
+
+
+def test_sums_of_parts_and_of_states_keep_infinities() -> None:
+    def of(*values: float) -> ExactSum:
+        total = ExactSum()
+        total.add(np.array(values))
+        return ExactSum.from_state(total.state())
+
+    up, down = of(1.0, math.inf), of(2.0, -math.inf)
+    assert (up.value(), down.value()) == (math.inf, -math.inf)
+    for parts, value in (((up, of(3.0)), math.inf), ((of(3.0), down), -math.inf), ((up, down), math.nan)):
+        total = ExactSum()
+        for part in parts:
+            total.merge(part)
+        assert total.value() == pytest.approx(value, nan_ok=True)
+    assert (up.ratio(of(2.0)), down.ratio(of(2.0))) == (math.inf, -math.inf)
+    assert of(7.0).ratio(of(3.0, 4.0)) == 1.0
+    assert of(1.0).ratio(of(3.0)) == 1 / 3
+    assert of(-1e308, -1e308).ratio(of(1e-300)) == -math.inf
+    for undefined in (of(1.0).ratio(of(1.0, -1.0)), of(1.0).ratio(up), up.ratio(up)):
+        assert math.isnan(undefined)
+
+
+def test_long_arrays_are_summed_in_chunks_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(7).normal(size=100) * 10.0 ** np.arange(-50, 50)
+    monkeypatch.setattr(exact_sum, "_CHUNK", 7)
+    total = ExactSum()
+    total.add(values.reshape(4, 25))
+    assert total.value() == math.fsum(values)
+
+
+def test_weights_and_groups_of_a_stream_belong_to_their_samples() -> None:
+    random = np.random.default_rng(8)
+    logits, labels = random.normal(size=(95, 2)), random.integers(0, 2, (95, 2))
+    weights, groups = random.random(95), random.integers(0, 4, 95)
+    progressive = ProgressiveMetrics(["a", "b"], window=40, auc_bins=None)
+    done = []
+    for part in (slice(0, 90), slice(90, 95)):
+        done += progressive.update(logits[part], labels[part], weights[part], groups[part])
+    assert [(entry["begin"], entry["end"]) for entry in done] == [(0, 40), (40, 80)]
+    for task, name in enumerate("ab"):
+        for begin, end, found in ((40, 80, done[1]["tasks"][name]), (0, 95, progressive.compute()[name])):
+            part = RankingMetrics()
+            part.update(logits[begin:end, task], labels[begin:end, task], weights[begin:end], groups[begin:end])
+            assert same(found, part.compute())
+    with pytest.raises(ValueError, match="at least 1"):
+        ProgressiveMetrics(["a"], window=0)

@@ -13,19 +13,20 @@ from typing import Any
 import pytest
 import torch
 
+from cordillera.data.ranking.balance import SampleBalance
 from cordillera.data.ranking.features import FeatureSpec, RankingBatch
 from cordillera.distributed.collectives import Collectives
 from cordillera.distributed.ledger import Ledger
 from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
 from cordillera.embeddings.tables import TablesConfig
-from cordillera.errors import CordilleraError
+from cordillera.errors import CordilleraError, TrainingError
 from cordillera.jagged import slice_samples
 from cordillera.models.ranking import MODELS, build
 from cordillera.planning.ranking.placement import Placement, TablePart
 from cordillera.run import Run
 from cordillera.training import checkpoints, sharded_checkpoints
 from cordillera.training.ranking.config import TrainingConfig
-from cordillera.training.ranking.ranks import ManyRanks
+from cordillera.training.ranking.ranks import ManyRanks, _DropoutOfBatch
 from cordillera.training.ranking.scoring import load_weights
 from cordillera.training.ranking.trainer import Trainer
 from tests.distributed.processes import needs_gloo, run_processes
@@ -44,6 +45,7 @@ def trainer_of(
     loader: MemoryLoader | None = None,
     validation: MemoryLoader | None = None,
     sizes: dict[str, Any] | None = None,
+    balance: SampleBalance = "none",
     **config: Any,
 ) -> Trainer:
     """A trainer in one process, or with ``links`` as one of several, on the run of a name."""
@@ -63,7 +65,7 @@ def trainer_of(
         parts = [TablePart(table, *box, (rank,)) for table in shapes for rank, box in enumerate(boxes)]
         network.tables = ShardedEmbeddingTables.of(network.tables, Placement(2, shapes, tuple(parts)), links)
         watchdog: Any = types.SimpleNamespace(at=lambda where: None, should_stop=False)
-        ranks = ManyRanks(network.tables, watchdog)
+        ranks = ManyRanks(network.tables, watchdog, balance, of_sample=3.0)
     return Trainer(
         TrainingConfig(**{"precision": "fp32", "epochs": 2, "log_every": 3, **config}),
         network,
@@ -120,6 +122,8 @@ ALIKE: dict[str, Callable[[], dict[str, Any]]] = {
     "patience": lambda: {"validation": getting_worse(), "patience": 2, "evaluate_every": 2, "epochs": 3},
     "progressive": lambda: {"progressive": True, "epochs": 1, "progressive_window": 50},
     "bfloat16": lambda: {"precision": "bf16", "epochs": 1},
+    "equal numbers of ids": lambda: {"sizes": {"dropout": 0.3}, "gradient_clip": 0.5, "balance": "fixed"},
+    "any numbers of samples": lambda: {"sizes": {"dropout": 0.3}, "balance": "variable", "progressive": True},
     "no tables": lambda: {"features": DENSE, "sizes": {"interaction": "cat"}, "epochs": 1},
 }
 """Trainings that end alike on one and on two processes."""
@@ -278,3 +282,31 @@ def test_a_rank_may_be_without_samples_with_every_model(tmp_path: Path) -> None:
                 # biases of keys have no effect, and Adam makes steps of their gradients' rounding errors
                 close = 1e-3 if key.endswith("query_key_value.bias") else 1e-5
                 torch.testing.assert_close(found[name]["state"][key], tensor, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize(("samples", "each"), [(5, 1), (8, 3), (2, 2)])
+def test_ranks_draw_the_dropout_of_their_samples_as_one_process_would(samples: int, each: int) -> None:
+    """A module may have several rows for each sample; all ranks draw for all samples and take their own."""
+    given = torch.rand(samples * each, 6, generator=torch.Generator().manual_seed(0)) + 1
+
+    def dropped(first: int, end: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(3)
+        with _DropoutOfBatch(samples, torch.arange(first, end), size):
+            part = given[first * each : end * each]
+            found = torch.nn.functional.dropout(part, 0.25), torch.nn.functional.dropout(part, 0.25, inplace=False)
+            assert torch.nn.functional.dropout(part, 0.25, training=False) is part
+            assert torch.nn.functional.dropout(part, 0.0) is part
+            assert torch.equal(torch.nn.functional.relu(part), part)  # other functions are left alone
+        return found
+
+    whole = dropped(0, samples, 1)
+    middle = samples // 2
+    parts = dropped(0, middle, 2), dropped(middle, samples, 2)
+    for turn in range(2):
+        assert torch.equal(torch.cat([part[turn] for part in parts]), whole[turn])
+        kept = whole[turn] != 0
+        torch.testing.assert_close(whole[turn][kept], given[kept] / 0.75)
+        assert 0.5 < float(kept.float().mean()) < 0.95
+    assert not torch.equal(*whole)
+    with pytest.raises(TrainingError, match=f"{samples} for {samples + 1}"):
+        dropped(0, 1, samples + 1)

@@ -311,3 +311,36 @@ def test_a_batch_with_an_id_out_of_range_is_named(make_trainer):
 def test_config_defaults_train(make_trainer):
     assert TrainingConfig().epochs == 1
     assert isinstance(next(iter(MemoryLoader(1).epoch())).sparse, JaggedBatch)
+
+
+def test_the_logged_gradient_norm_is_that_of_the_logged_step(make_trainer):
+    found = []
+    for clip in (None, 1e9):  # a bound that is never reached, for which the norm of every step is known
+        trainer = make_trainer(f"clip {clip}", batches=4, epochs=1, log_every=3, gradient_clip=clip)
+        trainer.fit()
+        found.append([(r["step"], r["gradient_norm"]) for r in trainer.run.metrics() if r["kind"] == "train"])
+    assert found[0][0][0] == 3
+    assert found[0][0] == found[1][0]
+    assert found[0][0][1] > 0
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+def test_the_schedule_is_torchs(decay):
+    warmup, total, floor = 4, 17, 0.1
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    rates = torch.optim.lr_scheduler
+    falling = (
+        rates.LinearLR(optimizer, 1.0, floor, total - warmup)
+        if decay == "linear"
+        else rates.CosineAnnealingLR(optimizer, total - warmup, floor)
+    )
+    for step in range(warmup, total + 1):
+        assert schedule(step, total, warmup=warmup, decay=decay, floor=floor) == pytest.approx(
+            optimizer.param_groups[0]["lr"]
+        )
+        optimizer.step()
+        falling.step()
+    assert schedule(total + 5, total, warmup=warmup, decay=decay, floor=floor) == pytest.approx(floor)
+    for end in range(warmup + 1, warmup + 4):  # however short the decay is
+        assert schedule(end, end, warmup=warmup, decay=decay, floor=floor) == pytest.approx(floor)
+    assert [schedule(step, total, warmup=warmup, decay="none") for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]

@@ -11,6 +11,7 @@ from cordillera.cli import (
     bench,
     compare,
     data,
+    delta,
     doctor,
     evaluate,
     generate,
@@ -69,4 +70,5 @@ app.command("towers")(towers.towers)
 app.command("bench", context_settings=bench.CONTEXT)(bench.bench)
 app.command("doctor")(doctor.doctor)
 app.add_typer(data.app, name="data", help="Data sets: list, get, describe.")
+app.add_typer(delta.app, name="delta", help="Changes of a run's dynamic tables: make, apply.")
 app.add_typer(recipe.app, name="recipe", help="Recipes: list, show.")

@@ -19,12 +19,14 @@ from torch import Tensor, nn
 
 from cordillera.data.ranking.features import FeatureSpec
 from cordillera.embeddings.cache import RowCache
+from cordillera.embeddings.dynamic_tables import DynamicTables
 from cordillera.embeddings.row_formats import ROW_FORMATS, encode_rows
-from cordillera.embeddings.tables import EmbeddingTables, MadeTablesConfig, TablesConfig, draw_rows, on_huge_pages
+from cordillera.embeddings.tables import EmbeddingTables, MadeTablesConfig, TablesConfig, draw_rows
 from cordillera.errors import DependencyError, NumericsError, TrainingError
 from cordillera.kernels.embeddings.cached_rows import FORMATS, WAYS, CachedRows
 from cordillera.kernels.embeddings.lookup import Lookup
 from cordillera.kernels.embeddings.update import Update, available_backends
+from cordillera.kernels.host_memory import on_huge_pages
 
 _CHUNK = 1 << 14  # rows in float32 at a time while tables are made; a multiple of the blocks of torch's generator
 _MOST_ROWS = 2**31 - 1
@@ -236,7 +238,13 @@ def _kernels(of: str) -> Any:
 
 
 def require_cpu(config: TablesConfig, device: torch.device) -> None:
-    """Refuse to put tables whose rows are in few bits or behind a cache on a device other than a CPU."""
+    """Refuse to put tables whose rows are in few bits, behind a cache or dynamic on a device other than a CPU."""
+    if config.dynamic is not None and device.type != "cpu":
+        raise DependencyError(
+            f"rows that are made when ids appear are kept on CPUs, not on {str(device)!r}",
+            where="tables.dynamic",
+            remedy="set device = 'cpu', or leave out tables.dynamic",
+        )
     if config.are_encoded and device.type != "cpu":
         raise DependencyError(
             f"rows = {config.rows!r} with cache = {config.cache:g} is kept on CPUs, not on {str(device)!r}",
@@ -253,8 +261,20 @@ def make_tables(
     init: float | Literal["uniform_by_rows"] = "uniform_by_rows",
     generator: torch.Generator | None = None,
 ) -> EmbeddingTables:
-    """Make the tables that a configuration describes; arguments and errors are those of their classes."""
+    """Make the tables that a configuration describes; arguments and errors are those of their classes.
+
+    Raises:
+        DependencyError: If rows are to lie in a file; who knows its folder gives a ``MadeTablesConfig``.
+    """
     if isinstance(config, MadeTablesConfig):
         return config.make(features, embedding_dim, config.plain, init=init, generator=generator)
-    kind = CachedEmbeddingTables if config.are_encoded else EmbeddingTables
+    if config.storage == "file":
+        raise DependencyError(
+            "tables in a file are trained, evaluated and used for predictions, and nothing else",
+            where="tables.storage",
+            remedy="train with storage = 'memory' where memory suffices",
+        )
+    kind: type[EmbeddingTables] = CachedEmbeddingTables if config.are_encoded else EmbeddingTables
+    if config.dynamic is not None:
+        kind = DynamicTables
     return kind(features, embedding_dim, config, init=init, generator=generator)

@@ -17,8 +17,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from cordillera.embeddings.tables import on_huge_pages
 from cordillera.errors import CheckpointError, DataError, TrainingError
+from cordillera.kernels.host_memory import on_huge_pages
 
 _MOST_CLOCK = 2**31 - 2
 _MOST_TABLES = 2**16 - 2

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cordillera.data.ranking.features import FeatureSpec
+from cordillera.data.ranking.features import ANY_ID, FeatureSpec
 from cordillera.embeddings.dynamic_ids import DynamicRowsConfig, IdMap
 from cordillera.embeddings.table_deltas import TableDelta
-from cordillera.embeddings.tables import EmbeddingTables, TablesConfig, on_huge_pages
+from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.errors import CheckpointError, DataError, DependencyError, TrainingError
 from cordillera.kernels.embeddings.lookup import Lookup, embedding_bag
 from cordillera.kernels.embeddings.update import available_backends
+from cordillera.kernels.host_memory import on_huge_pages
 
+_MOST_RESERVED = 1 << 20  # rows of a table for which memory is reserved
 _IDS = "ids."  # prefix of the map's tensors in a state dict
 
 
@@ -46,27 +49,28 @@ class DynamicTables(EmbeddingTables):
         dynamic: Admission and eviction.
 
     Args:
-        features: Names, tables and pooling of the sparse features. The size of a table is the number of ids for which
-            memory is reserved, and the ``n`` of ``uniform_by_rows``; it is no limit.
+        features: Names, tables and pooling of the sparse features. The size of a table is the ``n`` of
+            ``uniform_by_rows``, and memory is reserved for as many ids, up to a million; it is no limit.
         embedding_dim: Width ``D`` of a row.
-        config: Optimizer and back end; ``rows = "fp32"`` and no cache.
-        dynamic: Admission and eviction. Default: every id at its first occurrence, for ever.
+        config: Optimizer, back end, and ``dynamic``: admission and eviction. None for every id at its first occurrence,
+            for ever.
         init: ``uniform_by_rows`` or a standard deviation, as in ``EmbeddingTables``.
         generator: Source of the seed. Default: the global one.
 
     Raises:
-        DataError: A feature names an unknown table, or a table has no rows.
+        DataError: A feature names an unknown table, a table has no rows, or ``uniform_by_rows`` is to divide by the
+            rows of a table of any ids.
         DependencyError: Numba is missing, rows are in few bits or behind a cache, or the device is not a CPU.
     """
 
     seed: Tensor
+    _takes_any_id = True
 
     def __init__(
         self,
         features: FeatureSpec,
         embedding_dim: int,
         config: TablesConfig,
-        dynamic: DynamicRowsConfig | None = None,
         *,
         init: float | Literal["uniform_by_rows"] = "uniform_by_rows",
         generator: torch.Generator | None = None,
@@ -78,11 +82,20 @@ class DynamicTables(EmbeddingTables):
                 where="DynamicTables",
                 remedy="use static tables" if obstacle else "use rows = 'fp32' and cache = 0",
             )
-        self.dynamic = dynamic or DynamicRowsConfig()
-        super().__init__(features, embedding_dim, config, init=init, generator=generator)
+        endless = [name for name, rows in features.tables.items() if rows == ANY_ID]
+        if endless and init == "uniform_by_rows":
+            raise DataError(
+                f"'uniform_by_rows' needs the number of ids of table {endless[0]!r}, which has no num_embeddings",
+                where="model.embedding_init",
+                remedy="set a standard deviation, such as 0.05, or num_embeddings",
+            )
+        self.dynamic = config.dynamic or DynamicRowsConfig()
+        kept = {name: min(rows, _MOST_RESERVED) for name, rows in features.tables.items()}
+        self._sizes = features.tables
+        super().__init__(replace(features, tables=kept), embedding_dim, config, init=init, generator=generator)
 
     def _make_rows(self, init: float | Literal["uniform_by_rows"], generator: torch.Generator | None) -> None:
-        sizes = self.features.tables
+        sizes = self._sizes
         self._normal, self._columns = init != "uniform_by_rows", self.embedding_dim
         self._scales = np.array(
             [math.sqrt(1 / rows) if init == "uniform_by_rows" else init for rows in sizes.values()], np.float64

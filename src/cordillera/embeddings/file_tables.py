@@ -21,17 +21,20 @@ from torch import Tensor, nn
 
 from cordillera.data.ranking.features import FeatureSpec
 from cordillera.embeddings.row_file import RowFile
-from cordillera.embeddings.tables import EmbeddingTables, TablesConfig, draw_rows, on_huge_pages
-from cordillera.errors import CheckpointError, DependencyError, TrainingError
+from cordillera.embeddings.tables import EmbeddingTables, TablesConfig, draw_rows
+from cordillera.errors import CheckpointError, DataError, DependencyError, TrainingError
 from cordillera.jagged import JaggedBatch
 from cordillera.kernels.embeddings.cached_rows import EMPTY, WAYS
 from cordillera.kernels.embeddings.lookup import Lookup, embedding_bag, linearise
 from cordillera.kernels.embeddings.update import available_backends, init_state, sparse_update
+from cordillera.kernels.host_memory import on_huge_pages
 
 _CHUNK = 1 << 14  # rows at a time while tables are made; a multiple of the blocks of torch's generator
 _MOST_ROWS = 2**31 - 1
 _AGE_EVERY = 1024  # updates between halvings of the counts of lfu, as in `RowCache`
 _ROOM = 1024  # lines beside the cache at first
+# Distinct rows for the next lookup that have no line, ascending, and copies of their numbers.
+_NOTHING_AHEAD: tuple[Any, list[Any]] = (np.empty(0, np.int64), [])
 
 
 class FileTables(EmbeddingTables):
@@ -49,9 +52,11 @@ class FileTables(EmbeddingTables):
     Args:
         config: Optimizer, ``cache`` (above 0) and ``cache_policy``; ``rows = "fp32"``.
         folder: Folder of the file. If it holds one, training goes on from it, and ``init`` is not used.
+        read_only: Whether the folder holds a file that is only looked up, as other processes may do meanwhile.
 
     Raises:
         CheckpointError: The folder holds other tables, or a damaged file.
+        DataError: There are no tables.
         DependencyError: Numba is missing, the configuration is not as above, or the device is not a CPU.
         RunError: The disk is full.
     """
@@ -63,6 +68,7 @@ class FileTables(EmbeddingTables):
         config: TablesConfig,
         folder: Path | str,
         *,
+        read_only: bool = False,
         init: float | Literal["uniform_by_rows"] = "uniform_by_rows",
         generator: torch.Generator | None = None,
     ) -> None:
@@ -73,7 +79,9 @@ class FileTables(EmbeddingTables):
                 where="FileTables",
                 remedy="use rows = 'fp32' and cache > 0",
             )
-        self._folder = folder
+        if not features.tables:
+            raise DataError("there are no tables to put into a file", where="FileTables", remedy="keep it in memory")
+        self._folder, self._read_only = folder, read_only
         super().__init__(features, embedding_dim, config, init=init, generator=generator)
 
     def _make_rows(self, init: float | Literal["uniform_by_rows"], generator: torch.Generator | None) -> None:
@@ -87,7 +95,7 @@ class FileTables(EmbeddingTables):
         self._shapes = shapes
         width = sum(shape[0] if shape else 1 for shape in shapes.values())
         identity = {"tables": dict(self.features.tables), "embedding_dim": dim, "optimizer": config.name}
-        self.file = RowFile(self._folder, self.num_rows, width, identity)
+        self.file = RowFile(self._folder, self.num_rows, width, identity, read_only=self._read_only)
         self.step = self.file.step
         self._is_new = self.file.is_new
         if self._is_new:
@@ -101,6 +109,7 @@ class FileTables(EmbeddingTables):
         self._lines: dict[str, Tensor] = {}
         self._resize(self.slots + _ROOM)
         self._outside = np.empty(0, np.int64)  # rows beside the cache, whose lines follow those of the cache
+        self._ahead = _NOTHING_AHEAD
         self._held: tuple[Tensor, Tensor] | None = None  # rows of the last training lookup and their slots
         self._worker: ThreadPoolExecutor | None = None
         self._fetching: Future[None] | None = None
@@ -161,8 +170,12 @@ class FileTables(EmbeddingTables):
             self._fetching = self._worker.submit(self._fetch, rows.numpy(), self.step + 2, self.step + 1)
 
     def _fetch(self, rows: Any, stamp: int, oldest: int) -> None:
-        wanted = np.setdiff1d(rows[self._find(rows, stamp)[1]], self._outside)
-        self._place(wanted, stamp, oldest)
+        wanted = np.setdiff1d(rows[self._find(rows, stamp)[1]], self._outside)  # others are written by the update
+        refused = wanted[self._place(wanted, stamp, oldest) < 0]
+        copies = [np.empty((refused.size, part.shape[1]), np.float32) for part in self._parts()]
+        self.file.read(refused, copies, np.arange(refused.size))
+        self._events["reads"] += refused.size
+        self._ahead = (refused, copies)
 
     def _wait(self) -> None:
         fetching, self._fetching = self._fetching, None
@@ -218,8 +231,10 @@ class FileTables(EmbeddingTables):
             wanted, inverse = np.unique(rows[missing], return_inverse=True)
             places = self._position_outside(wanted)
             unknown = places < 0
-            if stamp and unknown.any():
-                places[unknown] = self._place(wanted[unknown], stamp, stamp)
+            copied = _positions(self._ahead[0], wanted)
+            new = unknown & (copied < 0)
+            if stamp and new.any():
+                places[new] = self._place(wanted[new], stamp, stamp)
                 unknown = places < 0
             fresh = wanted[unknown]
             if fresh.size:
@@ -227,19 +242,26 @@ class FileTables(EmbeddingTables):
                 self._resize(begin + fresh.size)
                 places[unknown] = np.arange(begin, begin + fresh.size)
                 self._outside = np.concatenate([self._outside, fresh])
-                self._read(fresh, places[unknown])
+                self._take(fresh, copied[unknown], places[unknown])
                 self._events["outside"] += fresh.size * (stamp > 0)
             slots[missing] = places[inverse]
+        if stamp:
+            self._ahead = _NOTHING_AHEAD
         return torch.from_numpy(slots)
+
+    def _take(self, rows: Any, copied: Any, slots: Any) -> None:
+        """Bring rows to lines, from the copies that were read ahead or, where ``copied`` is -1, from the file."""
+        kept = copied >= 0
+        for part, source in zip(self._parts(), self._ahead[1], strict=False):
+            _kernels().copy_rows(source, copied[kept], 0, part, slots[kept], 0, part.shape[1])
+        self._read(rows[~kept], slots[~kept])
 
     def _position_outside(self, rows: Any) -> Any:
         """Slots of rows that are held beside the cache, -1 for others."""
-        places = np.full(rows.size, -1, np.int64)
-        if self._outside.size:
-            order = np.argsort(self._outside, kind="stable")
-            at = np.searchsorted(self._outside, rows, sorter=order).clip(max=order.size - 1)
-            held = self._outside[order[at]] == rows
-            places[held] = self.slots + order[at[held]]
+        order = np.argsort(self._outside, kind="stable")
+        places = _positions(self._outside[order], rows)
+        held = places >= 0
+        places[held] = self.slots + order[places[held]]
         return places
 
     def _apply_gradients(self, merged: Any, learning_rate: float) -> None:
@@ -270,7 +292,7 @@ class FileTables(EmbeddingTables):
         """Discard the gradients that wait for :meth:`update`."""
         super().discard()
         self._wait()
-        self._held, self._outside = None, self._outside[:0]
+        self._held, self._outside, self._ahead = None, self._outside[:0], _NOTHING_AHEAD
 
     def flush(self) -> None:
         """Write all changed rows to the file and make its content that of the last update.
@@ -307,6 +329,35 @@ class FileTables(EmbeddingTables):
         if wait:
             copying.result()
         return copying
+
+    def not_finite(self) -> str | None:
+        """Describe a number in the file, as of the last flush, that is NaN or infinite; None if all are finite."""
+        for name, rows in self.features.tables.items():
+            for first in range(0, rows, _CHUNK):
+                start, count = self._starts[name] + first, min(rows - first, _CHUNK)
+                block = self.file.records[start : start + count]
+                wrong = np.flatnonzero(~np.isfinite(block).all(1))
+                if wrong.size:
+                    values = block[wrong[0]]
+                    return f"row {first + wrong[0]} of table {name!r} holds {values[~np.isfinite(values)][0]}"
+        return None
+
+    def load(self, folder: Path | str) -> None:
+        """Replace all rows, their state and the step count by those of the file in another folder.
+
+        Raises:
+            CheckpointError: The folder holds other tables, a damaged file, or none.
+            RunError: The disk is full, or the tables are only read.
+        """
+        self.discard()
+        if self._saving is not None:
+            self._saving.result()
+            self._saving = None
+        self.file.replace(folder)
+        self.step = self.file.step
+        self._tags[:] = EMPTY
+        for array in (self._pins, self._uses, self._counts, self._dirty):
+            array[:] = 0
 
     def table(self, name: str) -> Tensor:
         """Return a copy of one table, ``float32 [rows, D]``; writing to it changes nothing."""
@@ -401,6 +452,14 @@ class FileTables(EmbeddingTables):
             )
         super()._apply(fn, recurse)
         return self
+
+
+def _positions(ascending: Any, wanted: Any) -> Any:
+    """Positions of wanted numbers in ascending distinct ones, -1 for those that are not there."""
+    if not ascending.size:
+        return np.full(wanted.size, -1, np.int64)
+    at = np.searchsorted(ascending, wanted).clip(max=ascending.size - 1)
+    return np.where(ascending[at] == wanted, at, -1)
 
 
 def _kernels() -> Any:

@@ -13,7 +13,8 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -26,10 +27,16 @@ from cordillera.files import read_sealed, sealed_json
 from cordillera.run import disk_errors, write_atomically
 
 _HEADER, _ROWS, _LOG = "header.json", "rows.bin", "undo.log"
+
+ROW_FILES = (_ROWS, _HEADER)
+"""Names of the files in the folder of a copy."""
+
 _SCHEMA = 1
 _BLOCK = struct.Struct("<4sIqq")  # mark, CRC-32 of what follows, update of the last commit, number of rows
 _MARK = b"undo"
 _COPY_ROWS = 1 << 14
+_READERS, _FEW_ROWS = 16, 256  # threads that read rows, and rows that one thread reads
+_DAMAGED = "copy the folder again; the folder of a training is made again from its checkpoint once it is deleted"
 
 
 class RowFile:
@@ -44,26 +51,34 @@ class RowFile:
         rows: Number of records.
         width: Number of float32 numbers of a record.
         identity: JSON values that an existing file must have been made with.
+        read_only: Whether nothing is written: the folder holds a file, which other processes may read as well.
 
     Raises:
-        CheckpointError: The folder holds a file of other rows, or a damaged one.
+        CheckpointError: The folder holds a file of other rows, a damaged one, or none that could be read only.
         RunError: The disk is full, or the folder cannot be written.
     """
 
-    def __init__(self, folder: Path | str, rows: int, width: int, identity: dict[str, Any]) -> None:
-        self.folder, self.rows, self.width = Path(folder), rows, width
+    def __init__(
+        self, folder: Path | str, rows: int, width: int, identity: dict[str, Any], *, read_only: bool = False
+    ) -> None:
+        self.folder, self.rows, self.width, self.read_only = Path(folder), rows, width, read_only
         self.identity = {**identity, "rows": rows, "width": width}
         self.step = 0
         self._lock, self._failed = threading.Lock(), False
-        self._saved = np.zeros(rows, np.bool_)
+        self._log = -1
+        self._readers: ThreadPoolExecutor | None = None
+        self._saved = np.zeros(0 if read_only else rows, np.bool_)
         self._log_end = 0
-        self.is_new = not (self.folder / _HEADER).exists()
+        self.is_new = not read_only and not (self.folder / _HEADER).exists()
         with disk_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            if not read_only:
+                self.folder.mkdir(parents=True, exist_ok=True)
             self._check_size()
-        self.records = np.memmap(self.folder / _ROWS, np.float32, "r+", shape=(rows, width))
+        self.records = np.memmap(self.folder / _ROWS, np.float32, "r" if read_only else "r+", shape=(rows, width))
         if hasattr(mmap, "MADV_RANDOM"):
             self.records._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
+        if read_only:
+            return
         self._log = os.open(self.folder / _LOG, os.O_RDWR | os.O_CREAT, 0o644)
         if not self.is_new:
             self._undo(self.records, self._blocks())
@@ -80,10 +95,24 @@ class RowFile:
 
     def read(self, rows: Any, parts: list[Any], slots: Any) -> None:
         """Read records ``rows``, int64, into the lines ``slots`` of ``parts``, float32 [slots, columns] each."""
-        column = 0
-        for part in parts:
-            _kernels().copy_rows(self.records, rows, column, part, slots, 0, part.shape[1])
-            column += part.shape[1]
+
+        def copy(some: slice) -> None:
+            column = 0
+            for part in parts:
+                _kernels().copy_rows(self.records, rows[some], column, part, slots[some], 0, part.shape[1])
+                column += part.shape[1]
+
+        self._share(rows.size, copy)
+
+    def _share(self, rows: int, copy: Callable[[slice], None]) -> None:
+        """Copy parts of the rows in several threads: each waits for its own pages of the disk."""
+        if rows < _FEW_ROWS:
+            copy(slice(None))
+            return
+        if self._readers is None:
+            self._readers = ThreadPoolExecutor(_READERS, "row-file")
+        bounds = [rows * part // _READERS for part in range(_READERS + 1)]
+        list(self._readers.map(copy, map(slice, bounds[:-1], bounds[1:])))
 
     def write(self, rows: Any, parts: list[Any], slots: Any) -> None:
         """Write the lines ``slots`` of ``parts`` to records ``rows``, distinct int64.
@@ -106,12 +135,32 @@ class RowFile:
             RunError: The disk is full; the file is then as of the last commit when it is opened again.
         """
         with self._lock, self._whole():
-            self.records.flush()
-            write_atomically(
-                self.folder / _HEADER, sealed_json({"schema": _SCHEMA, "step": step, "identity": self.identity})
-            )
-            self.step, self.is_new = step, False
-            self._empty_log()
+            self._commit(step)
+
+    def _commit(self, step: int) -> None:
+        self.records.flush()
+        write_atomically(
+            self.folder / _HEADER, sealed_json({"schema": _SCHEMA, "step": step, "identity": self.identity})
+        )
+        self.step, self.is_new = step, False
+        self._empty_log()
+
+    def replace(self, folder: Path | str) -> None:
+        """Replace all records by those of the file in another folder, and commit them as of its update.
+
+        If this is interrupted, the folder is empty for those that open it.
+
+        Raises:
+            CheckpointError: The other folder holds a file of other rows, a damaged one, or none.
+            RunError: The disk is full, or the folder cannot be written.
+        """
+        identity = {name: value for name, value in self.identity.items() if name not in ("rows", "width")}
+        other = RowFile(folder, self.rows, self.width, identity, read_only=True)
+        with self._lock, self._whole():
+            (self.folder / _HEADER).unlink(missing_ok=True)
+            for first in range(0, self.rows, _COPY_ROWS):
+                self.records[first : first + _COPY_ROWS] = other.records[first : first + _COPY_ROWS]
+            self._commit(other.step)
 
     def copy(self, folder: Path | str) -> None:
         """Copy the file, as of its last commit, to another folder, while rows are written; no commit may be made.
@@ -135,6 +184,9 @@ class RowFile:
 
     def close(self) -> None:
         """Close the files, without a commit."""
+        if self._readers is not None:
+            self._readers.shutdown()
+            self._readers = None
         if self._log >= 0:
             os.close(self._log)
             self._log = -1
@@ -147,7 +199,9 @@ class RowFile:
         """Reserve the disk's space, so that writes in place cannot fail; refuse a file of other rows."""
         path, size = self.folder / _ROWS, 4 * self.rows * self.width
         if not self.is_new:
-            header = read_sealed(self.folder / _HEADER, required=True, schema=_SCHEMA, error=CheckpointError)
+            header = read_sealed(
+                self.folder / _HEADER, required=True, schema=_SCHEMA, error=CheckpointError, remedy=_DAMAGED
+            )
             if header.get("identity") != self.identity:
                 raise CheckpointError(
                     f"holds rows of {header.get('identity')}, expected {self.identity}",
@@ -155,7 +209,7 @@ class RowFile:
                     remedy="choose another folder",
                 )
             if not path.is_file() or path.stat().st_size != size:
-                raise CheckpointError(f"must have {size:,} bytes", where=str(path), remedy="copy the folder again")
+                raise CheckpointError(f"must have {size:,} bytes", where=str(path), remedy=_DAMAGED)
             self.step = int(header["step"])
             return
         try:
@@ -171,7 +225,9 @@ class RowFile:
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """Refuse to go on after a failure, because the rows in memory and in the file no longer fit together."""
-        remedy = f"free some space, then open the folder again: it is as of update {self.step}"
+        remedy = f"free some space, then go on with --resume, or open the folder again: it is as of update {self.step}"
+        if self.read_only:
+            raise RunError("was opened to be read only", where=str(self.folder))
         if self._failed:
             raise RunError("an earlier write failed", where=str(self.folder), remedy=remedy)
         try:
@@ -185,7 +241,9 @@ class RowFile:
         """Append the records ``rows`` to the log."""
         if not rows.size or self.is_new:  # before the first commit there is nothing to go back to
             return
-        body = rows.tobytes() + self.records[rows].tobytes()
+        old = np.empty((rows.size, self.width), np.float32)
+        self.read(rows, [old], np.arange(rows.size))
+        body = rows.tobytes() + old.tobytes()
         block = _BLOCK.pack(_MARK, zlib.crc32(body), self.step, rows.size) + body
         done = 0
         while done < len(block):

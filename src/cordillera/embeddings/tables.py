@@ -7,10 +7,7 @@ one gradient per distinct row and applies the optimizer to these rows, in place
 
 from __future__ import annotations
 
-import ctypes
 import math
-import mmap
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -19,8 +16,9 @@ import torch
 from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from cordillera.data.ranking.features import FeatureSpec
+from cordillera.data.ranking.features import ANY_ID, FeatureSpec
 from cordillera.embeddings.cache import CachePolicy
+from cordillera.embeddings.dynamic_ids import DynamicRowsConfig
 from cordillera.embeddings.row_formats import RowKind, RowRounding
 from cordillera.errors import CheckpointError, DataError, TrainingError
 from cordillera.jagged import JaggedBatch
@@ -34,8 +32,7 @@ from cordillera.kernels.embeddings.update import (
     sparse_update,
     sum_gradients,
 )
-
-_HUGE_PAGE = 2 * 1024 * 1024
+from cordillera.kernels.host_memory import on_huge_pages
 
 
 class TablesConfig(SparseOptimizer):
@@ -49,6 +46,10 @@ class TablesConfig(SparseOptimizer):
             changes of less than half a step.
         cache: Share of the rows that a cache keeps in float32; 0 for no cache.
         cache_policy: Rows that the cache keeps: those updated most often (``lfu``) or last (``lru``).
+        storage: Place of rows and optimizer state: ``memory``, or ``file``, a file in the run's folder of which
+            ``cache``, above 0, is in memory (``FileTables``).
+        dynamic: Section ``[tables.dynamic]``: admission and eviction of rows that are made when their ids appear
+            (``DynamicTables``). None for tables of fixed size.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -58,6 +59,8 @@ class TablesConfig(SparseOptimizer):
     rounding: RowRounding = "stochastic"
     cache: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
     cache_policy: CachePolicy = "lfu"
+    storage: Literal["memory", "file"] = "memory"
+    dynamic: DynamicRowsConfig | None = None
 
     @property
     def are_encoded(self) -> bool:
@@ -70,6 +73,13 @@ class TablesConfig(SparseOptimizer):
             raise ValueError(
                 f"backend {self.backend!r} has no kernels for rows = {self.rows!r} with cache = {self.cache:g}; use "
                 "backend = 'auto'"
+            )
+        if self.storage == "file" and (self.rows != "fp32" or self.cache <= 0):
+            raise ValueError("rows in a file are in float32 behind a cache in memory: set rows = 'fp32' and cache > 0")
+        if self.dynamic is not None and (self.are_encoded or self.storage == "file"):
+            raise ValueError(
+                "rows that are made when ids appear are in float32 in memory, without a cache: set rows = 'fp32', "
+                "cache = 0 and storage = 'memory', or leave out dynamic"
             )
         return self
 
@@ -166,6 +176,7 @@ class EmbeddingTables(nn.Module):
     _first_row: Tensor
     _num_rows: Tensor
     _is_mean: Tensor
+    _takes_any_id = False  # whether tables may have the size ANY_ID
 
     def __init__(
         self,
@@ -177,7 +188,7 @@ class EmbeddingTables(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        _check_features(features)
+        _check_features(features, self._takes_any_id)
         self.features, self.embedding_dim, self.config = features, embedding_dim, config
         self.step = 0
         self._pending: list[PendingGradient] = []
@@ -427,25 +438,14 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def on_huge_pages(tensor: Tensor) -> Tensor:
-    """Ask Linux to back a ``tensor`` that is not yet written to by large pages, and return it.
-
-    Rows are read at random from far more memory than the processor caches addresses for: with pages of 2 MiB instead of
-    4 KiB a lookup takes about half the time.
-    """
-    if not sys.platform.startswith("linux") or tensor.device.type != "cpu":
-        return tensor
-    first = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-    last = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // _HUGE_PAGE * _HUGE_PAGE
-    if last > first:
-        madvise = getattr(ctypes.CDLL(None), "madvise", None)
-        if madvise is not None:
-            madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), getattr(mmap, "MADV_HUGEPAGE", 14))
-    return tensor
-
-
-def _check_features(features: FeatureSpec) -> None:
+def _check_features(features: FeatureSpec, any_id: bool) -> None:
     for table, rows in features.tables.items():
+        if rows == ANY_ID and not any_id:
+            raise DataError(
+                "its ids are any numbers of 63 bits, and a table of fixed size has a row for each",
+                where=f"table {table!r}",
+                remedy="give its features num_embeddings, or set tables.dynamic",
+            )
         if rows < 1:
             raise DataError(f"a table needs at least one row, got {rows}", where=f"table {table!r}")
     for feature in features.sparse:

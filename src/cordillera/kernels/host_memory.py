@@ -1,4 +1,4 @@
-"""Reuse of freed host memory by later training steps.
+"""Host memory: reuse of freed blocks by later training steps, and large pages.
 
 Each step allocates and frees the same large tensors. The GNU C library returns such blocks to the system when they are
 freed, and the next step pays for getting them again: the system clears every page at its first touch, which in small
@@ -8,8 +8,13 @@ models takes longer than the arithmetic.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Parameters of mallopt(3), from the GNU C library's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -18,6 +23,7 @@ _FROM_HEAP = 32 * 2**20  # larger blocks are mapped separately and returned; the
 
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 _TUNABLES = "GLIBC_TUNABLES"
+_HUGE_PAGE = 2 * 1024 * 1024
 
 
 def keep_freed_memory() -> str | None:
@@ -40,3 +46,20 @@ def keep_freed_memory() -> str | None:
     if not (library.mallopt(_MMAP_THRESHOLD, _FROM_HEAP) and library.mallopt(_TRIM_THRESHOLD, _KEPT)):
         return "the C library refused"
     return None
+
+
+def on_huge_pages(tensor: Tensor) -> Tensor:
+    """Ask Linux to back a ``tensor`` that is not yet written to by large pages, and return it.
+
+    Rows are read at random from far more memory than the processor caches addresses for: with pages of 2 MiB instead of
+    4 KiB a lookup takes about half the time.
+    """
+    if not sys.platform.startswith("linux") or tensor.device.type != "cpu":
+        return tensor
+    first = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+    last = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // _HUGE_PAGE * _HUGE_PAGE
+    if last > first:
+        madvise = getattr(ctypes.CDLL(None), "madvise", None)
+        if madvise is not None:
+            madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), getattr(mmap, "MADV_HUGEPAGE", 14))
+    return tensor

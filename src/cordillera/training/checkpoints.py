@@ -8,7 +8,8 @@ Where several processes train a ranking model, the rows of its tables and their 
 ``tensors.safetensors``. ``tables-NNNNN.safetensors`` holds the parts that process ``NNNNN`` wrote
 (``tables-NNNNN-2.safetensors`` its second part of a table, and so on), each named ``model.TABLES.weight.TABLE``
 or ``model.TABLES.MOMENT.TABLE`` and with its position in the table (:mod:`cordillera.distributed.tensor_parts`). Any
-number of processes can read either form.
+number of processes can read either form. Where tables lie in a file, the folder ``rows`` holds a copy of it
+(:mod:`cordillera.embeddings.row_file`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,12 +117,19 @@ def steps(parent: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in parent.glob("step-*") if path.name[5:].isdigit())
 
 
-def save(parent: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Path:
+def save(
+    parent: Path,
+    tensors: dict[str, Tensor],
+    state: dict[str, Any],
+    more: Callable[[Path], Iterable[str]] = lambda folder: (),
+) -> Path:
     """Write a checkpoint into ``parent``, the folder of all checkpoints, and return its folder.
 
     Args:
         tensors: Tensors by name; copies are made only of those that are not contiguous.
         state: Plain JSON values; ``state["step"]`` names the checkpoint.
+        more: Function that is given the folder under its temporary name, with both files in it, writes further files
+            into it, and returns their names. If it raises an error, there is no checkpoint.
 
     Raises:
         RunError: If the disk is full or read-only. Earlier checkpoints are intact.
@@ -135,9 +143,10 @@ def save(parent: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Pat
             plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
             write_tensors(temporary / TENSORS, plain)
             (temporary / STATE).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
-            sums = {name: checksum(temporary / name) for name in (TENSORS, STATE)}
+            names = (TENSORS, STATE, *more(temporary))
+            sums = {name: checksum(temporary / name) for name in names}
             (temporary / _CHECKSUMS).write_text(sealed_json(sums), encoding="utf-8")
-            for name in (TENSORS, STATE, _CHECKSUMS):
+            for name in (*names, _CHECKSUMS):
                 flush(temporary / name)
             remove_folder(target)
             os.rename(temporary, target)
@@ -148,7 +157,7 @@ def save(parent: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Pat
 
 
 def _checksums(folder: Path) -> dict[str, str] | SealedFolder:
-    """Return the SHA-256 of both files of one process's checkpoint by name, or the folder of several processes."""
+    """Return the SHA-256 of the files of one process's checkpoint by name, or the folder of several processes."""
     path = folder / _CHECKSUMS
     sums = read_sealed(path, error=CheckpointError, remedy=_REMEDY)
     for name in (TENSORS, STATE):
@@ -156,7 +165,7 @@ def _checksums(folder: Path) -> dict[str, str] | SealedFolder:
             raise CheckpointError(f"holds no checksum of {name}", where=str(path), remedy=_REMEDY)
     if not all(isinstance(entry, str) for entry in sums.values()):
         return SealedFolder(folder)
-    return {name: sums[name] for name in (TENSORS, STATE)}
+    return sums
 
 
 def digest(folder: Path) -> str:
@@ -166,9 +175,10 @@ def digest(folder: Path) -> str:
         CheckpointError: If the checksums are missing or damaged.
     """
     sums = _checksums(folder)
-    if isinstance(sums, dict):
+    digests = sums if isinstance(sums, dict) else sums.digests
+    of_tensors = sorted((name, one) for name, one in digests.items() if name != STATE)
+    if isinstance(sums, dict) and len(of_tensors) == 1:
         return sums[TENSORS]
-    of_tensors = sorted((name, one) for name, one in sums.digests.items() if name != STATE)
     return hashlib.sha256(json.dumps(of_tensors).encode()).hexdigest()
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cordillera.workflows.language import LanguageOutcome
     from cordillera.workflows.prediction import predict
     from cordillera.workflows.ranking import Outcome
-    from cordillera.workflows.runs import compare, evaluate, report, train
+    from cordillera.workflows.runs import apply_delta, compare, evaluate, make_delta, report, train
     from cordillera.workflows.scaling import Sweep, isoflop, sweep
     from cordillera.workflows.trained import load_model, model_of
 
@@ -21,10 +21,12 @@ __all__ = [
     "LanguageOutcome",
     "Outcome",
     "Sweep",
+    "apply_delta",
     "compare",
     "evaluate",
     "isoflop",
     "load_model",
+    "make_delta",
     "model_of",
     "predict",
     "report",
@@ -36,7 +38,7 @@ _WHERE = {
     "language": ("LanguageOutcome",),
     "prediction": ("predict",),
     "ranking": ("Outcome",),
-    "runs": ("compare", "evaluate", "report", "train"),
+    "runs": ("apply_delta", "compare", "evaluate", "make_delta", "report", "train"),
     "scaling": ("Sweep", "isoflop", "sweep"),
     "trained": ("load_model", "model_of"),
 }

@@ -27,7 +27,7 @@ from cordillera.numerics.faults.vulnerability import Campaign
 from cordillera.reports.ranking.injection import advice, injection_page
 from cordillera.run import Run, write_atomically
 from cordillera.workflows._say import Say, silent
-from cordillera.workflows.trained import load_model, recipe_of, splits_of, with_threads
+from cordillera.workflows.trained import check_fixed_tables, load_model, recipe_of, splits_of, with_threads
 
 INJECTIONS = 8192
 _MOST_INJECTIONS = 1 << 20
@@ -226,6 +226,7 @@ def inject(
     run = run if isinstance(run, Run) else Run(run)
     config = config or InjectionConfig()
     recipe = recipe_of(run)
+    check_fixed_tables(recipe, "injecting faults")
     if config.samples < 1 or (config.injections is not None and config.injections < 1):
         raise DataError("at least one sample and one injection are needed", where="--samples, --injections")
     if config.half_width is not None and not 0 < config.half_width < 1:

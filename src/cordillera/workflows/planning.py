@@ -20,11 +20,12 @@ from cordillera.planning.language import operators
 from cordillera.planning.language import what_if as faults
 from cordillera.planning.language.explorer import Explorer
 from cordillera.planning.language.plan_file import plan_text, read_content
-from cordillera.planning.language.plans import ALL, Exploration, Plan, SearchDimension
+from cordillera.planning.language.plans import Exploration, Plan
 from cordillera.planning.language.workload import Workload
 from cordillera.planning.ranking.explorer import RecommenderExplorer, TableExploration, TablePlan
 from cordillera.planning.ranking.towers import Similarities, TowerAim, TowerPlan, plan_towers
 from cordillera.planning.ranking.workload import Recommender
+from cordillera.planning.search import ALL, SearchDimension
 from cordillera.planning.sensitivity import Sensitivity, sensitivity
 from cordillera.reports.language import plan as export
 from cordillera.reports.ranking import plan as recommender_export
@@ -377,9 +378,16 @@ def _looked_at(
 
     from cordillera.models.ranking.base import DeepModel
     from cordillera.workflows.scores import some_batches
-    from cordillera.workflows.trained import load_model_with_checkpoint, recipe_of, splits_of, with_threads
+    from cordillera.workflows.trained import (
+        check_fixed_tables,
+        load_model_with_checkpoint,
+        recipe_of,
+        splits_of,
+        with_threads,
+    )
 
     recipe = recipe_of(probe)
+    check_fixed_tables(recipe, "a division among towers")
     with with_threads(recipe.threads), torch.no_grad():
         splits = splits_of(probe, recipe)
         _, model, checkpoint = load_model_with_checkpoint(probe, splits.features, torch.device("cpu"))

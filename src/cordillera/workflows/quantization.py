@@ -53,7 +53,7 @@ from cordillera.serving.ranking.observation import Observer
 from cordillera.training.ranking.scoring import autocast, scorer, select_device
 from cordillera.workflows._say import Say, silent
 from cordillera.workflows.scores import check_weights, scored, some_batches
-from cordillera.workflows.trained import load_model, model_of, recipe_of, splits_of, with_threads
+from cordillera.workflows.trained import check_fixed_tables, load_model, model_of, recipe_of, splits_of, with_threads
 
 _ROW_KINDS = ("int4", "int8", "fp16")
 _SMALLEST_ROW_KINDS = ("int2", *_ROW_KINDS)
@@ -139,6 +139,7 @@ def quantize(
     check_budget(budget)
     self_test()
     recipe = recipe_of(run)
+    check_fixed_tables(recipe, "quantisation")
     if select_device(recipe.device).type != "cpu":
         raise DependencyError("quantised models score on CPUs", where="device", remedy="set device = 'cpu'")
     with with_threads(recipe.threads):

@@ -25,6 +25,8 @@ from cordillera.distributed.job.job import Job, join_job
 from cordillera.distributed.job.launch import LaunchConfig, launch
 from cordillera.distributed.ledger import Ledger
 from cordillera.embeddings.cached_tables import require_cpu
+from cordillera.embeddings.dynamic_tables import DynamicTables
+from cordillera.embeddings.file_tables import FileTables
 from cordillera.embeddings.pooled_exchange import choose_pooled
 from cordillera.embeddings.prioritised_tables import FrozenWindowTables, PrioritisedEmbeddingTables
 from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
@@ -40,15 +42,15 @@ from cordillera.planning.ranking.table_cost import TableProfile
 from cordillera.recipe import RankingRecipe
 from cordillera.reports.ranking.placement import PLACEMENT_FILE, REASONS_FILE
 from cordillera.reports.ranking.run import write_report
-from cordillera.run import Run, disk_errors, next_folder, write_atomically
+from cordillera.run import Run, disk_errors, next_folder, remove_folder, write_atomically
 from cordillera.training import checkpoints
 from cordillera.training.ranking import slices
 from cordillera.training.ranking.codecs import coders_of, keep_given_choice
 from cordillera.training.ranking.config import TrainingOutcome
 from cordillera.training.ranking.evaluation import Evaluation
 from cordillera.training.ranking.evaluation import evaluate as evaluate_split
-from cordillera.training.ranking.ranks import OneRank
-from cordillera.training.ranking.scoring import scorer, select_device
+from cordillera.training.ranking.ranks import FileRank, OneRank
+from cordillera.training.ranking.scoring import ROWS, scorer, select_device
 from cordillera.training.ranking.sharded_dense import shard_dense
 from cordillera.training.ranking.trainer import StepCallback, Trainer
 from cordillera.workflows._say import Say, from_ranks, silent, to_launcher
@@ -56,6 +58,7 @@ from cordillera.workflows.threads import keep as keep_threads
 from cordillera.workflows.threads import threads_of
 from cordillera.workflows.trained import (
     card_of,
+    in_file,
     load_model_with_checkpoint,
     model_of,
     recipe_of,
@@ -63,6 +66,7 @@ from cordillera.workflows.trained import (
     with_threads,
 )
 
+_FLOPS_OF_A_VALUE = 48  # assumed: of the dense part, in the time in which one number of a row is looked up and updated
 _SAMPLED_BATCHES = 8  # batches whose ids are counted for the placement of tables
 
 USED_PLAN_FILE = "used-training-plan.json"
@@ -129,6 +133,7 @@ def train(
         NumericsError: If the recipe's plan is not a plan of training for this machine and this model.
         RankError: If a process died.
     """
+    _check_ids(recipe)
     launched = place_in_job()
     if launched is not None and processes not in (None, launched.size):
         raise PlanError(f"the launcher has started {launched.size} processes, not {processes}", where="--nproc")
@@ -147,7 +152,7 @@ def _train_alone(
 ) -> Outcome:
     """Train in this process."""
     device = select_device(recipe.device)
-    require_cpu(recipe.tables, device)
+    _check_alone(recipe, device)
     with contextlib.ExitStack() as stack:
         if resume:
             run = Run(folder or "")
@@ -160,9 +165,14 @@ def _train_alone(
         stack.enter_context(with_threads(threads))
         say(f"data: {recipe.data.label}")
         splits = prepare(recipe.data)
-        model = model_of(recipe, splits.features)
-        plan = None
         begins = not (resume and checkpoints.steps(run.checkpoints))
+        in_folder = recipe.tables.storage == "file"  # a run whose tables are made in its folder begins with them
+        if in_folder:
+            run = run if resume else _create(recipe, folder, stack)
+            if begins:
+                remove_folder(run.folder / ROWS)  # rows without a checkpoint
+        model = model_of(recipe, splits.features, in_file(recipe, run.folder / ROWS) if in_folder else None)
+        plan = None
         if recipe.training.plan is not None:
             # a run keeps the plan that it began with, because another one would give other bits
             source = Path(recipe.training.plan) if begins else run.folder / USED_PLAN_FILE
@@ -171,9 +181,8 @@ def _train_alone(
                 f"plan: {len(applied.planned)} linear layers by kernels of {source}, {len(applied.left)} in fp32, "
                 f"{len(applied.unknown)} of them unknown to the plan"
             )
-        if not resume:
-            run = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe))
-            stack.enter_context(run.lock())
+        if not resume and not in_folder:
+            run = _create(recipe, folder, stack)
         described = _begin(run, recipe, model, splits, plan) if begins else _check_same_data(run, recipe, splits)
         if recipe.threads is None and threads is not None:
             keep_threads(run, threads)
@@ -195,8 +204,25 @@ def _train_alone(
         evaluation = None
         if len(splits.test):
             evaluation = _evaluate(run, recipe, model, splits, "test", device, _place(recipe, trainer))
+        _put_away(model.tables, run, say)
         write_report(run)
         return Outcome(run, report, evaluation)
+
+
+def _put_away(tables: EmbeddingTables, run: Run, say: Say) -> None:
+    """Describe dynamic tables or tables in a file after training; delete the file, which checkpoints hold copies of."""
+    if isinstance(tables, DynamicTables):
+        counts = zip(tables.features.tables, tables.ids.count_rows(), strict=True)
+        say(f"tables: rows of {', '.join(f'{count - 1:,} ids of {name}' for name, count in counts)}")
+        run.write_json("model.json", {**card_of(run), "embedding_parameters": tables.num_weights})
+    elif isinstance(tables, FileTables):
+        events, lines = tables.statistics, tables.memory_bytes()["lines"]
+        say(
+            f"tables: {lines / 1e6:,.1f} MB of {tables.memory_bytes()['file'] / 1e6:,.1f} MB in memory; "
+            f"{events['reads']:,} rows read from the file, {events['writes']:,} written"
+        )
+        tables.close()
+        remove_folder(run.folder / ROWS)
 
 
 def _train_together(
@@ -229,13 +255,45 @@ def _train_together(
     return outcome
 
 
+def _create(recipe: RankingRecipe, folder: Path | str | None, stack: contextlib.ExitStack) -> Run:
+    """Make the folder of a run, and hold its lock in the region of the stack."""
+    run = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe))
+    stack.enter_context(run.lock())
+    return run
+
+
+def _check_ids(recipe: RankingRecipe) -> None:
+    """Refuse ids of 63 bits where no table can hold them, before the data is read."""
+    schema, problems = recipe.data.schema_, []
+    names = [] if schema is None else [one.name for one in (*schema.categorical, *schema.lists) if one.has_any_id]
+    if names and recipe.tables.dynamic is None:
+        why = f"{', '.join(names)}: ids of 63 bits need tables.dynamic; otherwise set num_embeddings"
+        problems.append(("data.schema", why))
+    elif names and getattr(recipe.model, "embedding_init", None) == "uniform_by_rows":
+        why = f"'uniform_by_rows' needs num_embeddings of {', '.join(names)}; otherwise set a number, such as 0.05"
+        problems.append(("model.embedding_init", why))
+    if problems:
+        raise RecipeError(recipe.name, problems)
+
+
+def _check_alone(recipe: RankingRecipe, device: torch.device) -> None:
+    """Refuse what tables of a kind cannot be trained with."""
+    tables = recipe.tables
+    require_cpu(tables, device)
+    if recipe.training.emulate is not None and (tables.are_encoded or tables.dynamic is not None):
+        why = "rounds whole tables in memory: set tables.rows = 'fp32' and tables.cache = 0, without tables.dynamic"
+        raise RecipeError(recipe.name, [("training.emulate", why)])
+
+
 def _check_together(recipe: RankingRecipe) -> None:
     """Refuse what is trained in one process and without slices only."""
     training, problems = recipe.training, []
-    if recipe.tables.are_encoded:
-        problems.append(
-            ("tables", "rows in few bits and caches are of one process, without slices: set rows = 'fp32', cache = 0")
-        )
+    if recipe.tables.dynamic is not None:
+        problems.append(("tables.dynamic", "is for training in one process, without slices"))
+    if recipe.tables.storage == "file":
+        problems.append(("tables.storage", "'file' is for training in one process: set 'memory' and cache = 0"))
+    elif recipe.tables.are_encoded:
+        problems.append(("tables", "rows in few bits and caches are of one process: set rows = 'fp32', cache = 0"))
     for key, given in (
         ("plan", training.plan),
         ("emulate", training.emulate),
@@ -382,7 +440,8 @@ def _train_rank(
     assert isinstance(tables, ShardedEmbeddingTables)
     tables.coders = coders_of(given, placement, links, run, say)
     shard_dense(model, given.dense, job.size, given.hosts, given.deadline_s, links.ledger)
-    ranks = slices.ranks_of(tables, job.watchdog, recipe.training.slices)
+    of_sample = card_of(run)["training_flops"] / (_FLOPS_OF_A_VALUE * tables.embedding_dim)
+    ranks = slices.ranks_of(tables, job.watchdog, recipe.training.slices, given.balance, of_sample)
     trainer = _trainer(recipe, model, splits, run, torch.device("cpu"), on_step, ranks)
     if resume:
         found = trainer.resume()
@@ -456,6 +515,8 @@ def _trainer(
     ranks: OneRank | None = None,
 ) -> Trainer:
     validation = _loader(recipe, splits.validation, training=False) if len(splits.validation) else None
+    if isinstance(model.tables, FileTables):
+        ranks = FileRank(model.tables)
     return Trainer(
         recipe.training,
         model,

@@ -8,24 +8,32 @@ from ``cordillera.run``. The recipe's model decides which: :mod:`cordillera.work
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cordillera import recipe as recipes
-from cordillera.errors import RunError
+from cordillera.data.ranking.encoding import Encoder
+from cordillera.embeddings.dynamic_tables import DynamicTables
+from cordillera.embeddings.table_deltas import TableDelta
+from cordillera.errors import CheckpointError, RunError
 from cordillera.recipe import LanguageRecipe, RankingRecipe
 from cordillera.reports.language.comparison import LanguageComparison, compare_language
 from cordillera.reports.language.run import write_language_report
 from cordillera.reports.ranking.comparison import Comparison
 from cordillera.reports.ranking.comparison import compare as compare_ranking
 from cordillera.reports.ranking.run import write_report
-from cordillera.run import Run
+from cordillera.run import Run, check_recipe
+from cordillera.training import checkpoints
 from cordillera.training.language.trainer import LanguageEvaluation
 from cordillera.training.ranking.evaluation import Evaluation
+from cordillera.training.ranking.run_deltas import RunDelta, write_run_delta
+from cordillera.training.ranking.scoring import best_checkpoint, load_weights
 from cordillera.workflows import language, ranking
 from cordillera.workflows._say import Say, silent
 from cordillera.workflows.language import LanguageOutcome
 from cordillera.workflows.ranking import Outcome
+from cordillera.workflows.trained import card_of, model_of, recipe_of
 
 
 def train(
@@ -119,3 +127,64 @@ def report(run: Run | Path | str) -> Path:
     run = run if isinstance(run, Run) else Run(run)
     is_language = isinstance(recipes.load(run.recipe_file), LanguageRecipe)
     return write_language_report(run) if is_language else write_report(run)
+
+
+def make_delta(run: Run | Path | str, out: Path | str, *, since: int, to: int | None = None) -> TableDelta:
+    """Write what changed in a ``run`` with dynamic tables after step ``since`` to the file ``out``.
+
+    Args:
+        since: Step of an earlier checkpoint of the run, which a copy of it has.
+        to: Step of a checkpoint. Default: that of the weights with which the run predicts.
+
+    Returns:
+        The changes of the tables.
+
+    Raises:
+        RunError: If it is not a run with dynamic tables, or the disk is full.
+        CheckpointError: If there is no checkpoint of step ``to``, it is corrupt, or ``since`` is too long ago.
+    """
+    run = run if isinstance(run, Run) else Run(run)
+    recipe = recipe_of(run)
+    if to is None:
+        checkpoint = best_checkpoint(run, use_best=recipe.training.patience is not None)
+    else:
+        checkpoint = _checkpoint(run, to)
+    tables = _dynamic_tables(run, recipe, checkpoint)
+    return write_run_delta(out, tables, checkpoint, since)
+
+
+def apply_delta(run: Run | Path | str, file: Path | str) -> Path:
+    """Make the later checkpoint of a ``file`` of :func:`make_delta` in a copy of its run; return its folder.
+
+    Raises:
+        RunError: If it is not a copy of that run, another process writes it, or the disk is full.
+        CheckpointError: If the file is damaged, or leads from a checkpoint that the copy has not; nothing is changed.
+    """
+    run = run if isinstance(run, Run) else Run(run)
+    recipe, delta = recipe_of(run), RunDelta(file)
+    check_recipe(delta.state.get("recipe"), recipe, run.recipe_file)
+    with run.lock():
+        tables = _dynamic_tables(run, recipe, _checkpoint(run, delta.tables.base))
+        return delta.apply(tables, run.checkpoints)
+
+
+def _checkpoint(run: Run, step: int) -> checkpoints.Checkpoint:
+    known = checkpoints.steps(run.checkpoints)
+    if step not in known:
+        raise CheckpointError(
+            f"holds no checkpoint of step {step:,}",
+            where=str(run.checkpoints),
+            remedy=f"it has those of {', '.join(f'{one:,}' for one in known) or 'no step'}",
+        )
+    return checkpoints.load(checkpoints.folder_of(run.checkpoints, step))
+
+
+def _dynamic_tables(run: Run, recipe: RankingRecipe, checkpoint: checkpoints.Checkpoint) -> DynamicTables:
+    """Return the tables of a run, as of a checkpoint."""
+    if recipe.tables.dynamic is None:
+        raise RunError("has no dynamic tables", where=str(run.folder), remedy="copy its newest checkpoint whole")
+    features = replace(Encoder.load(run.folder / "encoder").features, tasks=tuple(card_of(run)["tasks"]))
+    model = model_of(recipe, features)
+    load_weights(model, checkpoint)
+    assert isinstance(model.tables, DynamicTables)
+    return model.tables

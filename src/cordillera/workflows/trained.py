@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from cordillera.data.ranking.cache import Splits
 from cordillera.data.ranking.datasets import prepare
 from cordillera.data.ranking.encoding import Encoder
 from cordillera.data.ranking.features import FeatureSpec
+from cordillera.embeddings.file_tables import FileTables
 from cordillera.embeddings.tables import EmbeddingTables, MadeTablesConfig
 from cordillera.errors import DataError, RunError
 from cordillera.models.ranking import build
@@ -20,7 +23,7 @@ from cordillera.models.ranking.base import RankingModel
 from cordillera.recipe import RankingRecipe
 from cordillera.run import Run, check_recipe
 from cordillera.training import checkpoints
-from cordillera.training.ranking.scoring import best_checkpoint, load_weights
+from cordillera.training.ranking.scoring import ROWS, best_checkpoint, load_weights
 
 
 def model_of(
@@ -33,6 +36,26 @@ def model_of(
     torch.manual_seed(recipe.seed)
     tables = recipe.tables if make is None else MadeTablesConfig.of(recipe.tables, make)
     return build(recipe.model, features, tables)
+
+
+def in_file(recipe: RankingRecipe, folder: Path, *, read_only: bool = False) -> Callable[..., EmbeddingTables] | None:
+    """Return the function that makes a recipe's tables in a file in ``folder``, or None for tables in memory.
+
+    ``read_only`` is that of :class:`~cordillera.embeddings.file_tables.FileTables`.
+    """
+    return partial(FileTables, folder=folder, read_only=read_only) if recipe.tables.storage == "file" else None
+
+
+def check_fixed_tables(recipe: RankingRecipe, what: str) -> None:
+    """Refuse tables in a file and dynamic tables for ``what``, which reads whole tables of fixed size.
+
+    Raises:
+        RunError: If the recipe has such tables.
+    """
+    keys = {"tables.storage = 'file'": recipe.tables.storage == "file", "tables.dynamic": recipe.tables.dynamic}
+    for key, has in keys.items():
+        if has:
+            raise RunError(f"{what} needs tables of fixed size in memory", where=key, remedy="train a run without it")
 
 
 @contextlib.contextmanager
@@ -121,8 +144,8 @@ def load_model_with_checkpoint(
 ) -> tuple[RankingRecipe, RankingModel, checkpoints.Checkpoint]:
     """Load a run's recipe, model and checkpoint; see :func:`load_model` for ``run``, ``features`` and ``device``."""
     recipe = recipe_of(run)
-    model = model_of(recipe, features)
     checkpoint = best_checkpoint(run, use_best=recipe.training.patience is not None)
     check_recipe(checkpoint.state.get("recipe"), recipe, run.recipe_file)
+    model = model_of(recipe, features, in_file(recipe, checkpoint.folder / ROWS, read_only=True))
     load_weights(model, checkpoint)
     return recipe, model.to(device).eval(), checkpoint

@@ -35,6 +35,7 @@ from cordillera.models.language.llama import (
     rope_table,
     rotate,
 )
+from cordillera.models.language.stages import cut_layers
 
 from .conftest import MakeLlama
 
@@ -366,3 +367,17 @@ def test_a_cache_that_would_overflow_is_left_as_it_was(make_llama: MakeLlama) ->
     with pytest.raises(DataError, match="1 documents for 2 cached sequences"):
         model(tokens[:3], torch.tensor([0, 3]), cache=cache)
     assert cache.lengths == [4, 2]
+
+
+@given(stages=st.integers(1, 9), more=st.integers(0, 40))
+def test_layers_are_cut_in_order_and_stages_near_the_middle_get_more(stages: int, more: int) -> None:
+    layers = stages + more
+    cut = cut_layers(layers, stages)
+    assert [layer for stage in cut for layer in stage] == list(range(layers))
+    sizes = [len(stage) for stage in cut]
+    assert max(sizes) - min(sizes) <= 1
+    distances = {size: [abs(i - (stages - 1) / 2) for i in range(stages) if sizes[i] == size] for size in sizes}
+    if len(distances) == 2:
+        assert max(distances[max(sizes)]) <= min(distances[min(sizes)])
+    assert sizes[-1] <= sizes[0]  # the last also has the head
+    assert all(sizes[i] >= sizes[-1 - i] for i in range(stages // 2))

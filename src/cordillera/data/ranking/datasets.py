@@ -115,38 +115,42 @@ class DataConfig(BaseModel):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Entry of the list of data sets: description in one line, origin, terms of use, default split.
+    """Entry of the list of data sets.
 
     Attributes:
-        open: Function that returns the raw rows for a configuration and a cache folder, and fetches them if need be.
-        needs_files: Whether a person must download the files and give their path.
+        summary: Description in one line.
+        source: Origin.
+        terms: Terms of use.
+        split: Default split.
+        schema: Function that returns the schema for a configuration.
+        open: Function that returns the raw rows for a configuration and a cache folder, and fetches them if need be;
+            None for files that a person downloads and names by ``path``.
+        described: Function that returns the log without its rows; None if that takes the rows.
+        format: Format of downloaded files, as they are published.
+        header: Their columns, the label first; None if their first line names them.
+        prepare: Function applied to every frame of them (:class:`FileLog`).
     """
 
     summary: str
     source: str
     terms: str
-    open: Callable[[DataConfig, Path], ClickLog]
     split: Split
-    needs_files: bool = False
+    schema: Callable[[DataConfig], Schema]
+    open: Callable[[DataConfig, Path], ClickLog] | None = None
+    described: Callable[[], ClickLog] | None = None
+    format: FileFormat = "csv"
+    header: tuple[str, ...] | None = None
+    prepare: Callable[[pl.DataFrame, RowPlace], pl.DataFrame] | None = None
+
+    @property
+    def needs_files(self) -> bool:
+        """Whether a person must download the files and give their path."""
+        return self.open is None
 
 
 def _paths(config: DataConfig) -> tuple[Path, ...]:
     assert config.path is not None
     return expand_paths(config.path)
-
-
-def _open_criteo(config: DataConfig, cache: Path) -> ClickLog:
-    schema = config.schema_ or criteo_schema()
-    return FileLog(schema, _paths(config), config.format or "tsv", CRITEO_COLUMNS, facts=_own_facts("criteo"))
-
-
-def _open_avazu(config: DataConfig, cache: Path) -> ClickLog:
-    schema = config.schema_ or avazu_schema()
-    return FileLog(schema, _paths(config), config.format or "csv", prepare=avazu_times, facts=_own_facts("avazu"))
-
-
-def _own_facts(name: str) -> dict[str, Any]:
-    return {"source": DATASETS[name].source, "terms": DATASETS[name].terms}
 
 
 def _open_own(config: DataConfig) -> ClickLog:
@@ -161,38 +165,44 @@ DATASETS: dict[str, Dataset] = {
         "100,000 film ratings; likes to predict, with histories, in time order",
         movielens.SOURCE,
         movielens.TERMS,
-        lambda config, cache: movielens.load(cache),
         "time",
+        lambda config: movielens.schema(),
+        lambda config, cache: movielens.load(cache),
+        movielens.described,
     ),
     "adult": Dataset(
         "48,842 people of a census; income, marital status and hours of work to predict",
         adult.SOURCE,
         adult.TERMS,
-        lambda config, cache: adult.load(cache),
         "random",
+        lambda config: adult.schema(),
+        lambda config, cache: adult.load(cache),
+        adult.described,
     ),
     "synthetic": Dataset(
         "a made click log of any size, whose best possible normalised entropy is known",
         "made",
         "none: the rows are made",
-        lambda config, cache: SyntheticLog(config.synthetic),
         "order",
+        lambda config: config.synthetic.log_schema(),
+        lambda config, cache: SyntheticLog(config.synthetic),
     ),
     "criteo": Dataset(
         "45 million ad impressions: 13 counts, 26 ids (train.txt of the display advertising challenge)",
         "Criteo Labs; download it and give its path",
         "Criteo: non-commercial use; read the terms where you download it",
-        _open_criteo,
         "order",
-        needs_files=True,
+        lambda config: criteo_schema(),
+        format="tsv",
+        header=CRITEO_COLUMNS,
     ),
     "avazu": Dataset(
         "40 million ad impressions of ten days: 21 ids (train.gz of the click-through challenge)",
         "Avazu on Kaggle; download it and give its path",
         "the competition's rules; read them where you download it",
-        _open_avazu,
         "time",
-        needs_files=True,
+        lambda config: avazu_schema(),
+        prepare=avazu_times,
     ),
 }
 """Data sets by name."""
@@ -200,8 +210,14 @@ DATASETS: dict[str, Dataset] = {
 
 def open_log(config: DataConfig) -> ClickLog:
     """Open the raw rows of a configuration; fetch them if need be."""
-    cache = cache_folder(config.cache_dir)
-    return _open_own(config) if config.dataset is None else DATASETS[config.dataset].open(config, cache)
+    if config.dataset is None:
+        return _open_own(config)
+    entry = DATASETS[config.dataset]
+    if entry.open is not None:
+        return entry.open(config, cache_folder(config.cache_dir))
+    schema, kind = config.schema_ or entry.schema(config), config.format or entry.format
+    facts = {"source": entry.source, "terms": entry.terms}
+    return FileLog(schema, _paths(config), kind, entry.header, entry.prepare, facts)
 
 
 def _split_kind(config: DataConfig, schema: Schema) -> Split:
@@ -350,11 +366,11 @@ class _CachedLog:
         return self.log
 
     def key(self, format: int = FORMAT) -> str:
-        module = {"movielens-100k": movielens, "adult": adult}.get(self.config.dataset or "")
-        if module is None:
+        entry = DATASETS.get(self.config.dataset or "")
+        if entry is None or entry.described is None:
             return _key(self.config, self.open(), format)
         # The version alone describes the log, so a prepared data set opens without reading the rows.
-        return _key(self.config, module.described(), format)
+        return _key(self.config, entry.described(), format)
 
 
 # One piece: the encoder, the files and the checks rest on one reading of an unchanged log, or nothing is kept.

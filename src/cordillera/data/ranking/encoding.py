@@ -17,6 +17,7 @@ import torch
 
 from cordillera.data.files import checksum, disk_errors, write_bytes
 from cordillera.data.ranking.features import (
+    ANY_ID,
     CategoricalFeature,
     DenseFeature,
     FeatureSpec,
@@ -274,8 +275,7 @@ class Encoder:
             if feature.encoding == "vocabulary":
                 tables[name] = len(vocabularies[name]) + 1
             else:
-                assert feature.num_embeddings is not None  # the schema's own validation says so
-                tables[name] = feature.num_embeddings
+                tables[name] = feature.num_embeddings or ANY_ID
         sparse = [SparseFeature(f.name, f.table or f.name) for f in schema.categorical]
         sparse += [SparseFeature(f.name, f.table or f.name, f.pooling, is_list=True) for f in schema.lists]
         self.features = FeatureSpec(tuple(f.name for f in schema.dense), tuple(sparse), tables, schema.labels)
@@ -454,7 +454,8 @@ class Encoder:
             return place.at(entry if entry_rows is None else entry_rows[entry], feature.name)
 
         size = self.features.tables[feature.table or feature.name]
-        remedy = f'ids must be whole numbers from 0 to {size - 1}; raise num_embeddings or use encoding = "vocabulary"'
+        larger = "" if size == ANY_ID else "raise num_embeddings or "
+        remedy = f'ids must be whole numbers from 0 to {size - 1}; {larger}use encoding = "vocabulary"'
         if not series.dtype.is_integer():
             text = without_point(ids_of(series, feature.name, place, entry_rows).str.strip_chars())
             series = text.cast(pl.Int64, strict=False)

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from cordillera.jagged import JaggedBatch
 
+ANY_ID = 2**63 - 1
+"""Number of rows of a table without ``num_embeddings``: ids are any numbers below it."""
+
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -52,7 +55,8 @@ class CategoricalFeature(_ColumnFeature):
             that is stable over processes and versions);
             ``identity`` (the column already holds row numbers in ``[0, num_embeddings)``; anything else is an error).
         min_count: Number of training rows below which a value shares row 0, with ``vocabulary``.
-        num_embeddings: Buckets of ``hash``, rows of ``identity``, upper limit on rows of ``vocabulary``.
+        num_embeddings: Buckets of ``hash``, rows of ``identity``, upper limit on rows of ``vocabulary``. Default: no
+            limit, so that ids of ``hash`` and ``identity`` have 63 bits, which only dynamic tables take.
         table: Name of the embedding table; features that name the same table share rows and one vocabulary, which is
             counted over the single ids among them, and over lists only if there is no single id.
             Default: a table of its own, with the name of the feature.
@@ -63,11 +67,10 @@ class CategoricalFeature(_ColumnFeature):
     num_embeddings: int | None = Field(None, ge=1, le=2**40)
     table: str | None = None
 
-    @model_validator(mode="after")
-    def _size_is_known(self) -> CategoricalFeature:
-        if self.encoding != "vocabulary" and self.num_embeddings is None:
-            raise ValueError(f"num_embeddings is needed with encoding '{self.encoding}'")
-        return self
+    @property
+    def has_any_id(self) -> bool:
+        """Whether ids are any numbers of 63 bits."""
+        return self.encoding != "vocabulary" and self.num_embeddings is None
 
 
 class ListFeature(CategoricalFeature):
@@ -123,6 +126,9 @@ class Schema(_Frozen):
         unknown = sorted(set(self.segments) - {feature.name for feature in self.categorical})
         if unknown:
             raise ValueError(f"segments must be categorical features, these are not: {unknown}")
+        unnamed = sorted({feature.name for feature in self.categorical if feature.has_any_id} & set(self.segments))
+        if unnamed:
+            raise ValueError(f"segments have a vocabulary or num_embeddings, these have not: {unnamed}")
         twice = sorted({name for name in self.labels if self.labels.count(name) > 1})
         if twice:
             raise ValueError(f"labels must differ, these stand twice: {twice}")
@@ -169,7 +175,7 @@ class FeatureSpec:
     Attributes:
         dense: Names of the dense columns, in the order of ``RankingBatch.dense``.
         sparse: Embedded features, in the order of ``RankingBatch.sparse.keys``.
-        tables: Number of rows of every embedding table, by name.
+        tables: Number of rows of every embedding table, by name; :data:`ANY_ID` for ids of any value.
         tasks: Names of the labels, in the order of ``RankingBatch.labels``' columns.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,19 +14,9 @@ from polars.exceptions import PolarsError
 
 from cordillera.data.files import expand_paths
 from cordillera.data.ranking.cache import SPLITS
-from cordillera.data.ranking.datasets import DataConfig, Splitter, open_log
+from cordillera.data.ranking.datasets import DATASETS, DataConfig, Splitter, open_log
 from cordillera.data.ranking.features import Schema
-from cordillera.data.ranking.logs import adult, movielens
-from cordillera.data.ranking.logs.click_logs import (
-    CRITEO_COLUMNS,
-    FileFormat,
-    FileLog,
-    RowChunk,
-    avazu_schema,
-    avazu_times,
-    criteo_schema,
-    guess_format,
-)
+from cordillera.data.ranking.logs.click_logs import FileFormat, FileLog, RowChunk, guess_format
 from cordillera.data.ranking.logs.columns import RowPlace, timestamps_of
 from cordillera.errors import DataError
 
@@ -75,14 +65,8 @@ def open_schema(config: DataConfig) -> Schema:
     """Return the schema of a configuration's rows, without reading the rows."""
     if config.schema_ is not None:
         return config.schema_
-    made: dict[str | None, Callable[[], Schema]] = {
-        "movielens-100k": movielens.schema,
-        "adult": adult.schema,
-        "synthetic": config.synthetic.log_schema,
-        "criteo": criteo_schema,
-        "avazu": avazu_schema,
-    }
-    return made[config.dataset]()
+    assert config.dataset is not None
+    return DATASETS[config.dataset].schema(config)
 
 
 def read_rows(
@@ -102,13 +86,12 @@ def read_rows(
     paths = expand_paths(path)
     kind = format or guess_format(paths[0])
     schema = schema or open_schema(config)
-    header: tuple[str, ...] | None = None
-    prepare_frame = None
-    if config.dataset == "criteo" and kind == "tsv":
-        header = CRITEO_COLUMNS if _fields(paths[0]) == len(CRITEO_COLUMNS) else CRITEO_COLUMNS[1:]
-    if config.dataset == "avazu":
-        prepare_frame = lambda frame, place: frame if "timestamp" in frame.columns else avazu_times(frame, place)  # noqa: E731
-    for frame, place in FileLog(schema, paths, kind, header, prepare_frame).chunks():
+    entry = DATASETS.get(config.dataset or "")
+    header = entry.header if entry is not None and kind == entry.format else None
+    if header is not None and _fields(paths[0]) != len(header):
+        header = header[1:]
+    prepare = None if entry is None else entry.prepare
+    for frame, place in FileLog(schema, paths, kind, header, prepare).chunks():
         needed = [feature.name for feature in (*schema.dense, *schema.categorical, *schema.lists)]
         absent = [name for name in needed if name not in frame.columns]
         if absent:

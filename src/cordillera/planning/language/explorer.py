@@ -17,17 +17,17 @@ from itertools import product
 from math import gcd
 from typing import Any
 
-from cordillera.cost import Calibration, CostModel, Products, calibration_for
-from cordillera.errors import PlanError
+from cordillera.cost import CostModel
 from cordillera.partition import divisors
 from cordillera.planning.language.job import PlannedJob
-from cordillera.planning.language.plans import ALL, USABLE_MEMORY, Exploration, Plan, SearchDimension
+from cordillera.planning.language.plans import Exploration, Plan
 from cordillera.planning.language.step import SimulatedStep, families, held, simulate_step, stage_seconds, ways
 from cordillera.planning.language.workload import Layout, Recompute, Workload
 from cordillera.planning.network.mesh import Mesh
 from cordillera.planning.network.settings import NetworkSettings, production_network, tuned_network
 from cordillera.planning.pipeline.problem import Problem
 from cordillera.planning.pipeline.tuning import shortest
+from cordillera.planning.search import ALL, ClusterSearch, SearchDimension
 from cordillera.topology import Topology
 
 # Order of the dimensions on the cluster, innermost first; the last crosses the outermost links.
@@ -154,40 +154,10 @@ def divisible(workload: Workload, topology: Topology) -> set[int]:
     return {one * p for one in flat for p in range(1, min(workload.model.layers, topology.devices // one) + 1)}
 
 
-class Explorer:
-    """A search over one workload and one cluster.
+class Explorer(ClusterSearch[Workload]):
+    """A search over one language model and one cluster."""
 
-    Args:
-        workload: Workload to train.
-        topology: Cluster to train on.
-        calibration: Constants of the cost model; None for those shipped for the device.
-        products: Matrix products measured on the device; None to use the constants alone.
-        devices: Number of devices in use; None for all.
-        progress: Function called with a sentence from time to time.
-    """
-
-    def __init__(
-        self,
-        workload: Workload,
-        topology: Topology,
-        calibration: Calibration | None = None,
-        *,
-        products: Products | None = None,
-        devices: int | None = None,
-        progress: Callable[[str], None] | None = None,
-    ) -> None:
-        self.workload, self.topology = workload, topology
-        self.cost = CostModel(topology.device, calibration or calibration_for(topology.device), products)
-        self.devices = devices or topology.devices
-        if self.devices > topology.devices:
-            raise PlanError(
-                f"{self.devices:,} devices are asked for, the cluster has {topology.devices:,}",
-                where=topology.name,
-                remedy=f"{topology.devices:,} at most",
-            )
-        self._progress = progress or (lambda text: None)
-        self._production: Plan | None = None
-        self._limit = USABLE_MEMORY * topology.device.memory_bytes
+    _production: Plan | None = None
 
     def job(
         self,
@@ -262,7 +232,7 @@ class Explorer:
             plan = self._simulated(job, _FIXED, found)
             if plan is not None:
                 found.plans.append(plan)
-        found.plans.sort(key=lambda plan: plan.seconds)
+        found.sort()
         return found
 
     def _fixed_chunks(self, layout: Layout) -> int:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from cordillera.errors import PlanError
 from cordillera.planning.language.step import SimulatedStep
 from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.settings import NetworkSettings
 from cordillera.planning.pipeline.schedules import Schedule
-
-SearchDimension = Literal["placement", "scheduling", "network"]
-ALL: tuple[SearchDimension, ...] = ("placement", "scheduling", "network")
+from cordillera.planning.search import USABLE_MEMORY, SearchDimension, SearchResult
 
 
 @dataclass(frozen=True)
@@ -72,29 +69,17 @@ class Plan:
 
 
 @dataclass
-class Exploration:
-    """Result of a search.
+class Exploration(SearchResult[Plan]):
+    """Result of a search, with at most one plan for each layout and order.
 
     Attributes:
-        plans: Simulated plans, best first, at most one for each layout and order.
-        searched: Dimensions that were searched.
         estimated: Number of layouts that were ranked by estimate.
-        simulated: Number of steps that were simulated.
-        dropped: Number of layouts dropped for each reason.
-        seconds: Duration of the search in seconds.
-        interrupted: Whether the search was stopped before its end.
         alone: Best plan of each dimension searched alone, if more than one was searched.
         least_memory: Bytes on the fullest device of the layout that needed least, among those that did not fit.
         enough: Number of devices that can be planned instead, if the requested number cannot.
     """
 
-    plans: list[Plan] = field(default_factory=list)
-    searched: tuple[SearchDimension, ...] = ALL
     estimated: int = 0
-    simulated: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-    interrupted: bool = False
     least_memory: float = math.inf
     enough: int | None = None
     alone: dict[SearchDimension, Plan] = field(default_factory=dict)
@@ -108,26 +93,16 @@ class Exploration:
         self.dropped += smaller.dropped
         self.least_memory = min(self.least_memory, smaller.least_memory)
 
-    @property
-    def best(self) -> Plan:
-        """The fastest plan.
-
-        Raises:
-            PlanError: If no plan fits, with the reasons and the smallest change that would help.
-        """
-        if not self.plans:
-            reasons = "; ".join(f"{count:,} layouts: {reason}" for reason, count in self.dropped.most_common(4))
-            remedy = "a batch that the number of devices divides, or another number of devices"
-            if self.enough is not None:
-                remedy += f": {self.enough:,} would do"
-            if math.isfinite(self.least_memory):
-                remedy = (
-                    f"the layout that needs least takes {self.least_memory / 1e9:,.0f} GB on a device: devices with "
-                    f"{self.least_memory / USABLE_MEMORY / 1e9:,.0f} GB, or more of them"
-                    + (f": {self.enough:,} would do" if self.enough is not None else "")
-                )
-            raise PlanError(f"no plan is possible ({reasons or 'nothing was tried'})", remedy=remedy)
-        return self.plans[0]
-
-
-USABLE_MEMORY = 0.94  # usable part of a device's memory; the runtime takes the rest
+    def no_plan(self) -> PlanError:
+        """Return the error that nothing fits, with the reasons and the smallest change that would help."""
+        reasons = "; ".join(f"{count:,} layouts: {reason}" for reason, count in self.dropped.most_common(4))
+        remedy = "a batch that the number of devices divides, or another number of devices"
+        if self.enough is not None:
+            remedy += f": {self.enough:,} would do"
+        if math.isfinite(self.least_memory):
+            remedy = (
+                f"the layout that needs least takes {self.least_memory / 1e9:,.0f} GB on a device: devices with "
+                f"{self.least_memory / USABLE_MEMORY / 1e9:,.0f} GB, or more of them"
+                + (f": {self.enough:,} would do" if self.enough is not None else "")
+            )
+        return PlanError(f"no plan is possible ({reasons or 'nothing was tried'})", remedy=remedy)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cordillera.errors import PlanError
 from cordillera.planning.language.explorer import Explorer, divisible
-from cordillera.planning.language.plans import ALL, Exploration, Plan, SearchDimension
+from cordillera.planning.language.plans import Exploration, Plan
 from cordillera.planning.language.step import (
     last_backwards,
     optimizer_seconds,
@@ -27,6 +27,7 @@ from cordillera.planning.language.step import (
     ways,
 )
 from cordillera.planning.pipeline.simulator import Way, simulate_late
+from cordillera.planning.search import ALL, SearchDimension
 from cordillera.topology import Topology
 
 DRAWS = 10_000

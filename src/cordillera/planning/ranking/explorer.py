@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
-from cordillera.cost import Calibration, CostModel, calibration_for
+from cordillera.cost import Calibration, CostModel
 from cordillera.errors import PlanError
-from cordillera.planning.language.plans import ALL, SearchDimension
 from cordillera.planning.network.settings import NetworkSettings, production_network, tuned_network
 from cordillera.planning.ranking.exchange import INSIDE, Exchange, Reduction, TableLayout, TableSchedule
 from cordillera.planning.ranking.step import TableJob, TableStep, fixed_memory, local_samples
 from cordillera.planning.ranking.workload import PlacedTables, Recommender, copied, place_tables
+from cordillera.planning.search import ALL, ClusterSearch, SearchDimension, SearchResult
 from cordillera.topology import Topology
 
-USABLE = 0.94  # usable part of a device's memory; the runtime takes the rest
 GRAINS = (math.inf, 1.0, 0.5)
 COPIED_ROWS = (0, 1_000, 100_000)
 REDUCTIONS: tuple[Reduction, ...] = ("whole", "split", "last")
@@ -111,40 +109,21 @@ class TablePlan:
 
 
 @dataclass
-class TableExploration:
-    """Result of a search.
+class TableExploration(SearchResult[TablePlan]):
+    """Result of a search, with the best schedule and settings of every layout.
 
     Attributes:
-        plans: Plans, best first, with the best schedule and settings of every layout.
-        searched: Dimensions that were searched.
         layouts: Number of layouts that were tried.
-        simulated: Number of steps that were simulated.
-        dropped: Number of layouts dropped for each reason.
-        seconds: Duration of the search in seconds.
-        interrupted: Whether it was stopped before its end.
     """
 
-    plans: list[TablePlan] = field(default_factory=list)
-    searched: tuple[SearchDimension, ...] = ALL
     layouts: int = 0
-    simulated: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-    interrupted: bool = False
 
-    @property
-    def best(self) -> TablePlan:
-        """The fastest plan.
-
-        Raises:
-            PlanError: If nothing fits, with the reasons.
-        """
-        if not self.plans:
-            reasons = "; ".join(reason for reason, _ in self.dropped.most_common(4))
-            raise PlanError(
-                f"no plan is possible ({reasons})", remedy="more devices, devices with more memory, or smaller tables"
-            )
-        return self.plans[0]
+    def no_plan(self) -> PlanError:
+        """Return the error that nothing fits, with the reasons."""
+        reasons = "; ".join(reason for reason, _ in self.dropped.most_common(4))
+        return PlanError(
+            f"no plan is possible ({reasons})", remedy="more devices, devices with more memory, or smaller tables"
+        )
 
 
 def group_sizes(topology: Topology, devices: int) -> list[int]:
@@ -162,16 +141,8 @@ def group_sizes(topology: Topology, devices: int) -> list[int]:
     return sorted(one for one in found if devices % one == 0)
 
 
-class RecommenderExplorer:
-    """A search over one recommendation model and one cluster.
-
-    Args:
-        workload: Model and batch to train.
-        topology: The cluster.
-        calibration: Constants of the cost model; None for those shipped for the device.
-        devices: Number of devices in use; None for all.
-        progress: Function called with a sentence from time to time.
-    """
+class RecommenderExplorer(ClusterSearch[Recommender]):
+    """A search over one recommendation model and one cluster; arguments are as in :class:`ClusterSearch`."""
 
     def __init__(
         self,
@@ -182,16 +153,8 @@ class RecommenderExplorer:
         devices: int | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> None:
-        self.workload, self.topology = workload, topology
-        self.cost = CostModel(topology.device, calibration or calibration_for(topology.device))
-        self.devices = devices or topology.devices
-        if self.devices > topology.devices:
-            raise PlanError(
-                f"{self.devices:,} devices are asked for, the cluster has {topology.devices:,}", where=topology.name
-            )
+        super().__init__(workload, topology, calibration, devices=devices, progress=progress)
         self.samples = local_samples(workload, self.devices)
-        self._progress = progress or (lambda text: None)
-        self._limit = USABLE * topology.device.memory_bytes
         self._dealt: dict[tuple[int, float, int], PlacedTables | str] = {}
         self._production: TablePlan | None = None
 
@@ -252,7 +215,7 @@ class RecommenderExplorer:
             schedule = TableSchedule(reduction="split" if many else "whole")
             for layout in self._cuts(self.devices, INSIDE[0]):
                 self._simulate(layout, [network], [schedule], found)
-            found.plans.sort(key=lambda plan: plan.seconds)
+            found.sort()
             self._production = found.best
         return self._production
 
@@ -340,6 +303,6 @@ class RecommenderExplorer:
         except KeyboardInterrupt:
             found.interrupted = True
             found.plans.append(base)
-        found.plans.sort(key=lambda plan: plan.seconds)
+        found.sort()
         found.seconds = time.perf_counter() - begin
         return found

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
+from cordillera.data.ranking.balance import SampleBalance
 from cordillera.distributed.codecs.coders import CodecName
 from cordillera.numerics.emulation.emulation import EmulationConfig
 from cordillera.numerics.formats.precision import Precision
@@ -119,6 +120,9 @@ class RankingParallelConfig(PlacementConfig):
             its folder, to repeat it; null to measure.
         bound_scale: Factor of these error bounds.
         bound_steps: Number of steps over which error bounds fall from twice their values.
+        balance: Samples of a process: ``none``, equal shares of every batch in order; ``fixed``, equally many, so that
+            processes have about equally many ids; ``variable``, any number, so that processes have equal work by ids
+            and dense part.
         dense: Where dense matrices are: ``replicated`` (whole on every process), ``full`` (in parts over all of them),
             or ``hybrid`` (in parts over the processes of a host, with equal copies on all hosts).
         hosts: Number of hosts, each with equally many consecutive ranks; for ``hybrid``.
@@ -133,6 +137,7 @@ class RankingParallelConfig(PlacementConfig):
     codec_file: str | None = None
     bound_scale: float = Field(1.0, gt=0, le=100, allow_inf_nan=False)
     bound_steps: int = Field(0, ge=0, le=10**12)
+    balance: SampleBalance = "none"
     dense: Literal["replicated", "full", "hybrid"] = "replicated"
     hosts: int = Field(1, ge=1, le=2**20)
     deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)

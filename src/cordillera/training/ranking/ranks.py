@@ -12,25 +12,32 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from cordillera.data.ranking.balance import SampleBalance, divide, positions, sample_costs
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.distributed.collectives import exchange_parts
 from cordillera.distributed.job.job import stopped_by_signals
 from cordillera.distributed.job.watchdog import Watchdog
+from cordillera.embeddings.file_tables import FileTables
+from cordillera.embeddings.row_file import ROW_FILES
 from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
 from cordillera.errors import CordilleraError, TrainingError
-from cordillera.jagged import slice_samples
+from cordillera.jagged import slice_samples, take_samples
 from cordillera.models.ranking.base import RankingModel
 from cordillera.training import checkpoints
 from cordillera.training.ranking.rank_checkpoints import TableCheckpoints, state_without_rows
+from cordillera.training.ranking.scoring import ROWS
 
 Score = Callable[[RankingBatch], Tensor]
 _Result = TypeVar("_Result")
@@ -106,15 +113,71 @@ class OneRank:
         return work()
 
 
+class FileRank(OneRank):
+    """A training in a single process with tables in a file.
+
+    The rows of the next batch are read while the present one is computed. A checkpoint holds a copy of the file, which
+    is made a part at a time.
+
+    Args:
+        tables: Tables of the model.
+    """
+
+    def __init__(self, tables: FileTables) -> None:
+        self.tables = tables
+        self._following: RankingBatch | None = None
+
+    def shares(self, batches: Iterable[RankingBatch]) -> Iterator[tuple[RankingBatch, Sequence[RankingBatch]]]:
+        """Iterate over batches, one behind what is read."""
+        ahead = iter(batches)
+        batch = next(ahead, None)
+        while batch is not None:
+            self._following = next(ahead, None)
+            yield batch, (batch,)
+            batch = self._following
+
+    @contextlib.contextmanager
+    def computing(self, step: int, batch: RankingBatch, part: int = 0) -> Iterator[None]:
+        """Begin to read the rows of the next batch once those of ``batch`` have been looked up."""
+        following = self._following
+        if following is None:
+            yield
+            return
+        hook = self.tables.register_forward_hook(lambda *_: self.tables.prefetch(following.sparse))
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def save(
+        self,
+        folder: Path,
+        model: RankingModel,
+        tensors: dict[str, Tensor],
+        state: dict[str, Any],
+        refuse: Callable[[str], CordilleraError],
+    ) -> None:
+        """Write a checkpoint with a copy of the file."""
+
+        def add_rows(target: Path) -> list[str]:
+            self.tables.flush()
+            if (found := self.tables.not_finite()) is not None:
+                raise refuse(found)
+            self.tables.save(target / ROWS)
+            return [f"{ROWS}/{name}" for name in ROW_FILES]
+
+        checkpoints.save(folder, tensors, state, add_rows)
+
+
 class _DropoutOfBatch(TorchFunctionMode):
-    """Draws dropout for a whole batch and takes that of the samples from ``first`` up to ``end``.
+    """Draws dropout for a whole batch, of which there are ``samples``, and takes that of the ``own`` samples.
 
     All ranks, of which there are ``size``, draw the same random numbers as a single process would.
     """
 
-    def __init__(self, samples: int, first: int, end: int, size: int) -> None:
+    def __init__(self, samples: int, own: Tensor, size: int) -> None:
         super().__init__()
-        self.samples, self.first, self.end, self.size = samples, first, end, size
+        self.samples, self.own, self.size = samples, own, size
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not functional.dropout:
@@ -130,9 +193,9 @@ class _DropoutOfBatch(TorchFunctionMode):
                 where="data.batch_size",
                 remedy="choose another batch size, so that the last batch of an epoch is larger, or dropout = 0",
             )
-        per_sample = len(given) // (self.end - self.first)
-        noise = given.new_empty(self.samples * per_sample, *given.shape[1:]).bernoulli_(1 - p)
-        return given * noise[self.first * per_sample : self.end * per_sample].div_(1 - p)
+        per_sample = len(given) // len(self.own)
+        noise = given.new_empty(self.samples, per_sample, *given.shape[1:]).bernoulli_(1 - p)
+        return given * noise.index_select(0, self.own).view_as(given).div_(1 - p)
 
 
 class ManyRanks(OneRank):
@@ -141,15 +204,25 @@ class ManyRanks(OneRank):
     Args:
         tables: Tables of this rank's model, and the ranks.
         watchdog: Watchdog of their job, which signals reach.
+        balance: Division of the samples of a batch (:func:`~cordillera.data.ranking.balance.divide`).
+        of_sample: Cost of a sample beside that of its ids, in ids, for ``variable``.
     """
 
     divides = True
 
-    def __init__(self, tables: ShardedEmbeddingTables, watchdog: Watchdog) -> None:
+    def __init__(
+        self,
+        tables: ShardedEmbeddingTables,
+        watchdog: Watchdog,
+        balance: SampleBalance = "none",
+        of_sample: float = 1.0,
+    ) -> None:
         links = tables.links
         self.tables = tables
         self.links, self.rank, self.size, self.watchdog = links, links.rank, links.size, watchdog
+        self.balance, self.of_sample = balance, of_sample
         self._asked = False
+        self._own = torch.empty(0, dtype=torch.int64)  # samples of the batch that is computed
 
     def stopping(self, stop: threading.Event) -> contextlib.AbstractContextManager[Any]:
         """Return an empty region; the job handles signals."""
@@ -159,33 +232,57 @@ class ManyRanks(OneRank):
     def computing(self, step: int, batch: RankingBatch, part: int = 0) -> Iterator[None]:
         """Draw dropout within the region as one process does, and go on with the tables' exchanges at its end."""
         self.watchdog.at(f"step {step + 1}")
-        with _DropoutOfBatch(len(batch), *self._bounds(len(batch)), self.size):
+        with _DropoutOfBatch(len(batch), self._own, self.size):
             yield
         self.tables.advance()
 
-    def _bounds(self, samples: int) -> tuple[int, int]:
-        return samples * self.rank // self.size, samples * (self.rank + 1) // self.size
-
     def shares(self, batches: Iterable[RankingBatch]) -> Iterator[tuple[RankingBatch, Sequence[RankingBatch]]]:
         """Iterate over batches with this rank's parts; ids of the next ones are exchanged while one is computed."""
-        ahead: deque[tuple[RankingBatch, Sequence[RankingBatch]]] = deque()
+        ahead: deque[tuple[RankingBatch, Sequence[RankingBatch], Tensor]] = deque()
         self.tables.forget()
-        for batch in batches:
-            own = self._parts_of(batch)
-            for part in own:
-                self.tables.prefetch(part.sparse)
-            ahead.append((batch, own))
-            if len(ahead) > _AHEAD:
-                yield ahead.popleft()
-        yield from ahead
+        for batch in chain(batches, [None] * _AHEAD):
+            if batch is not None:
+                samples = torch.from_numpy(self._divided(batch)[self.rank])
+                own = self._parts_of(batch, samples)
+                for part in own:
+                    self.tables.prefetch(part.sparse)
+                ahead.append((batch, own, samples))
+            if ahead and (batch is None or len(ahead) > _AHEAD):
+                whole, parts, self._own = ahead.popleft()
+                yield whole, parts
 
-    def _parts_of(self, batch: RankingBatch) -> Sequence[RankingBatch]:
-        """Return the samples of a batch that this rank computes, in parts that it computes one after another."""
-        return (self._share(batch),)
+    def _parts_of(self, batch: RankingBatch, samples: Tensor) -> Sequence[RankingBatch]:
+        """Return a rank's samples of a batch, in parts that it computes one after another."""
+        return (self._share(batch, samples),)
 
-    def _share(self, batch: RankingBatch) -> RankingBatch:
-        """Return the samples of a batch between equal shares of its length."""
-        return cut_samples(batch, *self._bounds(len(batch)))
+    def _divided(self, batch: RankingBatch) -> list[NDArray[np.int64]]:
+        """Return the positions of each rank's samples of a batch."""
+        costs = np.zeros(len(batch))
+        if self.balance != "none" and batch.sparse.keys:
+            costs = sample_costs(batch.sparse, self.of_sample)
+        return divide(costs, self.size, self.balance)
+
+    def _share(self, batch: RankingBatch, samples: Tensor) -> RankingBatch:
+        """Return the samples of a batch at given positions."""
+        first, end = (int(samples[0]), int(samples[-1]) + 1) if len(samples) else (0, 0)
+        if end - first == len(samples):
+            sparse = slice_samples(batch.sparse, first, end)
+        else:
+            sparse = take_samples(batch.sparse, samples.numpy())
+
+        def cut(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.index_select(0, samples)
+
+        return replace(
+            batch,
+            dense=batch.dense.index_select(0, samples),
+            sparse=sparse,
+            labels=cut(batch.labels),
+            weights=cut(batch.weights),
+            groups=cut(batch.groups),
+            timestamps=cut(batch.timestamps),
+            rows=cut(batch.rows),
+        )
 
     def sum_step(self, parameters: Iterable[Tensor], losses: Sequence[float], stop: threading.Event) -> float:
         """Sum gradients, and beside them the losses and requests to stop."""
@@ -209,10 +306,11 @@ class ManyRanks(OneRank):
         """Return a function that scores this rank's samples and gathers the scores of all."""
 
         def together(batch: RankingBatch) -> Tensor:
-            logits = score(self._share(batch))
-            samples = len(batch)
-            counts = [samples * (rank + 1) // self.size - samples * rank // self.size for rank in range(self.size)]
-            return torch.cat(exchange_parts(self.links, "scores", [logits] * self.size, counts, 0).wait())
+            divided = self._divided(batch)
+            logits = score(self._share(batch, torch.from_numpy(divided[self.rank])))
+            counts = [len(samples) for samples in divided]
+            found = torch.cat(exchange_parts(self.links, "scores", [logits] * self.size, counts, 0).wait())
+            return found if self.balance == "none" else found.index_select(0, torch.from_numpy(positions(divided)))
 
         return together
 

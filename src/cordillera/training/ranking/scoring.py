@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.distributed.tensor_parts import Parts
+from cordillera.embeddings.file_tables import FileTables
 from cordillera.errors import CheckpointError, DependencyError
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.emulation.emulation import EmulatedProducts, EmulationConfig
@@ -21,6 +22,9 @@ from cordillera.run import Run
 from cordillera.training import checkpoints
 from cordillera.training.optimizers import embedding_tables
 from cordillera.training.ranking.sharded_dense import cut_like
+
+ROWS = "rows"
+"""Name of the folder with the rows of tables in a file, in the folders of runs and checkpoints."""
 
 _ROWS = 1 << 16  # rows of tables that are read at a time
 
@@ -87,6 +91,9 @@ def load_weights(model: RankingModel, checkpoint: checkpoints.Checkpoint) -> Non
     """
     saved = {k[len("model.") :]: v for k, v in checkpoint.tensors.items() if k.startswith("model.")}
     own = {name: one for name, one in model.named_parameters() if isinstance(one, DTensor)}
+    for module in embedding_tables(model).values():
+        if isinstance(module, FileTables) and module.file.folder != checkpoint.folder / ROWS:
+            module.load(checkpoint.folder / ROWS)
     try:
         saved = {key: cut_like(own[key], one) if key in own else one for key, one in saved.items()}
         if checkpoint.tables is None:

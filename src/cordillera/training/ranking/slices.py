@@ -21,6 +21,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from cordillera.data.ranking.balance import SampleBalance
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.distributed.collectives import Collectives, exchange_parts
 from cordillera.distributed.job.watchdog import Watchdog
@@ -42,6 +43,8 @@ def why_not(training: TrainingConfig, parallel: RankingParallelConfig) -> list[t
         found.append(("training.slices", f"{parallel.processes} processes do not divide {training.slices} slices"))
     if parallel.dense != "replicated":
         found.append(("parallel.dense", "slices need whole dense weights: set 'replicated', or training.slices = 1"))
+    if parallel.balance != "none":
+        found.append(("parallel.balance", "slices are consecutive samples: set 'none', or training.slices = 1"))
     if parallel.pool == "bags":
         found.append(("parallel.pool", "sums of bags depend on the placement: set 'rows', or training.slices = 1"))
     if parallel.codec not in ("raw", "distinct", "auto"):
@@ -197,7 +200,7 @@ class SlicedRanks(ManyRanks):
         if part + 1 < len(self._slices.own) and isinstance(self.tables, FrozenWindowTables):
             self.tables.fetch_ahead()
 
-    def _parts_of(self, batch: RankingBatch) -> Sequence[RankingBatch]:
+    def _parts_of(self, batch: RankingBatch, samples: Tensor) -> Sequence[RankingBatch]:
         return self._slices.cut(batch)
 
     def keep(self, parameters: Iterable[Tensor]) -> None:
@@ -229,9 +232,16 @@ def alone(model: RankingModel, slices: int) -> OneRank:
     return OneRank() if slices == 1 else SlicedRank(embedding_tables(model).values(), slices)
 
 
-def ranks_of(tables: ShardedEmbeddingTables, watchdog: Watchdog, slices: int) -> ManyRanks:
+def ranks_of(
+    tables: ShardedEmbeddingTables,
+    watchdog: Watchdog,
+    slices: int,
+    balance: SampleBalance = "none",
+    of_sample: float = 1.0,
+) -> ManyRanks:
     """Return the training of a model in several processes, in so many ``slices`` of a batch; 1 for none.
 
-    ``tables`` and ``watchdog`` are those of :class:`~cordillera.training.ranking.ranks.ManyRanks`.
+    Other arguments, ``tables``, ``watchdog``, ``balance`` and ``of_sample``, are those of
+    :class:`~cordillera.training.ranking.ranks.ManyRanks`.
     """
-    return ManyRanks(tables, watchdog) if slices == 1 else SlicedRanks(tables, watchdog, slices)
+    return ManyRanks(tables, watchdog, balance, of_sample) if slices == 1 else SlicedRanks(tables, watchdog, slices)

@@ -207,13 +207,14 @@ def _with_optimum(curve: IsoFlopCurve) -> IsoFlopCurve:
         return replace(curve, refusal=f"its parabola opens downwards, so it has no minimum; {advice}")
     # An optimum 100 times beyond the runs is only known to be far away.
     place = curve.centre - c1 / (2 * c2)
-    tokens = 10.0 ** min(max(place, math.log10(fewest) - 2), math.log10(most) + 2)
+    bounded = min(max(place, math.log10(fewest) - 2), math.log10(most) + 2)
+    tokens = 10.0**bounded
     if not fewest <= tokens <= most:
         if tokens > most:
             relation, aim = f"above the most of a run ({amount(most)})", min(1.5 * tokens, most * _REACH)
         else:
             relation, aim = f"below the fewest of a run ({amount(fewest)})", max(tokens / 1.5, fewest / _REACH)
-        about = "about" if fewest / 100 < tokens < most * 100 else "beyond"
+        about = "about" if bounded == place else "beyond"
         refusal = f"its minimum would lie at {about} {amount(tokens)} tokens, {relation}: outside what was trained"
         return replace(curve, refusal=f"{refusal}; {_beyond(curve, aim)}")
     at = np.array(math.log(tokens))

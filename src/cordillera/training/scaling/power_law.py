@@ -158,8 +158,8 @@ def fit_power_law(
         x: FLOPs of each run, positive. Runs with equal ``x`` are repetitions of one size.
         y: NE or loss of each run.
         floor: A known floor (the Bayes-optimal NE; 0 for a plain power law), or None to fit it.
-        floor_bounds: Bounds of a fitted floor. Default: from 0 (or below the smallest ``y`` if that is negative) to the
-            smallest mean ``y``.
+        floor_bounds: Bounds of a fitted floor. Default: from 0 to the smallest mean ``y``, or from ten times the spread
+            of the means below that mean if it is not positive.
         level: Confidence level.
         resamples: Number of draws of the bootstrap over seeds (given floor only).
         seed: Seed of those draws.

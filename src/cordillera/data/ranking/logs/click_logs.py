@@ -320,9 +320,13 @@ def avazu_schema(min_count: int = 5) -> Schema:
 def avazu_times(frame: pl.DataFrame, place: RowPlace) -> pl.DataFrame:
     """Add ``timestamp`` (seconds), ``hour_of_day`` and ``weekday`` to a ``frame`` whose ``hour`` reads YYMMDDHH.
 
+    A frame that has a ``timestamp`` is returned as it is.
+
     Raises:
         DataError: ``hour`` is missing or does not read YYMMDDHH; the ``place`` is named.
     """
+    if "timestamp" in frame.columns:
+        return frame
     if "hour" not in frame.columns:
         raise DataError(f"column 'hour' is missing; there are {frame.columns}", where=place.source)
     hour = ids_of(frame["hour"], "hour", place)

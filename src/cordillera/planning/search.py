@@ -1,0 +1,108 @@
+"""What the searches for plans have in common: their dimensions, the part of a cluster in use, and their result."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, Literal, Protocol, TypeVar
+
+from cordillera.cost import Calibration, CostModel, Products, calibration_for
+from cordillera.errors import PlanError
+from cordillera.topology import Topology
+
+SearchDimension = Literal["placement", "scheduling", "network"]
+ALL: tuple[SearchDimension, ...] = ("placement", "scheduling", "network")
+
+USABLE_MEMORY = 0.94
+"""Usable part of a device's memory; the runtime takes the rest."""
+
+
+class TimedPlan(Protocol):
+    """A plan whose time of a step is known."""
+
+    @property
+    def seconds(self) -> float:
+        """Time of a step in seconds."""
+
+
+_Plan = TypeVar("_Plan", bound=TimedPlan)
+_Workload = TypeVar("_Workload")
+
+
+@dataclass
+class SearchResult(Generic[_Plan]):
+    """Plans that a search found, and what it tried.
+
+    Attributes:
+        plans: Simulated plans, best first.
+        searched: Dimensions that were searched.
+        simulated: Number of steps that were simulated.
+        dropped: Number of layouts dropped for each reason.
+        seconds: Duration of the search in seconds.
+        interrupted: Whether the search was stopped before its end.
+    """
+
+    plans: list[_Plan] = field(default_factory=list)
+    searched: tuple[SearchDimension, ...] = ALL
+    simulated: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    interrupted: bool = False
+
+    @property
+    def best(self) -> _Plan:
+        """The fastest plan.
+
+        Raises:
+            PlanError: If no plan fits, with the reasons and what would help.
+        """
+        if not self.plans:
+            raise self.no_plan()
+        return self.plans[0]
+
+    def sort(self) -> None:
+        """Bring the plans into their order, the fastest first."""
+        self.plans.sort(key=lambda plan: plan.seconds)
+
+    def no_plan(self) -> PlanError:
+        """Return the error that nothing fits."""
+        raise NotImplementedError
+
+
+class ClusterSearch(Generic[_Workload]):
+    """A search for the best plan of one workload on one cluster.
+
+    Args:
+        workload: Workload to train.
+        topology: Cluster to train on.
+        calibration: Constants of the cost model; None for those shipped for the device.
+        products: Matrix products measured on the device; None to use the constants alone.
+        devices: Number of devices in use; None for all.
+        progress: Function called with a sentence from time to time.
+
+    Raises:
+        PlanError: If the cluster has fewer devices than are asked for.
+    """
+
+    def __init__(
+        self,
+        workload: _Workload,
+        topology: Topology,
+        calibration: Calibration | None = None,
+        *,
+        products: Products | None = None,
+        devices: int | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        self.workload, self.topology = workload, topology
+        self.cost = CostModel(topology.device, calibration or calibration_for(topology.device), products)
+        self.devices = devices or topology.devices
+        if self.devices > topology.devices:
+            raise PlanError(
+                f"{self.devices:,} devices are asked for, the cluster has {topology.devices:,}",
+                where=topology.name,
+                remedy=f"{topology.devices:,} at most",
+            )
+        self._progress = progress or (lambda text: None)
+        self._limit = USABLE_MEMORY * topology.device.memory_bytes
