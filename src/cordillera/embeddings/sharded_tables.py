@@ -407,9 +407,9 @@ class ShardedEmbeddingTables(EmbeddingTables):
         """Join the gradients that arrived for some or all rows of requests, by part."""
         rows: dict[int, list[Tensor]] = {i: [] for i in self._parts}
         gradients: dict[int, list[Tensor]] = {i: [] for i in self._parts}
-        for request, received, chosen in given:
-            for rank, values in enumerate(received):
-                start = 0
+        for rank in range(self.links.size):  # in the order of samples: by ranks, then by backward passes
+            for request, received, chosen in given:
+                values, start = received[rank], 0
                 for span, ids in self._exchange.served(request, rank, chosen):
                     end = start + len(ids) * span.columns
                     rows[span.part].append(ids - self._parts[span.part].first_row)
@@ -432,9 +432,7 @@ class ShardedEmbeddingTables(EmbeddingTables):
         for i in copied:
             part = self.placement.parts[i]
             rows, gradient = gathered.get(i, (torch.empty(0, dtype=torch.int64), torch.empty(0, part.columns)))
-            distinct, inverse = distinct_rows(rows, part.rows)
-            summed = sum_gradients(inverse, None, gradient.unsqueeze(1), None, len(distinct), torch.float32)
-            own[i] = (distinct, summed)
+            own[i] = self._to_copies(rows, gradient, part.rows)
         size = self.links.size
         shared = [[i for i in copied if rank in self.placement.parts[i].ranks] for rank in range(size)]
         shared[self.links.rank] = []
@@ -456,6 +454,11 @@ class ShardedEmbeddingTables(EmbeddingTables):
         for i, of_part in found.items():
             ordered = [of_part[rank] for rank in self.placement.parts[i].ranks]
             gathered[i] = (torch.cat([rows for rows, _ in ordered]), torch.cat([values for _, values in ordered]))
+
+    def _to_copies(self, rows: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return what a copy of a part of ``count`` rows sends to the others: its rows, each with one gradient."""
+        distinct, inverse = distinct_rows(rows, count)
+        return distinct, sum_gradients(inverse, None, gradient.unsqueeze(1), None, len(distinct), torch.float32)
 
     def _cuts_columns(self) -> bool:
         return any(part.columns < self.embedding_dim for part in self.placement.parts)

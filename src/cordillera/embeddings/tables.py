@@ -27,8 +27,10 @@ from cordillera.kernels.embeddings.update import (
     EmbeddingBackend,
     SparseOptimizer,
     choose_backend,
+    distinct_rows,
     init_state,
     sparse_update,
+    sum_gradients,
 )
 from cordillera.kernels.host_memory import on_huge_pages
 
@@ -312,6 +314,19 @@ class EmbeddingTables(nn.Module):
 
     def _state(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self._state_names}
+
+    def reduce_pending(self) -> None:
+        """Sum the gradients of the last backward pass to one of each distinct row, rounded to float32; on CPUs.
+
+        Gradients of several backward passes are then added in their order by :meth:`update`, however many occurrences
+        of a row each of them has.
+        """
+        if not self._pending:
+            return
+        one = self._pending.pop()
+        distinct, inverse = distinct_rows(one.rows, self.num_rows)
+        summed = sum_gradients(inverse, one.offsets, one.grad, one.value_weights, len(distinct), torch.float32)
+        self._pending.append(PendingGradient(distinct, None, None, summed.unsqueeze(1)))
 
     def pending_rows(self) -> Tensor:
         """Return the rows that the next :meth:`update` changes: int64, distinct, ascending."""

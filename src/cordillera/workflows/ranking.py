@@ -44,12 +44,12 @@ from cordillera.reports.ranking.placement import PLACEMENT_FILE, REASONS_FILE
 from cordillera.reports.ranking.run import write_report
 from cordillera.run import Run, disk_errors, next_folder, remove_folder, write_atomically
 from cordillera.training import checkpoints
+from cordillera.training.ranking import slices
 from cordillera.training.ranking.codecs import coders_of, keep_given_choice
 from cordillera.training.ranking.config import TrainingOutcome
 from cordillera.training.ranking.evaluation import Evaluation
 from cordillera.training.ranking.evaluation import evaluate as evaluate_split
-from cordillera.training.ranking.file_rank import FileRank
-from cordillera.training.ranking.ranks import ManyRanks, OneRank
+from cordillera.training.ranking.ranks import FileRank, OneRank
 from cordillera.training.ranking.scoring import ROWS, scorer, select_device
 from cordillera.training.ranking.sharded_dense import shard_dense
 from cordillera.training.ranking.towers.placing import check_tower_placement, place_towers, tower_problems, towers_of
@@ -143,6 +143,10 @@ def train(
         raise PlanError(f"the launcher has started {launched.size} processes, not {processes}", where="--nproc")
     size = processes or (recipe.parallel.processes if launched is None else launched.size)
     recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"processes": size})})
+    if recipe.training.slices > 1:  # products of matrices depend on the number of threads of a process
+        recipe = recipe.model_copy(update={"threads": recipe.threads or 1})
+    if size > 1 or recipe.training.slices > 1:
+        _check_together(recipe)
     work = _train_alone if size == 1 else _train_together
     return work(recipe, folder, resume, on_step, say)
 
@@ -230,7 +234,6 @@ def _train_together(
 ) -> Outcome:
     """Train in several processes, which this one or a launcher starts; write the report in one."""
     size = recipe.parallel.processes
-    _check_together(recipe)
     if place_in_job() is None:
         run = _prepare(recipe, folder, resume, say)
         if recipe.threads is None:
@@ -287,22 +290,17 @@ def _check_alone(recipe: RankingRecipe, device: torch.device) -> None:
 
 
 def _check_together(recipe: RankingRecipe) -> None:
-    """Refuse what is trained in one process only."""
+    """Refuse what is trained in one process and without slices only."""
     training, problems = recipe.training, []
     if recipe.tables.dynamic is not None:
-        problems.append(("tables.dynamic", "is for training in one process"))
+        problems.append(("tables.dynamic", "is for training in one process, without slices"))
     if recipe.tables.storage == "file":
         problems.append(("tables.storage", "'file' is for training in one process: set 'memory' and cache = 0"))
     elif recipe.tables.are_encoded:
         problems.append(("tables", "rows in few bits and caches are of one process: set rows = 'fp32', cache = 0"))
-    for key, given in (
-        ("plan", training.plan),
-        ("emulate", training.emulate),
-        ("probe_every", training.probe_every),
-        ("compile", training.compile),
-    ):
-        if given:
-            problems.append((f"training.{key}", "is for training in one process"))
+    for key in ("plan", "emulate", "probe_every", "compile"):
+        if getattr(training, key):
+            problems.append((f"training.{key}", "is for training in one process, without slices"))
     if recipe.parallel.exchange == "prioritised" and recipe.parallel.copies > 1:
         problems.append(("parallel.copies", "prioritised exchange knows no copies: set 1, or exchange = 'plain'"))
     if recipe.parallel.exchange == "prioritised" and recipe.parallel.pool == "bags":
@@ -315,9 +313,12 @@ def _check_together(recipe: RankingRecipe) -> None:
         problems.append(("parallel.hosts", f"does not divide {recipe.parallel.processes} processes"))
     for key in ("norm", "top_norm"):
         if getattr(recipe.model, key, None) == "batch":
-            problems.append((f"model.{key}", "'batch' is for training in one process: set 'layer' or 'none'"))
+            why = "'batch' is for training in one process, without slices: set 'layer' or 'none'"
+            problems.append((f"model.{key}", why))
     if recipe.device != "cpu" and (recipe.device != "auto" or select_device("auto").type != "cpu"):
-        problems.append(("device", "several processes train on CPUs: set device = 'cpu'"))
+        problems.append(("device", "several processes, and slices, train on CPUs: set device = 'cpu'"))
+    if training.slices > 1:
+        problems += slices.why_not(training, recipe.parallel)
     if problems:
         raise RecipeError(recipe.name, problems)
 
@@ -379,6 +380,8 @@ def _placement(recipe: RankingRecipe, model: RankingModel, splits: Splits) -> tu
     if given.exchange == "prioritised":
         given = given.model_copy(update={"copied_rows": 0})
     batch = min(recipe.data.batch_size, len(splits.train))
+    if recipe.training.slices > 1 and recipe.tables.name == "rowwise_adagrad":  # it sums squares over columns
+        given = given.model_copy(update={"cuts": tuple(cut for cut in given.cuts if cut == "rows")})
     profiles = _profiles(recipe, tables, splits)
     if given.exchange == "towers":
         planned = place_towers(profiles, towers_of(model), given.processes, given.hosts, given, batch=batch)
@@ -390,7 +393,7 @@ def _placement(recipe: RankingRecipe, model: RankingModel, splits: Splits) -> tu
 def _pooled(recipe: RankingRecipe, placement: Placement, model: RankingModel, splits: Splits) -> tuple[str, ...]:
     """Return the tables whose bags are summed by the ranks that hold the rows."""
     given = recipe.parallel
-    if given.pool == "rows" or given.exchange == "prioritised" or not placement.tables:
+    if given.pool == "rows" or given.exchange == "prioritised" or recipe.training.slices > 1 or not placement.tables:
         return ()
     if given.pool == "bags" or given.exchange == "towers":
         return tuple(placement.tables)
@@ -431,16 +434,17 @@ def _train_rank(
         torch.set_num_threads(recipe.threads)
     splits = prepare(recipe.data)
     links = Collectives(None, Ledger(), recipe.parallel.deadline_s)
-    kind = _TABLES[recipe.parallel.exchange]
-    placement = Placement.read(run.folder / PLACEMENT_FILE)
+    placement, given = Placement.read(run.folder / PLACEMENT_FILE), recipe.parallel
+    kind = _TABLES[given.exchange] if recipe.training.slices == 1 else slices.TABLES[given.exchange]
     model = model_of(recipe, splits.features, partial(kind, placement=placement, links=links))
-    tables, given = model.tables, recipe.parallel
+    tables = model.tables
     assert isinstance(tables, ShardedEmbeddingTables)
     tables.coders = coders_of(given, placement, links, run, say)
     shard_dense(model, given.dense, job.size, given.hosts, given.deadline_s, links.ledger)
     of_sample = card_of(run)["training_flops"] / (_FLOPS_OF_A_VALUE * tables.embedding_dim)
-    shares = (job.watchdog, given.balance, of_sample)
-    ranks = TowerRanks(model, given.hosts, *shares) if given.exchange == "towers" else ManyRanks(tables, *shares)
+    by_towers, in_slices = partial(TowerRanks, model, given.hosts), partial(slices.ranks_of, tables)
+    many = by_towers if given.exchange == "towers" else partial(in_slices, recipe.training.slices)
+    ranks = many(job.watchdog, given.balance, of_sample)
     trainer = _trainer(recipe, model, splits, run, torch.device("cpu"), on_step, ranks)
     if resume:
         found = trainer.resume()
@@ -526,7 +530,7 @@ def _trainer(
         device=device,
         on_step=on_step,
         recipe=recipe,
-        ranks=ranks,
+        ranks=ranks or slices.alone(model, recipe.training.slices),
     )
 
 
@@ -558,7 +562,7 @@ def _evaluate(
     Several ``ranks`` score together; of these, rank 0 writes the result.
     """
     dataset: ClickDataset = getattr(splits, split)
-    ranks = ranks or OneRank()
+    ranks = ranks or slices.alone(model, recipe.training.slices)
     evaluation = evaluate_split(
         ranks.scorer(scorer(model, device, recipe.training.precision, recipe.training.emulate)),
         _loader(recipe, dataset, training=False).epoch(),

@@ -45,6 +45,9 @@ class TrainingConfig(BaseModel):
         progressive: Whether to predict every batch before training on it and report the metrics of those predictions
             (for streams).
         progressive_window: Number of samples in a window of the progressive metrics.
+        slices: Number of slices of every batch, which are computed one after another, each as a batch of its own, with
+            weights that change once a step. Results then do not depend on the number of processes, to the bit, where
+            that divides the number of slices. 1 computes each process's share of a batch at once.
         compile: Whether to compile the dense part with torch.compile; needs a C++ compiler on the CPU.
         probe_every: Steps between observations of the inputs of linear layers, for ``cordillera probe``; 0 for none.
             The statistics take 8 bytes for each pair of a layer's inputs, also in checkpoints.
@@ -74,6 +77,7 @@ class TrainingConfig(BaseModel):
     log_every: int = Field(20, ge=1, le=10**12)
     progressive: bool = False
     progressive_window: int = Field(10_000, ge=1, le=10**9)
+    slices: int = Field(1, ge=1, le=2**12)
     compile: bool = False
     probe_every: int = Field(0, ge=0)
     probe_marginals: bool = False

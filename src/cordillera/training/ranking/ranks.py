@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -29,12 +29,15 @@ from cordillera.data.ranking.features import RankingBatch
 from cordillera.distributed.collectives import exchange_parts
 from cordillera.distributed.job.job import stopped_by_signals
 from cordillera.distributed.job.watchdog import Watchdog
+from cordillera.embeddings.file_tables import FileTables
+from cordillera.embeddings.row_file import ROW_FILES
 from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
 from cordillera.errors import CordilleraError, TrainingError
 from cordillera.jagged import slice_samples, take_samples
 from cordillera.models.ranking.base import RankingModel
 from cordillera.training import checkpoints
 from cordillera.training.ranking.rank_checkpoints import TableCheckpoints, state_without_rows
+from cordillera.training.ranking.scoring import ROWS
 from cordillera.training.ranking.sharded_dense import clip_gradients
 
 Score = Callable[[RankingBatch], Tensor]
@@ -44,28 +47,35 @@ _AHEAD = 2  # batches whose ids are exchanged in advance: their numbers in one s
 
 
 class OneRank:
-    """A training in a single process."""
+    """A training in a single process.
 
-    rank, size = 0, 1
+    Attributes:
+        divides: Whether a batch is computed in parts whose losses and gradients are summed.
+    """
+
+    rank, size, divides = 0, 1, False
 
     def stopping(self, stop: threading.Event) -> contextlib.AbstractContextManager[Any]:
         """Return the region in which signals that ask this process to stop set the event."""
         return stopped_by_signals(stop)
 
-    def computing(self, step: int, batch: RankingBatch) -> contextlib.AbstractContextManager[Any]:
-        """Return the region of the forward pass of a batch, after ``step`` others."""
+    def computing(self, step: int, batch: RankingBatch, part: int = 0) -> contextlib.AbstractContextManager[Any]:
+        """Return the region of the forward pass of a part of a batch, after ``step`` other batches."""
         return contextlib.nullcontext()
 
-    def shares(self, batches: Iterable[RankingBatch]) -> Iterator[tuple[RankingBatch, RankingBatch]]:
-        """Iterate over batches, each with this rank's samples of it."""
-        return ((batch, batch) for batch in batches)
+    def shares(self, batches: Iterable[RankingBatch]) -> Iterator[tuple[RankingBatch, Sequence[RankingBatch]]]:
+        """Iterate over batches, each with the parts of it that this rank computes one after another."""
+        return ((batch, (batch,)) for batch in batches)
 
-    def sum_step(self, parameters: Iterable[Tensor], loss: float, stop: threading.Event) -> float:
-        """Sum gradients of ``parameters`` over ranks, in place, and return the sum of ``loss``.
+    def keep(self, parameters: Iterable[Tensor]) -> None:
+        """Take note of the gradients of a part, after its backward pass."""
+
+    def sum_step(self, parameters: Iterable[Tensor], losses: Sequence[float], stop: threading.Event) -> float:
+        """Sum gradients of ``parameters`` over parts and ranks, in place, and return the sum of ``losses``.
 
         A request to stop that has reached any rank until now is then seen by all.
         """
-        return loss
+        return sum(losses)
 
     def clip(self, parameters: Iterable[Tensor], largest: float | None = None) -> float:
         """Return the norm of the gradients of ``parameters``; if it exceeds ``largest``, scale them down to that."""
@@ -111,6 +121,62 @@ class OneRank:
         return work()
 
 
+class FileRank(OneRank):
+    """A training in a single process with tables in a file.
+
+    The rows of the next batch are read while the present one is computed. A checkpoint holds a copy of the file, which
+    is made a part at a time.
+
+    Args:
+        tables: Tables of the model.
+    """
+
+    def __init__(self, tables: FileTables) -> None:
+        self.tables = tables
+        self._following: RankingBatch | None = None
+
+    def shares(self, batches: Iterable[RankingBatch]) -> Iterator[tuple[RankingBatch, Sequence[RankingBatch]]]:
+        """Iterate over batches, one behind what is read."""
+        ahead = iter(batches)
+        batch = next(ahead, None)
+        while batch is not None:
+            self._following = next(ahead, None)
+            yield batch, (batch,)
+            batch = self._following
+
+    @contextlib.contextmanager
+    def computing(self, step: int, batch: RankingBatch, part: int = 0) -> Iterator[None]:
+        """Begin to read the rows of the next batch once those of ``batch`` have been looked up."""
+        following = self._following
+        if following is None:
+            yield
+            return
+        hook = self.tables.register_forward_hook(lambda *_: self.tables.prefetch(following.sparse))
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def save(
+        self,
+        folder: Path,
+        model: RankingModel,
+        tensors: dict[str, Tensor],
+        state: dict[str, Any],
+        refuse: Callable[[str], CordilleraError],
+    ) -> None:
+        """Write a checkpoint with a copy of the file."""
+
+        def add_rows(target: Path) -> list[str]:
+            self.tables.flush()
+            if (found := self.tables.not_finite()) is not None:
+                raise refuse(found)
+            self.tables.save(target / ROWS)
+            return [f"{ROWS}/{name}" for name in ROW_FILES]
+
+        checkpoints.save(folder, tensors, state, add_rows)
+
+
 class _DropoutOfBatch(TorchFunctionMode):
     """Draws dropout for a whole batch, of which there are ``samples``, and takes that of the ``own`` samples.
 
@@ -150,6 +216,8 @@ class ManyRanks(OneRank):
         of_sample: Cost of a sample beside that of its ids, in ids, for ``variable``.
     """
 
+    divides = True
+
     def __init__(
         self,
         tables: ShardedEmbeddingTables,
@@ -169,26 +237,31 @@ class ManyRanks(OneRank):
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def computing(self, step: int, batch: RankingBatch) -> Iterator[None]:
+    def computing(self, step: int, batch: RankingBatch, part: int = 0) -> Iterator[None]:
         """Draw dropout within the region as one process does, and go on with the tables' exchanges at its end."""
         self.watchdog.at(f"step {step + 1}")
         with _DropoutOfBatch(len(batch), self._own, self.size):
             yield
         self.tables.advance()
 
-    def shares(self, batches: Iterable[RankingBatch]) -> Iterator[tuple[RankingBatch, RankingBatch]]:
-        """Iterate over batches with this rank's shares; ids of the next ones are exchanged while one is computed."""
-        ahead: deque[tuple[RankingBatch, RankingBatch, Tensor]] = deque()
+    def shares(self, batches: Iterable[RankingBatch]) -> Iterator[tuple[RankingBatch, Sequence[RankingBatch]]]:
+        """Iterate over batches with this rank's parts; ids of the next ones are exchanged while one is computed."""
+        ahead: deque[tuple[RankingBatch, Sequence[RankingBatch], Tensor]] = deque()
         self.tables.forget()
         for batch in chain(batches, [None] * _AHEAD):
             if batch is not None:
                 samples = torch.from_numpy(self._divided(batch)[self.rank])
-                own = self._share(batch, samples)
-                self.tables.prefetch(own.sparse)
+                own = self._parts_of(batch, samples)
+                for part in own:
+                    self.tables.prefetch(part.sparse)
                 ahead.append((batch, own, samples))
             if ahead and (batch is None or len(ahead) > _AHEAD):
-                whole, share, self._own = ahead.popleft()
-                yield whole, share
+                whole, parts, self._own = ahead.popleft()
+                yield whole, parts
+
+    def _parts_of(self, batch: RankingBatch, samples: Tensor) -> Sequence[RankingBatch]:
+        """Return a rank's samples of a batch, in parts that it computes one after another."""
+        return (self._share(batch, samples),)
 
     def _divided(self, batch: RankingBatch) -> list[NDArray[np.int64]]:
         """Return the positions of each rank's samples of a batch."""
@@ -219,11 +292,11 @@ class ManyRanks(OneRank):
             rows=cut(batch.rows),
         )
 
-    def sum_step(self, parameters: Iterable[Tensor], loss: float, stop: threading.Event) -> float:
-        """Sum gradients, and beside them the loss and requests to stop."""
+    def sum_step(self, parameters: Iterable[Tensor], losses: Sequence[float], stop: threading.Event) -> float:
+        """Sum gradients, and beside them the losses and requests to stop."""
         found = [parameter.grad for parameter in parameters if parameter.grad is not None]
         gradients = [gradient for gradient in found if not isinstance(gradient, DTensor)]  # others are summed already
-        numbers = torch.tensor([loss, float(stop.is_set() or self.watchdog.should_stop)], dtype=torch.float64)
+        numbers = torch.tensor([sum(losses), float(stop.is_set() or self.watchdog.should_stop)], dtype=torch.float64)
         self.links.all_reduce("loss", numbers)
         self._asked = bool(numbers[1] > 0)
         if gradients:
@@ -271,3 +344,21 @@ class ManyRanks(OneRank):
     def together(self, work: Callable[[], _Result]) -> _Result:
         """Run work; an error of one rank is raised on all."""
         return TableCheckpoints(Path(), self.links).together(work)
+
+
+def cut_samples(batch: RankingBatch, first: int, end: int) -> RankingBatch:
+    """Return the samples from ``first`` up to ``end`` of a batch."""
+
+    def cut(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[first:end]
+
+    return replace(
+        batch,
+        dense=batch.dense[first:end],
+        sparse=slice_samples(batch.sparse, first, end),
+        labels=cut(batch.labels),
+        weights=cut(batch.weights),
+        groups=cut(batch.groups),
+        timestamps=cut(batch.timestamps),
+        rows=cut(batch.rows),
+    )

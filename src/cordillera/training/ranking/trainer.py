@@ -368,7 +368,7 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return self.progress.step % every == 0
 
-    def _step(self, batch: RankingBatch, own: RankingBatch, window: _RankingWindow) -> None:
+    def _step(self, batch: RankingBatch, own: Sequence[RankingBatch], window: _RankingWindow) -> None:
         progress, config = self.progress, self.config
         if batch.labels is None:
             raise TrainingError("the batch has no labels", where="training")
@@ -385,16 +385,19 @@ class Trainer:
             decay=config.decay,
             floor=config.final_rate,
         )
-        moved = own.to(self.device, non_blocking=True)
-        assert moved.labels is not None
         if self.probe is not None:
             self.probe.step()
+        losses, weight = [], 0.0
         with emulated(config.emulate, progress.step, self.loss_scale) as products:
-            with autocast(self.device, config.precision), self.ranks.computing(progress.step, batch):
-                logits = self.model(moved)
-            loss, weight = self._loss(logits, moved, batch)
-            loss.backward()
-        value = self.ranks.sum_step(self.dense.values(), float(loss.detach()), self._stop)
+            for part, samples in enumerate(own):
+                moved = samples.to(self.device, non_blocking=True)
+                with autocast(self.device, config.precision), self.ranks.computing(progress.step, batch, part):
+                    logits = self.model(moved)
+                loss, weight = self._loss(logits, moved, batch)
+                loss.backward()
+                self.ranks.keep(self.dense.values())
+                losses.append(float(loss.detach()))
+        value = self.ranks.sum_step(self.dense.values(), losses, self._stop)
         if not math.isfinite(value):
             self._refuse(value, batch)
         if self.probe is not None:
@@ -410,9 +413,9 @@ class Trainer:
         window.timed += len(batch)
 
     def _loss(self, logits: Tensor, own: RankingBatch, batch: RankingBatch) -> tuple[Tensor, float]:
-        """Return this rank's part of the loss of a batch, from its ``own`` samples, and the weight of the batch."""
+        """Return the part of the loss of a batch that its ``own`` samples make, and the weight of the batch."""
         assert own.labels is not None
-        if self.ranks.size == 1:
+        if not self.ranks.divides:
             return weighted_loss(logits, own.labels, own.weights, self._task_weights)
         whole = float(len(batch) if batch.weights is None else batch.weights.sum())
         if not len(own):

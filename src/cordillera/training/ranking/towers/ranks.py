@@ -11,7 +11,7 @@ library.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -68,13 +68,13 @@ class TowerRanks(ManyRanks):
         self.exchange = TowerExchange(layout, self.links, own, outputs, dim)
         modules.exchange = lambda pooled: self.exchange(pooled, tables.samples)
 
-    def sum_step(self, parameters: Iterable[Tensor], loss: float, stop: threading.Event) -> float:
-        """Sum gradients of ``parameters``: of this host's tower over its ranks, others and ``loss`` over all ranks.
+    def sum_step(self, parameters: Iterable[Tensor], losses: Sequence[float], stop: threading.Event) -> float:
+        """Sum gradients of ``parameters``: of this host's tower over its ranks, others and ``losses`` over all ranks.
 
         A request to ``stop`` that has reached any rank until now is then seen by all.
         """
         own = set(self.exchange.parameters())
-        total = super().sum_step([one for one in parameters if one not in own], loss, stop)
+        total = super().sum_step([one for one in parameters if one not in own], losses, stop)
         self.exchange.sum_gradients()
         return total
 
