@@ -118,12 +118,12 @@ class Learner:
         self.norms: list[float] = []
 
     def train(self, clip: float | None, bf16: bool = False) -> dict[str, Tensor]:
-        for step, (batch, own) in enumerate(self.ranks.shares(batches())):
+        for step, (batch, (own,)) in enumerate(self.ranks.shares(batches())):
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16), self.ranks.computing(step, batch):
                 logits = self.model(own)
             losses = functional.binary_cross_entropy_with_logits(logits.float(), own.labels, reduction="sum")
             (losses / len(batch)).backward()
-            self.ranks.sum_step(self.dense.values(), 0.0, threading.Event())
+            self.ranks.sum_step(self.dense.values(), [0.0], threading.Event())
             self.norms.append(self.ranks.clip(self.dense.values(), clip))
             self.optimizer.step()
             self.model.tables.update()
