@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import types
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor
 from cordillera.data.files import cache_folder
 from cordillera.distributed.context.cache import ContextCacheConfig
 from cordillera.distributed.context.ring_cost import RingCost
-from cordillera.errors import CordilleraError, PeerError
+from cordillera.errors import CordilleraError, DataError, PeerError
 from cordillera.models.language.checkpoints import load
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.serving.language.context_sessions import ContextSessions
@@ -380,3 +381,17 @@ def test_smollm2_over_two_ranks_says_what_one_process_says(tmp_path: Path) -> No
     assert first["replies"][0] + first["replies"][1] == logits[rows].argmax(-1).tolist()
     for found in (first, second):
         assert float((found["logits"] - logits[rows]).abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("rows", "left"),
+    [([[], []], [8, 11]), ([[1, 2], []], [6, 11]), ([[1] * 7, [1] * 10], [1, 1]), ([[1] * 8, []], None)],
+)
+def test_what_fits_is_what_is_neither_held_nor_unread(rows: list[list[int]], left: list[int] | None) -> None:
+    shape = types.SimpleNamespace(capacity=12)
+    sessions: Any = types.SimpleNamespace(cache=types.SimpleNamespace(shape=shape, lengths=[3, 1]), _unread=[[7], []])
+    if left is not None:
+        assert ContextSessions._left(sessions, rows) == left
+        return
+    with pytest.raises(DataError, match="conversation 0: with at least one more token, 8 new ones do not fit"):
+        ContextSessions._left(sessions, rows)

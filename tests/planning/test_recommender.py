@@ -254,6 +254,24 @@ def test_the_top_net_reads_what_arrives_and_lays_it_side_by_side() -> None:
             assert found[f"top {way}"] - laid == pytest.approx(of_output * rows * (256 + 1))
 
 
+def test_every_gradient_is_reduced_once_in_each_order() -> None:
+    cluster = two_pods()
+    dealt = place_tables(SMALL, 8, 1e9, 1.0, math.inf, 1_000)
+    layout = TableLayout(8, 8, copied_rows=1_000)
+    job = TableJob(SMALL, cluster, layout, dealt, CostModel(cluster.device, Calibration()))
+    top, bottom = job.reduced
+    bottom_weights = 16 * 128 + 128 * 64
+    assert bottom == 4 * bottom_weights
+    assert top == 4 * (SMALL.dense_parameters - bottom_weights + 2 * 100 * 64)  # and the gradients of copied tables
+    reduced = {}
+    for way in ("whole", "split", "last"):
+        made = [one for one in job.program(TableSchedule(reduction=way)) if one.cause == "dense reduction"]  # type: ignore[arg-type]
+        reduced[way] = [one.seconds for one in made]
+    assert reduced["whole"] == reduced["last"] == [job.all_reduce(job._all, "devices", top + bottom)]
+    assert reduced["split"] == [job.all_reduce(job._all, "devices", size) for size in (top, bottom)]
+    assert reduced["whole"][0] > max(reduced["split"])
+
+
 def test_copied_tables_are_updated_whole_for_the_samples_of_a_device() -> None:
     cluster = two_pods()
 

@@ -301,3 +301,12 @@ def test_shades_of_a_map_are_logarithms_of_rates() -> None:
     assert [one["text"] for one in cells] == ["weight, 2: 0", "weight, 1: 0.001", "weight, 0: 1"]
     assert [one["text"] for one in styled(svg, "label")] == ["h", "low"]  # one cell has room for one letter
     assert len(styled(heat_map("label", {"weight": {0: NAN}}, {0: "low"}), "cell")) == 6  # the scale alone
+
+
+@pytest.mark.parametrize(("count", "height"), [(1, 26), (12, 26), (13, 16), (40, 16)])
+def test_bars_are_narrower_where_there_are_many(count: int, height: int) -> None:
+    drawn = ElementTree.fromstring(str(bars("times", [(f"r{i}", {"a": 1.0 + i}) for i in range(count)], {"a": "A"})))
+    labels = [one for one in drawn.iter() if (one.text or "").startswith("r")]
+    places = [float(one.attrib["y"]) for one in labels]
+    assert len(places) == count
+    assert all(b - a == pytest.approx(height, abs=0.1) for a, b in pairwise(places))

@@ -20,6 +20,7 @@ import pytest
 import tomlkit
 
 from cordillera.planning import workloads
+from cordillera.reports import plans as plan_pages
 
 HEADINGS = [
     "The plan",
@@ -258,3 +259,16 @@ def test_a_screenshot_shows_the_colours_of_the_plan(folder: Path, tmp_path: Path
         assert colours[bytes.fromhex(colour)] > 200, name
     ink = sum(count for (r, g, b), count in colours.items() if max(r, g, b) < 90)
     assert ink > 1000  # dark text
+
+
+def test_times_over_a_property_of_the_network_are_named_point_by_point() -> None:
+    plans = {"as planned": [0.5, 0.75], "production": [1.0, 2.0]}
+    drawn = plan_pages._over([10.0, 300.0], plans, "km")
+    assert drawn is not None
+    titles = re.findall(r"<title>([^<]*)</title>", str(drawn.chart.svg(1)))
+    assert titles == [
+        "as planned, 10: 500.0 ms",
+        "as planned, 300: 750.0 ms",
+        "production, 10: 1.00 s",
+        "production, 300: 2.00 s",
+    ]

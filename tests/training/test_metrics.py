@@ -85,6 +85,13 @@ def test_a_ratio_beyond_the_largest_float_is_infinite() -> None:
     assert total.value() == -math.inf
 
 
+def test_what_remains_of_a_difference_is_kept_whatever_its_bit() -> None:
+    for bit in range(53):
+        total = ExactSum()
+        total.add(np.array([1 + 2.0**-bit, -1.0]))
+        assert total.value() == 2.0**-bit
+
+
 def test_vector_lengths_do_not_change_a_bit() -> None:
     random = np.random.default_rng(0)
     logits = random.normal(size=1003) * 3
