@@ -286,3 +286,19 @@ def test_dates_of_one_page_are_of_one_kind() -> None:
         list(cleaner.clean(lambda: documents))
     with pytest.raises(ValidationError, match="date_field: says which version"):
         CleaningConfig(date_field="date")
+
+
+def mixed(value: int) -> int:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014), in integers of any size."""
+    every = 2**64 - 1
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & every
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & every
+    return value ^ value >> 31
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_signatures_are_the_least_mixed_hashes(seed: int) -> None:
+    hashes = np.random.default_rng(1).integers(0, 2**64, 50, dtype=np.uint64)
+    seeds = np.random.Generator(np.random.PCG64(seed)).integers(0, 2**64, 16, np.uint64)
+    expected = [min(mixed(int(one) ^ int(key)) for one in hashes) >> 32 for key in seeds]
+    assert minhash(hashes, 16, seed).tolist() == expected

@@ -11,7 +11,7 @@ import pytest
 from cordillera import topology
 from cordillera.errors import PlanError
 from cordillera.planning import workloads
-from cordillera.planning.language.explorer import Explorer
+from cordillera.planning.language.explorer import Explorer, divisible
 from cordillera.planning.language.job import PlannedJob
 from cordillera.planning.language.step import families, held, simulate_step
 from cordillera.planning.language.workload import Layout
@@ -159,3 +159,14 @@ def test_where_no_layout_follows_the_rules_the_baseline_gives_them_up() -> None:
     base = explorer.production()
     assert base.layout.context > 1  # sequences have to be cut
     assert explorer.explore(keep=2, improve=0).best.seconds <= base.seconds
+
+
+def test_numbers_of_devices_divide_batch_and_layers() -> None:
+    one = topology.load("a100-node")  # a host of eight
+    work = workloads.load("gpt-22b")
+    shortest = work.model_copy(update={"batch": 3, "sequence": 1024})
+    single = shortest.model_copy(update={"model": shortest.model.model_copy(update={"layers": 1})})
+    assert divisible(single, one) == {1, 2, 4, 8, 3, 6}  # tensor parallelism in powers of two, copies that divide three
+    double = shortest.model_copy(update={"model": shortest.model.model_copy(update={"layers": 2})})
+    assert divisible(double, one) == {1, 2, 4, 8, 3, 6}
+    assert divisible(single.model_copy(update={"batch": 5}), one) == {1, 2, 4, 8, 5}

@@ -85,6 +85,13 @@ def test_a_ratio_beyond_the_largest_float_is_infinite() -> None:
     assert total.value() == -math.inf
 
 
+@pytest.mark.parametrize("signs", [(1, 1), (-1, 1), (1, -1), (-1, -1)])
+def test_zeros_of_either_sign_are_one_score(signs: tuple[int, int]) -> None:
+    metrics = RankingMetrics()
+    metrics.update(np.array([math.copysign(0.0, sign) for sign in signs]), np.array([0, 1]))
+    assert metrics.compute()["auc"] == 0.5
+
+
 def test_what_remains_of_a_difference_is_kept_whatever_its_bit() -> None:
     for bit in range(53):
         total = ExactSum()
