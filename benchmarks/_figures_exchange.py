@@ -63,6 +63,61 @@ def freescale_equal() -> str:
     return "all" if all(equal) else f"{sum(equal)} of {len(equal)}"
 
 
+def balance_counted() -> str:
+    """Return shares of waiting without and with balance, and how many times less it is."""
+    rows = []
+    for row in results("freescale-balance")["counted"]:
+        for balance, fewer in row["fewer"].items():
+            shares = [percent(row["shares"][kind], ".2f") for kind in ("none", balance)]
+            rows.append([row["work"], balance, *shares, f"{fewer:.1f}" if fewer < 1000 else "over 1,000"])
+    return table(["work", "balance", "waiting without", "with", "times less"], rows)
+
+
+def balance_steps() -> str:
+    """Return steps of two processes with each division of samples."""
+    rows = []
+    for row in results("freescale-balance")["steps"]:
+        times = row["times_faster"]
+        spread = f"{times['median']:.2f} ({times['low']:.2f} to {times['high']:.2f})"
+        milliseconds = f"{1e3 * row['seconds']['seconds']['median']:,.0f}"
+        planning = percent(row["planning"]["median"], ".2f")
+        rows.append([row["balance"], milliseconds, spread, planning, f"{row['loss_difference']:.1e}"])
+    return table(["balance", "ms", "times faster (quartiles)", "planning", "largest difference of losses"], rows)
+
+
+def dmt_exchange() -> str:
+    """Return steps with the flat exchange and with towers."""
+    rows = [
+        [
+            row["step"],
+            f"{1e3 * row['seconds']:.0f}",
+            f"{row['faster']:.2f}",
+            f"{1e3 * row['exposed']:.0f}",
+            f"{row['bytes_between'] / 1e6:.3f}",
+            str(row["messages_between"]),
+        ]
+        for row in results("dmt-exchange")["rows"]
+    ]
+    headings = ["step", "ms", "times faster", "exchange, ms", "MB of a rank to other hosts", "messages to them"]
+    return table(headings, rows)
+
+
+def dmt_gains() -> str:
+    """Return the factors of the gain of towers."""
+    found = results("dmt-exchange")
+    gains, asked = found["gains"], found["asked"]
+    missed = "" if gains["all"] >= asked else ", not reached"
+    return (
+        f"{gains['all']:.2f} times faster ({asked:g} asked{missed}) = way of messages {gains['way']:.2f} x bytes "
+        f"{gains['bytes']:.2f} x computation {gains['computation']:.2f}"
+    )
+
+
+def dmt_share() -> str:
+    """Return the share of the exchange in the flat step."""
+    return percent(results("dmt-exchange")["exchange_share"], ".0f")
+
+
 _CODERS = ("bounded", "bounded-fast", "zstd-19 of codes", "max(vector-LZ, Huffman)", "distinct", "int8", "fp16")
 
 
@@ -86,6 +141,35 @@ def compression_rate(kind: str) -> str:
     return span([one["bytes_per_s"]["bounded-fast"][kind]["median"] / 1e6 for one in _codecs()], ",.0f")
 
 
+def compression_steps() -> str:
+    """Return how many times faster a step is with each codec, by link, beside one with raw rows."""
+    rows = results("compression-step")["rows"]
+    links = list(dict.fromkeys(row["link"] for row in rows))
+    found = {(row["codec"], row["link"]): f"{row['times_faster']['median']:.2f}" for row in rows}
+    codecs = list(dict.fromkeys(row["codec"] for row in rows if row["codec"] != "raw"))
+    return table(["codec", *links], [[codec, *(found.get((codec, link), "") for link in links)] for codec in codecs])
+
+
+def compression_shares() -> str:
+    """Return the share of the exchange of rows in a step with raw rows, by link."""
+    shares = results("compression-step")["share_of_exchange"]
+    return ", ".join(f"{link} {percent(share, '.0f')}" for link, share in shares.items())
+
+
+def compression_quality() -> str:
+    """Return NE of both splits with raw rows and within bounds, with its change from raw rows."""
+    rows = []
+    for row in results("compression-training")["rows"]:
+        cells = [row["recipe"], row["codec"], f"{row['ratio']:.2f}"]
+        for split in ("test", "train"):
+            found = row[split]
+            cells.append(f"{found['mean']:.5f}")
+            change = f"{100 * found['change']:+.3f} ± {100 * found['standard_error']:.3f} %"
+            cells.append("" if row["codec"] == "raw" else change)
+        rows.append(cells)
+    return table(["recipe", "rows", "bytes, times fewer", "NE, test", "change", "NE, training", "change"], rows)
+
+
 FIGURES: Figures = {
     "freescale-rows": freescale_rows,
     "freescale-conditions": freescale_conditions,
@@ -93,9 +177,17 @@ FIGURES: Figures = {
     "freescale-equal": freescale_equal,
     "freescale-target": freescale_target,
     "freescale-all": freescale_all,
+    "freescale-balance-counted": balance_counted,
+    "freescale-balance-steps": balance_steps,
+    "dmt-exchange": dmt_exchange,
+    "dmt-gains": dmt_gains,
+    "dmt-share": dmt_share,
     "compression-ratios": compression_ratios,
     "compression-zstandard": partial(compression_over, "times_zstandard"),
     "compression-hybrid": partial(compression_over, "times_hybrid"),
     "compression-encode": partial(compression_rate, "encode"),
     "compression-decode": partial(compression_rate, "decode"),
+    "compression-steps": compression_steps,
+    "compression-shares": compression_shares,
+    "compression-quality": compression_quality,
 }

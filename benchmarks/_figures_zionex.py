@@ -89,7 +89,34 @@ def planner_seconds() -> str:
     return f"{statistics.median(results('zionex-planner')['many']['processor_seconds']):.2f}"
 
 
+def file_tables() -> str:
+    """Return the speed of tables in a file beside that of tables in memory."""
+    rows = [
+        [
+            {"tables": "tables alone"}.get(row["case"], f"step of {row['case']}"),
+            {"kept": "kept by the system", "limited": "limited to a quarter of the bytes"}[row["pages"]],
+            "{} ({})".format(*spread(row["speed"])),
+            "yes" if row["equal"] else "NO",
+            row["evidence"],
+        ]
+        for row in results("zionex-tiers")["file"]
+    ]
+    return table(["", "pages of the file", "speed, of tables in memory", "equal bits", "evidence"], rows)
+
+
+def dynamic_tables() -> str:
+    """Return the time of dynamic tables beside that of fixed ones."""
+    rows = [
+        [str(row["dim"]), f"{kind} ids", "{} ({})".format(*spread(row[kind]["cost"]))]
+        for row in results("zionex-tiers")["dynamic"]
+        for kind in ("known", "new")
+    ]
+    return table(["columns", "ids", "time, of fixed tables"], rows)
+
+
 FIGURES: Figures = {
+    "zionex-files": file_tables,
+    "zionex-dynamic": dynamic_tables,
     "zionex-exactness": exactness,
     "zionex-worst": lambda: f"{results('zionex-exactness')['worst']:.1e}",
     "zionex-columns": lambda: f"{results('zionex-exactness')['peer_column_drift']:.1e}",

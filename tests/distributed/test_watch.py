@@ -34,7 +34,7 @@ class Job:
     """Ranks that beat every second of a clock that the test turns."""
 
     def __init__(self, size: int) -> None:
-        self.now, self.store = 0.0, JobStore(dist.HashStore())
+        self.now, self.store = 1_000.0, JobStore(dist.HashStore())
         self.hearts = HeartbeatBoard(self.store, size, DEADLINE_S, JOIN_S, lambda: self.now)
         self.beats = [Beat(0, 0, 0, f"at step 1 of rank {rank}", False) for rank in range(size)]
 

@@ -104,6 +104,20 @@ def rows_of(tables: DynamicTables, scale: int) -> Tensor:
     return torch.from_numpy(tables.ids._row_ids[2 : tables.ids.used]) // scale
 
 
+def test_a_single_feature_of_lists_is_the_sum_of_its_ids() -> None:
+    spec = FeatureSpec((), (SparseFeature("tags", "tags", is_list=True),), {"tags": 1}, ("click",))
+    tables = DynamicTables(spec, DIM, TablesConfig(), init=0.1, generator=torch.Generator().manual_seed(1))
+    lists = [[7, 9], [], [7], [1 << 40, 7, 3, 3]]
+    found = tables(JaggedBatch.from_features({"tags": JaggedTensor.from_lists(lists)}))
+    tables.eval()
+    ids = sorted({one for row in lists for one in row})
+    alone = tables(JaggedBatch.from_features({"tags": JaggedTensor.from_lists([[one] for one in ids])}))
+    rows = dict(zip(ids, alone[:, 0], strict=True))
+    expected = torch.stack([sum((rows[one] for one in row), torch.zeros(DIM)) for row in lists])
+    torch.testing.assert_close(found[:, 0], expected)
+    assert len({tuple(row.tolist()) for row in rows.values()}) == len(ids)
+
+
 def test_evaluation_reads_the_shared_row_and_changes_nothing() -> None:
     tables = train(dynamic(rows=EVICTING), range(6))
     before = copy.deepcopy(tables.state_dict())

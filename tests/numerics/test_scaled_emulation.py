@@ -127,6 +127,8 @@ def test_zeros_are_exact_and_empty_operands_give_what_they_should(scale: str) ->
             (torch.mv(eye, eye[0]), eye[0]),
             (torch.dot(eye[0], eye[0]), torch.tensor(1.0)),
             (torch.addmm(torch.full((5, 5), torch.nan), eye, eye, beta=0, alpha=2), 2 * eye),
+            (torch.addmm(4 * eye, eye, eye, beta=0.5, alpha=2), 4 * eye),
+            (torch.addmm(eye, eye, eye, beta=3), 4 * eye),
             (torch.addbmm(eye, eye.expand(3, 5, 5), eye.expand(3, 5, 5)), 4 * eye),
             (torch.mm(eye, eye, out=torch.empty(5, 5)), eye),
             (torch.zeros(5, 5).addmm_(eye, eye), eye),
