@@ -77,7 +77,8 @@ def test_replay_judges_ranking_models_as_real_flips_do(recipe, name, tmp_path, m
         assert bits_of(model) == before
 
 
-@pytest.mark.parametrize(("rows", "cache"), [pytest.param("int8", 0.0, marks=pytest.mark.slow), ("int4", 0.3)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "cache"), [("int8", 0.0), ("int4", 0.3)])
 def test_rows_in_few_bits_are_hit_where_they_are_stored(cli, recipe, tmp_path, rows, cache):
     assert cli("train", with_model(recipe, DLRM), "--run", "runs/a", "-q", *FEW, f"--set=tables.rows={rows}",
                f"--set=tables.cache={cache}").code == 0  # fmt: skip

@@ -46,6 +46,7 @@ def test_a_run_with_mods_does_all_that_a_run_does(cli, recipe, tmp_path):
     assert "model.norm_block: 3 -> 2" in refused.err
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_bit_for_bit(recipe, tmp_path):
     overrides = [MODS, *SIZES, "training.epochs=2", "training.checkpoint_every=3", "training.evaluate_every=100"]
     whole = load(recipe, [*overrides, f"data.cache_dir={tmp_path / 'cache'}"])

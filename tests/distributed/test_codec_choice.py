@@ -200,6 +200,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @needs_gloo
+@pytest.mark.slow
 def test_all_ranks_make_one_choice(executed: dict[str, Any]) -> None:
     first, second = executed["ranks"].values()
     for name in ("dear codecs", "auto", "auto-bounded", "prioritised"):
@@ -207,6 +208,7 @@ def test_all_ranks_make_one_choice(executed: dict[str, Any]) -> None:
 
 
 @needs_gloo
+@pytest.mark.slow
 def test_codecs_that_cost_more_than_the_link_leave_rows_raw(executed: dict[str, Any]) -> None:
     for found in executed["ranks"].values():
         choice = json.loads(found["dear codecs"]["choice"])
@@ -216,6 +218,7 @@ def test_codecs_that_cost_more_than_the_link_leave_rows_raw(executed: dict[str, 
 
 
 @needs_gloo
+@pytest.mark.slow
 def test_tables_that_are_not_sent_have_no_codec(executed: dict[str, Any]) -> None:
     for found in executed["ranks"].values():
         choice = json.loads(found["nothing sent"]["choice"])
@@ -224,6 +227,7 @@ def test_tables_that_are_not_sent_have_no_codec(executed: dict[str, Any]) -> Non
 
 
 @needs_gloo
+@pytest.mark.slow
 def test_a_slow_link_gets_codecs_within_the_bounds(executed: dict[str, Any]) -> None:
     for found in executed["ranks"].values():
         choice = json.loads(found["auto-bounded"]["choice"])
@@ -236,6 +240,7 @@ def test_a_slow_link_gets_codecs_within_the_bounds(executed: dict[str, Any]) -> 
 
 
 @needs_gloo
+@pytest.mark.slow
 def test_lossless_choices_change_no_bit(executed: dict[str, Any]) -> None:
     for found in executed["ranks"].values():
         assert all(found["auto"]["equal"])
@@ -243,6 +248,7 @@ def test_lossless_choices_change_no_bit(executed: dict[str, Any]) -> None:
 
 
 @needs_gloo
+@pytest.mark.slow
 def test_a_kept_choice_is_repeated_to_the_bit(executed: dict[str, Any]) -> None:
     for rank, found in executed["ranks"].items():
         assert found["kept"]["equal"]

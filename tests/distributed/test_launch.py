@@ -170,6 +170,7 @@ def test_an_error_of_all_ranks_is_said_once_as_if_there_were_one(launched: Any) 
     assert str(error) == "file.txt: is empty\n  -> fill it"
 
 
+@pytest.mark.slow
 def test_a_mistake_of_the_program_shows_its_ranks_traceback(launched: Any) -> None:
     error, _ = launched["bug"].result()
     assert type(error) is KeyError

@@ -231,7 +231,7 @@ def together(size: int, rank: int, folder: str) -> dict[Any, Any]:
     return result
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[pytest.param(size, marks=pytest.mark.slow) for size in (2, 4)])
 def executed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[Any, Any]]:
     size = request.param
     ended = run_processes(size, tmp_path_factory.mktemp("tables"), partial(together, size), 240)

@@ -94,7 +94,7 @@ def together(size: int, rank: int, folder: str) -> dict[Any, Any]:
     return result
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[pytest.param(size, marks=pytest.mark.slow) for size in (2, 4)])
 def executed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[Any, Any]]:
     ended = run_processes(request.param, tmp_path_factory.mktemp("tables"), partial(together, request.param), 240)
     assert ended.codes == [0] * request.param, ended.said

@@ -64,6 +64,7 @@ def test_an_interrupt_keeps_what_was_found(explorer: Explorer) -> None:
     assert stopped.best.seconds > 0
 
 
+@pytest.mark.slow
 def test_a_schedule_made_for_the_best_plan_is_faster_and_fits() -> None:
     cluster = topology.load("two-buildings").changed({"pod.members": 4, "building.members": 1, **MANY})
     far = Explorer(workloads.load("gpt-22b").model_copy(update={"batch": 32}), cluster)

@@ -92,6 +92,7 @@ def test_logits_and_likelihood_of_a_paragraph_equal_those_of_transformers(
     assert _likelihood(found, tokens) < 4  # it knows English; who knows nothing has 10.8
 
 
+@pytest.mark.slow
 def test_the_paragraph_notices_heads_in_the_wrong_order(
     ours: Llama, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
