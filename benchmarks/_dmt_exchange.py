@@ -4,7 +4,8 @@ Four processes are two hosts of two ranks. A rank's messages to its own host and
 links of their own. Four steps are timed in turns: with the flat exchange; with the exchange by towers and no modules;
 with a part of each tower's embeddings, repeated after the exchange until the model above has as many inputs as before;
 and with modules that compute as many embeddings as that part has, which the model above takes as they are. From each to
-the next, only the way of messages, then the number of bytes, then the computation changes.
+the next, only the way of messages, then the number of bytes, then the computation changes. The models above are those
+that the paper names: products of embeddings and an MLP, as in DLRM, and crosses beside an MLP, as in DCN-V2.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ from torch import Tensor, nn
 from cordillera.distributed.collectives import Collectives
 from cordillera.distributed.ledger import Ledger
 from cordillera.distributed.towers import TowerExchange, TowerLayout, flat_exchange
-from cordillera.models.ranking.interactions import MLP, DotInteraction, LinearCompression
+from cordillera.models.ranking.interactions import MLP, CrossNetwork, DotInteraction
+from cordillera.models.ranking.towers import CombinedTower, CrossedTower
 
 HOSTS, LOCAL = 2, 2
 FEATURES, DIM, SAMPLES, COMPRESSION = 64, 32, 256, 4
 WITHIN_S, BETWEEN_S = (1e9, 20e-6), (50e6, 100e-6)  # bytes per second and seconds per message
 ROUNDS, WARM_UP, ASKED = 15, 2, 1.9
+MLP_WIDTHS, CROSSES = (512, 256), 3  # the library's defaults for DCN-V2
 SHAPES = ((1, 1), (1, 4), (4, 1), (2, 2), (3, 5), (4, 8), (8, 8))
 STEPS = ("flat", "towers", "fewer bytes", "compressed")
 
@@ -161,19 +164,6 @@ def same_bits(found: Tensor | None, expected: Tensor) -> bool:
     return torch.equal(found.detach().contiguous().view(torch.int32), expected.contiguous().view(torch.int32))
 
 
-class _Tower(nn.Module):
-    """Linear combinations of a tower's features beside a linear layer over all of them: ``[B, F, D] -> [B, O, D]``."""
-
-    def __init__(self, features: int, outputs: int) -> None:
-        super().__init__()
-        flat = outputs // 2
-        self.combine = LinearCompression(features, outputs - flat)
-        self.flat = nn.Linear(features * DIM, flat * DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.combine(x), self.flat(x.flatten(1)).unflatten(1, (-1, DIM))], 1)
-
-
 class _First(nn.Module):
     """The first embeddings of a tower, ``[B, F, D] -> [B, outputs, D]``: fewer bytes without computation."""
 
@@ -185,24 +175,44 @@ class _First(nn.Module):
         return x[:, : self.outputs]
 
 
-class _Above(nn.Module):
+class _Dots(nn.Module):
     """Dot products between embeddings, then an MLP: ``[B, F, D] -> [B, 256]``."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
         self.dots = DotInteraction(features, False)
-        self.mlp = MLP(self.dots.outputs, (512, 256))
+        self.mlp = MLP(self.dots.outputs, MLP_WIDTHS)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mlp(self.dots(x))
 
 
-def _made(name: str, layout: TowerLayout, links: Collectives) -> Callable[[Tensor, list[int]], None]:
+class _Crosses(nn.Module):
+    """Crosses of the flattened embeddings beside an MLP: ``[B, F, D] -> [B, F * D + 256]``."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.cross, self.mlp = CrossNetwork(features * DIM, CROSSES), MLP(features * DIM, MLP_WIDTHS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        return torch.cat([self.cross(x), self.mlp(x)], 1)
+
+
+MODELS: dict[str, tuple[Callable[[int], nn.Module], Callable[[int, int], nn.Module]]] = {
+    "DLRM": (_Dots, lambda features, outputs: CombinedTower(features, DIM, outputs, DIM)),
+    "DCN-V2": (_Crosses, lambda features, outputs: CrossedTower(features * DIM, outputs, DIM, 1, None)),
+}
+"""The model above of so many embeddings, and the module of a tower of so many features and outputs."""
+
+
+def _made(model: str, name: str, layout: TowerLayout, links: Collectives) -> Callable[[Tensor, list[int]], None]:
     """Return one step of training without tables, and without the sum of the model's gradients over all ranks."""
     torch.manual_seed(0)
     outputs = [len(layout.tower(host)) // COMPRESSION for host in range(layout.hosts)]
-    above = _Above(sum(outputs) if name == "compressed" else FEATURES)
-    modules = {"fewer bytes": _First, "compressed": _Tower}
+    model_above, module = MODELS[model]
+    above = model_above(sum(outputs) if name == "compressed" else FEATURES)
+    modules = {"fewer bytes": _First, "compressed": module}
     tower = None
     if name in modules:
         host = links.rank // LOCAL
@@ -219,12 +229,12 @@ def _made(name: str, layout: TowerLayout, links: Collectives) -> Callable[[Tenso
     return step
 
 
-def _steps(rank: int, folder: str, *, rounds: int, samples: int) -> dict[str, Any]:
-    """Time the steps of one rank in turns."""
+def _steps(rank: int, folder: str, *, model: str, rounds: int, samples: int) -> dict[str, Any]:
+    """Time the steps of one rank with a model, in turns."""
     links = HostLinks(Ledger(), 60.0, LOCAL)
     each = FEATURES // HOSTS
     layout = TowerLayout.of([range(host * each, (host + 1) * each) for host in range(HOSTS)], LOCAL)
-    steps = {name: _made(name, layout, links) for name in STEPS}
+    steps = {name: _made(model, name, layout, links) for name in STEPS}
     counts = [samples] * links.size
     found: dict[str, Any] = {name: {"seconds": [], "exposed": [], "computed": []} for name in STEPS}
     for turn in range(WARM_UP + rounds):
@@ -280,11 +290,9 @@ def _ratio(found: dict[int, dict[str, Any]], first: str, second: str) -> float:
     return median(one / other for one, other in pairs)
 
 
-def run(console: Console, quick: bool) -> dict[str, Any]:
-    """Check exactness on virtual ranks, time steps over emulated hosts, and say where the gain comes from."""
-    shapes = SHAPES[:4] if quick else SHAPES
-    exact = {f"{hosts} x {local}": is_exact(hosts, local) for hosts, local in shapes}
-    work = partial(_steps, rounds=1 if quick else ROUNDS, samples=16 if quick else SAMPLES)
+def _measured(console: Console, model: str, quick: bool) -> dict[str, Any]:
+    """Time steps with a model over emulated hosts, and say where the gain comes from."""
+    work = partial(_steps, model=model, rounds=1 if quick else ROUNDS, samples=16 if quick else SAMPLES)
     size = HOSTS * LOCAL
     with tempfile.TemporaryDirectory() as folder:
         ended = run_processes(size, Path(folder), work, 600)
@@ -297,8 +305,7 @@ def run(console: Console, quick: bool) -> dict[str, Any]:
         "computation": _ratio(ended.found, "fewer bytes", "compressed"),
         "all": _ratio(ended.found, "flat", "compressed"),
     }
-    share = rows[0]["exposed"] / rows[0]["seconds"]
-    table = Table(title=f"a step of {HOSTS} hosts of {LOCAL} ranks (emulated links)", title_justify="left")
+    table = Table(title=f"{model}: a step of {HOSTS} hosts of {LOCAL} ranks (emulated links)", title_justify="left")
     headings = ("step", "seconds", "times faster", "processor time", "exchange exposed", "to other hosts", "messages")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "step" else "right")
@@ -308,26 +315,39 @@ def run(console: Console, quick: bool) -> dict[str, Any]:
             f"{row['exposed']:.4f}", f"{row['bytes_between'] / 1e6:.3f} MB", str(row["messages_between"]),
         )  # fmt: skip
     console.print(table)
+    return {"model": model, "rows": rows, "gains": gains, "exchange_share": rows[0]["exposed"] / rows[0]["seconds"]}
+
+
+def run(console: Console, quick: bool) -> dict[str, Any]:
+    """Check exactness on virtual ranks, and time steps with each model over emulated hosts."""
+    shapes = SHAPES[:4] if quick else SHAPES
+    exact = {f"{hosts} x {local}": is_exact(hosts, local) for hosts, local in shapes}
+    models = [_measured(console, model, quick) for model in MODELS]
     right = sum(all(one.values()) for one in exact.values())
     notes = [
         f"equal to the bit, with traffic as by formulas: {right} of {len(exact)} shapes of virtual ranks "
-        f"({', '.join(exact)})",
-        f"compression {COMPRESSION}: {gains['all']:.2f} times faster ({ASKED} asked) = way of messages "
-        f"{gains['way']:.2f} x bytes {gains['bytes']:.2f} x computation {gains['computation']:.2f} (medians of rounds)",
-        f"exchanges take {share:.0%} of the flat step: without any, it would be {1 / (1 - share):.2f} times faster",
+        f"({', '.join(exact)})"
     ]
+    for one in models:
+        gains, share = one["gains"], one["exchange_share"]
+        notes += [
+            f"{one['model']}, compression {COMPRESSION}: {gains['all']:.2f} times faster ({ASKED} asked) = way of "
+            f"messages {gains['way']:.2f} x bytes {gains['bytes']:.2f} x computation {gains['computation']:.2f} "
+            "(medians of rounds)",
+            f"{one['model']}: exchanges take {share:.0%} of the flat step: without any, it would be "
+            f"{1 / (1 - share):.2f} times faster",
+        ]
     print_notes(console, notes)
     return {
         "evidence": "emulated",
         "conditions": {
             "hosts": HOSTS, "ranks_per_host": LOCAL, "features": FEATURES, "dim": DIM, "samples_of_rank": SAMPLES,
-            "compression": COMPRESSION, "rounds": ROUNDS, "within_bytes_per_s": WITHIN_S[0],
-            "within_latency_s": WITHIN_S[1], "between_bytes_per_s": BETWEEN_S[0], "between_latency_s": BETWEEN_S[1],
+            "compression": COMPRESSION, "rounds": ROUNDS, "mlp": MLP_WIDTHS, "crosses": CROSSES,
+            "within_bytes_per_s": WITHIN_S[0], "within_latency_s": WITHIN_S[1], "between_bytes_per_s": BETWEEN_S[0],
+            "between_latency_s": BETWEEN_S[1],
         },
         "exact": exact,
-        "rows": rows,
-        "gains": gains,
-        "exchange_share": share,
+        "models": models,
         "asked": ASKED,
         "notes": [*notes, "the sum of the dense gradients over all ranks is not part of a step"],
     }  # fmt: skip

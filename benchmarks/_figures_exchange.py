@@ -13,19 +13,34 @@ def _exposed() -> Any:
 
 
 def freescale_rows() -> str:
-    """Return exposed time and steps of both exchanges, by share of collisions."""
+    """Return exposed time and steps of all exchanges, by share of collisions."""
     rows = [
         [
             percent(row["collisions"], ".0f"),
+            *(f"{1e3 * row[f'{kind}_exposed']:.1f} ms" for kind in ("synchronous", "prioritised", "window")),
             f"{row['fallen']:.1f}",
+            f"{row['window_fallen']:.1f}",
             f"{row['faster']:.2f}",
-            f"{1e3 * row['synchronous_exposed']:.1f} ms",
-            f"{1e3 * row['prioritised_exposed']:.1f} ms",
+            f"{row['window_faster']:.2f}",
         ]
         for row in _exposed()["rows"]
     ]
-    headings = ["collisions", "exposed time, times less", "step, times faster", "plain exposed", "prioritised exposed"]
-    return table(headings, rows)
+    headings = ["collisions", "exposed: plain", "prioritised", "window", "times less: prioritised", "window"]
+    return table([*headings, "step, times faster: prioritised", "window"], rows)
+
+
+def freescale_window() -> str:
+    """Return the fall of exposed time by the frozen window at 50 % collisions beside the target."""
+    found = _exposed()
+    (row,) = (one for one in found["rows"] if one["share"] == 0.5)
+    asked = found["asked"]["window_fallen"]
+    missed = "" if row["window_fallen"] >= asked else ", not reached"
+    return f"{row['window_fallen']:.1f} times ({asked:g} asked{missed}; prioritised {row['fallen']:.1f})"
+
+
+def freescale_slices() -> str:
+    """Return the number of slices of a step with a frozen window."""
+    return str(_exposed()["conditions"]["slices"])
 
 
 def freescale_conditions() -> str:
@@ -85,10 +100,15 @@ def balance_steps() -> str:
     return table(["balance", "ms", "times faster (quartiles)", "planning", "largest difference of losses"], rows)
 
 
+def _dmt() -> Any:
+    return results("dmt-exchange")
+
+
 def dmt_exchange() -> str:
-    """Return steps with the flat exchange and with towers."""
+    """Return steps of each model with the flat exchange and with towers."""
     rows = [
         [
+            one["model"],
             row["step"],
             f"{1e3 * row['seconds']:.0f}",
             f"{row['faster']:.2f}",
@@ -96,16 +116,25 @@ def dmt_exchange() -> str:
             f"{row['bytes_between'] / 1e6:.3f}",
             str(row["messages_between"]),
         ]
-        for row in results("dmt-exchange")["rows"]
+        for one in _dmt()["models"]
+        for row in one["rows"]
     ]
-    headings = ["step", "ms", "times faster", "exchange, ms", "MB of a rank to other hosts", "messages to them"]
+    headings = [
+        "model",
+        "step",
+        "ms",
+        "times faster",
+        "exchange, ms",
+        "MB of a rank to other hosts",
+        "messages to them",
+    ]
     return table(headings, rows)
 
 
-def dmt_gains() -> str:
-    """Return the factors of the gain of towers."""
-    found = results("dmt-exchange")
-    gains, asked = found["gains"], found["asked"]
+def dmt_gains(model: str) -> str:
+    """Return the factors of the gain of a model's towers."""
+    (gains,) = (one["gains"] for one in _dmt()["models"] if one["model"] == model)
+    asked = _dmt()["asked"]
     missed = "" if gains["all"] >= asked else ", not reached"
     return (
         f"{gains['all']:.2f} times faster ({asked:g} asked{missed}) = way of messages {gains['way']:.2f} x bytes "
@@ -113,9 +142,9 @@ def dmt_gains() -> str:
     )
 
 
-def dmt_share() -> str:
-    """Return the share of the exchange in the flat step."""
-    return percent(results("dmt-exchange")["exchange_share"], ".0f")
+def dmt_share(model: str) -> str:
+    """Return the share of the exchange in the flat step of a model."""
+    return percent(next(one["exchange_share"] for one in _dmt()["models"] if one["model"] == model), ".0f")
 
 
 _CODERS = ("bounded", "bounded-fast", "zstd-19 of codes", "max(vector-LZ, Huffman)", "distinct", "int8", "fp16")
@@ -177,11 +206,15 @@ FIGURES: Figures = {
     "freescale-equal": freescale_equal,
     "freescale-target": freescale_target,
     "freescale-all": freescale_all,
+    "freescale-window": freescale_window,
+    "freescale-slices": freescale_slices,
     "freescale-balance-counted": balance_counted,
     "freescale-balance-steps": balance_steps,
     "dmt-exchange": dmt_exchange,
-    "dmt-gains": dmt_gains,
-    "dmt-share": dmt_share,
+    "dmt-gains-dlrm": partial(dmt_gains, "DLRM"),
+    "dmt-gains-dcn": partial(dmt_gains, "DCN-V2"),
+    "dmt-share-dlrm": partial(dmt_share, "DLRM"),
+    "dmt-share-dcn": partial(dmt_share, "DCN-V2"),
     "compression-ratios": compression_ratios,
     "compression-zstandard": partial(compression_over, "times_zstandard"),
     "compression-hybrid": partial(compression_over, "times_hybrid"),

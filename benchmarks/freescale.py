@@ -1,8 +1,9 @@
-"""Prioritised exchange of embedding rows beside the synchronous one: ``cordillera bench freescale``.
+"""Prioritised and frozen-window exchange of embedding rows beside the synchronous one: ``cordillera bench freescale``.
 
 Two processes train one table that is cut in rows. A share of the rows of each batch is in the batch before as well (the
 collisions). Between lookups, both processes compute for a fixed time, as the dense part of a model would; messages
-leave them at an emulated rate. The part ``balance`` divides samples with lists of very different lengths over ranks.
+leave them at an emulated rate. With a frozen window, a step is computed in slices, whose computation takes as long
+together. The part ``balance`` divides samples with lists of very different lengths over ranks.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from torch import Tensor
 
 from cordillera.data.ranking.features import FeatureSpec, SparseFeature
 from cordillera.distributed.ledger import Ledger
-from cordillera.embeddings.prioritised_tables import PrioritisedEmbeddingTables
+from cordillera.embeddings.prioritised_tables import FrozenWindowTables, PrioritisedEmbeddingTables
 from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
 from cordillera.embeddings.tables import TablesConfig
-from cordillera.jagged import JaggedBatch
+from cordillera.jagged import JaggedBatch, slice_samples
 from cordillera.planning.ranking.placement import Placement, TablePart
 
 RANKS, ROWS, DIM = 2, 400_000, 64
@@ -41,8 +42,14 @@ BYTES_PER_S, LATENCY_S = 50e6, 1e-3
 FORWARD_S, BACKWARD_S = 0.030, 0.060
 SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
 STEPS, WARM_UP, ROUNDS = 12, 2, 5
+SLICES = 4  # of a step with a frozen window
 FALLEN, FIT = 5.0, 0.95  # asked: exposed time at 5 % collisions, and R squared of a line through all shares
-TABLES = {"synchronous": ShardedEmbeddingTables, "prioritised": PrioritisedEmbeddingTables}
+WINDOW_FALLEN = 1.5  # asked of the frozen window at 50 % collisions
+TABLES = {
+    "synchronous": ShardedEmbeddingTables,
+    "prioritised": PrioritisedEmbeddingTables,
+    "window": FrozenWindowTables,
+}
 
 
 class Part(str, enum.Enum):
@@ -77,22 +84,33 @@ def _compute(seconds: float, work: Tensor) -> None:
 def _trained(tables: ShardedEmbeddingTables, steps: list[JaggedBatch], seconds: tuple[float, float]) -> dict[str, Any]:
     """Train on batches; return seconds of steps and exposed seconds of all exchanges, after a warm-up."""
     work, spent = torch.randn(128, 128), []
+    window = tables if isinstance(tables, FrozenWindowTables) else None
+    slices = SLICES if window else 1
     ledger = tables.links.ledger
     exposed = 0.0
-    for batch in steps[:2]:
-        tables.prefetch(batch)
-    for step, batch in enumerate(steps):
+    parts = [
+        [slice_samples(batch, len(batch) * i // slices, len(batch) * (i + 1) // slices) for i in range(slices)]
+        for batch in steps
+    ]
+    for part in (part for step in parts[:2] for part in step):
+        tables.prefetch(part)
+    for step, own in enumerate(parts):
         began = time.perf_counter()
         if step == WARM_UP:
             ledger.clear()
-        if step + 2 < len(steps):
-            tables.prefetch(steps[step + 2])
-        output = tables(batch)
-        _compute(seconds[0], work)
-        tables.advance()
-        loss = (output * output).sum()
-        _compute(seconds[1], work)
-        loss.backward()
+        for part in (part for ahead in parts[step + 2 : step + 3] for part in ahead):
+            tables.prefetch(part)
+        for number, part in enumerate(own):
+            output = tables(part)
+            _compute(seconds[0] / slices, work)
+            tables.advance()
+            if window and number + 1 < slices:
+                window.fetch_ahead()
+            loss = (output * output).sum()
+            _compute(seconds[1] / slices, work)
+            loss.backward()
+            if window:
+                window.send_gradients()
         tables.update()
         spent.append(time.perf_counter() - began)
         if step == len(steps) - 2:  # the last step has no next batch
@@ -106,7 +124,7 @@ def _trained(tables: ShardedEmbeddingTables, steps: list[JaggedBatch], seconds: 
 
 
 def _share(rank: int, folder: str, *, quick: bool) -> dict[str, Any]:
-    """Train on one rank, for every share of collisions, both kinds of tables in turns."""
+    """Train on one rank, for every share of collisions, all kinds of tables in turns."""
     links = EmulatedLinks(Ledger(), 60.0, bytes_per_s=BYTES_PER_S, latency_s=LATENCY_S)
     features = FeatureSpec((), (SparseFeature("item", "item"),), {"item": ROWS}, ("click",))
     half = ROWS // RANKS
@@ -151,22 +169,27 @@ def _exposed(console: Console, quick: bool) -> dict[str, Any]:
         asked, collided = ended.found[0][f"prioritised {share} 0"]["collisions"]
         row["collisions"] = collided / asked if asked else 0.0
         row["equal"] = all(
-            found[key]["weight"] == found[key.replace("prioritised", "synchronous")]["weight"]
+            found[key]["weight"] == found[key.replace(key.split()[0], "synchronous")]["weight"]
             for found in ended.found.values()
             for key in found
-            if key.startswith(f"prioritised {share} ")
+            if key.split()[1] == str(share)
         )
-        row["fallen"] = row["synchronous_exposed"] / row["prioritised_exposed"]
-        row["faster"] = row["synchronous_seconds"] / row["prioritised_seconds"]
+        for name, fallen, faster in (("prioritised", "fallen", "faster"), ("window", "window_fallen", "window_faster")):
+            row[fallen] = row["synchronous_exposed"] / row[f"{name}_exposed"]
+            row[faster] = row["synchronous_seconds"] / row[f"{name}_seconds"]
         rows.append(row)
     fit = _line([row["collisions"] for row in rows], [row["prioritised_exposed"] for row in rows])
     table = Table(title="exchanges of a step that nothing hides (emulated links)", title_justify="left")
-    for heading in ("collisions", "exposed, times less", "step, times faster", "synchronous", "prioritised", "equal"):
+    for heading in (
+        "collisions", "synchronous", "prioritised", "times less", "step, times faster",
+        f"window of {SLICES}", "times less", "step, times faster", "equal",
+    ):  # fmt: skip
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
-            f"{row['collisions']:.0%}", f"{row['fallen']:.2f}", f"{row['faster']:.2f}",
-            f"{1e3 * row['synchronous_exposed']:.1f} ms", f"{1e3 * row['prioritised_exposed']:.1f} ms",
+            f"{row['collisions']:.0%}", f"{1e3 * row['synchronous_exposed']:.1f} ms",
+            f"{1e3 * row['prioritised_exposed']:.1f} ms", f"{row['fallen']:.2f}", f"{row['faster']:.2f}",
+            f"{1e3 * row['window_exposed']:.1f} ms", f"{row['window_fallen']:.2f}", f"{row['window_faster']:.2f}",
             "yes" if row["equal"] else "NO",
         )  # fmt: skip
     console.print(table)
@@ -180,11 +203,15 @@ def _exposed(console: Console, quick: bool) -> dict[str, Any]:
             "bytes_per_s": BYTES_PER_S,
             "latency_s": LATENCY_S,
             "computation_s": [FORWARD_S, BACKWARD_S],
+            "slices": SLICES,
         },
         "rows": rows,
         "fit": fit,
-        "asked": {"fallen": FALLEN, "fit": FIT},
-        "notes": ["the synchronous exchange has the ids of the next batch behind computation as well"],
+        "asked": {"fallen": FALLEN, "fit": FIT, "window_fallen": WINDOW_FALLEN},
+        "notes": [
+            "the synchronous exchange has the ids of the next batch behind computation as well",
+            "ids of a batch are distinct, so that its slices have no rows in common, which would be sent twice",
+        ],
     }
 
 
@@ -216,7 +243,7 @@ def _balance(console: Console, quick: bool) -> dict[str, Any]:
 main = Program(
     "freescale",
     {Part.exposed: _exposed, Part.balance: _balance},
-    "Compare prioritised with synchronous exchange over emulated links, and steps with and without balanced samples.",
+    "Compare prioritised and frozen-window with synchronous exchange over emulated links, and balance samples.",
     threads=1,
 ).command()
 

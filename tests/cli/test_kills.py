@@ -33,7 +33,7 @@ pytestmark = [
 
 SOURCE = Path(__file__).parents[2] / "src"
 MARK = "CORDILLERA_TEST_OF_KILLS"  # in the environment of all that a training starts
-CLOCKED = (*CLOCKS, "examples_per_second", "data_fraction", "compute_fraction")
+CLOCKED = (*CLOCKS, "examples_per_second", "data_fraction", "compute_fraction", "exposed_fraction", "sent_bytes")
 
 # Python's own words, from a process whose parent was killed while it was being started.
 ORPHANS = re.compile(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from _virtual_ranks import run_ranks
 from torch import Tensor
 
 from cordillera.data.ranking.features import FeatureSpec, SparseFeature
@@ -122,7 +123,7 @@ def weighted(links: Collectives) -> float:
     two.backward(pair.mine(gradient))
     pair.one.update()
     pair.two.update()
-    return max(pair.difference(), float((pair.mine(one) - two).abs().max()))
+    return max(pair.difference(), float((pair.mine(one) - two).detach().abs().max()))
 
 
 def one_hot(links: Collectives) -> float:
@@ -294,14 +295,19 @@ def counted(links: Collectives) -> dict[str, Any]:
 CASES = (prefetched, accumulated, weighted, one_hot, empty, mistaken, exchanged, spoilt, halved, without_parts, counted)
 
 
-def cases(rank: int, folder: str) -> dict[str, Any]:
-    links = Collectives(None, Ledger(), 120.0)
+def all_cases(links: Collectives) -> dict[str, Any]:
     return {case.__name__: case(links) for case in CASES}
 
 
-@pytest.fixture(scope="module")
-def on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+def cases(rank: int, folder: str) -> dict[str, Any]:
+    return all_cases(Collectives(None, Ledger(), 120.0))
+
+
+@pytest.fixture(scope="module", params=["threads", pytest.param("processes", marks=pytest.mark.slow)])
+def on_two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """Results of all cases, on both ranks."""
+    if request.param == "threads":
+        return dict(enumerate(run_ranks(2, all_cases, 60.0)))
     ended = run_processes(2, tmp_path_factory.mktemp("cases"), cases, 240)
     assert ended.codes == [0, 0], ended.said
     return ended.found

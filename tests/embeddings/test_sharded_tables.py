@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from _virtual_ranks import run_ranks
 from torch import Tensor
 
 from cordillera.data.ranking.features import FeatureSpec, SparseFeature
@@ -131,9 +131,13 @@ def alone(rule: str, **options: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
     return state, outputs
 
 
-def together(size: int, rank: int, folder: str) -> dict[str, Any]:
-    links = Collectives(None, Ledger(), 60.0)
-    result = {}
+def together(rank: int, folder: str) -> dict[str, Any]:
+    return all_placements(Collectives(None, Ledger(), 60.0))
+
+
+def all_placements(links: Collectives) -> dict[str, Any]:
+    result: dict[Any, Any] = {}
+    rank, size = links.rank, links.size
     for name, placement in placements(size).items():
         for rule in RULES:
             for decay in (0.0, 0.1) if name in ("columns", "grid") else (0.0,):
@@ -157,10 +161,13 @@ def trained(placement: Placement, links: Collectives, rank: int, settings: Table
     return {"outputs": worst, "state": state, "step": tables.step}
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["threads", *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def executed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[Any, Any]]:
+    """Results of all placements: of two ranks that are threads, or of two or four processes."""
+    if request.param == "threads":
+        return dict(enumerate(run_ranks(2, all_placements, 60.0)))
     size = request.param
-    ended = run_processes(size, tmp_path_factory.mktemp("tables"), partial(together, size), 180)
+    ended = run_processes(size, tmp_path_factory.mktemp("tables"), together, 180)
     assert ended.codes == [0] * size, ended.said
     return ended.found
 

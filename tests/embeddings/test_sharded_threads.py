@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,11 @@ from _virtual_ranks import run_ranks
 
 from cordillera.data.ranking.features import FeatureSpec, SparseFeature
 from cordillera.distributed.collectives import Collectives
-from cordillera.embeddings.prioritised_tables import PrioritisedEmbeddingTables
+from cordillera.embeddings.prioritised_tables import FrozenWindowTables, PrioritisedEmbeddingTables
 from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
 from cordillera.embeddings.tables import EmbeddingTables
 from cordillera.errors import DataError
-from cordillera.jagged import JaggedBatch
+from cordillera.jagged import JaggedBatch, slice_samples
 from cordillera.planning.ranking.placement import Placement, TablePart
 from tests.embeddings.test_sharded_batches import Pair
 from tests.embeddings.test_sharded_tables import DIM, RULES, SPEC, config, placements, samples
@@ -25,12 +26,11 @@ PLACEMENTS = placements(2)
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", PLACEMENTS)
-def test_steps_are_those_of_one_process(rule: str, name: str) -> None:
+def test_several_backward_passes_before_an_update_are_those_of_one_process(rule: str, name: str) -> None:
     def work(links: Collectives) -> float:
         pair = Pair(links, rule, PLACEMENTS[name])
-        for step in range(4):
-            pair.step(step)
-        pair.step(4, 5)  # two backward passes, one update
+        pair.step(0)
+        pair.step(4, 5)
         return pair.difference()
 
     assert max(run_ranks(2, work)) < 1e-6
@@ -158,6 +158,56 @@ def test_two_hundred_steps_of_prioritised_exchange_have_the_bits_of_plain_ones(r
             assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(prioritised[key])), key
         assert plain["losses"][:20].mean() != plain["losses"][-20:].mean()
         assert modes == {True, False}  # where all rows collide, steps become plain
+
+
+class Calls:
+    """Counts the calls of a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.count = function, 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.count += 1
+        return self.function(*arguments)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients_of_slices_that_are_sent_early_give_the_same_bits(rule: str) -> None:
+    """Two slices a rank and step; a step whose gradients are discarded after they were sent changes nothing."""
+
+    def work(links: Collectives) -> tuple[dict[str, Any], dict[str, Any], float]:
+        pair = Pair(links, rule, PLACEMENTS["rows"])
+        found = []
+        for is_early in (True, False):
+            made = FrozenWindowTables.of(Pair(links, rule, PLACEMENTS["rows"]).one, PLACEMENTS["rows"], links)
+            sent = Calls(made._exchange.send_gradients)
+            made._exchange.send_gradients = sent  # type: ignore[method-assign]
+            for step, is_kept in enumerate((True, False, True)):
+                batch, gradient = samples(step)
+                own, mine = pair.own(batch), pair.mine(gradient)
+                sent.count = 0
+                for first, end in ((0, 2), (2, len(own))):
+                    made(slice_samples(own, first, end)).backward(mine[first:end])
+                    if is_early:
+                        made.send_gradients()
+                assert sent.count == 2 * is_early
+                if is_kept:
+                    made.update()
+                    assert sent.count == 2
+                    if is_early:
+                        pair.one(batch).backward(gradient)
+                        pair.one.update()
+                else:
+                    made.discard()
+                assert made.num_pending == 0
+            found.append(made.state_dict())
+        one = pair.one.state_dict()["weight"]
+        return *found, float((found[0]["weight"] - one).abs().max())
+
+    for early, late, difference in run_ranks(2, work):
+        assert difference < 1e-6
+        for key, tensor in early.items():
+            assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(late[key])), key
 
 
 def test_ids_beyond_a_table_are_refused_by_the_rank_that_has_them() -> None:

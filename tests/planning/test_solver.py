@@ -27,8 +27,8 @@ from cordillera.planning.pipeline.schedules import (
     zero_bubble_v,
 )
 from cordillera.planning.pipeline.simulator import StageSeconds, Way, simulate
-from cordillera.planning.pipeline.solver import optimal
-from cordillera.planning.pipeline.tuning import Numbered, tuned
+from cordillera.planning.pipeline.solver import _stated, optimal
+from cordillera.planning.pipeline.tuning import Numbered, shortest, tuned
 
 needs_solver = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="OR-tools is not installed")
 
@@ -101,6 +101,22 @@ def test_the_solver_finds_what_brute_force_finds(
     solved = optimal((0, 1), microbatches, seconds, ways, room, split)
     assert solved.optimal
     assert solved.seconds == solved.bound == best
+
+
+@needs_solver
+@pytest.mark.parametrize("occupied", [0.0, 2.0])
+def test_the_stated_problem_has_the_optimum_that_brute_force_finds(occupied: float) -> None:
+    """A model with a constraint too few would not show in :func:`optimal`, which executes what is found."""
+    from ortools.sat.python import cp_model
+
+    seconds, ways = StageSeconds([4.0, 5.0], [3.0, 4.0], [5.0, 2.0]), boundaries(2.0, occupied=occupied)
+    problem = Problem.of((0, 1), 3, seconds, ways, [2, 1], False)
+    model = cp_model.CpModel()
+    begin = problem.timeline(shortest(problem))
+    _stated(problem, model, 1000, begin)
+    found = cp_model.CpSolver()
+    assert found.solve(model) == cp_model.OPTIMAL
+    assert found.objective_value == by_brute_force((0, 1), 3, seconds, ways, [2, 1], split=False)
 
 
 @needs_solver

@@ -16,7 +16,7 @@ from cordillera.errors import DataError
 from cordillera.planning.ranking.exchange import CAUSES, STREAMS
 from cordillera.planning.ranking.placement import Placement, TablePart
 from cordillera.reports.ranking import comparison, placement, plan, run, scores
-from cordillera.reports.ranking.material import Material, data_fraction, interval_text, mean_ne
+from cordillera.reports.ranking.material import Material, interval_text, mean_ne, share_of_time
 from cordillera.run import Run, RunStatus
 from cordillera.training.ranking.evaluation import (
     CalibrationBin,
@@ -82,8 +82,8 @@ def test_ne_is_averaged_over_tasks_and_waiting_over_time() -> None:
         {"data_fraction": 0.1, "seconds": 3.0},
         {"data_fraction": math.nan, "seconds": 100.0},
     ]
-    assert data_fraction(records) == pytest.approx(0.8 / 4)
-    assert math.isnan(data_fraction([{"data_fraction": 0.5, "seconds": 0.0}]))
+    assert share_of_time(records) == pytest.approx(0.8 / 4)
+    assert math.isnan(share_of_time([{"data_fraction": 0.5, "seconds": 0.0}]))
     assert [interval_text(pair) for pair in ((0.12344, 0.5), None)] == ["0.1234 to 0.5000", ""]
 
 
@@ -121,6 +121,10 @@ def test_speed_is_told_with_its_median_its_waiting_and_its_time(tmp_path: Path) 
     low = run._throughput(read(tmp_path / "low", [{**one, "data_fraction": 0.01} for one in train]))
     assert low["charts"][1].chart._y == pytest.approx((0.0, 10.5)), "the line at 10 % is always in sight"
     assert low["text"] == "2 min 0 s of training"
+    several = [{**one, "exposed_fraction": 0.5, "sent_bytes": 1_500_000} for one in train]
+    found = run._throughput(read(tmp_path / "several", several))
+    assert found["text"] == "2 min 0 s of training; the first process sent 6.0 MB to others"
+    assert found["charts"][2].caption == "50.0 % of the training time in all."
 
 
 def test_learning_is_drawn_over_examples_with_a_chart_for_each_task(tmp_path: Path) -> None:

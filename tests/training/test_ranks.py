@@ -224,6 +224,9 @@ def test_two_processes_end_where_one_does(on_two: dict[int, Any], folder: Path, 
             assert record["loss"] == pytest.approx(other["loss"], rel=close)
             assert record["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=10 * close)
             assert record["examples"] == other["examples"]
+            assert record["sent_bytes"] > 0
+            assert 0 < record["exposed_fraction"] < 1
+            assert not {"sent_bytes", "exposed_fraction"} & other.keys()
     if name == "patience":
         best = expected["best"][1]
         assert (expected["ended"], expected["step"]) == ("early", best + 4)

@@ -13,7 +13,7 @@ Source: FreeScale (arXiv 2604.24073) for the two classes of rows; which exchange
 the plain one is taken, are choices of this library.
 
 In steps of several slices, no row changes between two slices: :class:`FrozenWindowTables` fetch the rows of the next
-slice while the present one is computed, without a comparison of ids.
+slice and send the gradients of the one before while a slice is computed, without a comparison of ids.
 
 Source of frozen windows: NestPipe (arXiv 2604.06956).
 """
@@ -28,7 +28,7 @@ from torch import Tensor
 from cordillera.distributed.codecs.coders import Coder
 from cordillera.distributed.collectives import Arrival
 from cordillera.embeddings.exchange import Chosen, Comparing, RowRequest, RowsInTransit
-from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
+from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables, Waiting
 from cordillera.errors import PlanError, TrainingError
 from cordillera.jagged import JaggedBatch
 
@@ -232,6 +232,7 @@ class FrozenWindowTables(ShardedEmbeddingTables):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._ahead: tuple[RowRequest, RowsInTransit] | None = None
+        self._sent: list[Arrival[list[Tensor]]] = []  # gradients of the first of the backward passes that wait
         if self.config.name == "rowwise_adagrad" and self._cuts_columns():
             raise PlanError(
                 "the placement cuts columns, over which row-wise Adagrad sums squares in another order",
@@ -265,6 +266,32 @@ class FrozenWindowTables(ShardedEmbeddingTables):
         found = torch.empty(len(request.distinct), self.embedding_dim)
         self._exchange.place_rows(request, ahead[1].wait(), found)
         return found
+
+    @torch.no_grad()
+    def send_gradients(self) -> None:
+        """Start to send the gradients of backward passes since the last call; all ranks call it together.
+
+        They are applied by :meth:`update`, which sends those that have not been sent.
+        """
+        self._send(self._waiting)
+
+    def _send(self, waiting: list[Waiting]) -> None:
+        for one in waiting[len(self._sent) :]:
+            self._sent.append(self._exchange.send_gradients(one.asked.request, self._summed(one)))
+
+    def _gather(self, waiting: list[Waiting]) -> dict[int, tuple[Tensor, Tensor]]:
+        self._send(waiting)
+        sent, self._sent = self._sent, []
+        return self._by_part(
+            [(one.asked.request, arrival.wait(), None) for one, arrival in zip(waiting, sent, strict=True)]
+        )
+
+    def discard(self) -> None:
+        """Discard the gradients that wait for :meth:`update`; all ranks call it together if any were sent."""
+        for arrival in self._sent:
+            arrival.wait()
+        self._sent = []
+        super().discard()
 
     def _to_copies(self, rows: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return rows, gradient

@@ -47,7 +47,7 @@ _CHUNK = 1 << 14  # rows that are drawn at a time; a multiple of the blocks of t
 _PLAIN = SparseOptimizer(name="sgd")
 
 
-class _Waiting(NamedTuple):
+class Waiting(NamedTuple):
     """Requests and output gradient ``[B, F, D]`` of one backward pass, kept for the next update."""
 
     asked: BatchRequest
@@ -70,7 +70,7 @@ class _KeepRequest(torch.autograd.Function):
                 where="ShardedEmbeddingTables",
                 remedy="call backward without create_graph",
             )
-        ctx.tables._waiting.append(_Waiting(ctx.asked, grad))
+        ctx.tables._waiting.append(Waiting(ctx.asked, grad))
         return (None,) * 4
 
 
@@ -124,7 +124,7 @@ class ShardedEmbeddingTables(EmbeddingTables):
         self.coders: Coders | None = None
         self.coder: Coder | None = None  # of the present training lookup
         self._asked: list[BatchRequest] = []
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[Waiting] = []
         super().__init__(features, embedding_dim, config, init=init, generator=generator)
 
     @classmethod
@@ -383,7 +383,7 @@ class ShardedEmbeddingTables(EmbeddingTables):
     def _names(rule: SparseOptimizer) -> list[str]:
         return list(init_state(rule, torch.empty(1, 1)))
 
-    def _gather(self, waiting: list[_Waiting]) -> dict[int, tuple[Tensor, Tensor]]:
+    def _gather(self, waiting: list[Waiting]) -> dict[int, tuple[Tensor, Tensor]]:
         """Exchange gradients; return rows of each part, counted from its first, with theirs, in the order of ranks."""
         found = []
         for one in waiting:
@@ -391,7 +391,7 @@ class ShardedEmbeddingTables(EmbeddingTables):
             found.append((request, self._exchange.send_gradients(request, self._summed(one)).wait(), None))
         return self._by_part(found)
 
-    def _gather_bags(self, waiting: list[_Waiting]) -> dict[int, PendingGradient]:
+    def _gather_bags(self, waiting: list[Waiting]) -> dict[int, PendingGradient]:
         """Exchange gradients of bags; return those of each block, in the order of backward passes and ranks."""
         found: dict[int, list[PendingGradient]] = {}
         for one in waiting:
@@ -417,7 +417,7 @@ class ShardedEmbeddingTables(EmbeddingTables):
                     start = end
         return {i: (torch.cat(rows[i]), torch.cat(gradients[i])) for i in self._parts if rows[i]}
 
-    def _summed(self, one: _Waiting) -> Tensor:
+    def _summed(self, one: Waiting) -> Tensor:
         """Return the gradient of each row of a request, summed over this rank's bags: ``float32 [U, D]``."""
         asked, grad = one.asked, one.grad
         if asked.bags is not None:

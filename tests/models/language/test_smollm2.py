@@ -111,6 +111,7 @@ def test_the_paragraph_notices_heads_in_the_wrong_order(
     assert wrong > right + 0.1
 
 
+@pytest.mark.slow
 def test_64_greedy_tokens_are_those_that_transformers_holds_most_likely(
     ours: Llama, theirs: Any, tokenizer: Any
 ) -> None:

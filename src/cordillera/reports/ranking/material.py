@@ -12,7 +12,7 @@ from cordillera.run import Run, read_object, read_recipe
 from cordillera.training.ranking.evaluation import Evaluation, number
 
 METRICS = {"ne": "NE", "auc": "AUC", "calibration": "Calibration", "gauc": "GAUC", "log_loss": "Log loss"}
-_NUMBERS = ("epoch", "loss", "seconds", "examples_per_second", "data_fraction")
+_NUMBERS = ("epoch", "loss", "seconds", "examples_per_second", "data_fraction", "exposed_fraction", "sent_bytes")
 
 
 class Material:
@@ -85,9 +85,9 @@ def mean_ne(record: Mapping[str, Any]) -> float:
     return sum(values) / len(values)
 
 
-def data_fraction(train: Sequence[Mapping[str, Any]]) -> float:
-    """Return the share of training time that went into waiting for data; NaN if it is not recorded."""
-    pairs = [(record["data_fraction"], record["seconds"]) for record in train]
+def share_of_time(train: Sequence[Mapping[str, Any]], key: str = "data_fraction") -> float:
+    """Return a share of the whole training time, by default that of waiting for data; NaN if it is not recorded."""
+    pairs = [(record[key], record["seconds"]) for record in train]
     pairs = [(share, seconds) for share, seconds in pairs if math.isfinite(share * seconds)]
     total = sum(seconds for _, seconds in pairs)
     return sum(share * seconds for share, seconds in pairs) / total if total > 0 else math.nan
@@ -139,7 +139,7 @@ def _warnings(material: Material) -> list[str]:
             f"The last weights are not the best: validation NE was lowest at step {best['step']:,} "
             f"({mean_ne(best):.4f}, at the end {mean_ne(material.evaluations[-1]):.4f})."
         )
-    waiting = data_fraction(material.train)
+    waiting = share_of_time(material.train)
     if waiting > 0.1:
         share = f"{100 * waiting:.0f} %"
         found.append(f"{share} of the training time went into waiting for data; more than 10 % is worth a look.")

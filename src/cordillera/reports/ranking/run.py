@@ -11,7 +11,7 @@ from cordillera.numbers import compact
 from cordillera.reports import page
 from cordillera.reports.charts import LINEAR, POINTS, Axis, Figure, Series, figure, framed, padded
 from cordillera.reports.page import duration, fixed, part
-from cordillera.reports.ranking.material import METRICS, Material, data_fraction, interval_text
+from cordillera.reports.ranking.material import METRICS, Material, interval_text, share_of_time
 from cordillera.reports.ranking.placement import placed_tables
 from cordillera.reports.ranking.scores import scores, segments
 from cordillera.run import Run
@@ -189,18 +189,24 @@ def _throughput(material: Material) -> dict[str, Any]:
     if not records:
         return {}
     speed = Series.of("examples a second", "s0", records, "examples", "examples_per_second")
-    middle, waiting = statistics.median_high(speed.ys), data_fraction(records)
+    middle = statistics.median_high(speed.ys)
     text = f"Median {compact(middle)} examples per second, {len(records):,} records."
     labels = ("training examples", "examples per second")
     charts = [figure("Throughput", [speed], labels, text, height=230)]
-    if math.isfinite(waiting):
-        shares = Series.of("waiting", "s1", records, "examples", lambda record: 100 * record["data_fraction"])
+    for title, key in (("Waiting for data", "data_fraction"), ("Waiting for other processes", "exposed_fraction")):
+        waiting = share_of_time(records, key)
+        if not math.isfinite(waiting):
+            continue
+        shares = Series("waiting", "s1", [one["examples"] for one in records], [100 * one[key] for one in records])
         top = max([10.5, *(1.15 * share for share in shares.ys if math.isfinite(share))])
         text = f"{100 * waiting:.1f} % of the training time in all."
         labels, levels = ("training examples", "% of step time"), [(10.0, "10 %")]
-        charts.append(figure("Waiting for data", [shares], labels, text, y=Axis((0.0, top)), levels=levels, height=230))
+        charts.append(figure(title, [shares], labels, text, y=Axis((0.0, top)), levels=levels, height=230))
     seconds, validating = (sum(record["seconds"] for record in some) for some in (records, material.evaluations))
     times = [f"{duration(seconds)} of training"]
+    sent = sum(record["sent_bytes"] for record in records if math.isfinite(record["sent_bytes"]))
+    if sent:
+        times.append(f"the first process sent {sent / 1e6:,.1f} MB to others")
     if material.evaluations and math.isfinite(validating):
         times.append(f"{duration(validating)} of validation")
     if material.evaluation is not None and math.isfinite(material.evaluation.examples_per_second):

@@ -29,6 +29,7 @@ from cordillera.data.ranking.features import RankingBatch
 from cordillera.distributed.collectives import exchange_parts
 from cordillera.distributed.job.job import stopped_by_signals
 from cordillera.distributed.job.watchdog import Watchdog
+from cordillera.distributed.ledger import Traffic
 from cordillera.embeddings.file_tables import FileTables
 from cordillera.embeddings.row_file import ROW_FILES
 from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
@@ -76,6 +77,10 @@ class OneRank:
         A request to stop that has reached any rank until now is then seen by all.
         """
         return sum(losses)
+
+    def traffic(self) -> Traffic:
+        """Return the bytes that this rank has sent since the last call, and the seconds for which it waited."""
+        return Traffic()
 
     def clip(self, parameters: Iterable[Tensor], largest: float | None = None) -> float:
         """Return the norm of the gradients of ``parameters``; if it exceeds ``largest``, scale them down to that."""
@@ -229,7 +234,7 @@ class ManyRanks(OneRank):
         self.tables = tables
         self.links, self.rank, self.size, self.watchdog = links, links.rank, links.size, watchdog
         self.balance, self.of_sample = balance, of_sample
-        self._asked = False
+        self._asked, self._told = False, Traffic()
         self._own = torch.empty(0, dtype=torch.int64)  # samples of the batch that is computed
 
     def stopping(self, stop: threading.Event) -> contextlib.AbstractContextManager[Any]:
@@ -305,6 +310,12 @@ class ManyRanks(OneRank):
             for gradient, part in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
                 gradient.copy_(part.view_as(gradient))
         return float(numbers[0])
+
+    def traffic(self) -> Traffic:
+        """Return the bytes that this rank has sent since the last call, and the seconds for which it waited."""
+        before, self._told = self._told, self.links.ledger.total()
+        waited = self._told.exposed_seconds - before.exposed_seconds
+        return Traffic(bytes=self._told.bytes - before.bytes, exposed_seconds=waited)
 
     def is_asked(self, stop: threading.Event) -> bool:
         """Return whether any rank was asked to stop before gradients of the present step were summed."""

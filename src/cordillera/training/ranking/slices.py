@@ -209,8 +209,10 @@ class SlicedRanks(ManyRanks):
         return self._slices.cut(batch)
 
     def keep(self, parameters: Iterable[Tensor]) -> None:
-        """Keep the gradients of ``parameters`` by one slice."""
+        """Keep the gradients of ``parameters`` by one slice, and send those of rows."""
         self._slices.keep(tuple(parameters))
+        if isinstance(self.tables, FrozenWindowTables):
+            self.tables.send_gradients()
 
     def sum_step(self, parameters: Iterable[Tensor], losses: Sequence[float], stop: threading.Event) -> float:
         """Sum gradients of ``parameters`` over all slices, and beside them ``losses`` and requests to ``stop``."""

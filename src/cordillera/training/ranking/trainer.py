@@ -57,6 +57,8 @@ class _RankingWindow:
     timed: int = 0
     started: float = field(default_factory=time.perf_counter)
     waiting: float = 0.0
+    exposed: float = 0.0
+    sent: int = 0
 
     def to_state(self) -> dict[str, float]:
         return {"loss": self.loss, "weight": self.weight, "examples": self.examples}
@@ -328,6 +330,7 @@ class Trainer:
         config, progress = self.config, self.progress
         if config.patience is not None and progress.stale >= config.patience:
             return "early"
+        self.ranks.traffic()  # that of a pause, as this one, is not recorded
         while progress.step < self.total_steps:
             batches = self.training.epoch(progress.epoch, progress.batch)
             with contextlib.closing(batches):  # type: ignore[type-var]
@@ -347,6 +350,7 @@ class Trainer:
                         paused = time.perf_counter()
                         self._evaluate()
                         self.save()
+                        self.ranks.traffic()
                         self._window.started += time.perf_counter() - paused
                         if config.patience is not None and progress.stale >= config.patience:
                             return "early"
@@ -411,6 +415,9 @@ class Trainer:
         window.weight += weight
         window.examples += len(batch)
         window.timed += len(batch)
+        traffic = self.ranks.traffic()
+        window.exposed += traffic.exposed_seconds
+        window.sent += traffic.bytes
 
     def _loss(self, logits: Tensor, own: RankingBatch, batch: RankingBatch) -> tuple[Tensor, float]:
         """Return the part of the loss of a batch that its ``own`` samples make, and the weight of the batch."""
@@ -485,6 +492,8 @@ class Trainer:
             "data_fraction": window.waiting / seconds,
             "seconds": seconds,
         }
+        if self.ranks.size > 1:
+            record |= {"exposed_fraction": window.exposed / seconds, "sent_bytes": window.sent}
         self.recorder.log(record)
         drawn = ("loss", "gradient_norm", "learning_rate", "examples_per_second")
         self.recorder.draw({f"train/{key}": float(record[key]) for key in drawn}, progress.step)
