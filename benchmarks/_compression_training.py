@@ -31,13 +31,14 @@ from cordillera.training.ranking.trainer import Trainer
 from cordillera.workflows.trained import model_of
 
 RANKS = 2
-SEEDS = (1, 2, 3, 4, 5)
+SEEDS = tuple(range(1, 13))
 SCALES = {"raw": 0.0, "bounded": 1.0, "bounded, 10 times": 10.0}
 DECAY = 65_536 / 306_969  # part of training over which bounds fall from twice their values, the paper's on Kaggle
 WITHIN = 0.0002  # asked: change of NE at the published bounds
 RECIPES: dict[str, dict[str, Any]] = {
     "movielens-dlrm": {"training.epochs": 8, "training.decay": "linear"},
     "synthetic-dlrm": {
+        "training.decay": "linear",
         "data.synthetic.rows": 300_000,
         "data.synthetic.largest_vocabulary": 20_000,
         "data.batch_size": 1024,
@@ -137,7 +138,7 @@ def measure_training(quick: bool) -> dict[str, Any]:
             prepare(_recipe(name, quick, str(cache)).data)
         settings = {"quick": quick, "seeds": seeds, "cache": str(cache)}
         Path(folder, "settings.json").write_text(json.dumps(settings))
-        ended = run_processes(RANKS, Path(folder), _on_rank, 3600)
+        ended = run_processes(RANKS, Path(folder), _on_rank, 7200)
     if ended.codes != [0] * RANKS:
         raise RuntimeError(ended.said)
     found = ended.found[0]
