@@ -43,6 +43,12 @@ def test_the_table_names_what_the_json_names(monkeypatch: pytest.MonkeyPatch) ->
     assert json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)[0]["name"] == "Numba"
 
 
+def test_a_probe_tells_its_last_line_or_its_error() -> None:
+    said = "import sys; print('one'); print(' two '); print('wrong', file=sys.stderr)"
+    assert doctor._probe(said) == (True, "two")
+    assert doctor._probe(f"{said}; 1 / 0") == (False, "ZeroDivisionError: division by zero")
+
+
 def test_a_library_that_kills_its_process_is_a_finding() -> None:
     """A crash or an endless import is reported, and does not end the command."""
     worked, reason = doctor._probe("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")

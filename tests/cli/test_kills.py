@@ -37,8 +37,8 @@ CLOCKED = (*CLOCKS, "examples_per_second", "data_fraction", "compute_fraction", 
 
 # Python's own words, from a process whose parent was killed while it was being started.
 ORPHANS = re.compile(
-    r"Traceback \(most recent call last\):\n  File \"<string>\", line 1, in <module>\n[^\n]*, in spawn_main\n"
-    r"(?:    [^\n]*\n|  File [^\n]*multiprocessing[^\n]*\n)*EOFError: Ran out of input\n"
+    r"Traceback \(most recent call last\):\n(?:  File \"<string>\", line 1, in <module>\n[^\n]*, in spawn_main\n)?"
+    r"(?:    [^\n]*\n|  File [^\n]*multiprocessing[^\n]*\n)*EOFError: (?:Ran out of input|unexpected EOF)\n"
 )
 
 LOADED = """

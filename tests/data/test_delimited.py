@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cordillera.data.ranking.logs import delimited
@@ -119,3 +120,21 @@ def test_a_damaged_file_gives_exactly_its_rows_or_one_error(
         else:
             assert found == expected, content
     assert refused > number // 10
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 5, 7, 1000])
+def test_quotation_marks_are_followed_over_pieces(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delimited, "_PIECE_BYTES", piece)
+    path = tmp_path / "log.csv"
+    path.write_text("a,b\n1,2\n")
+    file = DelimitedFile(path, ",")
+    for text, is_well in (
+        ('"x,y",1\n', True),
+        ('1,"x ""y"" z"\n', True),
+        ('"",""\n', True),
+        ('1,"x\n', False),
+        ('1,x"y"\n', False),
+        ('"x"y,1\n', False),
+    ):
+        content = np.frombuffer(text.encode(), dtype=np.uint8)
+        assert file._well_quoted(content) is is_well, (text, piece)

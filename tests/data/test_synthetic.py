@@ -72,6 +72,15 @@ def test_the_best_possible_entropy_is_written_beside_the_data(tmp_path: Path) ->
     assert splits.test.labels[:, 0].tolist() == click.tolist()
 
 
+def test_lists_have_every_length_up_to_the_longest() -> None:
+    config = SyntheticConfig(rows=3_000, seed=7, lists=2, list_length=4)
+    (frame,) = (frame for frame, _ in SyntheticLog(config).chunks())
+    lists = [name for name, dtype in frame.schema.items() if isinstance(dtype, pl.List)]
+    assert len(lists) == 2
+    for name in lists:
+        assert sorted(frame[name].list.len().unique()) == [0, 1, 2, 3, 4]
+
+
 def test_any_shape_can_be_made(tmp_path: Path) -> None:
     shapes = [
         {"dense": 0, "lists": 0, "categorical": 2},

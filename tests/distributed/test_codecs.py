@@ -196,6 +196,19 @@ def test_streams_of_indices_are_read_as_they_were_written(rows: int, skew: float
     assert not range_coder.decode_indices(range_coder.encode_indices(inverse), first.size + 1, found)
 
 
+def test_streams_that_were_written_before_are_read() -> None:
+    """Written by version 1 of the frames: another reader would not read what other processes or files hold."""
+    at = np.arange(60)
+    codes = (at * 37 % 11 * (at % 7)).astype(np.uint8).reshape(6, 10)
+    stream = "0c5182fa92ff3fb7cb6574164c4fbfd68725b5e0c7e4be56bf96615bc3774d13c1d05fa128f331d3f619f1ef9daf6edebd487151"
+    assert bytes(range_coder.encode_codes(codes, 5)).hex() == stream
+    found = np.empty_like(codes)
+    assert range_coder.decode_codes(np.frombuffer(bytes.fromhex(stream), np.uint8), 5, found)
+    assert np.array_equal(found, codes)
+    _, inverse = distinct_rows((np.arange(40) ** 2 % 13).reshape(-1, 1))
+    assert bytes(range_coder.encode_indices(inverse)).hex() == "50537a988fe61983372192bff014d7b514"
+
+
 @pytest.mark.parametrize("scale", [0.3, 2.0, 20.0])
 def test_streams_of_codes_are_as_short_as_the_entropy_of_their_source(scale: float) -> None:
     values = np.clip(np.rint(np.random.default_rng(1).laplace(0, scale, (2000, 32))) + 128, 0, 255).astype(np.uint8)

@@ -254,6 +254,29 @@ def test_the_top_net_reads_what_arrives_and_lays_it_side_by_side() -> None:
             assert found[f"top {way}"] - laid == pytest.approx(of_output * rows * (256 + 1))
 
 
+class CountedProducts(CountedBytes):
+    """A device that takes a second for a multiplication of two matrices' numbers, and almost none for bytes."""
+
+    def stream(self, size: float) -> float:
+        return 1e-20 * size
+
+    def product(self, *sizes: float) -> float:
+        return math.prod(sizes)
+
+
+def test_dot_products_are_multiplied_once_forward_and_twice_backward() -> None:
+    cluster = two_pods()
+    for interaction, count in (("dot", 1), ("concat", 0)):
+        work = Recommender.model_validate({**SMALL.model_dump(), "interaction": interaction})
+        dealt = place_tables(work, 8, 1e9, 1.0, math.inf)
+        cost = CountedProducts(cluster.device, Calibration(layer_s=0.0))
+        found = TableJob(work, cluster, TableLayout(8, 8), dealt, cost).layers(2)
+        pairs = count * work.vectors**2 * 64 * 1024 / 2
+        assert found["top forward"] == pytest.approx(pairs, abs=1e-9)
+        assert found["top backward"] == pytest.approx(2 * pairs, abs=1e-9)
+        assert max(found["bottom forward"], found["bottom backward"]) < 1e-9
+
+
 def test_every_gradient_is_reduced_once_in_each_order() -> None:
     cluster = two_pods()
     dealt = place_tables(SMALL, 8, 1e9, 1.0, math.inf, 1_000)

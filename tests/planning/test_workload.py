@@ -11,7 +11,7 @@ from cordillera import topology
 from cordillera.cost import Calibration, CostModel
 from cordillera.errors import PlanError
 from cordillera.planning import workloads
-from cordillera.planning.language.workload import Experts, Layout, layers_of_stages
+from cordillera.planning.language.workload import Experts, Layout, layer_seconds, layers_of_stages
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,40 @@ def test_a_mixture_computes_with_what_is_active() -> None:
     assert model.active_parameters / 1e9 == pytest.approx(17, rel=0.06)
     dense = workloads.load("llama3-8b")
     assert dense.model.flops_per_token(1) == pytest.approx(6 * dense.model.active_parameters, rel=1e-3)
+
+
+class CountedBytes(CostModel):
+    """A device that takes a second for a byte and none for arithmetic."""
+
+    def stream(self, size: float) -> float:
+        return size
+
+    def linear(self, rows: float, outputs: float, inputs: float) -> tuple[float, float, float]:
+        return 0.0, 0.0, 0.0
+
+    def product(self, *sizes: float) -> float:
+        return 0.0
+
+    def attention(self, flops: float) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_activations_of_a_layer_pass_memory_as_often_as_in_megatron(tensor: int, sequence: bool) -> None:
+    """Of gpt-22b, whose feed-forward net is four times as wide as the rest: multiples of a layer's input in bytes."""
+    if sequence and tensor == 1:
+        return
+    workload = workloads.load("gpt-22b")
+    model = workload.model.model_copy(update={"fused_attention": True})
+    workload = workload.model_copy(update={"model": model})
+    cost = CountedBytes(topology.load("a100-node").device, Calibration(layer_s=0.0))
+    layout = Layout(tensor=tensor, sequence_parallel=sequence)
+    found = layer_seconds(workload, layout, cost, 0.0)
+    x = 2 * workload.sequence * model.hidden
+    norms = 1 / tensor if sequence else 1
+    assert found.forward == pytest.approx(x * (11 * norms + 6 / tensor + 2 * 4 / tensor))
+    assert found.input_gradient == pytest.approx(x * (17 * norms + 3 / tensor + 3 * 4 / tensor))
 
 
 @given(layers=st.integers(1, 200), stages=st.integers(1, 64))

@@ -12,6 +12,7 @@ from cordillera.errors import PlanError
 from cordillera.planning.ranking.towers import (
     Similarities,
     TowerPlan,
+    _Units,
     clustered,
     feature_map,
     interaction_distances,
@@ -50,6 +51,15 @@ def test_planted_groups_are_recovered_and_loads_bounded():
         assert within_bounds(plan)
         found += len(set(zip(plan.towers, group.tolist(), strict=True))) == 4
     assert found >= 19
+
+
+def test_units_with_most_to_lose_are_placed_first():
+    units = _Units(np.zeros((3, 1)), np.ones(3), np.ones((3, 1)), 3)
+    costs = np.array([[0.0, 1.0, 9.0], [0.0, 5.0, 9.0], [0.0, 100.0, 101.0]])
+    assert units._nearest(costs, np.ones(1)).tolist() == [2, 1, 0]
+    alone = _Units(np.zeros((2, 1)), np.ones(2), np.ones((2, 1)), 1)
+    assert alone._nearest(np.ones((2, 1)), np.full(1, 2.0)).tolist() == [0, 0]
+    assert alone._nearest(np.ones((2, 1)), np.ones(1)) is None
 
 
 def test_diverse_towers_spread_every_group():

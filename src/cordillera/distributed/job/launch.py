@@ -1,8 +1,11 @@
 """Launch of a job's processes on this machine.
 
 :func:`launch` starts the processes and waits for them. It reports once which rank failed, ended or stalled. It alone
-receives Ctrl-C and forwards it to the ranks, and it leaves no process running. A rank whose launcher is killed ends
+receives Ctrl-C and forwards it to the ranks, and it leaves no rank running. A rank whose launcher is killed ends
 itself. Each process runs within :func:`~cordillera.distributed.job.job.join_job`, as under any other launcher.
+
+On Linux, CPU jobs load torch and Numba once, in a process from which all ranks are forked, as loading takes seconds for
+each rank. That process stays for the next launch, and ends with the launcher.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import multiprocessing
 import os
 import pickle
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -20,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import DupFd
 from typing import IO, Any, Literal, NamedTuple
@@ -43,6 +47,7 @@ _FIND_S = 20.0  # longest wait for the store in this process to answer
 _FINISH_S = 15.0  # longest time from the result, or from the failure, of a process to its end
 _SAME_S = 1.0  # signals within this time count as one, as a launcher may repeat the terminal's signal
 _LAST_LINES, _LAST_BYTES = 5, 4_000
+_LOADED = ("torch.distributed.fsdp", "numba")  # what takes long to load and starts no threads
 _PREFIX = "cordillera/0/1"  # prefix that join_job uses for the first job of the first attempt
 
 _starting = threading.Lock()  # the environment is shared by all threads
@@ -350,9 +355,19 @@ class _Supervisor:
         return unpack(first.outcome, None if len(alike) == len(self._ranks) else named(alike), sorted(others))
 
 
+def _context(device_type: str) -> Any:
+    """Return the way to start processes: afresh with GPUs or on other systems, where libraries do not allow a fork."""
+    if device_type != "cpu" or sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    util.get_temp_dir()  # ranks know it from now on
+    context.set_forkserver_preload([__name__, *_LOADED])
+    return context
+
+
 def _start(ranks: list[_Rank], size: int, payload: bytes, config: LaunchConfig, port: int, token: str) -> None:
     """Start the processes and append each to ``ranks``, also if a later one fails to start."""
-    context = multiprocessing.get_context("spawn")
+    context = _context(config.device_type)
     resource_tracker.ensure_running()  # its start unblocks signals, so it must come before they are blocked
     threads = config.threads or max(1, usable_cores() // size)
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
@@ -375,11 +390,13 @@ def _start(ranks: list[_Rank], size: int, payload: bytes, config: LaunchConfig, 
         for number in range(size):
             pipe, other = context.Pipe()
             log = tempfile.TemporaryFile()  # noqa: SIM115 (unnamed, deleted with its last process)
-            output = _Output(log if number else None)
-            process = context.Process(
-                target=_be_rank, args=(payload, other, config, threads, output), name=f"cordillera rank {number}"
-            )
+            outputs = _Outputs([log.fileno()] * 2 if number else [1, 2])
             with _starting, _environment({**job, "RANK": str(number), "LOCAL_RANK": str(number)}):
+                process = context.Process(
+                    target=_be_rank,
+                    args=(payload, other, config, threads, outputs, dict(os.environ)),
+                    name=f"cordillera rank {number}",
+                )
                 process.start()
             other.close()
             ranks.append(_Rank(number, process, pipe, log))
@@ -387,23 +404,40 @@ def _start(ranks: list[_Rank], size: int, payload: bytes, config: LaunchConfig, 
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-class _Output:
-    """Unnamed file to which a rank writes, passed to its process; None for the terminal."""
+class _Outputs:
+    """Descriptors of a rank's standard output and error, passed to its process; those that are closed are left out."""
 
-    def __init__(self, file: IO[bytes] | None) -> None:
-        self._file = file
+    def __init__(self, descriptors: Sequence[int]) -> None:
+        self._descriptors = descriptors
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _redirected, (None if self._file is None else DupFd(self._file.fileno()),)
+        return _handed, ([DupFd(one) if _is_open(one) else None for one in self._descriptors],)
 
 
-def _redirected(handed: Any) -> int | None:
-    return None if handed is None else int(handed.detach())
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
-def _be_rank(payload: bytes, pipe: Connection, config: LaunchConfig, threads: int, output: int | None) -> None:
+def _handed(descriptors: list[Any]) -> list[int | None]:
+    return [None if one is None else int(one.detach()) for one in descriptors]
+
+
+def _be_rank(
+    payload: bytes,
+    pipe: Connection,
+    config: LaunchConfig,
+    threads: int,
+    outputs: list[int | None],
+    environment: dict[str, str],
+) -> None:
     """Run one rank: the target function of its process."""
     global _to_launcher
+    os.environ.clear()  # a process that was forked has the environment of an earlier moment
+    os.environ.update(environment)
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)  # processes that it starts end with it
     stop = threading.Event()
@@ -413,10 +447,11 @@ def _be_rank(payload: bytes, pipe: Connection, config: LaunchConfig, threads: in
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     threading.Thread(target=_listen, args=(pipe, stop), daemon=True).start()
     _to_launcher = pipe
-    if output is not None:
-        for stream in (sys.stdout, sys.stderr):
+    for stream, output in zip((sys.stdout, sys.stderr), outputs, strict=True):
+        if output is not None and output != stream.fileno():
             stream.flush()
             os.dup2(output, stream.fileno())
+            os.close(output)
     torch.set_num_threads(threads)
     try:
         work, arguments = pickle.loads(payload)
@@ -432,6 +467,7 @@ def _listen(pipe: Connection, stop: threading.Event) -> None:
     with contextlib.suppress(EOFError, OSError):
         while pipe.recv_bytes():
             stop.set()
+    shutil.rmtree(util.get_temp_dir(), ignore_errors=True)  # the launcher's, which a killed one leaves
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
