@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -228,10 +229,14 @@ def start(recipe, folder, *more, variables=None):
     return spawn(command, recipe.parent, variables)
 
 
+MARK = "CORDILLERA_TEST_OF_COMMANDS"  # in the environment of all that a process starts
+
+
 def spawn(command, folder, variables=None):
-    source = str(Path(__file__).parents[2] / "src")
+    source, mark = str(Path(__file__).parents[2] / "src"), uuid.uuid4().hex
     environment = dict(os.environ, PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1", PYTHONPATH=source, **(variables or {}))
-    return subprocess.Popen(
+    environment[MARK] = mark
+    process = subprocess.Popen(
         [str(part) for part in command],
         env=environment,
         stdout=subprocess.PIPE,
@@ -239,6 +244,8 @@ def spawn(command, folder, variables=None):
         text=True,
         cwd=folder,
     )
+    process.mark = mark
+    return process
 
 
 def wait_for_step(folder, process, at_least, deadline=240):
@@ -252,25 +259,31 @@ def wait_for_step(folder, process, at_least, deadline=240):
     raise AssertionError("no checkpoint in time")
 
 
-def ranks_of(process):
-    """Processes that a training started, by rank."""
+def started_by(process):
+    """Running processes that a started one has started, or that these have, with their names."""
     found = {}
     for entry in Path("/proc").iterdir():
         try:
-            facts = dict(line.split("=", 1) for line in (entry / "environ").read_text().split("\0") if "=" in line)
-            parent = int(re.search(r"PPid:\s+(\d+)", (entry / "status").read_text())[1])
-        except (OSError, TypeError, ValueError):
+            mark = f"{MARK}={process.mark}".encode() in (entry / "environ").read_bytes().split(b"\0")
+            facts = dict(line.split(":\t", 1) for line in (entry / "status").read_text().splitlines() if ":\t" in line)
+        except OSError:
             continue
-        if parent == process.pid and "RANK" in facts:
-            found[int(facts["RANK"])] = int(entry.name)
+        if mark and facts["State"][0] not in "ZX" and int(entry.name) != process.pid:
+            found[int(entry.name)] = facts["Name"]
     return found
+
+
+def ranks_of(process):
+    """Processes of a training, by rank."""
+    named = {number: re.fullmatch(r"cordillera (\d+)", name) for number, name in started_by(process).items()}
+    return {int(name[1]): number for number, name in named.items() if name}
 
 
 def gone(process, deadline=60):
     """All that a process started has ended."""
     until = time.monotonic() + deadline
-    while ranks_of(process):
-        assert time.monotonic() < until, ranks_of(process)
+    while left := started_by(process):
+        assert time.monotonic() < until, left
         time.sleep(0.05)
 
 

@@ -27,6 +27,7 @@ from functools import partial
 from multiprocessing import resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import DupFd
+from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
 import torch
@@ -438,6 +439,8 @@ def _be_rank(
     global _to_launcher
     os.environ.clear()  # a process that was forked has the environment of an earlier moment
     os.environ.update(environment)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(f"cordillera {environment['RANK']}", encoding="ascii")  # its name in `top`
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)  # processes that it starts end with it
     stop = threading.Event()
