@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from statistics import mean
 from typing import Any
 
 from _figures import Figures, percent, results, span, table
@@ -147,6 +148,33 @@ def dmt_share(model: str) -> str:
     return percent(next(one["exchange_share"] for one in _dmt()["models"] if one["model"] == model), ".0f")
 
 
+def dmt_partition() -> str:
+    """Return how well planted groups of features are found again, by where the embeddings are from."""
+    found = results("dmt-partition")
+    rows = [
+        [f"made, noise {one['noise']:g}", f"{one['recovered']} of {one['seeds']}", percent(one["purity"], ".1f")]
+        for one in found["made"]
+    ]
+    for name in dict.fromkeys(one["probe"] for one in found["trained"]):
+        places = [one["purity"] for one in found["trained"] if one["probe"] == name]
+        whole = f"{sum(place == 1 for place in places)} of {len(places)}"
+        rows.append([f"of a trained {name}", whole, percent(mean(places), ".1f")])
+    rows.append(["towers at random", "", percent(found["at_random"], ".1f")])
+    return table(["embeddings", "groups found whole", "features in place"], rows)
+
+
+def dmt_quality() -> str:
+    """Return the AUC without towers, and its change by learned and by random ones with an interval."""
+    rows = []
+    for row in results("dmt-quality")["rows"]:
+        cells = [row["data"], row["model"], f"{mean(run['none'] for run in row['runs']):.4f}"]
+        for kind in ("learned", "random"):
+            one = row[kind]
+            cells.append(f"{one['mean']:+.4f} ({one['low']:+.4f} to {one['high']:+.4f})")
+        rows.append(cells)
+    return table(["data", "model", "AUC without", "learned towers (95 %)", "random towers (95 %)"], rows)
+
+
 _CODERS = ("bounded", "bounded-fast", "zstd-19 of codes", "max(vector-LZ, Huffman)", "distinct", "int8", "fp16")
 
 
@@ -211,6 +239,8 @@ FIGURES: Figures = {
     "freescale-balance-counted": balance_counted,
     "freescale-balance-steps": balance_steps,
     "dmt-exchange": dmt_exchange,
+    "dmt-partition": dmt_partition,
+    "dmt-quality": dmt_quality,
     "dmt-gains-dlrm": partial(dmt_gains, "DLRM"),
     "dmt-gains-dcn": partial(dmt_gains, "DCN-V2"),
     "dmt-share-dlrm": partial(dmt_share, "DLRM"),

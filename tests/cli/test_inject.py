@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from cordillera.numerics.faults.fault_model import FaultModel, draw
 from cordillera.recipe import load
 from cordillera.training import checkpoints
 from cordillera.workflows import model_of
-from cordillera.workflows.injection import components_of, replay_of
+from cordillera.workflows.injection import _rounds, components_of, replay_of
 
 FEW = ["--set", "training.epochs=1"]
 DLRM = """
@@ -132,6 +133,16 @@ MISTAKES = {
     "threshold": (["DONE", "--threshold", 1], "between 0 and 1"),
     "half width": (["DONE", "--half-width", 0], "above zero"),
 }
+
+
+@pytest.mark.parametrize(
+    ("strata", "asked", "half_width", "rounds"),
+    [([32], 320, None, 10), ([32], 321, None, 11), ([8, 32, 16], 64, None, 2), ([32], 1, None, 2), ([], 5, None, 5)],
+)
+def test_faults_are_dealt_out_over_bit_positions(strata, asked, half_width, rounds):
+    found = {str(i): SimpleNamespace(strata=[None] * count) for i, count in enumerate(strata)}
+    config = SimpleNamespace(injections=asked, half_width=half_width)
+    assert _rounds(SimpleNamespace(found=found), config) == rounds
 
 
 def test_mistakes_are_answered_with_what_would_be_right(cli, recipe, tmp_path):

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -94,6 +95,25 @@ def test_dense_transforms_are_what_they_say(frame: pl.DataFrame, schema: Schema)
     assert (dense[~present, 1] == 0).all()
     ranks = frame["rank"].rank().to_numpy() / len(frame)
     np.testing.assert_allclose(dense[:, 2], ranks, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("dense", "encoding", "needs"),
+    [
+        ({}, "hash", False),
+        ({"transform": "standardise"}, "hash", True),
+        ({"missing": "mean"}, "hash", True),
+        ({}, "vocabulary", True),
+    ],
+)
+def test_what_must_be_learned_from_rows_is_known(dense: dict[str, Any], encoding: Any, needs: bool) -> None:
+    size = {"num_embeddings": 10} if encoding == "hash" else {}
+    schema = Schema(
+        dense=(DenseFeature(name="x", **{"transform": "none", "missing": "zero", **dense}),),
+        categorical=(CategoricalFeature(name="y", encoding=encoding, **size),),
+        labels=("click",),
+    )
+    assert Encoder.needs_fit(schema) is needs
 
 
 def test_a_blank_becomes_the_mean_of_the_training_rows() -> None:

@@ -73,6 +73,8 @@ def test_orders_repeat_with_the_seed_and_differ_between_seeds_and_epochs(train: 
     first = _rows(make(1), 0)
     assert first == _rows(make(1), 0)
     assert first != _rows(make(1), 1)
+    for epoch in (0, 1, 3):
+        assert [rows.tolist() for rows in make(1).order(epoch)] == _rows(make(1), epoch)  # type: ignore[union-attr]
     assert first != _rows(make(2), 0)
 
 

@@ -210,6 +210,23 @@ def test_gradients_of_slices_that_are_sent_early_give_the_same_bits(rule: str) -
             assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(late[key])), key
 
 
+@pytest.mark.parametrize(("common", "stays", "returns"), [(7, True, False), (8, True, False), (9, False, False)])
+def test_a_share_at_a_limit_keeps_the_exchange(common: int, stays: bool, returns: bool) -> None:
+    def work(links: Collectives) -> tuple[bool, bool, bool, bool]:
+        tables = PrioritisedEmbeddingTables.of(Pair(links, "sgd", PLACEMENTS["rows"]).one, PLACEMENTS["rows"], links)
+        tables._choose(10, common)
+        after = tables.is_prioritised
+        tables.is_prioritised = False
+        tables._choose(10, common)
+        still = tables.is_prioritised
+        tables._choose(0, 0)  # nothing was counted
+        kept = tables.is_prioritised
+        tables._choose(10, 6)
+        return after, still, kept, tables.is_prioritised
+
+    assert run_ranks(2, work) == [(stays, returns, returns, True)] * 2
+
+
 def test_ids_beyond_a_table_are_refused_by_the_rank_that_has_them() -> None:
     def work(links: Collectives) -> None:
         pair = Pair(links, "sgd", PLACEMENTS["rows"] if "rows" in PLACEMENTS else next(iter(PLACEMENTS.values())))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,22 @@ def test_nothing_that_fits_ends_with_reasons() -> None:
         Explorer(odd, topology.load("a100-node").changed({"host.members": 53})).explore()
     with pytest.raises(PlanError, match="9 devices are asked for, the cluster has 8"):
         Explorer(workloads.load("gpt-22b"), small, devices=9)
+
+
+@pytest.mark.parametrize(
+    ("free", "changes", "allowed"),
+    [
+        ((), {}, True),
+        ((), {"microbatch": 2}, False),
+        (("scheduling",), {"microbatch": 2}, True),
+        (("scheduling",), {"tensor": 4}, False),
+        (("placement", "scheduling"), {"tensor": 4, "microbatch": 2}, True),
+    ],
+)
+def test_layouts_differ_only_in_what_is_searched(free: tuple, changes: dict, allowed: bool) -> None:
+    explorer = Explorer(workloads.load("gpt-22b"), topology.load("a100-node"))
+    base = Layout(tensor=2, data=4)
+    assert explorer._allowed(replace(base, **changes), base, free) is allowed
 
 
 def test_one_host_needs_no_network() -> None:
