@@ -28,6 +28,12 @@ def test_rows_do_not_depend_on_chunks(made: pl.DataFrame, chunk: int) -> None:
     assert [first for _, first in parts] == firsts
 
 
+def test_times_alone_are_those_of_the_whole_rows(made: pl.DataFrame) -> None:
+    parts = [frame for frame, _ in SyntheticLog(SyntheticConfig(rows=ROWS, seed=7)).chunks(["timestamp"])]
+    assert all(frame.columns == ["timestamp"] for frame in parts)
+    assert pl.concat(parts)["timestamp"].to_list() == made["timestamp"].to_list()
+
+
 def test_a_shorter_log_is_the_beginning_of_a_longer_one(made: pl.DataFrame) -> None:
     short = pl.concat(frame for frame, _ in SyntheticLog(SyntheticConfig(rows=66_000, seed=7)).chunks())
     assert short.equals(made.head(66_000))

@@ -129,6 +129,15 @@ def test_a_run_is_cut_only_when_it_is_too_long() -> None:
         assert [len(piece) for piece in pieces(f"a {'x' * run} b")] == sizes
 
 
+def test_the_end_of_a_text_comes_before_that_of_a_turn_where_no_file_names_it(tmp_path: Path) -> None:
+    path = v.write_json(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["added_tokens"].reverse()
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert load_tokenizer(path).eos_id == v.SPECIAL.index("<|endoftext|>")
+
+
 def test_ids_of_the_file_s_special_tokens(tokenizers: dict[str, Tokenizer]) -> None:
     llama, hugging, gguf = (tokenizers[kind] for kind in KINDS[:3])
     base = llama.special_tokens["<|begin_of_text|>"]
