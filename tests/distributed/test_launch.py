@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cordillera.distributed.job import launch as job_launch
 from cordillera.distributed.job.failures import RankTraceback, pack, unpack
 from cordillera.distributed.job.job import join_job
 from cordillera.distributed.job.launch import LaunchConfig, launch, tell
@@ -154,6 +156,17 @@ def test_the_result_of_rank_0_comes_back_whatever_strangers_write_into_the_store
     assert not isinstance(result, Exception), result
     assert result.pop("heard") == [["from rank", 0], ["from rank", 1]]
     assert result == {"rank": 0, "total": [4.0, 4.0], "threads": 1, "addresses": ["0100007F"]}  # 127.0.0.1 alone
+
+
+@pytest.mark.slow
+def test_processes_that_start_afresh_end_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with GPUs, and on systems other than Linux."""
+    monkeypatch.setattr(job_launch, "_context", lambda device_type: multiprocessing.get_context("spawn"))
+    result, _ = run("well", tmp_path / "well")
+    assert not isinstance(result, Exception), result
+    assert result.pop("heard") == [["from rank", 0], ["from rank", 1]]
+    error, _ = run("exit", tmp_path / "exit")
+    assert "what it \\x1b[2Jwrote last" in str(error)
 
 
 def test_an_error_keeps_its_class_and_gets_its_ranks_name(launched: Any) -> None:

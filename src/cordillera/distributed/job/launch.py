@@ -412,7 +412,8 @@ class _Outputs:
         self._descriptors = descriptors
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _handed, ([DupFd(one) if _is_open(one) else None for one in self._descriptors],)
+        once = {one: DupFd(one) for one in dict.fromkeys(self._descriptors) if _is_open(one)}
+        return _handed, ([once.get(one) for one in self._descriptors],)
 
 
 def _is_open(descriptor: int) -> bool:
@@ -450,11 +451,13 @@ def _be_rank(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     threading.Thread(target=_listen, args=(pipe, stop), daemon=True).start()
     _to_launcher = pipe
-    for stream, output in zip((sys.stdout, sys.stderr), outputs, strict=True):
-        if output is not None and output != stream.fileno():
+    streams = (sys.stdout, sys.stderr)
+    for stream, output in zip(streams, outputs, strict=True):
+        if output is not None:
             stream.flush()
             os.dup2(output, stream.fileno())
-            os.close(output)
+    for output in {one for one in outputs if one is not None} - {stream.fileno() for stream in streams}:
+        os.close(output)
     torch.set_num_threads(threads)
     try:
         work, arguments = pickle.loads(payload)
