@@ -132,6 +132,7 @@ def test_fuxictr_scores_alike_with_our_weights(name: str) -> None:
 
 
 @pytest.mark.peer
+@pytest.mark.slow
 def test_torchrec_scores_alike_with_our_weights() -> None:
     pytest.importorskip("torchrec")
     batch = criteo_batches(FEATURES, 1, 32)[0]

@@ -121,7 +121,11 @@ def _spec(run: Path) -> tuple[Any, torch.device]:
 
 @pytest.mark.parametrize(
     ("name", "options", "step"),
-    [("rows", FILE, 3), ("ids", DYNAMIC, 12), ("rows", [*FILE, "training.patience=1"], 12)],
+    [
+        ("rows", FILE, 3),
+        pytest.param("ids", DYNAMIC, 12, marks=pytest.mark.slow),
+        pytest.param("rows", [*FILE, "training.patience=1"], 12, marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_run_ends_with_the_same_bits(
     logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: list[str], step: int

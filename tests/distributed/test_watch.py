@@ -256,6 +256,7 @@ def test_without_a_launcher_the_others_end_and_name_the_rank(survivors: Any, how
     assert seconds < 110
 
 
+@pytest.mark.slow
 def test_without_a_launcher_all_end_in_good_order(tmp_path: Path) -> None:
     with processes(tmp_path, "all well") as begun:
         assert [process.wait(120) for process, _ in begun] == [0, 0], [output.read_text() for _, output in begun]

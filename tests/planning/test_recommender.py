@@ -444,6 +444,7 @@ def test_a_machine_that_is_twice_as_slow_takes_twice_as_long() -> None:
         assert times[1] == pytest.approx({name: 2 * value for name, value in times[0].items()})
 
 
+@pytest.mark.slow
 def test_narrower_links_are_never_faster_for_the_best_plan() -> None:
     work = SMALL.model_copy(update={"batch": 64 * 8192})
     last = 0.0
