@@ -1,8 +1,8 @@
 """Benchmarks are programs beside the package: their folder is put on the path while their tests run.
 
 Tests may be shared out among processes (``make test`` takes two). What a test of one file makes, the others of the file
-use, so files stay whole; and all files whose tests start processes that talk with one another (``needs_gloo``) stay in
-one process and thus run one after another, from the beginning on, as they take longest.
+use, so files stay whole; and all files that start whole commands of several processes, kill some of them and wait for
+the others to end within a deadline stay in one process and thus run one after another, from the beginning on.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from cordillera.kernels.threads import usable_cores
@@ -24,7 +25,8 @@ os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-TALKING = "processes that talk"
+COMMANDS = "commands of several processes"
+COMMAND_FILES = ("tests/cli/", "tests/distributed/test_launch.py", "tests/distributed/test_watch.py")
 if str(BENCHMARKS) not in sys.path:
     sys.path.insert(0, str(BENCHMARKS))
 
@@ -41,8 +43,14 @@ def fuzz_inputs(request: pytest.FixtureRequest) -> Callable[[int], int]:
     return lambda default: request.config.getoption("--fuzz") or default
 
 
-def pytest_configure() -> None:
-    """Tests send themselves Ctrl-C, which a shell that runs something in the background has told it to ignore."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare the process.
+
+    Tests of properties take the same inputs in each run, other ones with ``--fuzz``. Tests send themselves Ctrl-C, which
+    a shell that runs something in the background has told it to ignore.
+    """
+    hypothesis.settings.register_profile("same inputs", derandomize=True)
+    hypothesis.settings.load_profile("default" if config.getoption("--fuzz") else "same inputs")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -61,19 +69,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     turns: dict[str, int] = {}
     for item in items:
-        turn = 0 if scope_of(item.nodeid) == TALKING else 1 if item.get_closest_marker("slow") else 2
+        turn = 0 if scope_of(item.nodeid) == COMMANDS else 1 if item.get_closest_marker("slow") else 2
         turns[scope_of(item.nodeid)] = min(turn, turns.get(scope_of(item.nodeid), turn))
     items.sort(key=lambda item: turns[scope_of(item.nodeid)])
 
 
 @functools.cache
 def scope_of(nodeid: str) -> str:
-    """What runs in one process: files, and all files and pages whose processes talk with one another."""
+    """What runs in one process: a file, a page of the documentation, or all files of :data:`COMMAND_FILES`."""
     file, _, name = nodeid.partition("::")
     page = name.partition("[")[2].removesuffix("]")
     if page.endswith(".md") and (ROOT / page).is_file():
-        return TALKING if "--nproc" in (ROOT / page).read_text(encoding="utf-8") else file
-    return TALKING if "needs_gloo" in (ROOT / file).read_text(encoding="utf-8") else file
+        return page
+    deadlines = file.startswith(COMMAND_FILES) and "needs_gloo" in (ROOT / file).read_text(encoding="utf-8")
+    return COMMANDS if deadlines else file
 
 
 @pytest.hookimpl(optionalhook=True)

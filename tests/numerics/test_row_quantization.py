@@ -68,6 +68,9 @@ def test_bytes_and_values_are_those_of_fbgemm(seed: int, dim: int, bits: int) ->
 def test_errors_stay_within_the_stated_bounds_for_any_number_of_columns(seed: int, dim: int, bits: int) -> None:
     x = _table(seed, dim)
     levels = 2**bits - 1
+    low, high = x.double().aminmax(dim=1)
+    # narrow rows far from zero are refused in few bits, and have a test of their own
+    x = x[(high == low) | (low.abs() * 2.0**-11 <= (high - low) / levels / 2.1)]
     low, high = x.double().aminmax(dim=1, keepdim=True)
     step = (high - low) / levels
     if bits == 8:
