@@ -46,8 +46,8 @@ def fuzz_inputs(request: pytest.FixtureRequest) -> Callable[[int], int]:
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare the process.
 
-    Tests of properties take the same inputs in each run, other ones with ``--fuzz``. Tests send themselves Ctrl-C, which
-    a shell that runs something in the background has told it to ignore.
+    Tests of properties take the same inputs in each run, other ones with ``--fuzz``. Tests send themselves Ctrl-C,
+    which a shell that runs something in the background has told it to ignore.
     """
     hypothesis.settings.register_profile("same inputs", derandomize=True)
     hypothesis.settings.load_profile("default" if config.getoption("--fuzz") else "same inputs")
