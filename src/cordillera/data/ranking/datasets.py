@@ -35,6 +35,7 @@ from cordillera.data.ranking.logs.click_logs import (
     log_times,
 )
 from cordillera.data.ranking.logs.columns import RowPlace, splitmix64, timestamps_of
+from cordillera.data.ranking.logs.histories import HistoriesConfig, HistoriesLog
 from cordillera.data.ranking.logs.synthetic import SyntheticConfig, SyntheticLog
 from cordillera.errors import DataError
 
@@ -63,6 +64,7 @@ class DataConfig(BaseModel):
         prefetch: Number of batches that are read ahead.
         cache_dir: Folder of prepared data. Default: ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
         synthetic: Settings of the synthetic log.
+        histories: Settings of the synthetic log of requests with long histories.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
@@ -82,6 +84,7 @@ class DataConfig(BaseModel):
     prefetch: int = Field(1, ge=0, le=1024)
     cache_dir: str | None = None
     synthetic: SyntheticConfig = SyntheticConfig()
+    histories: HistoriesConfig = HistoriesConfig()
 
     @property
     def label(self) -> str:
@@ -186,6 +189,14 @@ DATASETS: dict[str, Dataset] = {
         "order",
         lambda config: config.synthetic.log_schema(),
         lambda config, cache: SyntheticLog(config.synthetic),
+    ),
+    "histories": Dataset(
+        "made requests of several candidates with histories of up to 8,192 entries; what decides is known",
+        "made",
+        "none: the rows are made",
+        "time",
+        lambda config: config.histories.log_schema(),
+        lambda config, cache: HistoriesLog(config.histories),
     ),
     "criteo": Dataset(
         "45 million ad impressions: 13 counts, 26 ids (train.txt of the display advertising challenge)",
@@ -377,7 +388,7 @@ class _CachedLog:
 def _build(config: DataConfig, log: ClickLog, folder: Path, progress: bool) -> None:
     console = Console(stderr=True, quiet=not progress)
     name = config.dataset or "your files"
-    if config.dataset is not None and config.dataset != "synthetic":
+    if config.dataset is not None and log.facts.get("source") != "made":
         console.print(f"{name}: {log.facts.get('source')}\nterms: {log.facts.get('terms')}", highlight=False)
     bar = Progress(
         SpinnerColumn(),

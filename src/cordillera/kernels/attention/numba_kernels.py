@@ -9,190 +9,32 @@ depend on the number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 from torch import Tensor
 
+from cordillera.kernels.attention.numba_tiles import (
+    BLOCK,
+    BYTES,
+    COLUMNS,
+    FAST,
+    ROWS,
+    ZERO,
+    add_columns,
+    add_rows,
+    add_scores,
+    exp2,
+    largest_of,
+    powers_of,
+)
 from cordillera.kernels.compiling import compiled
 from cordillera.kernels.numba_support import pool, threads_for
 
-# The tile's sums take half of the vector registers: of 32 wide ones with AVX-512, of 16 narrow ones without.
-_IS_WIDE = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
-_LANES = 16 if _IS_WIDE else 8
-ROWS = 8 if _IS_WIDE else 4  # queries at a time
-COLUMNS = 2 * _LANES  # keys at a time
-_BLOCK = 256  # keys whose scores stay in the cache
-WIDTH = 16  # divisor of the widths of heads
 
-_BYTES = 4
-_FAST = {"contract"}  # a product and a sum may be one instruction; nothing is reordered
-
-
-def _tile(columns: int) -> Callable[..., Any]:
-    """Make ``c [ROWS, columns] += sum over k of a[:, k] b[k]``, for a multiple of the lanes as ``columns``."""
-
-    @intrinsic
-    def tile(
-        typing_context: Any, a: Any, a_row: Any, a_step: Any, b: Any, b_step: Any, c: Any, c_row: Any, count: Any,
-    ) -> Any:  # fmt: skip
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            a, a_row, a_step, b, b_step, c, c_row, count = arguments
-            word, single = ir.IntType(64), ir.FloatType()
-            vector = ir.VectorType(single, _LANES)
-            zeros = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES)
-            undefined = ir.Constant(vector, ir.Undefined)
-
-            def at(base: Any, step: Any, times: int, kind: Any) -> Any:
-                offset = builder.mul(step, ir.Constant(word, times))
-                return builder.inttoptr(builder.add(base, offset), kind.as_pointer())
-
-            lane = ir.Constant(word, _LANES * _BYTES)
-            vectors = range(columns // _LANES)
-            places, sums = {}, {}
-            for row in range(ROWS):
-                start = builder.add(c, builder.mul(c_row, ir.Constant(word, row)))
-                for v in vectors:
-                    places[row, v] = at(start, lane, v, vector)
-                    sums[row, v] = cgutils.alloca_once(builder, vector)
-                    builder.store(builder.load(places[row, v], align=_BYTES), sums[row, v])
-            with cgutils.for_range(builder, count, intp=word) as loop:
-                right = builder.add(b, builder.mul(b_step, loop.index))
-                left = builder.add(a, builder.mul(a_step, loop.index))
-                others = [builder.load(at(right, lane, v, vector), align=_BYTES) for v in vectors]
-                for row in range(ROWS):
-                    value = builder.load(at(left, a_row, row, single), align=_BYTES)
-                    first = builder.insert_element(undefined, value, ir.Constant(ir.IntType(32), 0))
-                    spread = builder.shuffle_vector(first, undefined, zeros)
-                    for v in vectors:
-                        product = builder.fmul(spread, others[v], flags=["contract"])
-                        total = builder.fadd(builder.load(sums[row, v]), product, flags=["contract"])
-                        builder.store(total, sums[row, v])
-            for key, place in places.items():
-                builder.store(builder.load(sums[key]), place, align=_BYTES)
-            return context.get_dummy_value()
-
-        return types.none(*[types.int64] * 8), generate
-
-    return tile
-
-
-_wide_tile, _narrow_tile = _tile(COLUMNS), _tile(WIDTH)
-
-
-@intrinsic
-def _scale_by(typing_context: Any, value: Any) -> Any:
-    """Power of two whose exponent is in the lowest bits of a float32's mantissa."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        word = ir.IntType(32)
-        exponent = builder.add(builder.bitcast(arguments[0], word), word(127))
-        return builder.bitcast(builder.shl(exponent, word(23)), ir.FloatType())
-
-    return types.float32(types.float32), generate
-
-
-def _reduction(combine: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
-    """Make a reduction of a float32 row, of a multiple of the lanes, in an order that depends on the count alone."""
-
-    @intrinsic
-    def reduce(typing_context: Any, row: Any, count: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            row, count = arguments
-            word = ir.IntType(64)
-            vector = ir.VectorType(ir.FloatType(), _LANES)
-
-            def load(number: Any) -> Any:
-                address = builder.add(row, builder.mul(number, ir.Constant(word, _LANES * _BYTES)))
-                return builder.load(builder.inttoptr(address, vector.as_pointer()), align=_BYTES)
-
-            slot = cgutils.alloca_once(builder, vector)
-            builder.store(load(ir.Constant(word, 0)), slot)
-            others = builder.sub(builder.udiv(count, ir.Constant(word, _LANES)), ir.Constant(word, 1))
-            with cgutils.for_range(builder, others, intp=word) as loop:
-                following = load(builder.add(loop.index, ir.Constant(word, 1)))
-                builder.store(combine(builder, builder.load(slot), following), slot)
-            whole = builder.load(slot)
-            found = builder.extract_element(whole, ir.Constant(ir.IntType(32), 0))
-            for lane in range(1, _LANES):
-                found = combine(builder, found, builder.extract_element(whole, ir.Constant(ir.IntType(32), lane)))
-            return found
-
-        return types.float32(types.int64, types.int64), generate
-
-    return reduce
-
-
-_sum = _reduction(lambda builder, a, b: builder.fadd(a, b))
-_largest = _reduction(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", b, a), b, a))
-
-
-_SHIFT = np.float32(1.5 * 2**23)  # added to a small number, it leaves its nearest integer in the lowest bits
-_LEAST = np.float32(-126.0)
-# Coefficients of 2**x for x in [-1/2, 1/2], from the sixth power down; from the Cephes library's exp2f.
-_C6, _C5, _C4, _C3, _C2, _C1 = (
-    np.float32(c)
-    for c in (
-        1.535336188319500e-4,
-        1.339887440266574e-3,
-        9.618437357674640e-3,
-        5.550332471162809e-2,
-        2.402264791363012e-1,
-        6.931472028550421e-1,
-    )
-)
-_ONE, _ZERO = np.float32(1.0), np.float32(0.0)
-
-
-@compiled(inline="always", fastmath=_FAST)
-def _exp2(x: Any) -> Any:
-    """``2**x`` for ``x`` up to 127; NaN stays NaN."""
-    x = _LEAST if x < _LEAST else x
-    shifted = x + _SHIFT
-    r = x - (shifted - _SHIFT)
-    return ((((((_C6 * r + _C5) * r + _C4) * r + _C3) * r + _C2) * r + _C1) * r + _ONE) * _scale_by(shifted)
-
-
-@compiled(fastmath=_FAST)
-def _add_scores(queries: Any, width: Any, keys: Any, block: Any, count: Any, scores: Any) -> None:
-    """``scores [ROWS, block] += queries [ROWS, width] @ keys [width, block]``, in the first ``count`` columns."""
-    one, row = np.int64(_BYTES), _BYTES * block
-    for j in range(0, _BYTES * count, _BYTES * COLUMNS):
-        _wide_tile(queries, _BYTES * width, one, keys + j, row, scores + j, row, width)
-
-
-@compiled(fastmath=_FAST)
-def _add_rows(scores: Any, block: Any, count: Any, keys: Any, width: Any, out: Any) -> None:
-    """``out [ROWS, width] += scores [ROWS, block] @ keys [block, width]``, by the first ``count`` keys."""
-    one, row = np.int64(_BYTES), _BYTES * width
-    if width % COLUMNS == 0:
-        for d in range(0, row, _BYTES * COLUMNS):
-            _wide_tile(scores, _BYTES * block, one, keys + d, row, out + d, row, count)
-    else:
-        for d in range(0, row, _BYTES * WIDTH):
-            _narrow_tile(scores, _BYTES * block, one, keys + d, row, out + d, row, count)
-
-
-@compiled(fastmath=_FAST)
-def _add_columns(queries: Any, width: Any, scores: Any, block: Any, count: Any, out: Any) -> None:
-    """``out [width, block] += queries [ROWS, width].T @ scores [ROWS, block]``, in the first ``count`` columns."""
-    one, row = np.int64(_BYTES), _BYTES * block
-    for d in range(0, width, ROWS):
-        for j in range(0, _BYTES * count, _BYTES * COLUMNS):
-            _wide_tile(
-                queries + _BYTES * d, one, _BYTES * width, scores + j, row, out + d * row + j, row, np.int64(ROWS)
-            )
-
-
-@compiled(fastmath=_FAST)
+@compiled(fastmath=FAST)
 def _one_head_forward(q: Any, keys: Any, values: Any, out: Any, logsumexp: Any) -> None:
     """Forward of one head: ``q``, ``out [n, D]``, ``keys [blocks, D, m]``, ``values [blocks, m, D]``; base 2."""
     queries, width = q.shape
@@ -202,38 +44,33 @@ def _one_head_forward(q: Any, keys: Any, values: Any, out: Any, logsumexp: Any) 
     highest, total = np.empty(ROWS, np.float32), np.empty(ROWS, np.float32)
     for i in range(0, queries, ROWS):
         highest[:] = -np.inf
-        total[:] = _ZERO
-        start = _BYTES * width * i
+        total[:] = ZERO
+        start = BYTES * width * i
         for b in range(min(blocks, (i + ROWS - 1) // block + 1)):
             first = b * block
             count = min(block, (i + ROWS - first + COLUMNS - 1) // COLUMNS * COLUMNS)
-            scores[:, :count] = _ZERO
-            _add_scores(of_q + start, width, np.int64(keys[b].ctypes.data), block, count, score)
+            scores[:, :count] = ZERO
+            add_scores(of_q + start, width, np.int64(keys[b].ctypes.data), block, count, score)
             for r in range(ROWS):
                 own, seen = scores[r], i + r + 1 - first
                 for j in range(seen, count):
                     own[j] = -np.inf
-                most = _largest(score + _BYTES * block * r, count)
+                most = largest_of(score + BYTES * block * r, count)
                 if most > highest[r]:
-                    scale = _exp2(highest[r] - most) if b else _ZERO
+                    scale = exp2(highest[r] - most) if b else ZERO
                     total[r] *= scale
                     for d in range(width):
                         out[i + r, d] *= scale
                     highest[r] = most
-                most = highest[r]
-                for j in range(count):
-                    own[j] = _exp2(own[j] - most)
-                for j in range(seen, count):
-                    own[j] = _ZERO
-                total[r] += _sum(score + _BYTES * block * r, count)
-            _add_rows(score, block, count, np.int64(values[b].ctypes.data), width, of_out + start)
+                total[r] += powers_of(score + BYTES * block * r, count, highest[r])
+            add_rows(score, block, count, np.int64(values[b].ctypes.data), width, of_out + start)
         for r in range(ROWS):
             for d in range(width):
                 out[i + r, d] /= total[r]
             logsumexp[i + r] = highest[r] + np.log2(total[r])
 
 
-@compiled(parallel=True, fastmath=_FAST)
+@compiled(parallel=True, fastmath=FAST)
 def _all_heads_forward(q: Any, keys: Any, values: Any, out: Any, logsumexp: Any, threads: int) -> None:
     heads, group = len(q), len(q) // len(keys)
     for chunk in numba.prange(threads):
@@ -242,7 +79,7 @@ def _all_heads_forward(q: Any, keys: Any, values: Any, out: Any, logsumexp: Any,
             _one_head_forward(q[h], keys[g], values[g], out[h], logsumexp[h])
 
 
-@compiled(fastmath=_FAST)
+@compiled(fastmath=FAST)
 def _one_head(
     q: Any, gradient: Any, logsumexp: Any, along: Any, keys: Any, values: Any, rows: Any, dq: Any, dk: Any, dv: Any
 ) -> None:
@@ -262,28 +99,28 @@ def _one_head(
         row = np.int64(rows[b].ctypes.data)
         for i in range(first, queries, ROWS):
             count = min(block, (i + ROWS - first + COLUMNS - 1) // COLUMNS * COLUMNS)
-            start = _BYTES * width * i
+            start = BYTES * width * i
             for r in range(ROWS):
                 for j in range(count):
                     scores[r, j] = -logsumexp[i + r]
                     slopes[r, j] = -along[i + r]
-            _add_scores(of_q + start, width, key, block, count, score)
-            _add_scores(of_gradient + start, width, value, block, count, slope)
+            add_scores(of_q + start, width, key, block, count, score)
+            add_scores(of_gradient + start, width, value, block, count, slope)
             for r in range(ROWS):
                 own_scores, own_slopes = scores[r], slopes[r]
                 for j in range(count):
-                    share = _exp2(own_scores[j])
+                    share = exp2(own_scores[j])
                     own_scores[j] = share
                     own_slopes[j] *= share
                 for j in range(i + r + 1 - first, count):
-                    own_scores[j] = _ZERO
-                    own_slopes[j] = _ZERO
-            _add_rows(slope, block, count, row, width, of_dq + start)
-            _add_columns(of_gradient + start, width, score, block, count, of_dv)
-            _add_columns(of_q + start, width, slope, block, count, of_dk)
+                    own_scores[j] = ZERO
+                    own_slopes[j] = ZERO
+            add_rows(slope, block, count, row, width, of_dq + start)
+            add_columns(of_gradient + start, width, score, block, count, of_dv)
+            add_columns(of_q + start, width, slope, block, count, of_dk)
 
 
-@compiled(parallel=True, fastmath=_FAST)
+@compiled(parallel=True, fastmath=FAST)
 def _all_heads(
     q: Any, gradient: Any, logsumexp: Any, along: Any, keys: Any, values: Any, rows: Any, dq: Any, dk: Any, dv: Any,
     threads: int,
@@ -320,7 +157,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         Output ``[B, H, n, D]`` and log-sum-exp of the scaled scores ``[B, H, n]``, both in float32.
     """
     batch, heads, n, width = q.shape
-    block = min(_BLOCK, -(-n // COLUMNS) * COLUMNS)
+    block = min(BLOCK, -(-n // COLUMNS) * COLUMNS)
     queries = _padded(q, ROWS) * (width**-0.5 * float(np.log2(np.e)))
     keys, values = (_padded(x, block).unflatten(1, (-1, block)) for x in (k, v))
     out, logsumexp = torch.zeros_like(queries), torch.empty(queries.shape[:2])
@@ -348,7 +185,7 @@ def causal_attention_backward(
         Gradients of ``q``, ``k`` and ``v``, in their shapes, float32.
     """
     batch, heads, n, width = q.shape
-    block = min(_BLOCK, -(-n // COLUMNS) * COLUMNS)
+    block = min(BLOCK, -(-n // COLUMNS) * COLUMNS)
     scale, to_base_2 = width**-0.5, float(np.log2(np.e))
     queries, incoming = _padded(q, ROWS) * (scale * to_base_2), _padded(gradient, ROWS)
     rows, values = (_padded(x, block).unflatten(1, (-1, block)) for x in (k, v))  # [B G, blocks, m, D]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -63,6 +63,7 @@ class RankingModel(nn.Module):
     Attributes:
         built: :func:`~cordillera.models.ranking.mods.weights_sum` of the model as ``build`` created it; None if it was
             created otherwise.
+        pools_all: Whether embeddings are the sums of bags that the tables give, and nothing else.
 
     Raises:
         DataError: If there is no feature, or no task.
@@ -71,6 +72,7 @@ class RankingModel(nn.Module):
     tables: EmbeddingTables
     heads: nn.Module
     built: float | None = None
+    pools_all: ClassVar[bool] = True
 
     def __init__(self, features: FeatureSpec) -> None:
         super().__init__()
@@ -84,11 +86,17 @@ class RankingModel(nn.Module):
 
     def forward(self, batch: RankingBatch) -> Tensor:
         """Compute logits ``[B, tasks]`` of a batch, with columns in the order of ``FeatureSpec.tasks``."""
+        return self.score(batch.dense, self.look_up(batch))
+
+    def look_up(self, batch: RankingBatch) -> Tensor:
+        """Look up the embeddings ``[B, F, d]`` of a batch, in the order of ``FeatureSpec.sparse``.
+
+        Models that read histories in order summarise them here, so that what follows sees one embedding of each.
+        """
         if self.features.sparse:
-            embeddings = self.tables(batch.sparse)
-        else:  # an empty sparse batch does not contain the number of samples
-            embeddings = batch.dense.new_zeros(len(batch), 0, self.tables.embedding_dim)
-        return self.score(batch.dense, embeddings)
+            return self.tables(batch.sparse)
+        # an empty sparse batch does not contain the number of samples
+        return batch.dense.new_zeros(len(batch), 0, self.tables.embedding_dim)
 
     def represent(self, dense: Tensor, embeddings: Tensor) -> Tensor:
         """Compute the representation ``[B, r]`` that all heads read.

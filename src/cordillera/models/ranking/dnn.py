@@ -14,8 +14,8 @@ from cordillera.models.ranking.base import DeepConfig, DeepModel, EmbeddingLayer
 from cordillera.models.ranking.interactions import MLP, Norm
 
 
-class DNNConfig(DeepConfig):
-    """Settings of the MLP.
+class TrunkConfig(DeepConfig):
+    """Settings of an MLP over all inputs.
 
     Attributes:
         mlp: Widths of the hidden layers.
@@ -24,18 +24,23 @@ class DNNConfig(DeepConfig):
             FuxiCTR.
     """
 
-    name: Literal["dnn"] = "dnn"
     mlp: Sizes = Field((512, 256), min_length=1)
     norm: Norm = "none"
     dense_vectors: bool = False
 
 
+class DNNConfig(TrunkConfig):
+    """Settings of the DNN."""
+
+    name: Literal["dnn"] = "dnn"
+
+
 class DNN(DeepModel):
     """MLP over the dense inputs and the flattened embeddings."""
 
-    Config = DNNConfig
+    Config: type[TrunkConfig] = DNNConfig
 
-    def __init__(self, config: DNNConfig, features: FeatureSpec, tables: TablesConfig) -> None:
+    def __init__(self, config: TrunkConfig, features: FeatureSpec, tables: TablesConfig) -> None:
         super().__init__(config, features, tables)
         self.embed = EmbeddingLayer(
             len(features.dense) if config.dense_vectors else 0,
