@@ -37,6 +37,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "embedding_dim": 4, "fmb_embeddings": 3, "lcb_embeddings": 3, "rank": 2, "fmb_mlp": (8,), "top_mlp": (8,),
         "dense_mlp": (6,),
     },
+    "rankmixer": {"embedding_dim": 4, "tokens": 3, "width": 6, "expansion": 2},
 }  # fmt: skip
 DEEP = sorted(set(SMALL) - {"lr", "fm"})
 
@@ -45,7 +46,7 @@ def make(name: str, features: FeatureSpec, **changes: Any) -> RankingModel:
     return build(MODELS[name].Config(**{**SMALL[name], **changes}), features, SGD)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SMALL)
 def test_logits_are_a_column_a_task(make_features: MakeFeatures, make_batch: MakeBatch, name: str) -> None:
     features = make_features(lists=2, tasks=("click", "like", "buy"))
     batch = make_batch(features)
@@ -55,7 +56,7 @@ def test_logits_are_a_column_a_task(make_features: MakeFeatures, make_batch: Mak
     torch.testing.assert_close(logits, model.score(batch.dense, model.tables(batch.sparse)))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize(("dense", "sparse"), [(0, 4), (3, 0), (3, 1), (0, 2)])
 def test_dense_or_sparse_features_may_be_absent(
     make_features: MakeFeatures, make_batch: MakeBatch, name: str, dense: int, sparse: int
@@ -67,7 +68,7 @@ def test_dense_or_sparse_features_may_be_absent(
     logits.sum().backward()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SMALL)
 def test_a_model_without_features_or_tasks_is_refused(make_features: MakeFeatures, name: str) -> None:
     with pytest.raises(DataError, match="at least one feature"):
         make(name, make_features(dense=0, sparse=0))
@@ -75,7 +76,7 @@ def test_a_model_without_features_or_tasks_is_refused(make_features: MakeFeature
         make(name, make_features(tasks=()))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SMALL)
 def test_samples_do_not_mix_and_their_order_does_not_matter(make_features: MakeFeatures, name: str) -> None:
     model = make(name, make_features())
     dense, embeddings = torch.randn(9, 3), torch.randn(9, 4, model.tables.embedding_dim)
@@ -85,7 +86,7 @@ def test_samples_do_not_mix_and_their_order_does_not_matter(make_features: MakeF
     torch.testing.assert_close(alone, together, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SMALL)
 def test_weights_travel_through_a_state_dict(make_features: MakeFeatures, make_batch: MakeBatch, name: str) -> None:
     features = make_features(lists=1)
     batch, model, twin = make_batch(features), make(name, features), make(name, features)
@@ -96,7 +97,7 @@ def test_weights_travel_through_a_state_dict(make_features: MakeFeatures, make_b
     assert torch.equal(model(batch), twin(batch))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SMALL)
 def test_the_global_random_state_decides_the_initialisation(make_features: MakeFeatures, name: str) -> None:
     states = []
     for _ in range(2):
@@ -106,7 +107,7 @@ def test_the_global_random_state_decides_the_initialisation(make_features: MakeF
         assert torch.equal(value, states[1][key]), key
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SMALL)
 def test_every_parameter_gets_a_gradient(make_features: MakeFeatures, make_batch: MakeBatch, name: str) -> None:
     features = make_features(tasks=("click", "buy"))
     batch, model = make_batch(features, 64), make(name, features)
@@ -118,7 +119,7 @@ def test_every_parameter_gets_a_gradient(make_features: MakeFeatures, make_batch
     assert not torch.equal(model.tables.weight, before)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SMALL)
 def test_bfloat16_autocast_stays_near_float32(make_features: MakeFeatures, make_batch: MakeBatch, name: str) -> None:
     features = make_features()
     batch, model = make_batch(features, 128), make(name, features)
@@ -134,7 +135,7 @@ def test_bfloat16_autocast_stays_near_float32(make_features: MakeFeatures, make_
 @pytest.mark.parametrize(
     ("name", "bf16"),
     [
-        *(pytest.param(name, False, marks=() if name == "wukong" else pytest.mark.slow) for name in MODELS),
+        *(pytest.param(name, False, marks=() if name == "wukong" else pytest.mark.slow) for name in SMALL),
         ("dlrm", True),
         pytest.param("wukong", True, marks=pytest.mark.slow),
     ],
@@ -289,7 +290,7 @@ def test_dlrm_flops_equal_the_closed_formula(make_features: MakeFeatures, make_b
     assert count(make("dlrm", features), make_batch(features)).forward_macs == macs
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SMALL)
 def test_counting_is_per_example_and_leaves_no_trace(
     make_features: MakeFeatures, make_batch: MakeBatch, name: str
 ) -> None:
@@ -312,7 +313,7 @@ def test_counting_is_per_example_and_leaves_no_trace(
 ANY = TypeAdapter(ModelConfig)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SMALL)
 def test_a_config_is_chosen_by_its_name_and_survives_json(name: str) -> None:
     config = ANY.validate_python({"name": name, **SMALL[name]})
     assert type(config) is MODELS[name].Config
@@ -347,7 +348,7 @@ def test_a_mistake_in_a_config_is_named_with_its_path(
     assert error.value.errors()[0]["loc"][: len(path)] == path
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SMALL)
 def test_a_config_does_not_change(name: str) -> None:
     config = MODELS[name].Config()
     with pytest.raises(ValidationError, match="frozen"):

@@ -16,6 +16,8 @@ from cordillera.models.ranking.dnn import DNN, DNNConfig
 from cordillera.models.ranking.fm import FM, FMConfig
 from cordillera.models.ranking.lr import LR, LRConfig
 from cordillera.models.ranking.mods import apply_mods, weights_sum
+from cordillera.models.ranking.rankmixer import RankMixer, RankMixerConfig
+from cordillera.models.ranking.sequence import HSTUConfig, HSTUModel, TargetAttentionConfig, TargetAttentionModel
 from cordillera.models.ranking.wukong import Wukong, WukongConfig
 
 MODELS: dict[str, type[Any]] = {
@@ -26,10 +28,23 @@ MODELS: dict[str, type[Any]] = {
     "dcn": DCN,
     "dhen": DHEN,
     "wukong": Wukong,
+    "rankmixer": RankMixer,
+    "target-attention": TargetAttentionModel,
+    "hstu": HSTUModel,
 }
 
 ModelConfig = Annotated[
-    LRConfig | FMConfig | DNNConfig | DLRMConfig | DCNConfig | DHENConfig | WukongConfig, Field(discriminator="name")
+    LRConfig
+    | FMConfig
+    | DNNConfig
+    | DLRMConfig
+    | DCNConfig
+    | DHENConfig
+    | WukongConfig
+    | RankMixerConfig
+    | TargetAttentionConfig
+    | HSTUConfig,
+    Field(discriminator="name"),
 ]
 
 __all__ = ["MODELS", "ModelConfig", "RankingModel", "build"]
