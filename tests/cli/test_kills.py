@@ -229,13 +229,25 @@ def write_recipe(folder, kind):
         path.write_text(text + TABLES[kind])
     else:
         write_text(folder / "text.jsonl")
-        path.write_text(LANGUAGE.format(path=folder / "text.jsonl"))
+        text = LANGUAGE.format(path=folder / "text.jsonl")
+        if kind == "experts":
+            text = text.replace("[training]", "[model.experts]\ncount = 4\n\n[training]") + 'experts = "exchange"\n'
+        path.write_text(text)
     return path
 
 
 @pytest.mark.parametrize(
     ("kind", "processes"),
-    [("ranking", 1), ("file", 1), ("dynamic", 1), ("ranking", 2), ("language", 1), ("language", 2)],
+    [
+        ("ranking", 1),
+        ("file", 1),
+        ("dynamic", 1),
+        ("ranking", 2),
+        ("language", 1),
+        ("language", 2),
+        ("experts", 1),
+        ("experts", 2),
+    ],
 )
 def test_a_training_that_is_killed_at_any_moment_goes_on_as_if_it_never_was(
     tmp_path, kind, processes, fuzz_inputs, loaded
@@ -247,14 +259,15 @@ def test_a_training_that_is_killed_at_any_moment_goes_on_as_if_it_never_was(
     more = ["--nproc", str(processes)] if processes > 1 else []
     trainings = Trainings(loaded, tmp_path, write_recipe(tmp_path, kind), *more)
     trainings.go("whole")
-    seconds, expected = trainings.seconds, content(tmp_path / "whole", kind == "language")
+    is_language = kind not in TABLES
+    seconds, expected = trainings.seconds, content(tmp_path / "whole", is_language)
     kills, runs = 0, 0
     while kills < wanted:
         name = f"run{runs}"
         for _ in range(min(3, wanted - kills)):
             kills += trainings.go(name, rng.uniform(0.0, 1.0) * seconds, rng.randrange(1 + processes)) != 0
         trainings.go(name)
-        records, evaluation, names, held = content(tmp_path / name, kind == "language")
+        records, evaluation, names, held = content(tmp_path / name, is_language)
         for ours, theirs in zip(records, expected[0], strict=False):
             assert ours == theirs
         assert len(records) == len(expected[0])

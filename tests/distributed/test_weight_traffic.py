@@ -20,6 +20,8 @@ from cordillera.models.language.llama import LlamaConfig
 from cordillera.models.language.parallelize import parallelize, reduce_after
 from tests.distributed.processes import Ended, needs_gloo, run_processes
 
+pytestmark = pytest.mark.slow
+
 RANKS_PER_HOST = 2
 EVEN = LlamaConfig(layers=3, hidden=32, heads=4, kv_heads=2, ffn=64, vocabulary=64)
 UNEVEN = LlamaConfig(layers=2, hidden=18, heads=3, kv_heads=1, ffn=25, vocabulary=51, tied=True)

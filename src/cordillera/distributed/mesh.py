@@ -83,6 +83,9 @@ class ParallelConfig(BaseModel):
             (:mod:`cordillera.distributed.context.attention`).
         sequence: Whether activations between split matrices are split along their tokens over the tensor ranks
             (sequence parallelism); otherwise each of these ranks holds all of them.
+        experts: What moves if a model has experts: ``gather`` brings the weights of all experts to each rank, as with
+            other layers; ``exchange`` sends tokens to the ranks that hold their experts, and each of the ranks of shard
+            and context holds equally many.
         recompute: Parts that a backward recomputes instead of storing: none, feed-forward nets (``selective``) or whole
             blocks (``full``).
         deadline_s: Longest time of one wait for other ranks, in seconds.
@@ -102,6 +105,7 @@ class ParallelConfig(BaseModel):
     sharding: Literal["per_sequence", "per_document", "adaptive"] = "per_document"
     transport: Literal["all_gather", "ring"] = "all_gather"
     sequence: bool = False
+    experts: Literal["gather", "exchange"] = "gather"
     recompute: Literal["none", "selective", "full"] = "none"
     deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)
 

@@ -110,6 +110,11 @@ class QuantizedTables(EmbeddingTables):
         rows = MixedRows(self.payload, kinds, first_byte, row_bytes, self._num_rows, self.embedding_dim)
         return lookup(rows, values, offsets, value_weights, dtype)
 
+    def _unpooled(self, own: slice, ids: Tensor, dtype: torch.dtype) -> Lookup:
+        kinds, first_byte, row_bytes = (part[own] for part in self._places)
+        rows = MixedRows(self.payload, kinds, first_byte, row_bytes, self._num_rows[own], self.embedding_dim)
+        return lookup(rows, ids, None, None, dtype)
+
     def update(self, learning_rate_scale: float = 1.0) -> None:
         """Raise :class:`TrainingError`: these tables are not trained."""
         raise TrainingError("quantised tables are for scoring; train the run that they were made of", where="tables")

@@ -192,6 +192,7 @@ class EmbeddingTables(nn.Module):
         self.features, self.embedding_dim, self.config = features, embedding_dim, config
         self.step = 0
         self._pending: list[PendingGradient] = []
+        self._reduced = 0  # of these, how many are sums of a backward pass
         starts, total = {}, 0
         for table, rows in features.tables.items():
             starts[table] = total
@@ -276,6 +277,42 @@ class EmbeddingTables(nn.Module):
             output = _KeepGradient.apply(tables, output, self, rows, offsets, value_weights)
         return output
 
+    def unpooled(self, feature: str, ids: Tensor) -> Tensor:
+        """Look up one row for each id, ``[T, D]`` in the dtype of a forward pass; differentiable as a forward pass is.
+
+        Args:
+            feature: A sparse feature.
+            ids: Ids of its table, integers ``[T]``.
+
+        Raises:
+            DataError: There is no such feature, an id does not lie in its table, or these tables give sums of bags
+                only: those that are trained in few bits, behind a cache, in a file, dynamic, or of several processes.
+        """
+        if feature not in self._keys:
+            raise DataError(f"no sparse feature {feature!r}", where="EmbeddingTables", remedy=f"one of {self._keys}")
+        place = self._keys.index(feature)
+        tables, own = self._in_graph, slice(place, place + 1)
+        device = tables.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tables.dtype
+        with torch.no_grad():
+            output, rows, misplaced = self._unpooled(own, ids, dtype)
+        if misplaced >= 0:
+            of_feature = JaggedBatch((feature,), ids, torch.arange(ids.numel() + 1), one_hot=True)
+            raise self._misplaced(of_feature, misplaced)
+        if torch.is_grad_enabled() and tables.requires_grad:
+            output = _KeepGradient.apply(tables, output, self, rows, None, None)
+        return output[:, 0]
+
+    def _unpooled(self, own: slice, ids: Tensor, dtype: torch.dtype) -> Lookup:
+        if type(self) is not EmbeddingTables:
+            raise DataError(
+                f"the model reads rows of histories, and {type(self).__name__} gives sums of bags",
+                where="tables",
+                remedy="rows = 'fp32', cache = 0, storage = 'memory', no tables.dynamic, and one process",
+            )
+        first_row, num_rows = self._first_row[own], self._num_rows[own]
+        return embedding_bag(self.weight, ids, None, None, first_row, num_rows, dtype=dtype, backend=self.backend)
+
     def _look_up(
         self, values: Tensor, offsets: Tensor | None, value_weights: Tensor | None, dtype: torch.dtype
     ) -> Lookup:
@@ -292,7 +329,7 @@ class EmbeddingTables(nn.Module):
 
     def update(self, learning_rate_scale: float = 1.0) -> None:
         """Apply pending gradients, once per distinct row, with the learning rate times ``learning_rate_scale``."""
-        pending, self._pending = self._pending, []
+        pending, self._pending, self._reduced = self._pending, [], 0
         if not pending:
             return
         self.step += 1
@@ -321,9 +358,11 @@ class EmbeddingTables(nn.Module):
         Gradients of several backward passes are then added in their order by :meth:`update`, however many occurrences
         of a row each of them has.
         """
-        if not self._pending:
+        if len(self._pending) == self._reduced:
             return
-        one = self._pending.pop()
+        one = merge_pending(self._pending[self._reduced :])
+        del self._pending[self._reduced :]
+        self._reduced += 1
         distinct, inverse = distinct_rows(one.rows, self.num_rows)
         summed = sum_gradients(inverse, one.offsets, one.grad, one.value_weights, len(distinct), torch.float32)
         self._pending.append(PendingGradient(distinct, None, None, summed.unsqueeze(1)))
@@ -336,7 +375,7 @@ class EmbeddingTables(nn.Module):
 
     def discard(self) -> None:
         """Discard the gradients that wait for :meth:`update`."""
-        self._pending = []
+        self._pending, self._reduced = [], 0
 
     def table(self, name: str) -> Tensor:
         """Return one table, a view ``[rows, D]`` of ``weight`` outside the graph; writing to it writes to the table.
@@ -498,6 +537,10 @@ class OutlinedTables(EmbeddingTables):
     def forward(self, sparse: JaggedBatch) -> Tensor:
         """Return zeros ``float32 [B, F, D]``."""
         return torch.zeros(sparse.batch_size, len(self._keys), self.embedding_dim)
+
+    def unpooled(self, feature: str, ids: Tensor) -> Tensor:
+        """Return zeros ``float32 [T, D]`` for the ``ids`` of a ``feature``."""
+        return torch.zeros(ids.numel(), self.embedding_dim)
 
     def clear_columns(self, first: int) -> None:
         """Do nothing: there are no rows."""

@@ -188,13 +188,14 @@ def replay_of(model: RankingModel, batch: RankingBatch, threshold: float = 0.5) 
     """
     if not 0 < threshold < 1:
         raise DataError(f"must lie between 0 and 1, got {threshold}", where="threshold")
+    decision = Threshold(math.log(threshold / (1 - threshold)))
+    if not model.features.sparse or not model.pools_all:
+        return Replay(lambda: model(batch), decision)
     with torch.no_grad():
-        embeddings = model.tables(batch.sparse) if model.features.sparse else None
-    if embeddings is None:
-        return Replay(lambda: model(batch), Threshold(math.log(threshold / (1 - threshold))))
+        embeddings = model.tables(batch.sparse)
     return Replay(
         lambda: model(batch),
-        Threshold(math.log(threshold / (1 - threshold))),
+        decision,
         suffix=lambda: model.score(batch.dense, embeddings),
         lookups={"tables.weight": TableFaults(model, batch, embeddings)},
     )

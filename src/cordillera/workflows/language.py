@@ -43,7 +43,7 @@ from cordillera.run import Run, check_recipe, next_folder, recipe_state, write_a
 from cordillera.serving.language.language_model import find_model
 from cordillera.training.checkpoints import folder_of, steps
 from cordillera.training.language.checkpoints import ShardedCheckpoints
-from cordillera.training.language.engine import LanguageEngine, check_emulated
+from cordillera.training.language.engine import LanguageEngine, check_emulated, check_experts
 from cordillera.training.language.followed_plan import check_processes, differences
 from cordillera.training.language.trainer import (
     LanguageEvaluation,
@@ -237,6 +237,7 @@ def _check(recipe: LanguageRecipe, folder: Path | str | None) -> None:
         raise PlanError("each process of a language model takes the next GPU", where=recipe.device, remedy=remedy)
     check_fit(recipe.model, recipe.parallel)
     check_emulated(recipe.training.emulate, recipe.parallel)
+    check_experts(recipe.training, recipe.model, recipe.parallel)
     # schedules are made for the microbatches of one copy
     count = recipe.packing.count(recipe.parallel.copies * recipe.parallel.pipeline)
     of_copy = -(-count // recipe.parallel.copies)
@@ -391,7 +392,7 @@ def batches_of(recipe: LanguageRecipe, corpora: TextCorpora) -> TextBatches:
         recipe.data,
         recipe.packing,
         corpora,
-        work=DocumentWork.of_model(model.hidden, model.ffn, model.heads, model.kv_heads),
+        work=DocumentWork.of_model(model.hidden, model.active_ffn, model.heads, model.kv_heads),
         microbatches=recipe.packing.count(parallel.copies * parallel.pipeline),
         seed=recipe.seed,
     )

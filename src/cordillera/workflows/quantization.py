@@ -308,7 +308,7 @@ def _time_of_rest(
     cpu, linear = torch.device("cpu"), sites(model)
     layers = {name: StoredLinear.of(linear[name], _fastest(one), seen.rows[name]) for name, one in trials.items()}
     with torch.inference_mode(), replaced(model, dict(layers)):
-        embeddings = model.tables(batch.sparse) if model.features.sparse else batch.dense.new_zeros(len(batch), 0, 1)
+        embeddings = model.look_up(batch)
 
         def score(turn: int, precision: Precision) -> None:
             with autocast(cpu, precision):

@@ -16,6 +16,7 @@ from torch import Tensor
 from cordillera.distributed.tensor_parallel import TensorRanks
 from cordillera.errors import PlanError
 from cordillera.models.language.llama import Core
+from cordillera.models.language.moe import ExpertLayer
 from cordillera.models.language.stages import LlamaStage
 
 
@@ -56,6 +57,8 @@ def compile_blocks(stage: LlamaStage, ranks: TensorRanks | None = None) -> None:
         ranks.leave = torch.compiler.disable(ranks.leave)  # type: ignore[method-assign]
     for block in stage.blocks:
         block.attention.core = _Outside(block.attention.core)
+        if isinstance(block.feed_forward, ExpertLayer):
+            block.feed_forward.forward = torch.compiler.disable(block.feed_forward.forward)  # type: ignore[method-assign]
         block.forward = _Compiled(block.forward)  # type: ignore[method-assign]
 
 
@@ -76,6 +79,8 @@ class _Compiled:
     def __init__(self, forward: Callable[..., Tensor]) -> None:
         self._plain, self._compiled = forward, torch.compile(forward, dynamic=True)
 
-    def __call__(self, x: Tensor, offsets: Tensor, table: Any, core: Core | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, offsets: Tensor, table: Any, core: Core | None = None, has_target: Tensor | None = None
+    ) -> Tensor:
         forward = self._compiled if len(x) > 1 else self._plain
-        return forward(x, offsets, table, None if core is None else _Outside(core))
+        return forward(x, offsets, table, None if core is None else _Outside(core), has_target)

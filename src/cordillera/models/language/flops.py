@@ -43,10 +43,11 @@ class Peak(NamedTuple):
 def flops_per_token(config: LlamaConfig) -> int:
     """Return the operations of forward and backward for a token without attention's core: 6 for each such parameter.
 
-    The embedding is a lookup and does not count; the head does, tied or not.
+    The embedding is a lookup and does not count; the head does, tied or not. Of experts, those that a token goes to do.
     """
     attention = 2 * config.hidden * config.head_width * (config.heads + config.kv_heads)
-    block = attention + 3 * config.hidden * config.ffn
+    router = 0 if config.experts is None else config.hidden * config.experts.count
+    block = attention + 3 * config.hidden * config.active_ffn + router
     return 6 * (config.layers * block + config.vocabulary * config.hidden)
 
 

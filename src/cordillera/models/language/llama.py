@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cordillera.kernels.attention.documents import document_attention
+from cordillera.models.language.moe import ExpertLayer, ExpertsConfig
 
 ModelSize = Annotated[int, Field(ge=1, le=2**30)]
 Core = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -82,7 +83,8 @@ class LlamaConfig(BaseModel):
         heads: Number of query heads.
         kv_heads: Number of key and value heads; divides ``heads``.
         head_dim: Width of a head; None for ``hidden / heads``.
-        ffn: Width of the feed-forward net; :func:`ffn_width` computes the published ones.
+        ffn: Width of the feed-forward net, or of each expert; :func:`ffn_width` computes the published ones.
+        experts: Experts in place of feed-forward nets; None for none.
         vocabulary: Number of tokens in the vocabulary.
         context: Longest sequence that the model was made for, in tokens.
         tied: Whether the output head shares the embedding's weights, as in Llama 3.2 and in small models.
@@ -100,6 +102,7 @@ class LlamaConfig(BaseModel):
     kv_heads: ModelSize = 8
     head_dim: ModelSize | None = None
     ffn: ModelSize = 14336
+    experts: ExpertsConfig | None = None
     vocabulary: ModelSize = 128256
     context: ModelSize = 8192
     tied: bool = False
@@ -122,6 +125,11 @@ class LlamaConfig(BaseModel):
         """Width ``D`` of a head."""
         return self.head_dim or self.hidden // self.heads
 
+    @property
+    def active_ffn(self) -> int:
+        """Width of all feed-forward nets that a token goes through."""
+        return self.ffn if self.experts is None else self.experts.chosen * self.ffn + self.experts.shared
+
 
 def ffn_width(hidden: int, multiplier: float | None = None, multiple_of: int = 256) -> int:
     """Return the published width of a feed-forward net: two thirds of ``4 hidden``, times a factor, rounded up.
@@ -141,6 +149,9 @@ def parameter_count(config: LlamaConfig) -> int:
     width = config.head_width
     attention = 2 * config.hidden * width * (config.heads + config.kv_heads)
     block = attention + 3 * config.hidden * config.ffn + 2 * config.hidden
+    if (experts := config.experts) is not None:
+        block += 3 * config.hidden * (config.ffn * (experts.count - 1) + experts.shared)
+        block += experts.count * (config.hidden + 1)  # the router and its bias
     embeddings = config.vocabulary * config.hidden * (1 if config.tied else 2)
     return embeddings + config.layers * block + config.hidden
 
@@ -265,11 +276,26 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
         self.attention = Attention(config)
         self.feed_forward_norm = RMSNorm(config.hidden, config.norm_eps)
-        self.feed_forward = FeedForward(config.hidden, config.ffn)
+        self.feed_forward: FeedForward | ExpertLayer
+        if (experts := config.experts) is None:
+            self.feed_forward = FeedForward(config.hidden, config.ffn)
+        else:
+            shared = FeedForward(config.hidden, experts.shared) if experts.shared else None
+            self.feed_forward = ExpertLayer(config.hidden, config.ffn, experts, shared)
 
-    def forward(self, x: Tensor, offsets: Tensor, table: tuple[Tensor, Tensor], core: Core | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        offsets: Tensor,
+        table: tuple[Tensor, Tensor],
+        core: Core | None = None,
+        has_target: Tensor | None = None,
+    ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), offsets, table, core)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        normed = self.feed_forward_norm(x)
+        if isinstance(self.feed_forward, FeedForward):
+            return x + self.feed_forward(normed)
+        return x + self.feed_forward(normed, offsets, has_target)
 
 
 def _make_embedding(config: LlamaConfig) -> nn.Embedding:
@@ -365,10 +391,10 @@ def draw_weight(weight: Tensor, name: str, config: LlamaConfig, seed: int = 0) -
         weight: Weight of the model of ``config``, ``[out, in]`` or ``[width]``, which is filled.
         name: Name of the parameter in the model.
     """
-    if name.endswith("norm.weight"):
-        weight.fill_(1.0)
+    if name.endswith(("norm.weight", "router.bias")):
+        weight.fill_(float(name.endswith("norm.weight")))
         return
-    residual = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
+    residual = name.removesuffix(".weight").endswith(("attention.output", "feed_forward.down", "shared.down"))
     deviation = 0.02 / math.sqrt(2 * config.layers) if residual else 0.02
     # Each weight has its own stream, so that a device draws only the weights that it holds. Generators use 32 bits.
     generator = torch.Generator(weight.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from cordillera.distributed.collectives import Collectives
+from cordillera.distributed.expert_parallel import ExpertRanks
 from cordillera.distributed.fsdp.traffic import record_weight_traffic
 from cordillera.distributed.ledger import Ledger
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
@@ -31,7 +33,7 @@ from cordillera.distributed.tensor_parallel import (
 )
 from cordillera.distributed.vocabulary_loss import IGNORED
 from cordillera.errors import PlanError
-from cordillera.models.language.llama import Core, LlamaConfig
+from cordillera.models.language.llama import Core, FeedForward, LlamaConfig
 from cordillera.models.language.stages import LlamaStage
 from cordillera.numerics.formats.precision import Precision, compute_dtype
 
@@ -51,6 +53,14 @@ def check_fit(model: LlamaConfig, parallel: ParallelConfig) -> None:
         wrong.append(
             f"layers ({model.layers}) are fewer than the stages ({parallel.stages}) of pipeline {parallel.pipeline}"
         )
+    if (experts := model.experts) is not None:
+        ranks = parallel.shard * parallel.context
+        if parallel.tensor > 1:
+            wrong.append(f"experts are not split by matrices, and tensor is {parallel.tensor}")
+        if parallel.experts == "exchange" and experts.count % ranks:
+            wrong.append(
+                f"{experts.count} experts are not divisible by shard x context ({parallel.shard} x {parallel.context})"
+            )
     if wrong:
         raise PlanError("; ".join(wrong), where="mesh", remedy="smaller sizes of the mesh, or another model")
 
@@ -87,9 +97,19 @@ def parallelize(
             _recompute(block if parallel.recompute == "full" else block.feed_forward)
     param_dtype = None if precision == "fp32" else compute_dtype(precision)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    in_full = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    held = _divide_experts(stage, mesh, ledger or Ledger()) if parallel.experts == "exchange" else set()
+    for layer in stage.experts.values():
+        fully_shard(layer.router, mesh=mesh.weights, reshard_after_forward=parallel.reshards, mp_policy=in_full)
     for block in stage.blocks:
-        fully_shard(block, mesh=mesh.weights, reshard_after_forward=parallel.reshards, mp_policy=policy)
-    fully_shard(stage, mesh=mesh.weights, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(
+            block,
+            mesh=mesh.weights,
+            reshard_after_forward=parallel.reshards,
+            mp_policy=policy,
+            ignored_params=held,
+        )
+    fully_shard(stage, mesh=mesh.weights, mp_policy=policy, reshard_after_forward=False, ignored_params=held)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             # losses are already divided by the tokens of the whole iteration
@@ -122,6 +142,23 @@ def free_weights(stage: LlamaStage) -> None:
             module.reshard()
 
 
+def _divide_experts(stage: LlamaStage, mesh: ProcessMesh, ledger: Ledger) -> set[nn.Parameter]:
+    """Leave each rank its part of the experts, to which tokens are sent; return these weights."""
+    weights = mesh.weights
+    links = Collectives(weights.get_group("fsdp"), ledger, mesh.config.deadline_s)
+    placements = [Shard(0) if name == "fsdp" else Replicate() for name in weights.mesh_dim_names or ()]
+    held = set()
+    for layer in stage.experts.values():
+        for name in ("gate", "up", "down"):
+            whole = getattr(layer, name)
+            part = whole.new_empty(len(whole) // links.size, *whole.shape[1:])
+            own = nn.Parameter(DTensor.from_local(part, weights, placements, run_check=False))
+            setattr(layer, name, own)
+            held.add(own)
+        layer.products = ExpertRanks(links, layer.router.config.count)
+    return held
+
+
 def _recompute(module: nn.Module) -> None:
     """Wrap a module so that only its inputs are stored in the forward, and the backward recomputes it."""
     inner = module.forward
@@ -140,6 +177,7 @@ def _cut_matrices(stage: LlamaStage, ranks: TensorRanks) -> None:
 
     for block in stage.blocks:
         attention, feed_forward = block.attention, block.feed_forward
+        assert isinstance(feed_forward, FeedForward)
         for linear in (attention.query, attention.key, attention.value, feed_forward.gate, feed_forward.up):
             cut_linear(linear, ranks, 0)
         for linear in (attention.output, feed_forward.down):

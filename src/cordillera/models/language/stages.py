@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from cordillera.distributed.collectives import Collectives
 from cordillera.distributed.tensor_parallel import local
-from cordillera.distributed.vocabulary_loss import summed_cross_entropy
+from cordillera.distributed.vocabulary_loss import IGNORED, summed_cross_entropy
 from cordillera.errors import CheckpointError
 from cordillera.models.language.llama import (
     Block,
@@ -28,6 +28,7 @@ from cordillera.models.language.llama import (
     draw_weight,
     rope_table,
 )
+from cordillera.models.language.moe import ExpertLayer
 
 
 def cut_layers(layers: int, stages: int) -> list[range]:
@@ -75,6 +76,17 @@ class LlamaStage(nn.Module):
         return list(self.layers.values())  # type: ignore[arg-type]
 
     @property
+    def experts(self) -> dict[int, ExpertLayer]:
+        """Layers of experts by the number of their block; none if the model has no experts."""
+        if self.config.experts is None:
+            return {}
+        return {
+            int(number): block.feed_forward
+            for number, block in self.layers.items()
+            if isinstance(block.feed_forward, ExpertLayer)
+        }
+
+    @property
     def head_weight(self) -> Tensor:
         """Weight of the head in the last stage, ``[vocabulary, hidden]``."""
         return self.embedding.weight if self.head is None else self.head.weight
@@ -91,7 +103,7 @@ class LlamaStage(nn.Module):
                 a sequence is split over the ranks that share matrices, this rank's rows of it.
             offsets: Offsets at which documents begin, followed by ``T``, ``int64 [B + 1]``.
             labels: Target of each token, ``int64 [T]``, or :data:`~cordillera.distributed.vocabulary_loss.IGNORED`;
-                read only by the last stage.
+                read by the last stage, and by routers of experts.
             core: Function that replaces attention's core if documents are spread over devices.
 
         Returns:
@@ -102,8 +114,9 @@ class LlamaStage(nn.Module):
         table = rope_table(self.config, positions)
         if self.is_first:
             x = self.embedding(x)  # [T, hidden]
+        has_target = None if self.config.experts is None else labels != IGNORED
         for block in self.layers.values():
-            x = block(x, offsets, table, core)
+            x = block(x, offsets, table, core, has_target)
         if not self.is_last:
             return x
         weight = local(self.head_weight)
@@ -120,19 +133,7 @@ class LlamaStage(nn.Module):
             whole = weights(name, parameter.shape)
             if whole.shape != parameter.shape:
                 raise CheckpointError(f"has shape {list(whole.shape)}, not {list(parameter.shape)}", where=name)
-            if not isinstance(parameter, DTensor):
-                parameter.copy_(whole)
-                continue
-            mesh = parameter.device_mesh
-            assert mesh.mesh_dim_names is not None
-            cuts = dict(zip(mesh.mesh_dim_names, parameter.placements, strict=True))
-            for dimension in ("tensor", "fsdp"):  # the matrix is split first, then each rank's part of it
-                if dimension in cuts and not cuts[dimension].is_replicate():
-                    along = cuts[dimension].dim  # type: ignore[attr-defined]
-                    parts = whole.chunk(mesh[dimension].size(), along)
-                    place = mesh.get_local_rank(dimension)
-                    whole = parts[place] if place < len(parts) else whole.narrow(along, 0, 0)
-            parameter.to_local().copy_(whole)
+            local(parameter).copy_(part_of(whole, parameter))
 
     def init_weights(self, seed: int = 0) -> None:
         """Draw the weights that ``Llama.init_weights`` draws from this ``seed``, however the model is split."""
@@ -143,6 +144,22 @@ class LlamaStage(nn.Module):
             return whole
 
         self.fill(drawn)
+
+
+def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
+    """Return this rank's part of a ``whole`` tensor that is cut as a ``parameter`` of a stage is."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    mesh = parameter.device_mesh
+    assert mesh.mesh_dim_names is not None
+    cuts = dict(zip(mesh.mesh_dim_names, parameter.placements, strict=True))
+    for dimension in ("tensor", "fsdp"):  # the matrix is split first, then each rank's part of it
+        if dimension in cuts and not cuts[dimension].is_replicate():
+            along = cuts[dimension].dim  # type: ignore[attr-defined]
+            parts = whole.chunk(mesh[dimension].size(), along)
+            place = mesh.get_local_rank(dimension)
+            whole = parts[place] if place < len(parts) else whole.narrow(along, 0, 0)
+    return whole
 
 
 def cut_model(config: LlamaConfig, stages: int, held: list[int]) -> dict[int, LlamaStage]:

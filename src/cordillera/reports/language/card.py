@@ -19,6 +19,7 @@ _SHAPE = {
     "kv_heads": "Heads of keys and values",
     "head_dim": "Width of a head",
     "ffn": "Width of the feed-forward net",
+    "experts": "Experts of that width",
     "vocabulary": "Vocabulary",
     "context": "Context, tokens",
     "tied": "Head is the embedding",
@@ -36,7 +37,7 @@ def card(records: LanguageRecords) -> dict[str, Any]:
     shape = [("Name", plain(model.get("name"))), ("Parameters", whole(records.parameters, ""))]
     shape.append(("Training FLOPs a token, attention aside", whole(records.size("flops_per_token"), "")))
     shape += [
-        (_SHAPE.get(key, key), _value(value)) for key, value in (model.get("config") or {}).items() if key != "name"
+        (_SHAPE.get(key, key), _told(value)) for key, value in (model.get("config") or {}).items() if key != "name"
     ]
     facts = {key: value for key, value in (model.get("data") or {}).items() if key != "warnings"}
     data = [(key.replace("_", " ").capitalize(), _told(value)) for key, value in facts.items()]
@@ -62,6 +63,8 @@ def _parallelism(records: LanguageRecords, mesh: ParallelConfig) -> list[tuple[s
     if mesh.context > 1:
         found.append(("Sequences are cut", mesh.sharding.replace("_", " ")))
         found.append(("Keys and values by", mesh.transport.replace("_", "-")))
+    if (records.model.get("config") or {}).get("experts"):
+        found.append(("Experts move by", mesh.experts))
     return [*found, ("Computed again in backward", mesh.recompute)]
 
 

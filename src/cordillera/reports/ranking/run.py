@@ -24,7 +24,8 @@ _MEANINGS = {
 }
 _MODELS = {
     "lr": "Logistic regression", "fm": "Factorisation machine", "dnn": "DNN", "dlrm": "DLRM", "dcn": "DCN-V2",
-    "dhen": "DHEN", "wukong": "Wukong",
+    "dhen": "DHEN", "wukong": "Wukong", "rankmixer": "RankMixer", "target-attention": "Target attention",
+    "hstu": "HSTU",
 }  # fmt: skip
 
 

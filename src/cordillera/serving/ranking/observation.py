@@ -49,7 +49,8 @@ class Observer:
         model, inputs = self._model, dict[str, Tensor]()
 
         def hear(name: str, given: Tensor) -> None:
-            inputs[name] = given.detach().reshape(len(batch), -1).float().square().mean(1).sqrt()
+            if len(given) == len(batch):  # entries of histories are not those of samples
+                inputs[name] = given.detach().reshape(len(batch), -1).float().square().mean(1).sqrt()
 
         hooks = [
             layer.register_forward_pre_hook(lambda _, given, name=name: hear(name, given[0]))
@@ -57,10 +58,7 @@ class Observer:
         ]
         try:
             with torch.inference_mode():
-                if model.features.sparse:
-                    embeddings = model.tables(batch.sparse).float()
-                else:
-                    embeddings = batch.dense.new_zeros(len(batch), 0, 1)
+                embeddings = model.look_up(batch).float()
                 logits = model.score(batch.dense, embeddings).float()
         finally:
             for hook in hooks:

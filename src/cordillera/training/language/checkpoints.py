@@ -29,6 +29,7 @@ from cordillera.models.language.checkpoints.sharded import (
     check_weights,
 )
 from cordillera.models.language.checkpoints.source import check_architecture
+from cordillera.models.language.moe import UNTRAINED
 from cordillera.numerics.emulation.weight_storage import WeightStorage
 from cordillera.training.checkpoints import folder_of, not_finite
 from cordillera.training.language.engine import LanguageEngine
@@ -203,7 +204,7 @@ def _load(engine: LanguageEngine, folder: ShardedFolder) -> dict[str, Any]:
     # a model without a step has no moments
     has_moments = any(name.rpartition(".")[2] in _MOMENTS for name in moments.shapes)
     for name, shape in weights.shapes.items() if has_moments else ():
-        for key in (*_MOMENTS, "step"):
+        for key in () if name.endswith(UNTRAINED) else (*_MOMENTS, "step"):
             own, wanted = _of_optimizer(name, key), () if key == "step" else shape
             if moments.shapes.get(own) != wanted:
                 found = f"has shape {moments.shapes[own]}, not {wanted}" if own in moments.shapes else "is not there"
@@ -212,7 +213,7 @@ def _load(engine: LanguageEngine, folder: ShardedFolder) -> dict[str, Any]:
         _read(weights, name, parameter)
         state = engine.optimizer.state[parameter]
         state.clear()
-        if has_moments:
+        if has_moments and not name.endswith(UNTRAINED):
             state["step"] = torch.zeros((), device=parameter.device)
             moments.read(_of_optimizer(name, "step"), (), state["step"])
             for key in _MOMENTS:

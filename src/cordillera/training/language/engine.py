@@ -30,6 +30,7 @@ from cordillera.distributed.tensor_parallel import local
 from cordillera.distributed.vocabulary_loss import IGNORED
 from cordillera.errors import DataError, PlanError, TrainingError
 from cordillera.models.language.llama import LlamaConfig
+from cordillera.models.language.moe import ExpertTraining, Router
 from cordillera.models.language.parallelize import (
     check_fit,
     free_weights,
@@ -38,7 +39,7 @@ from cordillera.models.language.parallelize import (
     reduce_now,
 )
 from cordillera.models.language.plain_attention import plain_attention
-from cordillera.models.language.stages import cut_model
+from cordillera.models.language.stages import cut_model, part_of
 from cordillera.numerics.emulation.emulation import EmulatedProducts, EmulationConfig
 from cordillera.numerics.emulation.weight_storage import WeightStorage
 from cordillera.numerics.formats.cast_checks import self_test
@@ -67,6 +68,7 @@ class LanguageConfig(BaseModel):
         compile: Whether ``torch.compile`` compiles the blocks, once for all numbers of tokens; needs a compiler for the
             device and a schedule that does not split backwards.
         emulate: Number format of hardware to emulate; needs ``precision = "fp32"`` and one process.
+        experts: Balance of experts and what is kept of them, for a model that has experts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -80,6 +82,7 @@ class LanguageConfig(BaseModel):
     loss_rows: int = Field(1024, ge=1)
     compile: bool = False
     emulate: EmulationConfig | None = None
+    experts: ExpertTraining = ExpertTraining()
 
     @model_validator(mode="after")
     def _emulates_from_float32(self) -> LanguageConfig:
@@ -95,12 +98,15 @@ class StepReport(NamedTuple):
         loss: Mean loss over the iteration's targets.
         gradient_norm: Norm of all gradients together, before clipping.
         is_skipped: Whether the weights were left unchanged, because a gradient or the loss was not finite.
+        expert_imbalance: Tokens of the busiest expert of a layer in multiples of the mean, averaged over layers;
+            None for a model without experts.
     """
 
     loss: float
     gradient_norm: float
     targets: int
     is_skipped: bool
+    expert_imbalance: float | None = None
 
 
 def check_emulated(emulate: EmulationConfig | None, parallel: ParallelConfig) -> None:
@@ -124,6 +130,32 @@ def check_emulated(emulate: EmulationConfig | None, parallel: ParallelConfig) ->
             where=where,
             remedy="set parallel.recompute = 'none'",
         )
+
+
+def check_experts(config: LanguageConfig, model: LlamaConfig, parallel: ParallelConfig) -> None:
+    """Check that experts of ``model``, if it has any, can be trained by ``config`` over the processes of ``parallel``.
+
+    Raises:
+        PlanError: If a setting does not go with experts; the message names it.
+    """
+    if model.experts is None:
+        return
+    wrong = {
+        "training.emulate": (config.emulate is not None, "no number format is emulated in experts", "leave it out"),
+        "parallel.schedule": (
+            parallel.make_schedule(4 * parallel.stages).splits_backward,
+            f"{parallel.schedule} splits backwards, those of experts are whole",
+            "1f1b, gpipe, interleaved or breadth_first",
+        ),
+        "training.experts.balance_loss": (
+            bool(config.experts.balance_loss) and parallel.context > 1,
+            f"is over whole documents, and context is {parallel.context}",
+            "set it to 0 and balance by training.experts.bias_rate",
+        ),
+    }
+    for where, (is_wrong, what, remedy) in wrong.items():
+        if is_wrong:
+            raise PlanError(what, where=where, remedy=remedy)
 
 
 def next_tokens(tokens: Tensor, offsets: Tensor) -> Tensor:
@@ -165,6 +197,7 @@ class LanguageEngine:
         parallel = mesh.config
         check_fit(model, parallel)
         check_emulated(config.emulate, parallel)
+        check_experts(config, model, parallel)
         self.config, self.model, self.mesh = config, model, mesh
         self._schedule = parallel.make_schedule(4 * parallel.stages)
         self._splits_backward = self._schedule.splits_backward
@@ -177,6 +210,8 @@ class LanguageEngine:
             parallelize(stage, mesh, config.precision, self.ledger, config.compile)
             stage.loss_rows = config.loss_rows
             stage.init_weights(seed)
+            for layer in stage.experts.values():
+                layer.keeps, layer.router.settings = config.experts.keeps, config.experts
         self.optimizer = build_adamw(
             nn.ModuleList(self.stages.values()),
             learning_rate=config.learning_rate,
@@ -224,6 +259,9 @@ class LanguageEngine:
         own, targets = self._take(microbatches, "training")
         self.steps += 1
         self._left = Counter(dict.fromkeys(self.stages, len(own)))
+        for router in self._routers().values():
+            router.divisor = targets
+            router.counts.zero_()
         with self._emulated(self.steps) as products:
             loss = self._run(own, targets)
         self._overflowed = products is not None and products.overflowed
@@ -276,7 +314,26 @@ class LanguageEngine:
             if self.storage is not None:
                 self.storage.after_update(self.steps)
         self.optimizer.zero_grad()
-        return StepReport(loss, norm, targets, is_skipped)
+        return StepReport(loss, norm, targets, is_skipped, self._balance(not is_skipped))
+
+    def _routers(self) -> dict[int, Router]:
+        """Routers of this process by the number of their block."""
+        return {number: layer.router for stage in self.stages.values() for number, layer in stage.experts.items()}
+
+    @torch.no_grad()
+    def _balance(self, changes: bool) -> float | None:
+        """Raise the biases of experts that had little to do, if ``changes``; return the imbalance of the step."""
+        if self.model.experts is None:
+            return None
+        own, routers = torch.zeros(self.model.layers, self.model.experts.count), self._routers()
+        for number, router in routers.items():
+            own[number] = router.counts
+        counts = self._exchange(own.flatten().tolist()).sum(0).view_as(own).cpu()
+        mean = counts.mean(1, keepdim=True)
+        for number, router in routers.items() if changes else ():
+            shift = self.config.experts.bias_rate * (1 - counts[number] / mean[number]).float()
+            local(router.bias).add_(part_of(shift.to(router.bias.device), router.bias))
+        return float((counts.amax(1) / mean[:, 0]).mean())
 
     def take_weights(self) -> None:
         """Take the weights of the stages as those in full precision, after the stages were filled from outside."""

@@ -14,7 +14,7 @@ from cordillera.kernels.threads import usable_cores
 from cordillera.models.language.llama import LlamaConfig
 from cordillera.planning.language.plan_file import WrittenPlan
 
-_UNPLANNED = ("sharding", "transport", "deadline_s")  # keys of the mesh that no plan determines
+_UNPLANNED = ("sharding", "experts", "transport", "deadline_s")  # keys of the mesh that no plan determines
 _MOST_SHOWN = 60  # characters of a value in a message
 
 
@@ -73,7 +73,7 @@ def _other_model(plan: WrittenPlan, model: LlamaConfig) -> Iterator[tuple[str, s
         "tied": (planned.tied, model.tied),
         "gated": (planned.gated, True),
         "fused_attention": (planned.fused_attention, True),
-        "experts": (planned.experts and planned.experts.count, None),
+        "experts": (planned.experts and planned.experts.count, model.experts and model.experts.count),
     }
     for name, (theirs, own) in sizes.items():
         if theirs != own:

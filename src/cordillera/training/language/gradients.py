@@ -14,7 +14,7 @@ from cordillera.distributed.mesh import ProcessMesh
 from cordillera.distributed.tensor_parallel import local
 from cordillera.models.language.stages import LlamaStage
 
-TIED, WHOLE = "gradients of the tied head", "gradients of norms"
+TIED, WHOLE, EXPERTS = "gradients of the tied head", "gradients of norms", "gradients of experts"
 
 
 class StageGradients:
@@ -26,6 +26,9 @@ class StageGradients:
         self._ties_ends = config.tied and parallel.stages > 1
         ends = mesh.ends_group
         self._ends = None if ends is None else Collectives(ends, ledger, parallel.deadline_s)
+        holds_part = config.experts is not None and parallel.experts == "exchange"
+        copies = mesh.weights.get_group("replicate") if holds_part and parallel.replicate > 1 else None
+        self._copies = None if copies is None else Collectives(copies, ledger, parallel.deadline_s)
         self._tensor = Collectives(mesh.tensor.get_group(), ledger, parallel.deadline_s) if parallel.sequence else None
 
     def complete(self) -> None:
@@ -38,6 +41,8 @@ class StageGradients:
             self._add_whole(self._tensor)
         if self._ties_ends:
             self._add_tied()
+        if self._copies is not None:
+            self._add_held(self._copies)
 
     def square(self) -> float:
         """Return the sum of squares of this rank's elements; each element is counted on one rank.
@@ -69,6 +74,14 @@ class StageGradients:
         total = links.all_reduce(WHOLE, torch.cat([gradient.flatten() for gradient in gradients]))
         for gradient, summed in zip(gradients, total.split([one.numel() for one in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
+
+    def _add_held(self, links: Collectives) -> None:
+        """Reduce weights of experts that stay on their ranks; other weights were reduced as they were sharded."""
+        for stage in self._stages.values():
+            for layer in stage.experts.values():
+                for parameter in (layer.gate, layer.up, layer.down):
+                    if parameter.grad is not None:
+                        links.all_reduce(EXPERTS, local(parameter.grad))
 
     def _add_tied(self) -> None:
         """Reduce the embedding and the tied head, if the first and last stage are different."""

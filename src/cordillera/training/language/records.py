@@ -23,7 +23,16 @@ Record = dict[str, float]
 _KEYS = {
     "train": (
         *("step", "tokens", "documents", "loss", "gradient_norm", "learning_rate", "targets", "skipped", "seconds"),
-        *("steps", "tokens_per_second", "flops_per_second", "mfu", "imbalance", "delay", "memory_bytes"),
+        *(
+            "steps",
+            "tokens_per_second",
+            "flops_per_second",
+            "mfu",
+            "imbalance",
+            "delay",
+            "expert_imbalance",
+            "memory_bytes",
+        ),
         *("communication_seconds", "exposed_seconds", "data_seconds"),
     ),
     "evaluation": ("step", "tokens", "loss", "perplexity", "bits_per_byte", "targets", "seconds"),

@@ -122,6 +122,7 @@ class _LanguageWindow:
     loss: float = 0.0
     targets: int = 0
     imbalance: float = 0.0
+    expert_imbalance: float = 0.0
     delay: float = 0.0
     steps: int = 0
     gradient_norm: float | None = None
@@ -134,7 +135,7 @@ class _LanguageWindow:
     started: float = field(default_factory=time.perf_counter)
 
     def to_state(self) -> dict[str, Any]:
-        names = ("loss", "targets", "imbalance", "delay", "steps", "gradient_norm", "learning_rate")
+        names = ("loss", "targets", "imbalance", "expert_imbalance", "delay", "steps", "gradient_norm", "learning_rate")
         return {name: getattr(self, name) for name in names}
 
 
@@ -320,6 +321,7 @@ class LanguageTrainer:
         window.timed_tokens += iteration.tokens
         window.timed_flops += flops
         window.imbalance += iteration.imbalance
+        window.expert_imbalance += report.expert_imbalance or 0.0
         window.delay += iteration.delay
         if not report.is_skipped:
             progress.stale = 0
@@ -388,6 +390,7 @@ class LanguageTrainer:
             "mfu": None if self.peak is None else speed / (self.peak * world),
             "imbalance": window.imbalance / window.steps,
             "delay": window.delay / window.steps,
+            "expert_imbalance": window.expert_imbalance / window.steps if self.engine.model.experts else None,
             "memory_bytes": int(self._memory),
             "communication_seconds": window.communication,
             "exposed_seconds": window.exposed,

@@ -287,6 +287,8 @@ def save_consolidated(model: Llama, folder: str | Path, ranks: int = 1) -> None:
             ``params.json`` counts the copies, as the reference code requires.
     """
     config, where = model.config, str(folder)
+    if config.experts is not None:
+        raise CheckpointError("this layout cannot hold experts", where=where, remedy="save it in Hugging Face's layout")
     if config.head_width * config.heads != config.hidden:
         raise CheckpointError(
             f"this layout cannot hold heads of width {config.head_width} that is not hidden / heads",

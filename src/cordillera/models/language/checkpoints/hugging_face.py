@@ -1,4 +1,8 @@
-"""Hugging Face's layout: ``config.json`` and safetensors, in one file or several with an index."""
+"""Hugging Face's layout: ``config.json`` and safetensors, in one file or several with an index.
+
+A model with experts is a Mixtral there, with each expert's matrices by themselves, ``[out, in]``; here they are one
+tensor, ``[experts, in, out]``. A Mixtral has neither a shared expert nor a bias for the choice.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,7 @@ from cordillera.models.language.checkpoints.source import (
     parameter_shapes,
 )
 from cordillera.models.language.llama import Llama, LlamaConfig
+from cordillera.models.language.moe import UNTRAINED
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _NAMES = Names(
@@ -43,6 +48,7 @@ _NAMES = Names(
         "feed_forward.down": "mlp.down_proj",
     },
 )
+_OF_EXPERT = {"feed_forward.gate": "w1", "feed_forward.down": "w2", "feed_forward.up": "w3"}
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -55,7 +61,9 @@ class HuggingFace(Source):
         self.config = _read_config(path / "config.json")
         self._files: dict[Path, Any] = {}
         self._places = self._index()
-        expected = {_NAMES(name): shape for name, shape in parameter_shapes(self.config).items()}
+        expected: dict[str, tuple[int, ...]] = {}
+        for name, shape in parameter_shapes(self.config).items():
+            expected |= _stored_shapes(name, shape)
         tensors = {}
         for name, shape in expected.items():
             if name not in self._places:
@@ -90,12 +98,20 @@ class HuggingFace(Source):
         return [path for path in (self.path / "config.json", self.path / _INDEX) if path.exists()] + list(self._files)
 
     def name_of(self, name: str) -> str:
-        return _NAMES(name)
+        return ", ".join(_stored_shapes(name, parameter_shapes(self.config)[name])) or name
 
     def read(self, name: str, out: Tensor) -> None:
+        stored = list(_stored_shapes(name, tuple(out.shape)))
         if self._sealed is not None:
-            self._sealed.verify_once(self._places[_NAMES(name)].name)
-        out.copy_(self._tensor(_NAMES(name)))
+            for file in {self._places[one].name for one in stored}:
+                self._sealed.verify_once(file)
+        if out.dim() == 3:
+            for part, one in zip(out, stored, strict=True):
+                part.copy_(self._tensor(one).T)
+        elif stored:
+            out.copy_(self._tensor(*stored))
+        else:
+            out.zero_()  # the bias of a router
 
     def _tensor(self, name: str) -> Tensor:
         return self._open(self._places[name]).get_tensor(name)  # a view of the mapped file
@@ -159,29 +175,48 @@ class HuggingFace(Source):
         return {name: self.path / file for name, file in places.items()}
 
 
+def _stored_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the tensors that hold a parameter: one, one for each expert, or none for a bias."""
+    if ".feed_forward.router." not in name and len(shape) < 3:
+        return {_NAMES(name): shape}
+    _, number, rest = name.split(".", 2)
+    block = f"{_NAMES.blocks}.{number}.block_sparse_moe"
+    if len(shape) < 3:
+        return {} if name.endswith(UNTRAINED) else {f"{block}.gate.weight": shape}
+    return {f"{block}.experts.{e}.{_OF_EXPERT[rest]}.weight": (shape[2], shape[1]) for e in range(shape[0])}
+
+
 def _read_config(path: Path) -> LlamaConfig:
     raw = read_json_object(path, error=CheckpointError, remedy="download it again")
 
     def refuse(what: str) -> CheckpointError:
         return CheckpointError(what, where=str(path), remedy="load a checkpoint of a Llama model")
 
-    if raw.get("model_type") != "llama":
-        raise refuse(f"model_type is {raw.get('model_type')!r}, not 'llama'")
+    kind = raw.get("model_type")
+    if kind not in ("llama", "mixtral"):
+        raise refuse(f"model_type is {kind!r}, not 'llama' or 'mixtral'")
     if raw.get("quantization_config"):
         raise refuse("the weights are quantised (quantization_config), which only GGUF files may be here")
-    for key, usual in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+    for key, usual in (
+        ("hidden_act", "silu"),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("sliding_window", None),
+    ):
         if raw.get(key, usual) != usual:
             raise refuse(f"{key} is {raw[key]!r}, a Llama has {usual!r}")
     # Since version 5 of transformers, one section replaces rope_scaling and rope_theta.
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise refuse(f"the rotary settings are {rope!r}, not an object with keys")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise refuse(f"rope_type {kind!r} is not known; default and llama3 are")
+    scales = rope.get("rope_type", rope.get("type", "default"))
+    if scales not in ("default", "llama3"):
+        raise refuse(f"rope_type {scales!r} is not known; default and llama3 are")
     try:
-        scaling = None
-        if kind == "llama3":
+        scaling = experts = None
+        if kind == "mixtral":
+            experts = {"count": raw["num_local_experts"], "chosen": raw["num_experts_per_tok"]}
+        if scales == "llama3":
             scaling = {key: rope[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
             scaling["original_context"] = rope["original_max_position_embeddings"]
         values = {
@@ -191,6 +226,7 @@ def _read_config(path: Path) -> LlamaConfig:
             "kv_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"],
             "head_dim": raw.get("head_dim"),
             "ffn": raw["intermediate_size"],
+            "experts": experts,
             "vocabulary": raw["vocab_size"],
             "context": raw.get("max_position_embeddings", 2048),
             "tied": raw.get("tie_word_embeddings", False),
@@ -204,10 +240,10 @@ def _read_config(path: Path) -> LlamaConfig:
 
 
 def _write_config(path: Path, config: LlamaConfig, dtype: torch.dtype) -> None:
-    scaling = config.rope_scaling
+    scaling, experts = config.rope_scaling, config.experts
     content = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM" if experts is None else "MixtralForCausalLM"],
+        "model_type": "llama" if experts is None else "mixtral",
         "num_hidden_layers": config.layers,
         "hidden_size": config.hidden,
         "num_attention_heads": config.heads,
@@ -233,7 +269,28 @@ def _write_config(path: Path, config: LlamaConfig, dtype: torch.dtype) -> None:
         "mlp_bias": False,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
+    if experts is not None:
+        content |= {
+            "num_local_experts": experts.count,
+            "num_experts_per_tok": experts.chosen,
+            "sliding_window": None,
+        }
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_mixtral(model: Llama, folder: Path) -> None:
+    experts = model.config.experts
+    if experts is not None and experts.shared:
+        raise CheckpointError(
+            f"a Mixtral has no shared expert; this model has one of width {experts.shared}", where=str(folder)
+        )
+    biased = [name for name, weight in model.named_parameters() if name.endswith(UNTRAINED) and weight.any()]
+    if biased:
+        raise CheckpointError(
+            f"a Mixtral has no bias for the choice of experts; {biased[0]} (of {len(biased)}) is not 0",
+            where=str(folder),
+            remedy="balance a model for export by training.experts.balance_loss, with bias_rate = 0",
+        )
 
 
 def save_hugging_face(model: Llama, folder: str | Path, shard_bytes: int = 5_000_000_000) -> None:
@@ -241,14 +298,23 @@ def save_hugging_face(model: Llama, folder: str | Path, shard_bytes: int = 5_000
 
     Args:
         shard_bytes: Size in bytes above which the next tensor starts a new file.
+
+    Raises:
+        CheckpointError: If the model has experts that no Mixtral has: a shared one, or a bias for the choice. Also if
+            the folder cannot be written.
     """
+    _check_mixtral(model, Path(folder))
     shards: list[dict[str, Tensor]] = [{}]
     size = total = 0
     for name, parameter in model.named_parameters():
         if shards[-1] and size + parameter.nbytes > shard_bytes:
             shards.append({})
             size = 0
-        shards[-1][_NAMES(name)] = parameter.detach()
+        weight = parameter.detach()
+        if model.config.experts is not None and name.endswith(".feed_forward.down"):
+            weight = weight * model.config.experts.scale  # their sum is 1 there
+        parts = [part.T for part in weight] if weight.dim() == 3 else [weight]
+        shards[-1] |= dict(zip(_stored_shapes(name, tuple(weight.shape)), parts, strict=False))
         size += parameter.nbytes
         total += parameter.nbytes
     count = len(shards)
