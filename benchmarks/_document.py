@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import _figures_exchange
+import _figures_kernels
 import _figures_language
 import _figures_planning
 import _figures_precision
@@ -32,6 +33,7 @@ FIGURES: Figures = {
     **_figures_planning.FIGURES,
     **_figures_exchange.FIGURES,
     **_figures_zionex.FIGURES,
+    **_figures_kernels.FIGURES,
 }
 _MARKED = re.compile(r"(<!-- figure(s?): ([\w.-]+) -->)(.*?)(<!-- /figure\2 -->)", re.DOTALL)
 _MARKER = re.compile(r"<!--\s*/?figures?\b.*?-->")
@@ -81,6 +83,7 @@ PICTURES = (
         _figures_ranking.scaling_digest,
         _figures_ranking.draw_scaling,
     ),
+    Picture("docs/figures/moe-finer.svg", "moe-finer", _figures_kernels.finer_digest, _figures_kernels.draw_finer),
 )
 
 

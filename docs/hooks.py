@@ -19,8 +19,10 @@ from pydantic import BaseModel
 from cordillera.data.language.cleaning import CleaningConfig
 from cordillera.data.language.corpora import TextSourceConfig
 from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, ListFeature, Schema
+from cordillera.data.ranking.logs.histories import HistoriesConfig
 from cordillera.data.ranking.logs.synthetic import SyntheticConfig
 from cordillera.embeddings.dynamic_ids import DynamicRowsConfig
+from cordillera.models.language.moe import ExpertsConfig, ExpertTraining
 from cordillera.models.ranking import MODELS
 from cordillera.models.ranking.towers import TowersConfig
 from cordillera.numerics.emulation.emulation import EmulationConfig
@@ -38,6 +40,8 @@ FEATURES = {
 LANGUAGE = {name: field.annotation for name, field in LanguageRecipe.model_fields.items()} | {
     "data.sources": TextSourceConfig,
     "data.cleaning": CleaningConfig,
+    "model.experts": ExpertsConfig,
+    "training.experts": ExpertTraining,
 }
 
 
@@ -52,6 +56,8 @@ def _section(name: str) -> type[BaseModel]:
         return FEATURES[name]
     if name == "data.synthetic":
         return SyntheticConfig
+    if name == "data.histories":
+        return HistoriesConfig
     if name == "training.emulate":
         return EmulationConfig
     if name == "tables.dynamic":
@@ -126,7 +132,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     Returns:
         The text with its tables.
     """
-    markdown = re.sub(r"^<!-- keys: ([\w.]+) -->$", lambda match: _keys(match[1]), markdown, flags=re.MULTILINE)
+    markdown = re.sub(r"^<!-- keys: ([\w.-]+) -->$", lambda match: _keys(match[1]), markdown, flags=re.MULTILINE)
     markdown = markdown.replace("<!-- recipes -->", _recipes())
     if "<!-- contributing -->" in markdown:
         text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
