@@ -61,6 +61,8 @@ NOT_RUN = {
     "cordillera bench fsdp": "takes minutes; tests/benchmarks runs it with small sizes",
     "cordillera bench zionex": "takes minutes; tests/benchmarks runs it with small sizes",
     "cordillera bench llama": "takes minutes; tests/benchmarks runs it with few rounds",
+    "cordillera bench jagged-attention": "takes minutes; tests/benchmarks runs it with small sizes",
+    "cordillera bench moe": "takes minutes; tests/benchmarks runs it with small sizes",
     "cordillera watch": "ends with 1, for the samples shown have moved; tests/cli/test_quantize.py runs it",
     "cordillera isoflop": "trains many models; tests/training/test_isoflop_plan.py runs studies of two steps",
     "cordillera train notes.toml": "takes the reader's own notes, and long",
@@ -69,6 +71,13 @@ NOT_RUN = {
 SHORTER = {
     "train": ["training.max_steps=4", "training.evaluate_every=4"],
     "train llama-debug": ["training.steps=4", "data.held_out=0.0005"],
+    "train llama-moe": ["training.steps=4", "data.held_out=0.0005"],
+    "train histories-hstu": [
+        "training.max_steps=4",
+        "training.evaluate_every=4",
+        "data.histories.requests=64",
+        "data.histories.median=20",
+    ],
     "sweep": ["training.max_steps=3"],
 }
 

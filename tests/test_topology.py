@@ -107,6 +107,8 @@ def test_what_if() -> None:
         c.changed({"planet.bytes_per_s": 2})
     with pytest.raises(PlanError, match="bytes_per_s"):
         c.changed({"region.bytes_per_s": 0})
+    with pytest.raises(PlanError, match="divided by 0"):
+        c.changed({"region.bytes_per_s": "/=0"})
 
 
 @pytest.mark.parametrize("name", topology.shipped())

@@ -58,6 +58,7 @@ def test_train_evaluate_predict_report_and_compare_work_together(cli, recipe, tm
     assert (folder / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_predictions_equal_those_of_the_evaluation(cli, recipe, tmp_path):
     """The file path and the cached path encode the same rows to the same scores."""
     assert cli("train", recipe, "--run", "runs/a", "-q", "--set", "training.precision=fp32").code == 0
@@ -87,6 +88,7 @@ def test_recipe_list_names_each_recipe_and_then_describes_it(cli):
     assert described.split() == " ".join(shipped().values()).split()
 
 
+@pytest.mark.slow
 def test_sweep_trains_every_size_once_and_fits_a_law(cli, recipe, tmp_path):
     sizes = [f"--size=model.top_mlp=[{n}] training.epochs=1" for n in (4, 32, 256)]
     swept = cli("sweep", recipe, *sizes)

@@ -1,6 +1,7 @@
 """``cordillera inject``: verdicts of the real flipped model, a report, and an interruption that keeps what is there."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -36,15 +37,17 @@ MODELS = {
     "dcn": '[model]\nname = "dcn"\nembedding_dim = 4\ncross_layers = 2\nmlp = [8]\n',
     "fm": '[model]\nname = "fm"\nembedding_dim = 4\n',
     "lr": '[model]\nname = "lr"\n',
+    "hstu": '[model]\nname = "hstu"\nembedding_dim = 4\nmlp = [8]\nsequences = ["seen"]\ncandidate = "user"\n',
 }
 
 
 def with_model(recipe, text):
-    """The recipe with another model."""
+    """The recipe with another model, and its lists in the table of users."""
     if text is not None:
         content = recipe.read_text()
         first, last = content.index("[model]"), content.index("[training]")
-        recipe.write_text(content[:first] + text + "\n" + content[last:])
+        data = content[:first].replace('{ name = "seen" }', '{ name = "seen", table = "user" }')
+        recipe.write_text(data + text + "\n" + content[last:])
     return recipe
 
 
@@ -52,7 +55,9 @@ def bits_of(model: torch.nn.Module) -> list[bytes]:
     return [tensor.numpy().tobytes() for tensor in model.state_dict().values()]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "hstu" else ()) for name in MODELS]
+)
 def test_replay_judges_ranking_models_as_real_flips_do(recipe, name, tmp_path, monkeypatch):
     """Lists that are pooled by their mean, several values of one row in a bag, and weights of values among them."""
     monkeypatch.setenv("CORDILLERA_CACHE", str(tmp_path / "cache"))
@@ -67,6 +72,7 @@ def test_replay_judges_ranking_models_as_real_flips_do(recipe, name, tmp_path, m
     weighted = JaggedBatch(sparse.keys, sparse.values, sparse.offsets, torch.rand(sparse.values.numel()) + 0.5)
     for samples in (batch, RankingBatch(batch.dense, weighted)):
         replay, before, wrong = replay_of(model, samples, 0.4), bits_of(model), 0
+        assert 1 / (1 + math.exp(-replay._decision.value)) == pytest.approx(0.4)
         for component in components_of(model):
             for hits in draw(component, FaultModel(), 1, range(2 if name == "wukong" else 5)):
                 found, real = replay(hits.region, hits.bits), replay.flip_each(hits.region, hits.bits)
@@ -74,7 +80,7 @@ def test_replay_judges_ranking_models_as_real_flips_do(recipe, name, tmp_path, m
                 assert found.detected.equal(real.detected), hits.region.name
                 wrong += int(real.silent.sum() + real.detected.sum())
         assert wrong
-        assert not replay.one_by_one
+        assert bool(replay.one_by_one) == (name == "hstu")  # its attention takes no batch of faults
         assert bits_of(model) == before
 
 
@@ -94,6 +100,7 @@ def test_rows_in_few_bits_are_hit_where_they_are_stored(cli, recipe, tmp_path, r
     assert set(content["judged_one_by_one"]) <= {"tables.payload", "tables.scales", "tables.cache.lines"}
 
 
+@pytest.mark.slow
 def test_inject_prints_writes_and_advises(cli, recipe, tmp_path):
     assert cli("train", with_model(recipe, DLRM), "--run", "runs/a", "-q", *FEW).code == 0
     done = cli("inject", "runs/a", "-n", 640, "--samples", 50)

@@ -19,6 +19,8 @@ from cordillera.workflows.trained import load_model, model_of
 
 from .conftest import RECIPE, write_log
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:

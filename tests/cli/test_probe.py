@@ -102,6 +102,7 @@ def test_a_training_step_is_planned_and_trained_by_its_plan(cli, trained, tmp_pa
     assert Accuracy.of(gradients[1], gradients[0]).sqnr_db > 20
 
 
+@pytest.mark.slow
 def test_a_recipe_trains_by_a_plan_and_resumes_to_the_same_bits(cli, trained, tmp_path):
     recipe = load(trained)
     _, model = load_model(Run(trained), prepare(recipe.data).features, torch.device("cpu"))
@@ -227,6 +228,7 @@ def test_a_plan_of_another_machine_or_library_is_refused(cli, trained, tmp_path,
     assert not (tmp_path / "new-scores.csv").exists()
 
 
+@pytest.mark.slow
 def test_a_plan_of_weights_that_were_trained_on_is_refused(cli, trained, tmp_path):
     run = shutil.copytree(trained, tmp_path / "run")
     write_log(tmp_path / "new.csv", rows=10)

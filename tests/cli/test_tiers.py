@@ -160,6 +160,7 @@ def followed(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_a_copy_follows_a_run_bit_for_bit(cli: Any, logs: Path, followed: Path, tmp_path: Path) -> None:
     assert checkpoints.steps(followed / "checkpoints") == [8, 16, 24, 32]
     copy = copy_of(followed, tmp_path / "copy", [8])

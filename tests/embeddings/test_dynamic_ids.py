@@ -126,6 +126,19 @@ def test_a_loaded_state_goes_on_as_the_original(evict: bool) -> None:
         assert torch.equal(a, b)
 
 
+def test_changes_are_known_for_as_long_as_removed_ids_are_kept() -> None:
+    index = IdMap(config=DynamicRowsConfig(max_age=1, keep_removed=3), capacity=8)
+    for number in range(6):
+        index.find_or_insert(torch.tensor([number]))
+        index.clock += 1
+        index.evict()
+    for since in (3, 4, 5, 6):
+        index.changes(since)
+    for since in (2, 0, 7, -1):
+        with pytest.raises(CheckpointError, match="are not known"):
+            index.changes(since)
+
+
 def test_impossible_states_are_refused_and_leave_the_map_as_it_was() -> None:
     index = IdMap(3, DynamicRowsConfig(min_count=2))
     run(index, range(4))

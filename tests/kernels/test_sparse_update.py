@@ -106,6 +106,7 @@ def test_every_back_end_equals_the_dense_optimizer_on_touched_rows(
     assert torch.equal(weight[~seen], before[~seen]), "rows that no bag names must not move"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreter's process")
 def test_triton_path_agrees_in_its_interpreter() -> None:
     pytest.importorskip("triton", reason="triton is not installed")

@@ -50,6 +50,16 @@ def test_packed_weights_alone_multiply_by_the_values_of_their_codes(dtype: torch
 
 
 @needs_kernels
+def test_groups_of_four_bits_whose_steps_have_no_inverse_have_a_step_of_one() -> None:
+    values = torch.full((16, 64), 3.0)
+    values[0, :32] = torch.linspace(0, 1e-40, 32)
+    codes, parameters = Int4Weights.quantize(values, group=32)
+    assert bool((parameters[:, :, 0] == 1.0).all())
+    assert not codes.any()
+    torch.testing.assert_close(Int4Weights(codes, parameters, None).dequantize(), values, rtol=1e-2, atol=0.01)
+
+
+@needs_kernels
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("shape", [(5, 64, 32), (3, 33, 17), (1, 1, 1), (0, 32, 16), (4, 0, 16), (4, 32, 0)])
 def test_any_shape_is_close_to_float(bits: int, shape: tuple[int, int, int]) -> None:

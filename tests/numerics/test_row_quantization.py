@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.quantization.rows import BITS, dequantize_rows, quantize_rows, row_bytes
+from cordillera.numerics.quantization.rows import BITS, _refit, dequantize_rows, quantize_rows, row_bytes
 
 QUANTIZED = torch.ops.quantized
 PEERS = {8: QUANTIZED.embedding_bag_byte_prepack, 4: QUANTIZED.embedding_bag_4bit_prepack}
@@ -94,6 +94,18 @@ def test_the_greedy_clipping_is_never_worse_than_minmax_nor_than_torch(seed: int
     divisible = _divisible(x)
     theirs = _error(x[divisible], PEERS[bits](x[divisible], optimized_qparams=True), bits)
     assert bool((ours[divisible] <= theirs * (1 + 1e-6)).all())
+
+
+def test_a_refitted_row_has_the_least_squares_of_its_codes() -> None:
+    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(2)) + 3.0
+    low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+    scale, bias = (high - low) / 15, low
+    codes = ((x - bias) / scale).round().clamp(0, 15).double()
+    found = _refit(x, scale, bias, 15)
+    for row in range(len(x)):
+        design = torch.stack([codes[row], torch.ones(64, dtype=torch.float64)], 1)
+        best = torch.linalg.lstsq(design, x[row].double()[:, None]).solution[:, 0]
+        assert [float(part[row]) for part in found] == pytest.approx(best.tolist(), abs=5e-3)
 
 
 def test_the_greedy_clipping_of_4_bits_takes_a_tenth_of_the_error_away() -> None:

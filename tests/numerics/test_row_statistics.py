@@ -145,6 +145,13 @@ def test_drawn_rows_have_the_statistics_they_are_drawn_from(tier: Tier) -> None:
     assert torch.equal(drawn, found.sample(60_000, torch.Generator().manual_seed(1)))
 
 
+def test_few_rows_are_drawn_with_their_unbiased_covariance() -> None:
+    found = RowStatistics(2, Tier.full)
+    found.update(rows_of(4, 2))
+    _, covariance = two_passes(found.sample(60_000, torch.Generator().manual_seed(1)))
+    assert error(covariance, found.covariance()) < 0.03
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_batch_with_a_value_that_is_no_number_is_left_out_and_counted(bad: float) -> None:
     rows = rows_of(50, 4)

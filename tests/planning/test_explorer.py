@@ -93,6 +93,7 @@ def test_the_step_is_the_schedule_and_what_follows(explorer: Explorer) -> None:
         make().check()
 
 
+@pytest.mark.slow
 def test_nothing_that_fits_ends_with_reasons() -> None:
     small = topology.load("a100-node").changed({"device.memory_bytes": 1e9})
     with pytest.raises(PlanError, match=r"no plan is possible \(.*memory[\s\S]*devices with [\d,]+ GB"):

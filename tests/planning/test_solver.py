@@ -262,6 +262,7 @@ def test_what_is_returned_keeps_its_word(
         assert solved.bound == pytest.approx(solved.seconds, rel=1e-4)
 
 
+@pytest.mark.slow
 @needs_solver
 def test_memory_beyond_what_is_used_changes_nothing_and_less_costs_time() -> None:
     seconds, ways = StageSeconds.equal(3, 1, 2), middle(3, 2.0)
@@ -307,6 +308,7 @@ def test_rules_are_never_behind_the_families_that_fit() -> None:
     assert found <= simulate(family, seconds).seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "latency", "ahead"),
     [(4, 4.0, 1.35), *(pytest.param(ranks, 2.0, 1.2, marks=pytest.mark.slow) for ranks in (4, 8))],

@@ -24,6 +24,10 @@ FEATURES = FeatureSpec(
 )
 
 
+POOLING = [name for name, kind in MODELS.items() if kind.pools_all]
+"""Models whose tables may be any: others read rows of histories."""
+
+
 class MemoryLoader:
     """Batches made from (seed, epoch, number), as a Loader gives them."""
 
@@ -67,6 +71,8 @@ def make_trainer(tmp_path: Path):
         sizes: dict[str, object] = {"embedding_dim": 4, "dropout": 0.2}
         if model == "dlrm":
             sizes |= {"bottom_mlp": (8, 4), "top_mlp": (8,)}
+        if model in ("target-attention", "hstu"):
+            sizes |= {"candidate": "id", "mlp": (8,)}
         rule = TablesConfig.model_validate({"name": "rowwise_adagrad", "learning_rate": 0.05, **(tables or {})})
         network = build(MODELS[model].Config(**sizes), FEATURES, rule)
         folder = tmp_path / name

@@ -25,6 +25,8 @@ from cordillera.training.checkpoints import folder_of, steps
 from cordillera.training.language.engine import LanguageConfig, LanguageEngine, PackedTokens
 from tests.distributed.processes import needs_gloo, run_processes
 
+pytestmark = pytest.mark.slow
+
 SMALL = LlamaConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=64, context=64, tied=True)
 
 

@@ -118,6 +118,7 @@ def last_loss(trainer: Trainer) -> float:
     return [record["loss"] for record in trainer.run.metrics() if record["kind"] == "train"][-1]
 
 
+@pytest.mark.slow
 def test_eight_bits_train_with_scales_and_not_without(make_trainer) -> None:
     loader = MemoryLoader(20, size=2048)
     kept = list(loader.epoch())

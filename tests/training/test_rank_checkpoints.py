@@ -28,6 +28,7 @@ from cordillera.planning.ranking.placement import Placement, TablePart
 from cordillera.training import checkpoints, sharded_checkpoints
 from cordillera.training.ranking.rank_checkpoints import TableCheckpoints, state_without_rows
 from cordillera.training.ranking.scoring import load_weights
+from tests.training.conftest import POOLING
 
 ROWS = {"items": 16_387, "users": 7, "tags": 3}  # the first ends with a few rows after torch's blocks of 16 numbers
 
@@ -137,7 +138,7 @@ def assert_parts_of(whole: RankingModel, models: list[RankingModel]) -> None:
 
 
 @pytest.mark.parametrize("init", [0.05, "uniform_by_rows"])
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", POOLING)
 def test_ranks_make_the_model_of_one_process_to_the_bit(name: str, init: Any) -> None:
     whole = plain(name, init=init)
     after = torch.get_rng_state()

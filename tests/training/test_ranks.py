@@ -30,7 +30,7 @@ from cordillera.training.ranking.ranks import ManyRanks, _DropoutOfBatch
 from cordillera.training.ranking.scoring import load_weights
 from cordillera.training.ranking.trainer import Trainer
 from tests.distributed.processes import needs_gloo, run_processes
-from tests.training.conftest import FEATURES, MemoryLoader
+from tests.training.conftest import FEATURES, POOLING, MemoryLoader
 
 DENSE = FeatureSpec(dense=("a", "b"), sparse=(), tables={}, tasks=FEATURES.tasks)
 
@@ -263,7 +263,7 @@ def test_a_request_that_reaches_one_rank_stops_all_and_the_run_goes_on_to_the_sa
 def small_batches(rank: int, folder: str) -> dict[str, Any]:
     """Train every model on batches of a single sample, which leave the first rank without any."""
     links = Collectives(None, Ledger(), 120.0)
-    return {name: ended(trainer_of(folder, name, links, **of_one_sample(name))) for name in MODELS}
+    return {name: ended(trainer_of(folder, name, links, **of_one_sample(name))) for name in POOLING}
 
 
 def of_one_sample(name: str) -> dict[str, Any]:
@@ -273,12 +273,12 @@ def of_one_sample(name: str) -> dict[str, Any]:
 @needs_gloo
 @pytest.mark.slow
 def test_a_rank_may_be_without_samples_with_every_model(tmp_path: Path) -> None:
-    for name in MODELS:
+    for name in POOLING:
         Run.create(tmp_path / name, "name = 'test'\n")
         Run.create(tmp_path / f"{name} alone", "name = 'test'\n")
     done = run_processes(2, tmp_path, small_batches, 240)
     assert done.codes == [0, 0], done.said
-    for name in MODELS:
+    for name in POOLING:
         expected = ended(trainer_of(str(tmp_path), f"{name} alone", None, **of_one_sample(name)))
         for found in done.found.values():
             for key, tensor in expected["state"].items():

@@ -25,6 +25,8 @@ from cordillera.training.optimizers import build_adamw, dense_parameters
 from cordillera.training.ranking.sharded_dense import dense_units, shard_dense
 from tests.distributed.processes import needs_gloo, run_processes
 
+pytestmark = pytest.mark.slow
+
 BATCH, SIZE = 12, 4
 WAYS = {"full": (1, 4), "hybrid": (2, 2)}  # hosts, and shards
 FEATURES = FeatureSpec(

@@ -33,7 +33,7 @@ def assert_same_weights(a, b):
 
 
 @pytest.mark.parametrize("stop_at", [1, 13, *(pytest.param(step, marks=pytest.mark.slow) for step in (4, 10, 19))])
-@pytest.mark.parametrize("model", ["dlrm", "wukong"])
+@pytest.mark.parametrize("model", ["dlrm", "wukong", "hstu"])
 def test_a_run_stopped_at_any_step_resumes_to_the_same_bits(make_trainer, stop_at, model):
     options = {"model": model, "progressive": True, "progressive_window": 100, "checkpoint_every": 4, "patience": 9}
     whole = make_trainer("whole", **options)

@@ -67,6 +67,7 @@ def test_tables_are_covered_and_memory_suffices(
     assert set(found.reasons) == set(tables)
 
 
+@pytest.mark.slow
 @given(tables=some_tables, size=few_ranks)
 @settings(max_examples=5, deadline=None)
 def test_neither_order_nor_repetition_changes_a_placement(tables: dict[str, TableProfile], size: int) -> None:
@@ -80,6 +81,7 @@ def test_neither_order_nor_repetition_changes_a_placement(tables: dict[str, Tabl
             assert again.loads.seconds.tolist() == found.loads.seconds.tolist()
 
 
+@pytest.mark.slow
 @given(
     tables=some_tables,
     size=st.sampled_from([2, 3, 4]),

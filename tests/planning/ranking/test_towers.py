@@ -182,3 +182,10 @@ def test_a_file_gives_the_plan_back_or_an_error(tmp_path):
     path.write_text(json.dumps({"schema": "else"}))
     with pytest.raises(PlanError):
         TowerPlan.read(path)
+
+
+def test_features_that_meet_in_one_sample_are_as_alike_as_there() -> None:
+    similarities = Similarities(3)
+    similarities.add(np.array([[[3.0, 4.0], [4.0, 3.0], [0.0, 0.0]]]))
+    assert similarities.mean()[0, 1] == pytest.approx(0.96)
+    assert similarities.mean()[0, 2] == 0.0
