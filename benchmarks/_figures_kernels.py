@@ -75,10 +75,9 @@ def histories() -> str:
         model = _MODELS[row["model"]] + (f", window of {row['window']}" if row["window"] else "")
         for name, ratio in row["times_faster"].items():
             fills = f"{row['fill']:.2f}, {row['fill_squared']:.2f}"
-            lines.append(
-                [model, f"{row['longest']:,}", fills, name, f"{ratio['median']:.2f}", f"{row['apart'][name]:.0e}"]
-            )
-    return table(["model", "longest", "fill, squared", "padded", "times as fast", "losses apart"], lines)
+            sizes = (str(row["requests"]), f"{row['longest']:,}")
+            lines.append([model, *sizes, fills, name, f"{ratio['median']:.2f}", f"{row['apart'][name]:.0e}"])
+    return table(["model", "requests", "longest", "fill, squared", "padded", "times as fast", "losses apart"], lines)
 
 
 def quality() -> str:

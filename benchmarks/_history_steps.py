@@ -42,7 +42,8 @@ from cordillera.recipe import RankingRecipe
 from cordillera.training.optimizers import build_adamw, embedding_tables
 from cordillera.training.ranking.trainer import weighted_loss
 
-STEPS, ROUNDS, ASKED, WITHIN = 8, 5, 2.5, 1e-5
+REQUESTS, ROUNDS, ASKED, WITHIN = 64, 5, 2.5, 1e-5
+CANDIDATES = 32  # of a request
 
 
 @dataclass(frozen=True)
@@ -51,22 +52,28 @@ class Case:
 
     Attributes:
         model: Name of the model.
+        requests: Requests of a batch.
         longest: Length at which histories are cut.
         peers: Padded models beside ours.
         window: Window of HSTU; None for whole histories.
     """
 
     model: str
+    requests: int
     longest: int
     peers: tuple[str, ...]
     window: int | None = None
 
 
-CASES = (
-    Case("hstu", 8192, ("same kernel",), 256),
-    Case("hstu", 8192, ("same kernel",)),
-    Case("hstu", 1024, ("same kernel", "products")),
-    Case("target-attention", 8192, ("fused",)),
+CASES = tuple(
+    case
+    for requests in (4, 16)
+    for case in (
+        Case("hstu", requests, 8192, ("same kernel",), 256),
+        Case("hstu", requests, 8192, ("same kernel",)),
+        Case("hstu", requests, 1024, ("same kernel", "products")),
+        Case("target-attention", requests, 8192, ("fused",)),
+    )
 )
 
 
@@ -201,9 +208,9 @@ class Steps:
 
 def recipe_of(case: Case, folder: Path, quick: bool) -> RankingRecipe:
     """Return the recipe of a case; its data is prepared in ``folder``."""
-    sizes = ["requests=64", "candidates=4", "median=20"] if quick else ["requests=512"]
+    sizes = ["requests=64", "candidates=4", "median=20"] if quick else [f"requests={8 * REQUESTS}"]
     changes = [f"data.histories.{size}" for size in (*sizes, f"longest={case.longest}")]
-    changes += [f"data.cache_dir={folder}", f"data.batch_size={32 if quick else 128}"]
+    changes += [f"data.cache_dir={folder}", f"data.batch_size={32 if quick else case.requests * CANDIDATES}"]
     found = recipes.load("histories-hstu", changes)
     assert isinstance(found, RankingRecipe)
     assert isinstance(found.model, HSTUConfig)
@@ -223,7 +230,7 @@ def batches_of(data: DataConfig, count: int) -> tuple[FeatureSpec, list[RankingB
 
 def _measured(case: Case, folder: Path, quick: bool) -> dict[str, Any]:
     recipe = recipe_of(case, folder, quick)
-    count = 2 if quick else STEPS
+    count = 2 if quick else REQUESTS // case.requests
     features, batches = batches_of(recipe.data, count)
     contenders = {name: Steps(recipe, features, None if name == "ours" else name) for name in ("ours", *case.peers)}
     losses = {name: [steps.take(batch) for batch in batches] for name, steps in contenders.items()}
@@ -241,7 +248,8 @@ def _measured(case: Case, folder: Path, quick: bool) -> dict[str, Any]:
     lengths = torch.cat([batch.sparse["history"].lengths for batch in batches]).view(count, -1).double()
     fills = (lengths.mean(1) / lengths.amax(1), lengths.square().mean(1) / lengths.amax(1).square())
     return {
-        "model": case.model, "longest": case.longest, "window": case.window, "losses": losses, "apart": apart,
+        "model": case.model, "requests": case.requests, "longest": case.longest, "window": case.window,
+        "losses": losses, "apart": apart,
         "fill": float(fills[0].mean()), "fill_squared": float(fills[1].mean()),
         "seconds": {name: timing.to_json() for name, timing in timings.items()},
         "times_faster": {name: times_faster(timings["ours"], timings[name]).to_json() for name in case.peers},
@@ -253,7 +261,17 @@ def measure_histories(console: Console, quick: bool, folder: Path) -> dict[str, 
     cases = [replace(case, longest=64) for case in (CASES[2], CASES[3])] if quick else list(CASES)
     rows = [_measured(case, folder, quick) for case in cases]
     table = Table(title="training steps, times faster than padded (measured)", title_justify="left")
-    for heading in ("model", "longest", "window", "fill", "squared", "padded", "times faster", "losses apart"):
+    for heading in (
+        "model",
+        "requests",
+        "longest",
+        "window",
+        "fill",
+        "squared",
+        "padded",
+        "times faster",
+        "losses apart",
+    ):
         table.add_column(heading, justify="left" if heading in ("model", "padded") else "right")
     for row in rows:
         for name, ratio in row["times_faster"].items():
@@ -261,6 +279,7 @@ def measure_histories(console: Console, quick: bool, folder: Path) -> dict[str, 
             apart = f"{row['apart'][name]:.1e}"
             table.add_row(
                 row["model"],
+                str(row["requests"]),
                 f"{row['longest']:,}",
                 str(row["window"] or ""),
                 *fills,
@@ -270,5 +289,5 @@ def measure_histories(console: Console, quick: bool, folder: Path) -> dict[str, 
             )
     console.print(table)
     print_notes(console, notes := ["fill is that of batches: their mean length relative to their longest"])
-    conditions = {"steps": len(rows[0]["losses"]["ours"]), "asked": ASKED, "within": WITHIN}
+    conditions = {"requests": REQUESTS, "candidates": CANDIDATES, "asked": ASKED, "within": WITHIN}
     return {"evidence": "measured", "conditions": conditions, "rows": rows, "notes": notes}

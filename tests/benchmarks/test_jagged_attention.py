@@ -59,7 +59,7 @@ def test_models_that_read_histories_are_compared_with_those_that_sum_them(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model} {case.window} {case.longest}")
+@pytest.mark.parametrize("case", CASES[:4], ids=lambda case: f"{case.model} {case.window} {case.longest}")
 def test_padded_models_summarise_histories_as_ragged_ones_do(case: Case, tmp_path: Path) -> None:
     recipe = recipe_of(dataclasses.replace(case, longest=40), tmp_path, quick=True)
     features, (batch, _) = batches_of(recipe.data, 2)
