@@ -94,8 +94,8 @@ def calibration_for(device: Device) -> Calibration:
 def whole(rows: float, columns: float, inner: float, count: float) -> ProductShape:
     """Return the shape of a product in whole numbers, as it can be measured; see :meth:`CostModel.product`.
 
-    The ``rows``, ``columns`` and ``inner`` length may be fractional as means over layers. The ``count`` of equal
-    products is below 1 if a device has a part of one.
+    The ``rows``, ``columns`` and ``inner`` length may be fractional: tokens of an expert are a mean. The ``count`` of
+    equal products is below 1 if a device has a part of one.
     """
     return max(1, round(rows)), max(1, round(columns)), max(1, round(inner)), max(1, round(count))
 
@@ -236,15 +236,15 @@ class CostModel:
         moved = 2.0 * (rows * columns + rows * inner + columns * inner) * count / self._stream
         return arithmetic + moved if min(columns, inner) < _SHORT else max(arithmetic, moved)
 
-    def linear(self, rows: float, outputs: float, inputs: float) -> tuple[float, float, float]:
-        """Return the seconds of a linear layer's forward, its input gradient and its weight gradient.
+    def linear(self, rows: float, outputs: float, inputs: float, count: float = 1.0) -> tuple[float, float, float]:
+        """Return the seconds of the forward, the input gradient and the weight gradient of ``count`` linear layers.
 
-        The layer maps ``rows`` tokens from a width of ``inputs`` to one of ``outputs``.
+        Each maps ``rows`` tokens of its own from a width of ``inputs`` to one of ``outputs``; all run in one kernel.
         """
         return (
-            self.product(rows, outputs, inputs),
-            self.product(rows, inputs, outputs),
-            self.product(inputs, outputs, rows),
+            self.product(rows, outputs, inputs, count),
+            self.product(rows, inputs, outputs, count),
+            self.product(inputs, outputs, rows, count),
         )
 
     def stream(self, size: float) -> float:

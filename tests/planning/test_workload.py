@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -10,8 +11,17 @@ from pydantic import ValidationError
 from cordillera import topology
 from cordillera.cost import Calibration, CostModel
 from cordillera.errors import PlanError
+from cordillera.kernels.memory_meter import SavedBytes
+from cordillera.kernels.moe import expert_mlp
 from cordillera.planning import workloads
-from cordillera.planning.language.workload import Experts, Layout, layer_seconds, layers_of_stages
+from cordillera.planning.language.workload import (
+    Experts,
+    Layout,
+    Workload,
+    activation_bytes,
+    layer_seconds,
+    layers_of_stages,
+)
 
 
 @pytest.mark.parametrize(
@@ -38,9 +48,6 @@ class CountedBytes(CostModel):
 
     def stream(self, size: float) -> float:
         return size
-
-    def linear(self, rows: float, outputs: float, inputs: float) -> tuple[float, float, float]:
-        return 0.0, 0.0, 0.0
 
     def product(self, *sizes: float) -> float:
         return 0.0
@@ -125,3 +132,71 @@ def test_all_experts_may_be_active_and_no_more() -> None:
     assert Experts(count=4, active=4, ffn=8).active == 4
     with pytest.raises(ValidationError, match="5 active of 4 experts"):
         Experts(count=4, active=5, ffn=8)
+
+
+def with_experts(**changes: int) -> Workload:
+    """The workload moe-400b with small experts in every layer, changed."""
+    job = workloads.load("moe-400b")
+    sizes = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 160, "vocabulary": 256, "layers": 6}
+    experts = Experts(**{"count": 8, "active": 2, "ffn": 96, "shared_ffn": 0, "every": 1, **changes})
+    return job.model_copy(update={"sequence": 128, "model": job.model.model_copy(update={**sizes, "experts": experts})})
+
+
+class Listed(CostModel):
+    """A device that lists its products and takes no time."""
+
+    def __init__(self) -> None:
+        super().__init__(topology.load("a100-node").device, Calibration(layer_s=0.0))
+        self.asked: list[tuple[float, ...]] = []
+
+    def product(self, *sizes: float) -> float:
+        self.asked.append(sizes)
+        return 0.0
+
+
+def test_experts_of_a_device_are_products_in_one_kernel() -> None:
+    """Two choices of 8 experts for each of 128 tokens, over 4 devices: 2 experts a device with 128 tokens each."""
+    cost = Listed()
+    layer_seconds(with_experts(shared_ffn=48), Layout(tensor=2, expert=4, data=4), cost, 0.0)
+    of_experts = [
+        (128, 96, 64, 2), (128, 64, 96, 2), (64, 96, 128, 2),  # gate and up: forward, input gradient, weights
+        (128, 64, 48, 2), (128, 48, 64, 2), (48, 64, 128, 2),  # down
+    ]  # fmt: skip
+    assert [shape for shape in cost.asked if shape[3] == 2] == of_experts
+    assert (128, 8, 64, 1) in cost.asked  # router
+    assert (128, 48, 64, 1) in cost.asked  # shared expert, gate and up
+
+
+def test_a_layer_of_experts_takes_its_share_of_the_mean() -> None:
+    cost = CostModel(topology.load("a100-node").device, Calibration(layer_s=0.0))
+    every, third, without = (
+        layer_seconds(with_experts(every=every), Layout(), cost, 0.0).forward for every in (1, 3, 7)
+    )
+    assert third == pytest.approx(every / 3 + without * 2 / 3)
+    dense = with_experts()
+    model = dense.model.model_copy(update={"experts": None})
+    assert without == layer_seconds(dense.model_copy(update={"model": model}), Layout(), cost, 0.0).forward
+
+
+def test_rows_of_experts_pass_memory_when_gathered_and_combined() -> None:
+    cost = CountedBytes(topology.load("a100-node").device, Calibration(layer_s=0.0))
+    found = {
+        active: layer_seconds(with_experts(active=active, ffn=96 // active), Layout(), cost, 0.0) for active in (1, 2)
+    }
+    row = 2 * 128 * 64  # of each token, 16 bits
+    assert found[2].forward - found[1].forward == pytest.approx(3 * row)
+    assert found[2].input_gradient - found[1].input_gradient == pytest.approx(6 * row)
+
+
+def test_experts_keep_what_the_kernels_keep() -> None:
+    """Measured for the layer that the planner counts: beside its input, which counts as that of a norm."""
+    job = with_experts()
+    x, chosen = torch.randn(128, 64, dtype=torch.bfloat16), torch.stack([torch.randperm(8)[:2] for _ in range(128)])
+    sizes = ((8, 64, 96), (8, 96, 64), (8, 64, 96))
+    w1, w3, w2 = (torch.randn(size, dtype=torch.bfloat16, requires_grad=True) for size in sizes)
+    gates = torch.rand(128, 2, requires_grad=True)
+    with SavedBytes(without=[x, w1, w3, w2]) as saved:
+        expert_mlp(x, chosen, gates, w1, w3, w2)
+    nothing = job.model_copy(update={"model": job.model.model_copy(update={"experts": None, "ffn": 1})})
+    of_experts = activation_bytes(job, Layout()) - activation_bytes(nothing, Layout()) + 8 * 128
+    assert saved.total == of_experts + 8 * 9  # and the offset of each expert

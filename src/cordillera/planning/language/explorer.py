@@ -91,6 +91,12 @@ def inner_degrees(workload: Workload, host: int) -> list[tuple[int, int]]:
     return list(product(_powers(host), _powers(max(1, workload.sequence // _SHORTEST_PART))))
 
 
+def expert_degrees(workload: Workload) -> list[int]:
+    """Return the numbers of devices over which to spread the experts of a layer."""
+    experts = workload.model.experts
+    return [1] if experts is None else _powers(experts.count)
+
+
 def layouts(workload: Workload, topology: Topology, devices: int) -> Iterator[Layout]:
     """Iterate over the layouts of a ``workload`` on a number of ``devices``.
 
@@ -98,7 +104,7 @@ def layouts(workload: Workload, topology: Topology, devices: int) -> Iterator[La
     pipelines may have any length.
     """
     model = workload.model
-    experts = _powers(model.experts.count) if model.experts is not None else [1]
+    experts = expert_degrees(workload)
     recomputes: tuple[Recompute, ...] = ("none", "full") if model.fused_attention else ("none", "selective", "full")
     degrees = [
         (tensor, context, pipeline)

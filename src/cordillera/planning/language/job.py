@@ -19,6 +19,7 @@ from cordillera.planning.language.workload import (
     activation_bytes,
     embedding_seconds,
     head_seconds,
+    held_weights,
     layer_seconds,
     layers_of_stages,
 )
@@ -221,7 +222,7 @@ class PlannedJob(Fabric):
         one = layer_seconds(self.workload, self.layout, self.cost, self.tensor_reduce)
         experts = self.workload.model.experts
         if experts is not None and self.layout.expert > 1:
-            twice = 2 * self.exchange / experts.every  # to the experts and back
+            twice = 2 * self.exchange * self.workload.model.mixed_share  # to the experts and back
             again = twice if self.layout.recompute == "full" else 0.0
             one = LayerSeconds(
                 one.forward + twice,
@@ -344,15 +345,7 @@ class PlannedJob(Fabric):
     @cached_property
     def layer_parameters(self) -> tuple[float, float]:
         """Mean number of parameters of a layer on one device: those that all copies share, and those of experts."""
-        model, experts = self.workload.model, self.workload.model.experts
-        plain = float(model.matrices * model.hidden * (model.ffn or 4 * model.hidden))
-        if experts is None:
-            return (model.attention_weights + plain) / self.layout.tensor, 0.0
-        share = model.layers // experts.every / model.layers
-        mixed = float(model.matrices * model.hidden * experts.count * experts.ffn)
-        rest = model.feed_forward_weights(experts.every - 1) - mixed  # shared expert and router
-        own = model.attention_weights + share * rest + (1 - share) * plain
-        return own / self.layout.tensor, share * mixed / self.layout.tensor / self.layout.expert
+        return held_weights(self.workload.model, self.layout)
 
     def parameters(self, stages: Sequence[int]) -> tuple[float, float]:
         """Return the parameters on one device of a rank with these stages: those of all copies, and experts'."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from cordillera.cost import Calibration, CostModel, ProductShape, whole
-from cordillera.planning.language.explorer import MICROBATCHES, inner_degrees
+from cordillera.planning.language.explorer import MICROBATCHES, expert_degrees, inner_degrees
 from cordillera.planning.language.workload import Layout, Workload, head_seconds, layer_seconds
 from cordillera.topology import Device
 
@@ -49,8 +49,9 @@ def shapes(workload: Workload, device: Device, host: int) -> list[ProductShape]:
     :meth:`cordillera.cost.CostModel.product`.
     """
     listing = _Listing(device)
-    for (tensor, context), microbatch in product(inner_degrees(workload, host), MICROBATCHES):
-        layout = Layout(tensor=tensor, context=context, microbatch=microbatch)
+    degrees = product(inner_degrees(workload, host), expert_degrees(workload), MICROBATCHES)
+    for (tensor, context), expert, microbatch in degrees:
+        layout = Layout(tensor=tensor, context=context, expert=expert, data=expert, microbatch=microbatch)
         if workload.batch % microbatch == 0 and not layout.problems(workload):
             layer_seconds(workload, layout, listing, 0.0)
             head_seconds(workload, layout, listing, 0.0)

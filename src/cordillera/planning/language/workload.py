@@ -28,6 +28,7 @@ BYTES = 2  # bytes of a weight, an activation and its gradient in 16 bits
 _GRADIENT_TRAFFIC = 6  # bytes per weight and microbatch: read gradient, read sum, write sum, in 16 bits each
 _FUSED_SOFTMAX = 4  # Megatron-LM's masked softmax kernel takes a multiple of this number of score matrices
 _UNFUSED_SOFTMAX = 104  # bytes per score, over all passes, if that kernel cannot be used
+_CHOICE = 8  # bytes of the choice of an expert that are kept: its weight and its place
 _LOGIT_TRAFFIC = 52  # bytes per logit: cross entropy in 32 bits, forwards and backwards
 
 
@@ -116,6 +117,11 @@ class Transformer(BaseModel):
     def matrices(self) -> int:
         """Number of matrices of a feed-forward net."""
         return 3 if self.gated else 2
+
+    @property
+    def mixed_share(self) -> float:
+        """Share of the layers that have experts."""
+        return self.layers // self.experts.every / self.layers if self.experts is not None else 0.0
 
     @property
     def attention_weights(self) -> int:
@@ -373,42 +379,84 @@ class LayerSeconds:
         )
 
 
+def held_weights(model: Transformer, layout: Layout) -> tuple[float, float]:
+    """Return the mean number of a layer's parameters on one device: those that all copies share, and experts'."""
+    e, share = model.experts, model.mixed_share
+    plain = float(model.matrices * model.hidden * (model.ffn or 4 * model.hidden))
+    if e is None:
+        return (model.attention_weights + plain) / layout.tensor, 0.0
+    mixed = float(model.matrices * model.hidden * e.count * e.ffn)
+    rest = model.feed_forward_weights(e.every - 1) - mixed  # shared expert and router
+    own = model.attention_weights + share * rest + (1 - share) * plain
+    return own / layout.tensor, share * mixed / layout.tensor / layout.expert
+
+
 def activation_bytes(workload: Workload, layout: Layout) -> float:
     """Return the bytes of activations of one layer for one microbatch of a ``workload`` in a ``layout``, on one device.
 
     Source: Korthikanti et al. 2022, table 2; with fused attention no scores are kept, and a gated feed-forward net
-    keeps two more tensors of its width.
+    keeps two more tensors of its width. Experts keep what :func:`cordillera.kernels.moe.expert_mlp` keeps with the
+    policy ``AB``.
     """
     model, t = workload.model, layout.tensor
     tokens = workload.sequence / layout.context * layout.microbatch
     full = tokens * model.hidden
     if layout.recompute == "full":
         return 2.0 * full / (t if layout.sequence_parallel else 1)
-    ffn = _tokens_width(model)
+    dense, routed = _tokens_widths(model)
     own = 10.0 * full / (t if layout.sequence_parallel else 1)  # norms' inputs, dropouts' masks, block inputs
-    cut = tokens * (4.0 * model.queries + 4.0 * model.keys + (8.0 if model.gated else 4.0) * ffn) / t
+    ffn = (8.0 if model.gated else 4.0) * dense + (4.0 if model.gated else 2.0) * routed
+    cut = tokens * (4.0 * model.queries + 4.0 * model.keys + ffn) / t
+    if model.experts is not None:
+        own += _CHOICE * tokens * model.mixed_share * model.experts.active
     scores = 0.0
     if layout.recompute == "none" and not model.fused_attention:
         scores = 5.0 * model.heads * tokens * workload.sequence / t
     return own + cut + scores
 
 
-def _tokens_width(model: Transformer) -> float:
-    """Return the width of the feed-forward nets that a token passes, as a mean over layers."""
-    plain = float(model.ffn or 4 * model.hidden)
-    e = model.experts
+def _tokens_widths(model: Transformer) -> tuple[float, float]:
+    """Return the widths of the dense nets and of the experts that a token passes, as means over layers."""
+    plain, share, e = float(model.ffn or 4 * model.hidden), model.mixed_share, model.experts
     if e is None:
-        return plain
-    own = float(e.active * e.ffn + e.shared_ffn)
-    return own / e.every + plain * (1 - 1 / e.every)
+        return plain, 0.0
+    return plain * (1 - share) + e.shared_ffn * share, e.active * e.ffn * share
+
+
+def _linear_seconds(model: Transformer, layout: Layout, cost: CostModel, rows: float) -> tuple[float, float, float]:
+    """Return the seconds of a layer's matrix products with weights: forward, input gradient and weight gradient.
+
+    They are means over layers. Routing is balanced, so that the experts of a device get as many tokens as if each of
+    its own tokens stayed, and each expert gets as many as the others; they are computed in one kernel.
+    """
+    t, up, e, share = layout.tensor, 2 if model.gated else 1, model.experts, model.mixed_share
+    nets = [(1.0 - share, rows, float(model.ffn or 4 * model.hidden), 1.0)]  # how often, rows, width, count
+    if e is not None:
+        held = e.count / layout.expert
+        nets += [(share, rows, float(e.shared_ffn), 1.0), (share, rows * e.active / held, float(e.ffn), held)]
+    layers = [
+        (1.0, (rows, (model.queries + 2 * model.keys) / t, model.hidden, 1.0)),
+        (1.0, (rows, model.hidden, model.queries / t, 1.0)),
+    ]
+    for often, each, width, count in nets:
+        if often and width:
+            layers.append((often, (each, up * width / t, model.hidden, count)))
+            layers.append((often, (each, model.hidden, width / t, count)))
+    if e is not None:
+        layers.append((share, (rows, e.count, model.hidden, 1.0)))  # the router, which all devices have whole
+    forward, of_input, of_weight = (
+        sum(often * seconds for (often, _), seconds in zip(layers, part, strict=True))
+        for part in zip(*(cost.linear(*shape) for _, shape in layers), strict=True)
+    )
+    return forward, of_input, of_weight
 
 
 def layer_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: float) -> LayerSeconds:
     """Return the seconds of one layer of ``workload`` for one microbatch on one device.
 
     They include matrix products by their shapes, attention, memory traffic (norms, biases, activations, residuals,
-    dropouts, in bytes counted from Megatron-LM's kernels), gradient accumulation, and the collectives of tensor
-    parallelism: two in the forward, two in the backward.
+    dropouts, in bytes counted from Megatron-LM's kernels; rows that are gathered for experts and combined),
+    gradient accumulation, and the collectives of tensor parallelism: two in the forward, two in the backward.
 
     Args:
         workload: Workload with the shapes.
@@ -418,16 +466,8 @@ def layer_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: f
     """
     model, t = workload.model, layout.tensor
     rows = layout.microbatch * workload.sequence / layout.context
-    ffn = _tokens_width(model)
-    up = ffn * (2 if model.gated else 1)
-    shapes = [
-        ((model.queries + 2 * model.keys) / t, model.hidden),
-        (model.hidden, model.queries / t),
-        (up / t, model.hidden),
-        (model.hidden, ffn / t),
-    ]
-    products = [cost.linear(rows, *shape) for shape in shapes]
-    forward, of_input, of_weight = (sum(part) for part in zip(*products, strict=True))
+    ffn = sum(_tokens_widths(model))
+    forward, of_input, of_weight = _linear_seconds(model, layout, cost, rows)
     if model.fused_attention:
         core = cost.attention(2.0 * rows * workload.sequence * model.queries / t)  # half of the scores are masked
         core_back = 2.5 * core
@@ -445,8 +485,11 @@ def layer_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: f
     wide = BYTES * rows * ffn * (1.5 if model.gated else 1.0) / t
     pointwise = cost.stream(11.0 * own + 6.0 * x / t + 2.0 * wide)
     pointwise_back = cost.stream(17.0 * own + 3.0 * x / t + 3.0 * wide)
-    weights = (model.parameters - model.vocabulary * model.hidden * (1 if model.tied else 2)) / model.layers
-    accumulate = cost.stream(_GRADIENT_TRAFFIC * weights / t / layout.expert)
+    if model.experts is not None:
+        gathered = model.experts.active * x * model.mixed_share
+        pointwise += cost.stream(3.0 * gathered + x * model.mixed_share)  # read, written, read again, summed
+        pointwise_back += cost.stream(6.0 * gathered + 2.0 * x * model.mixed_share)  # so are gradients, and rows again
+    accumulate = cost.stream(_GRADIENT_TRAFFIC * sum(held_weights(model, layout)))
     again = 0.0
     if layout.recompute == "full":
         again = forward + core + pointwise + 2.0 * reduce
