@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cordillera.errors import DataError
+from cordillera.kernels.grouped_experts import sorted_index
 from cordillera.kernels.memory_meter import SavedBytes
 from cordillera.kernels.moe import POLICIES, expert_index, expert_mlp
 from cordillera.kernels.numba_experts import activated, differentiated
@@ -50,7 +54,8 @@ def run(experts: Tensor, tensors, policy: str = "AB", gradient: Tensor | None = 
     """Output, and gradients of tokens, gates and weights."""
     x, gates, w1, w3, w2 = tensors
     out = expert_mlp(x, experts, gates, w1, w3, w2, policy=policy)
-    gradient = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape) if gradient is None else gradient
+    if gradient is None:
+        gradient = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
     return out, *torch.autograd.grad(out, [t for t in tensors if t is not None], gradient)
 
 
@@ -238,6 +243,90 @@ def test_operators_are_what_torch_expects() -> None:
         torch.ops.cordillera.expert_mlp.default, (x, gates, slots, offsets, w1, w3, w2, "AB"),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )  # fmt: skip
+
+
+@pytest.fixture
+def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute on this machine's CPU what GPUs compute."""
+    monkeypatch.setattr("cordillera.kernels.moe._on_gpu", lambda x: True)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("routing", ["all", "masked", "one expert", "nothing"])
+def test_grouped_products_compute_what_experts_one_after_another_do(
+    routing: str, policy: str, gated: bool, request: pytest.FixtureRequest
+) -> None:
+    chosen, tensors = routed(60, 6, 2, seed=3), layer(60, 6, 2, 16, 32, gated=gated, dtype=torch.float32)
+    if routing != "all":
+        masks = {"masked": chosen % 3 == 1, "one expert": chosen != 4, "nothing": torch.ones(60, 2, dtype=torch.bool)}
+        chosen = chosen.masked_fill(masks[routing], -1)
+    expected = run(chosen, tensors, policy)
+    request.getfixturevalue("like_a_gpu")
+    found = run(chosen, tensors, policy)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-2 if policy == "AB8" else 2e-5, rtol=2e-5)
+    again = run(chosen, tensors, policy)
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_sorted_choices_are_in_the_order_that_counting_finds(share: float) -> None:
+    chosen = routed(300, 7, 3)
+    chosen = chosen.masked_fill(torch.rand(chosen.shape) < share, -1)
+    slots, positions, offsets = sorted_index(chosen, 7)
+    expected = expert_index(chosen, 7)
+    n = int(offsets[-1])
+    assert torch.equal(slots[:n], expected.slots)
+    assert torch.equal(positions, expected.positions)
+    assert torch.equal(offsets, expected.offsets)
+
+
+@pytest.mark.usefixtures("like_a_gpu")
+def test_grouped_products_keep_no_more_and_drop_undefined_rows() -> None:
+    chosen = routed(64, 4, 2).masked_fill(torch.arange(64)[:, None] % 4 == 0, -1)
+    x, gates, w1, w3, w2 = layer(64, 4, 2, 16, 32, dtype=torch.float32)
+    assert w2 is not None
+    with SavedBytes(without=[w1, w3, w2]) as saved:
+        out = expert_mlp(x, chosen, gates, w1, w3, w2)
+    assert saved.total == 4 * 64 * 16 + 4 * 128 + 4 * 128 + 8 * 5 + 128 * 2 * 4 * 32
+    assert not out[::4].any()
+    (of_gates,) = torch.autograd.grad(out.sum(), gates)
+    assert not of_gates[::4].any()
+
+
+@pytest.mark.usefixtures("like_a_gpu")
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"dtype": torch.float64}, "x: is torch.float64, experts on a GPU need 32 or 16 bits"),
+        ({"width": 6}, "x: has a width of 6, experts on a GPU need a multiple of 4"),
+        ({"hidden": 12, "dtype": torch.bfloat16}, "w1: has a width of 12, experts on a GPU need a multiple of 8"),
+    ],
+)
+def test_what_grouped_products_do_not_take_is_refused(change: dict[str, Any], named: str) -> None:
+    x, gates, w1, w3, w2 = layer(**{"width": 16, "hidden": 32, "dtype": torch.float32, **change})
+    with pytest.raises(DataError, match=re.escape(named)):
+        expert_mlp(x, routed(20, 4, 2), gates, w1, w3, w2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-4), (torch.bfloat16, 4e-2)])
+def test_gpus_compute_what_cpus_do_without_being_waited_for(policy: str, dtype: torch.dtype, error: float) -> None:
+    chosen, tensors = routed(500, 8, 2), layer(500, 8, 2, 64, 128, dtype=dtype)
+    moved = [None if one is None else one.detach().cuda().requires_grad_() for one in tensors]
+    there = chosen.cuda()
+    expected = run(chosen, tensors, policy)
+    torch.cuda.synchronize()
+    if dtype == torch.bfloat16 and torch.cuda.get_device_capability() >= (9, 0):  # others loop over experts
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = run(there, moved, policy)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other, atol=error * float(other.abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize(

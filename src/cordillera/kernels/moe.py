@@ -1,7 +1,8 @@
 """Mixture-of-experts layers that compute on tokens where they lie, and choose what is kept for the backward pass.
 
-Tokens are routed by index alone: no buffer of routed tokens is made, no token is dropped, and no token is padded. One
-expert after another gathers its tokens, computes, and adds to the output; nothing of the size of all routed tokens but
+Tokens are routed by index alone: no buffer of routed tokens is kept, no token is dropped, and no token is padded. On
+CPUs, one expert after another gathers its tokens, computes, and adds to the output; on GPUs, PyTorch's grouped products
+compute all experts at once (:mod:`cordillera.kernels.grouped_experts`). Nothing of the size of all routed tokens but
 the tensors of the policy is kept.
 
 Source: MoEBlaze (Zhang et al. 2026, arXiv 2601.05296), index structures (section 4.1) and algorithm 1; the gradient of
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from cordillera.errors import DataError
+from cordillera.kernels.grouped_experts import check_grouped, grouped_backward, grouped_forward, sorted_index
 from cordillera.kernels.numba_experts import activated, count_experts, differentiated, place_choices
 
 SavingPolicy = Literal["ABY", "AB", "AB8", "X"]
@@ -33,7 +35,7 @@ class ExpertIndex(NamedTuple):
 
     Attributes:
         slots: Choice at each position, ``token * k + choice``, ascending within an expert, ``int32 [n]``; choices that
-            are masked out have no position.
+            are masked out have no position, and stand last on a GPU, ``[L * k]``.
         positions: Position of each choice, ``int32 [L, k]``; -1 for a choice that is masked out.
         offsets: First position of each expert, and ``n``; ``int64 [E + 1]``.
     """
@@ -51,7 +53,9 @@ def expert_index(experts: Tensor, num_experts: int) -> ExpertIndex:
         num_experts: Number of experts ``E``.
 
     Raises:
-        DataError: If an expert is out of range or chosen twice by a token, or there are more than 2^31 - 1 choices.
+        DataError: If an expert is out of range or chosen twice by a token, or there are more than 2^31 - 1 choices. On
+            a GPU, which is not waited for, an expert out of range fails there, and one that is chosen twice counts
+            twice.
     """
     if experts.dim() != 2 or experts.is_floating_point():
         raise DataError(
@@ -59,6 +63,9 @@ def expert_index(experts: Tensor, num_experts: int) -> ExpertIndex:
         )
     if experts.numel() >= 2**31:
         raise DataError(f"{experts.numel():,} choices are more than 2^31 - 1", where="experts")
+    if _on_gpu(experts):
+        torch._assert_async(((experts >= -1) & (experts < num_experts)).all())
+        return ExpertIndex(*sorted_index(experts, num_experts))
     _check_experts(experts, num_experts)
     flat = experts.reshape(-1).long()
     slots = torch.empty(flat.numel(), dtype=torch.int32)
@@ -67,6 +74,10 @@ def expert_index(experts: Tensor, num_experts: int) -> ExpertIndex:
     count_experts(flat.numpy(), offsets.numpy())
     place_choices(flat.numpy(), offsets.numpy(), slots.numpy(), positions.view(-1).numpy())
     return ExpertIndex(slots[: int(offsets[-1])], positions, offsets)
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.device.type != "cpu"
 
 
 def _check_experts(experts: Tensor, num_experts: int) -> None:
@@ -137,6 +148,8 @@ def _check(x: Tensor, experts: Tensor, gates: Tensor, w1: Tensor, w3: Tensor, w2
         raise DataError(f"needs {wanted}, got {tuple(w3.shape)}", where="w3")
     if w2 is not None and w2.shape != w1.shape:
         raise DataError(f"needs the shape of w1, {tuple(w1.shape)}, got {tuple(w2.shape)}", where="w2")
+    if _on_gpu(x):
+        check_grouped(x, w1)
     tensors = {"gates": gates, "w1": w1, "w3": w3} | ({} if w2 is None else {"w2": w2})
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or (name != "gates" and tensor.dtype != x.dtype):
@@ -148,6 +161,8 @@ def _forward(
     x: Tensor, gates: Tensor, slots: Tensor, offsets: Tensor, w1: Tensor, w3: Tensor, w2: Tensor | None, policy: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the output ``[L, d]`` and what the policy keeps: products with ``x``, and the rest."""
+    if _on_gpu(x):
+        return _forward_grouped(x, gates, slots, offsets, w1, w3, w2, policy)
     kept = _room_for_kept(x, slots, w1, w2, policy)
     out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     weight_of = gates.reshape(-1)
@@ -159,6 +174,19 @@ def _forward(
         weighed = (y @ w3[expert]).to(out.dtype).mul_(weight_of.index_select(0, own)[:, None])
         out.index_add_(0, tokens, weighed)
     return out.to(x.dtype, copy=True) if out.dtype != x.dtype else out, *kept
+
+
+def _forward_grouped(
+    x: Tensor, gates: Tensor, slots: Tensor, offsets: Tensor, w1: Tensor, w3: Tensor, w2: Tensor | None, policy: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    out, a, b, y = grouped_forward(x, gates, slots, offsets, w1, w3, w2)
+    if policy in ("X", "AB8"):
+        first, second, rest = _room_for_kept(x, slots, w1, w2, policy)
+        if policy == "AB8":
+            _keep_in_8_bits(a, b, first, second, rest)
+        return out, first, second, rest
+    nothing = (0, w1.shape[2])
+    return out, a, x.new_empty(nothing) if b is None else b, y if policy == "ABY" else x.new_empty(nothing)
 
 
 @_forward.register_fake
@@ -174,6 +202,8 @@ def _backward(
     first: Tensor, second: Tensor, rest: Tensor, policy: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of ``x``, the gates, ``w1``, ``w3`` and ``w2`` (``[0]`` without it)."""
+    if _on_gpu(x):
+        return _backward_grouped(dout, x, gates, slots, offsets, w1, w3, w2, first, second, rest, policy)
     dx = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     dgates, weight_of = torch.zeros(gates.numel(), dtype=gates.dtype), gates.reshape(-1)
     dw1, dw3 = torch.empty_like(w1), torch.empty_like(w3)
@@ -200,6 +230,16 @@ def _backward(
             drows.addmm_(db, up.T)
         dx.index_add_(0, tokens, drows.to(dx.dtype).mul_(gate))
     return dx.to(x.dtype), dgates.view(gates.shape), dw1, dw3, dw2
+
+
+def _backward_grouped(
+    dout: Tensor, x: Tensor, gates: Tensor, slots: Tensor, offsets: Tensor, w1: Tensor, w3: Tensor, w2: Tensor | None,
+    first: Tensor, second: Tensor, rest: Tensor, policy: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    products = None if policy == "X" else _kept(slice(None), x, w1, w2, first, second, rest, policy)
+    *found, dw2 = grouped_backward(dout, x, gates, slots, offsets, w1, w3, w2, products)
+    dx, dgates, dw1, dw3 = found
+    return dx, dgates, dw1, dw3, w1.new_empty(0) if dw2 is None else dw2
 
 
 @_backward.register_fake
@@ -253,14 +293,19 @@ def _hidden(
     if policy == "ABY":
         rest[part] = y
     elif policy == "AB8":
-        for number, (target, product) in enumerate(((first, a), (second, b))):
-            if product is None:
-                continue
-            scale = product.abs().amax(1, keepdim=True).float() / _LARGEST_CODE
-            scale = torch.where(scale == 0, 1.0, scale)
-            target[part] = (product / scale).round_()
-            rest[part, number : number + 1] = scale
+        _keep_in_8_bits(a, b, first[part], second[part], rest[part])
     return y
+
+
+def _keep_in_8_bits(a: Tensor, b: Tensor | None, first: Tensor, second: Tensor, scales: Tensor) -> None:
+    """Write products in 8 bits, and the scales of their rows."""
+    for number, (target, product) in enumerate(((first, a), (second, b))):
+        if product is None:
+            continue
+        scale = product.abs().amax(1, keepdim=True).float() / _LARGEST_CODE
+        scale = torch.where(scale == 0, 1.0, scale)
+        target.copy_((product / scale).round_())
+        scales[:, number : number + 1] = scale
 
 
 def _room_for_kept(

@@ -97,13 +97,13 @@ def _differentiate(a: Any, b: Any, u: Any, y: Any, da: Any, sums: Any, threads: 
             sums[i] = _sum(products)
 
 
-def _is_compiled(dtype: torch.dtype) -> bool:
-    return dtype in (torch.float32, torch.bfloat16)
+def _is_compiled(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
 
 
 def activated(a: Tensor, b: Tensor | None) -> Tensor:
     """Compute ``silu(a) b``, or ``silu(a)`` without ``b``, of rows ``[n, h]``."""
-    if not _is_compiled(a.dtype):
+    if not _is_compiled(a):
         return functional.silu(a) if b is None else functional.silu(a) * b
     y = torch.empty_like(a)
     threads = threads_for(a.numel())
@@ -119,7 +119,7 @@ def differentiated(a: Tensor, b: Tensor | None, u: Tensor) -> tuple[Tensor, Tens
         ``y``, the gradients of ``a`` and of ``b`` (meaningless without one), and the sums of ``u y`` over rows,
         ``[n]``, in float32 or float64.
     """
-    if not _is_compiled(a.dtype):
+    if not _is_compiled(a):
         silu = functional.silu(a)
         y = silu if b is None else silu * b
         sums = (u * y).sum(1)
