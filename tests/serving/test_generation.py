@@ -14,7 +14,7 @@ from cordillera.errors import DataError
 from cordillera.kernels.dense.few_rows import FewRowsLinear
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.serving.language.generation import Generated, for_decoding, generate
-from cordillera.serving.language.sampler import Sampling, sample
+from cordillera.serving.language.sampler import Sampling, draw_noise, sample
 
 GREEDY = Sampling(temperature=0)
 CONTEXT = 24
@@ -41,12 +41,12 @@ MODEL = _model()
 
 def _continue(prompt: Sequence[int], count: int, stop: Sequence[int], sampling: Sampling, seed: int) -> list[int]:
     """One token at a time, everything computed anew."""
-    generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     while len(tokens) < min(len(prompt) + count, CONTEXT):
         with torch.no_grad():
             logits = MODEL(torch.tensor(tokens), torch.tensor([0, len(tokens)]))[-1:]
-        tokens.append(int(sample(logits, sampling, generator)))
+        noise = draw_noise(seed, len(tokens), logits.shape[1])
+        tokens.append(int(sample(logits, sampling, noise[None])))
         if tokens[-1] in stop:
             break
     return tokens[len(prompt) :]
@@ -68,7 +68,7 @@ def test_a_batch_is_what_each_prompt_alone_would_become(
     sampling = Sampling(temperature=temperature, seed=5)
     found: list[list[int]] = [[] for _ in prompts]
     ends: list[str | None] = [None] * len(prompts)
-    for sequence, token, finish in generate(MODEL, prompts, count, stop, sampling):
+    for sequence, token, finish, _ in generate(MODEL, prompts, count, stop, sampling):
         assert ends[sequence] is None
         found[sequence].append(token)
         ends[sequence] = finish

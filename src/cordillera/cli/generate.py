@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,6 +42,10 @@ def generate(
     dtype: Annotated[str, typer.Option(help="Of the weights: bfloat16, float16 or float32.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer's file. Default: the checkpoint's.")] = None,
+    drafter: Annotated[
+        str,
+        typer.Option(help="`ngram` drafts repeated text, to check several tokens at once; the text stays the same."),
+    ] = "none",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the text only.")] = False,
 ) -> None:
@@ -50,13 +55,14 @@ def generate(
     from cordillera.serving.language.sampler import make_sampling
 
     sampling = make_sampling(temperature=temperature, top_p=top_p, seed=seed)
-    opened = LanguageModel(model, dtype=dtype, device=device, tokenizer=tokenizer)
+    opened = LanguageModel(model, dtype=dtype, device=device, tokenizer=tokenizer, drafter=drafter)
     found = [Completion() for _ in texts]
     live = len(texts) == 1 and not as_json
     interrupted, began = False, time.perf_counter()
     try:
         pieces = opened.stream(texts, max_new_tokens=max_new_tokens, chat=chat, system=system, sampling=sampling)
         opened.model  # noqa: B018 -- loads the weights before the timing
+        opened.speculation  # noqa: B018 -- measures passes, if there is a drafter
         began = time.perf_counter()
         for piece in pieces:
             found[piece.sequence].add(piece)
@@ -70,7 +76,9 @@ def generate(
         tokens = sum(one.tokens for one in found)
         rate = tokens / seconds if seconds else 0.0
         ended = "interrupted: " if interrupted else ""
-        typer.echo(f"{ended}{tokens:,} tokens in {seconds:.2f} s, {rate:.1f} tokens/s", err=True)
+        forwards = sum(one.forwards for one in found)
+        drafted = f", {tokens / forwards:.2f} tokens a pass" if drafter != "none" and forwards else ""
+        typer.echo(f"{ended}{tokens:,} tokens in {seconds:.2f} s, {rate:.1f} tokens/s{drafted}", err=True)
     if interrupted:
         raise typer.Exit(130)
 
@@ -117,7 +125,7 @@ def _finish(texts: Sequence[str], found: Sequence[Completion], *, as_json: bool,
     """Print completions that were not streamed, and end the line of those that were."""
     if as_json:
         for prompt, one in zip(texts, found, strict=True):
-            entry = {"prompt": prompt, "text": one.text, "tokens": one.tokens, "finish": one.finish}
+            entry = {"prompt": prompt, **asdict(one)}
             echo(json.dumps(entry, ensure_ascii=False), json=True)
     elif len(texts) == 1:
         _write("" if found[0].text.endswith("\n") else "\n")

@@ -348,13 +348,13 @@ def test_a_cut_sequence_goes_on_as_if_the_rest_had_never_been(make_llama: MakeLl
     with torch.no_grad():
         cache = KVCache(model.config, 1, 20, torch.float64)
         model(tokens[:15], torch.tensor([0, 15]), cache=cache)
-        cache.truncate([9])
+        cache.keep([9])
         found = model(tokens[12:16], torch.tensor([0, 4]), cache=cache)
         whole = torch.cat([tokens[:9], tokens[12:16]])
         expected = model(whole, torch.tensor([0, 13]))[9:]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
     with pytest.raises(DataError, match="cannot cut"):
-        cache.truncate([14])
+        cache.keep([14])
 
 
 def test_a_cache_that_would_overflow_is_left_as_it_was(make_llama: MakeLlama) -> None:

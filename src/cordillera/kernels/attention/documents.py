@@ -117,20 +117,26 @@ def _runs(offsets: list[int]) -> Iterator[tuple[int, int, int]]:
         yield start, count, length
 
 
-def continued_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal attention of the last ``n`` tokens of sequences, ``[B, n, H, D]``, to all ``m``.
+def continued_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+    """Compute attention of the last ``n`` tokens of sequences, ``[B, n, H, D]``, to all ``m``.
 
     Keys and values are ``[B, G, m, D]`` with ``m >= n``; ``G`` divides ``H``. Query heads that share a key head are
     stacked as rows of one product, so that keys and values are read once.
+
+    Args:
+        seen: Which of the last ``n`` tokens each of them sees, ``bool [B, n, n]``; None for itself and earlier ones.
     """
     batch, n, heads, width = q.shape
     groups, m = k.shape[1], k.shape[2]
-    if n == m:
+    if n == m and seen is None:
         out = scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, enable_gqa=heads != groups)
         return out.transpose(1, 2)
     rows = q.view(batch, n, groups, heads // groups, width).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, G, H/G n, D]
     mask = None
-    if n > 1:  # torch's own causal mask is aligned at the top left when lengths differ
+    if seen is not None:
+        before = seen.new_ones(batch, n, m - n)
+        mask = torch.cat([before, seen], 2).repeat(1, heads // groups, 1)[:, None]  # [B, 1, H/G n, m]
+    elif n > 1:  # torch's own causal mask is aligned at the top left when lengths differ
         mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril_(m - n).repeat(heads // groups, 1)
     out = scaled_dot_product_attention(rows, k, v, attn_mask=mask)
     return out.unflatten(2, (heads // groups, n)).permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -13,7 +13,7 @@ from cordillera.distributed.ledger import Ledger
 from cordillera.errors import DataError
 from cordillera.jagged import offsets_from_lengths
 from cordillera.models.language.llama import Llama
-from cordillera.serving.language.sampler import Sampling, sample
+from cordillera.serving.language.sampler import Sampling, draw_noise, sample
 
 
 class ContextSessions:
@@ -103,13 +103,16 @@ class ContextSessions:
         self._check(rows)
         sampling = sampling or Sampling()
         device = self.model.embedding.weight.device
-        generators = [torch.Generator(device).manual_seed(sampling.seed + i) for i in range(len(rows))]
         limits = [min(max_new_tokens, left) for left in self._left(rows)]
         replies: list[list[int]] = [[] for _ in rows]
         while any(rows):
             going = [sequence for sequence, row in enumerate(rows) if row]
             logits = self.read(rows)
-            drawn = torch.cat([sample(logits[i : i + 1], sampling, generators[s]) for i, s in enumerate(going)])
+            noise = None
+            if sampling.temperature > 0:
+                count, lengths = logits.shape[1], self.cache.lengths
+                noise = torch.stack([draw_noise(sampling.seed + s, lengths[s], count, device) for s in going])
+            drawn = sample(logits, sampling, noise)
             tokens = self.cache.of_first_rank("drawn tokens", drawn).tolist()
             rows = [[] for _ in rows]
             for sequence, token in zip(going, tokens, strict=True):

@@ -23,6 +23,7 @@ from cordillera.models.language.llama import Llama
 from cordillera.run import Run
 from cordillera.serving.language.generation import check_prompts, for_decoding, generate
 from cordillera.serving.language.sampler import Sampling
+from cordillera.serving.language.speculation import Speculation, find_drafter, measure_costs
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 """Data types of weights in memory, by name."""
@@ -35,11 +36,13 @@ class TextPiece(NamedTuple):
 
     Attributes:
         finish: Reason why the sequence ends here: ``stop`` (the model ended it) or ``length``; None while it continues.
+        forward: Number of the model's pass that decided on the token, from 0.
     """
 
     sequence: int
     text: str
     finish: Finish | None
+    forward: int
 
 
 @dataclass
@@ -48,17 +51,20 @@ class Completion:
 
     Attributes:
         finish: ``stop``, ``length``, or None if generation was interrupted.
+        forwards: Number of passes of the model that it took; fewer than tokens if drafts were right.
     """
 
     text: str = ""
     tokens: int = 0
     finish: Finish | None = None
+    forwards: int = 0
 
     def add(self, piece: TextPiece) -> None:
         """Append a piece of this prompt's text."""
         self.text += piece.text
         self.tokens += 1
         self.finish = piece.finish
+        self.forwards = piece.forward + 1
 
 
 class LanguageModel:
@@ -72,9 +78,11 @@ class LanguageModel:
         dtype: Data type of weights and activations: ``bfloat16``, ``float16`` or ``float32``.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
         tokenizer: File or folder; None for the tokenizer of the checkpoint, or of the run's text.
+        drafter: What drafts tokens that the model then checks several at a time: ``ngram`` or ``none``; texts are the
+            same with and without.
 
     Raises:
-        DataError: If an asset was not fetched, the name is unknown, or there is no tokenizer or one with more tokens
+        DataError: If an asset was not fetched, a name is unknown, or there is no tokenizer or one with more tokens
             than the model.
         CheckpointError: If there is no checkpoint of a Llama, or it is damaged.
         DependencyError: If the device or a library is not available.
@@ -87,9 +95,11 @@ class LanguageModel:
         dtype: str = "bfloat16",
         device: str = "auto",
         tokenizer: str | Path | None = None,
+        drafter: str = "none",
     ) -> None:
         if dtype not in DTYPES:
             raise DataError(f"unknown dtype {dtype!r}", where="dtype", remedy=f"choose one of {', '.join(DTYPES)}")
+        self._drafter = None if drafter == "none" else find_drafter(drafter)
         self.dtype, self.device = DTYPES[dtype], _device(device)
         self.path = find_model(name)
         self._source = open_checkpoint(self.path)
@@ -116,6 +126,11 @@ class LanguageModel:
             if compared is not None:
                 compared.result()
         return model
+
+    @cached_property
+    def speculation(self) -> Speculation | None:
+        """The drafter with the measured times of passes, which take about half a second; None without a drafter."""
+        return None if self._drafter is None else Speculation(self._drafter, measure_costs(self.model))
 
     def encode(self, prompts: Sequence[str], *, chat: bool | None = None, system: str | None = None) -> list[list[int]]:
         """Return the token ids of prompts, in the form that the model expects.
@@ -166,8 +181,8 @@ class LanguageModel:
                 :class:`~cordillera.serving.language.sampler.Sampling`.
 
         Returns:
-            One piece per token; each step yields one for every unfinished prompt. Errors of the prompts are raised at
-            the call, before weights are read.
+            One piece per token; each pass yields at least one for every unfinished prompt. Errors of the prompts are
+            raised at the call, before weights are read.
 
         Raises:
             DataError: If prompts are invalid, as in :meth:`encode`, or do not fit the context; during generation, if
@@ -182,9 +197,10 @@ class LanguageModel:
     def _stream(self, ids: list[list[int]], max_new_tokens: int, sampling: Sampling | None) -> Iterator[TextPiece]:
         decoders = [StreamDecoder(self.tokenizer) for _ in ids]
         stop, count = self.tokenizer.stop_ids, self.tokenizer.vocab_size
-        for sequence, token, finish in generate(self.model, ids, max_new_tokens, stop, sampling, count):
+        tokens = generate(self.model, ids, max_new_tokens, stop, sampling, count, self.speculation)
+        for sequence, token, finish, forward in tokens:
             text = decoders[sequence].push(token)
-            yield TextPiece(sequence, text + decoders[sequence].finish() if finish else text, finish)
+            yield TextPiece(sequence, text + decoders[sequence].finish() if finish else text, finish, forward)
 
     def generate(
         self,
@@ -207,7 +223,12 @@ class LanguageModel:
 
 
 def load_language_model(
-    name: str | Path, *, dtype: str = "bfloat16", device: str = "auto", tokenizer: str | Path | None = None
+    name: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    tokenizer: str | Path | None = None,
+    drafter: str = "none",
 ) -> LanguageModel:
     """Open a checkpoint with its tokenizer and read its weights.
 
@@ -216,13 +237,15 @@ def load_language_model(
         dtype: Data type of weights and activations: ``bfloat16``, ``float16`` or ``float32``.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
         tokenizer: File or folder; None for the tokenizer of the checkpoint, or of the run's text.
+        drafter: ``ngram`` or ``none``, as in :class:`LanguageModel`.
 
     Raises:
         DataError: If the model or its tokenizer is not found, as in :class:`LanguageModel`.
         CheckpointError: If the checkpoint is damaged or missing, or weights are NaN or infinite.
         DependencyError: If the device or a library is not available.
     """
-    opened = LanguageModel(name, dtype=dtype, device=device, tokenizer=tokenizer)
+    opened = LanguageModel(name, dtype=dtype, device=device, tokenizer=tokenizer, drafter=drafter)
+    opened.speculation  # noqa: B018 -- measures, if there is a drafter
     opened.model  # noqa: B018 -- reads the weights
     return opened
 

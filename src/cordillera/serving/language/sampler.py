@@ -1,6 +1,8 @@
-"""Sampling of the next token from logits."""
+"""Sampling of the next token from logits, with random numbers that depend on the seed and the token's position only."""
 
 from __future__ import annotations
+
+import zlib
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -16,7 +18,8 @@ class Sampling(BaseModel):
     Attributes:
         temperature: Divisor of the logits; 0 takes the most likely token (greedy).
         top_p: Total probability of the most likely tokens from which the token is drawn (Holtzman et al. 2020).
-        seed: Seed; sequence ``i`` of a batch draws with ``seed + i``, independently of the other sequences.
+        seed: Seed; sequence ``i`` of a batch draws with ``seed + i``, independently of the other sequences. Random
+            numbers depend on the seed and on the position of a token alone.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -68,15 +71,25 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     return kept / kept.sum(-1, keepdim=True)
 
 
-def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> Tensor:
+def draw_noise(seed: int, position: int, count: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return the random numbers that decide on the token at ``position``, exponential ``float32 [count]``.
+
+    They depend on nothing else, so that a text is the same in whatever steps and beside whichever texts it is written.
+    """
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {position}".encode()))  # generators use 32 bits
+    noise = torch.empty(count, device=device).exponential_(generator=generator)
+    return noise.clamp_(min=torch.finfo(torch.float32).tiny)
+
+
+def sample(logits: Tensor, sampling: Sampling, noise: Tensor | None = None) -> Tensor:
     """Draw a token, ``int64 [B]``, for each row of ``logits [B, vocabulary]``, as in :func:`probabilities`.
 
-    The ``generator`` is on the device of the logits, and not used when ``sampling`` is greedy.
+    Args:
+        noise: Random numbers of :func:`draw_noise`, ``[B, vocabulary]``: the token with the largest ratio of
+            probability to noise is drawn. None takes the most likely token, as greedy sampling does.
 
     Raises:
         DataError: If logits are NaN or ``inf``, or all tokens of a row are forbidden.
     """
     chances = probabilities(logits, sampling)
-    if sampling.temperature == 0:
-        return chances.argmax(-1)
-    return torch.multinomial(chances, 1, generator=generator).squeeze(-1)
+    return (chances if noise is None else chances / noise).argmax(-1)

@@ -1,0 +1,282 @@
+"""Attention of a few new tokens to the keys and values of their sequences, on a CPU.
+
+New tokens are stored in the cache and attended to in one call, in float32. Sums go over keys from the first to the
+last, and a key that a token does not see adds nothing to them. A token's result is therefore the same, bit for bit,
+whether it is computed alone or beside drafted tokens, of which it sees its ancestors only, and for any number of
+threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+from cordillera.kernels.attention.numba_tiles import FAST, ZERO, exp2
+from cordillera.kernels.compiling import compiled
+from cordillera.kernels.numba_support import array, narrow, pool, threads_for, widen_to_single
+
+MOST_TOKENS = 16
+"""Largest number of new tokens of a sequence for which this kernel is made."""
+
+_LANES = 16  # queries at a time
+_KEYS = 8  # keys at a time
+_ROWS = 4  # queries whose outputs are kept in registers
+_COLUMNS = 32  # numbers of them; divides the width of a head
+_LEAST = np.float32(-126.0)
+_LOG2_E = 1.4426950408889634
+
+_WORD, _WIDE, _SINGLE = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_VECTOR, _WORDS = ir.VectorType(_SINGLE, _LANES), ir.VectorType(_WORD, _LANES)
+
+
+def _spread(builder: Any, value: Any) -> Any:
+    """A vector of one number."""
+    undefined = ir.Constant(_VECTOR, ir.Undefined)
+    first = builder.insert_element(undefined, value, _WORD(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(_WORDS, [0] * _LANES))
+
+
+def _address(builder: Any, base: Any, stride: Any, number: Any, kind: Any) -> Any:
+    return builder.inttoptr(builder.add(base, builder.mul(stride, number)), kind.as_pointer())
+
+
+def _add_product(builder: Any, slot: Any, a: Any, b: Any) -> None:
+    product = builder.fmul(a, b, flags=["contract"])
+    builder.store(builder.fadd(builder.load(slot), product, flags=["contract"]), slot)
+
+
+def _score_tile(keys: int, is_half: bool) -> Any:
+    """Make a function that stores the products of ``keys`` keys with sixteen queries, ``float32 [keys, 16]``.
+
+    Queries are ``float32 [width, 16]``, keys rows of ``width`` numbers, ``stride`` bytes apart.
+    """
+    kind, size = (ir.IntType(16), 2) if is_half else (_SINGLE, 4)
+
+    @intrinsic
+    def tile(typing_context: Any, q: Any, width: Any, key: Any, stride: Any, out: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            q, width, key, stride, out = arguments
+            sums = [cgutils.alloca_once(builder, _VECTOR) for _ in range(keys)]
+            for slot in sums:
+                builder.store(ir.Constant(_VECTOR, [0.0] * _LANES), slot)
+            with cgutils.for_range(builder, width, intp=_WIDE) as loop:
+                own = builder.load(_address(builder, q, _WIDE(4 * _LANES), loop.index, _VECTOR), align=4)
+                for n, slot in enumerate(sums):
+                    start = builder.add(key, builder.mul(stride, _WIDE(n)))
+                    value = builder.load(_address(builder, start, _WIDE(size), loop.index, kind), align=size)
+                    if is_half:
+                        value = builder.bitcast(builder.shl(builder.zext(value, _WORD), _WORD(16)), _SINGLE)
+                    _add_product(builder, slot, own, _spread(builder, value))
+            for n, slot in enumerate(sums):
+                place = _address(builder, out, _WIDE(4 * _LANES), _WIDE(n), _VECTOR)
+                builder.store(builder.load(slot), place, align=4)
+            return context.get_dummy_value()
+
+        return types.none(*[types.int64] * 5), generate
+
+    return tile
+
+
+def _value_tile(is_half: bool) -> Any:
+    """Make a function that stores ``weights[:, r] @ values`` of four queries in 32 columns, ``float32 [4, 32]``.
+
+    Weights are ``float32 [count, 16]``, values rows ``stride`` bytes apart.
+    """
+    vectors = range(_COLUMNS // _LANES)
+    kind = ir.VectorType(ir.IntType(16), _LANES) if is_half else _VECTOR
+    size = (2 if is_half else 4) * _LANES
+
+    @intrinsic
+    def tile(typing_context: Any, weight: Any, count: Any, value: Any, stride: Any, out: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            weight, count, value, stride, out = arguments
+            sums = {(r, v): cgutils.alloca_once(builder, _VECTOR) for r in range(_ROWS) for v in vectors}
+            for slot in sums.values():
+                builder.store(ir.Constant(_VECTOR, [0.0] * _LANES), slot)
+            with cgutils.for_range(builder, count, intp=_WIDE) as loop:
+                row = builder.add(value, builder.mul(stride, loop.index))
+                own = []
+                for v in vectors:
+                    part = builder.load(_address(builder, row, _WIDE(size), _WIDE(v), kind), align=size // _LANES)
+                    if is_half:
+                        upper = builder.shl(builder.zext(part, _WORDS), ir.Constant(_WORDS, [16] * _LANES))
+                        part = builder.bitcast(upper, _VECTOR)
+                    own.append(part)
+                start = builder.add(weight, builder.mul(_WIDE(4 * _LANES), loop.index))
+                for r in range(_ROWS):
+                    share = builder.load(_address(builder, start, _WIDE(4), _WIDE(r), _SINGLE), align=4)
+                    for v in vectors:
+                        _add_product(builder, sums[r, v], _spread(builder, share), own[v])
+            for (r, v), slot in sums.items():
+                place = _address(builder, out, _WIDE(4 * _LANES), _WIDE(r * len(vectors) + v), _VECTOR)
+                builder.store(builder.load(slot), place, align=4)
+            return context.get_dummy_value()
+
+        return types.none(*[types.int64] * 5), generate
+
+    return tile
+
+
+_half_scores, _half_score = _score_tile(_KEYS, True), _score_tile(1, True)
+_single_scores, _single_score = _score_tile(_KEYS, False), _score_tile(1, False)
+_half_values, _single_values = _value_tile(True), _value_tile(False)
+
+
+@compiled(fastmath=FAST)
+def _attend(
+    q: Any, keys: Any, values: Any, cached: Any, seen: Any, first: Any, heads: Any, scores: Any, out: Any
+) -> None:
+    """Attention of up to sixteen queries that read one head of keys: queries are rows of (token, head) from ``first``.
+
+    Args:
+        q: ``float32 [width, 16]``.
+        keys: ``[m, width]``, as ``values``, with the new ones.
+        cached: Number of keys before the new ones.
+        seen: Which new tokens each of them sees, ``bool [n, n]``.
+        heads: Number of queries of a token.
+        scores: ``float32 [cached + n, 16]``, overwritten.
+        out: ``float32 [16, width]``.
+    """
+    width, new = len(q), len(seen)
+    total = cached + new
+    size = keys.itemsize
+    stride = width * size
+    key, value = np.int64(keys.ctypes.data), np.int64(values.ctypes.data)
+    of_q, of_scores = np.int64(q.ctypes.data), np.int64(scores.ctypes.data)
+    together = total - total % _KEYS
+    for m in range(0, together, _KEYS):
+        if size == 2:
+            _half_scores(of_q, width, key + m * stride, stride, of_scores + 4 * _LANES * m)
+        else:
+            _single_scores(of_q, width, key + m * stride, stride, of_scores + 4 * _LANES * m)
+    for m in range(together, total):
+        if size == 2:
+            _half_score(of_q, width, key + m * stride, stride, of_scores + 4 * _LANES * m)
+        else:
+            _single_score(of_q, width, key + m * stride, stride, of_scores + 4 * _LANES * m)
+    for j in range(new):
+        for r in range(_LANES):
+            token = (first + r) // heads
+            if token < new and not seen[token, j]:
+                scores[cached + j, r] = -np.inf
+    highest, sums = np.empty(_LANES, np.float32), np.empty(_LANES, np.float32)
+    highest[:] = -np.inf
+    sums[:] = ZERO
+    for m in range(total):
+        for r in range(_LANES):
+            highest[r] = max(highest[r], scores[m, r])
+    for m in range(total):
+        for r in range(_LANES):
+            x = scores[m, r] - highest[r]
+            power = ZERO if x < _LEAST else exp2(x)
+            scores[m, r] = power
+            sums[r] += power
+    products = np.empty((_ROWS, _COLUMNS), np.float32)
+    of_products = np.int64(products.ctypes.data)
+    rows = min(_LANES, new * heads - first)
+    for r in range(0, rows, _ROWS):
+        for d in range(0, width, _COLUMNS):
+            if size == 2:
+                _half_values(of_scores + 4 * r, cached, value + size * d, stride, of_products)
+            else:
+                _single_values(of_scores + 4 * r, cached, value + size * d, stride, of_products)
+            for i in range(min(_ROWS, rows - r)):
+                # New values one by one: those that are not seen may be infinite, and zero times infinity is no number.
+                for j in range(new):
+                    if seen[(first + r + i) // heads, j]:
+                        for c in range(_COLUMNS):
+                            products[i, c] += scores[cached + j, r + i] * widen_to_single(values[cached + j, d + c])
+                for c in range(_COLUMNS):
+                    out[r + i, d + c] = products[i, c] / sums[r + i]
+
+
+@compiled(parallel=True, fastmath=FAST)
+def _all(q: Any, k: Any, v: Any, keys: Any, values: Any, sequences: Any, seen: Any, scale: Any, out: Any,
+         threads: int) -> None:  # fmt: skip
+    """Store the new keys and values, and attend; ``sequences [S, 4]`` are cached sequence, first token, number, length.
+
+    ``q``, ``out [T, H, D]``, ``k``, ``v [T, G, D]``, ``keys``, ``values [B, G, capacity, D]``, ``seen bool [T, n]``.
+    """
+    heads, width = q.shape[1], q.shape[2]
+    groups = keys.shape[1]
+    share, zero = heads // groups, q[0, 0, 0]
+    count = 0
+    for s in range(len(sequences)):
+        count += groups * ((sequences[s, 2] * share + _LANES - 1) // _LANES)
+    items = np.empty((count, 3), np.int64)  # sequence, group, first query
+    count = 0
+    for s in range(len(sequences)):
+        b, start, new, cached = sequences[s, 0], sequences[s, 1], sequences[s, 2], sequences[s, 3]
+        for t in range(new):
+            for g in range(groups):
+                for d in range(width):
+                    keys[b, g, cached + t, d] = k[start + t, g, d]
+                    values[b, g, cached + t, d] = v[start + t, g, d]
+        for g in range(groups):
+            for first in range(0, new * share, _LANES):
+                items[count] = s, g, first
+                count += 1
+    for chunk in numba.prange(threads):
+        queries = np.zeros((width, _LANES), np.float32)
+        found = np.empty((_LANES, width), np.float32)
+        for item in range(count * chunk // threads, count * (chunk + 1) // threads):
+            s, g, first = items[item]
+            b, start, new, cached = sequences[s, 0], sequences[s, 1], sequences[s, 2], sequences[s, 3]
+            rows = min(_LANES, new * share - first)
+            for r in range(rows):
+                token, head = start + (first + r) // share, g * share + (first + r) % share
+                for d in range(width):
+                    queries[d, r] = widen_to_single(q[token, head, d]) * scale
+            scores = np.empty((cached + new, _LANES), np.float32)
+            visible = seen[start : start + new, :new]
+            _attend(queries, keys[b, g], values[b, g], cached, visible, first, share, scores, found)
+            for r in range(rows):
+                token, head = start + (first + r) // share, g * share + (first + r) % share
+                for d in range(width):
+                    out[token, head, d] = narrow(found[r, d], zero)
+
+
+def is_supported(keys: Tensor, new: int) -> bool:
+    """Return whether :func:`decode_attention` takes ``keys [B, G, capacity, D]`` and ``new`` tokens of a sequence."""
+    return (
+        keys.device.type == "cpu"
+        and keys.dtype in (torch.bfloat16, torch.float32)
+        and keys.shape[3] % _COLUMNS == 0
+        and new <= MOST_TOKENS
+    )
+
+
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, sequences: Tensor, seen: Tensor
+) -> Tensor:
+    """Store new keys and values in a cache, and compute attention of the new tokens to what they see of it.
+
+    Scores are scaled by ``1 / sqrt(D)``. There are no gradients.
+
+    Args:
+        q: Queries, ``bfloat16`` or ``float32 [T, H, D]``; ``D`` is a multiple of 32.
+        k: New keys, ``[T, G, D]``, as ``v``; ``G`` divides ``H``.
+        keys: Cached keys, contiguous ``[B, G, capacity, D]``, as ``values``; changed in place.
+        sequences: For each sequence with new tokens its number in the cache, the row of its first new token, the number
+            of its new tokens (at most 16) and that of its cached ones, ``int64 [S, 4]``.
+        seen: Which new tokens of its sequence each new token sees, itself included, ``bool [T, n]``.
+
+    Returns:
+        Same shape and dtype as ``q``.
+    """
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    work = int((sequences[:, 2] * sequences[:, 3]).sum()) * q.shape[1] * 8  # about the cost of as many values
+    threads = threads_for(work)
+    scale = np.float32(_LOG2_E / q.shape[2] ** 0.5)
+    parts = [array(x.detach().contiguous()) for x in (q, k, v)]
+    with pool(threads):
+        _all(*parts, array(keys), array(values), sequences.numpy(), seen.numpy(), scale, array(out), threads)
+    return out

@@ -1,0 +1,261 @@
+"""Drafts of the next tokens, which the model checks all in one pass (Leviathan et al. 2023; Miao et al. 2024).
+
+A draft is a tree: each of its tokens follows the last token of the text or another drafted token. The model computes
+which token it would generate after each of them; where that is one that was drafted, the next is known too. The text is
+the one that the model writes without drafts, token for token: drafts only change how many passes it takes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count, pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+
+from cordillera.errors import DataError
+from cordillera.models.language.kv_cache import KVCache
+from cordillera.models.language.llama import Llama
+
+MOST_ROWS = 16
+"""Most tokens of one pass with drafts; so many are computed with the same result as one alone, to the bit."""
+
+
+class DraftTree(NamedTuple):
+    """Drafted tokens, parents before children.
+
+    Attributes:
+        tokens: Ids; siblings differ.
+        parents: Place of the token that each one follows; -1 for the last token of the text.
+        chances: Probability, by the drafter's estimate, that the model generates the token and those before it; at most
+            that of its parent.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    chances: list[float]
+
+
+NOTHING = DraftTree([], [], [])
+"""The tree without a token."""
+
+
+class Drafter(Protocol):
+    """What drafts the continuation of one text."""
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Take note of tokens that the text goes on with; the first call gives the prompt."""
+
+    def propose(self, most: int, deepest: int) -> DraftTree:
+        """Return a tree of up to ``most`` tokens and up to ``deepest`` levels."""
+
+
+_LONGEST_MATCH = 8
+# Estimates of how often the next token is among the drafted ones after a match of 1 to 8 tokens, and their weight.
+_PRIORS, _PRIOR_WEIGHT = (0.2, 0.35, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85), 4.0
+_VOTE = 3.0  # weight of a place per token of its match, as a power
+_LEAST = 0.01  # chance of a token that is worth drafting
+
+
+class NGramDrafter:
+    """Drafts what followed the last tokens of the text where they occurred before (Saxena 2023; Oliaro et al. 2024).
+
+    Earlier places vote for their continuations, which form a tree; places with more tokens in common with the end of
+    the text weigh more. How often such drafts are right is counted while the text is written.
+
+    Args:
+        longest: Largest number of tokens that are compared.
+        places: Largest number of earlier places that vote: those with the longest matches, then the most recent.
+    """
+
+    def __init__(self, longest: int = 5, places: int = 12) -> None:
+        self.longest, self.places = longest, places
+        self._tokens: list[int] = []
+        self._ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(longest)]  # [n - 1]: ends of n-grams
+        self._right = [_PRIOR_WEIGHT * prior for prior in _PRIORS]
+        self._tried = [_PRIOR_WEIGHT] * _LONGEST_MATCH
+        self._drafted: dict[tuple[int, ...], tuple[int, set[int]]] = {}  # path: length of its match, what may follow
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Take note of tokens that the text goes on with."""
+        path: tuple[int, ...] = ()
+        for token in tokens:
+            if path not in self._drafted:
+                break
+            length, following = self._drafted[path]
+            self._tried[length - 1] += 1
+            self._right[length - 1] += token in following
+            path = (*path, token)
+        self._drafted = {}
+        for token in tokens:
+            self._tokens.append(token)
+            end = len(self._tokens)
+            for n in range(1, min(self.longest, end) + 1):
+                self._ends[n - 1].setdefault(tuple(self._tokens[end - n :]), []).append(end)
+
+    def propose(self, most: int, deepest: int) -> DraftTree:
+        """Return the likeliest continuations; nothing if the last token is new."""
+        found = DraftTree([], [], [])
+        order = count()  # parents come before children of equal chance
+        heap: list[tuple[float, int, int, int, tuple[int, ...], list[tuple[int, int]]]] = []
+
+        def follow(chance: float, parent: int, path: tuple[int, ...], voters: list[tuple[int, int]]) -> None:
+            votes: dict[int, list[tuple[int, int]]] = {}
+            for end, matched in voters:
+                if end < len(self._tokens):
+                    votes.setdefault(self._tokens[end], []).append((end + 1, matched + 1))
+            if not votes:
+                return
+            length = min(max(matched for _, matched in voters), _LONGEST_MATCH)
+            self._drafted[path] = (length, set(votes))
+            weights = {token: sum(_VOTE**matched for _, matched in own) for token, own in votes.items()}
+            chance *= self._right[length - 1] / self._tried[length - 1] / sum(weights.values())
+            for token, own in votes.items():
+                if chance * weights[token] >= _LEAST:
+                    heapq.heappush(heap, (-chance * weights[token], next(order), token, parent, path, own))
+
+        follow(1.0, -1, (), self._matches())
+        while heap and len(found.tokens) < most:
+            chance, _, token, parent, path, voters = heapq.heappop(heap)
+            found.tokens.append(token)
+            found.parents.append(parent)
+            found.chances.append(-chance)
+            if len(path) + 1 < deepest:
+                follow(-chance, len(found.tokens) - 1, (*path, token), voters)
+        return found
+
+    def _matches(self) -> list[tuple[int, int]]:
+        """Earlier places that continue the last tokens: index of the token that follows, and length of the match."""
+        end, found = len(self._tokens), dict[int, int]()
+        for n in range(min(self.longest, end), 0, -1):
+            for place in reversed(self._ends[n - 1].get(tuple(self._tokens[end - n :]), ())):
+                if len(found) == self.places:
+                    return list(found.items())
+                if place < end:
+                    found.setdefault(place, n)
+        return list(found.items())
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": NGramDrafter}
+"""Functions that make the drafter of one text, by name."""
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How texts are drafted.
+
+    Attributes:
+        drafter: Makes the drafter of a text.
+        costs: Time of a pass over 1, 2, ... tokens, in any unit, as :func:`measure_costs` returns it. A pass takes as
+            many drafted tokens as give the most expected tokens for its time, possibly none.
+    """
+
+    drafter: Callable[[], Drafter]
+    costs: Sequence[float]
+
+
+def find_drafter(name: str) -> Callable[[], Drafter]:
+    """Return the function that makes drafters of a name in :data:`DRAFTERS`.
+
+    Raises:
+        DataError: If there is no such drafter.
+    """
+    if name not in DRAFTERS:
+        raise DataError(f"unknown drafter {name!r}", where="drafter", remedy=f"choose none or {', '.join(DRAFTERS)}")
+    return DRAFTERS[name]
+
+
+def checked(tree: DraftTree, vocabulary: int, most: int, deepest: int) -> DraftTree:
+    """Return a tree that a drafter proposed.
+
+    Raises:
+        ValueError: If lists differ in length, a parent does not come before its child, siblings are equal, an id is not
+            a token, a chance is not from 0 to that of the parent, or there are too many tokens or levels.
+    """
+    tokens, parents, chances = tree
+    if not len(tokens) == len(parents) == len(chances) <= most:
+        raise ValueError(f"{len(tokens)} tokens, {len(parents)} parents, {len(chances)} chances, at most {most}")
+    if len(set(zip(parents, tokens, strict=True))) < len(tokens):
+        raise ValueError("siblings are equal")
+    depths: list[int] = []
+    for place, (token, parent, chance) in enumerate(zip(tokens, parents, chances, strict=True)):
+        if not (-1 <= parent < place and 0 <= token < vocabulary):
+            raise ValueError(f"token {place} is {token}, after {parent}")
+        if not 0 <= chance <= (1.0 if parent < 0 else chances[parent]):
+            raise ValueError(f"token {place} has the chance {chance}")
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+        if depths[-1] > deepest:
+            raise ValueError(f"token {place} is at level {depths[-1]}, at most {deepest}")
+    return tree
+
+
+def choose(trees: Sequence[DraftTree], costs: Sequence[float]) -> list[DraftTree]:
+    """Return the parts of trees, of one text each, that give the most expected tokens for the time of a pass.
+
+    Args:
+        trees: Trees as :func:`checked` returns them.
+        costs: Time of a pass over 1, 2, ... tokens; a pass over more tokens than that takes no drafts.
+    """
+    nodes = sorted(
+        ((-chance, place, text) for text, tree in enumerate(trees) for place, chance in enumerate(tree.chances))
+    )[: max(0, len(costs) - len(trees))]
+    best, most, expected = 0, 0.0, float(len(trees))
+    if len(trees) <= len(costs):
+        most = expected / costs[len(trees) - 1]
+    for number, (chance, _, _) in enumerate(nodes, 1):
+        expected -= chance
+        if expected / costs[len(trees) + number - 1] > most:
+            best, most = number, expected / costs[len(trees) + number - 1]
+    kept: list[list[int]] = [[] for _ in trees]
+    for _, place, text in nodes[:best]:
+        kept[text].append(place)
+    return [_part(tree, sorted(places)) for tree, places in zip(trees, kept, strict=True)]
+
+
+def _part(tree: DraftTree, places: list[int]) -> DraftTree:
+    """The tree of some of the tokens, with those before them."""
+    found = {-1: -1, **{place: number for number, place in enumerate(places)}}
+    return DraftTree(
+        [tree.tokens[place] for place in places],
+        [found[tree.parents[place]] for place in places],
+        [tree.chances[place] for place in places],
+    )
+
+
+@torch.inference_mode()
+def measure_costs(model: Llama, context: int = 128, seconds: float = 0.1) -> list[float]:
+    """Measure the time of passes of ``model`` over 1 to 16 tokens, in seconds.
+
+    Args:
+        context: Number of tokens before them.
+        seconds: Time spent for each of the numbers of tokens that are measured; the rest is interpolated.
+    """
+    weight = model.embedding.weight
+    context = min(context, model.config.context - 1)
+    cache = KVCache(model.config, 1, context + MOST_ROWS, weight.dtype, weight.device)
+    for part in (*cache.keys, *cache.values):
+        part.zero_()
+    sizes = [2**n for n in range(int(math.log2(MOST_ROWS)) + 1)]
+
+    def elapsed(rows: int) -> float:
+        cache.lengths = [context]
+        tokens = torch.zeros(rows, dtype=torch.int64, device=weight.device)
+        start = time.perf_counter()
+        top = model.logits(model.hidden(tokens, torch.tensor([0, rows]), cache=cache)).argmax(-1)
+        top.tolist()  # waits for a GPU
+        return time.perf_counter() - start
+
+    elapsed(MOST_ROWS)
+    found = [math.inf] * len(sizes)
+    deadline = time.perf_counter() + seconds * len(sizes)
+    while time.perf_counter() < deadline or math.inf in found:  # in turn, so that a disturbance meets all sizes
+        found = [min(best, elapsed(rows)) for best, rows in zip(found, sizes, strict=True)]
+    found = [max(found[: number + 1]) for number in range(len(found))]  # more tokens never cost less
+    costs = found[:1]
+    for (few, many), (low, high) in zip(pairwise(sizes), pairwise(found), strict=True):
+        costs += [low + (high - low) * (rows - few) / (many - few) for rows in range(few + 1, many + 1)]
+    return costs
