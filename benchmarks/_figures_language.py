@@ -65,6 +65,49 @@ def training() -> str:
     return table(["case", "beside", "times as fast", "quartiles", "asked", "ours", "peer"], rows)
 
 
+# Speculative decoding
+
+
+def drafts() -> str:
+    """Return rates with and without drafts, beside transformers."""
+    rows = []
+    for name, one in results("speculation-ngram")["results"].items():
+        ratios = [one["wall"][key] for key in ("ngram_over_off", "off_over_transformers", "lookup_over_transformers")]
+        passes = one["tokens_a_pass"]
+        rows.append(
+            [
+                name,
+                *(f"{ratio['mean']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})" for ratio in ratios[:1]),
+                "" if one["target"] is None else f"{one['target']:g}",
+                f"{one['processor']['ngram_over_off']['mean']:.2f}",
+                *(f"{ratio['mean']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})" for ratio in ratios[1:]),
+                f"{passes['ngram']:.2f}",
+                f"{passes['prompt lookup']:.2f}",
+                f"{one['tokens_per_s']['ngram']:.0f}",
+            ]
+        )
+    return table(
+        [
+            "set",
+            "drafts over off",
+            "asked",
+            "in processor time",
+            "off over transformers",
+            "lookup over transformers",
+            "tokens a pass",
+            "of lookup",
+            "tokens/s",
+        ],
+        rows,
+    )
+
+
+def cost(rows: int) -> str:
+    """Return the time of a pass over some tokens in multiples of that over one."""
+    seconds = results("speculation-ngram")["pass_seconds"]
+    return f"{seconds[rows - 1] / seconds[0]:.2f}"
+
+
 # WLB-LLM
 
 
@@ -234,6 +277,11 @@ FIGURES: Figures = {
     "llama-regret": regret,
     "llama-loading": loading,
     "llama-training": training,
+    "speculation-ngram": drafts,
+    "speculation-tokens": lambda: str(results("speculation-ngram")["new_tokens"]),
+    "speculation-prompts": lambda: str(results("speculation-ngram")["results"]["sum"]["prompts"]),
+    "speculation-cost-8": lambda: cost(8),
+    "speculation-cost-16": lambda: cost(16),
     "wlb-packing": packing,
     "wlb-one-and-a-half": partial(packing_reached, "1.5 contexts"),
     "wlb-two": partial(packing_reached, "2 contexts"),

@@ -6,8 +6,6 @@ Kernels divide their work over ``threads`` such that no result depends on their 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -113,17 +111,25 @@ def threads_for(values: int) -> int:
     return 1 if values < _SMALL else max(1, min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
 
 
-@contextmanager
-def pool(threads: int) -> Iterator[None]:
+class pool:  # used as a function; a generator as a context manager takes longer than the shortest kernels
     """Hold Numba's threads; torch's number of threads, which starting them changes, is restored."""
-    before = torch.get_num_threads()
-    with _lock:
-        numba.set_num_threads(threads)
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+
+    def __enter__(self) -> None:
+        self._before = torch.get_num_threads()
+        _lock.acquire()
         try:
-            yield
-        finally:
-            if torch.get_num_threads() != before:
-                torch.set_num_threads(before)
+            numba.set_num_threads(self._threads)
+        except BaseException:
+            _lock.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        _lock.release()
+        if torch.get_num_threads() != self._before:
+            torch.set_num_threads(self._before)
 
 
 @compiled(parallel=True)

@@ -34,7 +34,7 @@ def available() -> bool:
 
 
 def _tile(rows: int, outputs: int) -> Any:
-    """Make a function of addresses that stores sums of products, ``float32 [rows, outputs]``; see :func:`tile`."""
+    """Make a function of addresses that stores products, ``bfloat16 [rows, outputs]``; see :func:`tile_of_four`."""
 
     @intrinsic
     def generated(
@@ -42,41 +42,86 @@ def _tile(rows: int, outputs: int) -> Any:
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             x, x_row, weight, weight_row, steps, out, out_row = arguments
-            word, wide, single = ir.IntType(32), ir.IntType(64), ir.FloatType()
-            vector, pairs = ir.VectorType(single, _LANES), ir.VectorType(word, _LANES)
             multiply = builder.module.declare_intrinsic(
-                "llvm.x86.avx512bf16.dpbf16ps.512", (), ir.FunctionType(vector, [vector, pairs, pairs])
+                "llvm.x86.avx512bf16.dpbf16ps.512", (), ir.FunctionType(_VECTOR, [_VECTOR, _PAIRS, _PAIRS])
             )
 
             def load(base: Any, stride: Any, number: int, step: Any) -> Any:
-                start = builder.add(base, builder.mul(stride, wide(number)))
-                place = builder.add(start, builder.mul(step, wide(64)))
-                return builder.load(builder.inttoptr(place, pairs.as_pointer()), align=1)
+                start = builder.add(base, builder.mul(stride, _WIDE(number)))
+                place = builder.add(start, builder.mul(step, _WIDE(64)))
+                return builder.load(builder.inttoptr(place, _PAIRS.as_pointer()), align=1)
 
-            sums = {(r, o): cgutils.alloca_once(builder, vector) for r in range(rows) for o in range(outputs)}
-            for slot in sums.values():
-                builder.store(ir.Constant(vector, [0.0] * _LANES), slot)
-            with cgutils.for_range(builder, steps, intp=wide) as loop:
+            byte = ir.IntType(8).as_pointer()
+            fetch = builder.module.declare_intrinsic(
+                "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, _WORD, _WORD, _WORD])
+            )
+
+            def prefetch(base: Any, stride: Any, number: int, step: Any) -> None:
+                start = builder.add(base, builder.mul(stride, _WIDE(number)))
+                place = builder.add(start, builder.mul(step, _WIDE(64)))
+                builder.call(fetch, [builder.inttoptr(place, byte), _WORD(0), _WORD(3), _WORD(1)])
+
+            sums = [cgutils.alloca_once(builder, _VECTOR) for _ in range(rows * outputs)]
+            for slot in sums:
+                builder.store(ir.Constant(_VECTOR, [0.0] * _LANES), slot)
+            with cgutils.for_range(builder, steps, intp=_WIDE) as loop:
                 weights = [load(weight, weight_row, o, loop.index) for o in range(outputs)]
+                if outputs > 1:  # the next weights: with many rows, too much is computed before they are asked for
+                    for o in range(outputs):
+                        prefetch(weight, weight_row, outputs + o, loop.index)
                 for r in range(rows):
                     own = load(x, x_row, r, loop.index)
                     for o in range(outputs):
-                        builder.store(builder.call(multiply, [builder.load(sums[r, o]), own, weights[o]]), sums[r, o])
-            for (r, o), slot in sums.items():
-                total = builder.load(slot)
-                lanes = _LANES
-                while lanes > 1:  # add halves, halves of halves and so on
-                    lanes //= 2
-                    other = ir.Constant(pairs, [lanes + lane % lanes for lane in range(_LANES)])
-                    total = builder.fadd(total, builder.shuffle_vector(total, total, other))
-                place = builder.add(builder.add(out, builder.mul(out_row, wide(r))), wide(4 * o))
-                value = builder.extract_element(total, word(0))
-                builder.store(value, builder.inttoptr(place, single.as_pointer()), align=4)
+                        slot = sums[r * outputs + o]
+                        builder.store(builder.call(multiply, [builder.load(slot), own, weights[o]]), slot)
+            found = _to_bfloat(builder, _over_lanes(builder, [builder.load(slot) for slot in sums]))
+            kind = ir.IntType(16 * outputs)  # the outputs of a row, stored at once
+            parts = builder.bitcast(found, ir.VectorType(kind, _LANES // outputs))
+            for r in range(rows):
+                place = builder.inttoptr(builder.add(out, builder.mul(out_row, _WIDE(r))), kind.as_pointer())
+                builder.store(builder.extract_element(parts, _WORD(r)), place, align=2)
             return context.get_dummy_value()
 
         return types.none(*[types.int64] * 7), generate
 
     return generated
+
+
+_WORD, _WIDE = ir.IntType(32), ir.IntType(64)
+_VECTOR, _PAIRS = ir.VectorType(ir.FloatType(), _LANES), ir.VectorType(_WORD, _LANES)
+
+
+def _over_lanes(builder: Any, vectors: list[Any]) -> Any:
+    """Return a vector of the sums over the lanes of up to sixteen vectors.
+
+    Of each, the second half is added to the first, its second quarter to the first, and so on, two vectors at a time.
+    """
+    while len(vectors) & (len(vectors) - 1):
+        vectors = [*vectors, vectors[-1]]
+    group = _LANES  # lanes that are still to be added
+    while group > 1:
+        half = group // 2
+        first = [start + lane for start in range(0, 2 * _LANES, group) for lane in range(half)]
+        masks = [ir.Constant(_PAIRS, [lane + shift for lane in first]) for shift in (0, half)]
+        pairs = zip(vectors[::2], vectors[1::2], strict=True) if len(vectors) > 1 else [(vectors[0], vectors[0])]
+        vectors = [builder.fadd(*(builder.shuffle_vector(a, b, mask) for mask in masks)) for a, b in pairs]
+        group = half
+    return vectors[0]
+
+
+def _to_bfloat(builder: Any, values: Any) -> Any:
+    """Bits of the bfloat16 nearest to each float32, halves to even; NaN stays NaN."""
+
+    def every(number: int) -> Any:
+        return ir.Constant(_PAIRS, [number] * _LANES)
+
+    bits = builder.bitcast(values, _PAIRS)
+    upper = builder.lshr(bits, every(16))
+    odd = builder.and_(upper, every(1))
+    rounded = builder.lshr(builder.add(builder.add(bits, every(0x7FFF)), odd), every(16))
+    is_nan = builder.fcmp_unordered("uno", values, values)
+    chosen = builder.select(is_nan, builder.or_(upper, every(0x40)), rounded)
+    return builder.trunc(chosen, ir.VectorType(ir.IntType(16), _LANES))
 
 
 _tiles = {(rows, outputs): _tile(rows, outputs) for rows in range(1, SIDE + 1) for outputs in (1, SIDE)}
@@ -88,7 +133,7 @@ _tile_1_4, _tile_2_4, _tile_3_4, _tile_4_4 = (_tiles[rows, SIDE] for rows in ran
 def tile_of_one(
     rows: Any, x: Any, x_row: Any, weight: Any, weight_row: Any, steps: Any, out: Any, out_row: Any
 ) -> None:
-    """Compute the sums of 1 to 4 rows with one output, as :func:`tile_of_four`."""
+    """Compute the products of 1 to 4 rows with one output, as :func:`tile_of_four`."""
     if rows == 4:
         _tile_4_1(x, x_row, weight, weight_row, steps, out, out_row)
     elif rows == 3:
@@ -103,12 +148,12 @@ def tile_of_one(
 def tile_of_four(
     rows: Any, x: Any, x_row: Any, weight: Any, weight_row: Any, steps: Any, out: Any, out_row: Any
 ) -> None:
-    """Compute the sums of 1 to 4 rows with four outputs; ``x``, ``weight`` and ``out`` are addresses.
+    """Compute the products of 1 to 4 rows with four outputs; ``x``, ``weight`` and ``out`` are addresses.
 
     Args:
         x: Address of ``bfloat16 [rows, 32 steps]``, rows ``x_row`` bytes apart.
         weight: Address of ``bfloat16 [4, 32 steps]``, rows ``weight_row`` bytes apart.
-        out: Address of ``float32 [rows, 4]``, rows ``out_row`` bytes apart.
+        out: Address of ``bfloat16 [rows, 4]``, rows ``out_row`` bytes apart.
     """
     if rows == 4:
         _tile_4_4(x, x_row, weight, weight_row, steps, out, out_row)

@@ -43,37 +43,21 @@ def _products(x: Any, weight: Any, out: Any, threads: int) -> None:
 def _products_by_tiles(x: Any, weight: Any, out: Any, threads: int) -> None:
     """The same by :mod:`~cordillera.kernels.dense.bf16_tiles`."""
     rows, inner = x.shape
-    outputs, bytes_of_row, steps = weight.shape[0], 2 * inner, inner // STEP
-    of_x, of_weight = np.int64(x.ctypes.data), np.int64(weight.ctypes.data)
-    blocks = -(-outputs // SIDE)
-    zero = np.uint16(0)
+    outputs, of_row, steps = weight.shape[0], 2 * inner, inner // STEP
+    of_x, of_weight, of_out = np.int64(x.ctypes.data), np.int64(weight.ctypes.data), np.int64(out.ctypes.data)
+    blocks = (outputs + SIDE - 1) // SIDE
     for chunk in numba.prange(threads):
-        sums = np.empty((SIDE, SIDE), np.float32)
-        of_sums = np.int64(sums.ctypes.data)
         for block in range(blocks * chunk // threads, blocks * (chunk + 1) // threads):
             first = SIDE * block
-            count = min(SIDE, outputs - first)
             for row in range(0, rows, SIDE):
-                some = min(SIDE, rows - row)
-                start = of_x + row * bytes_of_row
-                if count == SIDE:
-                    tile_of_four(
-                        some,
-                        start,
-                        bytes_of_row,
-                        of_weight + first * bytes_of_row,
-                        bytes_of_row,
-                        steps,
-                        of_sums,
-                        4 * SIDE,
-                    )
+                some, own = min(SIDE, rows - row), of_x + row * of_row
+                place = of_out + 2 * (row * outputs + first)
+                if first + SIDE <= outputs:
+                    tile_of_four(some, own, of_row, of_weight + first * of_row, of_row, steps, place, 2 * outputs)
                 else:
-                    for i in range(count):
-                        own = of_weight + (first + i) * bytes_of_row
-                        tile_of_one(some, start, bytes_of_row, own, bytes_of_row, steps, of_sums + 4 * i, 4 * SIDE)
-                for r in range(some):
-                    for i in range(count):
-                        out[row + r, first + i] = narrow(sums[r, i], zero)
+                    for i in range(outputs - first):
+                        of_one = of_weight + (first + i) * of_row
+                        tile_of_one(some, own, of_row, of_one, of_row, steps, place + 2 * i, 2 * outputs)
 
 
 def few_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -86,15 +70,18 @@ def few_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         ``bfloat16 [n, outputs]``.
     """
+    return _multiply(x, array(weight.detach()))
+
+
+def _multiply(x: Tensor, weight: Any) -> Tensor:
+    """The same with the array of a weight."""
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype)
     if out.numel():
-        threads = threads_for(weight.numel())
-        x, weight = x.detach().contiguous(), weight.detach()
+        threads, x = threads_for(weight.size), x.detach().contiguous()
+        by_tiles = x.shape[1] % STEP == 0 and available()
+        rows, found = array(x) if by_tiles else x.float().numpy(), array(out)
         with pool(threads):
-            if x.shape[1] % STEP == 0 and available():
-                _products_by_tiles(array(x), array(weight), array(out), threads)
-            else:
-                _products(x.float().numpy(), array(weight), array(out), threads)
+            (_products_by_tiles if by_tiles else _products)(rows, weight, found, threads)
     return out
 
 
@@ -108,10 +95,14 @@ class FewRowsLinear(nn.Linear):
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
         self.weight = weight
+        self._array: tuple[int, Any] = (0, None)  # of the weight, and its address: making it takes as long as a product
 
     def forward(self, x: Tensor) -> Tensor:
         # torch computes gradients, other dtypes and devices, and matrices of many rows.
         few = x.dtype == torch.bfloat16 == self.weight.dtype and x.dim() == 2 and len(x) <= MOST_ROWS
         if few and x.device.type == "cpu" and not torch.is_grad_enabled():
-            return few_rows_linear(x, self.weight)
+            address = self.weight.data_ptr()
+            if self._array[0] != address:
+                self._array = (address, array(self.weight.detach()))
+            return _multiply(x, self._array[1])
         return F.linear(x, self.weight)

@@ -1,0 +1,212 @@
+"""Generation with drafts beside generation without and beside transformers: ``cordillera bench speculation``."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from _llama_peer import transformers_llama
+from _program import Program
+from _results import FinishedPieces
+from _tables import print_notes
+from rich.console import Console
+from rich.table import Table
+
+from cordillera.data.assets import stored_asset
+from cordillera.errors import DataError
+from cordillera.reports.ranking.comparison import mean_interval
+from cordillera.serving.language.generation import generate
+from cordillera.serving.language.language_model import LanguageModel, load_language_model
+from cordillera.serving.language.sampler import Sampling
+
+PROMPTS = Path(__file__).resolve().parents[2] / "shared" / "data" / "prompts"
+SETS = {
+    "humaneval": "code",
+    "sum": "summaries",
+    "qa": "questions",
+    "gsm8k": "arithmetic",
+    "alpaca": "instructions",
+    "mt_bench": "chat",
+}
+EACH, NEW_TOKENS, LOOKUP = 20, 128, 5
+TARGETS = {"humaneval": 1.3, "sum": 1.3, "mt_bench": 0.97}
+TARGET_OFF = 1.25  # multiple of transformers' rate without drafts
+GREEDY = Sampling(temperature=0)
+
+
+class Part(str, enum.Enum):
+    """Parts of the benchmark."""
+
+    ngram = "ngram"
+
+
+class _Peer:
+    """transformers' greedy generation with the same weights."""
+
+    def __init__(self, ours: LanguageModel) -> None:
+        self.model = transformers_llama(ours.path, ours.config).to(ours.dtype)
+        self.stop = sorted(ours.tokenizer.stop_ids)
+        self.forwards = 0
+        self.model.register_forward_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.forwards += 1
+
+    @torch.inference_mode()
+    def __call__(self, ids: list[int], tokens: int, lookup: int | None) -> tuple[list[int], int]:
+        self.forwards, prompt = 0, torch.tensor([ids])
+        drafts = {} if lookup is None else {"prompt_lookup_num_tokens": lookup}
+        found = self.model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=tokens,
+            eos_token_id=self.stop, pad_token_id=0, **drafts,
+        )  # fmt: skip
+        return found[0, len(ids) :].tolist(), self.forwards
+
+
+def _contenders(ours: LanguageModel, tokens: int) -> dict[str, Callable[[list[int]], tuple[list[int], int]]]:
+    """Functions from a prompt's ids to the new tokens and the number of passes."""
+    stop, count, speculation = ours.tokenizer.stop_ids, ours.tokenizer.vocab_size, ours.speculation
+    peer = _Peer(ours)
+
+    def by_ours(ids: list[int], drafts: bool) -> tuple[list[int], int]:
+        found = list(generate(ours.model, [ids], tokens, stop, GREEDY, count, speculation if drafts else None))
+        return [one.token for one in found], found[-1].forward + 1
+
+    return {
+        "off": lambda ids: by_ours(ids, False),
+        "ngram": lambda ids: by_ours(ids, True),
+        "transformers": lambda ids: peer(ids, tokens, None),
+        "prompt lookup": lambda ids: peer(ids, tokens, LOOKUP),
+    }
+
+
+def _measured(contenders: dict[str, Callable[[list[int]], tuple[list[int], int]]], ids: list[int], turn: int) -> Any:
+    """Let each continue a prompt, in an order that changes with the turn."""
+    names, found = list(contenders), {}
+    for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        wall, processor = time.perf_counter(), time.process_time()
+        tokens, forwards = contenders[name](ids)
+        found[name] = {
+            "seconds": time.perf_counter() - wall,
+            "processor_seconds": time.process_time() - processor,
+            "tokens": len(tokens),
+            "forwards": forwards,
+        }
+        if name in ("off", "ngram"):
+            found[name]["text"] = tokens
+    if found["off"].pop("text") != (drafted := found["ngram"].pop("text")):
+        raise RuntimeError(f"drafts changed a text of {len(drafted)} tokens")
+    return found
+
+
+def _ratio(pairs: list[tuple[float, float]]) -> dict[str, float]:
+    """Geometric mean over prompts of the rate of the first over that of the second, with a 95 % interval."""
+    found = mean_interval([math.log(a / b) for a, b in pairs])
+    return {"mean": math.exp(found.value), "low": math.exp(found.low), "high": math.exp(found.high)}
+
+
+def _summary(rows: list[Any], key: str) -> dict[str, Any]:
+    """Compare over the prompts of a set; ``key`` is the clock."""
+
+    def ratio(one: str, other: str) -> dict[str, float]:
+        return _ratio([(row[one]["tokens"] / row[one][key], row[other]["tokens"] / row[other][key]) for row in rows])
+
+    return {
+        "off_over_transformers": ratio("off", "transformers"),
+        "ngram_over_off": ratio("ngram", "off"),
+        "lookup_over_transformers": ratio("prompt lookup", "transformers"),
+        "ngram_over_lookup": ratio("ngram", "prompt lookup"),
+    }
+
+
+def _ngram(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
+    each, tokens = (1, 8) if quick else (EACH, NEW_TOKENS)
+    ours = load_language_model("smollm2", device="cpu", drafter="ngram")
+    contenders = _contenders(ours, tokens)
+    (warm,) = ours.encode(["Name a river."])
+    for run in contenders.values():
+        run(warm)
+    assert ours.speculation is not None
+    results: dict[str, Any] = {}
+    for name in SETS:
+        lines = (PROMPTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()[:each]
+        rows = []
+        for number, line in enumerate(lines):
+            (ids,) = ours.encode([json.loads(line)["turns"][0]])
+            key = {"set": name, "prompt": number, "tokens": tokens}
+            if (row := pieces.get(key)) is None:
+                row = {**_measured(contenders, ids, number), "prompt_tokens": len(ids)}
+                pieces.add(key, row)
+            rows.append(row)
+        passes = {
+            one: sum(row[one]["tokens"] for row in rows) / sum(row[one]["forwards"] for row in rows)
+            for one in ("ngram", "prompt lookup")
+        }
+        rates = {
+            one: sum(row[one]["tokens"] for row in rows) / sum(row[one]["seconds"] for row in rows)
+            for one in contenders
+        }
+        results[name] = {
+            "prompts": len(rows),
+            "prompt_tokens": sum(row["prompt_tokens"] for row in rows) / len(rows),
+            "wall": _summary(rows, "seconds"),
+            "processor": _summary(rows, "processor_seconds"),
+            "tokens_a_pass": passes,
+            "tokens_per_s": rates,
+            "target": TARGETS.get(name),
+            "rows": rows,
+        }
+    table = Table(title=f"greedy, up to {tokens} new tokens, one prompt at a time (measured)", title_justify="left")
+    for heading in ("set", "off / transformers", "ngram / off", "asked", "tokens a pass", "lookup / transformers",
+                    "its tokens a pass", "tokens/s"):  # fmt: skip
+        table.add_column(heading)
+    for name, one in results.items():
+        off, drafted, lookup = (
+            one["wall"][key] for key in ("off_over_transformers", "ngram_over_off", "lookup_over_transformers")
+        )
+        table.add_row(
+            f"{name} ({SETS[name]})", f"{off['mean']:.2f}", f"{drafted['mean']:.2f}", str(one["target"] or ""),
+            f"{one['tokens_a_pass']['ngram']:.2f}", f"{lookup['mean']:.2f}",
+            f"{one['tokens_a_pass']['prompt lookup']:.2f}", f"{one['tokens_per_s']['ngram']:.1f}",
+        )  # fmt: skip
+    console.print(table)
+    notes = [
+        "ratios: geometric means over prompts of tokens a second, with 95 % intervals; reading the prompt counts",
+        "the texts with and without drafts are compared token by token, and are the same",
+        f"lookup: transformers' prompt_lookup_num_tokens = {LOOKUP}",
+    ]
+    print_notes(console, notes)
+    return {
+        "evidence": "measured",
+        "new_tokens": tokens,
+        "pass_seconds": ours.speculation.costs,
+        "target_off": TARGET_OFF,
+        "results": results,
+        "notes": notes,
+    }
+
+
+def _left_out(part: Part) -> str | None:
+    stored_asset("smollm2")
+    return None if PROMPTS.is_dir() else f"there is no folder {PROMPTS} with the prompts of EAGLE's six sets"
+
+
+main = Program(
+    "speculation",
+    {Part.ngram: _ngram},
+    "Generate text with SmolLM2-135M with and without drafts, beside transformers.",
+    fresh=True,
+    left_out=_left_out,
+    excused=(DataError,),
+).command()
+
+
+if __name__ == "__main__":
+    typer.run(main)
