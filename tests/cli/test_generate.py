@@ -46,12 +46,24 @@ def test_the_answer_is_the_greedy_path_and_the_rate_is_told(cli, folder):
     elapsed = time.perf_counter() - began
     assert done.code == 0, done.err
     assert done.out == greedy(folder, _chat(folder, "the cat sat"), 12) + "\n"
-    told = re.fullmatch(r"(\d+) tokens in (\d+\.\d\d) s, (\d+\.\d) tokens/s\n", done.err)
+    told = re.fullmatch(r"(\d+) tokens in (\d+\.\d\d) s, (\d+\.\d) tokens/s, (\d+\.\d\d) tokens a pass\n", done.err)
     assert told is not None
-    tokens, seconds, rate = map(float, told.groups())
-    assert tokens <= 12
+    tokens, seconds, rate, a_pass = map(float, told.groups())
+    assert 1 <= a_pass <= tokens <= 12
     assert seconds <= elapsed + 0.01
     assert (rate - 0.05) * (seconds - 0.005) <= tokens <= (rate + 0.05) * (seconds + 0.005)
+
+
+def test_drafts_change_the_number_of_passes_alone(cli, folder):
+    words = ("generate", folder, "the cat sat", *EXACT, "-n", 40, "--raw", "--json")
+    drafted, plain = (json.loads(cli(*words, "--drafter", name).out) for name in ("ngram", "none"))
+    assert plain["forwards"] == plain["tokens"]
+    assert drafted["forwards"] < plain["forwards"]
+    assert {**drafted, "forwards": 0} == {**plain, "forwards": 0}
+    done = cli(*words, "--drafter", "eagle")
+    assert (done.code, done.out) == (2, "")
+    assert "unknown drafter 'eagle'" in done.err
+    assert "choose none or ngram" in done.err
 
 
 def test_what_is_not_utf8_is_named_by_its_place_in_the_prompt(cli, folder, tmp_path, monkeypatch):

@@ -43,9 +43,8 @@ def generate(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer's file. Default: the checkpoint's.")] = None,
     drafter: Annotated[
-        str,
-        typer.Option(help="`ngram` drafts repeated text, to check several tokens at once; the text stays the same."),
-    ] = "none",
+        str, typer.Option(help="ngram or none: draft text that repeats itself, to check several tokens in one pass.")
+    ] = "ngram",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the text only.")] = False,
 ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cordillera.errors import DataError
 from cordillera.jagged import offsets_from_lengths
-from cordillera.kernels.dense.few_rows import FewRowsLinear, few_rows_linear
+from cordillera.kernels.dense.few_rows import FewRowsLinear
 from cordillera.models.language.kv_cache import KVCache
 from cordillera.models.language.llama import Cache, Llama, LlamaConfig
 from cordillera.serving.language.sampler import Sampling, draw_noise, sample
@@ -85,18 +85,20 @@ def for_decoding(model: Llama) -> Llama:
     """Replace the linear layers of a model by ones that are fast on few rows, in place, and return the model.
 
     Weights stay where they are. A tied head becomes a layer over the embedding's weights. Only bfloat16 models on a CPU
-    are changed.
+    are changed. One token is read, so that kernels are compiled now and not at the first token.
     """
     weight = model.embedding.weight
-    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
+    if weight.device.type != "cpu":
         return model
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child) is nn.Linear:
-                setattr(module, name, FewRowsLinear(child.weight))
-    if model.head is None:
-        model.head = FewRowsLinear(weight)
-    few_rows_linear(weight.new_zeros(1, 1), weight.new_zeros(1, 1))  # compile now, not at the first token
+    if weight.dtype == torch.bfloat16:
+        for module in list(model.modules()):
+            for name, child in module.named_children():
+                if type(child) is nn.Linear:
+                    setattr(module, name, FewRowsLinear(child.weight))
+        if model.head is None:
+            model.head = FewRowsLinear(weight)
+    with torch.inference_mode():
+        model(torch.tensor([0]), torch.tensor([0, 1]), cache=KVCache(model.config, 1, 1, weight.dtype))
     return model
 
 

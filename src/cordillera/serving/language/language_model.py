@@ -78,8 +78,8 @@ class LanguageModel:
         dtype: Data type of weights and activations: ``bfloat16``, ``float16`` or ``float32``.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
         tokenizer: File or folder; None for the tokenizer of the checkpoint, or of the run's text.
-        drafter: What drafts tokens that the model then checks several at a time: ``ngram`` or ``none``; texts are the
-            same with and without.
+        drafter: What drafts tokens that the model then checks several at a time: ``ngram`` (text that repeats itself)
+            or ``none``. Texts are the same with and without.
 
     Raises:
         DataError: If an asset was not fetched, a name is unknown, or there is no tokenizer or one with more tokens
@@ -95,7 +95,7 @@ class LanguageModel:
         dtype: str = "bfloat16",
         device: str = "auto",
         tokenizer: str | Path | None = None,
-        drafter: str = "none",
+        drafter: str = "ngram",
     ) -> None:
         if dtype not in DTYPES:
             raise DataError(f"unknown dtype {dtype!r}", where="dtype", remedy=f"choose one of {', '.join(DTYPES)}")
@@ -129,7 +129,7 @@ class LanguageModel:
 
     @cached_property
     def speculation(self) -> Speculation | None:
-        """The drafter with the measured times of passes, which take about half a second; None without a drafter."""
+        """The drafter with the times of passes, which are measured at the first use; None without a drafter."""
         return None if self._drafter is None else Speculation(self._drafter, measure_costs(self.model))
 
     def encode(self, prompts: Sequence[str], *, chat: bool | None = None, system: str | None = None) -> list[list[int]]:
@@ -228,7 +228,7 @@ def load_language_model(
     dtype: str = "bfloat16",
     device: str = "auto",
     tokenizer: str | Path | None = None,
-    drafter: str = "none",
+    drafter: str = "ngram",
 ) -> LanguageModel:
     """Open a checkpoint with its tokenizer and read its weights.
 
