@@ -102,6 +102,33 @@ def drafts() -> str:
     )
 
 
+def batches() -> str:
+    """Return rates of several texts at a time."""
+    rows = [
+        [
+            str(row["texts"]),
+            f"{row['tokens_per_s']['off']:.0f}",
+            f"{row['tokens_per_s']['ngram']:.0f}",
+            f"{row['ngram_over_off']:.2f}",
+            f"{row['over_transformers']:.2f}",
+            *(f"{1e3 * row[key]['p50']:.0f}, {1e3 * row[key]['p99']:.0f} ms" for key in ("gaps_off", "gaps_ngram")),
+        ]
+        for row in results("speculation-batches")["results"]
+    ]
+    return table(
+        [
+            "texts at a time",
+            "off, tokens/s",
+            "drafts, tokens/s",
+            "drafts over off",
+            "over transformers, one by one",
+            "between tokens, off (p50, p99)",
+            "with drafts",
+        ],
+        rows,
+    )
+
+
 def cost(rows: int) -> str:
     """Return the time of a pass over some tokens in multiples of that over one."""
     seconds = results("speculation-ngram")["pass_seconds"]
@@ -280,6 +307,8 @@ FIGURES: Figures = {
     "speculation-ngram": drafts,
     "speculation-tokens": lambda: str(results("speculation-ngram")["new_tokens"]),
     "speculation-prompts": lambda: str(results("speculation-ngram")["results"]["sum"]["prompts"]),
+    "speculation-batches": batches,
+    "speculation-requests": lambda: str(results("speculation-batches")["requests"]),
     "speculation-cost-8": lambda: cost(8),
     "speculation-cost-16": lambda: cost(16),
     "wlb-packing": packing,

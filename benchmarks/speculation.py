@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from rich.table import Table
 from cordillera.data.assets import stored_asset
 from cordillera.errors import DataError
 from cordillera.reports.ranking.comparison import mean_interval
+from cordillera.serving.language.engine import Engine
 from cordillera.serving.language.generation import generate
 from cordillera.serving.language.language_model import LanguageModel, load_language_model
 from cordillera.serving.language.sampler import Sampling
@@ -37,6 +39,7 @@ SETS = {
 }
 EACH, NEW_TOKENS, LOOKUP = 20, 128, 5
 TARGETS = {"humaneval": 1.3, "sum": 1.3, "mt_bench": 0.97}
+TOGETHER, REQUESTS, BATCH_TOKENS, BATCH_ROUNDS = (1, 2, 4, 8, 16), 16, 64, 3
 TARGET_OFF = 1.25  # multiple of transformers' rate without drafts
 GREEDY = Sampling(temperature=0)
 
@@ -45,6 +48,7 @@ class Part(str, enum.Enum):
     """Parts of the benchmark."""
 
     ngram = "ngram"
+    batches = "batches"
 
 
 class _Peer:
@@ -193,6 +197,91 @@ def _ngram(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, A
     }
 
 
+def _written(ours: LanguageModel, prompts: list[list[int]], texts: int, tokens: int, drafts: bool) -> dict[str, Any]:
+    """Let an engine write all texts, some at a time; returns them, the seconds, and those between tokens of a text."""
+    engine = Engine(
+        ours.model,
+        texts=texts,
+        capacity=max(map(len, prompts)) + tokens,
+        speculation=ours.speculation if drafts else None,
+        vocabulary=ours.tokenizer.vocab_size,
+    )
+    began = time.perf_counter()
+    for prompt in prompts:
+        engine.add(prompt, tokens, ours.tokenizer.stop_ids, GREEDY)
+    written: list[list[int]] = [[] for _ in prompts]
+    last: dict[int, float] = {}
+    gaps = []
+    while engine.waiting or engine.running:
+        new = engine.step()
+        now = time.perf_counter()
+        for one in new:
+            written[one.sequence].append(one.token)
+            if one.sequence in last:
+                gaps.append(now - last[one.sequence])
+            last[one.sequence] = now
+    return {"texts": written, "seconds": time.perf_counter() - began, "gaps": gaps}
+
+
+def _batches(console: Console, quick: bool) -> dict[str, Any]:
+    tokens, requests, rounds = (4, 3, 1) if quick else (BATCH_TOKENS, REQUESTS, BATCH_ROUNDS)
+    ours = load_language_model("smollm2", device="cpu", drafter="ngram")
+    peer = _Peer(ours)
+    lines = [(PROMPTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines() for name in SETS]
+    chosen = [json.loads(lines[n % len(lines)][n // len(lines)])["turns"][0] for n in range(requests)]
+    prompts = ours.encode(chosen)
+    expected: list[list[int]] = []
+    runs: dict[tuple[int, bool], list[dict[str, Any]]] = {(texts, on): [] for texts in TOGETHER for on in (False, True)}
+    sequential = []
+    _written(ours, prompts[:2], 2, 4, True)
+    peer(prompts[0], 4, None)
+    for turn in range(rounds):
+        order = list(runs)
+        for texts, on in order[:: 1 if turn % 2 else -1]:
+            run = _written(ours, prompts, texts, tokens, on)
+            written = run.pop("texts")
+            expected = expected or written
+            if written != expected:
+                raise RuntimeError(f"{texts} texts at a time, drafts {on}: a text differs")
+            runs[texts, on].append(run)
+        began = time.perf_counter()
+        count = sum(len(peer(prompt, tokens, None)[0]) for prompt in prompts)
+        sequential.append(count / (time.perf_counter() - began))
+    total = sum(map(len, expected))
+    results = []
+    for texts in TOGETHER:
+        off, drafted = ([total / run["seconds"] for run in runs[texts, on]] for on in (False, True))
+        row: dict[str, Any] = {
+            "texts": texts,
+            "tokens_per_s": {"off": statistics.median(off), "ngram": statistics.median(drafted)},
+            "ngram_over_off": statistics.median(a / b for a, b in zip(drafted, off, strict=True)),
+            "over_transformers": statistics.median(a / b for a, b in zip(drafted, sequential, strict=True)),
+        }
+        for name, on in (("off", False), ("ngram", True)):
+            gaps = sorted(gap for run in runs[texts, on] for gap in run["gaps"])
+            row[f"gaps_{name}"] = {"p50": gaps[len(gaps) // 2], "p99": gaps[len(gaps) * 99 // 100]}
+        results.append(row)
+    table = Table(title=f"{requests} requests of up to {tokens} greedy tokens (measured)", title_justify="left")
+    for heading in ("texts at a time", "off tokens/s", "drafts over off", "over sequential transformers"):
+        table.add_column(heading)
+    for row in results:
+        table.add_row(
+            str(row["texts"]), f"{row['tokens_per_s']['off']:.1f}", f"{row['ngram_over_off']:.2f}",
+            f"{row['over_transformers']:.2f}",
+        )  # fmt: skip
+    console.print(table)
+    notes = ["all requests wait from the start; every text is the same, token by token, in all runs"]
+    print_notes(console, notes)
+    return {
+        "evidence": "measured",
+        "requests": requests,
+        "new_tokens": tokens,
+        "transformers_tokens_per_s": statistics.median(sequential),
+        "results": results,
+        "notes": notes,
+    }
+
+
 def _left_out(part: Part) -> str | None:
     stored_asset("smollm2")
     return None if PROMPTS.is_dir() else f"there is no folder {PROMPTS} with the prompts of EAGLE's six sets"
@@ -200,7 +289,7 @@ def _left_out(part: Part) -> str | None:
 
 main = Program(
     "speculation",
-    {Part.ngram: _ngram},
+    {Part.ngram: _ngram, Part.batches: _batches},
     "Generate text with SmolLM2-135M with and without drafts, beside transformers.",
     fresh=True,
     left_out=_left_out,

@@ -31,3 +31,10 @@ def test_texts_with_and_without_drafts_are_timed_beside_transformers(tmp_path: P
         (row,) = one["rows"]
         assert row["ngram"]["forwards"] <= row["off"]["forwards"]
         assert row["off"]["forwards"] == row["off"]["tokens"]
+
+
+def test_texts_written_together_are_those_written_alone(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    found = part_of(speculation, "batches", tmp_path)
+    assert [row["texts"] for row in found["results"]] == [1, 2, 4, 8, 16]
+    assert all(row["ngram_over_off"] > 0 for row in found["results"])

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from cordillera.errors import DataError
 from cordillera.kernels.dense.few_rows import FewRowsLinear
 from cordillera.models.language.llama import Llama, LlamaConfig
-from cordillera.serving.language.generation import Generated, for_decoding, generate
+from cordillera.serving.language.engine import Generated
+from cordillera.serving.language.generation import for_decoding, generate
 from cordillera.serving.language.sampler import Sampling, draw_noise, sample
 
 GREEDY = Sampling(temperature=0)

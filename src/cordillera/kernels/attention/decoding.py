@@ -86,7 +86,7 @@ def _score_tile(keys: int, is_half: bool) -> Any:
 
 
 def _value_tile(is_half: bool) -> Any:
-    """Make a function that stores ``weights[:, r] @ values`` of four queries in 32 columns, ``float32 [4, 32]``.
+    """Make a function that adds ``weights[:, r] @ values`` of four queries to 32 columns, ``float32 [4, 32]``.
 
     Weights are ``float32 [count, 16]``, values rows ``stride`` bytes apart.
     """
@@ -98,9 +98,14 @@ def _value_tile(is_half: bool) -> Any:
     def tile(typing_context: Any, weight: Any, count: Any, value: Any, stride: Any, out: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             weight, count, value, stride, out = arguments
-            sums = {(r, v): cgutils.alloca_once(builder, _VECTOR) for r in range(_ROWS) for v in vectors}
-            for slot in sums.values():
-                builder.store(ir.Constant(_VECTOR, [0.0] * _LANES), slot)
+            places = {
+                (r, v): _address(builder, out, _WIDE(4 * _LANES), _WIDE(r * len(vectors) + v), _VECTOR)
+                for r in range(_ROWS)
+                for v in vectors
+            }
+            sums = {key: cgutils.alloca_once(builder, _VECTOR) for key in places}
+            for key, place in places.items():
+                builder.store(builder.load(place, align=4), sums[key])
             with cgutils.for_range(builder, count, intp=_WIDE) as loop:
                 row = builder.add(value, builder.mul(stride, loop.index))
                 own = []
@@ -115,9 +120,8 @@ def _value_tile(is_half: bool) -> Any:
                     share = builder.load(_address(builder, start, _WIDE(4), _WIDE(r), _SINGLE), align=4)
                     for v in vectors:
                         _add_product(builder, sums[r, v], _spread(builder, share), own[v])
-            for (r, v), slot in sums.items():
-                place = _address(builder, out, _WIDE(4 * _LANES), _WIDE(r * len(vectors) + v), _VECTOR)
-                builder.store(builder.load(slot), place, align=4)
+            for key, place in places.items():
+                builder.store(builder.load(sums[key]), place, align=4)
             return context.get_dummy_value()
 
         return types.none(*[types.int64] * 5), generate
@@ -131,14 +135,39 @@ _half_values, _single_values = _value_tile(True), _value_tile(False)
 
 
 @compiled(fastmath=FAST)
+def _score(q: Any, keys: Any, group: Any, table: Any, scores: Any) -> None:
+    """Fill ``scores [m, 16]`` with the products of the first ``m`` keys with the queries ``q [width, 16]``."""
+    width, total = len(q), len(scores)
+    groups, page, size = keys.shape[1], keys.shape[2], keys.itemsize
+    stride = width * size
+    of_keys, of_q, of_scores = np.int64(keys.ctypes.data), np.int64(q.ctypes.data), np.int64(scores.ctypes.data)
+    for start in range(0, total, page):
+        key = of_keys + (table[start // page] * groups + group) * page * stride
+        score, count = of_scores + 4 * _LANES * start, min(page, total - start)
+        together = count - count % _KEYS
+        for m in range(0, together, _KEYS):
+            if size == 2:
+                _half_scores(of_q, width, key + m * stride, stride, score + 4 * _LANES * m)
+            else:
+                _single_scores(of_q, width, key + m * stride, stride, score + 4 * _LANES * m)
+        for m in range(together, count):
+            if size == 2:
+                _half_score(of_q, width, key + m * stride, stride, score + 4 * _LANES * m)
+            else:
+                _single_score(of_q, width, key + m * stride, stride, score + 4 * _LANES * m)
+
+
+@compiled(fastmath=FAST)
 def _attend(
-    q: Any, keys: Any, values: Any, cached: Any, seen: Any, first: Any, heads: Any, scores: Any, out: Any
-) -> None:
+    q: Any, keys: Any, values: Any, group: Any, table: Any, cached: Any, seen: Any, first: Any, heads: Any,
+    scores: Any, out: Any,
+) -> None:  # fmt: skip
     """Attention of up to sixteen queries that read one head of keys: queries are rows of (token, head) from ``first``.
 
     Args:
         q: ``float32 [width, 16]``.
-        keys: ``[m, width]``, as ``values``, with the new ones.
+        keys: ``[pages, G, page, width]``, as ``values``, with the new ones.
+        table: Pages of the sequence, ``int64 [n]``.
         cached: Number of keys before the new ones.
         seen: Which new tokens each of them sees, ``bool [n, n]``.
         heads: Number of queries of a token.
@@ -147,21 +176,9 @@ def _attend(
     """
     width, new = len(q), len(seen)
     total = cached + new
-    size = keys.itemsize
-    stride = width * size
-    key, value = np.int64(keys.ctypes.data), np.int64(values.ctypes.data)
-    of_q, of_scores = np.int64(q.ctypes.data), np.int64(scores.ctypes.data)
-    together = total - total % _KEYS
-    for m in range(0, together, _KEYS):
-        if size == 2:
-            _half_scores(of_q, width, key + m * stride, stride, of_scores + 4 * _LANES * m)
-        else:
-            _single_scores(of_q, width, key + m * stride, stride, of_scores + 4 * _LANES * m)
-    for m in range(together, total):
-        if size == 2:
-            _half_score(of_q, width, key + m * stride, stride, of_scores + 4 * _LANES * m)
-        else:
-            _single_score(of_q, width, key + m * stride, stride, of_scores + 4 * _LANES * m)
+    groups, page, size = keys.shape[1], keys.shape[2], keys.itemsize
+    stride, of_values, of_scores = width * size, np.int64(values.ctypes.data), np.int64(scores.ctypes.data)
+    _score(q, keys, group, table, scores)
     for j in range(new):
         for r in range(_LANES):
             token = (first + r) // heads
@@ -184,42 +201,48 @@ def _attend(
     rows = min(_LANES, new * heads - first)
     for r in range(0, rows, _ROWS):
         for d in range(0, width, _COLUMNS):
-            if size == 2:
-                _half_values(of_scores + 4 * r, cached, value + size * d, stride, of_products)
-            else:
-                _single_values(of_scores + 4 * r, cached, value + size * d, stride, of_products)
+            products[:] = ZERO
+            for start in range(0, cached, page):
+                value = of_values + (table[start // page] * groups + group) * page * stride + size * d
+                score, count = of_scores + 4 * (_LANES * start + r), min(page, cached - start)
+                if size == 2:
+                    _half_values(score, count, value, stride, of_products)
+                else:
+                    _single_values(score, count, value, stride, of_products)
             for i in range(min(_ROWS, rows - r)):
                 # New values one by one: those that are not seen may be infinite, and zero times infinity is no number.
                 for j in range(new):
                     if seen[(first + r + i) // heads, j]:
+                        place = cached + j
+                        value_row = values[table[place // page], group, place % page]
                         for c in range(_COLUMNS):
-                            products[i, c] += scores[cached + j, r + i] * widen_to_single(values[cached + j, d + c])
+                            products[i, c] += scores[place, r + i] * widen_to_single(value_row[d + c])
                 for c in range(_COLUMNS):
                     out[r + i, d + c] = products[i, c] / sums[r + i]
 
 
 @compiled(parallel=True, fastmath=FAST)
-def _all(q: Any, k: Any, v: Any, keys: Any, values: Any, sequences: Any, seen: Any, scale: Any, out: Any,
-         threads: int) -> None:  # fmt: skip
-    """Store the new keys and values, and attend; ``sequences [S, 4]`` are cached sequence, first token, number, length.
-
-    ``q``, ``out [T, H, D]``, ``k``, ``v [T, G, D]``, ``keys``, ``values [B, G, capacity, D]``, ``seen bool [T, n]``.
-    """
+def _all(
+    q: Any, k: Any, v: Any, keys: Any, values: Any, sequences: Any, tables: Any, seen: Any, scale: Any, out: Any,
+    threads: int,
+) -> None:  # fmt: skip
+    """Store the new keys and values, and attend; see :func:`decode_attention`."""
     heads, width = q.shape[1], q.shape[2]
-    groups = keys.shape[1]
+    groups, page = keys.shape[1], keys.shape[2]
     share, zero = heads // groups, q[0, 0, 0]
     count = 0
     for s in range(len(sequences)):
-        count += groups * ((sequences[s, 2] * share + _LANES - 1) // _LANES)
+        count += groups * ((sequences[s, 1] * share + _LANES - 1) // _LANES)
     items = np.empty((count, 3), np.int64)  # sequence, group, first query
     count = 0
     for s in range(len(sequences)):
-        b, start, new, cached = sequences[s, 0], sequences[s, 1], sequences[s, 2], sequences[s, 3]
+        start, new, cached = sequences[s, 0], sequences[s, 1], sequences[s, 2]
         for t in range(new):
+            place, slot = tables[s, (cached + t) // page], (cached + t) % page
             for g in range(groups):
                 for d in range(width):
-                    keys[b, g, cached + t, d] = k[start + t, g, d]
-                    values[b, g, cached + t, d] = v[start + t, g, d]
+                    keys[place, g, slot, d] = k[start + t, g, d]
+                    values[place, g, slot, d] = v[start + t, g, d]
         for g in range(groups):
             for first in range(0, new * share, _LANES):
                 items[count] = s, g, first
@@ -229,7 +252,7 @@ def _all(q: Any, k: Any, v: Any, keys: Any, values: Any, sequences: Any, seen: A
         found = np.empty((_LANES, width), np.float32)
         for item in range(count * chunk // threads, count * (chunk + 1) // threads):
             s, g, first = items[item]
-            b, start, new, cached = sequences[s, 0], sequences[s, 1], sequences[s, 2], sequences[s, 3]
+            start, new, cached = sequences[s, 0], sequences[s, 1], sequences[s, 2]
             rows = min(_LANES, new * share - first)
             for r in range(rows):
                 token, head = start + (first + r) // share, g * share + (first + r) % share
@@ -237,25 +260,20 @@ def _all(q: Any, k: Any, v: Any, keys: Any, values: Any, sequences: Any, seen: A
                     queries[d, r] = widen_to_single(q[token, head, d]) * scale
             scores = np.empty((cached + new, _LANES), np.float32)
             visible = seen[start : start + new, :new]
-            _attend(queries, keys[b, g], values[b, g], cached, visible, first, share, scores, found)
+            _attend(queries, keys, values, g, tables[s], cached, visible, first, share, scores, found)
             for r in range(rows):
                 token, head = start + (first + r) // share, g * share + (first + r) % share
                 for d in range(width):
                     out[token, head, d] = narrow(found[r, d], zero)
 
 
-def is_supported(keys: Tensor, new: int) -> bool:
-    """Return whether :func:`decode_attention` takes ``keys [B, G, capacity, D]`` and ``new`` tokens of a sequence."""
-    return (
-        keys.device.type == "cpu"
-        and keys.dtype in (torch.bfloat16, torch.float32)
-        and keys.shape[3] % _COLUMNS == 0
-        and new <= MOST_TOKENS
-    )
+def is_supported(dtype: torch.dtype, device: torch.device, width: int) -> bool:
+    """Return whether :func:`decode_attention` is made for this dtype, device and width of heads."""
+    return device.type == "cpu" and dtype in (torch.bfloat16, torch.float32) and width % _COLUMNS == 0
 
 
 def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, sequences: Tensor, seen: Tensor
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, sequences: Tensor, tables: Tensor, seen: Tensor
 ) -> Tensor:
     """Store new keys and values in a cache, and compute attention of the new tokens to what they see of it.
 
@@ -264,19 +282,20 @@ def decode_attention(
     Args:
         q: Queries, ``bfloat16`` or ``float32 [T, H, D]``; ``D`` is a multiple of 32.
         k: New keys, ``[T, G, D]``, as ``v``; ``G`` divides ``H``.
-        keys: Cached keys, contiguous ``[B, G, capacity, D]``, as ``values``; changed in place.
-        sequences: For each sequence with new tokens its number in the cache, the row of its first new token, the number
-            of its new tokens (at most 16) and that of its cached ones, ``int64 [S, 4]``.
+        keys: Cached keys, contiguous ``[pages, G, page, D]``, as ``values``; changed in place.
+        sequences: For each sequence with new tokens the row of the first of them, their number (at most
+            :data:`MOST_TOKENS`) and that of the cached tokens, ``int64 [S, 3]``.
+        tables: Pages of each of these sequences in their order, with room for the new tokens, ``int64 [S, n]``.
         seen: Which new tokens of its sequence each new token sees, itself included, ``bool [T, n]``.
 
     Returns:
-        Same shape and dtype as ``q``.
+        Same shape and dtype as ``q``; rows that belong to none of the sequences are undefined.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    work = int((sequences[:, 2] * sequences[:, 3]).sum()) * q.shape[1] * 8  # about the cost of as many values
+    work = int((sequences[:, 1] * sequences[:, 2]).sum()) * q.shape[1] * 8  # costs about as much as so many values
     threads = threads_for(work)
     scale = np.float32(_LOG2_E / q.shape[2] ** 0.5)
-    parts = [array(x.detach().contiguous()) for x in (q, k, v)]
+    parts = [array(x.detach().contiguous()) for x in (q, k, v, keys, values)]
     with pool(threads):
-        _all(*parts, array(keys), array(values), sequences.numpy(), seen.numpy(), scale, array(out), threads)
+        _all(*parts, sequences.numpy(), tables.numpy(), seen.numpy(), scale, array(out), threads)
     return out

@@ -10,20 +10,28 @@ import torch
 from torch import Tensor
 
 from cordillera.errors import DataError
-from cordillera.kernels.attention.decoding import decode_attention, is_supported
+from cordillera.kernels.attention.decoding import MOST_TOKENS, decode_attention, is_supported
 from cordillera.kernels.attention.documents import continued_attention
 from cordillera.models.language.llama import Core, LlamaConfig
 
+PAGE = 16
+"""Tokens of a page."""
+
 
 class KVCache:
-    """Cache for ``B`` sequences of up to ``capacity`` tokens, allocated at once; sequences may differ in length.
+    """Cache for ``B`` sequences of up to ``capacity`` tokens each, whose memory is allocated at once.
 
-    One call of the model with the cache adds any number of tokens to each sequence: the whole prompt, one token, a few
-    drafted ones, or none (an empty document).
+    Sequences hold pages of 16 tokens, which they take when they grow and give back when they are cleared. Where torch
+    computes attention (on GPUs, in other dtypes than bfloat16 and float32, for widths of heads that are no multiples of
+    32), a page is as long as a sequence can be. One call of the model with the cache adds any number of tokens to each
+    sequence: the whole prompt, one token, a few drafted ones, or none (an empty document).
+
+    Args:
+        room: Number of tokens for which there is memory, rounded up to pages of each sequence; None for ``B`` times the
+            capacity.
 
     Attributes:
         lengths: Number of tokens in each sequence.
-        keys: Keys of each layer, ``[B, kv_heads, capacity, D]``.
     """
 
     def __init__(
@@ -33,12 +41,40 @@ class KVCache:
         capacity: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        room: int | None = None,
     ) -> None:
-        shape = (sequences, config.kv_heads, capacity, config.head_width)
         self.capacity = capacity
         self.lengths = [0] * sequences
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.layers)]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.layers)]
+        self.decodes = is_supported(dtype, torch.device(device), config.head_width)
+        self.page = PAGE if self.decodes else max(1, capacity)
+        pages = sequences * self.pages_for(capacity)
+        if room is not None:
+            pages = min(pages, self.pages_for(room))
+        self._free = list(range(pages))[::-1]
+        self.tables: list[list[int]] = [[] for _ in range(sequences)]
+        shape = (config.layers, 2, pages, config.kv_heads, self.page, config.head_width)
+        self.data = torch.empty(shape, dtype=dtype, device=device)
+
+    def pages_for(self, tokens: int) -> int:
+        """Return the number of pages that so many tokens of a sequence take."""
+        return -(-tokens // self.page)
+
+    @property
+    def free_pages(self) -> int:
+        """Number of pages that no sequence holds."""
+        return len(self._free)
+
+    def read(self, layer: int, sequence: int) -> tuple[Tensor, Tensor]:
+        """Return a copy of the keys and values of a sequence in a layer, each ``[kv_heads, length, D]``."""
+        found = self.data[layer][:, self.tables[sequence]]  # [2, pages, G, page, D]
+        keys, values = found.transpose(1, 2).flatten(2, 3)[:, :, : self.lengths[sequence]]
+        return keys, values
+
+    def clear(self, sequence: int) -> None:
+        """Empty a sequence and give its pages back."""
+        self.lengths[sequence] = 0
+        self._free += reversed(self.tables[sequence])
+        self.tables[sequence] = []
 
     def extend(self, offsets: Tensor, parents: Sequence[Sequence[int]] | None = None) -> Extension:
         """Prepare for adding document ``b`` of a row of tokens to sequence ``b``.
@@ -65,11 +101,20 @@ class KVCache:
                 where="KVCache",
                 remedy="make the cache with a greater capacity, or generate fewer tokens",
             )
+        needed = [max(0, self.pages_for(n) - len(table)) for n, table in zip(totals, self.tables, strict=True)]
+        if sum(needed) > len(self._free):
+            raise DataError(
+                f"{sum(needed)} more pages are needed, {len(self._free)} are free",
+                where="KVCache",
+                remedy="make the cache with more room, or clear a sequence",
+            )
         if parents is not None and (
             [len(one) for one in parents] != added
             or any(not -1 <= parent < place for one in parents for place, parent in enumerate(one))
         ):
             raise DataError("each new token needs a parent before it", where="KVCache", remedy="order trees by depth")
+        for table, more in zip(self.tables, needed, strict=True):
+            table += [self._free.pop() for _ in range(more)]
         return Extension(self, bounds, totals, parents)
 
     def branching(self, parents: Sequence[Sequence[int]]) -> Branching:
@@ -93,11 +138,19 @@ class KVCache:
                 raise DataError(
                     f"cannot cut sequences of {self.lengths} tokens to {list(lengths)} and {chosen}", where="KVCache"
                 )
-        for sequence, (start, kept) in enumerate(zip(lengths, chosen, strict=True)):
-            if kept != list(range(len(kept))):
-                found = torch.tensor(kept, device=self.keys[0].device) + start
-                for part in (*self.keys, *self.values):
-                    part[sequence, :, start : start + len(kept)] = part[sequence, :, found]
+        moved = [
+            (table, start + place, start + number)
+            for table, start, kept in zip(self.tables, lengths, chosen, strict=True)
+            for number, place in enumerate(kept)
+            if place != number
+        ]
+        if moved:
+            found = [
+                torch.tensor([(table[move[n] // self.page], move[n] % self.page) for table, *move in moved])
+                for n in (0, 1)
+            ]
+            (pages, slots), (new_pages, new_slots) = (one.to(self.data.device).unbind(1) for one in found)
+            self.data[:, :, new_pages, :, new_slots] = self.data[:, :, pages, :, slots]
         self.lengths = [start + len(kept) for start, kept in zip(lengths, chosen, strict=True)]
 
 
@@ -125,45 +178,54 @@ class Extension:
         self, cache: KVCache, bounds: list[int], totals: list[int], parents: Sequence[Sequence[int]] | None
     ) -> None:
         self._cache, self._totals = cache, totals
-        keys, lengths = cache.keys[0], cache.lengths
+        lengths, device = cache.lengths, cache.data.device
         added = [b - a for a, b in pairwise(bounds)]
         if parents is None:
             depths = [torch.arange(new) for new in added]
         else:
             depths = [torch.tensor(_depths(one), dtype=torch.int64) for one in parents]
-        self.positions = torch.cat([old + depth for old, depth in zip(lengths, depths, strict=True)]).to(keys.device)
-        # A few tokens go to the kernel for them, other sequences to torch.
-        few = [new > 0 and is_supported(keys, new) and not torch.is_grad_enabled() for new in added]
-        self._few = torch.tensor([(b, bounds[b], added[b], lengths[b]) for b, own in enumerate(few) if own])
-        self._seen = torch.zeros(bounds[-1], max((new for new, own in zip(added, few, strict=True) if own), default=0))
-        self._seen = self._seen.bool()
-        for b, own in enumerate(few):
-            if own:
-                self._seen[bounds[b] : bounds[b + 1], : added[b]] = _seen(
-                    added[b], None if parents is None else parents[b]
-                )
-        self._runs: list[tuple[slice, slice, int, int, Tensor | None]] = []
+        self.positions = torch.cat([old + depth for old, depth in zip(lengths, depths, strict=True)]).to(device)
+        # A few tokens of a sequence go to the kernel for them, others to torch.
+        few = [0 < new <= MOST_TOKENS and cache.decodes and not torch.is_grad_enabled() for new in added]
+        own = [b for b, is_few in enumerate(few) if is_few]
+        self._few = torch.tensor([(bounds[b], added[b], lengths[b]) for b in own])
+        self._seen = torch.zeros(bounds[-1], max((added[b] for b in own), default=0), dtype=torch.bool)
+        self._tables = torch.zeros(len(own), max((len(cache.tables[b]) for b in own), default=0), dtype=torch.int64)
+        for number, b in enumerate(own):
+            self._seen[bounds[b] : bounds[b + 1], : added[b]] = _seen(added[b], None if parents is None else parents[b])
+            self._tables[number, : len(cache.tables[b])] = torch.tensor(cache.tables[b])
+        self._runs: list[tuple[slice, int, int, Tensor, slice | None, Tensor | None]] = []
         for first, count, start, new, total in _runs(bounds, totals):
             if not few[first]:
-                trees = None
+                trees, held = None, slice(first, first + count)
                 if parents is not None:
-                    trees = torch.stack([_seen(new, one) for one in parents[first : first + count]]).to(keys.device)
-                self._runs.append((slice(first, first + count), slice(start, start + count * new), new, total, trees))
+                    trees = torch.stack([_seen(new, one) for one in parents[held]]).to(device)
+                pages = torch.tensor([table[: cache.pages_for(total)] for table in cache.tables[held]], device=device)
+                self._runs.append((slice(start, start + count * new), new, total, pages, _block(pages), trees))
 
     def core(self, layer: int) -> Core:
         """Return a layer's attention core that stores the new keys and values, and attends to all of the sequences."""
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        keys, values = self._cache.data[layer, 0], self._cache.data[layer, 1]
+        page = self._cache.page
 
         def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
             if len(self._few):
-                out = decode_attention(q, k, v, keys, values, self._few, self._seen)
+                out = decode_attention(q, k, v, keys, values, self._few, self._tables, self._seen)
             else:
                 out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            for held, rows, new, total, seen in self._runs:
-                for store, part in ((keys, k), (values, v)):
-                    store[held, :, total - new : total] = part[rows].unflatten(0, (-1, new)).transpose(1, 2)
-                own = q[rows].unflatten(0, (-1, new))  # [sequences, new, H, D]
-                out[rows] = continued_attention(own, keys[held, :, :total], values[held, :, :total], seen).flatten(0, 1)
+            for rows, new, total, pages, block, seen in self._runs:
+                places = torch.arange(total - new, total, device=pages.device)
+                own_q, *own = (part[rows].unflatten(0, (-1, new)) for part in (q, k, v))  # [sequences, new, heads, D]
+                held = []
+                for store, part in zip((keys, values), own, strict=True):
+                    store[pages[:, places // page], :, places % page] = part.detach()
+                    if new == total:
+                        held.append(part.transpose(1, 2))
+                    elif block is not None:
+                        held.append(store[block, :, :total])
+                    else:
+                        held.append(store[pages].transpose(1, 2).flatten(2, 3)[:, :, :total])
+                out[rows] = continued_attention(own_q, held[0], held[1], seen).flatten(0, 1)
             return out
 
         return attend
@@ -190,6 +252,16 @@ def _runs(bounds: list[int], totals: list[int]) -> Iterator[tuple[int, int, int,
         if added:
             yield first, following - first, bounds[first], added, totals[first]
         first = following
+
+
+def _block(pages: Tensor) -> slice | None:
+    """The pages of sequences that have one each, if they are neighbours, as a slice."""
+    first, count = int(pages[0, 0]), len(pages)
+    return (
+        slice(first, first + count)
+        if pages[:, 0].tolist() == list(range(first, first + count)) and pages.shape[1] == 1
+        else None
+    )
 
 
 def _depths(parents: Sequence[int]) -> list[int]:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -21,14 +21,13 @@ from cordillera.models.language.checkpoints import open_checkpoint, read_model
 from cordillera.models.language.checkpoints.first_sight import compare_with_first_sight, record_of
 from cordillera.models.language.llama import Llama
 from cordillera.run import Run
+from cordillera.serving.language.engine import Finish
 from cordillera.serving.language.generation import check_prompts, for_decoding, generate
 from cordillera.serving.language.sampler import Sampling
 from cordillera.serving.language.speculation import Speculation, find_drafter, measure_costs
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 """Data types of weights in memory, by name."""
-
-Finish = Literal["stop", "length"]
 
 
 class TextPiece(NamedTuple):
