@@ -129,6 +129,11 @@ def batches() -> str:
     )
 
 
+def _forms() -> dict[str, Any]:
+    found: dict[str, Any] = results("speculation-guided")["runs"]
+    return found
+
+
 def cost(rows: int) -> str:
     """Return the time of a pass over some tokens in multiples of that over one."""
     seconds = results("speculation-ngram")["pass_seconds"]
@@ -308,6 +313,10 @@ FIGURES: Figures = {
     "speculation-tokens": lambda: str(results("speculation-ngram")["new_tokens"]),
     "speculation-prompts": lambda: str(results("speculation-ngram")["results"]["sum"]["prompts"]),
     "speculation-batches": batches,
+    "guided-documents": lambda: f"{_forms()['guided']['valid']} of {results('speculation-guided')['documents']}",
+    "guided-rate": lambda: f"{results('speculation-guided')['times_free']:.2f}",
+    "guided-passes": lambda: f"{_forms()['guided']['tokens_a_pass']:.2f}",
+    "guided-free-passes": lambda: f"{_forms()['free']['tokens_a_pass']:.2f}",
     "speculation-requests": lambda: str(results("speculation-batches")["requests"]),
     "speculation-cost-8": lambda: cost(8),
     "speculation-cost-16": lambda: cost(16),

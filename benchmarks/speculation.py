@@ -25,6 +25,7 @@ from cordillera.errors import DataError
 from cordillera.reports.ranking.comparison import mean_interval
 from cordillera.serving.language.engine import Engine
 from cordillera.serving.language.generation import generate
+from cordillera.serving.language.guided import json_form
 from cordillera.serving.language.language_model import LanguageModel, load_language_model
 from cordillera.serving.language.sampler import Sampling
 
@@ -40,6 +41,18 @@ SETS = {
 EACH, NEW_TOKENS, LOOKUP = 20, 128, 5
 TARGETS = {"humaneval": 1.3, "sum": 1.3, "mt_bench": 0.97}
 TOGETHER, REQUESTS, BATCH_TOKENS, BATCH_ROUNDS = (1, 2, 4, 8, 16), 16, 64, 3
+DOCUMENTS, DOCUMENT_TOKENS, TARGET_GUIDED = 500, 80, 0.9
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "city": {"enum": ["Lima", "La Paz", "Quito", "Santiago"]},
+        "colours": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "city", "colours"],
+    "additionalProperties": False,
+}
 TARGET_OFF = 1.25  # multiple of transformers' rate without drafts
 GREEDY = Sampling(temperature=0)
 
@@ -49,6 +62,7 @@ class Part(str, enum.Enum):
 
     ngram = "ngram"
     batches = "batches"
+    guided = "guided"
 
 
 class _Peer:
@@ -282,6 +296,62 @@ def _batches(console: Console, quick: bool) -> dict[str, Any]:
     }
 
 
+def _is_valid(text: str) -> bool:
+    """Whether a text is a document of :data:`SCHEMA`, by its definition."""
+    fields: Any = SCHEMA["properties"]
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        return False
+    colours = found.get("colours")
+    return (
+        list(found) == list(fields)
+        and isinstance(found["name"], str)
+        and len(found["name"]) <= 20
+        and type(found["age"]) is int
+        and 0 <= found["age"] <= 120
+        and found["city"] in fields["city"]["enum"]
+        and isinstance(colours, list)
+        and 1 <= len(colours) <= 3
+        and all(one in fields["colours"]["items"]["enum"] for one in colours)
+    )
+
+
+def _guided(console: Console, quick: bool) -> dict[str, Any]:
+    documents, tokens = (2 if quick else DOCUMENTS), DOCUMENT_TOKENS
+    ours = load_language_model("smollm2", device="cpu", drafter="ngram")
+    sampling = Sampling(temperature=0.8, top_p=0.95, seed=1)
+    prompts = [f"Describe person number {n} of a village in the Andes as JSON." for n in range(documents)]
+    ours.generate(prompts[:2], max_new_tokens=4, sampling=sampling, form=json_form(SCHEMA))
+    runs: dict[str, dict[str, Any]] = {}
+    for name, form in (("guided", json_form(SCHEMA)), ("free", None)):
+        began = time.perf_counter()
+        found = ours.generate(prompts, max_new_tokens=tokens, sampling=sampling, form=form)
+        seconds, count = time.perf_counter() - began, sum(one.tokens for one in found)
+        runs[name] = {
+            "tokens": count,
+            "tokens_per_s": count / seconds,
+            "tokens_a_pass": count / sum(one.forwards for one in found),
+            "valid": sum(one.finish == "stop" and _is_valid(one.text) for one in found),
+            "different": len({one.text for one in found}),
+        }
+    ratio = runs["guided"]["tokens_per_s"] / runs["free"]["tokens_per_s"]
+    console.print(
+        f"{runs['guided']['valid']} of {documents} documents valid, {runs['guided']['different']} different; "
+        f"{runs['guided']['tokens_per_s']:.1f} tokens/s beside {runs['free']['tokens_per_s']:.1f} of free text: "
+        f"{ratio:.2f} ({TARGET_GUIDED} asked)"
+    )
+    return {
+        "evidence": "measured",
+        "documents": documents,
+        "times_free": ratio,
+        "target": TARGET_GUIDED,
+        "runs": runs,
+        "schema": SCHEMA,
+        "notes": [],
+    }
+
+
 def _left_out(part: Part) -> str | None:
     stored_asset("smollm2")
     return None if PROMPTS.is_dir() else f"there is no folder {PROMPTS} with the prompts of EAGLE's six sets"
@@ -289,7 +359,7 @@ def _left_out(part: Part) -> str | None:
 
 main = Program(
     "speculation",
-    {Part.ngram: _ngram, Part.batches: _batches},
+    {Part.ngram: _ngram, Part.batches: _batches, Part.guided: _guided},
     "Generate text with SmolLM2-135M with and without drafts, beside transformers.",
     fresh=True,
     left_out=_left_out,

@@ -38,3 +38,10 @@ def test_texts_written_together_are_those_written_alone(tmp_path: Path) -> None:
     found = part_of(speculation, "batches", tmp_path)
     assert [row["texts"] for row in found["results"]] == [1, 2, 4, 8, 16]
     assert all(row["ngram_over_off"] > 0 for row in found["results"])
+
+
+def test_documents_of_a_schema_are_valid(tmp_path: Path) -> None:
+    found = part_of(speculation, "guided", tmp_path)
+    assert found["runs"]["guided"]["valid"] == found["documents"] == 2
+    assert found["times_free"] > 0
+    assert not speculation._is_valid('{"name":"a","age":200,"city":"Lima","colours":["red"]}')

@@ -237,3 +237,28 @@ def test_smollm2_answers(cli, monkeypatch):
     )
     assert done.code == 0, done.err
     assert "Paris" in done.out
+
+
+def test_text_keeps_to_a_form(cli, folder, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps({"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}))
+    words = ("generate", folder, "the", "--raw", "--quiet", "-n", 40)
+    done = cli(*words, "--json-schema", schema)
+    assert done.code == 0, done.err
+    assert [type(one) for one in json.loads(done.out)] == [bool, bool]
+    assert cli(*words, "--choice", "left", "--choice", "right").out.strip() in ("left", "right")
+    assert re.fullmatch("[xy]{4}", cli(*words, "--regex", "[xy]{4}").out.strip())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--regex", "a", "--choice", "b"), "--regex and --choice are two forms"),
+        (("--regex", "(a"), "regular expression: "),
+        (("--json-schema", "nowhere.json"), "nowhere.json"),
+    ],
+)
+def test_forms_that_cannot_be_kept_are_refused(cli, folder, words, said):
+    done = cli("generate", folder, "the", *words)
+    assert (done.code, done.out) == (2, "")
+    assert said in done.err

@@ -25,7 +25,12 @@ def threads():
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows=st.integers(0, 5), inner=st.integers(1, 200), outputs=st.integers(0, 90), seed=st.integers(0, 99))
+@given(
+    rows=st.integers(0, 9),
+    inner=st.integers(1, 200) | st.sampled_from([32, 64, 160]),
+    outputs=st.integers(0, 90),
+    seed=st.integers(0, 99),
+)
 def test_products_are_rounded_once(rows: int, inner: int, outputs: int, seed: int) -> None:
     x, weight = _drawn(rows, inner, outputs, seed)
     exact = x.double() @ weight.double().T
@@ -35,8 +40,9 @@ def test_products_are_rounded_once(rows: int, inner: int, outputs: int, seed: in
     assert bool((error <= exact.abs() * 2**-8 + lost).all())
 
 
-def test_results_do_not_depend_on_threads_on_neighbours_or_on_addresses(threads) -> None:
-    x, weight = _drawn(3, 577, 131)
+@pytest.mark.parametrize(("rows", "inner"), [(3, 577), (7, 576), (MOST_ROWS, 64)])
+def test_results_do_not_depend_on_threads_on_neighbours_or_on_addresses(threads, rows: int, inner: int) -> None:
+    x, weight = _drawn(rows, inner, 131)
     threads(1)
     alone = torch.cat([few_rows_linear(row[None], weight) for row in x])
     shifted = torch.empty(weight.numel() + 1, dtype=torch.bfloat16)[1:].view_as(weight).copy_(weight)

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.errors import DataError
+from cordillera.kernels.dense.few_rows import MOST_ROWS
 from cordillera.models.language.kv_cache import PAGE, KVCache
 from cordillera.models.language.llama import Llama
 from cordillera.serving.language.engine import Engine, Generated
 from cordillera.serving.language.generation import generate
 from cordillera.serving.language.sampler import Sampling
-from cordillera.serving.language.speculation import MOST_ROWS, NGramDrafter, Speculation
+from cordillera.serving.language.speculation import NGramDrafter, Speculation
 from tests.serving.test_speculation import CONTEXT, EXACT, GREEDY, HALF, VOCABULARY
 
 DRAFTED = Speculation(NGramDrafter, [1.0] * MOST_ROWS)
@@ -141,9 +142,9 @@ def test_an_engine_goes_on_after_logits_that_are_no_numbers() -> None:
     assert [one.token for one in _drain(engine)] == _alone(EXACT, [1, 2], 9, [], GREEDY)
 
 
-@pytest.mark.parametrize("texts", [0, 17])
+@pytest.mark.parametrize("texts", [0, 33])
 def test_a_number_of_texts_that_no_pass_takes_is_refused(texts: int) -> None:
-    with pytest.raises(DataError, match=f"texts: {texts} is not from 1 to 16"):
+    with pytest.raises(DataError, match=f"texts: {texts} is not from 1 to 32"):
         Engine(EXACT, texts=texts)
 
 

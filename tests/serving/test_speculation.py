@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from cordillera.errors import DataError
+from cordillera.kernels.dense.few_rows import MOST_ROWS
 from cordillera.models.language.kv_cache import KVCache
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.serving.language import engine
@@ -21,7 +22,6 @@ from cordillera.serving.language.engine import Engine, Generated
 from cordillera.serving.language.generation import for_decoding, generate
 from cordillera.serving.language.sampler import Sampling
 from cordillera.serving.language.speculation import (
-    MOST_ROWS,
     NOTHING,
     DraftTree,
     NGramDrafter,
@@ -356,8 +356,8 @@ def test_the_chosen_drafts_give_the_most_tokens_for_the_time(seeds: list[int], s
 
 def test_more_texts_than_a_pass_takes_get_no_drafts() -> None:
     tree = DraftTree([1], [-1], [1.0])
-    assert choose([tree] * 17, FREE) == [NOTHING] * 17
-    assert choose([tree] * 16, FREE) == [NOTHING] * 16
+    assert choose([tree] * 33, FREE) == [NOTHING] * 33
+    assert choose([tree] * 32, FREE) == [NOTHING] * 32
     prompts = [[n] for n in range(20)]
     plain = list(generate(EXACT, prompts, 5, sampling=GREEDY))
     found = list(generate(EXACT, prompts, 5, sampling=GREEDY, speculation=Speculation(NGramDrafter, FREE)))

@@ -17,12 +17,14 @@ from cordillera.errors import DataError
 from cordillera.files import read_text
 
 if TYPE_CHECKING:
+    from cordillera.serving.language.guided import Form
     from cordillera.serving.language.language_model import Completion
 
 # A model's text must not control the terminal: all control characters except tab and line end are replaced.
 _CONTROLS = dict.fromkeys([*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0)], "\ufffd")
 
 
+# Its options are most of its lines.
 def generate(
     model: Annotated[
         str, typer.Argument(help="A model's name (`smollm2`), the folder of a checkpoint or a run, or a GGUF file.")
@@ -45,11 +47,17 @@ def generate(
     drafter: Annotated[
         str, typer.Option(help="ngram or none: draft text that repeats itself, to check several tokens in one pass.")
     ] = "ngram",
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File of a JSON schema; the text is a document of it.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="The text matches this regular expression.")] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="The text is this, or another --choice.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the text only.")] = False,
 ) -> None:
     """Let a language model answer prompts, or continue them: a single one as it comes, several in order."""
     texts = _prompts(prompt or [], file or [], lines)
+    form = _form(json_schema, regex, choice)
     from cordillera.serving.language.language_model import Completion, LanguageModel
     from cordillera.serving.language.sampler import make_sampling
 
@@ -59,7 +67,9 @@ def generate(
     live = len(texts) == 1 and not as_json
     interrupted, began = False, time.perf_counter()
     try:
-        pieces = opened.stream(texts, max_new_tokens=max_new_tokens, chat=chat, system=system, sampling=sampling)
+        pieces = opened.stream(
+            texts, max_new_tokens=max_new_tokens, chat=chat, system=system, sampling=sampling, form=form
+        )
         opened.model  # noqa: B018 -- loads the weights before the timing
         opened.speculation  # noqa: B018 -- measures passes, if there is a drafter
         began = time.perf_counter()
@@ -80,6 +90,21 @@ def generate(
         typer.echo(f"{ended}{tokens:,} tokens in {seconds:.2f} s, {rate:.1f} tokens/s{drafted}", err=True)
     if interrupted:
         raise typer.Exit(130)
+
+
+def _form(schema: Path | None, regex: str | None, choice: list[str] | None) -> Form | None:
+    given = [
+        name for name, one in (("--json-schema", schema), ("--regex", regex), ("--choice", choice)) if one is not None
+    ]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise DataError(f"{' and '.join(given)} are two forms", where="generate", remedy="give one")
+    from cordillera.serving.language.guided import choice_form, json_form, regex_form
+
+    if schema is not None:
+        return json_form(read_text(schema))
+    return regex_form(regex) if regex is not None else choice_form(choice or [])
 
 
 def _prompts(given: Sequence[str], files: Sequence[Path], lines: bool) -> list[str]:

@@ -20,8 +20,8 @@ from cordillera.kernels.compiling import compiled
 from cordillera.kernels.dense.bf16_tiles import SIDE, STEP, available, tile_of_four, tile_of_one
 from cordillera.kernels.numba_support import array, narrow, pool, threads_for, widen_to_single
 
-MOST_ROWS = 16
-"""Largest number of rows that are computed here; torch's product is faster for more."""
+MOST_ROWS = 32
+"""Largest number of rows that are computed here."""
 
 
 # Sums in several lanes need permission to reorder. The loop stores nothing, so the code does not depend on addresses.

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from cordillera.errors import DataError
 from cordillera.jagged import offsets_from_lengths
+from cordillera.kernels.attention.decoding import MOST_TOKENS
+from cordillera.kernels.dense.few_rows import MOST_ROWS
 from cordillera.models.language.kv_cache import KVCache
 from cordillera.models.language.llama import Cache, Llama, LlamaConfig
+from cordillera.serving.language.guided import Guide
 from cordillera.serving.language.sampler import Sampling, draw_noise, sample
 from cordillera.serving.language.speculation import (
-    MOST_ROWS,
     NOTHING,
     Drafter,
     DraftTree,
@@ -31,7 +33,11 @@ from cordillera.serving.language.speculation import (
     choose,
 )
 
+TOGETHER = 16
+"""Texts that are written at a time where nothing else is said: as many tokens of a pass are left for drafts."""
+
 Finish = Literal["stop", "length"]
+_FORCED = 0.95  # chance that the model spells what a form allows in one way only with the drafted tokens
 
 
 class Generated(NamedTuple):
@@ -59,6 +65,7 @@ class _Text:
     left: int
     stop: frozenset[int]
     sampling: Sampling
+    guide: Guide | None = None
     drafter: Drafter | None = None
     slot: int = -1  # of the cache; -1 while it waits
     pages: int = 0
@@ -70,7 +77,7 @@ class Engine:
 
     Args:
         model: The model.
-        texts: Most texts that are written at a time, at most 16; others wait, and are taken in their order.
+        texts: Most texts that are written at a time, at most 32; others wait, and are taken in their order.
         capacity: Most tokens of a text; None for the model's context.
         room: Memory for keys and values, in tokens. A text takes as many as its prompt and its limit have together, and
             waits until there are; None for ``texts`` times the capacity. CPUs use memory once it is needed.
@@ -81,14 +88,14 @@ class Engine:
             tokenizer. None for all.
 
     Raises:
-        DataError: If ``texts`` is not from 1 to 16.
+        DataError: If ``texts`` is not from 1 to 32.
     """
 
     def __init__(
         self,
         model: Llama,
         *,
-        texts: int = MOST_ROWS,
+        texts: int = TOGETHER,
         capacity: int | None = None,
         room: int | None = None,
         chunk: int = 512,
@@ -101,7 +108,7 @@ class Engine:
         self.model, self.chunk, self.speculation = model, chunk, speculation
         self.vocabulary = vocabulary or model.config.vocabulary
         self.capacity = min(capacity or model.config.context, model.config.context)
-        self._drafts = 0 if speculation is None else MOST_ROWS  # tokens of a text that are drafted and not its own
+        self._drafts = 0 if speculation is None else MOST_TOKENS  # tokens of a text that are drafted and not its own
         self._cache = KVCache(model.config, texts, self.capacity + self._drafts, weight.dtype, weight.device, room)
         self._pages = self._cache.free_pages
         self._slots: list[_Text | None] = [None] * texts
@@ -129,6 +136,7 @@ class Engine:
         max_new_tokens: int,
         stop: Collection[int] = (),
         sampling: Sampling | None = None,
+        guide: Guide | None = None,
     ) -> int:
         """Add a request and return its number, from 0 in the order of calls.
 
@@ -138,6 +146,7 @@ class Engine:
             stop: Ids of tokens that end the text.
             sampling: Settings of sampling; None for the defaults of
                 :class:`~cordillera.serving.language.sampler.Sampling`.
+            guide: New guide of the form that the text keeps to; None for any text. Its end is one of ``stop``.
 
         Raises:
             DataError: If the prompt is empty, as long as the capacity or longer, or holds an id that is not a token;
@@ -152,7 +161,7 @@ class Engine:
                 where=f"request {self._count}",
                 remedy="ask for fewer tokens, or give the engine more room",
             )
-        text = _Text(self._count, list(prompt), left, frozenset(stop), sampling or Sampling(), pages=pages)
+        text = _Text(self._count, list(prompt), left, frozenset(stop), sampling or Sampling(), guide, pages=pages)
         self._count += 1
         self._waiting.append(text)
         return text.number
@@ -212,12 +221,19 @@ class Engine:
         trees = [NOTHING] * len(going)
         if self.speculation is None:
             return trees
-        most = min(MOST_ROWS, len(self.speculation.costs)) - len(going)
+        most = min(MOST_TOKENS - 1, len(self.speculation.costs) - len(going))
         for number, text in enumerate(going):
-            if most > 0 and text.left > 1 and text.drafter is not None:
+            deepest = text.left - 1  # the pass itself gives one more
+            if most < 1 or deepest < 1:
+                continue
+            if text.guide is not None and (forced := text.guide.forced(min(most, deepest))):
+                trees[number] = DraftTree(
+                    forced, list(range(-1, len(forced) - 1)), [_FORCED**level for level in range(1, len(forced) + 1)]
+                )
+            elif text.drafter is not None:
                 with _dropping(text):
-                    deepest = text.left - 1  # the pass itself gives one more
-                    trees[number] = checked(text.drafter.propose(most, deepest), self.vocabulary, most, deepest)
+                    tree = checked(text.drafter.propose(most, deepest), self.vocabulary, most, deepest)
+                    trees[number] = tree if text.guide is None else text.guide.prune(tree)
         return choose(trees, self.speculation.costs) if any(tree.tokens for tree in trees) else trees
 
     def _advance(self, texts: list[_Text], trees: list[DraftTree]) -> list[Generated]:
@@ -239,6 +255,8 @@ class Engine:
                     break
             else:
                 text.unread = tokens[-1:]
+                if text.guide is not None:
+                    text.guide.add(tokens)
                 if text.drafter is not None:
                     with _dropping(text):
                         text.drafter.add(tokens)
@@ -297,6 +315,8 @@ def _draw(logits: Tensor, texts: list[tuple[_Text, DraftTree]], lengths: list[in
         rows = logits[start : start + 1 + len(tree.tokens)]
         start += len(rows)
         noise = None
+        if text.guide is not None:
+            rows = rows.masked_fill(~text.guide.allowed(tree).to(rows.device), -torch.inf)
         if text.sampling.temperature > 0:
             first = lengths[text.slot] + len(text.unread)  # position of the token that follows
             levels = [0, *_levels(tree)]

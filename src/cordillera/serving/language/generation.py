@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -10,9 +10,10 @@ from torch import nn
 from cordillera.kernels.dense.few_rows import FewRowsLinear
 from cordillera.models.language.kv_cache import KVCache
 from cordillera.models.language.llama import Llama, LlamaConfig
-from cordillera.serving.language.engine import Engine, Generated, check_prompt
+from cordillera.serving.language.engine import TOGETHER, Engine, Generated, check_prompt
+from cordillera.serving.language.guided import Guide
 from cordillera.serving.language.sampler import Sampling
-from cordillera.serving.language.speculation import MOST_ROWS, Speculation
+from cordillera.serving.language.speculation import Speculation
 
 
 def generate(
@@ -23,6 +24,7 @@ def generate(
     sampling: Sampling | None = None,
     tokens: int | None = None,
     speculation: Speculation | None = None,
+    guide: Callable[[], Guide] | None = None,
 ) -> Iterator[Generated]:
     """Continue prompts, up to 16 at a time, until a stop token, ``max_new_tokens`` or the end of the context.
 
@@ -39,6 +41,7 @@ def generate(
             None for all.
         speculation: How tokens are drafted; None for one token a pass. A drafter that fails is not asked again, which
             is said in a warning.
+        guide: Makes the guide of a text's form, whose end is one of ``stop``; None for any text.
 
     Returns:
         Tokens as they are generated: in each pass at least one for every sequence that is being continued. Errors of
@@ -49,7 +52,7 @@ def generate(
             ``max_new_tokens`` is below 1; or, during generation, the model's logits are not finite.
     """
     check_prompts(model.config, prompts, max_new_tokens)
-    return _generate(model, prompts, max_new_tokens, stop, sampling or Sampling(), tokens, speculation)
+    return _generate(model, prompts, max_new_tokens, stop, sampling or Sampling(), tokens, speculation, guide)
 
 
 def for_decoding(model: Llama) -> Llama:
@@ -91,14 +94,15 @@ def _generate(
     sampling: Sampling,
     tokens: int | None,
     speculation: Speculation | None,
+    guide: Callable[[], Guide] | None,
 ) -> Iterator[Generated]:
     if not prompts:
         return
     capacity = max(len(prompt) for prompt in prompts) + max_new_tokens
-    texts = min(len(prompts), MOST_ROWS)
+    texts = min(len(prompts), TOGETHER)
     engine = Engine(model, texts=texts, capacity=capacity, speculation=speculation, vocabulary=tokens)
     for number, prompt in enumerate(prompts):
         own = sampling.model_copy(update={"seed": sampling.seed + number})
-        engine.add(prompt, max_new_tokens, stop, own)
+        engine.add(prompt, max_new_tokens, stop, own, None if guide is None else guide())
     while engine.waiting or engine.running:
         yield from engine.step()

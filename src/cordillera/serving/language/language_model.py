@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from cordillera.models.language.llama import Llama
 from cordillera.run import Run
 from cordillera.serving.language.engine import Finish
 from cordillera.serving.language.generation import check_prompts, for_decoding, generate
+from cordillera.serving.language.guided import Form, Guide, Guides
 from cordillera.serving.language.sampler import Sampling
 from cordillera.serving.language.speculation import Speculation, find_drafter, measure_costs
 
@@ -131,6 +132,11 @@ class LanguageModel:
         """The drafter with the times of passes, which are measured at the first use; None without a drafter."""
         return None if self._drafter is None else Speculation(self._drafter, measure_costs(self.model))
 
+    @cached_property
+    def guides(self) -> Guides:
+        """What makes the guides of forms for this tokenizer."""
+        return Guides(self.tokenizer)
+
     def encode(self, prompts: Sequence[str], *, chat: bool | None = None, system: str | None = None) -> list[list[int]]:
         """Return the token ids of prompts, in the form that the model expects.
 
@@ -168,6 +174,7 @@ class LanguageModel:
         chat: bool | None = None,
         system: str | None = None,
         sampling: Sampling | None = None,
+        form: Form | None = None,
     ) -> Iterator[TextPiece]:
         """Continue or answer prompts, all together, and yield the text as it is generated.
 
@@ -178,25 +185,36 @@ class LanguageModel:
             system: Instructions to the model, as in :meth:`encode`.
             sampling: Settings of sampling; None for the defaults of
                 :class:`~cordillera.serving.language.sampler.Sampling`.
+            form: Form that every text keeps to, such as :func:`~cordillera.serving.language.guided.json_form`; None for
+                any. A text that ``max_new_tokens`` ends early is its beginning.
 
         Returns:
             One piece per token; each pass yields at least one for every unfinished prompt. Errors of the prompts are
             raised at the call, before weights are read.
 
         Raises:
-            DataError: If prompts are invalid, as in :meth:`encode`, or do not fit the context; during generation, if
-                logits are not finite.
+            DataError: If prompts are invalid, as in :meth:`encode`, or do not fit the context; the form is invalid;
+                during generation, if logits are not finite.
             CheckpointError: If weights are invalid, as in :attr:`model`.
         """
         prompts = [prompts] if isinstance(prompts, str) else prompts
         ids = self.encode(prompts, chat=chat, system=system)
         check_prompts(self.config, ids, max_new_tokens)
-        return self._stream(ids, max_new_tokens, sampling)
+        guide = None if form is None else partial(self.guides.start, form)
+        if guide is not None:
+            guide()  # says now what is wrong with the form
+        return self._stream(ids, max_new_tokens, sampling, guide)
 
-    def _stream(self, ids: list[list[int]], max_new_tokens: int, sampling: Sampling | None) -> Iterator[TextPiece]:
+    def _stream(
+        self,
+        ids: list[list[int]],
+        max_new_tokens: int,
+        sampling: Sampling | None,
+        guide: Callable[[], Guide] | None,
+    ) -> Iterator[TextPiece]:
         decoders = [StreamDecoder(self.tokenizer) for _ in ids]
         stop, count = self.tokenizer.stop_ids, self.tokenizer.vocab_size
-        tokens = generate(self.model, ids, max_new_tokens, stop, sampling, count, self.speculation)
+        tokens = generate(self.model, ids, max_new_tokens, stop, sampling, count, self.speculation, guide)
         for sequence, token, finish, forward in tokens:
             text = decoders[sequence].push(token)
             yield TextPiece(sequence, text + decoders[sequence].finish() if finish else text, finish, forward)
@@ -209,14 +227,17 @@ class LanguageModel:
         chat: bool | None = None,
         system: str | None = None,
         sampling: Sampling | None = None,
+        form: Form | None = None,
     ) -> list[Completion]:
         """Continue or answer prompts to the end, and return one completion per prompt, in their order.
 
-        Arguments ``prompts``, ``max_new_tokens``, ``chat``, ``system`` and ``sampling`` and errors are those of
-        :meth:`stream`.
+        Arguments ``prompts``, ``max_new_tokens``, ``chat``, ``system``, ``sampling`` and ``form`` and errors are those
+        of :meth:`stream`.
         """
         found = [Completion() for _ in ([prompts] if isinstance(prompts, str) else prompts)]
-        for piece in self.stream(prompts, max_new_tokens=max_new_tokens, chat=chat, system=system, sampling=sampling):
+        for piece in self.stream(
+            prompts, max_new_tokens=max_new_tokens, chat=chat, system=system, sampling=sampling, form=form
+        ):
             found[piece.sequence].add(piece)
         return found
 

@@ -18,11 +18,10 @@ from typing import NamedTuple, Protocol
 import torch
 
 from cordillera.errors import DataError
+from cordillera.kernels.attention.decoding import MOST_TOKENS
+from cordillera.kernels.dense.few_rows import MOST_ROWS
 from cordillera.models.language.kv_cache import KVCache
 from cordillera.models.language.llama import Llama
-
-MOST_ROWS = 16
-"""Most tokens of one pass with drafts; so many are computed with the same result as one alone, to the bit."""
 
 
 class DraftTree(NamedTuple):
@@ -228,28 +227,30 @@ def _part(tree: DraftTree, places: list[int]) -> DraftTree:
 
 @torch.inference_mode()
 def measure_costs(model: Llama, context: int = 64, rounds: int = 3) -> list[float]:
-    """Measure the time of passes of ``model`` over 1 to 16 tokens, in seconds.
+    """Measure the time of passes of ``model`` over 1 to 32 tokens, in seconds.
 
     Args:
         context: Number of tokens before them.
-        rounds: Number of passes over each of 1, 2, 4, 8 and 16 tokens, the fastest of which counts; the rest is
+        rounds: Number of passes over each of 1, 2, 4, 8, 16 and 32 tokens, the fastest of which counts; the rest is
             interpolated.
     """
-    weight = model.embedding.weight
-    context = min(context, model.config.context - 1)
-    cache = KVCache(model.config, 1, context + MOST_ROWS, weight.dtype, weight.device)
+    weight, texts = model.embedding.weight, MOST_ROWS // MOST_TOKENS
+    context = min(context, max(0, model.config.context - MOST_TOKENS))
+    cache = KVCache(model.config, texts, context + MOST_TOKENS, weight.dtype, weight.device)
     sizes = [2**n for n in range(int(math.log2(MOST_ROWS)) + 1)]
 
     def elapsed(rows: int) -> float:
         tokens = torch.zeros(rows, dtype=torch.int64, device=weight.device)
+        offsets = torch.tensor([min(rows, MOST_TOKENS * n) for n in range(texts + 1)])
         start = time.perf_counter()
-        top = model.logits(model.hidden(tokens, torch.tensor([0, rows]), cache=cache)).argmax(-1)
+        top = model.logits(model.hidden(tokens, offsets, cache=cache)).argmax(-1)
         top.tolist()  # waits for a GPU
         seconds = time.perf_counter() - start
-        cache.keep([context])
+        cache.keep([min(length, context) for length in cache.lengths])
         return seconds
 
-    elapsed(context)
+    while cache.lengths[0] < context:  # a few tokens at a time, for which nothing is allocated that stays
+        elapsed(MOST_ROWS)
     elapsed(MOST_ROWS)
     found = [math.inf] * len(sizes)
     for _ in range(rounds):  # sizes in turn, so that a disturbance meets all of them
