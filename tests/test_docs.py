@@ -63,6 +63,7 @@ NOT_RUN = {
     "cordillera bench llama": "takes minutes; tests/benchmarks runs it with few rounds",
     "cordillera bench jagged-attention": "takes minutes; tests/benchmarks runs it with small sizes",
     "cordillera bench moe": "takes minutes; tests/benchmarks runs it with small sizes",
+    "cordillera bench speculation": "takes minutes; tests/benchmarks runs it with few prompts",
     "cordillera watch": "ends with 1, for the samples shown have moved; tests/cli/test_quantize.py runs it",
     "cordillera isoflop": "trains many models; tests/training/test_isoflop_plan.py runs studies of two steps",
     "cordillera train notes.toml": "takes the reader's own notes, and long",
