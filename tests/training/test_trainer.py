@@ -119,12 +119,15 @@ def test_settings_that_make_no_sense_are_refused(settings):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_returns_and_handlers_are_put_back(make_trainer, number):
-    before = signal.getsignal(number)
-    trainer = make_trainer(batches=10)
-    trainer.on_step = lambda record, progress, total: os.kill(os.getpid(), number) if progress.step == 5 else None
-    assert trainer.fit().ended == "interrupted"
-    assert checkpoints.steps(trainer.run.checkpoints) == [6] or checkpoints.steps(trainer.run.checkpoints) == [5]
-    assert signal.getsignal(number) == before
+    before = signal.signal(number, signal.default_int_handler)  # under nohup a hangup is ignored, as it should be
+    try:
+        trainer = make_trainer(batches=10)
+        trainer.on_step = lambda record, progress, total: os.kill(os.getpid(), number) if progress.step == 5 else None
+        assert trainer.fit().ended == "interrupted"
+        assert checkpoints.steps(trainer.run.checkpoints) == [6] or checkpoints.steps(trainer.run.checkpoints) == [5]
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
 
 
 def test_training_works_outside_the_main_thread(make_trainer):

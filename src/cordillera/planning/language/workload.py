@@ -380,7 +380,11 @@ class LayerSeconds:
 
 
 def held_weights(model: Transformer, layout: Layout) -> tuple[float, float]:
-    """Return the mean number of a layer's parameters on one device: those that all copies share, and experts'."""
+    """Return the mean number of parameters of a layer of ``model`` on one device of a ``layout``.
+
+    Returns:
+        Those that all copies share, and those of experts.
+    """
     e, share = model.experts, model.mixed_share
     plain = float(model.matrices * model.hidden * (model.ffn or 4 * model.hidden))
     if e is None:

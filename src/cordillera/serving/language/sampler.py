@@ -74,7 +74,8 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 def draw_noise(seed: int, position: int, count: int, device: torch.device | str = "cpu") -> Tensor:
     """Return the random numbers that decide on the token at ``position``, exponential ``float32 [count]``.
 
-    They depend on nothing else, so that a text is the same in whatever steps and beside whichever texts it is written.
+    They depend on ``seed``, ``position`` and the kind of ``device`` alone, so that a text is the same in whatever
+    steps and beside whichever texts it is written.
     """
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {position}".encode()))  # generators use 32 bits
     noise = torch.empty(count, device=device).exponential_(generator=generator)

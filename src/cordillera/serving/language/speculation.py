@@ -97,7 +97,7 @@ class NGramDrafter:
                 self._ends[n - 1].setdefault(tuple(self._tokens[end - n :]), []).append(end)
 
     def propose(self, most: int, deepest: int) -> DraftTree:
-        """Return the likeliest continuations; nothing if the last token is new."""
+        """Return up to ``most`` of the likeliest tokens, up to ``deepest`` levels; nothing if the last token is new."""
         found = DraftTree([], [], [])
         order = count()  # parents come before children of equal chance
         heap: list[tuple[float, int, int, int, tuple[int, ...], list[tuple[int, int]]]] = []
@@ -170,6 +170,12 @@ def find_drafter(name: str) -> Callable[[], Drafter]:
 
 def checked(tree: DraftTree, vocabulary: int, most: int, deepest: int) -> DraftTree:
     """Return a tree that a drafter proposed.
+
+    Args:
+        tree: The tree.
+        vocabulary: Number of ids.
+        most: Largest number of tokens.
+        deepest: Largest number of levels.
 
     Raises:
         ValueError: If lists differ in length, a parent does not come before its child, siblings are equal, an id is not
