@@ -354,7 +354,11 @@ def _guided(console: Console, quick: bool) -> dict[str, Any]:
 
 def _left_out(part: Part) -> str | None:
     stored_asset("smollm2")
-    return None if PROMPTS.is_dir() else f"there is no folder {PROMPTS} with the prompts of EAGLE's six sets"
+    return (
+        None
+        if part is Part.guided or PROMPTS.is_dir()
+        else f"there is no folder {PROMPTS} with the prompts of EAGLE's six sets"
+    )
 
 
 main = Program(

