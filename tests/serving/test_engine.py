@@ -142,6 +142,23 @@ def test_an_engine_goes_on_after_logits_that_are_no_numbers() -> None:
     assert [one.token for one in _drain(engine)] == _alone(EXACT, [1, 2], 9, [], GREEDY)
 
 
+def test_what_was_written_before_a_pass_that_fails_is_not_lost() -> None:
+    model = Llama(EXACT.config).double()
+    model.load_state_dict(EXACT.state_dict())
+    engine = Engine(model, texts=3)
+    engine.add([1, 2], 1, sampling=GREEDY)
+    engine.add([5, 28], 9, sampling=GREEDY)
+    engine.add([3], 4, sampling=GREEDY)
+    model.embedding.weight.data[28] = math.nan
+    with pytest.raises(DataError, match="NaN or infinite"):
+        engine.step()
+    found: dict[int, list[int]] = {}
+    for one in (*engine.step(), *_drain(engine)):
+        found.setdefault(one.sequence, []).append(one.token)
+    assert found == {0: _alone(EXACT, [1, 2], 1, [], GREEDY), 2: _alone(EXACT, [3], 4, [], GREEDY)}
+    assert engine.pages_in_use == 0
+
+
 @pytest.mark.parametrize("texts", [0, 33])
 def test_a_number_of_texts_that_no_pass_takes_is_refused(texts: int) -> None:
     with pytest.raises(DataError, match=f"texts: {texts} is not from 1 to 32"):

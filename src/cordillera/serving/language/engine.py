@@ -114,6 +114,7 @@ class Engine:
         self._slots: list[_Text | None] = [None] * texts
         self._waiting: deque[_Text] = deque()
         self._count = 0
+        self._ready: list[Generated] = []  # new tokens that no step has returned yet
 
     @property
     def waiting(self) -> int:
@@ -185,15 +186,16 @@ class Engine:
             New tokens, in the order of passes and texts; nothing if there is nothing to do.
 
         Raises:
-            DataError: If logits are not finite. The texts of that pass are ended without a further token.
+            DataError: If logits are not finite. The texts of that pass are ended without a further token; what earlier
+                passes of the step gave is returned by the next one.
         """
-        found: list[Generated] = []
         budget = self.chunk
         while budget > 0 and (text := self._next()) is not None:
             budget -= len(text.unread)
-            found += self._advance([text], [NOTHING])
+            self._advance([text], [NOTHING])
         if going := [text for text in self._slots if text is not None]:
-            found += self._advance(going, self._propose(going))
+            self._advance(going, self._propose(going))
+        found, self._ready = self._ready, []
         return found
 
     def _next(self) -> _Text | None:
@@ -236,7 +238,7 @@ class Engine:
                     trees[number] = tree if text.guide is None else text.guide.prune(tree)
         return choose(trees, self.speculation.costs) if any(tree.tokens for tree in trees) else trees
 
-    def _advance(self, texts: list[_Text], trees: list[DraftTree]) -> list[Generated]:
+    def _advance(self, texts: list[_Text], trees: list[DraftTree]) -> None:
         """Take a pass over the unread tokens of texts and their trees."""
         try:
             new = self._pass(texts, trees)
@@ -244,12 +246,11 @@ class Engine:
             for text in texts:
                 self._end(text)
             raise
-        found = []
         for text, tokens in zip(texts, new, strict=True):
             for token in tokens:
                 text.left -= 1
                 finish: Finish | None = "stop" if token in text.stop else None if text.left else "length"
-                found.append(Generated(text.number, token, finish, text.forwards))
+                self._ready.append(Generated(text.number, token, finish, text.forwards))
                 if finish:
                     self._end(text)
                     break
@@ -261,7 +262,6 @@ class Engine:
                     with _dropping(text):
                         text.drafter.add(tokens)
             text.forwards += 1
-        return found
 
     @torch.inference_mode()
     def _pass(self, texts: list[_Text], trees: list[DraftTree]) -> list[list[int]]:
