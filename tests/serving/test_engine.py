@@ -9,14 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from cordillera.errors import DataError
 from cordillera.kernels.dense.few_rows import MOST_ROWS
 from cordillera.models.language.kv_cache import PAGE, KVCache
 from cordillera.models.language.llama import Llama
+from cordillera.serving.language import engine as engine_module
+from cordillera.serving.language import prefixes as prefixes_module
 from cordillera.serving.language.engine import Engine, Generated
 from cordillera.serving.language.generation import generate
-from cordillera.serving.language.sampler import Sampling
+from cordillera.serving.language.sampler import Sampling, draw_noise
 from cordillera.serving.language.speculation import NGramDrafter, Speculation
 from tests.serving.test_speculation import CONTEXT, EXACT, GREEDY, HALF, VOCABULARY
 
@@ -26,6 +29,15 @@ DRAFTED = Speculation(NGramDrafter, [1.0] * MOST_ROWS)
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short_parts() -> Iterator[None]:
+    """Prompts of these tests have up to three parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "PART", PAGE)
+        patch.setattr(prefixes_module, "PART", PAGE)
+        yield
 
 
 def _alone(model: Llama, prompt: list[int], count: int, stop: list[int], sampling: Sampling) -> list[int]:
@@ -119,44 +131,121 @@ def test_a_text_waits_until_there_is_room_and_one_that_never_fits_is_refused() -
     engine.add([3], 5, sampling=GREEDY)
     engine.step()
     assert (engine.running, engine.waiting, engine.pages_in_use) == (1, 2, 2)
-    with pytest.raises(DataError, match="request 0: needs 4 pages of keys and values, there are 3"):
-        Engine(HALF, room=3 * PAGE, speculation=DRAFTED).add([1] * 30, 20)
+    with pytest.raises(DataError, match="request 0: needs 3 pages of keys and values, there are 2"):
+        Engine(HALF, room=2 * PAGE, speculation=DRAFTED).add([1] * 30, 20)
     numbers = {one.sequence for one in _drain(engine)}
     assert numbers == {0, 1, 2}
     assert engine.pages_in_use == 0
 
 
-def test_an_engine_goes_on_after_logits_that_are_no_numbers() -> None:
+def _damaged(token: int) -> Llama:
+    """A model whose logits are no numbers after a token."""
     model = Llama(EXACT.config).double()
     model.load_state_dict(EXACT.state_dict())
-    engine = Engine(model, texts=2)
-    engine.add([1, 2], 9, sampling=GREEDY)
-    engine.step()
-    kept = model.norm.weight.data.clone()
-    model.norm.weight.data[0] = math.nan
+    model.embedding.weight.data[token] = math.nan
+    return model
+
+
+def test_a_text_whose_logits_are_no_numbers_fails_alone() -> None:
+    engine = Engine(_damaged(28), texts=3)
+    for prompt, count in (([1, 2], 6), ([5, 28], 9), ([3], 4)):
+        engine.add(prompt, count, sampling=GREEDY)
+    found: dict[int, list[int]] = {}
+    errors = {}
+    for one in _drain(engine):
+        if one.error is None:
+            found.setdefault(one.sequence, []).append(one.token)
+        else:
+            errors[one.sequence] = (one.finish, str(one.error).splitlines()[0])
+    assert errors == {1: ("error", "sampling: the model's logits are NaN or infinite")}
+    assert found == {0: _alone(EXACT, [1, 2], 6, [], GREEDY), 2: _alone(EXACT, [3], 4, [], GREEDY)}
+    assert engine.pages_in_use == 0
     with pytest.raises(DataError, match="NaN or infinite"):
-        engine.step()
+        list(generate(_damaged(28), [[5, 28]], 9, sampling=GREEDY))
+
+
+def test_each_text_of_a_pass_that_fails_ends_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(EXACT, texts=2)
+    engine.add([1, 2], 9, sampling=GREEDY)
+    engine.add([5], 9, sampling=GREEDY)
+    before = engine.step()
+
+    def fail(*_: object) -> Tensor:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.model, "logits", fail)
+        after = engine.step()
+    assert {one.sequence for one in before} <= {0, 1}
+    assert [(one.sequence, one.token, one.finish, str(one.error)) for one in after] == [
+        (0, -1, "error", "no memory"),
+        (1, -1, "error", "no memory"),
+    ]
     assert (engine.running, engine.pages_in_use) == (0, 0)
-    model.norm.weight.data.copy_(kept)
     engine.add([1, 2], 9, sampling=GREEDY)
     assert [one.token for one in _drain(engine)] == _alone(EXACT, [1, 2], 9, [], GREEDY)
 
 
-def test_what_was_written_before_a_pass_that_fails_is_not_lost() -> None:
-    model = Llama(EXACT.config).double()
-    model.load_state_dict(EXACT.state_dict())
-    engine = Engine(model, texts=3)
-    engine.add([1, 2], 1, sampling=GREEDY)
-    engine.add([5, 28], 9, sampling=GREEDY)
-    engine.add([3], 4, sampling=GREEDY)
-    model.embedding.weight.data[28] = math.nan
-    with pytest.raises(DataError, match="NaN or infinite"):
-        engine.step()
+def _tokens(engine: Engine) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
-    for one in (*engine.step(), *_drain(engine)):
+    for one in _drain(engine):
         found.setdefault(one.sequence, []).append(one.token)
-    assert found == {0: _alone(EXACT, [1, 2], 1, [], GREEDY), 2: _alone(EXACT, [3], 4, [], GREEDY)}
+    return found
+
+
+def test_prompts_that_begin_alike_are_read_once_and_give_the_same_bits() -> None:
+    shared, seeds = [n % VOCABULARY for n in range(33)], range(5)
+    sampling = [Sampling(temperature=1.5, seed=seed) for seed in seeds]
+    engine = Engine(HALF, texts=3)
+    for own in sampling:  # the same prompt, of which nothing is read again
+        engine.add(shared, 6, sampling=own)
+    assert _tokens(engine) == {
+        seed: _alone(HALF, shared, 6, [], own) for seed, own in zip(seeds, sampling, strict=True)
+    }
+    assert (engine.counts.prompt_tokens, engine.counts.shared_tokens) == (165, 132)
+    other = [*shared[:32], 3]  # two whole parts are shared
+    engine.add(other, 6, sampling=sampling[1])
+    assert _tokens(engine) == {5: _alone(HALF, other, 6, [], sampling[1])}
+    assert engine.counts.shared_tokens == 132 + 2 * PAGE
     assert engine.pages_in_use == 0
+
+
+def test_a_text_that_is_set_aside_goes_on_with_the_same_bits() -> None:
+    sampling = Sampling(temperature=1.0, seed=4)
+    prompts = [[n, 5, n, 7] * 3 for n in range(4)]
+    engine = Engine(HALF, texts=4, room=5 * PAGE, speculation=DRAFTED)
+    for prompt in prompts:
+        engine.add(prompt, 30, sampling=sampling)
+    found = _tokens(engine)
+    assert engine.counts.set_aside > 0
+    assert found == {n: _alone(HALF, prompt, 30, [], sampling) for n, prompt in enumerate(prompts)}
+    assert engine.pages_in_use == 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 1000), drafts=st.booleans())
+def test_penalties_and_chances_do_not_depend_on_drafts_and_follow_their_definition(seed: int, drafts: bool) -> None:
+    sampling = Sampling(
+        temperature=1.0, top_p=1, seed=seed, presence_penalty=0.7, frequency_penalty=1.1, logit_bias={3: 2.0, 5: -100}
+    )
+    engine = Engine(EXACT, speculation=DRAFTED if drafts else None)
+    engine.add([1, 2, 1, 2, 1, 2], 20, sampling=sampling, logprobs=3)
+    tokens = [1, 2, 1, 2, 1, 2]
+    for one in _drain(engine):
+        with torch.no_grad():
+            logits = EXACT(torch.tensor(tokens), torch.tensor([0, len(tokens)]))[-1]
+        expected = logits.log_softmax(-1)
+        assert one.chance is not None
+        assert one.chance.logprob == pytest.approx(float(expected[one.token]), abs=1e-9)
+        assert [token for token, _ in one.chance.top] == expected.topk(3).indices.tolist()
+        for token in range(VOCABULARY):
+            count = tokens[6:].count(token)
+            logits[token] -= 0.7 * (count > 0) + 1.1 * count
+        logits[3] += 2
+        logits[5] -= 100
+        noise = draw_noise(seed, len(tokens), VOCABULARY)
+        assert one.token == int((logits.softmax(-1) / noise).argmax())
+        tokens.append(one.token)
 
 
 @pytest.mark.parametrize("texts", [0, 33])

@@ -69,7 +69,7 @@ def test_a_batch_is_what_each_prompt_alone_would_become(
     sampling = Sampling(temperature=temperature, seed=5)
     found: list[list[int]] = [[] for _ in prompts]
     ends: list[str | None] = [None] * len(prompts)
-    for sequence, token, finish, _ in generate(MODEL, prompts, count, stop, sampling):
+    for sequence, token, finish, *_ in generate(MODEL, prompts, count, stop, sampling):
         assert ends[sequence] is None
         found[sequence].append(token)
         ends[sequence] = finish

@@ -98,11 +98,15 @@ class FewRowsLinear(nn.Linear):
         self._array: tuple[int, Any] = (0, None)  # of the weight, and its address: making it takes as long as a product
 
     def forward(self, x: Tensor) -> Tensor:
-        # torch computes gradients, other dtypes and devices, and matrices of many rows.
-        few = x.dtype == torch.bfloat16 == self.weight.dtype and x.dim() == 2 and len(x) <= MOST_ROWS
-        if few and x.device.type == "cpu" and not torch.is_grad_enabled():
+        is_half = x.dtype == torch.bfloat16 == self.weight.dtype and x.device.type == "cpu"
+        if not is_half or torch.is_grad_enabled():
+            return F.linear(x, self.weight)
+        if x.dim() == 2 and len(x) <= MOST_ROWS:
             address = self.weight.data_ptr()
             if self._array[0] != address:
                 self._array = (address, array(self.weight.detach()))
             return _multiply(x, self._array[1])
-        return F.linear(x, self.weight)
+        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return F.linear(x, self.weight)
+        # Without AVX-512, torch multiplies bfloat16 without vectors, at a seventh of the speed of float32.
+        return F.linear(x.float(), self.weight.float()).to(x.dtype)

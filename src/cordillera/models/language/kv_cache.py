@@ -21,10 +21,11 @@ PAGE = 16
 class KVCache:
     """Cache for ``B`` sequences of up to ``capacity`` tokens each, whose memory is allocated at once.
 
-    Sequences hold pages of 16 tokens, which they take when they grow and give back when they are cleared. Where torch
-    computes attention (on GPUs, in other dtypes than bfloat16 and float32, for widths of heads that are no multiples of
-    32), a page is as long as a sequence can be. One call of the model with the cache adds any number of tokens to each
-    sequence: the whole prompt, one token, a few drafted ones, or none (an empty document).
+    Sequences hold pages of 16 tokens, which they take when they grow and give back when they are cleared. Several may
+    hold a page; one that writes into it then takes a copy. Where torch computes attention (on GPUs, in other dtypes
+    than bfloat16 and float32, for widths of heads that are no multiples of 32), a page is as long as a sequence can be.
+    One call of the model with the cache adds any number of tokens to each sequence: the whole prompt, one token, a few
+    drafted ones, or none (an empty document).
 
     Args:
         room: Number of tokens for which there is memory, rounded up to pages of each sequence; None for ``B`` times the
@@ -51,6 +52,7 @@ class KVCache:
         if room is not None:
             pages = min(pages, self.pages_for(room))
         self._free = list(range(pages))[::-1]
+        self._holders = [0] * pages
         self.tables: list[list[int]] = [[] for _ in range(sequences)]
         shape = (config.layers, 2, pages, config.kv_heads, self.page, config.head_width)
         self.data = torch.empty(shape, dtype=dtype, device=device)
@@ -61,7 +63,7 @@ class KVCache:
 
     @property
     def free_pages(self) -> int:
-        """Number of pages that no sequence holds."""
+        """Number of pages that nothing holds."""
         return len(self._free)
 
     def read(self, layer: int, sequence: int) -> tuple[Tensor, Tensor]:
@@ -73,8 +75,53 @@ class KVCache:
     def clear(self, sequence: int) -> None:
         """Empty a sequence and give its pages back."""
         self.lengths[sequence] = 0
-        self._free += reversed(self.tables[sequence])
+        self.release(self.tables[sequence])
         self.tables[sequence] = []
+
+    def hold(self, pages: Sequence[int]) -> None:
+        """Keep pages of a sequence as they are, until they are released as often as they were held."""
+        for page in pages:
+            self._holders[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give up pages; those that nothing else holds are free."""
+        for page in reversed(pages):
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
+
+    def share(self, sequence: int, pages: Sequence[int], length: int) -> None:
+        """Let an empty sequence begin with the ``length`` tokens that pages hold."""
+        self.hold(pages)
+        self.tables[sequence], self.lengths[sequence] = list(pages), length
+
+    def unload(self, sequence: int) -> tuple[Tensor, int]:
+        """Empty a sequence; return its keys and values and its length, for :meth:`load`."""
+        length = self.lengths[sequence]
+        content = self.data[:, :, self.tables[sequence][: self.pages_for(length)]]
+        self.clear(sequence)
+        return content, length
+
+    def load(self, sequence: int, content: Tensor, length: int) -> None:
+        """Give an empty sequence the content of one that was unloaded, in pages that are free."""
+        self.tables[sequence] = [self._take() for _ in range(content.shape[2])]
+        self.data[:, :, self.tables[sequence]] = content
+        self.lengths[sequence] = length
+
+    def _take(self) -> int:
+        page = self._free.pop()
+        self._holders[page] = 1
+        return page
+
+    def pages_needed(self, sequence: int, tokens: int) -> int:
+        """Return how many free pages a sequence takes to grow by so many tokens."""
+        own, length = self.tables[sequence], self.lengths[sequence]
+        return max(0, self.pages_for(length + tokens) - len(own)) + self._writes_to_shared(sequence, tokens)
+
+    def _writes_to_shared(self, sequence: int, tokens: int) -> bool:
+        """Whether new tokens begin in a page that something else holds too."""
+        own, begun = self.tables[sequence], self.lengths[sequence] // self.page
+        return tokens > 0 and begun < len(own) and self._holders[own[begun]] > 1
 
     def extend(self, offsets: Tensor, parents: Sequence[Sequence[int]] | None = None) -> Extension:
         """Prepare for adding document ``b`` of a row of tokens to sequence ``b``.
@@ -101,7 +148,7 @@ class KVCache:
                 where="KVCache",
                 remedy="make the cache with a greater capacity, or generate fewer tokens",
             )
-        needed = [max(0, self.pages_for(n) - len(table)) for n, table in zip(totals, self.tables, strict=True)]
+        needed = [self.pages_needed(sequence, new) for sequence, new in enumerate(added)]
         if sum(needed) > len(self._free):
             raise DataError(
                 f"{sum(needed)} more pages are needed, {len(self._free)} are free",
@@ -113,8 +160,14 @@ class KVCache:
             or any(not -1 <= parent < place for one in parents for place, parent in enumerate(one))
         ):
             raise DataError("each new token needs a parent before it", where="KVCache", remedy="order trees by depth")
-        for table, more in zip(self.tables, needed, strict=True):
-            table += [self._free.pop() for _ in range(more)]
+        for sequence, (table, total) in enumerate(zip(self.tables, totals, strict=True)):
+            if self._writes_to_shared(sequence, added[sequence]):
+                begun = self.lengths[sequence] // self.page
+                copy = self._take()
+                self.data[:, :, copy] = self.data[:, :, table[begun]]
+                self.release([table[begun]])
+                table[begun] = copy
+            table += [self._take() for _ in range(self.pages_for(total) - len(table))]
         return Extension(self, bounds, totals, parents)
 
     def branching(self, parents: Sequence[Sequence[int]]) -> Branching:

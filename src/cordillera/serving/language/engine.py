@@ -1,16 +1,18 @@
 """An engine that continues many texts at a time: requests come and go while others are written.
 
-Each step reads prompts that wait, up to a number of tokens, and then takes one pass over the texts that are being
-written, with drafts. Texts of prompts are read one by one, so that a text does not depend on those beside it.
+Each step reads some of the prompts that wait, and then takes one pass over the texts that are being written, with
+drafts. Prompts are read one by one, in parts that depend on the prompt alone, so that a text does not depend on those
+beside it. When memory runs out, the text that came last waits outside until there is some again.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Literal, NamedTuple
 
 import torch
@@ -23,7 +25,8 @@ from cordillera.kernels.dense.few_rows import MOST_ROWS
 from cordillera.models.language.kv_cache import KVCache
 from cordillera.models.language.llama import Cache, Llama, LlamaConfig
 from cordillera.serving.language.guided import Guide
-from cordillera.serving.language.sampler import Sampling, draw_noise, sample
+from cordillera.serving.language.prefixes import PART, Prefix, Prefixes
+from cordillera.serving.language.sampler import Sampling, TokenChance, draw_noise, penalized, sample, token_chances
 from cordillera.serving.language.speculation import (
     NOTHING,
     Drafter,
@@ -31,12 +34,13 @@ from cordillera.serving.language.speculation import (
     Speculation,
     checked,
     choose,
+    paths,
 )
 
 TOGETHER = 16
 """Texts that are written at a time where nothing else is said: as many tokens of a pass are left for drafts."""
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "error"]
 _FORCED = 0.95  # chance that the model spells what a form allows in one way only with the drafted tokens
 
 
@@ -45,15 +49,43 @@ class Generated(NamedTuple):
 
     Attributes:
         sequence: Number of the request that the token continues.
-        token: Id of the token.
-        finish: Reason why the text ends here: ``stop`` (a stop token) or ``length``; None while it continues.
+        token: Id of the token; -1 if the text failed.
+        finish: Reason why the text ends here: ``stop`` (a stop token), ``length``, or ``error``; None while it
+            continues.
         forward: Number of the pass, of those that gave tokens to this text, from 0.
+        chance: How likely the token was, if the request asks for that.
+        error: What ended the text, if it failed.
     """
 
     sequence: int
     token: int
     finish: Finish | None
     forward: int
+    chance: TokenChance | None = None
+    error: Exception | None = None
+
+
+@dataclass
+class EngineCounts:
+    """Numbers since an engine was made.
+
+    Attributes:
+        passes: Passes over texts that are being written.
+        prompt_tokens: Tokens of prompts that began to be continued.
+        shared_tokens: Tokens of these that were not read again.
+        tokens: Generated tokens.
+        drafted: Drafted tokens that were checked.
+        accepted: Drafted tokens that were right.
+        set_aside: Times that a text had to wait outside of the cache.
+    """
+
+    passes: int = 0
+    prompt_tokens: int = 0
+    shared_tokens: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    set_aside: int = 0
 
 
 @dataclass
@@ -61,15 +93,26 @@ class _Text:
     """A request, and what has become of it."""
 
     number: int
-    unread: list[int]
+    prompt: list[int]
     left: int
     stop: frozenset[int]
     sampling: Sampling
     guide: Guide | None = None
+    logprobs: int | None = None
     drafter: Drafter | None = None
     slot: int = -1  # of the cache; -1 while it waits
-    pages: int = 0
+    unread: list[int] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
+    aside: tuple[Tensor, int] | None = None  # keys and values of a text that was set aside
     forwards: int = 0
+
+
+class _New(NamedTuple):
+    """Tokens that a pass gave to a text, how likely they were, or why there are none."""
+
+    tokens: list[int]
+    chances: list[TokenChance] | None = None
+    error: Exception | None = None
 
 
 class Engine:
@@ -79,13 +122,16 @@ class Engine:
         model: The model.
         texts: Most texts that are written at a time, at most 32; others wait, and are taken in their order.
         capacity: Most tokens of a text; None for the model's context.
-        room: Memory for keys and values, in tokens. A text takes as many as its prompt and its limit have together, and
-            waits until there are; None for ``texts`` times the capacity. CPUs use memory once it is needed.
-        chunk: Number of tokens of prompts after which a step reads no further prompt.
+        room: Memory for keys and values, in tokens; None for ``texts`` times the capacity. CPUs use memory once it is
+            needed. Keys and values of prompts stay, for prompts that begin alike, until their room is needed.
+        chunk: Number of tokens of prompts after which a step reads no further part of one.
         speculation: How tokens are drafted; None for one token of a text a pass. A drafter that fails is not asked
             again, which is said in a warning.
         vocabulary: Number of drawable ids, which are 0 to ``vocabulary - 1``, for vocabularies larger than their
             tokenizer. None for all.
+
+    Attributes:
+        counts: Numbers since the engine was made.
 
     Raises:
         DataError: If ``texts`` is not from 1 to 32.
@@ -98,7 +144,7 @@ class Engine:
         texts: int = TOGETHER,
         capacity: int | None = None,
         room: int | None = None,
-        chunk: int = 512,
+        chunk: int = PART,
         speculation: Speculation | None = None,
         vocabulary: int | None = None,
     ) -> None:
@@ -108,28 +154,36 @@ class Engine:
         self.model, self.chunk, self.speculation = model, chunk, speculation
         self.vocabulary = vocabulary or model.config.vocabulary
         self.capacity = min(capacity or model.config.context, model.config.context)
-        self._drafts = 0 if speculation is None else MOST_TOKENS  # tokens of a text that are drafted and not its own
-        self._cache = KVCache(model.config, texts, self.capacity + self._drafts, weight.dtype, weight.device, room)
+        self.counts = EngineCounts()
+        drafts = 0 if speculation is None else MOST_TOKENS
+        self._cache = KVCache(model.config, texts, self.capacity + drafts, weight.dtype, weight.device, room)
         self._pages = self._cache.free_pages
+        self._prefixes = Prefixes(self._cache)
         self._slots: list[_Text | None] = [None] * texts
+        self._reading: _Text | None = None  # the text of a slot whose prompt is being read
         self._waiting: deque[_Text] = deque()
         self._count = 0
         self._ready: list[Generated] = []  # new tokens that no step has returned yet
 
     @property
     def waiting(self) -> int:
-        """Number of requests whose prompts are not yet read."""
+        """Number of requests that are not yet begun, or wait outside of the cache."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Number of texts that are being written."""
+        """Number of texts that are being read or written."""
         return sum(text is not None for text in self._slots)
 
     @property
     def pages_in_use(self) -> int:
         """Number of pages of keys and values that texts hold; 0 when nothing runs."""
-        return self._pages - self._cache.free_pages
+        return len({page for table in self._cache.tables for page in table})
+
+    @property
+    def pages(self) -> int:
+        """Number of pages of keys and values that there are."""
+        return self._pages
 
     def add(
         self,
@@ -138,6 +192,7 @@ class Engine:
         stop: Collection[int] = (),
         sampling: Sampling | None = None,
         guide: Guide | None = None,
+        logprobs: int | None = None,
     ) -> int:
         """Add a request and return its number, from 0 in the order of calls.
 
@@ -148,6 +203,8 @@ class Engine:
             sampling: Settings of sampling; None for the defaults of
                 :class:`~cordillera.serving.language.sampler.Sampling`.
             guide: New guide of the form that the text keeps to; None for any text. Its end is one of ``stop``.
+            logprobs: Number of the most likely tokens of which each new token tells how likely they were, beside
+                itself; None if it tells nothing.
 
         Raises:
             DataError: If the prompt is empty, as long as the capacity or longer, or holds an id that is not a token;
@@ -155,14 +212,14 @@ class Engine:
         """
         check_prompt(self.model.config, prompt, max_new_tokens, f"request {self._count}", self.capacity)
         left = min(max_new_tokens, self.capacity - len(prompt))
-        pages = self._cache.pages_for(len(prompt) + left - 1 + self._drafts)  # the last token is never read
+        pages = self._cache.pages_for(len(prompt) + left - 1)  # the last token is never read
         if pages > self._pages:
             raise DataError(
                 f"needs {pages} pages of keys and values, there are {self._pages}",
                 where=f"request {self._count}",
                 remedy="ask for fewer tokens, or give the engine more room",
             )
-        text = _Text(self._count, list(prompt), left, frozenset(stop), sampling or Sampling(), guide, pages=pages)
+        text = _Text(self._count, list(prompt), left, frozenset(stop), sampling or Sampling(), guide, logprobs)
         self._count += 1
         self._waiting.append(text)
         return text.number
@@ -180,46 +237,135 @@ class Engine:
         return False
 
     def step(self) -> list[Generated]:
-        """Read prompts that wait, then take a pass over the texts that are being written.
+        """Read some of the prompts that wait, then take a pass over the texts that are being written.
 
         Returns:
-            New tokens, in the order of passes and texts; nothing if there is nothing to do.
-
-        Raises:
-            DataError: If logits are not finite. The texts of that pass are ended without a further token; what earlier
-                passes of the step gave is returned by the next one.
+            New tokens, in the order of passes and texts; nothing if there is nothing to do. A text that fails, such as
+            by logits that are not finite, ends with an error; if a whole pass fails, each of its texts does.
         """
         budget = self.chunk
-        while budget > 0 and (text := self._next()) is not None:
-            budget -= len(text.unread)
-            self._advance([text], [NOTHING])
-        if going := [text for text in self._slots if text is not None]:
-            self._advance(going, self._propose(going))
+        while budget > 0 and (text := self._reading or self._next()) is not None:
+            budget -= self._read(text)
+        if going := self._going():
+            trees = dict(zip((text.number for text in going), self._propose(going), strict=True))
+            if going := self._with_room(trees):
+                self._advance(going, [trees[text.number] for text in going])
+                self.counts.passes += 1
         found, self._ready = self._ready, []
         return found
 
+    def _going(self) -> list[_Text]:
+        return [text for text in self._slots if text is not None and text is not self._reading]
+
     def _next(self) -> _Text | None:
-        """Give the first of the waiting texts a slot, if there are one and enough pages."""
-        if not self._waiting or None not in self._slots:
-            return None
-        taken = sum(text.pages for text in self._slots if text is not None)
-        if taken + self._waiting[0].pages > self._pages:
-            return None
-        text = self._waiting.popleft()
-        text.slot = self._slots.index(None)
-        self._slots[text.slot] = text
+        """Give waiting texts slots and pages, until there are none or a text is to be read; return that one."""
+        while self._waiting and None in self._slots:
+            text, slot = self._waiting[0], self._slots.index(None)
+            if text.aside is not None:
+                content, length = text.aside
+                if not self._may_enter(text, lambda: content.shape[2]):  # noqa: B023 -- called at once
+                    return None
+                self._cache.load(slot, content, length)
+            else:
+                prefix = self._prefixes.find(text.prompt)
+                self._cache.share(slot, prefix.pages, prefix.length)  # before others are forgotten
+                unread = len(text.prompt) - prefix.length
+                if not self._may_enter(text, lambda: self._cache.pages_needed(slot, unread)):  # noqa: B023
+                    self._cache.clear(slot)
+                    return None
+            self._slots[slot], text.slot = self._waiting.popleft(), slot
+            if text.aside is None:
+                self._begin(text, prefix)
+            text.aside = None
+            if not text.written and text.unread:
+                self._reading = text
+                return text
+        return None
+
+    def _may_enter(self, text: _Text, pages: Callable[[], int]) -> bool:
+        """Return whether a text finds the pages that it begins with, and one to grow by if it shares the cache."""
+        now = len(text.prompt) + len(text.written)
+        grows = self.running > 0 and self._cache.pages_for(now + text.left) > self._cache.pages_for(now)
+        return self._has_room(lambda: pages() + grows)
+
+    def _begin(self, text: _Text, prefix: Prefix) -> None:
+        text.unread = text.prompt[prefix.length :]
+        self.counts.prompt_tokens += len(text.prompt)
+        self.counts.shared_tokens += prefix.length
         if self.speculation is not None:
             with _dropping(text):
                 text.drafter = self.speculation.drafter()
-                text.drafter.add(text.unread)
+                text.drafter.add(text.prompt)
+        if prefix.logits is not None:
+            with torch.inference_mode():
+                self._book(text, self._follow(text, NOTHING, prefix.logits, prefix.length)[0])
+
+    def _read(self, text: _Text) -> int:
+        """Read the next part of a prompt, if there is room; return its number of tokens."""
+        count = min(PART, len(text.unread))
+        while not self._has_room(lambda: self._cache.pages_needed(text.slot, count)):
+            if self._set_aside() is text:
+                return count
+        if count == len(text.unread):
+            self._reading = None
+            self._advance([text], [NOTHING])
+            return count
+        try:
+            tokens = torch.tensor(text.unread[:count], device=self.model.embedding.weight.device)
+            lengths = [count if slot == text.slot else 0 for slot in range(len(self._slots))]
+            with torch.inference_mode():
+                self.model.hidden(tokens, offsets_from_lengths(torch.tensor(lengths)), cache=self._cache)
+        except Exception as error:
+            self._fail(text, error)
+        else:
+            text.unread = text.unread[count:]
+        return count
+
+    def _has_room(self, needed: Callable[[], int]) -> bool:
+        """Forget prompts until enough pages are free; return whether they are."""
+        while self._cache.free_pages < needed():
+            if not self._prefixes.forget():
+                return False
+        return True
+
+    def _with_room(self, trees: dict[int, DraftTree]) -> list[_Text]:
+        """Return the texts of the next pass; where room lacks, first drafts are dropped, then texts set aside."""
+
+        def needed() -> int:
+            new = {text.slot: 1 + len(trees[text.number].tokens) for text in self._going()}
+            return sum(self._cache.pages_needed(slot, count) for slot, count in new.items())
+
+        if not self._has_room(needed):
+            trees.update(dict.fromkeys(trees, NOTHING))
+        while not self._has_room(needed):
+            self._set_aside()
+        return self._going()
+
+    def _set_aside(self) -> _Text:
+        """Take the text that came last out of the cache, to go on when there is room; return it."""
+        text = max((text for text in self._slots if text is not None), key=lambda text: text.number)
+        text.aside = self._cache.unload(text.slot)
+        self._leave(text)
+        self._waiting.appendleft(text)
+        self.counts.set_aside += 1
         return text
 
-    def _end(self, text: _Text) -> None:
+    def _leave(self, text: _Text) -> None:
         self._slots[text.slot] = None
+        text.slot = -1
+        if self._reading is text:
+            self._reading = None
+
+    def _end(self, text: _Text) -> None:
         self._cache.clear(text.slot)
+        self._leave(text)
+
+    def _fail(self, text: _Text, error: Exception) -> None:
+        self._ready.append(Generated(text.number, -1, "error", text.forwards, error=error))
+        self._end(text)
 
     def _propose(self, going: list[_Text]) -> list[DraftTree]:
-        """Return a tree for each text."""
+        """Return a tree for each text; texts whose form fails end."""
         trees = [NOTHING] * len(going)
         if self.speculation is None:
             return trees
@@ -228,43 +374,62 @@ class Engine:
             deepest = text.left - 1  # the pass itself gives one more
             if most < 1 or deepest < 1:
                 continue
-            if text.guide is not None and (forced := text.guide.forced(min(most, deepest))):
-                trees[number] = DraftTree(
-                    forced, list(range(-1, len(forced) - 1)), [_FORCED**level for level in range(1, len(forced) + 1)]
-                )
-            elif text.drafter is not None:
-                with _dropping(text):
-                    tree = checked(text.drafter.propose(most, deepest), self.vocabulary, most, deepest)
-                    trees[number] = tree if text.guide is None else text.guide.prune(tree)
+            try:
+                trees[number] = self._draft(text, most, deepest)
+            except Exception as error:
+                self._fail(text, error)
         return choose(trees, self.speculation.costs) if any(tree.tokens for tree in trees) else trees
+
+    def _draft(self, text: _Text, most: int, deepest: int) -> DraftTree:
+        if text.guide is not None and (forced := text.guide.forced(min(most, deepest))):
+            chances = [_FORCED**level for level in range(1, len(forced) + 1)]
+            return DraftTree(forced, list(range(-1, len(forced) - 1)), chances)
+        tree = NOTHING
+        if text.drafter is not None:
+            with _dropping(text):
+                tree = checked(text.drafter.propose(most, deepest), self.vocabulary, most, deepest)
+        return tree if text.guide is None else text.guide.prune(tree)
 
     def _advance(self, texts: list[_Text], trees: list[DraftTree]) -> None:
         """Take a pass over the unread tokens of texts and their trees."""
         try:
             new = self._pass(texts, trees)
+        except Exception as error:
+            new = [_New([], error=error) for _ in texts]
         except BaseException:
             for text in texts:
                 self._end(text)
             raise
-        for text, tokens in zip(texts, new, strict=True):
-            for token in tokens:
-                text.left -= 1
-                finish: Finish | None = "stop" if token in text.stop else None if text.left else "length"
-                self._ready.append(Generated(text.number, token, finish, text.forwards))
-                if finish:
-                    self._end(text)
-                    break
-            else:
-                text.unread = tokens[-1:]
-                if text.guide is not None:
-                    text.guide.add(tokens)
-                if text.drafter is not None:
-                    with _dropping(text):
-                        text.drafter.add(tokens)
-            text.forwards += 1
+        for text, own in zip(texts, new, strict=True):
+            self._book(text, own)
+
+    def _book(self, text: _Text, new: _New) -> None:
+        """Take note of what a pass gave to a text."""
+        if new.error is not None:
+            self._fail(text, new.error)
+            return
+        for token, chance in zip(new.tokens, new.chances or repeat(None, len(new.tokens)), strict=True):
+            text.left -= 1
+            self.counts.tokens += 1
+            finish: Finish | None = "stop" if token in text.stop else None if text.left else "length"
+            self._ready.append(Generated(text.number, token, finish, text.forwards, chance))
+            if finish:
+                self._end(text)
+                return
+        text.written += new.tokens
+        text.unread = new.tokens[-1:]
+        text.forwards += 1
+        if text.drafter is not None:
+            with _dropping(text):
+                text.drafter.add(new.tokens)
+        if text.guide is not None:
+            try:
+                text.guide.add(new.tokens)
+            except Exception as error:
+                self._fail(text, error)
 
     @torch.inference_mode()
-    def _pass(self, texts: list[_Text], trees: list[DraftTree]) -> list[list[int]]:
+    def _pass(self, texts: list[_Text], trees: list[DraftTree]) -> list[_New]:
         """Return the next tokens of texts, after the model has read what is unread of them and then the trees.
 
         The cache then holds the drafted tokens that were right, and not the last of the new tokens.
@@ -289,44 +454,59 @@ class Engine:
         offsets = offsets_from_lengths(torch.tensor([len(row) for row in rows]))
         hidden = self.model.hidden(tokens, offsets, cache=view)
         logits = self.model.logits(hidden[torch.tensor(asked, device=device)])[:, : self.vocabulary]
-        drawn = iter(_draw(logits, [of_slot[slot] for slot in sorted(of_slot)], before))
-        found: dict[int, list[int]] = {}
+        found: dict[int, _New] = {}
         kept: list[list[int]] = [[] for _ in before]
+        start = 0
         for slot in sorted(of_slot):
             text, tree = of_slot[slot]
-            after = [next(drawn) for _ in range(1 + len(tree.tokens))]  # what follows the last token and each draft
-            pairs = zip(tree.parents, tree.tokens, strict=True)
-            children = {pair: place for place, pair in enumerate(pairs)}
-            place, found[slot] = -1, [after[0]]
-            kept[slot] = list(range(len(text.unread)))
-            while (place := children.get((place, found[slot][-1]), -2)) >= 0:
-                kept[slot].append(len(text.unread) + place)
-                found[slot].append(after[1 + place])
+            size, own = len(text.unread), logits[start : start + 1 + len(tree.tokens)]
+            start += len(own)
+            found[slot], right = self._follow(text, tree, own, before[slot] + size)
+            kept[slot] = [*range(size), *(size + place for place in right)]
+            self.counts.drafted += len(tree.tokens)
+            self.counts.accepted += len(right)
+            if not text.written and found[slot].error is None:
+                self._prefixes.add(text.prompt, cache.tables[slot], own)
         if view is not cache:
             cache.keep(before, kept)
         return [found[text.slot] for text in texts]
 
+    def _follow(self, text: _Text, tree: DraftTree, logits: Tensor, position: int) -> tuple[_New, list[int]]:
+        """Draw what follows a text, and where it is a drafted token, what follows that; return the right drafts too.
 
-def _draw(logits: Tensor, texts: list[tuple[_Text, DraftTree]], lengths: list[int]) -> list[int]:
-    """Draw what follows the last token of each text and each of its drafts, by ``logits [n, vocabulary]`` of these."""
-    found: list[int] = []
-    start = 0
-    for text, tree in texts:
-        rows = logits[start : start + 1 + len(tree.tokens)]
-        start += len(rows)
-        noise = None
-        if text.guide is not None:
-            rows = rows.masked_fill(~text.guide.allowed(tree).to(rows.device), -torch.inf)
-        if text.sampling.temperature > 0:
-            first = lengths[text.slot] + len(text.unread)  # position of the token that follows
-            levels = [0, *_levels(tree)]
-            drawn = [
-                draw_noise(text.sampling.seed, first + level, logits.shape[1], logits.device)
-                for level in range(max(levels) + 1)
-            ]
-            noise = torch.stack([drawn[level] for level in levels])
-        found += sample(rows, text.sampling, noise).tolist()
-    return found
+        Args:
+            logits: After the text and each token of the tree, ``[1 + n, vocabulary]``.
+            position: Number of tokens before the one that follows the text.
+        """
+        try:
+            after = _draw(logits, text, tree, position)
+            children = {pair: n for n, pair in enumerate(zip(tree.parents, tree.tokens, strict=True))}
+            place, tokens, right = -1, [after[0]], list[int]()
+            while (place := children.get((place, tokens[-1]), -2)) >= 0:
+                right.append(place)
+                tokens.append(after[1 + place])
+            if text.logprobs is None:
+                return _New(tokens), right
+            rows = logits[[0, *(1 + place for place in right)]]
+            return _New(tokens, token_chances(rows, tokens, text.logprobs)), right
+        except Exception as error:
+            return _New([], error=error), []
+
+
+def _draw(logits: Tensor, text: _Text, tree: DraftTree, position: int) -> list[int]:
+    """Draw what follows a text and each token of its tree; see :meth:`Engine._follow`."""
+    sampling, noise = text.sampling, None
+    logits = penalized(logits, sampling, [text.written + path for path in [[], *paths(tree)]])
+    if text.guide is not None:
+        logits = logits.masked_fill(~text.guide.allowed(tree).to(logits.device), -torch.inf)
+    if sampling.temperature > 0:
+        levels = [0, *_levels(tree)]
+        drawn = [
+            draw_noise(sampling.seed, position + level, logits.shape[1], logits.device)
+            for level in range(max(levels) + 1)
+        ]
+        noise = torch.stack([drawn[level] for level in levels])
+    return sample(logits, sampling, noise).tolist()
 
 
 def _parents(size: int, tree: DraftTree) -> list[int]:

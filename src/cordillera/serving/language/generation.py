@@ -105,4 +105,7 @@ def _generate(
         own = sampling.model_copy(update={"seed": sampling.seed + number})
         engine.add(prompt, max_new_tokens, stop, own, None if guide is None else guide())
     while engine.waiting or engine.running:
-        yield from engine.step()
+        for token in engine.step():
+            if token.error is not None:
+                raise token.error
+            yield token

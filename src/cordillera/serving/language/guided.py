@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import DataError
-from cordillera.serving.language.speculation import DraftTree, part_of
+from cordillera.serving.language.speculation import DraftTree, part_of, paths
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Guide:
 
     def prune(self, tree: DraftTree) -> DraftTree:
         """Return the tokens of a tree that the form allows."""
-        return part_of(tree, [place for place, path in enumerate(_paths(tree)) if self.accepts(path)])
+        return part_of(tree, [place for place, path in enumerate(paths(tree)) if self.accepts(path)])
 
     def allowed(self, tree: DraftTree) -> Tensor:
         """Return which tokens may follow the text, and each token of a tree that the form allows: ``bool [1 + n, V]``.
@@ -157,7 +157,7 @@ class Guide:
             DataError: If the form does not allow a token of the tree.
         """
         rows = [self._mask()]
-        for path in _paths(tree):
+        for path in paths(tree):
             self.add(path)
             rows.append(self._mask())
             self._matcher.rollback(len(path))
@@ -166,11 +166,3 @@ class Guide:
     def _mask(self) -> Any:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, bitorder="little")[: self._vocabulary].astype(np.bool_)
-
-
-def _paths(tree: DraftTree) -> list[list[int]]:
-    """Tokens from the root to each token of a tree, itself included."""
-    found: list[list[int]] = []
-    for token, parent in zip(tree.tokens, tree.parents, strict=True):
-        found.append([token] if parent < 0 else [*found[parent], token])
-    return found

@@ -215,9 +215,10 @@ class LanguageModel:
         decoders = [StreamDecoder(self.tokenizer) for _ in ids]
         stop, count = self.tokenizer.stop_ids, self.tokenizer.vocab_size
         tokens = generate(self.model, ids, max_new_tokens, stop, sampling, count, self.speculation, guide)
-        for sequence, token, finish, forward in tokens:
-            text = decoders[sequence].push(token)
-            yield TextPiece(sequence, text + decoders[sequence].finish() if finish else text, finish, forward)
+        for one in tokens:
+            decoder = decoders[one.sequence]
+            text = decoder.push(one.token)
+            yield TextPiece(one.sequence, text + decoder.finish() if one.finish else text, one.finish, one.forward)
 
     def generate(
         self,

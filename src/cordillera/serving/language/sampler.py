@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Annotated, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,6 +21,11 @@ class Sampling(BaseModel):
     Attributes:
         temperature: Divisor of the logits; 0 takes the most likely token (greedy).
         top_p: Total probability of the most likely tokens from which the token is drawn (Holtzman et al. 2020).
+        top_k: Number of the most likely tokens from which the token is drawn; 0 for all.
+        min_p: Least probability of a token, as a share of that of the most likely one.
+        presence_penalty: Number that is subtracted from the logits of tokens that the text holds after its prompt.
+        frequency_penalty: Number that is subtracted from them for each time that the text holds them.
+        logit_bias: Numbers that are added to the logits of tokens, by id.
         seed: Seed; sequence ``i`` of a batch draws with ``seed + i``, independently of the other sequences. Random
             numbers depend on the seed and on the position of a token alone.
     """
@@ -26,17 +34,24 @@ class Sampling(BaseModel):
 
     temperature: float = Field(0.6, ge=0, allow_inf_nan=False)
     top_p: float = Field(0.9, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: Mapping[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] = Field(
+        default_factory=dict
+    )
     seed: int = Field(0, ge=0, lt=2**62)
 
 
-def make_sampling(temperature: float, top_p: float, seed: int) -> Sampling:
-    """Return a :class:`Sampling` from a user's ``temperature``, ``top_p`` and ``seed``.
+def make_sampling(**settings: object) -> Sampling:
+    """Return a :class:`Sampling` of a user's ``settings``, by the names of its attributes.
 
     Raises:
         DataError: If a value is out of range.
     """
     try:
-        return Sampling(temperature=temperature, top_p=top_p, seed=seed)
+        return Sampling.model_validate(settings)
     except ValidationError as error:
         where, what = explain(error.errors(), lambda path: ())[0]
         raise DataError(what, where=where) from error
@@ -62,13 +77,63 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     chances = torch.softmax((logits - top) / sampling.temperature, -1)
-    if sampling.top_p == 1:
+    if sampling.top_p == 1 and not sampling.top_k and not sampling.min_p:
         return chances
     ordered, order = chances.sort(stable=True, dim=-1, descending=True)
     before = ordered.cumsum(-1) - ordered  # probability of all more likely tokens
-    ordered = ordered.masked_fill(before >= sampling.top_p, 0.0)
+    left_out = (before >= sampling.top_p) | (ordered < sampling.min_p * ordered[..., :1])
+    if sampling.top_k:
+        left_out[..., sampling.top_k :] = True
+    ordered = ordered.masked_fill(left_out, 0.0)
     kept = torch.zeros_like(chances).scatter_(-1, order, ordered)
     return kept / kept.sum(-1, keepdim=True)
+
+
+def penalized(logits: Tensor, sampling: Sampling, texts: Sequence[Sequence[int]]) -> Tensor:
+    """Return logits ``[n, vocabulary]`` with the bias and the penalties of ``sampling``.
+
+    Args:
+        texts: Tokens that were generated before each row.
+
+    Raises:
+        DataError: If the bias names an id that is not a token.
+    """
+    if not (sampling.logit_bias or sampling.presence_penalty or sampling.frequency_penalty):
+        return logits
+    logits = logits.clone() if logits.dtype == torch.float64 else logits.float()
+    if sampling.logit_bias:
+        ids = list(sampling.logit_bias)
+        if max(ids) >= logits.shape[1]:
+            raise DataError(f"{max(ids)} is not an id from 0 to {logits.shape[1] - 1}", where="logit_bias")
+        logits[:, ids] += logits.new_tensor(list(sampling.logit_bias.values()))
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        for row, text in zip(logits, texts, strict=True):
+            counts = Counter(text)
+            found = row.new_tensor(list(counts.values()))
+            row[list(counts)] -= sampling.presence_penalty + sampling.frequency_penalty * found
+    return logits
+
+
+class TokenChance(NamedTuple):
+    """How likely the model held a token to be, before temperature, penalties and forms.
+
+    Attributes:
+        logprob: Natural logarithm of the probability.
+        top: Ids of the most likely tokens, with theirs.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+def token_chances(logits: Tensor, tokens: Sequence[int], most: int) -> list[TokenChance]:
+    """Return how likely ``tokens`` were by rows of ``logits [n, vocabulary]``, and the ``most`` likely ones there."""
+    found = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
+    values, ids = found.topk(min(most, found.shape[1]), -1)
+    return [
+        TokenChance(float(row[token]), list(zip(own_ids, own_values, strict=True)))
+        for row, token, own_ids, own_values in zip(found, tokens, ids.tolist(), values.tolist(), strict=True)
+    ]
 
 
 def draw_noise(seed: int, position: int, count: int, device: torch.device | str = "cpu") -> Tensor:

@@ -231,6 +231,14 @@ def part_of(tree: DraftTree, places: Sequence[int]) -> DraftTree:
     )
 
 
+def paths(tree: DraftTree) -> list[list[int]]:
+    """Return the tokens from the root to each token of a tree, itself included."""
+    found: list[list[int]] = []
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        found.append([token] if parent < 0 else [*found[parent], token])
+    return found
+
+
 @torch.inference_mode()
 def measure_costs(model: Llama, context: int = 64, rounds: int = 3) -> list[float]:
     """Measure the time of passes of ``model`` over 1 to 32 tokens, in seconds.
