@@ -95,6 +95,14 @@ class NumericsError(CordilleraError):
     """A format, a scale, a plan of precision or a value for it cannot be used."""
 
 
+class OverloadError(CordilleraError):
+    """A service has as many requests as it accepts; the same one can be made again later."""
+
+
+class UnavailableError(CordilleraError):
+    """A service cannot answer: it is being stopped, has failed, or did not answer in time."""
+
+
 class PeerError(CordilleraError):
     """Another rank did not send or receive a message in time, or its connection broke.
 

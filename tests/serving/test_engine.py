@@ -203,7 +203,7 @@ def test_prompts_that_begin_alike_are_read_once_and_give_the_same_bits() -> None
         seed: _alone(HALF, shared, 6, [], own) for seed, own in zip(seeds, sampling, strict=True)
     }
     assert (engine.counts.prompt_tokens, engine.counts.shared_tokens) == (165, 132)
-    other = [*shared[:32], 3]  # two whole parts are shared
+    other = [*shared[:32], 9]  # two whole parts are shared
     engine.add(other, 6, sampling=sampling[1])
     assert _tokens(engine) == {5: _alone(HALF, other, 6, [], sampling[1])}
     assert engine.counts.shared_tokens == 132 + 2 * PAGE

@@ -23,6 +23,7 @@ from cordillera.cli import (
     quantize,
     recipe,
     report,
+    serve,
     sweep,
     towers,
     train,
@@ -33,7 +34,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Train, evaluate and use ranking models; generate text; plan large jobs. "
+    help="Train, evaluate and use ranking models; generate and serve text; plan large jobs. "
     "Start with: cordillera train movielens-wukong",
 )
 
@@ -65,6 +66,7 @@ app.command("sweep")(sweep.sweep)
 app.command("isoflop")(isoflop.isoflop)
 app.command("inject")(inject.inject)
 app.command("generate")(generate.generate)
+app.command("serve")(serve.serve)
 app.command("plan")(plan.plan)
 app.command("towers")(towers.towers)
 app.command("bench", context_settings=bench.CONTEXT)(bench.bench)

@@ -1,4 +1,4 @@
-"""Operations on recipes and runs as functions: train, evaluate, predict, report, compare, sweep, isoflop.
+"""Operations on recipes and runs as functions: train, evaluate, predict, report, compare, sweep, isoflop, serve.
 
 The command line calls these and adds nothing but drawing. Modules are imported when they are used, because planning
 does without torch, which takes seconds to import.
@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from cordillera.workflows.ranking import Outcome
     from cordillera.workflows.runs import apply_delta, compare, evaluate, make_delta, report, train
     from cordillera.workflows.scaling import Sweep, isoflop, sweep
+    from cordillera.workflows.server import ServerConfig, serve
     from cordillera.workflows.trained import load_model, model_of
 
 __all__ = [
     "LanguageOutcome",
     "Outcome",
+    "ServerConfig",
     "Sweep",
     "apply_delta",
     "compare",
@@ -30,6 +32,7 @@ __all__ = [
     "model_of",
     "predict",
     "report",
+    "serve",
     "sweep",
     "train",
 ]
@@ -40,6 +43,7 @@ _WHERE = {
     "ranking": ("Outcome",),
     "runs": ("apply_delta", "compare", "evaluate", "make_delta", "report", "train"),
     "scaling": ("Sweep", "isoflop", "sweep"),
+    "server": ("ServerConfig", "serve"),
     "trained": ("load_model", "model_of"),
 }
 

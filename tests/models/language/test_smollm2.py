@@ -122,7 +122,7 @@ def test_64_greedy_tokens_are_those_that_transformers_holds_most_likely(
     )
     prompts = [tokenizer.encode(text).ids for text in texts]
     found: list[list[int]] = [[], []]
-    for sequence, token, _, _ in generate(ours, prompts, 64, sampling=Sampling(temperature=0)):
+    for sequence, token, *_ in generate(ours, prompts, 64, sampling=Sampling(temperature=0)):
         found[sequence].append(token)
     for prompt, tokens in zip(prompts, found, strict=True):
         assert len(tokens) == 64

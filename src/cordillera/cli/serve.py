@@ -1,0 +1,71 @@
+"""``cordillera serve``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cordillera.errors import DataError
+from cordillera.files import read_text
+
+
+# Its options are most of its lines.
+def serve(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...",
+            help="Models, each a name (`smollm2`), the folder of a checkpoint or a run, or a GGUF file; NAME=MODEL for "
+            "another name.",
+        ),
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is reachable from outside.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes one that is free.")] = 8000,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the key that requests need. Default: CORDILLERA_API_KEY, if it is set."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of language models' weights: bfloat16, float16 or float32.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    drafter: Annotated[str, typer.Option(help="ngram or none: draft text that repeats itself.")] = "ngram",
+    texts: Annotated[int, typer.Option(min=1, max=32, help="Texts that a model writes at a time.")] = 16,
+    queue: Annotated[int, typer.Option(min=1, help="Texts accepted at a time; more are answered with 429.")] = 256,
+    cache: Annotated[float, typer.Option(min=0, help="GiB for keys and values of each language model.")] = 1.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds after which a request is ended.")] = 600.0,
+    drain: Annotated[float, typer.Option(min=1, help="Seconds for accepted requests when the server stops.")] = 60.0,
+    max_body: Annotated[float, typer.Option(min=0.001, help="MiB of the largest request.")] = 4.0,
+) -> None:
+    """Answer requests over HTTP: text for OpenAI's clients. SIGTERM or Ctrl-C finishes what was accepted, and stops."""
+    from cordillera import workflows
+    from cordillera.cli._show import console
+    from cordillera.workflows.server import is_loopback
+
+    key = read_text(api_key_file).strip() if api_key_file else os.environ.get("CORDILLERA_API_KEY")
+    if api_key_file and not key:
+        raise DataError("holds no key", where=str(api_key_file), remedy="write one into it")
+    out = console(stderr=True)
+    if not is_loopback(host) and not key:
+        out.print(f"warning: whoever reaches {host} can use this server; --api-key-file asks for a key", markup=False)
+    config = workflows.ServerConfig(
+        host=host,
+        port=port,
+        api_key=key or None,
+        dtype=dtype,
+        device=device,
+        drafter=drafter,
+        texts=texts,
+        queue=queue,
+        cache_bytes=int(cache * 2**30),
+        seconds=timeout,
+        drain_seconds=drain,
+        body_bytes=int(max_body * 2**20),
+    )
+
+    def ready(address: str) -> None:
+        out.print(f"serving at {address} (OpenAI's clients: {address}/v1). Ctrl-C stops.", markup=False)
+
+    workflows.serve(models, config, lambda text: out.print(text, markup=False), ready)
+    out.print("stopped")

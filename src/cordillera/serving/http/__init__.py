@@ -1,0 +1,1 @@
+"""An HTTP server of language models and ranking models."""

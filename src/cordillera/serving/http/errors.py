@@ -1,0 +1,87 @@
+"""Errors of a server, in the form that OpenAI's clients expect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from cordillera.errors import CordilleraError, DataError, OverloadError, UnavailableError
+
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable",
+}
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return the body of an error."""
+    return {"error": {"message": message, "type": _KINDS.get(status, "server_error"), "param": param, "code": code}}
+
+
+def error_answer(status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:
+    """Return the answer to a request that failed."""
+    headers = {"Retry-After": "1"} if status == 429 else {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    return JSONResponse(error_body(status, message, param, code), status, headers)
+
+
+def status_of(error: Exception) -> int:
+    """Return the HTTP status of an error."""
+    if isinstance(error, DataError):
+        return 400
+    if isinstance(error, OverloadError):
+        return 429
+    return 503 if isinstance(error, UnavailableError) else 500
+
+
+def said_of(error: Exception) -> tuple[str, str | None]:
+    """Return what a client is told about an error, and the parameter at fault; nothing of errors inside the server."""
+    if not isinstance(error, CordilleraError):
+        return "the server has failed to answer this request", None
+    remedy = f" ({error.remedy})" if error.remedy else ""
+    place = f"{error.where}: " if error.where else ""
+    return f"{place}{error.what}{remedy}", error.where if isinstance(error, DataError) else None
+
+
+def answer_to(error: Exception) -> JSONResponse:
+    """Return the answer to a request that an error has ended."""
+    message, param = said_of(error)
+    return error_answer(status_of(error), message, param)
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Let an application answer errors in this form."""
+
+    @app.exception_handler(CordilleraError)
+    async def _own(request: Request, error: CordilleraError) -> JSONResponse:
+        return answer_to(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            return error_answer(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+        place = ".".join(str(part) for part in first["loc"] if part != "body") or None
+        message = str(first["msg"]).removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            message = "is not a parameter of this request"
+        return error_answer(400, f"{place}: {message}" if place else message, place)
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        what = {404: f"there is no {request.url.path}", 405: f"{request.method} is not answered here"}
+        return error_answer(error.status_code, what.get(error.status_code, str(error.detail)))
+
+    @app.exception_handler(Exception)
+    async def _other(request: Request, error: Exception) -> JSONResponse:
+        return answer_to(error)

@@ -1,0 +1,188 @@
+"""A server of models that have been trained, or published."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cordillera.errors import DataError, RunError
+from cordillera.serving.http.app import BODY_BYTES, Services, create_app
+from cordillera.serving.language.engine import TOGETHER
+from cordillera.serving.language.language_model import LanguageModel
+from cordillera.serving.language.text_metrics import TextMetrics
+from cordillera.serving.language.text_service import CACHE_BYTES, TextService
+from cordillera.workflows._say import Say, silent
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Settings of a server.
+
+    Attributes:
+        host: Address that it listens at; others than loopback are reachable from outside.
+        port: Port; 0 for one that is free.
+        api_key: Key that requests need; None if they need none.
+        dtype: Data type of language models' weights: ``bfloat16``, ``float16`` or ``float32``.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        drafter: What drafts tokens: ``ngram`` or ``none``.
+        texts: Texts that a model writes at a time, at most 32.
+        queue: Texts of a model that are accepted at a time, those that wait included.
+        cache_bytes: Memory for keys and values of a model.
+        seconds: Time after which a request is ended.
+        drain_seconds: Time that accepted requests have left when the server is stopped.
+        body_bytes: Largest body of a request.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    drafter: str = "ngram"
+    texts: int = TOGETHER
+    queue: int = 256
+    cache_bytes: int = CACHE_BYTES
+    seconds: float = 600.0
+    drain_seconds: float = 60.0
+    body_bytes: int = BODY_BYTES
+
+
+def open_services(models: Sequence[str], config: ServerConfig, say: Say = silent) -> Services:
+    """Load models to be served.
+
+    Args:
+        models: Each a model as :class:`~cordillera.serving.language.language_model.LanguageModel` names it, or
+            ``NAME=MODEL`` to serve it by another name than that of its file or folder.
+        config: Settings of the server.
+        say: Called with what is done.
+
+    Raises:
+        DataError: If a model is not found, or two have one name.
+        CheckpointError: If one is damaged.
+    """
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry()
+    metrics = TextMetrics(registry)
+    texts: dict[str, TextService] = {}
+    for name, model in _named(models).items():
+        say(f"reads {name} ...")
+        opened = LanguageModel(model, dtype=config.dtype, device=config.device, drafter=config.drafter)
+        texts[name] = TextService(
+            opened,
+            texts=config.texts,
+            queue=config.queue,
+            cache_bytes=config.cache_bytes,
+            seconds=config.seconds,
+            name=name,
+            metrics=metrics,
+        )
+    return Services(texts, registry)
+
+
+def _named(models: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for given in models:
+        name, equals, model = given.partition("=")
+        if not equals:
+            name, model = Path(given).expanduser().resolve().name if Path(given).exists() else given, given
+        if not name or not model:
+            raise DataError(f"{given!r} is not NAME=MODEL", where="serve")
+        if name in found:
+            raise DataError(f"two models have the name {name!r}", where="serve", remedy="write NAME=MODEL for one")
+        found[name] = model
+    if not found:
+        raise DataError("there is no model", where="serve", remedy="name one, such as smollm2")
+    return found
+
+
+def serve(
+    models: Sequence[str],
+    config: ServerConfig | None = None,
+    say: Say = silent,
+    ready: Callable[[str], None] | None = None,
+) -> None:
+    """Answer requests over HTTP until the process gets SIGTERM or Ctrl-C; requests that were accepted are then finished.
+
+    Args:
+        models: Models, as in :func:`open_services`.
+        config: Settings; None for the defaults.
+        say: Called with what is done.
+        ready: Called with the server's address once it accepts requests.
+
+    Raises:
+        RunError: If the address is not free, or is none of this machine.
+        DataError: If a model is not found, or a setting is not possible.
+        CheckpointError: If a model is damaged.
+    """
+    import uvicorn
+
+    config = config or ServerConfig()
+    with _listening(config) as listening:  # before models are read, which takes long
+        services = open_services(models, config, say)
+        app = create_app(services, api_key=config.api_key, body_bytes=config.body_bytes)
+        address = _address(listening)
+        settings = uvicorn.Config(
+            app,
+            log_level="error",
+            access_log=False,
+            ws="none",
+            lifespan="off",
+            timeout_graceful_shutdown=max(1, round(config.drain_seconds)),
+        )
+
+        class Server(uvicorn.Server):
+            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+                await super().startup(sockets)
+                if ready is not None:
+                    ready(address)
+
+        try:
+            with _calm_signals():
+                Server(settings).run(sockets=[listening])
+        finally:
+            services.close(1.0)
+
+
+@contextlib.contextmanager
+def _calm_signals() -> Iterator[None]:
+    """Let the server alone decide what SIGTERM and Ctrl-C do: it raises them again after it has stopped."""
+    calm = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in calm.items():
+            signal.signal(number, handler)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a server at this address is reachable from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _listening(config: ServerConfig) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((config.host, config.port), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        said = getattr(error, "strerror", None) or str(error)
+        raise RunError(
+            f"cannot be listened at: {said}",
+            where=f"{config.host}:{config.port}",
+            remedy="choose another --port or --host",
+        ) from error
+
+
+def _address(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
