@@ -9,7 +9,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from cordillera.errors import CordilleraError, DataError, OverloadError, UnavailableError
+from cordillera.errors import CordilleraError, DataError, OverloadError, UnavailableError, printable
+from cordillera.toml_files import explain
 
 _KINDS = {
     400: "invalid_request_error",
@@ -71,11 +72,10 @@ def handle_errors(app: FastAPI) -> None:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             return error_answer(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
-        place = ".".join(str(part) for part in first["loc"] if part != "body") or None
-        message = str(first["msg"]).removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            message = "is not a parameter of this request"
-        return error_answer(400, f"{place}: {message}" if place else message, place)
+        entries = [{**entry, "loc": [part for part in entry["loc"] if part != "body"]} for entry in error.errors()]
+        problems = explain(entries, lambda place: (), "body")
+        message = "; ".join(f"{place}: {what}" for place, what in problems)
+        return error_answer(400, printable(message), problems[0][0])
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
