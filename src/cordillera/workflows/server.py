@@ -107,7 +107,7 @@ def serve(
     say: Say = silent,
     ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Answer requests over HTTP until the process gets SIGTERM or Ctrl-C; requests that were accepted are then finished.
+    """Answer requests over HTTP until SIGTERM or Ctrl-C; requests that were accepted are then finished.
 
     Args:
         models: Models, as in :func:`open_services`.
