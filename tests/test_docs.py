@@ -192,6 +192,27 @@ def _run(command: str) -> tuple[int, str]:
     return result.returncode, result.stdout + result.stderr
 
 
+@contextlib.contextmanager
+def _served(command: str, page: Path) -> Iterator[None]:
+    """Run a server until the end of the page, at a free port if the page asks nothing of it; it then stops by itself."""
+    program = [str(Path(sys.executable).parent / "cordillera"), *shlex.split(command)[1:]]
+    if ":8000" not in page.read_text(encoding="utf-8"):
+        program += ["--port", "0"]
+    with subprocess.Popen(program, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            said = ""
+            while "serving at" not in said:
+                line = server.stderr.readline()
+                assert line, f"{command} ended: {said}"
+                said += line
+            yield
+        finally:
+            server.terminate()
+            rest = server.communicate(timeout=60)[1]
+    assert server.returncode == 0, rest
+
+
 def _matches(expected: str, printed: str) -> bool:
     def squeezed(text: str) -> str:
         return " ".join(text.split())
@@ -229,6 +250,11 @@ def test_what_a_page_shows_runs(page: Path, folders: Path, monkeypatch: pytest.M
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("NO_COLOR", "1")
     namespace: dict[str, object] = {"__name__": "page"}
+    with contextlib.ExitStack() as servers:
+        _run_blocks(page, namespace, servers)
+
+
+def _run_blocks(page: Path, namespace: dict[str, object], servers: contextlib.ExitStack) -> None:
     for block in blocks(page):
         if block.title is not None and block.language in ("toml", "csv", "text"):
             Path(block.title).write_text(block.text + "\n", encoding="utf-8")
@@ -239,6 +265,9 @@ def test_what_a_page_shows_runs(page: Path, folders: Path, monkeypatch: pytest.M
         elif block.language in ("bash", "console"):
             for command in commands(block):
                 if _exempt(command.text) is not None:
+                    continue
+                if command.text.startswith("cordillera serve "):
+                    servers.enter_context(_served(command.text, page))
                     continue
                 status, printed = _run(command.text)
                 shown = f"{block.place}: {command.text}\n{printed}"

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from cordillera.run import Run
     from cordillera.serving.language.language_model import load_language_model
     from cordillera.serving.language.sampler import Sampling
-    from cordillera.workflows import compare, evaluate, isoflop, predict, report, sweep, train
+    from cordillera.workflows import ServerConfig, compare, evaluate, isoflop, predict, report, serve, sweep, train
 
 __all__ = [
     "CheckpointError",
@@ -54,6 +54,7 @@ __all__ = [
     "RecipeError",
     "Run",
     "Sampling",
+    "ServerConfig",
     "TrainingError",
     "compare",
     "evaluate",
@@ -62,6 +63,7 @@ __all__ = [
     "load_recipe",
     "predict",
     "report",
+    "serve",
     "sweep",
     "train",
 ]
@@ -79,7 +81,7 @@ _WHERE = {
     "load_language_model": ("cordillera.serving.language.language_model", "load_language_model"),
     **{
         name: ("cordillera.workflows", name)
-        for name in ("compare", "evaluate", "isoflop", "predict", "report", "sweep", "train")
+        for name in ("ServerConfig", "compare", "evaluate", "isoflop", "predict", "report", "serve", "sweep", "train")
     },
 }
 

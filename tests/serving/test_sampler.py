@@ -72,7 +72,9 @@ def test_logits_that_are_no_numbers_are_refused(bad: list[float], temperature: f
         sample(logits, Sampling(temperature=temperature))
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}, {"top_k": -1}, {"top_j": 3}])
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}, {"top_k": -1}, {"top_j": 3}]
+)
 def test_impossible_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValidationError):
         Sampling(**wrong)
