@@ -15,6 +15,7 @@ from typing import Any
 import typer
 from _llama_peer import PeerUnavailable
 from _program import Program
+from _serving_pipeline import pipeline
 from _tables import print_notes
 from rich.console import Console
 from rich.table import Table
@@ -34,6 +35,7 @@ class Part(str, enum.Enum):
     """Parts of the benchmark."""
 
     arrivals = "arrivals"
+    pipeline = "pipeline"
 
 
 def _arrive(service: TextService, prompts: Sequence[list[int]], gaps: Sequence[float], tokens: int) -> dict[str, Any]:
@@ -157,8 +159,9 @@ def _arrivals(console: Console, quick: bool) -> dict[str, Any]:
 
 
 def _left_out(part: Part) -> str | None:
-    if part is Part.arrivals:
+    if part in (Part.arrivals, Part.pipeline):
         stored_asset("smollm2")
+    if part is Part.arrivals:
         if not PROMPTS.is_dir():
             return f"there is no folder {PROMPTS} with the prompts of EAGLE's six sets"
     return None
@@ -166,7 +169,7 @@ def _left_out(part: Part) -> str | None:
 
 main = Program(
     "serving",
-    {Part.arrivals: _arrivals},
+    {Part.arrivals: _arrivals, Part.pipeline: pipeline},
     "Answer requests that arrive at random, beside answers one by one.",
     left_out=_left_out,
     threads=2,

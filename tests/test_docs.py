@@ -194,7 +194,7 @@ def _run(command: str) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def _served(command: str, page: Path) -> Iterator[None]:
-    """Run a server until the end of the page, at a free port if the page asks nothing of it; it then stops by itself."""
+    """Run a server until the end of the page, at a free port if the page asks nothing of it, and see it stop."""
     program = [str(Path(sys.executable).parent / "cordillera"), *shlex.split(command)[1:]]
     if ":8000" not in page.read_text(encoding="utf-8"):
         program += ["--port", "0"]

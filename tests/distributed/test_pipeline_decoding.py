@@ -1,0 +1,116 @@
+"""Texts that the ranks of a pipeline write together are those of one process; a rank that dies ends the others.
+
+The processes are started once for all cases and write what they found to files; the tests read those.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cordillera.errors import DataError, PeerError, PlanError
+from cordillera.models.language.llama import Llama, LlamaConfig
+from cordillera.serving.language.generation import for_decoding, generate
+from cordillera.serving.language.pipeline_decoding import PipelineDecoder
+from cordillera.serving.language.sampler import Sampling
+from tests.distributed.processes import needs_gloo, run_processes
+
+SHAPE = LlamaConfig(layers=3, hidden=64, heads=2, kv_heads=1, ffn=96, vocabulary=29, context=300)
+SIZES, MICROBATCHES = (1, 2, 3), (1, 2, 3)
+SAMPLINGS = {"greedy": Sampling(temperature=0), "drawn": Sampling(temperature=1.5, seed=7)}
+# One prompt is longer than a part, one text ends at the context, and one microbatch has fewer texts than the others.
+PROMPTS = [[n % 29 for n in range(length)] for length in (3, 280, 17, 1, 290)]
+STOP, TOKENS = (11,), 20
+
+
+def model_of(kind: str) -> Llama:
+    model = Llama(SHAPE)
+    model.init_weights(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(12)
+    return model.double() if kind == "float64" else for_decoding(model.bfloat16())
+
+
+def run_all(rank: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    groups = {size: dist.new_group(list(range(size))) for size in SIZES}
+    for kind in ("float64", "bfloat16"):
+        model = model_of(kind)
+        for size, group in groups.items():
+            for count in MICROBATCHES if rank < size else ():
+                decoder = PipelineDecoder(model, count, group)
+                for name, sampling in SAMPLINGS.items():
+                    texts = decoder.generate(PROMPTS, TOKENS, STOP, sampling)
+                    found[f"{kind} {size} {count} {name}"] = texts
+    decoder = PipelineDecoder(model, 2, groups[3])
+    found["none"] = decoder.generate([], TOKENS)
+    with pytest.raises(DataError, match="prompt 1: holds no token"):
+        decoder.generate([[1], []], TOKENS)
+    with pytest.raises(PlanError, match="3 ranks for 2 layers"):
+        PipelineDecoder(Llama(SHAPE.model_copy(update={"layers": 2})), 2, groups[3])
+    dist.barrier()
+    torch.save(found, f"{folder}/{rank}.pt")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        PipelineDecoder(model, 2, groups[3], timeout=20).generate(PROMPTS, TOKENS)
+    except PeerError as error:
+        found["lost"] = (error.peer, time.monotonic() - began)
+    return found
+
+
+@cache
+def _found() -> dict[int, dict[str, Any]]:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        return run_processes(3, Path(folder), run_all, deadline=240).found
+
+
+@cache
+def _alone(kind: str, name: str) -> list[list[int]]:
+    texts: list[list[int]] = [[] for _ in PROMPTS]
+    for one in generate(model_of(kind), PROMPTS, TOKENS, STOP, SAMPLINGS[name]):
+        texts[one.sequence].append(one.token)
+    return texts
+
+
+@needs_gloo
+@pytest.mark.parametrize("kind", ["float64", "bfloat16"])
+@pytest.mark.parametrize("name", list(SAMPLINGS))
+def test_texts_are_those_of_one_process(kind: str, name: str) -> None:
+    expected = _alone(kind, name)
+    assert len({len(text) for text in expected}) > 1  # they end with a stop, at the limit, or at the context
+    for size in SIZES:
+        for count in MICROBATCHES:
+            for rank in range(size):
+                assert _found()[rank][f"{kind} {size} {count} {name}"] == expected, (size, count, rank)
+
+
+@needs_gloo
+def test_no_prompt_gives_no_text() -> None:
+    assert _found()[0]["none"] == []
+
+
+@needs_gloo
+def test_a_rank_that_dies_ends_the_others_in_time() -> None:
+    for rank in (0, 2):
+        peer, seconds = _found()[rank]["lost"]
+        assert peer in (1, 2, None)
+        assert seconds < 40
+
+
+def test_without_a_process_group_there_is_no_pipeline() -> None:
+    with pytest.raises(PlanError, match="there is no process group"):
+        PipelineDecoder(Llama(SHAPE))
