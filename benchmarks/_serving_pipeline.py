@@ -70,8 +70,10 @@ def pipeline(console: Console, quick: bool) -> dict[str, Any]:
         alone[one.sequence].append(one.token)
     if alone != ended.found[0]["texts"]:
         raise RuntimeError("the texts of a pipeline differ from those of one process")
-    seconds = {count: [max(pair) for pair in zip(*(ended.found[rank]["seconds"][count] for rank in (0, 1)), strict=True)]
-               for count in (1, 2)}  # fmt: skip
+    seconds = {}
+    for count in (1, 2):
+        of_ranks = [ended.found[rank]["seconds"][count] for rank in (0, 1)]
+        seconds[count] = [max(pair) for pair in zip(*of_ranks, strict=True)]
     ratios = [one / two for one, two in zip(seconds[1], seconds[2], strict=True)]
     ratio = statistics.median(ratios)
     count = sum(map(len, alone)) - len(alone)

@@ -161,9 +161,8 @@ def _arrivals(console: Console, quick: bool) -> dict[str, Any]:
 def _left_out(part: Part) -> str | None:
     if part in (Part.arrivals, Part.pipeline):
         stored_asset("smollm2")
-    if part is Part.arrivals:
-        if not PROMPTS.is_dir():
-            return f"there is no folder {PROMPTS} with the prompts of EAGLE's six sets"
+    if part is Part.arrivals and not PROMPTS.is_dir():
+        return f"there is no folder {PROMPTS} with the prompts of EAGLE's six sets"
     return None
 
 
