@@ -15,6 +15,7 @@ from typing import Any
 import typer
 from _llama_peer import PeerUnavailable
 from _program import Program
+from _serving_fp8 import fp8
 from _serving_pipeline import pipeline
 from _tables import print_notes
 from rich.console import Console
@@ -36,6 +37,7 @@ class Part(str, enum.Enum):
 
     arrivals = "arrivals"
     pipeline = "pipeline"
+    fp8 = "fp8"
 
 
 def _arrive(service: TextService, prompts: Sequence[list[int]], gaps: Sequence[float], tokens: int) -> dict[str, Any]:
@@ -159,16 +161,16 @@ def _arrivals(console: Console, quick: bool) -> dict[str, Any]:
 
 
 def _left_out(part: Part) -> str | None:
-    if part in (Part.arrivals, Part.pipeline):
+    if part in (Part.arrivals, Part.pipeline, Part.fp8):
         stored_asset("smollm2")
-    if part is Part.arrivals and not PROMPTS.is_dir():
+    if part in (Part.arrivals, Part.fp8) and not PROMPTS.is_dir():
         return f"there is no folder {PROMPTS} with the prompts of EAGLE's six sets"
     return None
 
 
 main = Program(
     "serving",
-    {Part.arrivals: _arrivals, Part.pipeline: pipeline},
+    {Part.arrivals: _arrivals, Part.pipeline: pipeline, Part.fp8: fp8},
     "Answer requests that arrive at random, beside answers one by one.",
     left_out=_left_out,
     threads=2,

@@ -47,6 +47,9 @@ def generate(
     drafter: Annotated[
         str, typer.Option(help="ngram or none: draft text that repeats itself, to check several tokens in one pass.")
     ] = "ngram",
+    fp8: Annotated[
+        bool, typer.Option("--fp8", help="Feed-forward nets in FP8; emulated where the device has none.")
+    ] = (False),
     json_schema: Annotated[
         Path | None, typer.Option(help="File of a JSON schema; the text is a document of it.")
     ] = None,
@@ -62,7 +65,7 @@ def generate(
     from cordillera.serving.language.sampler import make_sampling
 
     sampling = make_sampling(temperature=temperature, top_p=top_p, seed=seed)
-    opened = LanguageModel(model, dtype=dtype, device=device, tokenizer=tokenizer, drafter=drafter)
+    opened = LanguageModel(model, dtype=dtype, device=device, tokenizer=tokenizer, drafter=drafter, fp8=fp8)
     found = [Completion() for _ in texts]
     live = len(texts) == 1 and not as_json
     interrupted, began = False, time.perf_counter()

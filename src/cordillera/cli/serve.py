@@ -31,6 +31,9 @@ def serve(
     dtype: Annotated[str, typer.Option(help="Of language models' weights: bfloat16, float16 or float32.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     drafter: Annotated[str, typer.Option(help="ngram or none: draft text that repeats itself.")] = "ngram",
+    fp8: Annotated[
+        bool, typer.Option("--fp8", help="Feed-forward nets in FP8; emulated where the device has none.")
+    ] = (False),
     texts: Annotated[int, typer.Option(min=1, max=32, help="Texts that a model writes at a time.")] = 16,
     queue: Annotated[int, typer.Option(min=1, help="Texts accepted at a time; more are answered with 429.")] = 256,
     cache: Annotated[float, typer.Option(min=0, help="GiB for keys and values of each language model.")] = 1.0,
@@ -56,6 +59,7 @@ def serve(
         dtype=dtype,
         device=device,
         drafter=drafter,
+        fp8=fp8,
         texts=texts,
         queue=queue,
         cache_bytes=int(cache * 2**30),

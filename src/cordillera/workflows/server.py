@@ -30,6 +30,7 @@ class ServerConfig:
         dtype: Data type of language models' weights: ``bfloat16``, ``float16`` or ``float32``.
         device: ``auto``, ``cpu`` or ``cuda``.
         drafter: What drafts tokens: ``ngram`` or ``none``.
+        fp8: Whether feed-forward nets of language models are computed in FP8.
         texts: Texts that a model writes at a time, at most 32.
         queue: Texts of a model that are accepted at a time, those that wait included.
         cache_bytes: Memory for keys and values of a model.
@@ -44,6 +45,7 @@ class ServerConfig:
     dtype: str = "bfloat16"
     device: str = "auto"
     drafter: str = "ngram"
+    fp8: bool = False
     texts: int = TOGETHER
     queue: int = 256
     cache_bytes: int = CACHE_BYTES
@@ -72,7 +74,7 @@ def open_services(models: Sequence[str], config: ServerConfig, say: Say = silent
     texts: dict[str, TextService] = {}
     for name, model in _named(models).items():
         say(f"reads {name} ...")
-        opened = LanguageModel(model, dtype=config.dtype, device=config.device, drafter=config.drafter)
+        opened = LanguageModel(model, dtype=config.dtype, device=config.device, drafter=config.drafter, fp8=config.fp8)
         texts[name] = TextService(
             opened,
             texts=config.texts,

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
 from cordillera.numerics.quantization.engines import TorchEngine, all_finite, saturates
+from cordillera.numerics.quantization.fp8_rows import fp8_rows
 from cordillera.numerics.quantization.integer_linear import UINT8, LinearWeight, make_weight, quantize_weight
 from cordillera.numerics.quantization.quantized_linear import LinearConfig, QuantizedLinear, plain, take_out_nonfinite
 from cordillera.numerics.quantization.quantizers import check_finite, choose_affine
@@ -175,7 +176,7 @@ def _load_int4(stored: StoredWeight, bias: Tensor | None, relu: bool) -> Kernel:
 
 def _store_fp8(weight: Tensor, rows: Tensor | None) -> StoredWeight:
     check_finite(weight, "weight")
-    payload, scale = _fp8_rows(weight.detach().float())
+    payload, scale = fp8_rows(weight.detach().float())
     return {"weight": payload, "scale": scale}
 
 
@@ -202,20 +203,11 @@ def load_fp8(stored: StoredWeight, bias: Tensor | None) -> Kernel:
     def run(x: Tensor) -> Tensor:
         if not len(x):
             return x.new_zeros(0, len(stored["weight"]))
-        payload, of_rows = _fp8_rows(x)
+        payload, of_rows = fp8_rows(x)
         y = torch._scaled_mm(payload, stored["weight"].T, of_rows, stored["scale"].T, out_dtype=torch.float32)
         return y if bias is None else y.add_(bias)
 
     return run
-
-
-def _fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return payload and scales ``[rows, 1]``; a row with NaN or infinity gets a scale of NaN, so that it stays NaN."""
-    largest = x.abs().amax(1, keepdim=True)
-    scale = (largest / 448.0).clamp(min=torch.finfo(torch.float32).tiny)
-    finite = torch.isfinite(largest)
-    payload = torch.where(finite, x / scale, 0.0).to(torch.float8_e4m3fn)
-    return payload, torch.where(finite, scale, torch.nan)
 
 
 CANDIDATES: dict[str, Candidate] = {

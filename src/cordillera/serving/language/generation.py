@@ -7,9 +7,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 from torch import nn
 
+from cordillera.errors import DataError
 from cordillera.kernels.dense.few_rows import FewRowsLinear
 from cordillera.models.language.kv_cache import KVCache
 from cordillera.models.language.llama import Llama, LlamaConfig
+from cordillera.numerics.quantization.fp8_rows import BOUND, Fp8Linear
+from cordillera.numerics.sites import replace, sites
 from cordillera.serving.language.engine import TOGETHER, Engine, Generated, check_prompt
 from cordillera.serving.language.guided import Guide
 from cordillera.serving.language.sampler import Sampling
@@ -73,6 +76,28 @@ def for_decoding(model: Llama) -> Llama:
             model.head = FewRowsLinear(weight)
     with torch.inference_mode():
         model(torch.tensor([0]), torch.tensor([0, 1]), cache=KVCache(model.config, 1, 1, weight.dtype))
+    return model
+
+
+def fp8_feed_forward(model: Llama, bound: float | None = BOUND) -> Llama:
+    """Put the feed-forward nets of a model into FP8, in place, except those of the first and the last block; return it.
+
+    Source: Grattafiori et al. 2024, section 6.2.
+
+    Args:
+        bound: Largest magnitude of an activation that sets the scale of its row; larger ones are cut to it. None for no
+            bound, for models whose activations are larger than the published bound in every text.
+
+    Raises:
+        DataError: If the model has experts.
+        NumericsError: If a weight is not finite.
+    """
+    if model.config.experts is not None:
+        raise DataError("experts are not computed in FP8", where="fp8", remedy="leave it out")
+    ends = ("layers.0.", f"layers.{model.config.layers - 1}.")
+    for name, layer in sites(model, only=["layers.*.feed_forward.*"]).items():
+        if not name.startswith(ends):
+            replace(model, name, Fp8Linear(layer.weight, bound))
     return model
 
 

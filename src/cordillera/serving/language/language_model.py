@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ from cordillera.errors import CheckpointError, DataError, DependencyError
 from cordillera.models.language.checkpoints import open_checkpoint, read_model
 from cordillera.models.language.checkpoints.first_sight import compare_with_first_sight, record_of
 from cordillera.models.language.llama import Llama
+from cordillera.numerics.quantization.fp8_rows import multiplies_fp8
 from cordillera.run import Run
 from cordillera.serving.language.engine import Finish
-from cordillera.serving.language.generation import check_prompts, for_decoding, generate
+from cordillera.serving.language.generation import check_prompts, for_decoding, fp8_feed_forward, generate
 from cordillera.serving.language.guided import Form, Guide, Guides
 from cordillera.serving.language.sampler import Sampling
 from cordillera.serving.language.speculation import Speculation, find_drafter, measure_costs
@@ -80,6 +82,9 @@ class LanguageModel:
         tokenizer: File or folder; None for the tokenizer of the checkpoint, or of the run's text.
         drafter: What drafts tokens that the model then checks several at a time: ``ngram`` (text that repeats itself)
             or ``none``. Texts are the same with and without.
+        fp8: Whether feed-forward nets are computed in FP8, as
+            :func:`~cordillera.serving.language.generation.fp8_feed_forward` says; texts change. Devices without FP8
+            emulate it, which a warning says.
 
     Raises:
         DataError: If an asset was not fetched, a name is unknown, or there is no tokenizer or one with more tokens
@@ -96,9 +101,11 @@ class LanguageModel:
         device: str = "auto",
         tokenizer: str | Path | None = None,
         drafter: str = "ngram",
+        fp8: bool = False,
     ) -> None:
         if dtype not in DTYPES:
             raise DataError(f"unknown dtype {dtype!r}", where="dtype", remedy=f"choose one of {', '.join(DTYPES)}")
+        self._fp8 = fp8
         self._drafter = None if drafter == "none" else find_drafter(drafter)
         self.dtype, self.device = DTYPES[dtype], _device(device)
         self.path = find_model(name)
@@ -125,6 +132,12 @@ class LanguageModel:
             model = for_decoding(read_model(self._source, self.dtype, self.device).eval())
             if compared is not None:
                 compared.result()
+        if self._fp8:
+            if not multiplies_fp8(self.device):
+                warnings.warn(
+                    f"FP8 is emulated on {self.device.type}: as exact, and slower than bfloat16", stacklevel=2
+                )
+            fp8_feed_forward(model)
         return model
 
     @cached_property
@@ -250,6 +263,7 @@ def load_language_model(
     device: str = "auto",
     tokenizer: str | Path | None = None,
     drafter: str = "ngram",
+    fp8: bool = False,
 ) -> LanguageModel:
     """Open a checkpoint with its tokenizer and read its weights.
 
@@ -259,13 +273,14 @@ def load_language_model(
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
         tokenizer: File or folder; None for the tokenizer of the checkpoint, or of the run's text.
         drafter: ``ngram`` or ``none``, as in :class:`LanguageModel`.
+        fp8: Whether feed-forward nets are computed in FP8, as in :class:`LanguageModel`.
 
     Raises:
         DataError: If the model or its tokenizer is not found, as in :class:`LanguageModel`.
         CheckpointError: If the checkpoint is damaged or missing, or weights are NaN or infinite.
         DependencyError: If the device or a library is not available.
     """
-    opened = LanguageModel(name, dtype=dtype, device=device, tokenizer=tokenizer, drafter=drafter)
+    opened = LanguageModel(name, dtype=dtype, device=device, tokenizer=tokenizer, drafter=drafter, fp8=fp8)
     opened.speculation  # noqa: B018 -- measures, if there is a drafter
     opened.model  # noqa: B018 -- reads the weights
     return opened
