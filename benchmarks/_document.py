@@ -22,6 +22,7 @@ import _figures_language
 import _figures_planning
 import _figures_precision
 import _figures_ranking
+import _figures_serving
 import _figures_zionex
 from _figures import Figures
 
@@ -34,6 +35,7 @@ FIGURES: Figures = {
     **_figures_exchange.FIGURES,
     **_figures_zionex.FIGURES,
     **_figures_kernels.FIGURES,
+    **_figures_serving.FIGURES,
 }
 _MARKED = re.compile(r"(<!-- figure(s?): ([\w.-]+) -->)(.*?)(<!-- /figure\2 -->)", re.DOTALL)
 _MARKER = re.compile(r"<!--\s*/?figures?\b.*?-->")

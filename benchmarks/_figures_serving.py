@@ -1,0 +1,82 @@
+"""Figures of the server in the documentation."""
+
+from __future__ import annotations
+
+from _figures import Figures, results, table
+
+
+def _milliseconds(one: dict[str, float]) -> str:
+    return f"{1e3 * one['p50']:.0f}, {1e3 * one['p99']:.0f} ms"
+
+
+def arrivals() -> str:
+    """Return rates and times of requests that arrive at random."""
+    rows = [
+        [
+            str(row["texts"]),
+            f"{row['tokens_per_s']['off']:.1f}",
+            f"{row['tokens_per_s']['ngram']:.1f}",
+            f"{row['ngram_over_off']:.2f}",
+            f"{row['over_transformers']:.2f}",
+            f"{row['first_ngram']['p50']:.2f}, {row['first_ngram']['p99']:.2f} s",
+            _milliseconds(row["between_off"]),
+            _milliseconds(row["between_ngram"]),
+        ]
+        for row in results("serving-arrivals")["results"]
+    ]
+    return table(
+        [
+            "texts at a time",
+            "off, tokens/s",
+            "drafts, tokens/s",
+            "drafts over off",
+            "over transformers, one by one",
+            "first token (p50, p99)",
+            "between tokens, off (p50, p99)",
+            "with drafts",
+        ],
+        rows,
+    )
+
+
+def scores() -> str:
+    """Return requests a second for scores."""
+    rows = [
+        [
+            name,
+            f"{one['requests_per_s']:,.0f}",
+            f"{one['p50_ms']:.2f}, {one['p99_ms']:.2f} ms",
+            "" if one.get("times") is None else f"{one['times']:.2f}",
+        ]
+        for name, one in results("serving-scores")["results"].items()
+    ]
+    return table(["way", "requests a second", "p50, p99", "times the loop"], rows)
+
+
+def soak() -> str:
+    """Return what many clients met."""
+    found = results("serving-soak")
+    return table(["", ""], [[name, str(value)] for name, value in found["table"].items()])
+
+
+def _fp8(kind: str) -> str:
+    return f"{results('serving-fp8')['results'][kind]['divergence']:.4f}"
+
+
+FIGURES: Figures = {
+    "serving-arrivals": arrivals,
+    "serving-requests": lambda: str(results("serving-arrivals")["requests"]),
+    "serving-tokens": lambda: str(results("serving-arrivals")["new_tokens"]),
+    "serving-gap": lambda: f"{results('serving-arrivals')['gap']:g}",
+    "serving-scores": scores,
+    "serving-soak": soak,
+    "serving-pipeline": lambda: f"{results('serving-pipeline')['times']:.2f}",
+    "serving-pipeline-texts": lambda: str(results("serving-pipeline")["texts"]),
+    "serving-fp8-rows": lambda: _fp8("rows"),
+    "serving-fp8-unbounded": lambda: _fp8("rows without bound"),
+    "serving-fp8-tensor": lambda: _fp8("tensor"),
+    "serving-fp8-largest": lambda: f"{results('serving-fp8')['largest']:,.0f}",
+    "serving-fp8-smaller": lambda: f"{results('serving-fp8')['smaller']} of {results('serving-fp8')['texts']}",
+    "serving-fp8-planted": lambda: f"{results('serving-fp8')['planted']['bounded']:.2f}",
+    "serving-fp8-planted-unbounded": lambda: f"{results('serving-fp8')['planted']['unbounded']:.2f}",
+}
