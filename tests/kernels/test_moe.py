@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cordillera.errors import DataError
 from cordillera.kernels.grouped_experts import sorted_index
-from cordillera.kernels.memory_meter import SavedBytes
+from cordillera.kernels.memory_meter import PeakBytes, SavedBytes
 from cordillera.kernels.moe import POLICIES, expert_index, expert_mlp
 from cordillera.kernels.numba_experts import activated, differentiated
 
@@ -196,6 +196,13 @@ def test_what_is_kept_is_what_the_formula_says(policy: str, gated: bool) -> None
     }[policy]
     index = 4 * n + 8 * (experts + 1)
     assert saved.total == 4 * tokens * width + 4 * n + index + n * of_row
+
+
+def test_a_backward_pass_makes_nothing_as_large_as_what_is_kept() -> None:
+    chosen, tensors = routed(2000, 16, 4), layer(2000, 16, 4, 8, 64, dtype=torch.float32)
+    with PeakBytes() as meter:
+        run(chosen, tensors)
+    assert meter.peak < 1.5 * chosen.numel() * 2 * 64 * 4
 
 
 def test_tokens_may_be_permuted_and_experts_relabelled() -> None:

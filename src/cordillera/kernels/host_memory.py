@@ -11,7 +11,8 @@ import ctypes
 import mmap
 import os
 import sys
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +49,12 @@ def keep_freed_memory() -> str | None:
     return None
 
 
+@lru_cache(maxsize=1)
+def _madvise() -> Any:
+    """The C library's function that advises the system on memory, or None."""
+    return getattr(ctypes.CDLL(None), "madvise", None)
+
+
 def on_huge_pages(tensor: Tensor) -> Tensor:
     """Ask Linux to back a ``tensor`` that is not yet written to by large pages, and return it.
 
@@ -59,7 +66,7 @@ def on_huge_pages(tensor: Tensor) -> Tensor:
     first = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
     last = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // _HUGE_PAGE * _HUGE_PAGE
     if last > first:
-        madvise = getattr(ctypes.CDLL(None), "madvise", None)
+        madvise = _madvise()
         if madvise is not None:
             madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), getattr(mmap, "MADV_HUGEPAGE", 14))
     return tensor

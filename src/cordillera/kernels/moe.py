@@ -21,7 +21,8 @@ from torch import Tensor
 
 from cordillera.errors import DataError
 from cordillera.kernels.grouped_experts import check_grouped, grouped_backward, grouped_forward, sorted_index
-from cordillera.kernels.numba_experts import activated, count_experts, differentiated, place_choices
+from cordillera.kernels.host_memory import on_huge_pages
+from cordillera.kernels.numba_experts import activated, add_rows, count_experts, differentiated, place_choices
 
 SavingPolicy = Literal["ABY", "AB", "AB8", "X"]
 
@@ -164,6 +165,8 @@ def _forward(
     if _on_gpu(x):
         return _forward_grouped(x, gates, slots, offsets, w1, w3, w2, policy)
     kept = _room_for_kept(x, slots, w1, w2, policy)
+    for tensor in kept:
+        on_huge_pages(tensor)  # the largest are mapped anew in each step, page by page
     out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     weight_of = gates.reshape(-1)
     for expert, part in _parts(offsets):
@@ -171,8 +174,7 @@ def _forward(
         tokens = own // gates.shape[1]
         rows, up = x.index_select(0, tokens), None if w2 is None else w2[expert]
         y = _hidden(rows, w1[expert], up, kept, part, policy)
-        weighed = (y @ w3[expert]).to(out.dtype).mul_(weight_of.index_select(0, own)[:, None])
-        out.index_add_(0, tokens, weighed)
+        add_rows(out, tokens, y @ w3[expert], weight_of.index_select(0, own))
     return out.to(x.dtype, copy=True) if out.dtype != x.dtype else out, *kept
 
 
@@ -214,21 +216,19 @@ def _backward(
     for expert, part in _parts(offsets):
         new = part.start == int(offsets[expert])
         own = slots[part]
-        tokens, gate = own // gates.shape[1], weight_of.index_select(0, own)[:, None]
+        tokens, gate = own // gates.shape[1], weight_of.index_select(0, own)
         rows, incoming = x.index_select(0, tokens), dout.index_select(0, tokens)
         up = None if w2 is None else w2[expert]
         a, b = _kept(part, rows, w1[expert], up, first, second, rest, policy)
-        y, da, db, sums = differentiated(a, b, incoming @ w3[expert].T)
+        y, da, db, sums = differentiated(a, b, incoming @ w3[expert].T, gate)
         dgates[own.long()] = sums.to(gates.dtype)
-        # a gate multiplies a token's narrow rows, not its hidden ones
-        rows, incoming = (rows * gate).to(x.dtype), (incoming * gate).to(x.dtype)
-        _add_product(dw3[expert], rest[part] if policy == "ABY" else y, incoming, new)
+        _add_product(dw3[expert], rest[part] if policy == "ABY" else y, incoming.mul_(gate[:, None]), new)
         _add_product(dw1[expert], rows, da, new)
         drows = da @ w1[expert].T
         if up is not None:
             _add_product(dw2[expert], rows, db, new)
             drows.addmm_(db, up.T)
-        dx.index_add_(0, tokens, drows.to(dx.dtype).mul_(gate))
+        add_rows(dx, tokens, drows)
     return dx.to(x.dtype), dgates.view(gates.shape), dw1, dw3, dw2
 
 
@@ -255,9 +255,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     *tensors, ctx.policy = inputs
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # else autograd fills zeros of the size of what is kept
 
 
-def _gradients(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if dout is None:
+        return (None,) * 8
     saved = ctx.saved_tensors  # once, as what a checkpoint computes again can be read once
     dx, dgates, dw1, dw3, dw2 = _backward(dout.contiguous(), *saved, ctx.policy)
     return dx, dgates, None, None, dw1, dw3, dw2 if saved[6] is not None else None, None

@@ -72,11 +72,12 @@ def _sum(values: Any) -> Any:
 
 
 @compiled(parallel=True, fastmath=FAST)
-def _differentiate(a: Any, b: Any, u: Any, y: Any, da: Any, sums: Any, threads: int) -> None:
-    """Write ``y``, the gradient of ``a`` and, over ``u``, that of ``b``; and the sums of ``u y`` over rows."""
+def _differentiate(a: Any, b: Any, u: Any, gates: Any, y: Any, da: Any, sums: Any, threads: int) -> None:
+    """Write ``y``, gradients of ``a`` and, over ``u``, of ``b``, times the gates; and the sums of ``u y`` over rows."""
     for chunk in numba.prange(threads):
         products = np.empty(a.shape[1], np.float32)
         for i in range(chunk * len(a) // threads, (chunk + 1) * len(a) // threads):
+            gate = gates[i]
             if len(b):
                 for j in range(a.shape[1]):
                     x, given = widen_to_single(a[i, j]), widen_to_single(u[i, j])
@@ -84,6 +85,7 @@ def _differentiate(a: Any, b: Any, u: Any, y: Any, da: Any, sums: Any, threads: 
                     silu = x * s
                     products[j] = given * silu * other
                     y[i, j] = narrow(silu * other, y[i, j])
+                    given *= gate
                     da[i, j] = narrow(given * other * (s + silu * (ONE - s)), y[i, j])
                     u[i, j] = narrow(given * silu, y[i, j])
             else:
@@ -93,8 +95,18 @@ def _differentiate(a: Any, b: Any, u: Any, y: Any, da: Any, sums: Any, threads: 
                     silu = x * s
                     products[j] = given * silu
                     y[i, j] = narrow(silu, y[i, j])
-                    da[i, j] = narrow(given * (s + silu * (ONE - s)), y[i, j])
+                    da[i, j] = narrow(given * gate * (s + silu * (ONE - s)), y[i, j])
             sums[i] = _sum(products)
+
+
+@compiled(parallel=True, fastmath=FAST)
+def _add_rows(out: Any, tokens: Any, rows: Any, gates: Any, threads: int) -> None:
+    """Add ``gates[i] rows[i]``, or ``rows[i]`` for empty ``gates``, to ``out[tokens[i]]``; tokens are different."""
+    for chunk in numba.prange(threads):
+        for i in range(chunk * len(rows) // threads, (chunk + 1) * len(rows) // threads):
+            token, gate = tokens[i], gates[i] if len(gates) else ONE
+            for j in range(rows.shape[1]):
+                out[token, j] += gate * widen_to_single(rows[i, j])
 
 
 def _is_compiled(x: Tensor) -> bool:
@@ -112,22 +124,37 @@ def activated(a: Tensor, b: Tensor | None) -> Tensor:
     return y
 
 
-def differentiated(a: Tensor, b: Tensor | None, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def differentiated(
+    a: Tensor, b: Tensor | None, u: Tensor, gates: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute ``y = silu(a) b`` again, and gradients, given that of ``y``, ``u [n, h]``, which is overwritten.
 
     Returns:
-        ``y``, the gradients of ``a`` and of ``b`` (meaningless without one), and the sums of ``u y`` over rows,
-        ``[n]``, in float32 or float64.
+        ``y``, the gradients of ``a`` and of ``b`` (meaningless without one), times the row's gate, ``gates [n]``, and
+        the sums of ``u y`` over rows, ``[n]``, in float32 or float64.
     """
     if not _is_compiled(a):
         silu = functional.silu(a)
         y = silu if b is None else silu * b
         sums = (u * y).sum(1)
+        u = u if gates is None else u.mul_(gates[:, None])
         da = torch.ops.aten.silu_backward(u if b is None else u * b, a)
         return y, da, u.mul_(silu), sums
     y, da, sums = torch.empty_like(a), torch.empty_like(a), torch.empty(len(a))
+    weights = torch.ones(len(a)) if gates is None else gates.float()
     threads = threads_for(a.numel())
     with pool(threads):
-        tensors = (array(x) for x in (a, a[:0] if b is None else b, u, y, da, sums))
+        tensors = (array(x) for x in (a, a[:0] if b is None else b, u, weights, y, da, sums))
         _differentiate(*tensors, threads)
     return y, da, u, sums
+
+
+def add_rows(out: Tensor, tokens: Tensor, rows: Tensor, gates: Tensor | None = None) -> None:
+    """Add rows ``[n, d]``, times ``gates [n]``, to those of different ``tokens`` of ``out``, in float32 or float64."""
+    if not _is_compiled(rows):
+        rows = rows.to(out.dtype)
+        out.index_add_(0, tokens, rows if gates is None else rows * gates[:, None])
+        return
+    threads = threads_for(rows.numel())
+    with pool(threads):
+        _add_rows(*map(array, (out, tokens, rows, out.new_empty(0) if gates is None else gates.float())), threads)
