@@ -44,7 +44,7 @@ def serve(
     """Answer requests over HTTP: text for OpenAI's clients. SIGTERM or Ctrl-C finishes what was accepted, and stops."""
     from cordillera import workflows
     from cordillera.cli._show import console
-    from cordillera.workflows.server import is_loopback
+    from cordillera.workflows.serving.server import is_loopback
 
     key = read_text(api_key_file).strip() if api_key_file else os.environ.get("CORDILLERA_API_KEY")
     if api_key_file and not key:

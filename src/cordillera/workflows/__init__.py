@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cordillera.workflows.ranking import Outcome
     from cordillera.workflows.runs import apply_delta, compare, evaluate, make_delta, report, train
     from cordillera.workflows.scaling import Sweep, isoflop, sweep
-    from cordillera.workflows.server import ServerConfig, serve
+    from cordillera.workflows.serving.server import ServerConfig, serve
     from cordillera.workflows.trained import load_model, model_of
 
 __all__ = [
@@ -43,7 +43,7 @@ _WHERE = {
     "ranking": ("Outcome",),
     "runs": ("apply_delta", "compare", "evaluate", "make_delta", "report", "train"),
     "scaling": ("Sweep", "isoflop", "sweep"),
-    "server": ("ServerConfig", "serve"),
+    "serving.server": ("ServerConfig", "serve"),
     "trained": ("load_model", "model_of"),
 }
 

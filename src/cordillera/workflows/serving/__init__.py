@@ -1,0 +1,1 @@
+"""What answers requests: a server, and the scorers of ranking runs."""
