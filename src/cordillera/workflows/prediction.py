@@ -7,27 +7,18 @@ import fcntl
 import glob
 import os
 import secrets
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import polars as pl
 import pyarrow.parquet
-import torch
 
-from cordillera.data.ranking.encoding import Encoder
-from cordillera.data.ranking.features import FeatureSpec, RankingBatch
 from cordillera.data.ranking.rows import read_rows
 from cordillera.data.ranking.unseen import UnseenCount
-from cordillera.errors import DataError, NumericsError
-from cordillera.recipe import RankingRecipe
+from cordillera.errors import DataError
 from cordillera.run import Run, disk_errors
-from cordillera.serving.ranking import quantized_model
-from cordillera.training.ranking.scoring import scorer, select_device
-from cordillera.workflows._say import silent
-from cordillera.workflows.threads import threads_of
-from cordillera.workflows.trained import card_of, load_model, model_of, recipe_of, with_threads
+from cordillera.serving.ranking.scorer import probabilities
+from cordillera.workflows.scorers import opened_scorer
+from cordillera.workflows.trained import card_of
 
 
 def predict(
@@ -60,36 +51,16 @@ def predict(
     run = run if isinstance(run, Run) else Run(run)
     file = Path(file)
     target = _checked_target(file, out)
-    recipe = recipe_of(run)
-    device = select_device(recipe.device)
-    encoder = Encoder.load(run.folder / "encoder")
-    card = card_of(run)
-    tasks, unseen = tuple(card["tasks"]), UnseenCount(encoder, card["data"]["facts"])
-    # A plan is valid for the number of threads that it was measured with.
-    with with_threads(recipe.threads if planned else threads_of(recipe.threads, silent)):
-        features = replace(encoder.features, tasks=tasks)
-        score, most = _score_of(run, recipe, features, device, quantized=quantized, planned=planned)
-        batch_size = min(batch_size, most or batch_size)
+    with opened_scorer(run, quantized=quantized, planned=planned) as (recipe, scorer):
+        encoder, tasks = scorer.encoder, scorer.tasks
+        unseen = UnseenCount(encoder, card_of(run)["data"]["facts"])
         names = ["score"] if len(tasks) == 1 else [f"score_{task}" for task in tasks]
         rows = 0
         with _Writer(target) as writer:
             for frame, place in read_rows(str(file), recipe.data, encoder.schema):
                 encoded = encoder.encode(frame, where=place, labels=False)
                 unseen.update(encoded)
-                logits = []
-                for begin in range(0, len(encoded), batch_size):
-                    part = np.arange(begin, min(begin + batch_size, len(encoded)))
-                    logits.append(score(encoded.take(part).batch()))
-                whole = torch.cat(logits).double()
-                wrong = (~torch.isfinite(whole)).nonzero()
-                if len(wrong):
-                    row, column = wrong[0].tolist()
-                    raise NumericsError(
-                        f"the model's logit is {float(whole[row, column])}; no scores were written",
-                        where=place.at(row, names[column]),
-                        remedy="look for weights that are not finite, or for values far beyond those of training",
-                    )
-                scores = whole.sigmoid().numpy()
+                scores = probabilities(scorer.finite_logits(encoded, place, batch_size))
                 columns = [frame[name] for name in encoder.schema.ids if name in frame.columns]
                 columns += [pl.Series(name, scores[:, i]) for i, name in enumerate(names)]
                 writer.write(pl.DataFrame(columns))
@@ -108,25 +79,6 @@ def _checked_target(file: Path, out: Path | str | None) -> Path:
     if not target.parent.is_dir():
         raise DataError("the folder does not exist", where=str(target.parent), remedy="make it first")
     return target
-
-
-def _score_of(
-    run: Run, recipe: RankingRecipe, features: FeatureSpec, device: torch.device, *, quantized: bool, planned: bool
-) -> tuple[Callable[[RankingBatch], torch.Tensor], int | None]:
-    """Return the function that scores a batch, and the largest number of rows that it takes (None for any)."""
-    if quantized:
-        made_of = quantized_model.origin(run, use_best=recipe.training.patience is not None)
-        folder = run.folder / quantized_model.FOLDER
-        model, _ = quantized_model.load(folder, model_of(recipe, features), made_of)
-        return scorer(model, torch.device("cpu"), quantized_model.precision_of(folder)), None
-    if planned:
-        from cordillera.workflows.probing import load_planned
-
-        _, model = load_model(run, features, torch.device("cpu"))
-        model, most = load_planned(run, model)
-        return scorer(model, torch.device("cpu"), "fp32"), most
-    _, model = load_model(run, features, device)
-    return scorer(model, device, recipe.training.precision, recipe.training.emulate), None
 
 
 class _Writer:
