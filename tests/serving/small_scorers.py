@@ -82,11 +82,13 @@ def encoder(tasks: tuple[str, ...] = ("click",)) -> Encoder:
     return Encoder.fit(schema, [frame_of(known)])
 
 
-def scorer(name: str, precision: Precision = "fp32", tasks: tuple[str, ...] = ("click",), seed: int = 0) -> RowScorer:
+def scorer(
+    name: str, precision: Precision = "fp32", tasks: tuple[str, ...] = ("click",), seed: int = 0, **sizes: Any
+) -> RowScorer:
     """A scorer of random weights that are large enough for scores to differ."""
     fitted = encoder(tasks)
     torch.manual_seed(seed)
-    model = build(MODELS[name].Config(**SIZES[name]), fitted.features, TablesConfig())
+    model = build(MODELS[name].Config(**{**SIZES[name], **sizes}), fitted.features, TablesConfig())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

@@ -90,15 +90,14 @@ def test_scores_are_those_of_the_model_up_to_rounding() -> None:
 
 @pytest.mark.parametrize("kernel", [name for name in CANDIDATES if name != "fp32"])
 def test_a_row_has_the_same_score_in_any_company_with_every_kernel(kernel: str) -> None:
-    one = scorer("dlrm")
+    one = scorer("dnn", mlp=(64, 32))
     layers = sites(one.model)
     kernels = {
         name: kernel
         for name, layer in layers.items()
         if CANDIDATES[kernel].supports(Shape(1, *layer.weight.shape), torch.device("cpu")) is None
     }
-    if not kernels:
-        pytest.skip("supports none of the layers")
+    assert kernels
     calibration = {name: torch.randn(64, layers[name].in_features) for name in kernels}
     tables = dict(zip(one.encoder.features.tables, ["int8", "int4", "fp16", "fp32", "int8"], strict=False))
     model = quantized_model.quantize_model(one.model, tables, kernels, calibration)
@@ -144,9 +143,9 @@ def test_a_score_that_is_not_finite_names_its_row() -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
-    """Finished runs by precision, with quantised models."""
+    """Finished runs by precision, the first with a quantised model."""
     folder = tmp_path_factory.mktemp("runs")
-    log = write_log(folder / "log.csv", rows=1500)
+    log = write_log(folder / "log.csv", rows=600)
     path = folder / "small.toml"
     path.write_text(RECIPE.format(path=log))
     found = {}
@@ -154,19 +153,18 @@ def runs(tmp_path_factory) -> dict[str, Path]:
         sizes = ["model.fmb_mlp=[64]", "model.top_mlp=[64]", "model.embedding_dim=8", "training.epochs=1"]
         recipe = load(path, [*sizes, f"training.precision={precision}", f"data.cache_dir={folder / 'cache'}"])
         found[precision] = workflows.train(recipe, folder / precision).run.folder
-        quantize(Run(found[precision]), 1e-2, smallest=True)
+    quantize(Run(found["fp32"]), 1e-2, smallest=True)
     return found
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "quantized"), [("fp32", False), ("bf16", False), ("fp32", True)])
 def test_a_row_of_a_file_and_of_a_request_have_the_same_score(runs, tmp_path, precision: str, quantized: bool) -> None:
     run = runs[precision]
     samples = write_log(tmp_path / "samples.csv", rows=700, seed=9)
     written, count = predict(run, samples, tmp_path / "scores.parquet", quantized=quantized)
     expected = pl.read_parquet(written)["score"].to_numpy()
     assert count == 700
-    assert len(np.unique(expected)) > 300
+    assert len(np.unique(expected)) > 200
     one = open_scorer(run, quantized=quantized)
     recipe = load(run / "recipe.toml")
     [(frame, _)] = read_rows(str(samples), recipe.data, one.encoder.schema)
