@@ -31,7 +31,7 @@ from cordillera.workflows.quantization import quantize
 from cordillera.workflows.scorers import open_scorer
 from tests.cli.conftest import RECIPE, write_log
 
-from .small_scorers import SIZES, frame_of, rows, scorer
+from .small_scorers import SIZES, encoder, frame_of, rows, scorer
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +126,18 @@ def test_a_fixed_number_of_rows_gives_the_same_scores() -> None:
     fixed = RowScorer(one.encoder, one.model, one.tasks, torch.device("cpu"), "fp32", fixed=256)
     assert np.array_equal(one.score(frame), fixed.score(frame))
     assert np.array_equal(fixed.score(frame[7:9]), fixed.score(frame)[7:9])
+
+
+def test_an_index_of_the_vocabularies_finds_the_same_rows() -> None:
+    frame = frame_of(rows(400, seed=6))
+    joined = encoder().encode(frame, labels=False)
+    indexed = encoder().index().encode(frame, labels=False)
+    assert np.array_equal(joined.ids, indexed.ids)
+    assert (joined.ids[:, :2] == 0).any()
+    for (values, offsets), (other, others) in zip(joined.lists, indexed.lists, strict=True):
+        assert np.array_equal(values, other)
+        assert np.array_equal(offsets, others)
+    assert joined.blanks == indexed.blanks
 
 
 def test_no_rows_have_no_scores() -> None:

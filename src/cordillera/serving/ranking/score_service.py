@@ -94,6 +94,7 @@ class ScoreService:
     ) -> None:
         self.name, self.scorer, self.metrics = name, scorer, metrics
         self.config = config or ScoreServiceConfig()
+        scorer.encoder.index()
         self.reader = RowReader(scorer.encoder, self.config.max_request_rows)
         self.tasks, self.explained = scorer.tasks, ablatable(scorer.encoder)
         self._batcher = MicroBatcher[ScoreRequest, RowScores](
