@@ -98,6 +98,9 @@ def test_a_body_is_read_as_it_would_be_from_a_file(server) -> None:
     # ids of a table of whole numbers may be text, and columns that are no features are ignored
     other = {**sample, "item": f"{sample['item']}.0", "seen": [*map(str, sample["seen"]), None, ""], "more": {"x": [1]}}
     assert server.post({"rows": [other]}).json()["data"] == expected
+    assert len(sample["seen"]) > 1
+    texts = {"seen": "|".join(map(str, sample["seen"])), "tags": "|".join(sample["tags"])}
+    assert server.post({"rows": [{**sample, **texts}]}).json()["data"] == expected
 
 
 def test_unknown_ids_are_scored_and_reported(server) -> None:
@@ -132,7 +135,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"slot": "third"}, "rows[1].slot", "not a whole number"),
     ({"slot": ""}, "rows[1].slot", "an id is blank"),
     ({"seen": 3}, "rows[1].seen", "must be a list of ids, got a number"),
-    ({"seen": "1|2"}, "rows[1].seen", "got text"),
+    ({"seen": {"1": 2}}, "rows[1].seen", "got an object"),
+    ({"seen": "1|" + "2" * 2000}, "rows[1].seen[1]", "has 2000 characters"),
     ({"seen": [1, [2]]}, "rows[1].seen[1]", "must be an id, got a list"),
     ({"seen": [1, 2, 0.5]}, "rows[1].seen[2]", "0.5"),
 ]

@@ -85,12 +85,12 @@ class RowReader:
 
     def __init__(self, encoder: Encoder, most: int = 4096) -> None:
         self.encoder, self.schema, self.most = encoder, encoder.schema, most
-        self._values: list[tuple[str, Callable[[Any, str], Any], pl.DataType]] = []
+        self._values: list[tuple[str, Callable[[Any], Any], pl.DataType]] = []
         for feature in self._features():
             if isinstance(feature, DenseFeature):
                 self._values.append((feature.name, _numbers(feature), pl.Float64()))
             elif isinstance(feature, ListFeature):
-                self._values.append((feature.name, _lists, pl.List(pl.String)))
+                self._values.append((feature.name, _lists(feature), pl.List(pl.String)))
             else:
                 self._values.append((feature.name, _ids(feature), pl.String()))
 
@@ -122,7 +122,7 @@ class RowReader:
                         remedy="give every row every feature of the model; null stands for a blank",
                     )  # fmt: skip
                 try:
-                    column.append(value_of(row[name], ""))
+                    column.append(value_of(row[name]))
                 except RowError as error:
                     raise RowError(
                         error.what, code=error.code, where=f"rows[{index}].{name}{error.where or ''}",
@@ -261,10 +261,10 @@ def _check_lengths(text: pl.Series, rows: np.ndarray, name: str, place: RequestP
         raise RowError(f"an id has more than {MOST_CHARACTERS} characters", code="too_long", where=place.at(row, name))
 
 
-def _numbers(feature: DenseFeature) -> Callable[[Any, str], float | None]:
+def _numbers(feature: DenseFeature) -> Callable[[Any], float | None]:
     blank = feature.missing != "refuse"
 
-    def value_of(value: Any, where: str) -> float | None:
+    def value_of(value: Any) -> float | None:
         if isinstance(value, float):
             if math.isfinite(value):
                 return value
@@ -287,10 +287,10 @@ def _numbers(feature: DenseFeature) -> Callable[[Any, str], float | None]:
     return value_of
 
 
-def _ids(feature: CategoricalFeature) -> Callable[[Any, str], str | None]:
+def _ids(feature: CategoricalFeature) -> Callable[[Any], str | None]:
     blank = feature.encoding != "identity"
 
-    def value_of(value: Any, where: str) -> str | None:
+    def value_of(value: Any) -> str | None:
         if value is None and not blank:
             raise RowError("is null, but the model takes no blanks here", code="null_value", remedy="give an id")
         return _id(value)
@@ -328,20 +328,26 @@ def _id(value: Any) -> str | None:
     )
 
 
-def _lists(value: Any, where: str) -> list[str | None]:
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise RowError(
-            f"must be a list of ids, got {_kind(value)}", code="invalid_type", remedy="write [] for an empty list"
-        )
-    found = []
-    for index, entry in enumerate(value):
-        try:
-            found.append(_id(entry))
-        except RowError as error:
-            raise RowError(error.what, code=error.code, where=f"[{index}]", remedy=error.remedy) from None
-    return found
+def _lists(feature: ListFeature) -> Callable[[Any], list[str | None]]:
+    def value_of(value: Any) -> list[str | None]:
+        if value is None:
+            return []
+        if isinstance(value, str):
+            value = value.split(feature.separator)
+        if not isinstance(value, list):
+            raise RowError(
+                f"must be a list of ids, got {_kind(value)}", code="invalid_type",
+                remedy=f"write [] for an empty list, or text with {feature.separator!r} between ids",
+            )  # fmt: skip
+        found = []
+        for index, entry in enumerate(value):
+            try:
+                found.append(_id(entry))
+            except RowError as error:
+                raise RowError(error.what, code=error.code, where=f"[{index}]", remedy=error.remedy) from None
+        return found
+
+    return value_of
 
 
 def _kind(value: object) -> str:
