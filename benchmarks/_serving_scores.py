@@ -33,7 +33,7 @@ from cordillera import workflows
 from cordillera.data.ranking.rows import raw_rows
 from cordillera.serving.http.scores import score_router
 from cordillera.serving.ranking.score_service import ScoreService, ScoreServiceConfig
-from cordillera.workflows.scorers import open_scorer
+from cordillera.workflows.prediction import open_scorer
 
 CLIENTS = 16
 ROWS = 512

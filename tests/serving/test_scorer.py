@@ -16,6 +16,8 @@ from cordillera.data.ranking.rows import read_rows
 from cordillera.errors import DataError, NumericsError, RunError
 from cordillera.kernels.repeatable import BLOCK, products_repeat
 from cordillera.numerics.dispatch.candidates import CANDIDATES, Shape
+from cordillera.numerics.dispatch.dispatch import apply
+from cordillera.numerics.dispatch.plan import KernelChoice, PrecisionPlan, machine, weights_digest
 from cordillera.numerics.dispatch.stored_linear import StoredLinear
 from cordillera.numerics.formats.precision import Precision
 from cordillera.numerics.quantization.engines import ReferenceEngine, saturates
@@ -26,9 +28,8 @@ from cordillera.recipe import load
 from cordillera.run import Run
 from cordillera.serving.ranking import quantized_model
 from cordillera.serving.ranking.scorer import RowScorer
-from cordillera.workflows.prediction import predict
+from cordillera.workflows.prediction import open_scorer, predict
 from cordillera.workflows.quantization import quantize
-from cordillera.workflows.scorers import open_scorer
 from tests.cli.conftest import RECIPE, write_log
 
 from .small_scorers import SIZES, encoder, frame_of, rows, scorer
@@ -103,6 +104,19 @@ def test_a_row_has_the_same_score_in_any_company_with_every_kernel(kernel: str) 
     model = quantized_model.quantize_model(one.model, tables, kernels, calibration)
     assert any(isinstance(layer, StoredLinear) for layer in model.modules())
     check_any_company(RowScorer(one.encoder, model, one.tasks, torch.device("cpu"), "fp32"))
+
+
+@pytest.mark.parametrize("kernel", ["int8 dynamic", "bf16", "fp32"])
+def test_a_row_has_the_same_score_in_any_company_under_a_plan(kernel: str) -> None:
+    one = scorer("dnn", mlp=(64, 32))
+    choices = [
+        KernelChoice(name, "forward", 256, layer.out_features, layer.in_features, kernel, "asked for")
+        for name, layer in sites(one.model).items()
+    ]
+    weights = weights_digest({name: (layer.weight, layer.bias) for name, layer in sites(one.model).items()})
+    plan = PrecisionPlan(tuple(choices), machine(), {}, weights=weights)
+    apply(one.model, plan, allow_stale=True)
+    check_any_company(RowScorer(one.encoder, one.model, one.tasks, torch.device("cpu"), "fp32", fixed=256))
 
 
 @pytest.mark.parametrize("relu", [False, True])

@@ -24,6 +24,7 @@ from cordillera.jagged import JaggedTensor
 from cordillera.kernels.repeatable import BLOCK
 from cordillera.models.ranking.base import RankingModel
 from cordillera.models.ranking.sequence import HSTUModel, SequenceModel, share_histories
+from cordillera.numerics.dispatch.dispatch import DispatchedLinear
 from cordillera.numerics.dispatch.stored_linear import StoredLinear
 from cordillera.numerics.emulation.emulation import EmulationConfig
 from cordillera.numerics.formats.precision import Precision
@@ -71,7 +72,7 @@ class RowScorer:
             lists = [feature.name for feature in encoder.features.sparse if feature.is_list]
             self._histories = [lists.index(name) for name in model.config.sequences]
         for layer in model.modules():
-            if isinstance(layer, StoredLinear):
+            if isinstance(layer, (StoredLinear, DispatchedLinear)):
                 layer.take_ranges_of_rows()
 
     def score(self, frame: pl.DataFrame, where: str | RowPlace = "rows") -> NDArray[np.float64]:
@@ -92,7 +93,7 @@ class RowScorer:
             row, column = wrong[0]
             name = "score" if len(self.tasks) == 1 else f"score_{self.tasks[column]}"
             raise NumericsError(
-                f"the model's logit is {found[row, column]}; no scores were written",
+                f"the model's logit is {found[row, column]}",
                 where=place.at(row, name),
                 remedy="look for weights that are not finite, or for values far beyond those of training",
             )
@@ -100,7 +101,7 @@ class RowScorer:
 
     def logits(self, rows: EncodedRows, batch_size: int = 8192) -> NDArray[np.float64]:
         """Return the logits ``[N, tasks]`` of encoded rows, computed from at most ``batch_size`` rows at a time."""
-        size = batch_size if self.fixed is None else self.fixed
+        size = batch_size if self.fixed is None else max(1, self.fixed - bool(self._histories))
         found = [np.zeros((0, len(self.tasks)))]
         with self._threads():
             for begin in range(0, len(rows), size):
