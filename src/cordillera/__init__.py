@@ -29,6 +29,7 @@ from cordillera.errors import (
     RecipeError,
     TrainingError,
 )
+from cordillera.kernels.repeatable import repeat_products
 from cordillera.kernels.threads import limit_spinning
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ __all__ = [
 ]
 
 limit_spinning()  # before torch is imported
+repeat_products()  # before torch multiplies
 
 _WHERE = {
     "JaggedBatch": ("cordillera.jagged", "JaggedBatch"),

@@ -1,4 +1,4 @@
-"""Scores of a ranking model for the samples of a file."""
+"""Scores of a ranking model for the samples of a file, and the scorer that gives the same scores to requests."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ import fcntl
 import glob
 import os
 import secrets
-from collections.abc import Callable
+import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import polars as pl
 import pyarrow.parquet
 import torch
 
 from cordillera.data.ranking.encoding import Encoder
-from cordillera.data.ranking.features import FeatureSpec, RankingBatch
+from cordillera.data.ranking.features import FeatureSpec
 from cordillera.data.ranking.rows import read_rows
 from cordillera.data.ranking.unseen import UnseenCount
-from cordillera.errors import DataError, NumericsError
+from cordillera.errors import DataError, RunError
+from cordillera.kernels.repeatable import products_repeat
 from cordillera.recipe import RankingRecipe
 from cordillera.run import Run, disk_errors
 from cordillera.serving.ranking import quantized_model
-from cordillera.training.ranking.scoring import scorer, select_device
+from cordillera.serving.ranking.scorer import RowScorer, probabilities
+from cordillera.training.ranking.scoring import select_device
 from cordillera.workflows._say import silent
 from cordillera.workflows.threads import threads_of
 from cordillera.workflows.trained import card_of, load_model, model_of, recipe_of, with_threads
@@ -60,36 +62,16 @@ def predict(
     run = run if isinstance(run, Run) else Run(run)
     file = Path(file)
     target = _checked_target(file, out)
-    recipe = recipe_of(run)
-    device = select_device(recipe.device)
-    encoder = Encoder.load(run.folder / "encoder")
-    card = card_of(run)
-    tasks, unseen = tuple(card["tasks"]), UnseenCount(encoder, card["data"]["facts"])
-    # A plan is valid for the number of threads that it was measured with.
-    with with_threads(recipe.threads if planned else threads_of(recipe.threads, silent)):
-        features = replace(encoder.features, tasks=tasks)
-        score, most = _score_of(run, recipe, features, device, quantized=quantized, planned=planned)
-        batch_size = min(batch_size, most or batch_size)
+    with _opened_scorer(run, quantized=quantized, planned=planned) as (recipe, scorer):
+        encoder, tasks = scorer.encoder, scorer.tasks
+        unseen = UnseenCount(encoder, card_of(run)["data"]["facts"])
         names = ["score"] if len(tasks) == 1 else [f"score_{task}" for task in tasks]
         rows = 0
         with _Writer(target) as writer:
             for frame, place in read_rows(str(file), recipe.data, encoder.schema):
                 encoded = encoder.encode(frame, where=place, labels=False)
                 unseen.update(encoded)
-                logits = []
-                for begin in range(0, len(encoded), batch_size):
-                    part = np.arange(begin, min(begin + batch_size, len(encoded)))
-                    logits.append(score(encoded.take(part).batch()))
-                whole = torch.cat(logits).double()
-                wrong = (~torch.isfinite(whole)).nonzero()
-                if len(wrong):
-                    row, column = wrong[0].tolist()
-                    raise NumericsError(
-                        f"the model's logit is {float(whole[row, column])}; no scores were written",
-                        where=place.at(row, names[column]),
-                        remedy="look for weights that are not finite, or for values far beyond those of training",
-                    )
-                scores = whole.sigmoid().numpy()
+                scores = probabilities(scorer.finite_logits(encoded, place, batch_size))
                 columns = [frame[name] for name in encoder.schema.ids if name in frame.columns]
                 columns += [pl.Series(name, scores[:, i]) for i, name in enumerate(names)]
                 writer.write(pl.DataFrame(columns))
@@ -97,6 +79,79 @@ def predict(
             writer.finish()
     unseen.warn(str(file))
     return target, rows
+
+
+def open_scorer(run: Run | Path | str, *, quantized: bool = False, planned: bool = False) -> RowScorer:
+    """Load the scorer of a finished ``run``, whose scores are those of :func:`~cordillera.predict` to the bit.
+
+    Args:
+        quantized: Whether to score with the model that ``cordillera quantize`` made from the run.
+        planned: Whether to score with the kernels that ``cordillera probe`` chose for the run; torch must then have the
+            number of threads that the plan was measured with.
+
+    Raises:
+        CheckpointError: If there is no checkpoint or no quantised model, or it is corrupt.
+        NumericsError: If there is no plan, or it does not fit.
+        RunError: If the run is of a language model or unfinished, or both ``quantized`` and ``planned`` are given.
+    """
+    run = run if isinstance(run, Run) else Run(run)
+    return _load(run, recipe_of(run), quantized, planned)
+
+
+@contextlib.contextmanager
+def _opened_scorer(run: Run, *, quantized: bool, planned: bool) -> Iterator[tuple[RankingRecipe, RowScorer]]:
+    """Load the recipe and the scorer of a run, and set the run's number of threads within the region.
+
+    ``quantized`` and ``planned`` are those of :func:`open_scorer`.
+    """
+    recipe = recipe_of(run)
+    # A plan is valid for the number of threads that it was measured with.
+    with with_threads(recipe.threads if planned else threads_of(recipe.threads, silent)):
+        yield recipe, _load(run, recipe, quantized, planned)
+
+
+def _load(run: Run, recipe: RankingRecipe, quantized: bool, planned: bool) -> RowScorer:
+    if quantized and planned:
+        raise RunError(
+            "a quantised model has no plan of kernels", where=str(run.folder), remedy="choose one of the two"
+        )
+    device = select_device(recipe.device)
+    encoder = Encoder.load(run.folder / "encoder")
+    tasks = tuple(card_of(run)["tasks"])
+    features = replace(encoder.features, tasks=tasks)
+    if device.type == "cpu" and not products_repeat():
+        warnings.warn(
+            "torch multiplied before cordillera was imported, or MKL_CBWR is set: the last bits of scores may depend "
+            "on the rows beside them; import cordillera first",
+            stacklevel=3,
+        )
+    return _scorer_of(run, recipe, encoder, features, device, quantized=quantized, planned=planned)
+
+
+def _scorer_of(
+    run: Run,
+    recipe: RankingRecipe,
+    encoder: Encoder,
+    features: FeatureSpec,
+    device: torch.device,
+    *,
+    quantized: bool,
+    planned: bool,
+) -> RowScorer:
+    cpu, training = torch.device("cpu"), recipe.training
+    if quantized:
+        made_of = quantized_model.origin(run, use_best=training.patience is not None)
+        folder = run.folder / quantized_model.FOLDER
+        model, _ = quantized_model.load(folder, model_of(recipe, features), made_of)
+        return RowScorer(encoder, model, features.tasks, cpu, quantized_model.precision_of(folder))
+    if planned:
+        from cordillera.workflows.probing import load_planned
+
+        _, model = load_model(run, features, cpu)
+        model, most = load_planned(run, model)
+        return RowScorer(encoder, model, features.tasks, cpu, "fp32", fixed=most)
+    _, model = load_model(run, features, device)
+    return RowScorer(encoder, model, features.tasks, device, training.precision, emulate=training.emulate)
 
 
 def _checked_target(file: Path, out: Path | str | None) -> Path:
@@ -108,25 +163,6 @@ def _checked_target(file: Path, out: Path | str | None) -> Path:
     if not target.parent.is_dir():
         raise DataError("the folder does not exist", where=str(target.parent), remedy="make it first")
     return target
-
-
-def _score_of(
-    run: Run, recipe: RankingRecipe, features: FeatureSpec, device: torch.device, *, quantized: bool, planned: bool
-) -> tuple[Callable[[RankingBatch], torch.Tensor], int | None]:
-    """Return the function that scores a batch, and the largest number of rows that it takes (None for any)."""
-    if quantized:
-        made_of = quantized_model.origin(run, use_best=recipe.training.patience is not None)
-        folder = run.folder / quantized_model.FOLDER
-        model, _ = quantized_model.load(folder, model_of(recipe, features), made_of)
-        return scorer(model, torch.device("cpu"), quantized_model.precision_of(folder)), None
-    if planned:
-        from cordillera.workflows.probing import load_planned
-
-        _, model = load_model(run, features, torch.device("cpu"))
-        model, most = load_planned(run, model)
-        return scorer(model, torch.device("cpu"), "fp32"), most
-    _, model = load_model(run, features, device)
-    return scorer(model, device, recipe.training.precision, recipe.training.emulate), None
 
 
 class _Writer:

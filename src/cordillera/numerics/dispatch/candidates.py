@@ -227,6 +227,10 @@ CANDIDATES: dict[str, Candidate] = {
 """Candidates by name. ``fp32`` is the reference that every plan may fall back to."""
 
 
+RANGES_OF_BATCHES = ("int8 dynamic", "int8 dynamic onednn")
+"""Candidates whose results for a row depend on the other rows, as all share one range."""
+
+
 def candidate(name: str) -> Candidate:
     """Return a candidate by its name in plans.
 

@@ -21,10 +21,13 @@ from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
 from cordillera.numerics.dispatch.accuracy import Accuracy
-from cordillera.numerics.dispatch.candidates import Candidate, Kernel, Shape, candidate, chosen
+from cordillera.numerics.dispatch.candidates import RANGES_OF_BATCHES, Candidate, Kernel, Shape, candidate, chosen
 from cordillera.numerics.dispatch.plan import KernelChoice, Pass, PrecisionPlan, bucket, machine, weights_digest
 from cordillera.numerics.dispatch.row_statistics import RowStatistics
+from cordillera.numerics.quantization.engines import saturates
 from cordillera.numerics.quantization.fixed_dtypes import refuse_double
+from cordillera.numerics.quantization.integer_linear import quantize_weight
+from cordillera.numerics.quantization.row_ranges import linear_by_rows
 from cordillera.numerics.sites import replace, sites
 
 _SETTLE_S = 0.003
@@ -399,6 +402,19 @@ class DispatchedLinear(nn.Module):
                     choice.calibration,
                 )
         self._kernels = [(choice.rows, packed[choice.kernel]) for choice in choices]
+        self._names = [choice.kernel for choice in choices]
+
+    def take_ranges_of_rows(self) -> None:
+        """Choose the ranges of int8 inputs for each row, where a kernel would choose them for each batch."""
+        if not set(RANGES_OF_BATCHES) & set(self._names):
+            return
+        bias = None if self.bias is None else self.bias.detach().float()
+        weight = quantize_weight(self.weight.detach().float(), bias)
+        by_rows = partial(linear_by_rows, weight=weight, relu=False, seven_bits=saturates())
+        self._kernels = [
+            (most, by_rows if name in RANGES_OF_BATCHES else kernel)
+            for (most, kernel), name in zip(self._kernels, self._names, strict=True)
+        ]
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:

@@ -22,6 +22,7 @@ WHOLE = r"^(?:0|-?[1-9]\d*)$"
 
 _WHOLE_OR_POINT = r"^(0|-?[1-9]\d*)\.0+$"
 _BLANK_GROUP = np.uint64(0x9E3779B97F4A7C15)
+_FEW = 256  # entries for which a loop is faster than a query of Polars
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -103,6 +104,8 @@ def first_of(mask: np.ndarray) -> int:
 
 def numbers_of(series: pl.Series, name: str, place: RowPlace) -> tuple[np.ndarray, np.ndarray]:
     """Convert a column to ``float64 [N]`` and its blanks to ``bool [N]``; NaN is kept."""
+    if series.dtype == pl.Float64 and not series.null_count():
+        return series.to_numpy(), np.zeros(len(series), dtype=bool)  # each step below takes 0.2 ms, also for few rows
     if series.dtype in (pl.Categorical, pl.Enum):
         series = series.cast(pl.String)
     if series.dtype == pl.String:
@@ -213,11 +216,15 @@ def ids_of(
     text = series.cast(pl.String)
     if dtype.is_decimal() or (whole and not dtype.is_integer()):
         text = without_point(text)
+    if len(text) <= _FEW and "" not in text.to_list():
+        return text.rename(series.name)
     return text.to_frame("x").select(pl.when(pl.col("x") != "").then(pl.col("x")).alias(series.name)).to_series()
 
 
 def without_point(text: pl.Series) -> pl.Series:
     """Return text in which whole numbers such as ``42.0`` are written as ``42``."""
+    if len(text) <= _FEW and not any(value is not None and value.endswith("0") for value in text):
+        return text
     # Most columns hold no such text, and a literal search finds that out quickly.
     if not text.str.contains(".0", literal=True).any():
         return text

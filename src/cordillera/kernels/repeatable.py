@@ -1,0 +1,44 @@
+"""Products of matrices whose rows have the same bits in any company.
+
+MKL, which multiplies float32 matrices for torch on x86, chooses its code by sizes, addresses and threads, and with it
+the order of a sum. In its strict mode of conditional numerical reproducibility a row of a product depends neither on
+its address nor on the number of threads. If the number of rows is a multiple of :data:`BLOCK`, it does not depend on
+that number either; one row, or 5, or 65, are computed by other code. The mode costs no measurable time.
+"""
+
+from __future__ import annotations
+
+import os
+
+BLOCK = 128
+"""Number of rows of which products have a multiple, so that a row has the same bits in any company."""
+
+_MODE = "MKL_CBWR"
+
+
+def repeat_products() -> None:
+    """Let MKL multiply in its strict reproducible mode, unless the environment sets its mode.
+
+    MKL reads the setting at its first product, so this must be called before torch multiplies. Child processes inherit
+    the setting.
+    """
+    os.environ.setdefault(_MODE, "AUTO,STRICT")
+
+
+def products_repeat() -> bool:
+    """Return whether rows of float32 products keep their bits at other addresses and beside other rows.
+
+    The shapes are some for which MKL outside of its strict mode changes bits. It takes a millisecond.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    for inner, outputs in ((513, 7), (257, 5), (690, 2), (65, 33)):
+        x, weight = (torch.randn(rows, inner, generator=generator) for rows in (3 * BLOCK, outputs))
+        order = torch.randperm(len(x), generator=generator)
+        whole = torch.nn.functional.linear(x, weight)
+        if not torch.equal(torch.nn.functional.linear(x[order], weight), whole[order]):
+            return False
+        if not torch.equal(torch.nn.functional.linear(x[:BLOCK], weight), whole[:BLOCK]):
+            return False
+    return True
