@@ -18,7 +18,7 @@ def serve(
         list[str],
         typer.Argument(
             metavar="MODEL...",
-            help="Models, each a name (`smollm2`), the folder of a checkpoint or a run, or a GGUF file; NAME=MODEL for "
+            help="Models, each a name (`smollm2`), the folder of a run or a checkpoint, or a GGUF file; NAME=MODEL for "
             "another name.",
         ),
     ],
@@ -31,6 +31,9 @@ def serve(
     dtype: Annotated[str, typer.Option(help="Of language models' weights: bfloat16, float16 or float32.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     drafter: Annotated[str, typer.Option(help="ngram or none: draft text that repeats itself.")] = "ngram",
+    quantized: Annotated[
+        bool, typer.Option("--quantized", help="Ranking runs as `cordillera quantize` made them.")
+    ] = False,
     fp8: Annotated[
         bool, typer.Option("--fp8", help="Feed-forward nets in FP8; emulated where the device has none.")
     ] = (False),
@@ -41,7 +44,7 @@ def serve(
     drain: Annotated[float, typer.Option(min=1, help="Seconds for accepted requests when the server stops.")] = 60.0,
     max_body: Annotated[float, typer.Option(min=0.001, help="MiB of the largest request.")] = 4.0,
 ) -> None:
-    """Answer requests over HTTP: text for OpenAI's clients. SIGTERM or Ctrl-C finishes what was accepted, and stops."""
+    """Answer requests over HTTP: text for OpenAI's clients, scores of ranking runs. Ctrl-C finishes what it has."""
     from cordillera import workflows
     from cordillera.cli._show import console
     from cordillera.workflows.serving.server import is_loopback
@@ -59,6 +62,7 @@ def serve(
         dtype=dtype,
         device=device,
         drafter=drafter,
+        quantized=quantized,
         fp8=fp8,
         texts=texts,
         queue=queue,

@@ -95,7 +95,14 @@ def open_scorer(run: Run | Path | str, *, quantized: bool = False, planned: bool
         RunError: If the run is of a language model or unfinished, or both ``quantized`` and ``planned`` are given.
     """
     run = run if isinstance(run, Run) else Run(run)
-    return _load(run, recipe_of(run), quantized, planned)
+    scorer = _load(run, recipe_of(run), quantized, planned)
+    if scorer.device.type == "cpu" and not products_repeat():
+        warnings.warn(
+            "torch multiplied before cordillera was imported, or MKL_CBWR is set: the last bits of scores may depend "
+            "on the rows beside them; import cordillera first",
+            stacklevel=2,
+        )
+    return scorer
 
 
 @contextlib.contextmanager
@@ -119,12 +126,6 @@ def _load(run: Run, recipe: RankingRecipe, quantized: bool, planned: bool) -> Ro
     encoder = Encoder.load(run.folder / "encoder")
     tasks = tuple(card_of(run)["tasks"])
     features = replace(encoder.features, tasks=tasks)
-    if device.type == "cpu" and not products_repeat():
-        warnings.warn(
-            "torch multiplied before cordillera was imported, or MKL_CBWR is set: the last bits of scores may depend "
-            "on the rows beside them; import cordillera first",
-            stacklevel=3,
-        )
     return _scorer_of(run, recipe, encoder, features, device, quantized=quantized, planned=planned)
 
 

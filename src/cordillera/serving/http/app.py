@@ -17,8 +17,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cordillera.serving.http.errors import error_answer, handle_errors
+from cordillera.serving.http.scores import score_router
 from cordillera.serving.http.texts import text_router
 from cordillera.serving.language.text_service import TextService
+from cordillera.serving.ranking.score_service import ScoreService
 
 BODY_BYTES = 4 << 20
 """Largest body of a request where nothing else is said."""
@@ -32,10 +34,12 @@ class Services:
 
     Attributes:
         texts: Models that write, by name.
+        scores: Models that score, by name; no name is in both.
         registry: Metrics.
     """
 
     texts: Mapping[str, TextService]
+    scores: Mapping[str, ScoreService]
     registry: CollectorRegistry
 
     @property
@@ -46,8 +50,8 @@ class Services:
     def close(self, seconds: float) -> None:
         """Accept no more requests, and stop when all are answered, at most ``seconds`` later."""
         until = time.monotonic() + seconds
-        for service in self.texts.values():
-            service.close(max(0.0, until - time.monotonic()))
+        for close in [service.close for service in (*self.texts.values(), *self.scores.values())]:
+            close(max(0.0, until - time.monotonic()))
 
 
 def create_app(services: Services, *, api_key: str | None = None, body_bytes: int = BODY_BYTES) -> ASGIApp:
@@ -62,19 +66,21 @@ def create_app(services: Services, *, api_key: str | None = None, body_bytes: in
     app = FastAPI(title="Cordillera", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     handle_errors(app)
     app.include_router(text_router(services.texts))
+    app.include_router(score_router(services.scores))
     created = int(time.time())
+    kinds = {**dict.fromkeys(services.texts, "text"), **dict.fromkeys(services.scores, "score")}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """Return the names of the models."""
-        return {"object": "list", "data": [_model(name, created) for name in services.texts]}
+        return {"object": "list", "data": [_model(name, kind, created) for name, kind in kinds.items()]}
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def model(name: str) -> Response:
         """Return one model."""
-        if name not in services.texts:
+        if name not in kinds:
             return error_answer(404, f"there is no model {name!r}", "model", "model_not_found")
-        return JSONResponse(_model(name, created))
+        return JSONResponse(_model(name, kinds[name], created))
 
     @app.get("/health", response_model=None)
     async def health() -> Response:
@@ -96,8 +102,8 @@ def create_app(services: Services, *, api_key: str | None = None, body_bytes: in
     return _Limits(app, api_key, body_bytes)
 
 
-def _model(name: str, created: int) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": created, "owned_by": "cordillera", "kind": "text"}
+def _model(name: str, kind: str, created: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "cordillera", "kind": kind}
 
 
 class _Limits:

@@ -32,7 +32,9 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
 
 def error_answer(status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:
     """Return the answer to a request that failed."""
-    headers = {"Retry-After": "1"} if status == 429 else {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    headers = (
+        {"Retry-After": "1"} if status in (429, 503) else {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    )
     return JSONResponse(error_body(status, message, param, code), status, headers)
 
 
@@ -45,19 +47,22 @@ def status_of(error: Exception) -> int:
     return 503 if isinstance(error, UnavailableError) else 500
 
 
-def said_of(error: Exception) -> tuple[str, str | None]:
-    """Return what a client is told about an error, and the parameter at fault; nothing of errors inside the server."""
+def told(error: Exception) -> str:
+    """Return what a client is told about an error; nothing of errors inside the server."""
     if not isinstance(error, CordilleraError):
-        return "the server has failed to answer this request", None
+        return "the server has failed to answer this request"
     remedy = f" ({error.remedy})" if error.remedy else ""
-    place = f"{error.where}: " if error.where else ""
-    return f"{place}{error.what}{remedy}", error.where if isinstance(error, DataError) else None
+    return f"{error.where}: {error.what}{remedy}" if error.where else f"{error.what}{remedy}"
+
+
+def param_of(error: Exception) -> str | None:
+    """Return the parameter that is at fault, if one is."""
+    return error.where if isinstance(error, DataError) else None
 
 
 def answer_to(error: Exception) -> JSONResponse:
     """Return the answer to a request that an error has ended."""
-    message, param = said_of(error)
-    return error_answer(status_of(error), message, param)
+    return error_answer(status_of(error), told(error), param_of(error))
 
 
 def handle_errors(app: FastAPI) -> None:

@@ -14,8 +14,9 @@ import pyarrow.ipc
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from cordillera.errors import CordilleraError, printable
-from cordillera.serving.ranking.micro_batcher import ClosedError, DeadlineError, OverloadError
+from cordillera.errors import CordilleraError, OverloadError
+from cordillera.serving.http.errors import error_answer, status_of, told
+from cordillera.serving.ranking.micro_batcher import ClosedError, DeadlineError
 from cordillera.serving.ranking.row_reader import RowError, parse_json
 from cordillera.serving.ranking.score_service import RowScores, ScoreRequest, ScoreService
 
@@ -201,19 +202,8 @@ def _status_of(error: CordilleraError) -> str:
 
 
 def _refusal(error: CordilleraError) -> Response:
-    """Return the answer to a request that cannot be served, in the shape of OpenAI's errors."""
-    status, kind, code, param = 500, "server_error", "not_computed", error.where
-    headers = {}
+    """Return the answer to a request that cannot be served."""
     if isinstance(error, RowError):
-        status, kind, code = error.status, "invalid_request_error", error.code
-    elif isinstance(error, OverloadError):
-        status, kind, code, headers = 429, "overloaded_error", "queue_full", {"Retry-After": "1"}
-    elif isinstance(error, (DeadlineError, ClosedError)):
-        status, kind = 503, "unavailable_error"
-        code = "deadline" if isinstance(error, DeadlineError) else "shutting_down"
-        headers = {"Retry-After": "1"}
-    message = f"{error.where}: {error.what}" if error.where else error.what
-    if error.remedy:
-        message += f"; {error.remedy}"
-    content = {"error": {"message": printable(message), "type": kind, "param": param, "code": code}}
-    return JSONResponse(content, status_code=status, headers=headers)
+        return error_answer(error.status, told(error), error.where, error.code)
+    code = {"overload": "queue_full", "deadline": "deadline", "closed": "shutting_down"}.get(_status_of(error))
+    return error_answer(status_of(error), told(error), error.where, code or "not_computed")

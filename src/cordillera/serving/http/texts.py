@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from cordillera.data.tokenizers.tokenizer import Tokenizer, check_text
 from cordillera.errors import DataError
 from cordillera.serving.http.bodies import ChatBody, CompletionBody, TextBody
-from cordillera.serving.http.errors import answer_to, error_answer, error_body, said_of, status_of
+from cordillera.serving.http.errors import answer_to, error_answer, error_body, param_of, status_of, told
 from cordillera.serving.language.sampler import TokenChance
 from cordillera.serving.language.text_service import TextDelta, TextRequest, TextService
 
@@ -136,8 +136,7 @@ class _Exchange(ABC):
         head, begun = self._head(self.chunk_kind), set[int]()
         async for index, delta in self.deltas():
             if delta.error is not None:
-                message, param = said_of(delta.error)
-                yield _event(error_body(status_of(delta.error), message, param))
+                yield _event(error_body(status_of(delta.error), told(delta.error), param_of(delta.error)))
                 break
             if index not in begun and (first := self.first(index)) is not None:
                 yield _event({**head, "choices": [first], **rest})

@@ -15,21 +15,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from cordillera.errors import CordilleraError
+from cordillera.errors import OverloadError, UnavailableError
 
 Work = TypeVar("Work")
 Answer = TypeVar("Answer")
 
 
-class OverloadError(CordilleraError):
-    """Too many requests wait; the caller should try again later."""
-
-
-class DeadlineError(CordilleraError):
+class DeadlineError(UnavailableError):
     """A request was not computed before its deadline."""
 
 
-class ClosedError(CordilleraError):
+class ClosedError(UnavailableError):
     """The service has been closed."""
 
 

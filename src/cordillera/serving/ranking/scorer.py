@@ -62,7 +62,7 @@ class RowScorer:
         emulate: EmulationConfig | None = None,
         fixed: int | None = None,
     ) -> None:
-        self.encoder, self.model, self.tasks = encoder, model, tasks
+        self.encoder, self.model, self.tasks, self.device = encoder, model, tasks, device
         self.fixed = DEVICE_BLOCK if fixed is None and device.type != "cpu" else fixed
         self._score = scorer(model, device, precision, emulate)
         # Vectors of a smooth function end where the part of a thread ends, and what is left is rounded otherwise.

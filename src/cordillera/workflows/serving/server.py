@@ -10,13 +10,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry
+
+from cordillera import recipe as recipes
 from cordillera.errors import DataError, RunError
+from cordillera.recipe import RankingRecipe
+from cordillera.run import Run
 from cordillera.serving.http.app import BODY_BYTES, Services, create_app
 from cordillera.serving.language.engine import TOGETHER
 from cordillera.serving.language.language_model import LanguageModel
 from cordillera.serving.language.text_metrics import TextMetrics
 from cordillera.serving.language.text_service import CACHE_BYTES, TextService
+from cordillera.serving.ranking.score_metrics import ScoreMetrics
+from cordillera.serving.ranking.score_service import ScoreService, ScoreServiceConfig
 from cordillera.workflows._say import Say, silent
+from cordillera.workflows.prediction import open_scorer
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,7 @@ class ServerConfig:
         dtype: Data type of language models' weights: ``bfloat16``, ``float16`` or ``float32``.
         device: ``auto``, ``cpu`` or ``cuda``.
         drafter: What drafts tokens: ``ngram`` or ``none``.
+        quantized: Whether ranking runs are served as ``cordillera quantize`` made them.
         fp8: Whether feed-forward nets of language models are computed in FP8.
         texts: Texts that a model writes at a time, at most 32.
         queue: Texts of a model that are accepted at a time, those that wait included.
@@ -45,6 +54,7 @@ class ServerConfig:
     dtype: str = "bfloat16"
     device: str = "auto"
     drafter: str = "ngram"
+    quantized: bool = False
     fp8: bool = False
     texts: int = TOGETHER
     queue: int = 256
@@ -58,8 +68,9 @@ def open_services(models: Sequence[str], config: ServerConfig, say: Say = silent
     """Load models to be served.
 
     Args:
-        models: Each a model as :class:`~cordillera.serving.language.language_model.LanguageModel` names it, or
-            ``NAME=MODEL`` to serve it by another name than that of its file or folder.
+        models: Each the folder of a ranking run, or a language model as
+            :class:`~cordillera.serving.language.language_model.LanguageModel` names it; ``NAME=MODEL`` serves it by
+            another name than that of its file or folder.
         config: Settings of the server.
         say: Called with what is done.
 
@@ -67,13 +78,16 @@ def open_services(models: Sequence[str], config: ServerConfig, say: Say = silent
         DataError: If a model is not found, or two have one name.
         CheckpointError: If one is damaged.
     """
-    from prometheus_client import CollectorRegistry
-
     registry = CollectorRegistry()
-    metrics = TextMetrics(registry)
+    text_metrics, score_metrics = TextMetrics(registry), ScoreMetrics(registry)
     texts: dict[str, TextService] = {}
+    scores: dict[str, ScoreService] = {}
     for name, model in _named(models).items():
         say(f"reads {name} ...")
+        if (run := _ranking_run(model)) is not None:
+            limits = ScoreServiceConfig(timeout=min(config.seconds, ScoreServiceConfig().timeout))
+            scores[name] = ScoreService(name, open_scorer(run, quantized=config.quantized), limits, score_metrics)
+            continue
         opened = LanguageModel(model, dtype=config.dtype, device=config.device, drafter=config.drafter, fp8=config.fp8)
         texts[name] = TextService(
             opened,
@@ -82,9 +96,18 @@ def open_services(models: Sequence[str], config: ServerConfig, say: Say = silent
             cache_bytes=config.cache_bytes,
             seconds=config.seconds,
             name=name,
-            metrics=metrics,
+            metrics=text_metrics,
         )
-    return Services(texts, registry)
+    return Services(texts, scores, registry)
+
+
+def _ranking_run(model: str) -> Run | None:
+    """Return the run of a folder that holds one of a ranking model, or None."""
+    folder = Path(model).expanduser()
+    if not (folder / "recipe.toml").is_file():
+        return None
+    run = Run(folder)
+    return run if isinstance(recipes.load(run.recipe_file), RankingRecipe) else None
 
 
 def _named(models: Sequence[str]) -> dict[str, str]:
