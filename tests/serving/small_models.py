@@ -14,12 +14,25 @@ from tests.data.vocabularies import write_json
 CONTEXT = 96
 
 
-def write_model(folder: Path, seed: int = 0) -> Path:
-    """Write the folder; its weights are large, so that greedy text varies."""
+def write_model(folder: Path, seed: int = 0, head_dim: int | None = None, tied: bool = True) -> Path:
+    """Write the folder; its weights are large, so that greedy text varies.
+
+    With heads of 32 numbers (``head_dim``), the engine keeps keys and values in pages, and shares those of prompts.
+    """
     folder.mkdir()
     write_json(folder)
     size = load_tokenizer(folder).vocab_size
-    config = LlamaConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=size, context=CONTEXT, tied=True)
+    config = LlamaConfig(
+        layers=2,
+        hidden=32,
+        heads=4,
+        kv_heads=2,
+        head_dim=head_dim,
+        ffn=48,
+        vocabulary=size,
+        context=CONTEXT,
+        tied=tied,
+    )
     model = Llama(config)
     model.init_weights(seed)
     with torch.no_grad():

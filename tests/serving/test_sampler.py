@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cordillera.errors import DataError
-from cordillera.serving.language.sampler import Sampling, draw_noise, probabilities, sample
+from cordillera.serving.language.sampler import Sampling, draw_noise, penalized, probabilities, sample
 
 _LOGITS = st.lists(st.floats(-20, 20) | st.just(-math.inf), min_size=2, max_size=12).filter(
     lambda row: max(row) > -math.inf
@@ -78,3 +78,17 @@ def test_logits_that_are_no_numbers_are_refused(bad: list[float], temperature: f
 def test_impossible_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValidationError):
         Sampling(**wrong)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 1e-300}, {"temperature": 1.0, "top_p": 1e-300}])
+def test_settings_that_are_too_small_for_float32_take_the_most_likely_token(settings: dict[str, float]) -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0], [-400.0, -500.0, -math.inf]])
+    assert probabilities(logits, Sampling(**settings)).tolist() == [[0, 1, 0], [1, 0, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_penalties_leave_the_models_logits_unchanged(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0]], dtype=dtype)
+    changed = penalized(logits, Sampling(presence_penalty=1.0, logit_bias={0: 5.0}), [[1]])
+    assert changed.tolist() == [[6, 2, 2]]
+    assert logits.tolist() == [[1, 3, 2]]

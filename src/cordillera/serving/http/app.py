@@ -50,8 +50,10 @@ class Services:
     def close(self, seconds: float) -> None:
         """Accept no more requests, and stop when all are answered, at most ``seconds`` later."""
         until = time.monotonic() + seconds
-        for close in [service.close for service in (*self.texts.values(), *self.scores.values())]:
-            close(max(0.0, until - time.monotonic()))
+        for service in self.texts.values():
+            service.close(max(0.0, until - time.monotonic()))
+        for scorer in self.scores.values():
+            scorer.close(max(0.0, until - time.monotonic()))
 
 
 def create_app(services: Services, *, api_key: str | None = None, body_bytes: int = BODY_BYTES) -> ASGIApp:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import secrets
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from cordillera.data.tokenizers.chat import Message
 from cordillera.errors import DataError
@@ -15,8 +16,22 @@ from cordillera.serving.language.sampler import Sampling, make_sampling
 
 MOST_LOGPROBS = 20
 _STOPS = 16
+_MOST_PROMPTS = 4096
+_MOST_KEYS = 1024  # of what a client names itself
 
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+_T = TypeVar("_T")
+# A list ends at its first mistake: a body of some megabytes could have millions of them, each with its words.
+Many = Annotated[list[_T], Field(fail_fast=True)]
+
+
+def _few_keys(values: object) -> object:
+    if isinstance(values, dict) and len(values) > _MOST_KEYS:
+        raise ValueError(f"has {len(values):,} entries, of at most {_MOST_KEYS:,}")
+    return values
+
+
+FewKeys = BeforeValidator(_few_keys)
 
 
 class StreamOptions(BaseModel):
@@ -53,7 +68,7 @@ class ResponseFormat(BaseModel):
     type: Literal["text", "json_object", "json_schema", "regex", "choice"]
     json_schema: JsonSchema | None = None
     pattern: str | None = None
-    choices: list[str] | None = None
+    choices: Many[str] | None = None
 
     def form(self) -> Form | None:
         """Return the form, None for any text.
@@ -63,6 +78,16 @@ class ResponseFormat(BaseModel):
         """
         if self.type == "text":
             return None
+        try:
+            return replace(self._form(), where="response_format")
+        except ValueError as error:  # of the library, such as for half a character
+            raise DataError(f"is not valid: {error}", where="response_format") from error
+        except DataError as error:
+            if error.where and error.where.startswith("response_format"):
+                raise
+            raise DataError(error.what, where="response_format", remedy=error.remedy) from error
+
+    def _form(self) -> Form:
         if self.type == "json_object":
             return json_form()
         needs: dict[str, object] = {"json_schema": self.json_schema, "regex": self.pattern, "choice": self.choices}
@@ -91,20 +116,27 @@ class TextBody(BaseModel):
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[
+        dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None, FewKeys
+    ] = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int | None = Field(None, ge=1, le=128)
-    stop: Stop | list[Stop] | None = None
+    stop: Stop | Many[Stop] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     ignore_eos: bool = False
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, FewKeys] = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_parameters(cls, values: object) -> object:
+        return _few_keys(values)
 
     @field_validator("stop")
     @classmethod
@@ -145,7 +177,12 @@ class CompletionBody(TextBody):
         logprobs: Number of the most likely tokens to tell.
     """
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: (
+        str
+        | Annotated[Many[str], Field(max_length=_MOST_PROMPTS)]
+        | Many[int]
+        | Annotated[Many[Many[int]], Field(max_length=_MOST_PROMPTS)]
+    )
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     best_of: int | None = None
@@ -188,8 +225,8 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | Many[ContentPart] | None = None
+    tool_calls: Many[ToolCall] | None = None
 
     def message(self) -> Message:
         """Return the message as chat formats take it; calls of tools become lines of JSON."""
@@ -218,11 +255,11 @@ class ChatBody(TextBody):
         tools: Tools, which are described to the model as text; its answer is text too.
     """
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Many[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    tools: list[Tool] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -65,6 +66,20 @@ def answer_to(error: Exception) -> JSONResponse:
     return error_answer(status_of(error), told(error), param_of(error))
 
 
+def _place(path: Sequence[int | str], body: object, *, is_missing: bool) -> str | None:
+    """Return the place of a mistake in a body, without the names of types that pydantic puts between its keys."""
+    found: list[str] = []
+    for number, part in enumerate(path):
+        if isinstance(body, dict) and (part in body or (is_missing and number == len(path) - 1)):
+            body = body.get(part)
+        elif isinstance(body, list) and isinstance(part, int) and part < len(body):
+            body = body[part]
+        else:
+            continue
+        found.append(str(part))
+    return ".".join(found) or None
+
+
 def handle_errors(app: FastAPI) -> None:
     """Let an application answer errors in this form."""
 
@@ -77,10 +92,13 @@ def handle_errors(app: FastAPI) -> None:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             return error_answer(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
-        entries = [{**entry, "loc": [part for part in entry["loc"] if part != "body"]} for entry in error.errors()]
-        problems = explain(entries, lambda place: (), "body")
-        message = "; ".join(f"{place}: {what}" for place, what in problems)
-        return error_answer(400, printable(message), problems[0][0])
+        place = _place(first["loc"][1:], error.body, is_missing=first["type"] == "missing")
+        message = explain([{**first, "loc": ()}], lambda place: ())[0][1]
+        if first["type"] == "extra_forbidden":
+            message = "is not a parameter of this request"
+        elif place is None and not isinstance(error.body, dict):
+            message = "the body is not a JSON object of content-type application/json"
+        return error_answer(400, printable(f"{place}: {message}" if place else message), place)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:

@@ -8,7 +8,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from anyio import to_thread
@@ -20,6 +20,8 @@ from cordillera.data.tokenizers.tokenizer import Tokenizer, check_text
 from cordillera.errors import DataError
 from cordillera.serving.http.bodies import ChatBody, CompletionBody, TextBody
 from cordillera.serving.http.errors import answer_to, error_answer, error_body, param_of, status_of, told
+from cordillera.serving.language.engine import check_prompt
+from cordillera.serving.language.guided import Form
 from cordillera.serving.language.sampler import TokenChance
 from cordillera.serving.language.text_service import TextDelta, TextRequest, TextService
 
@@ -159,18 +161,23 @@ class _Exchange(ABC):
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.body.model}
 
-    def _request(self, prompt: list[int], logprobs: int | None) -> TextRequest:
-        body = self.body
+    def _request(self, prompt: list[int], logprobs: int | None, where: str) -> TextRequest:
+        body, most = self.body, self._most()
+        check_prompt(self.service.model.config, prompt, most or 1, where)
         return TextRequest(
             prompt,
-            self._most(),
+            most,
             body.sampling(),
             self.choices,
             body.stops,
-            body.form(),
+            self._form,
             logprobs,
             ends=not body.ignore_eos,
         )
+
+    @cached_property
+    def _form(self) -> Form | None:
+        return self.body.form()
 
     def _most(self) -> int | None:
         return self.body.max_tokens
@@ -200,6 +207,11 @@ class _Completion(_Exchange):
         prompts = body.prompts()
         if not prompts:
             raise DataError("is empty", where="prompt")
+        if (count := len(prompts) * self.choices) > self.service.queue:
+            raise DataError(
+                f"asks for {count:,} texts, at most {self.service.queue:,} are accepted at a time",
+                where="prompt" if len(prompts) > 1 else "n",
+            )
         found = []
         for number, prompt in enumerate(prompts):
             where = "prompt" if len(prompts) == 1 else f"prompt.{number}"
@@ -208,7 +220,7 @@ class _Completion(_Exchange):
                 if not prompt:
                     raise DataError("is empty", where=where)
                 prompt = tokenizer.encode(prompt, bos=tokenizer.adds_bos)
-            found.append(self._request(prompt, body.logprobs))
+            found.append(self._request(prompt, body.logprobs, where))
             self._prompts.append(tokenizer.decode(prompt, skip_special=True) if body.echo else "")
         return found
 
@@ -223,7 +235,7 @@ class _Completion(_Exchange):
 
     def piece(self, index: int, delta: TextDelta) -> dict[str, Any]:
         text = delta.text
-        if delta.forwards == 1 and delta.tokens and index not in self._offsets:
+        if index not in self._offsets:  # the first event of the choice
             text = self._prompts[index // self.choices] + text
         return {
             "index": index,
@@ -267,8 +279,11 @@ class _Chat(_Exchange):
         messages = body.chat()
         for number, message in enumerate(messages):
             check_text(message.content, f"messages.{number}.content")
-        prompt = self.tokenizer.encode_chat(messages)
-        return [self._request(prompt, (body.top_logprobs or 0) if body.logprobs else None)]
+        try:
+            prompt = self.tokenizer.encode_chat(messages)
+        except DataError as error:  # which names files of the server
+            raise DataError(error.what, where="messages", remedy=error.remedy) from error
+        return [self._request(prompt, (body.top_logprobs or 0) if body.logprobs else None, "messages")]
 
     def choice(self, index: int, deltas: Sequence[TextDelta]) -> dict[str, Any]:
         text = "".join(one.text for one in deltas)

@@ -129,6 +129,10 @@ class Guide:
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         self._matcher, self._vocabulary = matcher, vocabulary
 
+    def copy(self) -> Guide:
+        """Return another guide in this state."""
+        return Guide(self._matcher.deep_copy(), self._vocabulary)
+
     def add(self, tokens: Sequence[int]) -> None:
         """Go on by tokens of the text.
 

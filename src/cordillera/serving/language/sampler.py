@@ -76,7 +76,8 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
         )
     if sampling.temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    chances = torch.softmax((logits - top) / sampling.temperature, -1)
+    temperature = max(sampling.temperature, torch.finfo(torch.float32).tiny)  # smaller ones would be 0 here
+    chances = torch.softmax((logits - top) / temperature, -1)
     if sampling.top_p == 1 and not sampling.top_k and not sampling.min_p:
         return chances
     ordered, order = chances.sort(stable=True, dim=-1, descending=True)
@@ -84,6 +85,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     left_out = (before >= sampling.top_p) | (ordered < sampling.min_p * ordered[..., :1])
     if sampling.top_k:
         left_out[..., sampling.top_k :] = True
+    left_out[..., 0] = False  # where top_p is too small for float32
     ordered = ordered.masked_fill(left_out, 0.0)
     kept = torch.zeros_like(chances).scatter_(-1, order, ordered)
     return kept / kept.sum(-1, keepdim=True)
@@ -100,7 +102,7 @@ def penalized(logits: Tensor, sampling: Sampling, texts: Sequence[Sequence[int]]
     """
     if not (sampling.logit_bias or sampling.presence_penalty or sampling.frequency_penalty):
         return logits
-    logits = logits.clone() if logits.dtype == torch.float64 else logits.float()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)  # others see what the model said
     if sampling.logit_bias:
         ids = list(sampling.logit_bias)
         if max(ids) >= logits.shape[1]:

@@ -78,7 +78,10 @@ Listener = Callable[[TextDelta], None]
 
 
 class StopStrings:
-    """Finds the first of some strings in text that comes in pieces."""
+    """Finds the first of some strings in text that comes in pieces: the one that is complete first.
+
+    Where several are complete at once, the longest counts. What is found does not depend on how the text is cut.
+    """
 
     def __init__(self, strings: Collection[str]) -> None:
         self._strings = [one for one in strings if one]
@@ -92,9 +95,9 @@ class StopStrings:
             last: Whether no more text comes.
         """
         text, self._held = self._held + text, ""
-        places = [place for one in self._strings if (place := text.find(one)) >= 0]
+        places = [(place + len(one), place) for one in self._strings if (place := text.find(one)) >= 0]
         if places:
-            return text[: min(places)], True
+            return text[: min(places)[1]], True
         if last:
             return text, False
         longest = max((len(one) - 1 for one in self._strings), default=0)
@@ -152,7 +155,7 @@ class TextService:
         name: str | None = None,
         metrics: TextMetrics | None = None,
     ) -> None:
-        self.model, self.seconds, self._queue, self._metrics = model, seconds, queue, metrics
+        self.model, self.seconds, self.queue, self._metrics = model, seconds, queue, metrics
         self.name = name or model.path.name
         config = model.config
         of_token = 2 * config.layers * config.kv_heads * config.head_width * model.dtype.itemsize
@@ -198,18 +201,19 @@ class TextService:
             UnavailableError: If the service is closing or has failed.
         """
         check_prompt(self.model.config, request.prompt, request.max_new_tokens or 1, "prompt")
-        if not 1 <= request.choices <= self._queue:
-            raise DataError(f"{request.choices} is not from 1 to {self._queue}", where="n")
+        if not 1 <= request.choices <= self.queue:
+            raise DataError(f"{request.choices} is not from 1 to {self.queue}", where="n")
         guides: list[Guide | None] = [None] * request.choices
         if request.form is not None:
-            guides = [self.model.guides.start(request.form) for _ in guides]
+            first = self.model.guides.start(request.form)
+            guides = [first, *(first.copy() for _ in guides[1:])]
         now = time.monotonic()
         job = _Job(request, listener, now + min(request.seconds or self.seconds, self.seconds), now)
         with self._changed:
             self._check_open()
-            if self._accepted + request.choices > self._queue:
+            if self._accepted + request.choices > self.queue:
                 raise OverloadError(
-                    f"{self._accepted} of {self._queue} texts wait or are being written",
+                    f"{self._accepted} of {self.queue} texts wait or are being written",
                     where=self.name,
                     remedy="try again in a moment",
                 )
@@ -308,27 +312,34 @@ class TextService:
         job = self._jobs.get(one.sequence)
         if job is None:  # it was ended within this step
             return
-        choice, finish = job.choices[one.sequence], one.finish
-        if one.error is not None:
-            delta = TextDelta(choice.number, "", [], [], "error", one.forward, one.error)
-        else:
-            text = choice.decoder.push(one.token)
-            if finish:
-                text += choice.decoder.finish()
-            text, found = choice.stops.push(text, last=finish is not None)
-            if found and finish is None:
-                self._engine.cancel(one.sequence)
-            finish = "stop" if found else finish
-            chances = [] if one.chance is None else [one.chance]
-            delta = TextDelta(choice.number, text, [one.token], chances, finish, one.forward + 1)
-            if self._metrics is not None:
-                now, last = time.monotonic(), job.last.get(one.sequence)
-                first = now - job.began if last is None else None
-                self._metrics.token(self.name, first=first, between=None if last is None else now - last)
-                job.last[one.sequence] = now
-        if finish:
+        choice = job.choices[one.sequence]
+        try:
+            delta = self._delta(choice, one)
+        except DataError as error:  # the vocabulary has no such token
+            delta = TextDelta(choice.number, "", [], [], "error", one.forward, error)
+        if delta.finish and one.finish is None:
+            self._engine.cancel(one.sequence)
+        if delta.tokens and self._metrics is not None:
+            now, last = time.monotonic(), job.last.get(one.sequence)
+            first = now - job.began if last is None else None
+            self._metrics.token(self.name, first=first, between=None if last is None else now - last)
+            job.last[one.sequence] = now
+        if delta.finish:
             del self._jobs[one.sequence]
         self._tell(job, choice, delta)
+
+    @staticmethod
+    def _delta(choice: _Choice, one: Generated) -> TextDelta:
+        """Return what a token adds to a choice."""
+        if one.error is not None:
+            return TextDelta(choice.number, "", [], [], "error", one.forward, one.error)
+        text = choice.decoder.push(one.token)
+        if one.finish:
+            text += choice.decoder.finish()
+        text, found = choice.stops.push(text, last=one.finish is not None)
+        chances = [] if one.chance is None else [one.chance]
+        finish: Finish | None = "stop" if found else one.finish
+        return TextDelta(choice.number, text, [one.token], chances, finish, one.forward + 1)
 
     def _tell(self, job: _Job, choice: _Choice, delta: TextDelta) -> None:
         if delta.finish:
