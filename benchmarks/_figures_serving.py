@@ -39,24 +39,26 @@ def arrivals() -> str:
     )
 
 
+_WAYS = {
+    "single": "the model alone, row after row",
+    "batched": "in one process, batched",
+    "http": "over HTTP",
+    "http, unbatched": "over HTTP, one row a batch",
+}
+
+
 def scores() -> str:
     """Return requests a second for scores."""
     rows = [
         [
-            name,
-            f"{one['requests_per_s']:,.0f}",
-            f"{one['p50_ms']:.2f}, {one['p99_ms']:.2f} ms",
-            "" if one.get("times") is None else f"{one['times']:.2f}",
+            _WAYS[name],
+            f"{one['requests_per_second']['median']:,.0f}",
+            f"{one['times_single']['median']:.2f}",
+            f"{1e3 * one['p50_s']:.1f}, {1e3 * one['p99_s']:.1f} ms",
         ]
-        for name, one in results("serving-scores")["results"].items()
+        for name, one in results("serving-scores")["contenders"].items()
     ]
-    return table(["way", "requests a second", "p50, p99", "times the loop"], rows)
-
-
-def soak() -> str:
-    """Return what many clients met."""
-    found = results("serving-soak")
-    return table(["", ""], [[name, str(value)] for name, value in found["table"].items()])
+    return table(["way", "requests a second", "times the first", "latency (p50, p99)"], rows)
 
 
 def _fp8(kind: str) -> str:
@@ -69,7 +71,6 @@ FIGURES: Figures = {
     "serving-tokens": lambda: str(results("serving-arrivals")["new_tokens"]),
     "serving-gap": lambda: f"{results('serving-arrivals')['gap']:g}",
     "serving-scores": scores,
-    "serving-soak": soak,
     "serving-pipeline": lambda: f"{results('serving-pipeline')['times']:.2f}",
     "serving-pipeline-texts": lambda: str(results("serving-pipeline")["texts"]),
     "serving-fp8-rows": lambda: _fp8("rows"),

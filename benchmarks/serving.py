@@ -17,6 +17,7 @@ from _llama_peer import PeerUnavailable
 from _program import Program
 from _serving_fp8 import fp8
 from _serving_pipeline import pipeline
+from _serving_scores import scores
 from _tables import print_notes
 from rich.console import Console
 from rich.table import Table
@@ -36,6 +37,7 @@ class Part(str, enum.Enum):
     """Parts of the benchmark."""
 
     arrivals = "arrivals"
+    scores = "scores"
     pipeline = "pipeline"
     fp8 = "fp8"
 
@@ -170,7 +172,7 @@ def _left_out(part: Part) -> str | None:
 
 main = Program(
     "serving",
-    {Part.arrivals: _arrivals, Part.pipeline: pipeline, Part.fp8: fp8},
+    {Part.arrivals: _arrivals, Part.scores: scores, Part.pipeline: pipeline, Part.fp8: fp8},
     "Answer requests that arrive at random, beside answers one by one.",
     left_out=_left_out,
     threads=2,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,10 @@ class RowError(DataError):
     ) -> None:
         super().__init__(what, where=where, remedy=remedy)
         self.code, self.status = code, status
+
+
+Columns = dict[str, list[Any]]
+"""Values of each feature, as the encoder reads them from a file."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +99,8 @@ class RowReader:
             else:
                 self._values.append((feature.name, _ids(feature), pl.String()))
 
-    def read_objects(self, rows: object) -> pl.DataFrame:
-        """Return the frame of rows that are JSON objects; names that are no features are ignored.
+    def read_objects(self, rows: object) -> Columns:
+        """Return the columns of rows that are JSON objects; names that are no features are ignored.
 
         Raises:
             RowError: If ``rows`` is no list, empty or too long, or a row lacks a feature or holds a value that the
@@ -112,9 +117,9 @@ class RowReader:
                 raise RowError(
                     f"must be an object of columns, got {_kind(row)}", code="invalid_type", where=f"rows[{index}]"
                 )
-        columns = []
-        for name, value_of, dtype in self._values:
-            column = []
+        columns: Columns = {}
+        for name, value_of, _ in self._values:
+            column = columns[name] = []
             for index, row in enumerate(rows):
                 if name not in row:
                     raise RowError(
@@ -128,8 +133,18 @@ class RowReader:
                         error.what, code=error.code, where=f"rows[{index}].{name}{error.where or ''}",
                         remedy=error.remedy,
                     ) from None  # fmt: skip
-            columns.append(pl.Series(name, column, dtype=dtype))
-        return pl.DataFrame(columns)
+        return columns
+
+    def frame(self, parts: Sequence[Columns | pl.DataFrame]) -> pl.DataFrame:
+        """Return the rows of several requests, as they were read, in one frame."""
+        if any(isinstance(part, pl.DataFrame) for part in parts):
+            return pl.concat([part if isinstance(part, pl.DataFrame) else self.frame([part]) for part in parts])
+        return pl.DataFrame(
+            [
+                pl.Series(name, list(chain.from_iterable(part[name] for part in parts)), dtype=dtype)
+                for name, _, dtype in self._values
+            ]
+        )
 
     def read_arrow(self, body: bytes) -> pl.DataFrame:
         """Return the frame of rows in Arrow's IPC format, a stream or a file; columns beyond the features are ignored.

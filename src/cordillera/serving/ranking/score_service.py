@@ -17,7 +17,7 @@ from cordillera.data.ranking.encoding import EncodedRows
 from cordillera.errors import DataError
 from cordillera.serving.ranking.ablation import ablatable, ablated, effects
 from cordillera.serving.ranking.micro_batcher import MicroBatcher
-from cordillera.serving.ranking.row_reader import RequestPlace, RowError, RowReader, row_error
+from cordillera.serving.ranking.row_reader import Columns, RequestPlace, RowError, RowReader, row_error
 from cordillera.serving.ranking.score_metrics import ScoreMetrics
 from cordillera.serving.ranking.scorer import RowScorer, probabilities
 
@@ -49,12 +49,17 @@ class ScoreRequest:
     """Checked rows of a request.
 
     Attributes:
-        frame: Rows as :class:`~cordillera.serving.ranking.row_reader.RowReader` reads them.
+        rows: Rows as :class:`~cordillera.serving.ranking.row_reader.RowReader` reads them; those of several requests
+            become a frame together, because making one takes as long for a row as for many.
         explain: Whether the effects of features are wanted.
     """
 
-    frame: pl.DataFrame
+    rows: Columns | pl.DataFrame
     explain: bool = False
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.rows) if isinstance(self.rows, pl.DataFrame) else len(next(iter(self.rows.values())))
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,7 @@ class ScoreService:
             ClosedError: If the service has been closed.
         """
         deadline = time.monotonic() + (self.config.timeout if timeout is None else timeout)
-        count = len(request.frame) * (1 + len(self.explained) * request.explain)
+        count = len(request) * (1 + len(self.explained) * request.explain)
         return self._batcher.submit(request, count, deadline=deadline)
 
     def describe(self) -> dict[str, Any]:
@@ -160,15 +165,14 @@ class ScoreService:
 
     def _compute(self, requests: Sequence[ScoreRequest]) -> list[RowScores]:
         scorer, place = self.scorer, RequestPlace()
-        frames = [request.frame for request in requests]
-        frame = frames[0] if len(frames) == 1 else pl.concat(frames)
+        frame = self.reader.frame([request.rows for request in requests])
         try:
             rows = scorer.encoder.encode(frame, where=place, labels=False)
         except DataError as error:
             raise row_error(error) from error
         unknown = self._unknown(frame, rows)
-        ends = np.cumsum([len(one) for one in frames])
-        parts = [slice(end - len(one), end) for end, one in zip(ends.tolist(), frames, strict=True)]
+        ends = np.cumsum([len(one) for one in requests])
+        parts = [slice(end - len(one), end) for end, one in zip(ends.tolist(), requests, strict=True)]
         explained = np.concatenate(
             [np.arange(part.start, part.stop) for part, one in zip(parts, requests, strict=True) if one.explain]
             or [np.zeros(0, dtype=np.int64)]

@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,9 @@ from cordillera.serving.ranking.score_metrics import ScoreMetrics
 from cordillera.serving.ranking.score_service import ScoreService, ScoreServiceConfig
 from cordillera.workflows._say import Say, silent
 from cordillera.workflows.prediction import open_scorer
+
+SWITCH_SECONDS = 0.0005
+"""Time after which Python lets another thread run: models and connections take turns more often than by default."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,8 @@ def serve(
     import uvicorn
 
     config = config or ServerConfig()
-    with _listening(config) as listening:  # before models are read, which takes long
+    sys.setswitchinterval(SWITCH_SECONDS)
+    with listen(config) as listening:  # before models are read, which takes long
         services = open_services(models, config, say)
         app = create_app(services, api_key=config.api_key, body_bytes=config.body_bytes)
         address = _address(listening)
@@ -195,7 +200,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _listening(config: ServerConfig) -> socket.socket:
+def listen(config: ServerConfig) -> socket.socket:
+    """Return a socket that listens at the address of a server.
+
+    Raises:
+        RunError: If the address is not free, or is none of this machine.
+    """
     try:
         family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
         made = socket.create_server((config.host, config.port), family=family, backlog=1024)
