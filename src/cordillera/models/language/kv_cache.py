@@ -103,7 +103,7 @@ class KVCache:
         return content, length
 
     def load(self, sequence: int, content: Tensor, length: int) -> None:
-        """Give an empty sequence the content of one that was unloaded, in pages that are free."""
+        """Give an empty sequence ``content`` and ``length`` of one that was unloaded, in pages that are free."""
         self.tables[sequence] = [self._take() for _ in range(content.shape[2])]
         self.data[:, :, self.tables[sequence]] = content
         self.lengths[sequence] = length

@@ -113,7 +113,7 @@ class ScoreService:
             metrics.watch_queue(name, lambda: self._batcher.queue_rows)
 
     def read(self, rows: object, *, explain: bool = False) -> ScoreRequest:
-        """Check the rows of a request, JSON objects, and whether they may be explained.
+        """Check the rows of a request, JSON objects, and with ``explain`` whether they are few enough.
 
         Raises:
             RowError: If a row is not valid, or there are too many.

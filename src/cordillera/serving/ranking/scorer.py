@@ -86,7 +86,11 @@ class RowScorer:
         return probabilities(self.finite_logits(self.encoder.encode(frame, where=place, labels=False), place))
 
     def finite_logits(self, rows: EncodedRows, place: RowPlace, batch_size: int = 8192) -> NDArray[np.float64]:
-        """Return :meth:`logits` of rows, after checking that all are finite; ``place`` is for the error."""
+        """Return :meth:`logits` of rows by ``batch_size``, all of them finite; ``place`` is that of the rows in errors.
+
+        Raises:
+            NumericsError: If a logit is NaN or infinite.
+        """
         found = self.logits(rows, batch_size)
         wrong = np.argwhere(~np.isfinite(found))
         if len(wrong):
