@@ -123,7 +123,7 @@ def test_a_server_that_is_told_to_stop_finishes_what_it_accepted(
 
 
 @pytest.mark.slow
-def test_a_server_with_little_time_to_stop_says_to_streams_that_they_are_cut(
+def test_a_server_with_little_time_to_stop_ends_in_time_and_its_clients_notice(
     start: Callable[..., Server], folder: Path
 ) -> None:
     server = start(folder, "--drain", "1", "--texts", "1")

@@ -172,6 +172,15 @@ def test_a_streamed_chat_is_the_whole_answer_in_pieces(client: openai.OpenAI, pl
     assert not any(json.loads(event[6:]).get("usage") for event in events[:-2])
 
 
+def test_events_have_one_line_for_every_reader(plain: httpx.Client) -> None:
+    text = "a\u2028b\u2029c\x85d\x1ce\r\nf 漢"
+    body = {**TEXT, "stream": True, "max_tokens": 99, "response_format": {"type": "choice", "choices": [text]}}
+    with plain.stream("POST", "/v1/completions", json=body) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines.pop() == "data: [DONE]"
+    assert "".join(json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines) == text
+
+
 @pytest.mark.parametrize("echo", [False, True])
 def test_a_streamed_completion_is_the_whole_answer_in_pieces(client: openai.OpenAI, echo: bool) -> None:
     for seed in range(6):

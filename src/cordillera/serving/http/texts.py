@@ -361,4 +361,4 @@ async def _gone(request: Request) -> None:
 
 
 def _event(content: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+    return f"data: {json.dumps(content)}\n\n"  # in ASCII, as some clients end lines at U+2028 and the like
