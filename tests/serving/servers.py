@@ -140,3 +140,11 @@ def alone(model: LanguageModel, request: TextRequest, choice: int = 0) -> tuple[
         if one.finish:
             return tokens, text, one.finish
     raise AssertionError("the text does not end")
+
+
+def wait_until_idle(service: TextService) -> None:
+    """Wait until a service has given everything back."""
+    eventually(
+        lambda: service.accepted == 0 and service._engine.pages_in_use == 0 and not service._jobs,
+        "the engine goes on with a text that nobody waits for",
+    )
