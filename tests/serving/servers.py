@@ -12,7 +12,9 @@ from typing import Any
 import uvicorn
 from prometheus_client import CollectorRegistry
 
+from cordillera.data.tokenizers.tokenizer import StreamDecoder
 from cordillera.serving.http.app import Services, create_app
+from cordillera.serving.language.generation import generate
 from cordillera.serving.language.language_model import LanguageModel
 from cordillera.serving.language.text_metrics import TextMetrics
 from cordillera.serving.language.text_service import TextDelta, TextRequest, TextService
@@ -111,3 +113,38 @@ def ask(service: TextService, request: TextRequest) -> Heard:
     heard = Heard(request.choices)
     service.submit(request, heard)
     return heard.wait()
+
+
+def first_stop(text: str, strings: list[str]) -> tuple[str, bool]:
+    """The definition: read character by character; end before the longest string that is then complete."""
+    for end in range(len(text) + 1):
+        if found := [one for one in strings if one and text[:end].endswith(one)]:
+            return text[: end - max(map(len, found))], True
+    return text, False
+
+
+def alone(model: LanguageModel, request: TextRequest, choice: int = 0) -> tuple[list[int], str, str]:
+    """Tokens, text and finish of a choice that nothing else is beside, written without drafts."""
+    tokenizer = model.tokenizer
+    sampling = request.sampling.model_copy(update={"seed": request.sampling.seed + choice})
+    stop = tokenizer.stop_ids if request.ends or request.form else ()
+    guide = None if request.form is None else lambda: model.guides.start(request.form)
+    count = request.max_new_tokens or model.config.context
+    decoder, tokens, text = StreamDecoder(tokenizer), [], ""
+    for one in generate(model.model, [request.prompt], count, stop, sampling, tokenizer.vocab_size, None, guide):
+        tokens.append(one.token)
+        text += decoder.push(one.token) + (decoder.finish() if one.finish else "")
+        before, found = first_stop(text, list(request.stop))
+        if found:
+            return tokens, before, "stop"
+        if one.finish:
+            return tokens, text, one.finish
+    raise AssertionError("the text does not end")
+
+
+def wait_until_idle(service: TextService) -> None:
+    """Wait until a service has given everything back."""
+    eventually(
+        lambda: service.accepted == 0 and service._engine.pages_in_use == 0 and not service._jobs,
+        "the engine goes on with a text that nobody waits for",
+    )

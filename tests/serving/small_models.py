@@ -14,7 +14,9 @@ from tests.data.vocabularies import write_json
 CONTEXT = 96
 
 
-def write_model(folder: Path, seed: int = 0, head_dim: int | None = None, tied: bool = True) -> Path:
+def write_model(
+    folder: Path, seed: int = 0, head_dim: int | None = None, tied: bool = True, context: int = CONTEXT
+) -> Path:
     """Write the folder; its weights are large, so that greedy text varies.
 
     With heads of 32 numbers (``head_dim``), the engine keeps keys and values in pages, and shares those of prompts.
@@ -30,7 +32,7 @@ def write_model(folder: Path, seed: int = 0, head_dim: int | None = None, tied: 
         head_dim=head_dim,
         ffn=48,
         vocabulary=size,
-        context=CONTEXT,
+        context=context,
         tied=tied,
     )
     model = Llama(config)

@@ -18,18 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from cordillera.data.tokenizers.tokenizer import StreamDecoder
 from cordillera.errors import DataError, OverloadError, UnavailableError
 from cordillera.kernels.dense.few_rows import MOST_ROWS
 from cordillera.serving.language.engine import Generated
-from cordillera.serving.language.generation import generate
 from cordillera.serving.language.guided import Form, choice_form, json_form, regex_form
 from cordillera.serving.language.language_model import LanguageModel
 from cordillera.serving.language.sampler import Sampling
 from cordillera.serving.language.speculation import NGramDrafter, Speculation
 from cordillera.serving.language.text_metrics import TextMetrics
 from cordillera.serving.language.text_service import StopStrings, TextDelta, TextRequest, TextService
-from tests.serving.servers import SECONDS, Heard, ask, eventually, open_model
+from tests.serving.servers import SECONDS, Heard, alone, ask, eventually, first_stop, open_model
 from tests.serving.small_models import write_model
 
 GREEDY = Sampling(temperature=0)
@@ -70,14 +68,6 @@ def _is_idle(service: TextService) -> bool:
     return service.accepted == 0 and service._engine.pages_in_use == 0 and not service._jobs
 
 
-def _first_stop(text: str, strings: list[str]) -> tuple[str, bool]:
-    """The definition: read character by character; end before the longest string that is then complete."""
-    for end in range(len(text) + 1):
-        if found := [one for one in strings if one and text[:end].endswith(one)]:
-            return text[: end - max(map(len, found))], True
-    return text, False
-
-
 @settings(max_examples=300, deadline=None)
 @given(
     text=st.text("abc", max_size=30),
@@ -96,26 +86,7 @@ def test_any_cutting_of_a_text_ends_before_the_first_stop_string(
         if found:
             break
         assert len(read) - len(given_out) < max(map(len, [*strings, "-"]))  # little is held back
-    assert (given_out, found) == _first_stop(text, strings)
-
-
-def _alone(model: LanguageModel, request: TextRequest, choice: int = 0) -> tuple[list[int], str, str]:
-    """Tokens, text and finish of a choice that nothing else is beside, written without drafts."""
-    tokenizer = model.tokenizer
-    sampling = request.sampling.model_copy(update={"seed": request.sampling.seed + choice})
-    stop = tokenizer.stop_ids if request.ends or request.form else ()
-    guide = None if request.form is None else lambda: model.guides.start(request.form)
-    count = request.max_new_tokens or model.config.context
-    decoder, tokens, text = StreamDecoder(tokenizer), [], ""
-    for one in generate(model.model, [request.prompt], count, stop, sampling, tokenizer.vocab_size, None, guide):
-        tokens.append(one.token)
-        text += decoder.push(one.token) + (decoder.finish() if one.finish else "")
-        before, found = _first_stop(text, list(request.stop))
-        if found:
-            return tokens, before, "stop"
-        if one.finish:
-            return tokens, text, one.finish
-    raise AssertionError("the text does not end")
+    assert (given_out, found) == first_stop(text, strings)
 
 
 FORMS: list[Form | None] = [None, None, None, choice_form(["the cat", "the mat"]), regex_form("[a-f]{3,30}")]
@@ -167,7 +138,7 @@ def test_every_choice_is_what_it_is_alone_whatever_is_asked_meanwhile(model: Lan
     finishes = {"stop": 0, "length": 0, "cancelled": 0}
     for request, own, is_cancelled in heard:
         for choice in range(request.choices):
-            tokens, text, finish = _alone(model, request, choice)
+            tokens, text, finish = alone(model, request, choice)
             if not own.finishes[choice]:
                 assert is_cancelled
                 finishes["cancelled"] += 1
@@ -203,7 +174,7 @@ def test_counters_equal_what_was_delivered(model: LanguageModel) -> None:
     assert (value("num_requests_running"), value("num_requests_waiting"), value("kv_cache_usage")) == (0, 0, 0)
 
 
-def test_a_listener_that_fails_ends_its_request_alone(model: LanguageModel, service: TextService) -> None:
+def test_a_listener_that_fails_ends_its_requestalone(model: LanguageModel, service: TextService) -> None:
     calls = []
 
     def fail(delta: TextDelta) -> None:
@@ -213,7 +184,7 @@ def test_a_listener_that_fails_ends_its_request_alone(model: LanguageModel, serv
     heard = Heard()
     service.submit(replace(ENDLESS, choices=3), fail)
     service.submit(ENDLESS, heard)
-    assert heard.wait().tokens() == _alone(model, ENDLESS)[0]
+    assert heard.wait().tokens() == alone(model, ENDLESS)[0]
     eventually(lambda: _is_idle(service), "the request goes on")
     assert len(calls) == 1
 
@@ -312,7 +283,7 @@ def test_closing_finishes_what_was_accepted_and_refuses_what_comes_later(model: 
         service.submit(PROMPT, Heard())
     closing.join(SECONDS)
     assert not closing.is_alive()
-    expected = _alone(model, PROMPT)
+    expected = alone(model, PROMPT)
     for own in heard:
         assert (own.tokens(), own.text(), own.finishes[0]) == (*expected[:2], [expected[2]])
     assert not service._thread.is_alive()
@@ -376,10 +347,10 @@ def test_choices_draw_with_seeds_of_their_own(model: LanguageModel, service: Tex
     request = TextRequest([4, 70, 9], 12, Sampling(temperature=1.0, top_p=1.0, seed=11), choices=5)
     heard = ask(service, request)
     texts = [heard.tokens(choice) for choice in range(5)]
-    assert texts == [_alone(model, request, choice)[0] for choice in range(5)]
+    assert texts == [alone(model, request, choice)[0] for choice in range(5)]
     assert len(set(map(tuple, texts))) > 1
-    alone = replace(request, choices=1, sampling=request.sampling.model_copy(update={"seed": 13}))
-    assert ask(service, alone).tokens() == texts[2]
+    single = replace(request, choices=1, sampling=request.sampling.model_copy(update={"seed": 13}))
+    assert ask(service, single).tokens() == texts[2]
 
 
 def test_a_form_holds_for_every_choice_and_one_that_is_invalid_is_refused(
@@ -405,7 +376,7 @@ def test_a_prompt_that_cannot_be_continued_is_refused_at_once(
     assert service.accepted == 0
 
 
-def test_a_text_whose_logits_are_no_numbers_fails_alone(folder: Path) -> None:
+def test_a_text_whose_logits_are_no_numbers_failsalone(folder: Path) -> None:
     damaged = open_model(folder, dtype="bfloat16")
     damaged.model.embedding.weight.data[28] = math.nan
     service = TextService(damaged, texts=4)
@@ -420,11 +391,11 @@ def test_a_text_whose_logits_are_no_numbers_fails_alone(folder: Path) -> None:
     assert "NaN or infinite" in str(heard[1].error())
     for prompt, own in zip(prompts, heard, strict=True):
         if prompt != [4, 28]:
-            assert own.tokens() == _alone(damaged, TextRequest(prompt, 5, GREEDY))[0]
+            assert own.tokens() == alone(damaged, TextRequest(prompt, 5, GREEDY))[0]
     assert _is_idle(service)
 
 
-def test_a_token_without_text_ends_its_choice_alone(
+def test_a_token_without_text_ends_its_choicealone(
     folder: Path, service: TextService, model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holes = list(model.tokenizer.token_bytes)
@@ -442,7 +413,7 @@ def test_a_token_without_text_ends_its_choice_alone(
 def test_a_bias_of_one_text_does_not_reach_others_of_the_same_prompt(folder: Path) -> None:
     exact = open_model(folder, dtype="float32")
     service = TextService(exact)
-    expected = _alone(exact, PROMPT)
+    expected = alone(exact, PROMPT)
     biased = ask(service, replace(PROMPT, sampling=Sampling(temperature=0, logit_bias={200: 100.0}), logprobs=1))
     assert set(biased.tokens()) == {200}
     assert all(chance.logprob < -1 for delta in biased.deltas[0] for chance in delta.chances)  # as the model holds it
@@ -463,7 +434,7 @@ def test_ending_a_request_more_than_once_or_after_its_end_changes_nothing(
     cancel = service.submit(ENDLESS, other)
     cancel()
     cancel()
-    assert ask(service, PROMPT).tokens() == _alone(model, PROMPT)[0]
+    assert ask(service, PROMPT).tokens() == alone(model, PROMPT)[0]
     assert _is_idle(service)
     assert heard.finishes[0] == ["length"] or heard.finishes[0] == ["stop"]
 

@@ -161,6 +161,16 @@ class _Exchange(ABC):
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.body.model}
 
+    def _check_length(self, texts: Sequence[str], where: str) -> None:
+        """Refuse texts that cannot fit the context, before seconds are spent on their tokens."""
+        context = self.service.model.config.context
+        if len(texts) > context or sum(map(len, texts)) > context * self.service.longest_token:
+            raise DataError(
+                f"is too long for the context of {context} tokens",
+                where=where,
+                remedy="shorten it, or use a model with a longer context",
+            )
+
     def _request(self, prompt: list[int], logprobs: int | None, where: str) -> TextRequest:
         body, most = self.body, self._most()
         check_prompt(self.service.model.config, prompt, most or 1, where)
@@ -219,6 +229,7 @@ class _Completion(_Exchange):
                 check_text(prompt, where)
                 if not prompt:
                     raise DataError("is empty", where=where)
+                self._check_length([prompt], where)
                 prompt = tokenizer.encode(prompt, bos=tokenizer.adds_bos)
             found.append(self._request(prompt, body.logprobs, where))
             self._prompts.append(tokenizer.decode(prompt, skip_special=True) if body.echo else "")
@@ -279,6 +290,7 @@ class _Chat(_Exchange):
         messages = body.chat()
         for number, message in enumerate(messages):
             check_text(message.content, f"messages.{number}.content")
+        self._check_length([message.content for message in messages], "messages")
         try:
             prompt = self.tokenizer.encode_chat(messages)
         except DataError as error:  # which names files of the server
@@ -360,4 +372,4 @@ async def _gone(request: Request) -> None:
 
 
 def _event(content: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+    return f"data: {json.dumps(content)}\n\n"  # in ASCII, as some clients end lines at U+2028 and the like

@@ -6,6 +6,7 @@ beginning of a stop string is held back until that is decided.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -139,6 +140,10 @@ class TextService:
         name: Name of the model in errors and metrics; None for that of its file.
         metrics: Where texts and times are counted; None for nowhere.
 
+    Attributes:
+        longest_token: Number of bytes of the longest token.
+        failure: What ended the service; None while it works.
+
     Raises:
         DataError: If ``texts`` is not from 1 to 32.
         CheckpointError: If weights are invalid.
@@ -157,6 +162,9 @@ class TextService:
     ) -> None:
         self.model, self.seconds, self.queue, self._metrics = model, seconds, queue, metrics
         self.name = name or model.path.name
+        self.longest_token = max(len(content or b"") for content in model.tokenizer.token_bytes)
+        with contextlib.suppress(DataError):  # of tokenizers that know no end, which have no forms
+            model.guides  # noqa: B018 -- takes a third of a second, in which no thread runs
         config = model.config
         of_token = 2 * config.layers * config.kv_heads * config.head_width * model.dtype.itemsize
         self._engine = Engine(
