@@ -18,6 +18,7 @@ from _program import Program
 from _serving_fp8 import fp8
 from _serving_pipeline import pipeline
 from _serving_scores import scores
+from _serving_soak import soak
 from _tables import print_notes
 from rich.console import Console
 from rich.table import Table
@@ -31,6 +32,7 @@ from cordillera.serving.language.text_service import TextDelta, TextRequest, Tex
 TOGETHER, REQUESTS, TOKENS, ROUNDS = (1, 2, 4, 8, 16), 16, 64, 2
 GAP = 0.25  # mean seconds between arrivals, whose gaps are exponential
 TARGET_DRAFTS, TARGET_SEQUENTIAL = 1.0, 2.0
+SOAK_SECONDS, SOAK_CLIENTS, TARGET_HEALTH_MS = 300.0, 64, 50
 
 
 class Part(str, enum.Enum):
@@ -38,6 +40,7 @@ class Part(str, enum.Enum):
 
     arrivals = "arrivals"
     scores = "scores"
+    soak = "soak"
     pipeline = "pipeline"
     fp8 = "fp8"
 
@@ -162,8 +165,24 @@ def _arrivals(console: Console, quick: bool) -> dict[str, Any]:
     }
 
 
+def _soak(console: Console, quick: bool) -> dict[str, Any]:
+    found = soak(5.0 if quick else SOAK_SECONDS, 8 if quick else SOAK_CLIENTS)
+    console.print(
+        f"{found.answered:,} answers in {found.seconds:.0f} s, {found.crossed} crossed, {found.lost} lost; "
+        f"{found.cancelled:,} cancelled, {found.bad_refused:,} bad bodies and {found.overloaded:,} others refused, "
+        f"{found.unexplained} without a reason"
+    )
+    console.print(
+        f"memory {', '.join(f'{one:.0f}' for one in found.memory)} MiB; /health {1e3 * found.health_p50:.1f} ms, "
+        f"p99 {1e3 * found.health_p99:.1f} ms ({TARGET_HEALTH_MS} asked)"
+    )
+    notes = ["clients, server and the process that asks for /health share two cores"]
+    print_notes(console, [*notes, *found.problems])
+    return {"evidence": "measured", "clients": SOAK_CLIENTS, **found._asdict(), "notes": notes}
+
+
 def _left_out(part: Part) -> str | None:
-    if part in (Part.arrivals, Part.pipeline, Part.fp8):
+    if part is not Part.scores:
         stored_asset("smollm2")
     if part in (Part.arrivals, Part.fp8) and not PROMPTS.is_dir():
         return f"there is no folder {PROMPTS} with the prompts of EAGLE's six sets"
@@ -172,7 +191,7 @@ def _left_out(part: Part) -> str | None:
 
 main = Program(
     "serving",
-    {Part.arrivals: _arrivals, Part.scores: scores, Part.pipeline: pipeline, Part.fp8: fp8},
+    {Part.arrivals: _arrivals, Part.scores: scores, Part.soak: _soak, Part.pipeline: pipeline, Part.fp8: fp8},
     "Answer requests that arrive at random, beside answers one by one.",
     left_out=_left_out,
     threads=2,
