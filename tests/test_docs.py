@@ -64,6 +64,7 @@ NOT_RUN = {
     "cordillera bench jagged-attention": "takes minutes; tests/benchmarks runs it with small sizes",
     "cordillera bench moe": "takes minutes; tests/benchmarks runs it with small sizes",
     "cordillera bench speculation": "takes minutes; tests/benchmarks runs it with few prompts",
+    "cordillera bench serving": "takes minutes; tests/benchmarks runs it with few requests",
     "cordillera watch": "ends with 1, for the samples shown have moved; tests/cli/test_quantize.py runs it",
     "cordillera isoflop": "trains many models; tests/training/test_isoflop_plan.py runs studies of two steps",
     "cordillera train notes.toml": "takes the reader's own notes, and long",
@@ -256,7 +257,7 @@ def test_what_a_page_shows_runs(page: Path, folders: Path, monkeypatch: pytest.M
 
 def _run_blocks(page: Path, namespace: dict[str, object], servers: contextlib.ExitStack) -> None:
     for block in blocks(page):
-        if block.title is not None and block.language in ("toml", "csv", "text"):
+        if block.title is not None and block.language in ("toml", "csv", "text", "python"):
             Path(block.title).write_text(block.text + "\n", encoding="utf-8")
         elif block.language == "python":
             code = compile("\n" * block.line + block.text, str(page), "exec")

@@ -1,0 +1,55 @@
+"""``cordillera bench serving`` with few requests: it runs and writes what the docs quote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import serving
+from tests.benchmarks.programs import part_of
+from tests.benchmarks.test_speculation import SMOLLM2, needs_prompts
+
+needs_weights = pytest.mark.skipif(
+    not SMOLLM2.is_file(), reason="the weights are not here (cordillera data get smollm2)"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.peer
+@needs_weights
+@needs_prompts
+def test_requests_that_arrive_at_random_are_timed_beside_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    found = part_of(serving, "arrivals", tmp_path)
+    assert [row["texts"] for row in found["results"]] == [1, 2, 4, 8, 16]
+    assert all(row["ngram_over_off"] > 0 and row["first_ngram"]["p50"] > 0 for row in found["results"])
+
+
+@pytest.mark.slow
+def test_scores_of_requests_are_timed_beside_single_ones(tmp_path: Path) -> None:
+    found = part_of(serving, "scores", tmp_path)
+    assert list(found["contenders"]) == ["single", "batched", "http", "http, unbatched"]
+    assert all(one["requests"] > 0 for one in found["contenders"].values())
+
+
+@pytest.mark.slow
+def test_microbatches_are_timed_beside_one(tmp_path: Path) -> None:
+    found = part_of(serving, "pipeline", tmp_path)
+    assert found["times"] > 0
+
+
+@pytest.mark.slow
+@needs_weights
+@needs_prompts
+def test_distributions_in_fp8_are_compared(tmp_path: Path) -> None:
+    found = part_of(serving, "fp8", tmp_path)
+    assert all(0 < one["divergence"] < 1 for one in found["results"].values())
+    assert found["planted"]["bounded"] < found["planted"]["unbounded"]
+
+
+@pytest.mark.slow
+@needs_weights
+def test_a_soak_loses_no_answer(tmp_path: Path) -> None:
+    found = part_of(serving, "soak", tmp_path)
+    assert (found["crossed"], found["lost"], found["unexplained"]) == (0, 0, 0)
