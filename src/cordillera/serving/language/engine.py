@@ -88,7 +88,7 @@ class EngineCounts:
     set_aside: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Text:
     """A request, and what has become of it."""
 
