@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import ipaddress
 import signal
 import socket
@@ -172,10 +173,14 @@ def serve(
                 if ready is not None:
                     ready(address)
 
+        # What was loaded stays: without this, each full collection looks through it, and all stands still for 0.2 s.
+        gc.collect()
+        gc.freeze()
         try:
             with _calm_signals():
                 Server(settings).run(sockets=[listening])
         finally:
+            gc.unfreeze()
             services.close(1.0)
 
 
