@@ -36,7 +36,7 @@ from cordillera.data.ranking.rows import raw_rows
 from cordillera.serving.http.scores import score_router
 from cordillera.serving.ranking.score_service import ScoreService, ScoreServiceConfig
 from cordillera.workflows.prediction import open_scorer
-from cordillera.workflows.serving.server import SWITCH_SECONDS, ServerConfig, listen
+from cordillera.workflows.serving.server import SWITCH_SECONDS, ServerConfig, bind
 
 CLIENTS = 16
 ROWS = 512
@@ -201,7 +201,7 @@ def _served(service: ScoreService) -> Iterator[str]:
     """Serve on a free port of this machine, in a thread, and return the address."""
     app = FastAPI()
     app.include_router(score_router({service.name: service}))
-    with listen(ServerConfig(port=0)) as listener:
+    with bind(ServerConfig(port=0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()

@@ -18,7 +18,7 @@ from cordillera.serving.language.generation import generate
 from cordillera.serving.language.language_model import LanguageModel
 from cordillera.serving.language.text_metrics import TextMetrics
 from cordillera.serving.language.text_service import TextDelta, TextRequest, TextService
-from cordillera.workflows.serving.server import ServerConfig, listen
+from cordillera.workflows.serving.server import ServerConfig, bind
 
 SECONDS = 60.0
 """Deadline of what takes far less, whatever else the machine does."""
@@ -51,7 +51,7 @@ def listening(services: Services, **settings: Any) -> Iterator[str]:
     server = uvicorn.Server(
         uvicorn.Config(app, log_level="critical", ws="none", lifespan="off", timeout_graceful_shutdown=5)
     )
-    with listen(ServerConfig(port=0)) as free:
+    with bind(ServerConfig(port=0)) as free:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [free]}, daemon=True)
         thread.start()
         try:

@@ -93,10 +93,11 @@ def handle_errors(app: FastAPI) -> None:
         if first["type"] == "json_invalid":
             return error_answer(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
         place = _place(first["loc"][1:], error.body, is_missing=first["type"] == "missing")
-        message = explain([{**first, "loc": ()}], lambda place: ())[0][1]
         if first["type"] == "extra_forbidden":
             message = "is not a parameter of this request"
-        elif place is None and not isinstance(error.body, dict):
+        else:
+            message = explain([{**first, "loc": ()}], lambda place: ())[0][1]
+        if place is None and not isinstance(error.body, dict):
             message = "the body is not a JSON object of content-type application/json"
         return error_answer(400, printable(f"{place}: {message}" if place else message), place)
 

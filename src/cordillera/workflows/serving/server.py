@@ -154,7 +154,7 @@ def serve(
 
     config = config or ServerConfig()
     sys.setswitchinterval(SWITCH_SECONDS)
-    with listen(config) as listening:  # before models are read, which takes long
+    with bind(config) as listening:  # before models are read, which takes long
         services = open_services(models, config, say)
         app = create_app(services, api_key=config.api_key, body_bytes=config.body_bytes)
         address = _address(listening)
@@ -205,17 +205,22 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def listen(config: ServerConfig) -> socket.socket:
-    """Return a socket that listens at the address of a server.
+def bind(config: ServerConfig) -> socket.socket:
+    """Return a socket at the address of a server, which does not listen yet.
 
     Raises:
         RunError: If the address is not free, or is none of this machine.
     """
     try:
         family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
-        made = socket.create_server((config.host, config.port), family=family, backlog=1024)
-        # With its protocol, asyncio lets connections send at once (TCP_NODELAY), which else wait 40 ms for each answer.
-        return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, made.detach())
+        # With the protocol, asyncio lets connections send at once (TCP_NODELAY), which else wait 40 ms for each answer.
+        made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind((config.host, config.port))
+        except BaseException:
+            made.close()
+            raise
     except (OSError, OverflowError) as error:
         said = getattr(error, "strerror", None) or str(error)
         raise RunError(
@@ -223,6 +228,7 @@ def listen(config: ServerConfig) -> socket.socket:
             where=f"{config.host}:{config.port}",
             remedy="choose another --port or --host",
         ) from error
+    return made
 
 
 def _address(listening: socket.socket) -> str:
