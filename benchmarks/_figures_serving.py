@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from _figures import Figures, results, table
 
 
@@ -63,11 +61,6 @@ def scores() -> str:
     return table(["way", "requests a second", "times the first", "latency (p50, p99)"], rows)
 
 
-def _soak() -> dict[str, Any]:
-    found: dict[str, Any] = results("serving-soak")
-    return found
-
-
 def _fp8(kind: str) -> str:
     return f"{results('serving-fp8')['results'][kind]['divergence']:.4f}"
 
@@ -78,16 +71,8 @@ FIGURES: Figures = {
     "serving-tokens": lambda: str(results("serving-arrivals")["new_tokens"]),
     "serving-gap": lambda: f"{results('serving-arrivals')['gap']:g}",
     "serving-scores": scores,
-    "serving-soak-clients": lambda: str(_soak()["clients"]),
-    "serving-soak-minutes": lambda: f"{_soak()['seconds'] / 60:.0f}",
-    "serving-soak-answers": lambda: f"{_soak()['answered']:,}",
-    "serving-soak-wrong": lambda: f"{_soak()['crossed']} crossed, {_soak()['lost']} lost",
-    "serving-soak-cancelled": lambda: f"{_soak()['cancelled']:,}",
-    "serving-soak-refused": lambda: f"{_soak()['bad_refused']:,}",
-    "serving-soak-unexplained": lambda: str(_soak()["unexplained"]),
-    "serving-soak-memory": lambda: ", ".join(f"{one:.0f}" for one in _soak()["memory"]),
-    "serving-soak-health": lambda: f"{1e3 * _soak()['health_p50']:.1f} and {1e3 * _soak()['health_p99']:.1f}",
-    "serving-pipeline": lambda: f"{results('serving-pipeline')['times']:.2f}",
+    "serving-pipeline": lambda: f"{results('serving-pipeline')['times']['two']:.2f}",
+    "serving-pipeline-half": lambda: f"{results('serving-pipeline')['times']['two of half']:.2f}",
     "serving-pipeline-texts": lambda: str(results("serving-pipeline")["texts"]),
     "serving-fp8-rows": lambda: _fp8("rows"),
     "serving-fp8-unbounded": lambda: _fp8("rows without bound"),

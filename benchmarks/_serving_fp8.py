@@ -93,7 +93,6 @@ def fp8(console: Console, quick: bool) -> dict[str, Any]:
     }
 
 
-@torch.inference_mode()
 def _largest(texts: list[list[int]]) -> float:
     """Largest magnitude that enters a layer of the feed-forward nets that are put into FP8."""
     model, found = _model("bfloat16"), [0.0]
@@ -101,8 +100,7 @@ def _largest(texts: list[list[int]]) -> float:
     for name, layer in sites(model, only=["layers.*.feed_forward.*"]).items():
         if not name.startswith(ends):
             layer.register_forward_pre_hook(lambda _, given: found.append(float(given[0].abs().max())))
-    for text in texts:
-        model(torch.tensor(text), torch.tensor([0, len(text)]))
+    _distributions(model, texts)
     return max(found)
 
 

@@ -36,7 +36,7 @@ def test_scores_of_requests_are_timed_beside_single_ones(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_microbatches_are_timed_beside_one(tmp_path: Path) -> None:
     found = part_of(serving, "pipeline", tmp_path)
-    assert found["times"] > 0
+    assert all(one > 0 for one in found["times"].values())
 
 
 @pytest.mark.slow
