@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from cordillera.workflows.serving.server import ServerConfig, serve
 
+from cordillera.workflows.serving.server import ServerConfig, serve
 from tests.serving.servers import eventually
 from tests.serving.small_models import write_model
 
