@@ -34,9 +34,9 @@ def test_scores_of_requests_are_timed_beside_single_ones(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_microbatches_are_timed_beside_one(tmp_path: Path) -> None:
-    found = part_of(serving, "pipeline", tmp_path)
-    assert all(one > 0 for one in found["times"].values())
+def test_microbatches_of_a_pipeline_give_the_texts_of_one_process(tmp_path: Path) -> None:
+    found = part_of(serving, "pipeline", tmp_path)  # which compares them; times of a few tokens mean nothing
+    assert found["times"].keys() == {"two", "two of half"}
 
 
 @pytest.mark.slow
