@@ -10,7 +10,8 @@ Source: Grattafiori et al. 2024, section 6.1.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -81,7 +82,7 @@ class PipelineDecoder:
         self.microbatches = microbatches
         self._layers = cut_layers(model.config.layers, self.size)[self.rank]
         self._is_first, self._is_last = self.rank == 0, self.rank == self.size - 1
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sent: deque[tuple[dist.Work, int, Tensor]] = deque()
 
     def generate(
         self,
@@ -121,7 +122,7 @@ class PipelineDecoder:
                     if any(batch.going):
                         self._tell(batch, self._step(batch))
         while self._sent:
-            self._wait(self._sent.popleft()[0], None, "took a message")
+            self._finish_send()
         return self._texts
 
     def _make(self, numbers: range) -> _Microbatch:
@@ -215,27 +216,37 @@ class PipelineDecoder:
         return tokens.tolist()
 
     def _send(self, content: Tensor, rank: int, tag: int) -> None:
-        work = dist.isend(content, group=self.group, tag=tag, group_dst=rank)
+        with self._naming(rank, "takes no message"):
+            work = dist.isend(content, group=self.group, tag=tag, group_dst=rank)
         assert work is not None
-        self._sent.append((work, content))  # the content must stay until it has been sent
+        self._sent.append((work, rank, content))  # the content must stay until it has been sent
         while len(self._sent) > _IN_FLIGHT * self.size:
-            self._wait(self._sent.popleft()[0], None, "took a message")
+            self._finish_send()
+
+    def _finish_send(self) -> None:
+        work, rank, _ = self._sent.popleft()
+        self._wait(work, rank, "has not taken a message")
 
     def _receive(self, content: Tensor, rank: int, tag: int, what: str) -> None:
-        work = dist.irecv(content, group=self.group, tag=tag, group_src=rank)
-        self._wait(work, rank, f"sent {what}")
-
-    def _wait(self, work: dist.Work | None, rank: int | None, what: str) -> None:
+        with self._naming(rank, f"has not sent {what}"):
+            work = dist.irecv(content, group=self.group, tag=tag, group_src=rank)
         assert work is not None
-        who = "another rank" if rank is None else f"rank {rank}"
+        self._wait(work, rank, f"has not sent {what}")
+
+    def _wait(self, work: dist.Work, rank: int, what: str) -> None:
+        with self._naming(rank, what):
+            if not work.wait(self.timeout):
+                raise PeerError(f"rank {rank} {what} in {self.timeout}", peer=rank, where=f"rank {self.rank}")
+
+    @contextmanager
+    def _naming(self, rank: int, what: str) -> Iterator[None]:
+        """Name the rank that an error of the process group is of, be it raised by a message's start or its end."""
         try:
-            is_done = work.wait(self.timeout)
+            yield
         except RuntimeError as error:
             raise PeerError(
-                f"{who} has not {what}: {str(error).splitlines()[0]}",
+                f"rank {rank} {what}: {str(error).splitlines()[0]}",
                 peer=rank,
                 where=f"rank {self.rank}",
                 remedy="see why it ended, and begin again",
             ) from error
-        if not is_done:
-            raise PeerError(f"{who} has not {what} in {self.timeout}", peer=rank, where=f"rank {self.rank}")
