@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import tomlkit
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from tomlkit.items import Table
 
 from cordillera import topology
+from cordillera.data.assets import ASSETS
 from cordillera.data.language.batches import BatchConfig
+from cordillera.data.language.chats import ChatDataConfig
 from cordillera.data.language.corpora import TextDataConfig
 from cordillera.data.ranking.datasets import DataConfig
 from cordillera.distributed.planned_mesh import PlannedParallelConfig
@@ -32,8 +34,9 @@ from cordillera.kernels.threads import MOST_THREADS
 from cordillera.models.language.checkpoints import open_checkpoint
 from cordillera.models.language.llama import PRESETS, LlamaConfig
 from cordillera.models.ranking import MODELS, ModelConfig
-from cordillera.serving.language.language_model import find_model
+from cordillera.serving.language.language_model import find_model, tokenizer_of
 from cordillera.toml_files import explain, known_keys, models_of
+from cordillera.training.language.objectives import ObjectiveConfig
 from cordillera.training.language.trainer import LanguageTrainingConfig
 from cordillera.training.ranking.config import RankingParallelConfig, TrainingConfig
 
@@ -109,6 +112,30 @@ class LanguageRecipe(_AnyRecipe):
     model: LlamaConfig
     parallel: PlannedParallelConfig = PlannedParallelConfig()
     training: LanguageTrainingConfig = LanguageTrainingConfig()
+
+
+class PostTrainingRecipe(LanguageRecipe):
+    """Description of one run of a language model after its pre-training; a file with ``[objective]`` is one.
+
+    Attributes:
+        data: Source of the chats, preferences or problems.
+        objective: What the model learns; ``objective.name`` chooses it.
+    """
+
+    data: ChatDataConfig  # type: ignore[assignment]
+    objective: ObjectiveConfig
+
+    @model_validator(mode="before")
+    @classmethod
+    def _takes_what_it_starts_from(cls, content: Any) -> Any:
+        """Take the tokenizer of the checkpoint that training starts from, unless the data names one; name scores."""
+        if _section(content, "objective").get("name") == "reward":
+            content = {**content, "model": {**_section(content, "model"), "scores": True}}
+        data, start = _section(content, "data"), _section(content, "training").get("start")
+        if isinstance(start, str) and "tokenizer" not in data:
+            tokenizer = start if start in ASSETS else str(tokenizer_of(start, find_model(start)))
+            content = {**content, "data": {**data, "tokenizer": tokenizer}}
+        return content
 
 
 def shipped() -> dict[str, str]:
@@ -226,7 +253,7 @@ def validate(content: dict[str, Any], source: str = "recipe") -> RankingRecipe |
     Raises:
         RecipeError: If the recipe is not valid; the message lists every mistake.
     """
-    kind: type[RankingRecipe] | type[LanguageRecipe] = RankingRecipe
+    kind: type[RankingRecipe] | type[LanguageRecipe] | type[PostTrainingRecipe] = RankingRecipe
     model, known = _section(content, "model"), [*MODELS, *LANGUAGE_MODELS]
     name = model.get("name")
     if isinstance(name, str) and name not in known:
@@ -242,7 +269,8 @@ def validate(content: dict[str, Any], source: str = "recipe") -> RankingRecipe |
             pass  # the run starts from a checkpoint
         raise RecipeError(source, problems)
     if name in LANGUAGE_MODELS:
-        kind, content = LanguageRecipe, _with_sizes(content, source)
+        kind = PostTrainingRecipe if "objective" in content else LanguageRecipe
+        content = _with_sizes(content, source)
     try:
         return kind.model_validate(_with_nulls(kind, content))
     except ValidationError as error:
@@ -296,12 +324,16 @@ def _with_sizes(content: dict[str, Any], source: str) -> dict[str, Any]:
             message = f"must be one of {', '.join(PRESETS)}{hint}, got {preset!r}"
             raise RecipeError(source, [("model.preset", message)])
         sizes = PRESETS[preset]
-    elif set(model) == {"name"}:
+    elif set(model) <= {"name", *ON_TOP}:
         if not isinstance(start, str):
             message = f"gives no sizes: name a preset ({', '.join(PRESETS)}), or what training.start begins with"
             raise RecipeError(source, [("model", message)])
         sizes = open_checkpoint(find_model(start)).config
     return content | {"model": (sizes.model_dump(mode="json") if sizes else {}) | model}
+
+
+ON_TOP = ("adapter", "scores")
+"""Keys of a model that are chosen beside the sizes of the checkpoint that it starts from."""
 
 
 def field_descriptions(config: type[BaseModel]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -83,9 +83,15 @@ def evaluation_table(evaluation: Evaluation) -> Table:
 
 def language_line(evaluation: LanguageEvaluation) -> str:
     """Return the evaluation of a language model in one line."""
-    loss, perplexity, bits, targets, _ = evaluation
+    loss, perplexity, bits, targets, _, measures = evaluation
+    if measures:
+        return f"loss {loss:.4f}, {_measures_line(measures)} ({targets:,} units)"
     per_byte = "" if math.isnan(bits) else f", {bits:.3f} bits a byte"
     return f"loss {loss:.4f} nats a token, perplexity {perplexity:,.2f}{per_byte} ({targets:,} tokens)"
+
+
+def _measures_line(measures: Mapping[str, float]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in measures.items())
 
 
 @contextlib.contextmanager
@@ -123,6 +129,19 @@ def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[An
             bar.update(task, completed=progress.step, description=f"training{best}")
 
         yield on_step, say
+
+
+@contextlib.contextmanager
+def answering_progress(out: Console, *, quiet: bool = False) -> Iterator[Callable[[int, int], object]]:
+    """Draw a progress bar of prompts; yield a function of the number of answered and of all prompts."""
+    with _progress(out, quiet) as (bar, task, _):
+
+        def on_answer(done: int, total: int) -> None:
+            if bar.tasks[task].total != total:
+                bar.reset(task, total=total)
+            bar.update(task, completed=done, description="answering")
+
+        yield on_answer
 
 
 def _note(record: dict[str, Any]) -> str:

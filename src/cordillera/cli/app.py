@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from cordillera.cli import (
+    answers,
     bench,
     compare,
     data,
@@ -67,6 +68,9 @@ app.command("isoflop")(isoflop.isoflop)
 app.command("inject")(inject.inject)
 app.command("generate")(generate.generate)
 app.command("serve")(serve.serve)
+app.command("best-of")(answers.best_of)
+app.command("judge")(answers.judge)
+app.command("average")(answers.average)
 app.command("plan")(plan.plan)
 app.command("towers")(towers.towers)
 app.command("bench", context_settings=bench.CONTEXT)(bench.bench)

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
+from cordillera.data.language.batches import IGNORED as IGNORED
 from cordillera.distributed.collectives import Collectives
 from cordillera.numerics.emulation.emulation import computing_gradients
 
-IGNORED = -100  # label of a row without a target, as in torch
 EXCHANGED = "sums of logits"
 
 
@@ -43,6 +44,31 @@ def summed_cross_entropy(
     """
     total: Tensor = _SummedCrossEntropy.apply(hidden, weight, labels, links, rows, torch.is_grad_enabled())
     return total
+
+
+def label_log_probabilities(hidden: Tensor, weight: Tensor, labels: Tensor, rows: int = 1024) -> Tensor:
+    """Compute the log-probability of each row's label, whose vocabulary is whole on this rank.
+
+    A chunk's logits are computed again in the backward, so that one chunk of them exists at a time. ``hidden``,
+    ``weight``, ``labels`` and ``rows`` are those of :func:`summed_cross_entropy`.
+
+    Returns:
+        ``[n]`` in 32 bits, or in 64 for 64-bit inputs; 0 for rows without a target.
+    """
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    places = (labels != IGNORED).nonzero().squeeze(1)
+    given, targets = hidden[places], labels[places]
+    chunks = [
+        checkpoint(_log_probabilities, own, weight, targets[first : first + rows], wide, use_reentrant=False)
+        for first, own in zip(range(0, len(given), rows), given.split(rows), strict=False)
+    ]
+    found = torch.zeros(len(labels), dtype=wide, device=hidden.device)
+    return found.index_put((places,), torch.cat(chunks)) if chunks else found + 0.0 * given.sum()
+
+
+def _log_probabilities(hidden: Tensor, weight: Tensor, targets: Tensor, wide: torch.dtype) -> Tensor:
+    logits = (hidden @ weight.T).to(wide)
+    return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(1)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from cordillera import recipe as recipes
 from cordillera.data.language.batches import TextBatches
+from cordillera.data.language.chat_corpora import ChatCorpora, prepare_chats
 from cordillera.data.language.corpora import TextCorpora, prepare_corpora, text_identity
 from cordillera.data.language.held_out import held_out_batches
 from cordillera.data.packing.work import DocumentWork
@@ -28,16 +29,17 @@ from cordillera.distributed.job.launch import LaunchConfig, launch
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.distributed.planned_mesh import PlannedParallelConfig, planned_mesh
 from cordillera.errors import CheckpointError, DataError, DependencyError, Interrupted, PlanError, RecipeError, RunError
-from cordillera.models.language.checkpoints import open_checkpoint
+from cordillera.models.language.adapters import ADAPTER_WEIGHTS
+from cordillera.models.language.checkpoints import open_checkpoint, read_model
 from cordillera.models.language.checkpoints.first_sight import compare_with_first_sight
 from cordillera.models.language.checkpoints.sharded import STATE, ShardedFolder
-from cordillera.models.language.checkpoints.source import Source
+from cordillera.models.language.checkpoints.source import Source, parameter_shapes
 from cordillera.models.language.flops import flops_per_token, peak_flops
-from cordillera.models.language.llama import parameter_count
+from cordillera.models.language.llama import draw_weight, parameter_count
 from cordillera.models.language.parallelize import check_fit
 from cordillera.numerics.formats.precision import compute_dtype
 from cordillera.planning.language.plan_file import read_written_plan
-from cordillera.recipe import LanguageRecipe, RankingRecipe
+from cordillera.recipe import ON_TOP, LanguageRecipe, PostTrainingRecipe, RankingRecipe
 from cordillera.reports.language.run import write_language_report
 from cordillera.run import Run, check_recipe, next_folder, recipe_state, write_atomically
 from cordillera.serving.language.language_model import find_model
@@ -54,6 +56,13 @@ from cordillera.training.language.trainer import (
 )
 from cordillera.training.ranking.scoring import select_device
 from cordillera.workflows._say import Say, from_ranks, silent, to_launcher
+from cordillera.workflows.post_training.training import (
+    KINDS,
+    add_reference,
+    chats_line,
+    check_post_training,
+    post_trainer,
+)
 from cordillera.workflows.threads import keep as keep_threads
 from cordillera.workflows.threads import threads_of
 
@@ -212,12 +221,12 @@ def evaluate(
     device = select_device(recipe.device).type
     if not steps(run.checkpoints):
         raise CheckpointError("holds no checkpoint", where=str(run.checkpoints), remedy="train first")
-    prepare_corpora(recipe.data)  # outside a job, so that Ctrl-C ends it at once
+    prepare(recipe)  # outside a job, so that Ctrl-C ends it at once
     with join_job(device, alone.parallel.deadline_s) as job:
         if recipe.threads is not None:
             torch.set_num_threads(recipe.threads)
         trainer = _trainer(job, alone, run)
-        if not trainer.held_out:
+        if not trainer.can_evaluate:
             raise RunError("nothing was held out", where="data.held_out", remedy="give data.validation, or hold out")
         state = trainer.checkpoints.restore(trainer.engine)
         assert state is not None
@@ -238,6 +247,8 @@ def _check(recipe: LanguageRecipe, folder: Path | str | None) -> None:
     check_fit(recipe.model, recipe.parallel)
     check_emulated(recipe.training.emulate, recipe.parallel)
     check_experts(recipe.training, recipe.model, recipe.parallel)
+    if isinstance(recipe, PostTrainingRecipe):
+        check_post_training(recipe)
     # schedules are made for the microbatches of one copy
     count = recipe.packing.count(recipe.parallel.copies * recipe.parallel.pipeline)
     of_copy = -(-count // recipe.parallel.copies)
@@ -270,7 +281,8 @@ def _check(recipe: LanguageRecipe, folder: Path | str | None) -> None:
     if recipe.training.start is None or (folder is not None and steps(Run(folder).checkpoints)):
         return
     source = open_checkpoint(find_model(recipe.training.start))
-    if source.config.model_copy(update={"context": recipe.model.context}) != recipe.model:
+    kept = {name: getattr(recipe.model, name) for name in ("context", *ON_TOP)}
+    if source.config.model_copy(update=kept) != recipe.model:
         own, other = recipe.model.model_dump(), source.config.model_dump()
         different = [f"{name} is {own[name]}, there {other[name]}" for name in own if own[name] != other[name]]
         raise CheckpointError(
@@ -282,20 +294,16 @@ def _check(recipe: LanguageRecipe, folder: Path | str | None) -> None:
 
 def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, say: Say) -> Run:
     say(f"text: {recipe.data.label}")
-    corpora = prepare_corpora(recipe.data)
+    corpora = prepare(recipe)
     vocabulary = corpora.tokenizer.vocab_size
     if vocabulary > recipe.model.vocabulary:
         raise RecipeError(
             recipe.name,
             [("model.vocabulary", f"{recipe.model.vocabulary} is less than the {vocabulary} tokens of the tokenizer")],
         )
-    learnt = sum(source["tokens"] for source in corpora.facts["sources"])
-    held = sum(part["tokens"] for part in corpora.facts["held_out"])
-    say(f"      {learnt:,} tokens to learn from, {held:,} held out")
-    wanted, per_step = recipe.training.steps, recipe.packing.tokens
-    passes = min(wanted * per_step / max(learnt, 1), recipe.data.epochs or math.inf)
-    say(f"      {wanted:,} steps of {per_step:,} tokens go through it {passes:.2g} times")
-    batches_of(recipe, corpora)  # refuses what does not fit before there are processes and a folder
+    say(f"      {_text_line(recipe, corpora)}")
+    if not isinstance(corpora, ChatCorpora):
+        batches_of(recipe, corpora)  # refuses what does not fit before there are processes and a folder
     described = _describe(recipe, corpora)
     if resume:
         run = Run(folder or "")
@@ -324,6 +332,31 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, sa
     if recipe.training.emulate is not None:
         say(f"emulated: products in {recipe.training.emulate.format}, which takes several times as long")
     return run
+
+
+def prepare(recipe: LanguageRecipe) -> TextCorpora | ChatCorpora:
+    """Read, tokenise and hold out the data of a ``recipe``.
+
+    Raises:
+        DataError: If the data is invalid, or nothing is left to learn from.
+    """
+    if isinstance(recipe, PostTrainingRecipe):
+        return prepare_chats(recipe.data, KINDS[recipe.objective.name])
+    return prepare_corpora(recipe.data)
+
+
+def _text_line(recipe: LanguageRecipe, corpora: TextCorpora | ChatCorpora) -> str:
+    """Return a line on the size of the text, and how often training goes through it."""
+    wanted, per_step = recipe.training.steps, recipe.packing.tokens
+    if isinstance(corpora, ChatCorpora):
+        return chats_line(corpora)
+    learnt = sum(source["tokens"] for source in corpora.facts["sources"])
+    held = sum(part["tokens"] for part in corpora.facts["held_out"])
+    passes = min(wanted * per_step / max(learnt, 1), recipe.data.epochs or math.inf)
+    return (
+        f"{learnt:,} tokens to learn from, {held:,} held out\n"
+        f"      {wanted:,} steps of {per_step:,} tokens go through it {passes:.2g} times"
+    )
 
 
 def _text_of(run: Run) -> list[Any]:
@@ -360,16 +393,18 @@ def _prepare_together(
         place = [str(run.folder), resume]
     job.watchdog.meet("run prepared")
     if os.environ.get("LOCAL_RANK") == "0":
-        prepare_corpora(recipe.data)  # finds the result of rank 0 in a common cache
+        prepare(recipe)  # finds the result of rank 0 in a common cache
     job.watchdog.meet("text prepared")
     if job.size > 1:
         dist.broadcast_object_list(place)
     return Run(place[0]), place[1]
 
 
-def _describe(recipe: LanguageRecipe, corpora: TextCorpora) -> dict[str, Any]:
+def _describe(recipe: LanguageRecipe, corpora: TextCorpora | ChatCorpora) -> dict[str, Any]:
+    objective = {"objective": recipe.objective.name} if isinstance(recipe, PostTrainingRecipe) else {}
     return {
         "name": recipe.model.name,
+        **objective,
         "config": recipe.model.model_dump(mode="json"),
         "parameters": parameter_count(recipe.model),
         "flops_per_token": flops_per_token(recipe.model),
@@ -431,7 +466,9 @@ def _train(
     if resume:
         say(f"resumed at step {trainer.progress.step}" if found else "no checkpoint yet: starting from the beginning")
     if recipe.training.start is not None and not found:
-        _start_from(trainer.engine, open_checkpoint(find_model(recipe.training.start)))
+        _start_from(trainer.engine, open_checkpoint(find_model(recipe.training.start)), recipe.seed)
+    if isinstance(recipe, PostTrainingRecipe):
+        add_reference(recipe, trainer, run, say)
     return trainer.fit()
 
 
@@ -439,7 +476,7 @@ def _trainer(
     job: Job, recipe: LanguageRecipe, run: Run, on_step: LanguageStepCallback | None = None
 ) -> LanguageTrainer:
     device = select_device(recipe.device).type
-    corpora = prepare_corpora(recipe.data)
+    corpora = prepare(recipe)
     mesh = ProcessMesh(recipe.parallel, device)
     digests = mesh.exchange([zlib.crc32(json.dumps(text_identity(corpora.facts)).encode())])[:, 0].tolist()
     for rank, digest in enumerate(digests):
@@ -449,30 +486,40 @@ def _trainer(
                 where=recipe.data.label,
                 remedy="give all machines the same files",
             )
-    engine = LanguageEngine(recipe.training, recipe.model, mesh, recipe.seed)
     peak = peak_flops(device, compute_dtype(recipe.training.precision))
+    common: dict[str, Any] = {
+        "checkpoints": ShardedCheckpoints(run.checkpoints, mesh, recipe.training.asynchronous),
+        "run": run if job.rank == 0 else None,
+        "peak": None if peak is None else peak.flops_per_s,
+        "watchdog": job.watchdog,
+        "on_step": on_step,
+        "recipe": recipe_state(recipe),
+    }
+    if isinstance(recipe, PostTrainingRecipe):
+        assert isinstance(corpora, ChatCorpora)
+        return post_trainer(recipe, corpora, mesh, common)
+    assert isinstance(corpora, TextCorpora)
+    engine = LanguageEngine(recipe.training, recipe.model, mesh, recipe.seed)
     held_out = held_out_batches(corpora, recipe.packing, tokens=recipe.training.evaluation_tokens)
+    batches = batches_of(recipe, corpora)
     return LanguageTrainer(
-        recipe.training,
-        engine,
-        batches_of(recipe, corpora),
-        ShardedCheckpoints(run.checkpoints, mesh, recipe.training.asynchronous),
-        run if job.rank == 0 else None,
-        held_out=held_out.microbatches,
-        held_out_bytes=held_out.bytes,
-        peak=None if peak is None else peak.flops_per_s,
-        watchdog=job.watchdog,
-        on_step=on_step,
-        recipe=recipe_state(recipe),
+        recipe.training, engine, batches, held_out=held_out.microbatches, held_out_bytes=held_out.bytes, **common
     )
 
 
-def _start_from(engine: LanguageEngine, source: Source) -> None:
-    """Load the weights of a checkpoint into an engine; each rank reads those of its stages."""
+def _start_from(engine: LanguageEngine, source: Source, seed: int) -> None:
+    """Load the weights of a checkpoint into an engine; each rank reads those of its stages, and draws new ones."""
+    merged = None if source.config.adapter is None else dict(read_model(source).named_parameters())
+    known = parameter_shapes(source.config)
 
     def read(name: str, shape: torch.Size) -> torch.Tensor:
         whole = torch.empty(shape)
-        source.read(name, whole)
+        if name not in known or name.endswith(ADAPTER_WEIGHTS):
+            draw_weight(whole, name, engine.model, seed)
+        elif merged is not None:
+            whole.copy_(merged[name].detach())
+        else:
+            source.read(name, whole)
         return whole
 
     for stage in engine.stages.values():

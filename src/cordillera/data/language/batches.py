@@ -8,9 +8,9 @@ exact token on any other mesh.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Protocol, overload
 
 import numpy as np
 import torch
@@ -30,6 +30,10 @@ _SAMPLE_BATCHES, _SAMPLE_DOCUMENTS = 100, 8_000
 """Largest numbers of batches and of documents of the stream on which thresholds are tuned."""
 
 
+IGNORED = -100
+"""Label of a token that predicts nothing, as in torch."""
+
+
 class PackedTokens(NamedTuple):
     """Microbatch of documents, one after another.
 
@@ -37,11 +41,13 @@ class PackedTokens(NamedTuple):
         tokens: ``int64 [T]``.
         offsets: Start of each document, and ``T``; ``int64 [B + 1]``.
         labels: Target of each token, or ``IGNORED``, ``int64 [T]``; None for the next token of its document.
+        documents: Values of each document, ``[B]``, or of each token, ``[T]``, by name; None for none.
     """
 
     tokens: Tensor
     offsets: Tensor
     labels: Tensor | None = None
+    documents: Mapping[str, Tensor] | None = None
 
 
 class DocumentPart(NamedTuple):
@@ -111,6 +117,48 @@ class BatchConfig(BaseModel):
         return self.microbatches or max(-(-self.tokens // self.context), at_least)
 
 
+class Iteration(Protocol):
+    """Microbatches of one optimizer step; see :class:`TextIteration`."""
+
+    @property
+    def microbatches(self) -> Sequence[PackedTokens]: ...
+    @property
+    def lengths(self) -> Sequence[Sequence[int]]: ...
+    @property
+    def imbalance(self) -> float: ...
+    @property
+    def delay(self) -> float: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def documents(self) -> int: ...
+
+
+class Batches(Protocol):
+    """Iterations of a training, which resume where they were saved."""
+
+    def __iter__(self) -> Iterator[Iteration]: ...
+    def __next__(self) -> Iteration: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, fit for JSON."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved position."""
+        ...
+
+
+class HeldOutMicrobatches(Protocol):
+    """Microbatches to evaluate on."""
+
+    def __len__(self) -> int: ...
+
+    def neighbours(self, first: int, count: int) -> Sequence[PackedTokens]:
+        """Return ``count`` microbatches from ``first`` on, fewer at the end."""
+        ...
+
+
 class Microbatches(Sequence[PackedTokens]):
     """Microbatches whose tokens are read on first access.
 
@@ -135,8 +183,11 @@ class Microbatches(Sequence[PackedTokens]):
             return [self[place] for place in range(*index.indices(len(self)))]
         place = range(len(self))[index]
         if place not in self._read:
-            self._read[place] = _packed(self._sources, self.parts[place])
+            self._read[place] = self._pack(self.parts[place])
         return self._read[place]
+
+    def _pack(self, parts: Sequence[DocumentPart]) -> PackedTokens:
+        return _packed(self._sources, parts)
 
     def neighbours(self, first: int, count: int) -> Microbatches:
         """Return ``count`` microbatches from ``first`` on, fewer at the end, with a cache of tokens of their own."""

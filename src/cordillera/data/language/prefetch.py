@@ -9,15 +9,15 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from cordillera.data.language.batches import TextBatches, TextIteration
+from cordillera.data.language.batches import Batches, Iteration
 from cordillera.errors import DataError
 
 _POLL_S = 0.1
 
-_Item = tuple[TextIteration, dict[str, Any]] | BaseException
+_Item = tuple[Iteration, dict[str, Any]] | BaseException
 
 
-class PrefetchedBatches(Iterator[TextIteration]):
+class PrefetchedBatches(Iterator[Iteration]):
     """Iterator over the iterations of :class:`TextBatches` that plans and reads some of them ahead.
 
     Its state is that of the iterations that were taken, not of those prepared, so a run that resumes from it skips
@@ -37,7 +37,7 @@ class PrefetchedBatches(Iterator[TextIteration]):
     """
 
     def __init__(
-        self, batches: TextBatches, *, part: slice = slice(None), ahead: int = 2, deadline_s: float = 600.0
+        self, batches: Batches, *, part: slice = slice(None), ahead: int = 2, deadline_s: float = 600.0
     ) -> None:
         if ahead < 1:
             raise DataError(f"{ahead} iterations cannot be read ahead", where="ahead", remedy="at least 1")
@@ -52,7 +52,7 @@ class PrefetchedBatches(Iterator[TextIteration]):
     def __iter__(self) -> PrefetchedBatches:
         return self
 
-    def __next__(self) -> TextIteration:
+    def __next__(self) -> Iteration:
         """Return the next iteration.
 
         Raises:
@@ -135,7 +135,35 @@ class PrefetchedBatches(Iterator[TextIteration]):
         self._state = self._end = None
 
 
-def _prepare(batches: TextBatches, part: slice, ready: queue.Queue[_Item], stop: threading.Event) -> None:
+class LiveBatches(Iterator[Iteration]):
+    """Iterations that are prepared when they are asked for, because they depend on the weights.
+
+    Args:
+        batches: Iterations.
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        self.batches = batches
+
+    def __next__(self) -> Iteration:
+        return next(self.batches)
+
+    def __enter__(self) -> LiveBatches:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the iterations that were taken."""
+        return self.batches.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved position."""
+        self.batches.load_state_dict(state)
+
+
+def _prepare(batches: Batches, part: slice, ready: queue.Queue[_Item], stop: threading.Event) -> None:
     def put(item: _Item) -> bool:
         while not stop.is_set():
             try:

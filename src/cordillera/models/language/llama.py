@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cordillera.kernels.attention.documents import document_attention
+from cordillera.models.language.adapters import AdapterConfig, add_adapters
 from cordillera.models.language.moe import ExpertLayer, ExpertsConfig
 
 ModelSize = Annotated[int, Field(ge=1, le=2**30)]
@@ -85,6 +86,8 @@ class LlamaConfig(BaseModel):
         head_dim: Width of a head; None for ``hidden / heads``.
         ffn: Width of the feed-forward net, or of each expert; :func:`ffn_width` computes the published ones.
         experts: Experts in place of feed-forward nets; None for none.
+        adapter: Low-rank adapters, which alone are trained; None to train all weights.
+        scores: Whether one number a token, a score, takes the place of the logits of a head, as in a reward model.
         vocabulary: Number of tokens in the vocabulary.
         context: Longest sequence that the model was made for, in tokens.
         tied: Whether the output head shares the embedding's weights, as in Llama 3.2 and in small models.
@@ -103,6 +106,8 @@ class LlamaConfig(BaseModel):
     head_dim: ModelSize | None = None
     ffn: ModelSize = 14336
     experts: ExpertsConfig | None = None
+    adapter: AdapterConfig | None = None
+    scores: bool = False
     vocabulary: ModelSize = 128256
     context: ModelSize = 8192
     tied: bool = False
@@ -116,6 +121,8 @@ class LlamaConfig(BaseModel):
             raise ValueError(f"heads ({self.heads}) must divide hidden ({self.hidden}), or head_dim must be given")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads ({self.kv_heads}) must divide heads ({self.heads})")
+        if self.adapter is not None and self.experts is not None:
+            raise ValueError("adapter: layers of experts have none; train all weights")
         if self.head_width % 2:
             raise ValueError(f"the width of a head ({self.head_width}) must be even: rotary positions turn pairs")
         return self
@@ -152,8 +159,17 @@ def parameter_count(config: LlamaConfig) -> int:
     if (experts := config.experts) is not None:
         block += 3 * config.hidden * (config.ffn * (experts.count - 1) + experts.shared)
         block += experts.count * (config.hidden + 1)  # the router and its bias
-    embeddings = config.vocabulary * config.hidden * (1 if config.tied else 2)
-    return embeddings + config.layers * block + config.hidden
+    embeddings = config.vocabulary * config.hidden * (1 if config.tied or config.scores else 2)
+    return embeddings + config.layers * block + config.hidden * (2 if config.scores else 1) + _adapter_count(config)
+
+
+def _adapter_count(config: LlamaConfig) -> int:
+    if config.adapter is None:
+        return 0
+    heads, kv_heads = config.heads * config.head_width, config.kv_heads * config.head_width
+    other = {"query": heads, "key": kv_heads, "value": kv_heads, "output": heads}  # beside the residual stream
+    widths = [config.hidden + other.get(name, config.ffn) for name in config.adapter.layers]
+    return config.layers * config.adapter.rank * sum(widths)
 
 
 _70B = LlamaConfig(layers=80, hidden=8192, heads=64, ffn=28672)
@@ -320,7 +336,14 @@ class Llama(nn.Module):
         self.embedding = _make_embedding(config)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.norm_eps)
-        self.head = None if config.tied else nn.Linear(config.hidden, config.vocabulary, bias=False)
+        has_head = not (config.tied or config.scores)
+        self.head = nn.Linear(config.hidden, config.vocabulary, bias=False) if has_head else None
+        if config.adapter is not None:
+            for parameter in self.parameters():
+                parameter.requires_grad_(False)
+            for block in self.layers:
+                add_adapters(block, config.adapter)
+        self.score = nn.Linear(config.hidden, 1, bias=False) if config.scores else None
 
     def forward(
         self, tokens: Tensor, offsets: Tensor, positions: Tensor | None = None, cache: Cache | None = None
@@ -358,7 +381,9 @@ class Llama(nn.Module):
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits ``[n, vocabulary]`` from rows of :meth:`hidden`, ``[n, hidden]``."""
+        """Compute logits ``[n, vocabulary]`` from rows of :meth:`hidden`, ``[n, hidden]``; scores ``[n, 1]`` if any."""
+        if self.score is not None:
+            return self.score(hidden)
         return F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)
 
     @torch.no_grad()
@@ -391,7 +416,7 @@ def draw_weight(weight: Tensor, name: str, config: LlamaConfig, seed: int = 0) -
         weight: Weight of the model of ``config``, ``[out, in]`` or ``[width]``, which is filled.
         name: Name of the parameter in the model.
     """
-    if name.endswith(("norm.weight", "router.bias")):
+    if name.endswith(("norm.weight", "router.bias", ".wide")):
         weight.fill_(float(name.endswith("norm.weight")))
         return
     residual = name.removesuffix(".weight").endswith(("attention.output", "feed_forward.down", "shared.down"))

@@ -9,15 +9,17 @@ Source: Grattafiori et al. 2024, section 3.3.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 from cordillera.distributed.collectives import Collectives
 from cordillera.distributed.tensor_parallel import local
-from cordillera.distributed.vocabulary_loss import IGNORED, summed_cross_entropy
+from cordillera.distributed.vocabulary_loss import IGNORED, label_log_probabilities, summed_cross_entropy
 from cordillera.errors import CheckpointError
 from cordillera.models.language.llama import (
     Block,
@@ -44,6 +46,19 @@ def cut_layers(layers: int, stages: int) -> list[range]:
     return [range(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(stages)]
 
 
+class Objective(Protocol):
+    """Loss of a last stage."""
+
+    def __call__(
+        self, stage: LlamaStage, hidden: Tensor, offsets: Tensor, labels: Tensor, documents: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return the sum of the losses of a microbatch, a scalar; arguments are those of :meth:`LlamaStage.forward`.
+
+        ``hidden [T, hidden]`` is the input of the head.
+        """
+        ...
+
+
 class LlamaStage(nn.Module):
     """Consecutive blocks of a Llama, with the embedding in stage 0, and norm and head in the last.
 
@@ -53,6 +68,7 @@ class LlamaStage(nn.Module):
     Attributes:
         vocabulary_links: Collectives between the ranks over which the head is split; None if it is whole.
         loss_rows: Number of rows whose logits exist at a time.
+        objective: Loss of the last stage in place of the cross entropy of the labels; None for that.
     """
 
     def __init__(self, model: Llama, stage: int = 0, stages: int = 1) -> None:
@@ -61,14 +77,15 @@ class LlamaStage(nn.Module):
         self.is_first, self.is_last = stage == 0, stage == stages - 1
         self.vocabulary_links: Collectives | None = None
         self.loss_rows = 1024
-        if self.is_first or (self.is_last and self.config.tied):
+        self.objective: Objective | None = None
+        if self.is_first or (self.is_last and self.config.tied and not self.config.scores):
             self.embedding = model.embedding
         self.layers = nn.ModuleDict(
             {str(number): model.layers[number] for number in cut_layers(self.config.layers, stages)[stage]}
         )
         if self.is_last:
             self.norm = model.norm
-            self.head = model.head
+            self.head, self.score = model.head, model.score
 
     @property
     def blocks(self) -> list[Block]:
@@ -92,7 +109,13 @@ class LlamaStage(nn.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def forward(
-        self, x: Tensor, offsets: Tensor, positions: Tensor | None, labels: Tensor, core: Core | None = None
+        self,
+        x: Tensor,
+        offsets: Tensor,
+        positions: Tensor | None,
+        labels: Tensor,
+        core: Core | None = None,
+        documents: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Compute the residual stream or, in the last stage, the sum of the losses.
 
@@ -105,6 +128,7 @@ class LlamaStage(nn.Module):
             labels: Target of each token, ``int64 [T]``, or :data:`~cordillera.distributed.vocabulary_loss.IGNORED`;
                 read by the last stage, and by routers of experts.
             core: Function that replaces attention's core if documents are spread over devices.
+            documents: Values of each document, ``[B]``, by name, for the objective.
 
         Returns:
             Residual stream ``[T, hidden]``, or a scalar in 32 bits.
@@ -119,8 +143,22 @@ class LlamaStage(nn.Module):
             x = block(x, offsets, table, core, has_target)
         if not self.is_last:
             return x
-        weight = local(self.head_weight)
-        return summed_cross_entropy(self.norm(x), weight, labels, self.vocabulary_links, self.loss_rows)
+        hidden = self.norm(x)
+        if self.objective is not None:
+            return self.objective(self, hidden, offsets, labels, documents or {})
+        return summed_cross_entropy(hidden, local(self.head_weight), labels, self.vocabulary_links, self.loss_rows)
+
+    def score_of(self, hidden: Tensor) -> Tensor:
+        """Return the score of each row, ``[n]``, of a model with scores; ``hidden [n, hidden]`` is the head's input."""
+        assert self.score is not None
+        return F.linear(hidden, local(self.score.weight)).squeeze(1)
+
+    def log_probabilities(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Return the log-probability of each label, ``[T]``, and 0 where it is ignored, in the last stage.
+
+        ``hidden [T, hidden]`` is the head's input, ``labels`` are those of :meth:`forward`.
+        """
+        return label_log_probabilities(hidden, local(self.head_weight), labels, self.loss_rows)
 
     @torch.no_grad()
     def fill(self, weights: Callable[[str, torch.Size], Tensor]) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from cordillera.data.assets import ASSETS, stored_asset
+from cordillera.data.language.chat_tokens import chat_tokenizer
 from cordillera.data.tokenizers.chat import Message
 from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.data.tokenizers.tokenizer import StreamDecoder, check_text
@@ -111,7 +112,14 @@ class LanguageModel:
         self.path = find_model(name)
         self._source = open_checkpoint(self.path)
         self.config = self._source.config
-        self.tokenizer = load_tokenizer(_tokenizer_of(name, self.path) if tokenizer is None else tokenizer)
+        if self.config.scores:
+            raise DataError(
+                "is a reward model, which gives scores and no text", where=str(name), remedy="use it with `best-of`"
+            )
+        self.tokenizer = load_tokenizer(tokenizer_of(name, self.path) if tokenizer is None else tokenizer)
+        run = _run_of(name, self.path)
+        if run is not None and "objective" in run.read_json("model.json"):  # it was trained on chats
+            self.tokenizer = chat_tokenizer(self.tokenizer)
         if self.tokenizer.vocab_size > self.config.vocabulary:
             raise DataError(
                 f"has {self.tokenizer.vocab_size:,} tokens, the model has {self.config.vocabulary:,}",
@@ -320,18 +328,28 @@ def _is_run(path: Path) -> bool:
     return (path / "recipe.toml").is_file()
 
 
-def _tokenizer_of(name: str | Path, path: Path) -> str | Path:
-    """Return the tokenizer of a checkpoint at ``path``; for a run's checkpoint, the run's folder names it."""
-    run, parent = Path(name).expanduser(), path.resolve().parent
-    if path == run and parent.name == "checkpoints":
-        run = parent.parent
-    if not _is_run(run):
+def tokenizer_of(name: str | Path, path: Path) -> str | Path:
+    """Return the tokenizer of a model's ``name`` and ``path``; for a run's checkpoint, the run's folder names it.
+
+    Raises:
+        DataError: If a run does not name its tokenizer.
+    """
+    run = _run_of(name, path)
+    if run is None:
         return path
     try:
-        return str(Run(run).read_json("model.json")["data"]["tokenizer"]["name"])
+        return str(run.read_json("model.json")["data"]["tokenizer"]["name"])
     except (KeyError, TypeError) as error:
         remedy = "name one with --tokenizer"
-        raise DataError("names no tokenizer", where=str(run / "model.json"), remedy=remedy) from error
+        raise DataError("names no tokenizer", where=str(run.folder / "model.json"), remedy=remedy) from error
+
+
+def _run_of(name: str | Path, path: Path) -> Run | None:
+    """Return the run that a model's ``name`` and ``path`` are of, if they are of one."""
+    folder, parent = Path(name).expanduser(), path.resolve().parent
+    if path == folder and parent.name == "checkpoints":
+        folder = parent.parent
+    return Run(folder) if _is_run(folder) else None
 
 
 def _device(name: str) -> torch.device:

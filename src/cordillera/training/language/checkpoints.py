@@ -28,8 +28,7 @@ from cordillera.models.language.checkpoints.sharded import (
     ShardedFolder,
     check_weights,
 )
-from cordillera.models.language.checkpoints.source import check_architecture
-from cordillera.models.language.moe import UNTRAINED
+from cordillera.models.language.checkpoints.source import check_architecture, trained_names
 from cordillera.numerics.emulation.weight_storage import WeightStorage
 from cordillera.training.checkpoints import folder_of, not_finite
 from cordillera.training.language.engine import LanguageEngine
@@ -203,8 +202,9 @@ def _load(engine: LanguageEngine, folder: ShardedFolder) -> dict[str, Any]:
     check_weights(weights, engine.model)
     # a model without a step has no moments
     has_moments = any(name.rpartition(".")[2] in _MOMENTS for name in moments.shapes)
+    trained = trained_names(engine.model)
     for name, shape in weights.shapes.items() if has_moments else ():
-        for key in () if name.endswith(UNTRAINED) else (*_MOMENTS, "step"):
+        for key in (*_MOMENTS, "step") if name in trained else ():
             own, wanted = _of_optimizer(name, key), () if key == "step" else shape
             if moments.shapes.get(own) != wanted:
                 found = f"has shape {moments.shapes[own]}, not {wanted}" if own in moments.shapes else "is not there"
@@ -213,7 +213,7 @@ def _load(engine: LanguageEngine, folder: ShardedFolder) -> dict[str, Any]:
         _read(weights, name, parameter)
         state = engine.optimizer.state[parameter]
         state.clear()
-        if has_moments and not name.endswith(UNTRAINED):
+        if has_moments and name in trained:
             state["step"] = torch.zeros((), device=parameter.device)
             moments.read(_of_optimizer(name, "step"), (), state["step"])
             for key in _MOMENTS:

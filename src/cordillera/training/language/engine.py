@@ -13,7 +13,8 @@ import math
 import time
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, NamedTuple
 
 import torch
@@ -39,13 +40,14 @@ from cordillera.models.language.parallelize import (
     reduce_now,
 )
 from cordillera.models.language.plain_attention import plain_attention
-from cordillera.models.language.stages import cut_model, part_of
+from cordillera.models.language.stages import LlamaStage, cut_model, part_of
 from cordillera.numerics.emulation.emulation import EmulatedProducts, EmulationConfig
 from cordillera.numerics.emulation.weight_storage import WeightStorage
 from cordillera.numerics.formats.cast_checks import self_test
 from cordillera.numerics.formats.precision import Precision
 from cordillera.planning.pipeline.schedules import Action, Kind
 from cordillera.training.language.gradients import StageGradients
+from cordillera.training.language.objectives import AnswersObjective
 from cordillera.training.optimizers import build_adamw
 
 AGREED = "numbers that all ranks know"
@@ -100,6 +102,7 @@ class StepReport(NamedTuple):
         is_skipped: Whether the weights were left unchanged, because a gradient or the loss was not finite.
         expert_imbalance: Tokens of the busiest expert of a layer in multiples of the mean, averaged over layers;
             None for a model without experts.
+        measures: Sums of what the objective measured over the step's units, and the number of units.
     """
 
     loss: float
@@ -107,6 +110,7 @@ class StepReport(NamedTuple):
     targets: int
     is_skipped: bool
     expert_imbalance: float | None = None
+    measures: Mapping[str, float] = MappingProxyType({})
 
 
 def check_emulated(emulate: EmulationConfig | None, parallel: ParallelConfig) -> None:
@@ -179,6 +183,7 @@ class LanguageEngine:
 
     Args:
         seed: Seed of the weights, which do not depend on the mesh.
+        objective: Loss of post-training; None for the cross entropy of the next token.
 
     Attributes:
         stages: Stages that this process holds, by number.
@@ -193,12 +198,19 @@ class LanguageEngine:
 
     Config = LanguageConfig
 
-    def __init__(self, config: LanguageConfig, model: LlamaConfig, mesh: ProcessMesh, seed: int = 0) -> None:
+    def __init__(
+        self,
+        config: LanguageConfig,
+        model: LlamaConfig,
+        mesh: ProcessMesh,
+        seed: int = 0,
+        objective: AnswersObjective | None = None,
+    ) -> None:
         parallel = mesh.config
         check_fit(model, parallel)
         check_emulated(config.emulate, parallel)
         check_experts(config, model, parallel)
-        self.config, self.model, self.mesh = config, model, mesh
+        self.config, self.model, self.mesh, self.objective = config, model, mesh, objective
         self._schedule = parallel.make_schedule(4 * parallel.stages)
         self._splits_backward = self._schedule.splits_backward
         if config.compile:
@@ -208,7 +220,7 @@ class LanguageEngine:
         self.ledger = Ledger()
         for stage in self.stages.values():
             parallelize(stage, mesh, config.precision, self.ledger, config.compile)
-            stage.loss_rows = config.loss_rows
+            stage.loss_rows, stage.objective = config.loss_rows, objective
             stage.init_weights(seed)
             for layer in stage.experts.values():
                 layer.keeps, layer.router.settings = config.experts.keeps, config.experts
@@ -286,6 +298,34 @@ class LanguageEngine:
             free_weights(stage)
         return float(self._exchange([loss]).sum()), targets
 
+    @torch.no_grad()
+    def log_probabilities(self, one: PackedTokens) -> Tensor:
+        """Compute the log-probability of each label of a microbatch, ``[T]``, 0 where it is ignored; one process only.
+
+        Raises:
+            DataError: If the microbatch is invalid.
+        """
+        problem = self._problem(one)
+        if problem is not None:
+            raise DataError(problem, where="microbatch")
+        found: list[Tensor] = []
+
+        def keep(
+            stage: LlamaStage, hidden: Tensor, offsets: Tensor, labels: Tensor, documents: Mapping[str, Tensor]
+        ) -> Tensor:
+            found.append(stage.log_probabilities(hidden, labels))
+            return hidden.new_zeros(())
+
+        stage = self.stages[0]
+        stage.objective = keep
+        try:
+            (tokens,), (arguments,), _ = self._cut([_labelled(one)])
+            stage(tokens, *arguments)
+        finally:
+            stage.objective = self.objective
+            free_weights(stage)
+        return found[0]
+
     def update(self, loss: float, targets: int, rate: float = 1.0) -> StepReport:
         """Change the weights by the accumulated gradients, and clear the gradients.
 
@@ -314,7 +354,11 @@ class LanguageEngine:
             if self.storage is not None:
                 self.storage.after_update(self.steps)
         self.optimizer.zero_grad()
-        return StepReport(loss, norm, targets, is_skipped, self._balance(not is_skipped))
+        return StepReport(loss, norm, targets, is_skipped, self._balance(not is_skipped), self.take_measures())
+
+    def take_measures(self) -> dict[str, float]:
+        """Return sums of what the objective measured since the last call, and begin anew; empty without any."""
+        return {} if self.objective is None else self.objective.take()
 
     def _routers(self) -> dict[int, Router]:
         """Routers of this process by the number of their block."""
@@ -378,7 +422,7 @@ class LanguageEngine:
 
     def _problem(self, one: PackedTokens) -> str | None:
         """Return what is wrong with a microbatch, or None."""
-        tokens, offsets, labels = one
+        tokens, offsets, labels = one[:3]
         bounds = offsets.tolist()
         if not bounds or bounds[0] != 0 or bounds[-1] != len(tokens) or bounds != sorted(bounds):
             return f"offsets {bounds} do not rise from 0 to its {len(tokens)} tokens"
@@ -401,7 +445,7 @@ class LanguageEngine:
             assert one.labels is not None
             for tensor in (one.tokens, one.offsets, one.labels):
                 digest = zlib.crc32(tensor.cpu().numpy().tobytes(), digest)
-            targets += int((one.labels != IGNORED).sum())
+            targets += int((one.labels != IGNORED).sum()) if self.objective is None else self.objective.units(one)
         numbers = [self.mesh.copy, digest, targets, count, problem is not None]
         found = self._exchange(numbers).long().tolist()
         if problem is not None:
@@ -429,12 +473,13 @@ class LanguageEngine:
         parallel, device = self.mesh.config, self.mesh.device_type
         inputs: list[Tensor] = []
         arguments: list[tuple[object, ...]] = []
-        for tokens, offsets, labels in own:
+        for tokens, offsets, labels, documents in own:
             assert labels is not None
             if parallel.context == 1:
                 inputs.append(tokens.to(device))
                 core = None if self.config.emulate is None else plain_attention
-                arguments.append((offsets, None, labels.to(device), core))
+                values = {name: value.to(device) for name, value in (documents or {}).items()}
+                arguments.append((offsets, None, labels.to(device), core, values))
                 continue
             # one for each microbatch: a pipeline has several in flight, and a backward may recompute its forward
             parts = ContextParallelAttention(self._context, self.mesh.context_group, self.ledger)

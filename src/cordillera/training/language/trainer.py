@@ -15,15 +15,16 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 
-from cordillera.data.language.batches import Microbatches, TextBatches, TextIteration
-from cordillera.data.language.prefetch import PrefetchedBatches
+from cordillera.data.language.batches import Batches, HeldOutMicrobatches, Iteration
+from cordillera.data.language.prefetch import LiveBatches, PrefetchedBatches
 from cordillera.distributed.job.watchdog import Watchdog
 from cordillera.errors import Interrupted, TrainingError
 from cordillera.kernels.host_memory import keep_freed_memory
@@ -31,6 +32,7 @@ from cordillera.models.language.flops import training_flops
 from cordillera.run import Run
 from cordillera.training.language.checkpoints import ShardedCheckpoints
 from cordillera.training.language.engine import LanguageConfig, LanguageEngine
+from cordillera.training.language.objectives import means
 from cordillera.training.optimizers import schedule
 from cordillera.training.recorder import RunRecorder
 
@@ -89,6 +91,7 @@ class LanguageEvaluation(NamedTuple):
         loss: Mean negative log-likelihood, nats per token.
         bits_per_byte: Negative log-likelihood in bits per byte of text, which compares models with different
             vocabularies.
+        measures: What an objective of post-training measures beside its loss, by name.
     """
 
     loss: float
@@ -96,6 +99,7 @@ class LanguageEvaluation(NamedTuple):
     bits_per_byte: float
     targets: int
     seconds: float
+    measures: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass
@@ -124,6 +128,7 @@ class _LanguageWindow:
     imbalance: float = 0.0
     expert_imbalance: float = 0.0
     delay: float = 0.0
+    measures: dict[str, float] = field(default_factory=dict)
     steps: int = 0
     gradient_norm: float | None = None
     learning_rate: float = 0.0
@@ -135,7 +140,10 @@ class _LanguageWindow:
     started: float = field(default_factory=time.perf_counter)
 
     def to_state(self) -> dict[str, Any]:
-        names = ("loss", "targets", "imbalance", "expert_imbalance", "delay", "steps", "gradient_norm", "learning_rate")
+        names = (
+            *("loss", "targets", "imbalance", "expert_imbalance", "delay", "steps", "gradient_norm", "learning_rate"),
+            "measures",
+        )
         return {name: getattr(self, name) for name in names}
 
 
@@ -155,6 +163,7 @@ class LanguageTrainer:
             stop, all stop after the step in progress. None for a loop without one.
         on_step: Function that draws progress, on rank 0.
         recipe: Recipe of the run as plain JSON values, saved with every checkpoint.
+        reads_ahead: Whether iterations are prepared while others are computed; they must not depend on the weights.
     """
 
     Config = LanguageTrainingConfig
@@ -163,23 +172,26 @@ class LanguageTrainer:
         self,
         config: LanguageTrainingConfig,
         engine: LanguageEngine,
-        batches: TextBatches,
+        batches: Batches,
         checkpoints: ShardedCheckpoints,
         run: Run | None = None,
         *,
-        held_out: Microbatches | None = None,
+        held_out: HeldOutMicrobatches | None = None,
         held_out_bytes: int = 0,
         peak: float | None = None,
         watchdog: Watchdog | None = None,
         on_step: LanguageStepCallback | None = None,
         recipe: dict[str, Any] | None = None,
+        reads_ahead: bool = True,
     ) -> None:
         self.config, self.engine, self.checkpoints, self.run = config, engine, checkpoints, run
         mesh = engine.mesh
         if mesh.device_type == "cpu":
             keep_freed_memory()
         own = slice(mesh.copy, None, mesh.config.copies)
-        self.batches = PrefetchedBatches(batches, part=own, deadline_s=mesh.config.deadline_s)
+        self.batches: PrefetchedBatches | LiveBatches = LiveBatches(batches)
+        if reads_ahead:
+            self.batches = PrefetchedBatches(batches, part=own, deadline_s=mesh.config.deadline_s)
         self.held_out, self.held_out_bytes, self.peak = held_out, held_out_bytes, peak
         self.watchdog, self.on_step, self.recipe = watchdog, on_step, recipe
         self.progress = LanguageProgress()
@@ -234,7 +246,7 @@ class LanguageTrainer:
         ended = self._steps()
         if self.checkpoints.last != self.progress.step:
             self._save()
-        if ended != "interrupted" and self.held_out:
+        if ended != "interrupted" and self.can_evaluate:
             evaluation = self._evaluate()
             ended = ended if evaluation is not None else "interrupted"
         self.checkpoints.wait()
@@ -269,7 +281,15 @@ class LanguageTrainer:
         mean = loss / targets
         perplexity = math.exp(mean) if mean < 700 else math.inf
         bits = loss / math.log(2) / self.held_out_bytes if self.held_out_bytes else math.nan
-        return LanguageEvaluation(mean, perplexity, bits, targets, time.perf_counter() - began)
+        measures = means(self.engine.take_measures())
+        if measures:  # losses of pairs are not those of tokens
+            perplexity = math.nan
+        return LanguageEvaluation(mean, perplexity, bits, targets, time.perf_counter() - began, measures)
+
+    @property
+    def can_evaluate(self) -> bool:
+        """Whether something was held out."""
+        return bool(self.held_out)
 
     def _steps(self) -> _Ended:
         config, progress = self.config, self.progress
@@ -293,7 +313,7 @@ class LanguageTrainer:
             if is_last or self._is_due(config.log_every):
                 record, self._window = self._log(), _LanguageWindow()
             paused = time.perf_counter()
-            if self.held_out and not is_last and self._is_due(config.evaluate_every):
+            if self.can_evaluate and not is_last and self._is_due(config.evaluate_every):
                 is_asked = self._evaluate() is None or is_asked
             if not is_last and not is_asked and self._is_due(config.checkpoint_every):
                 self._save()
@@ -304,7 +324,7 @@ class LanguageTrainer:
                 return "interrupted"
         return "finished"
 
-    def _step(self, iteration: TextIteration) -> None:
+    def _step(self, iteration: Iteration) -> None:
         config, progress, window = self.config, self.progress, self._window
         self._at(f"step {progress.step + 1}")
         rate = schedule(
@@ -324,6 +344,8 @@ class LanguageTrainer:
         window.expert_imbalance += report.expert_imbalance or 0.0
         window.delay += iteration.delay
         if not report.is_skipped:
+            for name, value in report.measures.items():
+                window.measures[name] = window.measures.get(name, 0.0) + value
             progress.stale = 0
             window.loss += report.loss * report.targets
             window.targets += report.targets
@@ -395,6 +417,7 @@ class LanguageTrainer:
             "communication_seconds": window.communication,
             "exposed_seconds": window.exposed,
             "data_seconds": window.waiting,
+            **means(window.measures),
         }
         record = self._record("train", **content)
         drawn = {f"train/{key}": record[key] for key in _DRAWN if record[key] is not None}

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from cordillera.data.sealed import CHECKSUMS
 from cordillera.errors import CheckpointError
+from cordillera.models.language.adapters import merge_adapters
 from cordillera.models.language.checkpoints.consolidated import Consolidated, save_consolidated
 from cordillera.models.language.checkpoints.gguf_file import GGUFFile
 from cordillera.models.language.checkpoints.hugging_face import HuggingFace, save_hugging_face
@@ -89,6 +90,8 @@ def read_model(
 ) -> Llama:
     """Create the model of an open checkpoint ``source``, with ``dtype``, ``device`` and ``threads`` as in :func:`load`.
 
+    Adapters are merged into the weights that they change.
+
     Raises:
         CheckpointError: If weights are NaN or infinite, or become so in ``dtype``.
     """
@@ -99,6 +102,8 @@ def read_model(
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device)))
     _fill(model, source, threads)
+    merge_adapters(model)
+    model.config = source.config.model_copy(update={"adapter": None})
     return model
 
 

@@ -72,6 +72,12 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in Llama(config).named_parameters()}
 
 
+def trained_names(config: LlamaConfig) -> set[str]:
+    """Return the names of the parameters that training changes."""
+    with torch.device("meta"):
+        return {name for name, parameter in Llama(config).named_parameters() if parameter.requires_grad}
+
+
 def check_architecture(model: LlamaConfig, checkpoint: LlamaConfig, where: Path) -> None:
     """Refuse a checkpoint whose architecture differs from a model's in more than the length of the context."""
     ours, theirs = model.model_dump(), checkpoint.model_dump()

@@ -1,0 +1,108 @@
+"""``cordillera best-of``, ``cordillera judge`` and ``cordillera average``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_Reward = Annotated[Path, typer.Option("--reward", help="The run of a reward model.")]
+_Prompts = Annotated[
+    list[str], typer.Option("--prompts", help="JSON lines or Parquet with `prompt` or `messages`, or a built-in set.")
+]
+_Most = Annotated[int | None, typer.Option("--most", min=1, help="Prompts to answer. Default: all.")]
+_Tokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="For each answer.")]
+_Dtype = Annotated[str, typer.Option(help="Of the answering model: bfloat16, float16 or float32.")]
+_Seed = Annotated[int, typer.Option(min=0, help="The same seed draws the same answers.")]
+
+
+def best_of(
+    model: Annotated[str, typer.Argument(help="The model that answers: a name, a checkpoint or a run.")],
+    reward: _Reward,
+    prompts: _Prompts,
+    out: Annotated[Path, typer.Option("--out", help="File of the best answers; one that exists is gone on with.")],
+    samples: Annotated[int, typer.Option("-n", "--samples", min=2, help="Answers to each prompt.")] = 10,
+    most: _Most = None,
+    max_new_tokens: _Tokens = 256,
+    temperature: Annotated[float, typer.Option(help="Of the samples, above 0.")] = 1.0,
+    seed: _Seed = 0,
+    dtype: _Dtype = "bfloat16",
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
+) -> None:
+    """Sample answers to prompts and keep the one with the highest reward to each (rejection sampling)."""
+    from cordillera.cli._show import answering_progress, console, titled_table
+    from cordillera.workflows.post_training import answers
+
+    screen = console()
+    with answering_progress(screen, quiet=quiet) as on_answer:
+        found = answers.best_of(
+            model,
+            reward,
+            prompts,
+            out,
+            samples=samples,
+            most=most,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            dtype=dtype,
+            on_answer=on_answer,
+        )
+    table = titled_table(
+        f"{found.prompts:,} prompts, {found.samples} answers each", right=("best of", "reward", "nats")
+    )
+    for count, value in found.rewards.items():
+        table.add_row(f"{count}", f"{value:.3f}", f"{answers.best_of_divergence(count):.2f}")
+    screen.print(table)
+    screen.print("reward: expected; nats: largest divergence from the model's own answers")
+    screen.print(f"best answers: {found.file}")
+
+
+def judge(
+    first: Annotated[str, typer.Argument(help="The model whose wins are counted: a name, a checkpoint or a run.")],
+    second: Annotated[str, typer.Argument(help="The model that it is compared with.")],
+    reward: _Reward,
+    prompts: _Prompts,
+    most: _Most = None,
+    max_new_tokens: _Tokens = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely tokens.")] = 0.0,
+    seed: _Seed = 0,
+    dtype: _Dtype = "bfloat16",
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
+) -> None:
+    """Let two models answer prompts and count how often a reward model prefers the first one's answer."""
+    from cordillera.cli._show import answering_progress, console
+    from cordillera.workflows.post_training import answers
+
+    screen = console()
+    with answering_progress(screen, quiet=quiet) as on_answer:
+        found = answers.judge(
+            first,
+            second,
+            reward,
+            prompts,
+            most=most,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            dtype=dtype,
+            on_answer=on_answer,
+        )
+    low, high = found.interval
+    screen.print(
+        f"{first} wins {found.rate:.1%} of {found.prompts:,} prompts (95 % interval {low:.1%} to {high:.1%}; "
+        f"{found.ties:,} ties count half)"
+    )
+    screen.print(f"mean rewards: {found.rewards[0]:.3f} and {found.rewards[1]:.3f}")
+
+
+def average(
+    models: Annotated[list[str], typer.Argument(help="Names, checkpoints or runs of one architecture.")],
+    out: Annotated[Path, typer.Option("--out", help="The folder of the mean, in Hugging Face's layout.")],
+) -> None:
+    """Write the mean of models' weights; of one model, its weights with its adapters merged."""
+    from cordillera.cli._show import echo
+    from cordillera.workflows.post_training import averaging
+
+    echo(f"mean of {len(models)}: {averaging.average(models, out)}")

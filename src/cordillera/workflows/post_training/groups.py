@@ -1,0 +1,219 @@
+"""Training on problems whose answers can be verified: groups of samples of the present weights.
+
+Source: Shao et al. 2024 (GRPO), section 4.1, with outcome rewards: 1 for a right answer, 0 for any other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cordillera.data.language.batches import PackedTokens
+from cordillera.data.language.chats import ChatProblem
+from cordillera.data.language.verify import is_right
+from cordillera.data.tokenizers.tokenizer import Tokenizer
+from cordillera.distributed.vocabulary_loss import IGNORED
+from cordillera.errors import DataError
+from cordillera.jagged import offsets_from_lengths
+from cordillera.models.language.llama import Llama
+from cordillera.serving.language.sampler import Sampling
+from cordillera.training.language.engine import LanguageEngine
+from cordillera.training.language.objectives import GroupsConfig, group_advantages
+from cordillera.training.language.trainer import LanguageEvaluation, LanguageTrainer, LanguageTrainingConfig
+from cordillera.workflows.post_training.sampling import Answer, copy_of, sample_answers
+
+
+@dataclass(frozen=True)
+class GroupIteration:
+    """Samples of one step, as :class:`~cordillera.data.language.batches.Iteration` has them."""
+
+    microbatches: list[PackedTokens]
+    lengths: list[list[int]]
+    imbalance: float = 1.0
+    delay: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all microbatches."""
+        return sum(map(sum, self.lengths))
+
+    @property
+    def documents(self) -> int:
+        """Number of samples."""
+        return sum(map(len, self.lengths))
+
+
+class GroupBatches:
+    """Iterations of groups of samples, each drawn from the weights of its moment; endless.
+
+    What a step draws depends on the seed, the number of the step and the weights alone.
+
+    Args:
+        engine: Engine whose weights answer.
+        problems: Problems, which are gone through in a new order each time.
+        most: Largest number of tokens of a microbatch, if a single sample is not longer.
+        reference: Model that training began with, if the divergence from it counts.
+    """
+
+    def __init__(
+        self,
+        config: GroupsConfig,
+        engine: LanguageEngine,
+        problems: Sequence[ChatProblem],
+        tokenizer: Tokenizer,
+        *,
+        most: int,
+        seed: int,
+        reference: Llama | None = None,
+    ) -> None:
+        if not problems:
+            raise DataError("there is no problem to learn from", where="data")
+        self.config, self.engine, self.problems, self.tokenizer = config, engine, problems, tokenizer
+        self.most, self.seed = most, seed
+        self._number = 0
+        self._reference = reference
+
+    def __iter__(self) -> GroupBatches:
+        return self
+
+    def __next__(self) -> GroupIteration:
+        """Sample answers to the next problems and weigh them against each other."""
+        chosen = self._chosen()
+        prompts = [self.tokenizer.encode_chat(problem.prompt) for problem in chosen for _ in range(self.config.samples)]
+        samplings = [
+            Sampling(temperature=1.0, top_p=1.0, seed=_seed(self.seed, self._number, place))
+            for place in range(len(prompts))
+        ]
+        model = copy_of(self.engine.stages[0])
+        answers = sample_answers(model, self.tokenizer, prompts, self.config.max_new_tokens, samplings)
+        expected = [problem.answer for problem in chosen for _ in range(self.config.samples)]
+        right = [one.is_whole and is_right(one.text, answer) for one, answer in zip(answers, expected, strict=True)]
+        rewards = torch.tensor(right, dtype=torch.float64)
+        advantages = group_advantages(rewards.view(-1, self.config.samples), self.config.normalize).flatten()
+        self._number += 1
+        return self._packed(prompts, answers, rewards, advantages)
+
+    def _chosen(self) -> list[ChatProblem]:
+        count, found = len(self.problems), []
+        for place in range(self._number * self.config.problems, (self._number + 1) * self.config.problems):
+            order = list(range(count))
+            random.Random(f"{self.seed} {place // count}").shuffle(order)
+            found.append(self.problems[order[place % count]])
+        return found
+
+    def _packed(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Answer], rewards: Tensor, advantages: Tensor
+    ) -> GroupIteration:
+        parts: list[list[int]] = []
+        room = 0
+        for place, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            length = len(prompt) + len(answer.tokens)
+            if not parts or length > room:
+                parts.append([])
+                room = self.most
+            parts[-1].append(place)
+            room -= length
+        microbatches = [
+            self._microbatch(
+                [prompts[place] for place in part], [answers[place] for place in part], rewards[part], advantages[part]
+            )
+            for part in parts
+        ]
+        return GroupIteration(microbatches, [one.offsets.diff().tolist() for one in microbatches])
+
+    def _microbatch(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Answer], rewards: Tensor, advantages: Tensor
+    ) -> PackedTokens:
+        tokens: list[int] = []
+        labels: list[int] = []
+        sampled: list[float] = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            before = len(prompt) - 1
+            tokens += [*prompt, *answer.tokens]
+            labels += [IGNORED] * before + answer.tokens + [IGNORED]
+            sampled += [0.0] * before + answer.log_probabilities + [0.0]
+        lengths = torch.tensor([len(prompt) + len(one.tokens) for prompt, one in zip(prompts, answers, strict=True)])
+        packed = PackedTokens(torch.tensor(tokens), offsets_from_lengths(lengths), torch.tensor(labels))
+        were = torch.tensor(sampled, dtype=torch.float32)
+        reference = were if self._reference is None else _log_probabilities(self._reference, packed)
+        return packed._replace(
+            documents={
+                "advantage": advantages.float(),
+                "reward": rewards.float(),
+                "sampled": were,
+                "reference": reference,
+            }
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, fit for JSON."""
+        return {"number": self._number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved position.
+
+        Raises:
+            DataError: If the position is damaged.
+        """
+        if not isinstance(state.get("number"), int):
+            raise DataError("the saved position is damaged", where="state of the problems")
+        self._number = state["number"]
+
+
+@torch.no_grad()
+def _log_probabilities(model: Llama, packed: PackedTokens) -> Tensor:
+    assert packed.labels is not None
+    rows = model(packed.tokens, packed.offsets).float().log_softmax(-1)
+    found = rows.gather(1, packed.labels.clamp(min=0)[:, None]).squeeze(1)
+    return found.masked_fill(packed.labels == IGNORED, 0.0)
+
+
+def _seed(*parts: int) -> int:
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
+
+
+class GroupTrainer(LanguageTrainer):
+    """Trainer whose evaluation answers held-out problems, each by its most likely tokens.
+
+    Args:
+        batches: Groups of samples.
+        problems: Held-out problems; none for no evaluation.
+    """
+
+    def __init__(
+        self,
+        config: LanguageTrainingConfig,
+        engine: LanguageEngine,
+        batches: GroupBatches,
+        *,
+        problems: Sequence[ChatProblem],
+        **common: Any,
+    ) -> None:
+        super().__init__(config, engine, batches, reads_ahead=False, **common)
+        self.problems, self._groups = problems, batches
+
+    @property
+    def can_evaluate(self) -> bool:
+        """Whether there are held-out problems."""
+        return bool(self.problems)
+
+    def evaluate(self) -> LanguageEvaluation:
+        """Return the share of held-out problems that are not solved as the loss; ``solved`` is among the measures."""
+        began = time.perf_counter()
+        groups = self._groups
+        prompts = [groups.tokenizer.encode_chat(problem.prompt) for problem in self.problems]
+        greedy = [Sampling(temperature=0.0)] * len(prompts)
+        model = copy_of(self.engine.stages[0])
+        answers = sample_answers(model, groups.tokenizer, prompts, groups.config.max_new_tokens, greedy)
+        right = sum(is_right(one.text, problem.answer) for one, problem in zip(answers, self.problems, strict=True))
+        solved = right / len(prompts)
+        seconds = time.perf_counter() - began
+        return LanguageEvaluation(1 - solved, math.nan, math.nan, len(prompts), seconds, {"solved": solved})

@@ -1,0 +1,194 @@
+"""Trainers of post-training: what a recipe with an objective trains, on what, and beside which reference."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from cordillera.data.language.chat_batches import ChatBatches, ChatMicrobatches, held_out_chats
+from cordillera.data.language.chat_corpora import ChatCorpora, Item, Kind
+from cordillera.data.language.chat_tokens import ANSWER, END
+from cordillera.distributed.mesh import ProcessMesh
+from cordillera.errors import PlanError, RecipeError, RunError
+from cordillera.models.language.checkpoints import open_checkpoint, read_model
+from cordillera.recipe import PostTrainingRecipe
+from cordillera.run import Run
+from cordillera.serving.language.language_model import find_model
+from cordillera.training.language.engine import LanguageEngine
+from cordillera.training.language.objectives import GroupsConfig, PreferencesConfig, document_sums, make_objective
+from cordillera.training.language.trainer import LanguageTrainer
+from cordillera.workflows._say import Say
+from cordillera.workflows.post_training.groups import GroupBatches, GroupTrainer
+
+KINDS: Mapping[str, Kind] = {"sft": "chats", "reward": "preferences", "dpo": "preferences", "grpo": "problems"}
+"""Kind of data of each objective."""
+
+_REFERENCE = "reference.safetensors"
+
+
+def check_post_training(recipe: PostTrainingRecipe) -> None:
+    """Check that a recipe's objective goes with its other settings.
+
+    Raises:
+        PlanError: If the objective is not trained over several processes.
+        RecipeError: If two settings contradict each other.
+    """
+    name = recipe.objective.name
+    if name != "sft" and recipe.parallel.world > 1:
+        raise PlanError(
+            f"{name} is trained in one process, the mesh has {recipe.parallel.world}",
+            where="objective",
+            remedy="leave [parallel] out; sft is trained on any mesh",
+        )
+    if recipe.model.adapter is not None and recipe.parallel.tensor > 1:
+        raise PlanError("adapters are not split by matrices", where="parallel.tensor", remedy="set it to 1")
+    wrong = []
+    if name in ("dpo", "grpo") and recipe.training.start is None:
+        wrong.append(("training.start", f"is missing: {name} changes a model that can already answer"))
+    if recipe.model.scores and name != "reward":
+        wrong.append(("model.scores", f"are learnt by objective.name = 'reward', not by {name}"))
+    if recipe.packing.method == "fixed":
+        wrong.append(("packing.method", "must not be fixed: chats are not divided"))
+    if recipe.data.max_length > recipe.packing.context:
+        wrong.append(("data.max_length", f"is above packing.context, {recipe.packing.context}"))
+    if wrong:
+        raise RecipeError(recipe.name, wrong)
+
+
+def chats_line(corpora: ChatCorpora) -> str:
+    """Return a line on the number of chats, pairs or problems."""
+    if corpora.problems:
+        return f"{len(corpora.problems):,} problems to learn from, {len(corpora.held_out_problems):,} held out"
+    what = "chats" if len(corpora.training[0]) == 1 else "pairs of answers"
+    tokens = sum(len(one.tokens) for item in corpora.training for one in item)
+    dropped = f"; {corpora.too_long:,} too long" if corpora.too_long else ""
+    learnt = f"{len(corpora.training):,} {what} of {tokens:,} tokens to learn from"
+    return f"{learnt}, {len(corpora.held_out):,} held out{dropped}"
+
+
+def post_trainer(
+    recipe: PostTrainingRecipe, corpora: ChatCorpora, mesh: ProcessMesh, common: Mapping[str, Any]
+) -> LanguageTrainer:
+    """Create the trainer of a recipe; ``common`` holds the arguments that trainers of all recipes have."""
+    objective = recipe.objective
+    engine = LanguageEngine(
+        recipe.training,
+        recipe.model,
+        mesh,
+        recipe.seed,
+        None if objective.name == "sft" else make_objective(objective),
+    )
+    if isinstance(objective, GroupsConfig):
+        return _group_trainer(recipe, objective, engine, corpora, common)
+    batches = ChatBatches(
+        corpora.training,
+        tokens=recipe.packing.tokens,
+        microbatches=recipe.packing.count(recipe.parallel.copies * recipe.parallel.pipeline),
+        most=_most(recipe),
+        seed=recipe.seed,
+        epochs=recipe.data.epochs,
+        shuffle=recipe.data.shuffle,
+        learns=_learns(recipe),
+    )
+    held = held_out_chats(corpora.held_out, most=_most(recipe), learns=_learns(recipe)) if corpora.held_out else None
+    return LanguageTrainer(recipe.training, engine, batches, held_out=held, **common)
+
+
+def _most(recipe: PostTrainingRecipe) -> int:
+    pair = 1 if recipe.objective.name == "sft" else 2
+    return max(recipe.packing.most, pair * recipe.data.max_length)
+
+
+def _learns(recipe: PostTrainingRecipe) -> frozenset[int]:
+    objective = recipe.objective
+    masks_ends = isinstance(objective, PreferencesConfig) and not objective.ends
+    return frozenset({ANSWER} if masks_ends else {ANSWER, END})
+
+
+def _group_trainer(
+    recipe: PostTrainingRecipe,
+    objective: GroupsConfig,
+    engine: LanguageEngine,
+    corpora: ChatCorpora,
+    common: Mapping[str, Any],
+) -> GroupTrainer:
+    reference = None
+    if objective.kl:
+        assert recipe.training.start is not None
+        reference = read_model(open_checkpoint(find_model(recipe.training.start)))
+    batches = GroupBatches(
+        objective,
+        engine,
+        corpora.problems,
+        corpora.tokenizer,
+        most=_most(recipe),
+        seed=recipe.seed,
+        reference=reference,
+    )
+    return GroupTrainer(recipe.training, engine, batches, problems=corpora.held_out_problems, **common)
+
+
+def add_reference(recipe: PostTrainingRecipe, trainer: LanguageTrainer, run: Run, say: Say) -> None:
+    """Give the pairs of a preference training the log-probabilities of the model that it begins with.
+
+    They are computed before the first step and stored in the run, from where a resumed run reads them.
+
+    Raises:
+        RunError: If a resumed run lacks them.
+    """
+    if not isinstance(recipe.objective, PreferencesConfig):
+        return
+    batches, held = trainer.batches.batches, trainer.held_out
+    assert isinstance(batches, ChatBatches)
+    assert isinstance(held, ChatMicrobatches | None)
+    path = run.folder / _REFERENCE
+    if trainer.progress.step or path.exists():
+        try:
+            found = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise RunError(
+                "the log-probabilities of the reference cannot be read", where=str(path), remedy="start a new run"
+            ) from error
+    else:
+        say("reference: log-probabilities of the model that training begins with")
+        used = _used(batches, recipe.training.steps)
+        found = {"training": _reference(recipe, trainer.engine, batches.items, used)}
+        if held is not None:
+            found["held_out"] = _reference(recipe, trainer.engine, held.items, range(len(held.items)))
+        save_file(found, path)
+    batches.values["reference"] = found["training"]
+    if held is not None:
+        held.values["reference"] = found["held_out"]
+
+
+def _used(batches: ChatBatches, steps: int) -> list[int]:
+    """Return the numbers of the items that the next steps learn from."""
+    state, found = batches.state_dict(), set[int]()
+    for iteration in itertools.islice(batches, steps):
+        for one in iteration.microbatches:
+            found.update(one.documents["item"].tolist() if one.documents else ())
+        if len(found) == len(batches.items):
+            break
+    batches.load_state_dict(state)
+    return sorted(found)
+
+
+def _reference(
+    recipe: PostTrainingRecipe, engine: LanguageEngine, items: Sequence[Item], used: Sequence[int]
+) -> Tensor:
+    """Return the sum of the log-probabilities of both answers of items, ``float32 [items, 2]``; NaN for unused ones."""
+    found = torch.full((len(items), 2), math.nan)
+    packed = held_out_chats([items[number] for number in used], most=_most(recipe), learns=_learns(recipe))
+    for one in packed.neighbours(0, len(packed)):
+        assert one.documents is not None
+        sums = document_sums(engine.log_probabilities(one).cpu().float(), one.offsets)
+        numbers = torch.tensor(used)[one.documents["item"][::2]]
+        found[numbers] = sums.view(-1, 2)
+    return found
