@@ -30,6 +30,10 @@ _SAMPLE_BATCHES, _SAMPLE_DOCUMENTS = 100, 8_000
 """Largest numbers of batches and of documents of the stream on which thresholds are tuned."""
 
 
+IGNORED = -100
+"""Label of a token that predicts nothing, as :mod:`cordillera.distributed.vocabulary_loss` has it."""
+
+
 class PackedTokens(NamedTuple):
     """Microbatch of documents, one after another.
 
@@ -37,11 +41,13 @@ class PackedTokens(NamedTuple):
         tokens: ``int64 [T]``.
         offsets: Start of each document, and ``T``; ``int64 [B + 1]``.
         labels: Target of each token, or ``IGNORED``, ``int64 [T]``; None for the next token of its document.
+        documents: Values of each document by name, ``[B]``; None without any.
     """
 
     tokens: Tensor
     offsets: Tensor
     labels: Tensor | None = None
+    documents: dict[str, Tensor] | None = None
 
 
 class DocumentPart(NamedTuple):
@@ -135,8 +141,11 @@ class Microbatches(Sequence[PackedTokens]):
             return [self[place] for place in range(*index.indices(len(self)))]
         place = range(len(self))[index]
         if place not in self._read:
-            self._read[place] = _packed(self._sources, self.parts[place])
+            self._read[place] = self._pack(self.parts[place])
         return self._read[place]
+
+    def _pack(self, parts: Sequence[DocumentPart]) -> PackedTokens:
+        return _packed(self._sources, parts)
 
     def neighbours(self, first: int, count: int) -> Microbatches:
         """Return ``count`` microbatches from ``first`` on, fewer at the end, with a cache of tokens of their own."""

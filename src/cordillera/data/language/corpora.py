@@ -126,7 +126,7 @@ def prepare_corpora(config: TextDataConfig, *, wait_s: float = 0.0) -> TextCorpo
         common = config.model_copy(update={"path": config.validation, "sources": ()}).corpora()[0]
         validation = prepare_text(common, wait_s=wait_s)
     part = config.held_out if config.held_out is not None else 0.0 if validation else HELD_OUT
-    limit = _limit([dataset.hashes for dataset in datasets], part)
+    limit = hash_limit([dataset.hashes for dataset in datasets], part)
     chosen = [dataset.hashes < limit for dataset in datasets]
     for one, held in zip(configs, chosen, strict=True):
         if held.all():
@@ -174,8 +174,15 @@ def text_identity(facts: dict[str, Any]) -> list[Any]:
     return [facts["tokenizer"]["fingerprint"], list(facts["weights"] or ()), *texts]
 
 
-def _limit(hashes: list[np.ndarray], part: float) -> np.uint64:
-    """Hash below which documents are held out; copies of a text share its hash, so all or none are held out."""
+def hash_limit(hashes: list[np.ndarray], part: float) -> np.uint64:
+    """Return the hash below which documents are held out; copies of a text share its hash, so all or none are.
+
+    Where none lies below, the lowest is held out too, unless that would empty a source.
+
+    Args:
+        hashes: Hashes of each source's documents, ``uint64 [documents]``.
+        part: Share of the documents; 0 for none.
+    """
     limit = np.uint64(min(int(part * 2.0**64), 2**64 - 1))
     if not part or any((one < limit).any() for one in hashes):
         return limit

@@ -1,7 +1,8 @@
-"""Reader of documents from plain text, JSON lines and Parquet."""
+"""Readers of documents and rows from plain text, JSON lines and Parquet."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 from collections.abc import Iterator, Sequence
@@ -49,6 +50,17 @@ class Document:
     date: Date | None = None
 
 
+class FileRow(NamedTuple):
+    """Row of a file by names of keys or columns.
+
+    Attributes:
+        where: File and row, for errors.
+    """
+
+    where: str
+    values: dict[str, Any]
+
+
 def read_documents(
     paths: Sequence[Path],
     *,
@@ -76,11 +88,7 @@ def read_documents(
     fields = _Fields(text_field, url_field, date_field)
     for path in paths:
         kind = _kind(path)
-        if not path.is_file():
-            raise DataError("there is no such file", where=str(path))
-        if path.stat().st_size == 0:
-            raise DataError("the file is empty", where=str(path), remedy="delete it, or write it again")
-        try:
+        with _errors_of(path):
             if kind == "parquet":
                 yield from _parquet(path, fields)
             elif kind == "text" and unit == "file":
@@ -90,8 +98,50 @@ def read_documents(
                 for row, line in _lines(path):
                     text = _utf8(line, path, row)
                     yield Document(text, str(path), row) if kind == "text" else _json(text, fields, path, row)
-        except (OSError, pa.ArrowException, ValueError, KeyError, IndexError, MemoryError) as error:
-            raise DataError(f"the file cannot be read ({error})", where=str(path)) from error
+
+
+def read_rows(paths: Sequence[Path]) -> Iterator[FileRow]:
+    """Iterate over the rows of files, each with all its keys or columns, in order.
+
+    Memory holds one line, or one batch of a Parquet file.
+
+    Args:
+        paths: ``.jsonl``, ``.ndjson`` (each also with ``.gz``, ``.bz2`` or ``.zst``), ``.parquet``, ``.pq``.
+
+    Raises:
+        DataError: a file is missing, empty, of another kind, or not UTF-8; a row is not an object. The error names file
+            and row.
+    """
+    for path in paths:
+        kind = _kind(path)
+        if kind == "text":
+            raise DataError(
+                "plain text has no rows",
+                where=str(path),
+                remedy=f"give a file that ends in one of {', '.join((*_JSON_LINES, *_PARQUET))}",
+            )
+        with _errors_of(path):
+            if kind == "json":
+                for row, line in _lines(path):
+                    yield FileRow(f"{path}:{row}", _object(_utf8(line, path, row), path, row))
+                continue
+            with _open_parquet(path) as file:
+                names = file.schema_arrow.names
+                for row, values in _parquet_rows(file, path, names):
+                    yield FileRow(f"{path}:{row}", dict(zip(names, values, strict=True)))
+
+
+@contextlib.contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """Refuse a file that is missing or empty, and name a file that cannot be read."""
+    if not path.is_file():
+        raise DataError("there is no such file", where=str(path))
+    if path.stat().st_size == 0:
+        raise DataError("the file is empty", where=str(path), remedy="delete it, or write it again")
+    try:
+        yield
+    except (OSError, pa.ArrowException, ValueError, KeyError, IndexError, MemoryError) as error:
+        raise DataError(f"the file cannot be read ({error})", where=str(path)) from error
 
 
 def _kind(path: Path) -> Literal["text", "json", "parquet"]:
@@ -141,7 +191,7 @@ def _utf8(content: bytes, path: Path, row: int | None) -> str:
         ) from None
 
 
-def _json(line: str, fields: _Fields, path: Path, number: int) -> Document:
+def _object(line: str, path: Path, number: int) -> dict[str, Any]:
     where = f"{path}:{number}"
     try:
         row = json.loads(line)
@@ -149,11 +199,18 @@ def _json(line: str, fields: _Fields, path: Path, number: int) -> Document:
         raise DataError(f"the line is not JSON ({error})", where=where) from None
     if not isinstance(row, dict):
         raise DataError("the line is not a JSON object", where=where)
+    return row
+
+
+def _json(line: str, fields: _Fields, path: Path, number: int) -> Document:
+    row = _object(line, path, number)
     if fields.text not in row:
         raise DataError(
-            f"there is no field '{fields.text}'; there are {sorted(row)[:8]}", where=where, remedy="set text_field"
+            f"there is no field '{fields.text}'; there are {sorted(row)[:8]}",
+            where=f"{path}:{number}",
+            remedy="set text_field",
         )
-    return _document([row.get(name) for name in fields], fields, path, number)
+    return _document([None if name is None else row.get(name) for name in fields], fields, path, number)
 
 
 def _document(values: Sequence[Any], fields: _Fields, path: Path, row: int) -> Document:
@@ -177,8 +234,12 @@ def _document(values: Sequence[Any], fields: _Fields, path: Path, row: int) -> D
     return Document(text, str(path), row, url, date)
 
 
+def _open_parquet(path: Path) -> pa.parquet.ParquetFile:
+    return pa.parquet.ParquetFile(path, page_checksum_verification=True)
+
+
 def _parquet(path: Path, fields: _Fields) -> Iterator[Document]:
-    with pa.parquet.ParquetFile(path, page_checksum_verification=True) as file:
+    with _open_parquet(path) as file:
         names = file.schema_arrow.names
         for name, key in zip(fields, ("text_field", "url_field", "date_field"), strict=True):
             if name is not None and name not in names:
@@ -188,23 +249,30 @@ def _parquet(path: Path, fields: _Fields) -> Iterator[Document]:
         kind = file.schema_arrow.field(fields.text).type
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             raise DataError(f"column '{fields.text}' is not text but {kind}", where=str(path), remedy="set text_field")
-        if file.metadata.num_rows == 0:
-            raise DataError("the file holds no rows", where=str(path), remedy="delete it, or write it again")
-        row = 0
-        for batch in file.iter_batches(batch_size=256, columns=[name for name in fields if name is not None]):
-            columns = [None if name is None else batch.column(name) for name in fields]
-            for place in range(len(batch)):
-                row += 1
-                try:
-                    values = [None if column is None else column[place].as_py() for column in columns]
-                except UnicodeDecodeError as error:
-                    raise DataError(f"byte {error.start} is not UTF-8", where=f"{path}:{row}") from None
-                if values[0] is None:
-                    raise DataError(f"column '{fields.text}' is blank", where=f"{path}:{row}", remedy="drop such rows")
-                yield _document(values, fields, path, row)
-        if row != file.metadata.num_rows:
-            raise DataError(
-                f"the file holds {row} rows, its own count is {file.metadata.num_rows}",
-                where=str(path),
-                remedy="write it again",
-            )
+        for row, values in _parquet_rows(file, path, fields):
+            if values[0] is None:
+                raise DataError(f"column '{fields.text}' is blank", where=f"{path}:{row}", remedy="drop such rows")
+            yield _document(values, fields, path, row)
+
+
+def _parquet_rows(
+    file: pa.parquet.ParquetFile, path: Path, names: Sequence[str | None]
+) -> Iterator[tuple[int, list[Any]]]:
+    """Numbers of rows, from 1, and their values of columns; None for a column without a name."""
+    if file.metadata.num_rows == 0:
+        raise DataError("the file holds no rows", where=str(path), remedy="delete it, or write it again")
+    row = 0
+    for batch in file.iter_batches(batch_size=256, columns=[name for name in names if name is not None]):
+        columns = [None if name is None else batch.column(name) for name in names]
+        for place in range(len(batch)):
+            row += 1
+            try:
+                yield row, [None if column is None else column[place].as_py() for column in columns]
+            except UnicodeDecodeError as error:
+                raise DataError(f"byte {error.start} is not UTF-8", where=f"{path}:{row}") from None
+    if row != file.metadata.num_rows:
+        raise DataError(
+            f"the file holds {row} rows, its own count is {file.metadata.num_rows}",
+            where=str(path),
+            remedy="write it again",
+        )

@@ -7,9 +7,9 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
-from cordillera.data.language.batches import TextBatches, TextIteration
+from cordillera.data.language.batches import TextIteration
 from cordillera.errors import DataError
 
 _POLL_S = 0.1
@@ -17,8 +17,22 @@ _POLL_S = 0.1
 _Item = tuple[TextIteration, dict[str, Any]] | BaseException
 
 
+class ResumableBatches(Protocol):
+    """Iterations that can be resumed: :class:`~cordillera.data.language.batches.TextBatches`, or those of chats."""
+
+    def __iter__(self) -> Iterator[TextIteration]: ...
+
+    def __next__(self) -> TextIteration: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, fit for JSON."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from the position ``state``."""
+
+
 class PrefetchedBatches(Iterator[TextIteration]):
-    """Iterator over the iterations of :class:`TextBatches` that plans and reads some of them ahead.
+    """Iterator over the iterations of text or chats that plans and reads some of them ahead.
 
     Its state is that of the iterations that were taken, not of those prepared, so a run that resumes from it skips
     none.
@@ -37,7 +51,7 @@ class PrefetchedBatches(Iterator[TextIteration]):
     """
 
     def __init__(
-        self, batches: TextBatches, *, part: slice = slice(None), ahead: int = 2, deadline_s: float = 600.0
+        self, batches: ResumableBatches, *, part: slice = slice(None), ahead: int = 2, deadline_s: float = 600.0
     ) -> None:
         if ahead < 1:
             raise DataError(f"{ahead} iterations cannot be read ahead", where="ahead", remedy="at least 1")
@@ -120,7 +134,7 @@ class PrefetchedBatches(Iterator[TextIteration]):
             self._stop()  # waiting for the thread would delay the error
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the iterations that were taken; see :meth:`TextBatches.state_dict`."""
+        """Return the position of the iterations that were taken; see their own ``state_dict``."""
         return self.batches.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -135,7 +149,7 @@ class PrefetchedBatches(Iterator[TextIteration]):
         self._state = self._end = None
 
 
-def _prepare(batches: TextBatches, part: slice, ready: queue.Queue[_Item], stop: threading.Event) -> None:
+def _prepare(batches: ResumableBatches, part: slice, ready: queue.Queue[_Item], stop: threading.Event) -> None:
     def put(item: _Item) -> bool:
         while not stop.is_set():
             try:

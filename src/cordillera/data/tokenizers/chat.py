@@ -118,6 +118,24 @@ class ChatML(ChatFormat):
         return [*found, between] if between else found
 
 
+class PlainChat(ChatFormat):
+    """Format of vocabularies that have no tokens for chats: every turn is ``role: content`` and the token ``end``.
+
+    Args:
+        begin: Special token before the first turn, or None.
+        end: Special token that ends every turn; a model generates up to it.
+    """
+
+    def __init__(self, begin: str | None, end: str) -> None:
+        self.begin, self.end = begin, end
+
+    def pieces(self, messages: Sequence[Message], *, answer: bool = True) -> list[PromptPiece]:
+        found: list[PromptPiece] = [] if self.begin is None else [Control(self.begin)]
+        for message in messages:
+            found += [f"{message.role}: ", *([message.content] if message.content else []), Control(self.end)]
+        return [*found, "assistant: "] if answer else found
+
+
 class JinjaChat(ChatFormat):
     """A model's own template, rendered in Jinja's sandbox with the variables that Transformers gives it.
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from cordillera.data.tokenizers.chat import ChatFormat, Control, Message
+from cordillera.data.tokenizers.chat import ChatFormat, Control, Message, PromptPiece
 from cordillera.errors import DataError
 
 
@@ -100,8 +100,16 @@ class Tokenizer:
                 where=str(self.path),
                 remedy="encode plain text, or use the files of a model that was trained for chats",
             )
+        return self.encode_pieces(self.chat_format.pieces(messages, answer=answer))
+
+    def encode_pieces(self, pieces: Iterable[PromptPiece]) -> list[int]:
+        """Tokenise control tokens and plain text, each string on its own.
+
+        Raises:
+            DataError: the vocabulary lacks a control token.
+        """
         ids: list[int] = []
-        for piece in self.chat_format.pieces(messages, answer=answer):
+        for piece in pieces:
             if isinstance(piece, Control):
                 ids.append(self._special(self.special_tokens.get(piece.name), piece.name))
             else:

@@ -378,7 +378,7 @@ class LanguageEngine:
 
     def _problem(self, one: PackedTokens) -> str | None:
         """Return what is wrong with a microbatch, or None."""
-        tokens, offsets, labels = one
+        tokens, offsets, labels, _ = one
         bounds = offsets.tolist()
         if not bounds or bounds[0] != 0 or bounds[-1] != len(tokens) or bounds != sorted(bounds):
             return f"offsets {bounds} do not rise from 0 to its {len(tokens)} tokens"
@@ -429,7 +429,7 @@ class LanguageEngine:
         parallel, device = self.mesh.config, self.mesh.device_type
         inputs: list[Tensor] = []
         arguments: list[tuple[object, ...]] = []
-        for tokens, offsets, labels in own:
+        for tokens, offsets, labels, _ in own:
             assert labels is not None
             if parallel.context == 1:
                 inputs.append(tokens.to(device))
