@@ -165,7 +165,8 @@ TAIL = "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }
 WRONG = [
     (HEAD + "m['content'] + '<|im_end|>' }}" + TAIL.replace("assistant\n", "assistant\n<think>\n"), "earlier turns"),
     (HEAD + "m['content'] + '<|im_end|>' }}" + TAIL.replace("<|im_start|>a", "<|endoftext|>a"), "earlier turns"),
-    (HEAD + "('' if not loop.last and loop.index > 1 else m['content']) + '<|im_end|>' }}" + TAIL, "earlier turns"),
+    (HEAD + "(m['content'] if loop.last or m['role'] == 'user' else '') + '<|im_end|>' }}" + TAIL, "earlier turns"),
+    (HEAD + "(m['content'] if loop.last or m['role'] != 'user' else '') + '<|im_end|>' }}" + TAIL, "earlier turns"),
     (HEAD + "m['content'] | upper + '<|im_end|>' }}" + TAIL, "otherwise than it was given"),
     (HEAD + "m['content'] + '\n' }}" + TAIL, "by no special token"),
     ("{{ raise_exception('not this') }}", "not this"),
