@@ -174,10 +174,10 @@ def _used(batches: ChatBatches, steps: int) -> list[int]:
     for iteration in itertools.islice(batches, steps):
         for one in iteration.microbatches:
             found.update(one.documents["item"].tolist() if one.documents else ())
-        if len(found) == len(batches.items):
+        if len(found - {-1}) == len(batches.items):
             break
     batches.load_state_dict(state)
-    return sorted(found)
+    return sorted(found - {-1})
 
 
 def _reference(
