@@ -97,8 +97,17 @@ def post_trainer(
         shuffle=recipe.data.shuffle,
         learns=_learns(recipe),
     )
-    held = held_out_chats(corpora.held_out, most=_most(recipe), learns=_learns(recipe)) if corpora.held_out else None
+    items = _first_tokens(corpora.held_out, recipe.training.evaluation_tokens)
+    held = held_out_chats(items, most=_most(recipe), learns=_learns(recipe)) if items else None
     return LanguageTrainer(recipe.training, engine, batches, held_out=held, **common)
+
+
+def _first_tokens(items: Sequence[Item], tokens: int | None) -> Sequence[Item]:
+    """Return the first items that have ``tokens`` together, and the one that exceeds them; all for None."""
+    if tokens is None:
+        return items
+    totals = itertools.accumulate(sum(len(one.tokens) for one in item) for item in items)
+    return items[: sum(1 for total in totals if total < tokens) + 1]
 
 
 def _most(recipe: PostTrainingRecipe) -> int:
