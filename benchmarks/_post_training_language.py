@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from _results import FinishedPieces
 from rich.console import Console
 
 from cordillera import recipe as recipes
 from cordillera import workflows
 from cordillera.data.language.chat_batches import held_out_chats
 from cordillera.data.language.chat_corpora import prepare_chats
-from cordillera.data.language.chats import ChatDataConfig
+from cordillera.data.language.chats import ChatDataConfig, read_chats, split_held_out
 from cordillera.distributed.vocabulary_loss import IGNORED
 from cordillera.models.language.checkpoints import open_checkpoint, read_model
 from cordillera.serving.language.language_model import find_model
@@ -26,10 +25,9 @@ from cordillera.workflows.post_training.answers import best_of, judge
 
 CHATS = 96  # held-out chats whose answers are predicted
 PROMPTS, NEW_TOKENS, SAMPLES = 64, 48, 8
-RUNS = Path("runs")
 
 
-def _trained(name: str, folder: Path, overrides: Sequence[str], console: Console) -> dict[str, Any]:
+def train_recipe(name: str, folder: Path, overrides: Sequence[str], console: Console) -> dict[str, Any]:
     """Train a shipped recipe, unless its run is finished; return its evaluations before and after."""
     run = folder / name
     resume = run.exists()
@@ -84,24 +82,24 @@ def _paired(before: Sequence[float], after: Sequence[float]) -> dict[str, float]
 def answers(console: Console, quick: bool, folder: Path) -> dict[str, Any]:
     """Fine-tune SmolLM2 on docstrings and measure how likely held-out answers became."""
     steps = ["training.steps=2"] if quick else []
-    trained = _trained("smollm2-sft", folder, steps, console)
+    training = train_recipe("smollm2-sft", folder, steps, console)
     chats = 8 if quick else CHATS
     found = _paired(_likelihoods("smollm2", chats), _likelihoods(str(folder / "smollm2-sft"), chats))
     console.print(
         f"nats a token of held-out answers: {found['before']:.3f} before, {found['after']:.3f} after; "
         f"gain {found['gain']:.3f} ({found['low']:.3f} to {found['high']:.3f}, 95 % over {found['chats']} chats)"
     )
-    return {"training": trained, "likelihood": found}
+    return {"evidence": "measured", "training": training, "likelihood": found}
 
 
 def preferences(console: Console, quick: bool, folder: Path) -> dict[str, Any]:
     """Train a reward model and DPO, count wins, and compare the best of several samples with the formula."""
     if not (folder / "smollm2-sft").exists():
-        _trained("smollm2-sft", folder, ["training.steps=2"] if quick else [], console)
+        train_recipe("smollm2-sft", folder, ["training.steps=2"] if quick else [], console)
     steps = ["training.steps=2", "training.evaluation_tokens=500"] if quick else []
     start = f"training.start={folder / 'smollm2-sft'}"
-    reward = _trained("smollm2-reward", folder, steps, console)
-    dpo = _trained("smollm2-dpo", folder, [*steps, start], console)
+    reward = train_recipe("smollm2-reward", folder, steps, console)
+    dpo = train_recipe("smollm2-dpo", folder, [*steps, start], console)
     questions = _questions(folder, 4 if quick else PROMPTS)
     tokens = 8 if quick else NEW_TOKENS
     runs = {name: str(folder / name) for name in ("smollm2-sft", "smollm2-reward", "smollm2-dpo")}
@@ -120,18 +118,21 @@ def preferences(console: Console, quick: bool, folder: Path) -> dict[str, Any]:
         }
         low, high = found.interval
         console.print(f"{name}: {found.rate:.1%} of {found.prompts} ({low:.1%} to {high:.1%}), {found.ties} ties")
-    return {"reward": reward, "dpo": dpo, "wins": wins, "best_of": _best_of(runs, questions, quick, console)}
+    return {
+        "evidence": "measured",
+        "reward": reward,
+        "dpo": dpo,
+        "wins": wins,
+        "best_of": _best_of(runs, questions, quick, console),
+    }
 
 
 def _questions(folder: Path, count: int) -> Path:
     """Write held-out questions, which neither training saw."""
-    from cordillera.data.language.chats import read_prompts, read_chats, split_held_out
-
     chats = split_held_out(read_chats("python-docstrings"), 0.02)[1][:count]
     path = folder / "questions.jsonl"
     rows = [{"prompt": [{"role": one.role, "content": one.content} for one in chat.prompt]} for chat in chats]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    assert len(read_prompts(str(path))) == len(rows)
     return path
 
 
