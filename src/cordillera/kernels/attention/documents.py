@@ -27,17 +27,17 @@ if torch.backends.cuda.is_built():
 # Older versions need as many heads of keys as of queries.
 _VARLEN_GROUPS = varlen is not None and "enable_gqa" in signature(varlen.varlen_attn).parameters
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
-# Dtypes, shortest length and divisor of the width for which our kernel on CPUs is faster than torch's.
-_OWN_DTYPES = (torch.float32, torch.bfloat16)
+# Shortest length for which our kernel on CPUs is faster than torch's in bfloat16, and divisor of its widths.
 _OWN_LENGTH, _OWN_WIDTH = 64, 16
 
 
 def document_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
     """Compute causal attention within each document, scores scaled by ``1 / sqrt(D)``, with the shape of ``q``.
 
-    On a CPU, torch's fused attention runs over documents, neighbours of equal length in one batch, and our own
-    (:mod:`cordillera.kernels.attention.numba_kernels`) where gradients are needed; on a GPU, 16-bit tensors go to flash
-    attention over all documents at once.
+    On a CPU, attention runs over documents, neighbours of equal length in one batch: our own
+    (:mod:`cordillera.kernels.attention.numba_kernels`) in float32, so that a token has the bits that it has in
+    generation, and where gradients are needed; torch's otherwise. On a GPU, 16-bit tensors go to flash attention over
+    all documents at once.
 
     Args:
         q: ``[T, H, D]``.
@@ -66,19 +66,20 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tens
 
 
 def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention ``[B, H, n, D]`` to ``k`` and ``v [B, G, n, D]``; training on a CPU uses our own kernel."""
-    is_trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if (
-        is_trained
-        and q.device.type == "cpu"
-        and q.dtype in _OWN_DTYPES
-        and q.shape[2] >= _OWN_LENGTH
-        and q.shape[3] % _OWN_WIDTH == 0
-        and not torch.compiler.is_compiling()
-    ):
+    """Causal attention ``[B, H, n, D]`` to ``k`` and ``v [B, G, n, D]``; see :func:`document_attention`."""
+    is_half = _is_trained(q, k, v) and q.dtype == torch.bfloat16 and q.shape[2] >= _OWN_LENGTH
+    if _has_own_kernel(q) and (is_half or q.dtype == torch.float32):
         out: Tensor = _CausalAttention.apply(q, k, v)
         return out
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _is_trained(*inputs: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+
+
+def _has_own_kernel(q: Tensor) -> bool:
+    return q.device.type == "cpu" and q.shape[3] % _OWN_WIDTH == 0 and not torch.compiler.is_compiling()
 
 
 class _CausalAttention(torch.autograd.Function):
@@ -86,9 +87,10 @@ class _CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        from cordillera.kernels.attention.numba_kernels import causal_attention
+        from cordillera.kernels.attention.numba_kernels import causal_attention, causal_attention_in_order
 
-        out, logsumexp = causal_attention(q, k, v)
+        attend = causal_attention_in_order if q.dtype == torch.float32 else causal_attention
+        out, logsumexp = attend(q, k, v)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, logsumexp)
         return out
@@ -128,6 +130,10 @@ def continued_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = N
     """
     batch, n, heads, width = q.shape
     groups, m = k.shape[1], k.shape[2]
+    if q.dtype == torch.float32 and seen is None and _has_own_kernel(q) and not _is_trained(q, k, v):
+        from cordillera.kernels.attention.numba_kernels import causal_attention_in_order
+
+        return causal_attention_in_order(q.transpose(1, 2), k, v)[0].transpose(1, 2)
     if n == m and seen is None:
         out = scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, enable_gqa=heads != groups)
         return out.transpose(1, 2)

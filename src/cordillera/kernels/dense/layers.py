@@ -119,6 +119,31 @@ def factorization_machine(x: Tensor, y: Tensor, *weights: Tensor) -> tuple[Tenso
         return tuple(result.to(dtype) for result in compute(x, *(weight.to(x.dtype) for weight in (y, *weights))))
 
 
+class _SiLU(torch.autograd.Function):
+    """``x / (1 + exp(-x))`` by operators that compute a number alike wherever it stands."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x / x.neg().exp_().add_(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad, x)
+
+
+def silu(x: Tensor) -> Tensor:
+    """Compute ``x sigmoid(x)``; in float32 on a CPU, a number's result has the same bits beside any others.
+
+    Torch's own operator computes the last few numbers of each thread by other code than the rest.
+    """
+    if _own(x) and x.dtype == torch.float32:
+        out: Tensor = _SiLU.apply(x)
+        return out
+    return F.silu(x)
+
+
 def _linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias).relu()
 

@@ -32,8 +32,9 @@ def generate(
     """Continue prompts, up to 16 at a time, until a stop token, ``max_new_tokens`` or the end of the context.
 
     The result of a sequence depends neither on the other sequences nor on drafts. For a dense bfloat16 model on a CPU,
-    after :func:`for_decoding`, that holds to the last bit of the logits; otherwise, products of other shapes may round
-    differently, which can decide between two tokens that are equally likely.
+    after :func:`for_decoding`, that holds to the last bit of the logits, and for a float32 model where
+    :func:`~cordillera.kernels.repeatable.rows_repeat`; otherwise, products of other shapes may round differently, which
+    can decide between two tokens that are equally likely.
 
     Args:
         prompts: Token ids, one list per prompt.
@@ -59,15 +60,16 @@ def generate(
 
 
 def for_decoding(model: Llama) -> Llama:
-    """Replace the linear layers of a model by ones that are fast on few rows, in place, and return the model.
+    """Replace the linear layers of a model by ones for few rows, in place, and return the model.
 
-    Weights stay where they are. A tied head becomes a layer over the embedding's weights. Only bfloat16 models on a CPU
-    are changed. One token is read, so that kernels are compiled now and not at the first token.
+    In bfloat16 they are faster than torch's; in float32 a token's logits have the same bits for one token as for many.
+    Weights stay where they are. A tied head becomes a layer over the embedding's weights. Only bfloat16 and float32
+    models on a CPU are changed. One token is read, so that kernels are compiled now and not at the first token.
     """
     weight = model.embedding.weight
     if weight.device.type != "cpu":
         return model
-    if weight.dtype == torch.bfloat16:
+    if weight.dtype in (torch.bfloat16, torch.float32):
         for module in list(model.modules()):
             for name, child in module.named_children():
                 if type(child) is nn.Linear:
