@@ -56,7 +56,7 @@ def _server(model: Llama) -> Llama:
     """The same weights as the server holds them."""
     copy = Llama(model.config)
     copy.load_state_dict(model.state_dict())
-    return for_decoding(copy)
+    return for_decoding(copy, as_trained=True)
 
 
 def _prompts(seed: int) -> list[list[int]]:

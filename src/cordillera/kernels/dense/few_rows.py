@@ -5,9 +5,8 @@ summed in float32 and rounded once. One thread makes each sum, in an order that 
 are the same, bit for bit, for any number of threads and of rows: a token has the same logits whether it is computed
 alone or beside drafted ones.
 
-In float32 torch is as fast, and computes one to three rows by other code than more, in another order. Rows of zeros
-make them four, so that their bits are those of the same rows among many; see
-:mod:`~cordillera.kernels.repeatable`.
+In float32, MKL computes one to three rows by other code than more, in another order. Rows of zeros make them four, so
+that their bits are those of the same rows among many; see :mod:`~cordillera.kernels.repeatable`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def token_log_probabilities(
 
     For a dense float32 model on a CPU whose heads' width is a multiple of 32, these are the bits that
     :class:`~cordillera.serving.language.engine.Engine` reports for the same weights after
-    :func:`~cordillera.serving.language.generation.for_decoding`, in any packing, if
+    :func:`~cordillera.serving.language.generation.for_decoding` with ``as_trained``, in any packing, if
     :func:`~cordillera.kernels.repeatable.rows_repeat`.
 
     Args:
