@@ -33,7 +33,7 @@ CHANCE: dict[QuestionKind, float] = {"shape": 1 / len(SHAPES), "colour": 1 / len
 SMALLEST = 16
 """Number of pixels of a side below which shapes cannot be told apart."""
 
-_SMALL, _LARGE = 0.15, 0.35  # half of a shape's height in sides of the image
+_SMALL, _LARGE = 0.2, 0.4  # half of a shape's height in sides of the image
 _DARKEST, _BACKGROUND, _NOISE = 0.7, 0.15, 0.06  # least brightness of a shape; mean and deviation of the background
 
 

@@ -163,9 +163,9 @@ class GatedCrossAttention(nn.Module):
         k = self.key_norm(self.key(patches).unflatten(-1, (-1, self.head_width))).transpose(1, 2)  # [I, G, P, D]
         v = self.value(patches).unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # [I, G, P, D]
         parts = [
-            scaled_dot_product_attention(*(one[None] for one in heads), enable_gqa=True)[0]
-            for heads in zip(q.split(list(counts), 1), k.unbind(), v.unbind(), strict=True)
-            if heads[0].shape[1]
+            scaled_dot_product_attention(text[None], keys[None], values[None], enable_gqa=True)[0]
+            for text, keys, values in zip(q.split(list(counts), 1), k.unbind(), v.unbind(), strict=True)
+            if text.shape[1]
         ]
         return self.output(torch.cat(parts, 1).transpose(0, 1).flatten(1))
 

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ from cordillera.training.optimizers import build_adamw, schedule
 
 VisionStepCallback = Callable[[int, float], None]
 """Function that is called after every step with the number of steps and the loss."""
+
+Shown = Literal["own", "other", "none"]
 
 _IGNORED = -100  # targets that are not counted
 _LONGEST_ANSWER = 12  # tokens
@@ -138,10 +140,11 @@ def answer_tokens(questions: Sequence[ShapeQuestion], *, whole: bool = False) ->
     """Encode questions and their answers as bytes: begin of text, question, space, answer, end of text.
 
     Args:
-        questions: Questions, one a document.
+        questions: Questions, one a document; short ones come first, as attention takes equal lengths together.
         whole: Whether the tokens of questions are learned too, and not those of answers alone.
     """
     tokenizer = byte_tokenizer()
+    questions = sorted(questions, key=lambda one: len(one.text) + len(one.answer))
     prompts = _prompts([one.text for one in questions])
     answers = tokenizer.encode_batch([one.answer for one in questions], eos=True)
     tokens: list[int] = []
@@ -209,12 +212,12 @@ def train_vision(
 
     _train(model, config, loss, report, on_step)
     report.seeing = evaluate_vision(model, config.evaluation_images, config.seed)
-    report.blind = evaluate_vision(model, config.evaluation_images, config.seed, blind=True)
+    report.blind = evaluate_vision(model, config.evaluation_images, config.seed, shown="none")
     return report
 
 
 def evaluate_vision(
-    model: VisionLlama, images: int, seed: int = 0, *, blind: bool = False
+    model: VisionLlama, images: int, seed: int = 0, *, shown: Shown = "own"
 ) -> dict[QuestionKind, AnswerRate]:
     """Let a model answer questions about held-out images, greedily, and count right answers by kind of question.
 
@@ -222,7 +225,7 @@ def evaluate_vision(
         model: Model of bytes.
         images: Number of images, with three questions each.
         seed: Seed; images differ from those of a training with the same seed.
-        blind: Whether the questions are asked without the images.
+        shown: Image that each question is asked about: its ``own``, that of an ``other`` question, or ``none``.
 
     Raises:
         DataError: If the images are too small, or logits are not finite.
@@ -231,7 +234,8 @@ def evaluate_vision(
     for first in range(0, images, _TOGETHER):
         count = min(_TOGETHER, images - first)
         drawn, questions = draw_shapes(count, [seed, _HELD_OUT, first], model.config.image)
-        image_of = [NO_IMAGE if blind else one.image for one in questions]
+        number_of = {"own": range(count), "other": [*range(1, count), 0], "none": [NO_IMAGE] * count}[shown]
+        image_of = [number_of[one.image] for one in questions]
         found = answer_questions(model, [one.text for one in questions], torch.from_numpy(drawn), image_of)
         for question, words in zip(questions, found, strict=True):
             right[question.kind] += words == question.answer
