@@ -15,6 +15,7 @@ from _tables import print_notes
 from rich.console import Console
 from rich.table import Table
 
+from cordillera.data.language.shape_images import draw_shapes
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.models.language.vision import VisionConfig, VisionLlama
 from cordillera.training.language.vision import (
@@ -26,10 +27,10 @@ from cordillera.training.language.vision import (
     train_vision,
 )
 
-LANGUAGE = LlamaConfig(layers=4, hidden=128, heads=4, kv_heads=2, ffn=384, vocabulary=264, context=256, tied=True)
-VISION = VisionConfig()
+LANGUAGE = LlamaConfig(layers=4, hidden=64, heads=4, kv_heads=2, ffn=192, vocabulary=264, context=256, tied=True)
+VISION = VisionConfig(layers=2)
 TEXT = VisionTrainingConfig(steps=150, images=16, learning_rate=3e-3, warmup_steps=20)
-TRAINING = VisionTrainingConfig()
+TRAINING = VisionTrainingConfig(steps=1400, learning_rate=3e-3, warmup_steps=100, evaluation_images=500)
 TARGET = 0.95  # of questions about shape and colour
 
 
@@ -59,7 +60,8 @@ def run_vision(console: Console, quick: bool) -> dict[str, Any]:
         table.add_row(kind, *(_shown(found[kind]) for found in ways.values()), f"{rate.chance:.1%}")
     console.print(table)
     notes = [
-        f"{training.steps} steps of {training.images} images with 3 questions each in {report.seconds:.0f} s",
+        f"{training.steps} steps of {training.images} images with 3 questions each in {report.seconds:.0f} s, "
+        f"{report.processor_seconds:.0f} s of a processor",
         "logits of text alone " + ("have changed" if changed else "are the same to the bit before and after"),
     ]
     print_notes(console, notes)
@@ -73,6 +75,7 @@ def run_vision(console: Console, quick: bool) -> dict[str, Any]:
         "images_of_a_step": training.images,
         "skipped": report.skipped,
         "seconds": report.seconds,
+        "processor_seconds": report.processor_seconds,
         "loss": report.losses[-1],
         "parameters": {
             "language model": sum(one.numel() for one in language.parameters()),
@@ -86,8 +89,6 @@ def run_vision(console: Console, quick: bool) -> dict[str, Any]:
 @torch.inference_mode()
 def _logits(language: Llama) -> torch.Tensor:
     """Logits of all questions about some scenes, without images."""
-    from cordillera.data.language.shape_images import draw_shapes
-
     batch = answer_tokens(draw_shapes(50, 5)[1])
     return language(batch.tokens, batch.offsets)
 

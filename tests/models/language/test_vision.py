@@ -27,7 +27,7 @@ from cordillera.models.language.vision import (
 
 from .conftest import MakeLlama
 
-SMALL = VisionConfig(image=8, patch=4, layers=2, hidden=16, heads=2, ffn=24, every=1)
+SMALL = VisionConfig(image=8, patch=4, channels=5, layers=2, hidden=16, heads=2, ffn=24, every=1)
 IMAGE_OF = [1, NO_IMAGE, 0, 2, NO_IMAGE, 1]
 
 
@@ -151,14 +151,32 @@ def rms_norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight
 
 
-def test_patches_follow_the_formula(seeing: VisionLlama) -> None:
-    encoder, w = seeing.encoder, weights_of(seeing.encoder)
+def gelu(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + torch.erf(torch.from_numpy(x) / 2**0.5).numpy())
+
+
+def convolved(pixels: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """Every pixel's square of nine, zeros outside of the image, times the weights of every feature."""
+    padded = np.pad(pixels, ((0, 0), (1, 1), (1, 1)))
+    out = np.zeros((len(weight), *pixels.shape[1:]))
+    for row, column in np.ndindex(*pixels.shape[1:]):
+        out[:, row, column] = (weight * padded[:, row : row + 3, column : column + 3]).sum((1, 2, 3)) + bias
+    return out
+
+
+@pytest.mark.parametrize("channels", [0, 5])
+def test_patches_follow_the_formula(make_llama: MakeLlama, channels: int) -> None:
+    model = VisionLlama(make_llama(), SMALL.model_copy(update={"channels": channels}))
+    model.init_weights(3)
+    encoder = model.encoder
     with torch.no_grad():
         for weight in encoder.parameters():  # biases and norms matter too
             weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)))
     w = weights_of(encoder)
     image = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(1))
-    pixels = image.double().numpy()
+    pixels = (image.double().numpy() - 0.25) / 0.25
+    if channels:
+        pixels = gelu(convolved(pixels, w["features.weight"], w["features.bias"]))
     squares = [pixels[:, r : r + 4, c : c + 4].ravel() for r in (0, 4) for c in (0, 4)]
     x = np.stack(squares) @ w["embedding.weight"].T + w["embedding.bias"] + w["positions"]
     for layer in ("layers.0.", "layers.1."):
@@ -167,9 +185,8 @@ def test_patches_follow_the_formula(seeing: VisionLlama) -> None:
         heads = [attended(*(qkv[:, part, head] for part in range(3))) for head in range(2)]
         x = x + np.concatenate(heads, 1) @ w[f"{layer}output.weight"].T + w[f"{layer}output.bias"]
         normed = layer_norm(x, w[f"{layer}feed_forward_norm.weight"], w[f"{layer}feed_forward_norm.bias"])
-        up = torch.from_numpy(normed @ w[f"{layer}up.weight"].T + w[f"{layer}up.bias"])
-        gelu = (0.5 * up * (1 + torch.erf(up / 2**0.5))).numpy()
-        x = x + gelu @ w[f"{layer}down.weight"].T + w[f"{layer}down.bias"]
+        up = normed @ w[f"{layer}up.weight"].T + w[f"{layer}up.bias"]
+        x = x + gelu(up) @ w[f"{layer}down.weight"].T + w[f"{layer}down.bias"]
     expected = layer_norm(x, w["norm.weight"], w["norm.bias"])
     found = encoder(image[None])[0].detach().double().numpy()
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
@@ -332,7 +349,7 @@ def test_weights_follow_the_seed_and_the_adapter_has_the_dtype_of_the_model(make
 
 def test_the_encoder_has_no_direction() -> None:
     """Patches see each other both ways: without positions, their order only orders the output."""
-    encoder = ImageEncoder(SMALL)
+    encoder = ImageEncoder(SMALL.model_copy(update={"channels": 0}))
     image = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     turned = torch.cat([image[..., 4:], image[..., :4]], -1)
     torch.testing.assert_close(encoder(turned), encoder(image)[:, [1, 0, 3, 2]])

@@ -30,6 +30,8 @@ from cordillera.models.language.llama import FeedForward, Llama, LlamaConfig, RM
 NO_IMAGE = -1
 """Number of the image of a document that has none."""
 
+_MEAN, _DEVIATION = 0.25, 0.25  # of pixels, which are scaled by them
+
 _Size = Annotated[int, Field(ge=1, le=2**20)]
 
 
@@ -39,6 +41,8 @@ class VisionConfig(BaseModel):
     Attributes:
         image: Height and width ``S`` of an image in pixels.
         patch: Height and width of a patch in pixels; divides ``image``.
+        channels: Number of features of every pixel that patches are made of, from a convolution of three pixels by three;
+            0 makes them of the pixels themselves.
         layers: Number of blocks of the encoder.
         hidden: Width ``E`` of a patch in the encoder.
         heads: Number of heads of the encoder; divides ``hidden``.
@@ -52,6 +56,7 @@ class VisionConfig(BaseModel):
 
     image: _Size = 32
     patch: _Size = 4
+    channels: int = Field(16, ge=0, le=2**20)
     layers: int = Field(4, ge=1, le=1024)
     hidden: _Size = 64
     heads: _Size = 4
@@ -96,13 +101,15 @@ class _EncoderBlock(nn.Module):
 class ImageEncoder(nn.Module):
     """Vision transformer (Dosovitskiy et al. 2021, section 3.1, without a class token): images to patches.
 
-    Every square of pixels becomes a vector, to which the one of its position is added.
+    Every square of pixels becomes a vector, to which the one of its position is added. With ``channels``, squares are
+    those of a convolution's features, as in the paper's hybrid architecture; small encoders learn faster so.
     """
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Linear(3 * config.patch**2, config.hidden)
+        self.features = nn.Conv2d(3, config.channels, 3, padding=1) if config.channels else None
+        self.embedding = nn.Linear((config.channels or 3) * config.patch**2, config.hidden)
         self.positions = nn.Parameter(torch.zeros(config.patches, config.hidden))
         self.layers = nn.ModuleList(_EncoderBlock(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden, config.norm_eps)
@@ -110,7 +117,10 @@ class ImageEncoder(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Compute the patches ``[I, P, E]`` of images ``[I, 3, S, S]``, from left to right, then from top to bottom."""
         side, patch = self.config.image // self.config.patch, self.config.patch
-        squares = images.unflatten(3, (side, patch)).unflatten(2, (side, patch))  # [I, 3, rows, p, columns, p]
+        pixels = (images - _MEAN) / _DEVIATION
+        if self.features is not None:
+            pixels = F.gelu(self.features(pixels))
+        squares = pixels.unflatten(3, (side, patch)).unflatten(2, (side, patch))  # [I, C, rows, p, columns, p]
         x = self.embedding(squares.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)) + self.positions
         for layer in self.layers:
             x = layer(x)
@@ -280,7 +290,7 @@ class VisionLlama(nn.Module):
             if weight.dim() < 2:
                 weight.fill_(float(name.endswith("norm.weight")))
                 continue
-            deviation = 0.02 if name.endswith("positions") else 1 / math.sqrt(weight.shape[1])
+            deviation = 0.02 if name.endswith("positions") else 1 / math.sqrt(weight[0].numel())
             generator = torch.Generator(weight.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             weight.normal_(0.0, deviation, generator=generator)
 
@@ -313,6 +323,7 @@ def answer(
             have another shape or dtype or are not finite; an image does not exist; or logits are not finite.
     """
     _check_prompts(model.model.config, prompts)
+    _check_numbers(image_of, len(prompts), len(images))
     patches = model.patches(images)
     texts = [list(prompt) for prompt in prompts]
     running = list(range(len(texts)))
@@ -334,7 +345,14 @@ def answer(
 
 def _tokens_of_images(offsets: Tensor, image_of: Tensor, images: int) -> tuple[Tensor, list[int]]:
     """Return the places of tokens that have an image, ordered by image, ``int64 [N]``, and how many each image has."""
-    documents = offsets.numel() - 1
+    _check_numbers(image_of, offsets.numel() - 1, images)
+    image = image_of.to(offsets.device).repeat_interleave(offsets[1:] - offsets[:-1])  # [T]
+    seeing = image != NO_IMAGE
+    rows = image.argsort(stable=True)[int((~seeing).sum()) :]
+    return rows, torch.bincount(image[seeing], minlength=images).tolist()
+
+
+def _check_numbers(image_of: Tensor, documents: int, images: int) -> None:
     if image_of.dtype != torch.int64 or image_of.shape != (documents,):
         raise DataError(
             f"image_of must be int64 of shape [{documents}], one number a document, got {image_of.dtype} of shape "
@@ -346,10 +364,6 @@ def _tokens_of_images(offsets: Tensor, image_of: Tensor, images: int) -> tuple[T
         raise DataError(
             f"image {int(wrong[0])} does not exist: there are {images}", where="image_of", remedy="-1 is for no image"
         )
-    image = image_of.to(offsets.device).repeat_interleave(offsets[1:] - offsets[:-1])  # [T]
-    seeing = image != NO_IMAGE
-    rows = image.argsort(stable=True)[int((~seeing).sum()) :]
-    return rows, torch.bincount(image[seeing], minlength=images).tolist()
 
 
 def _check_prompts(config: LlamaConfig, prompts: Sequence[Sequence[int]]) -> None:

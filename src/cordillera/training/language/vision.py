@@ -109,6 +109,7 @@ class VisionReport:
         losses: Mean loss of every step over the targets, nats; NaN or infinite for skipped ones.
         skipped: Number of steps that left the weights unchanged, because the loss or a gradient was not finite.
         seconds: Wall time of the steps, without evaluation.
+        processor_seconds: Time that processors spent on the steps, which other work on the machine changes less.
         seeing: Answers to questions about held-out images.
         blind: Answers to the same questions without the images.
     """
@@ -116,6 +117,7 @@ class VisionReport:
     losses: list[float] = field(default_factory=list)
     skipped: int = 0
     seconds: float = 0.0
+    processor_seconds: float = 0.0
     seeing: dict[QuestionKind, AnswerRate] = field(default_factory=dict)
     blind: dict[QuestionKind, AnswerRate] = field(default_factory=dict)
 
@@ -169,10 +171,12 @@ def teach_answers(model: Llama, config: VisionTrainingConfig, on_step: VisionSte
         on_step: Function that is called after every step.
 
     Raises:
-        DataError: If the vocabulary is too small.
+        DataError: If the vocabulary is too small, or no weight requires gradients, as in a :class:`VisionLlama`.
         TrainingError: If too many steps in a row were not finite.
     """
     _check_vocabulary(model)
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise DataError("no weight requires gradients", where="model", remedy="teach it before an adapter is added")
     report = VisionReport()
 
     def loss(step: int) -> Tensor:
@@ -201,6 +205,7 @@ def train_vision(
         TrainingError: If too many steps in a row were not finite.
     """
     _check_vocabulary(model.model)
+    model.model.requires_grad_(False)
     report = VisionReport()
 
     def loss(step: int) -> Tensor:
@@ -295,7 +300,7 @@ def _train(
         weight_decay=config.weight_decay,
     )
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    began, stale = time.perf_counter(), 0
+    began, busy, stale = time.perf_counter(), time.process_time(), 0
     for step in range(config.steps):
         factor = schedule(step, config.steps, warmup=config.warmup_steps, decay="cosine", floor=config.final_rate)
         for group in optimizer.param_groups:
@@ -319,4 +324,4 @@ def _train(
         if on_step is not None:
             on_step(step + 1, report.losses[-1])
     optimizer.zero_grad()
-    report.seconds = time.perf_counter() - began
+    report.seconds, report.processor_seconds = time.perf_counter() - began, time.process_time() - busy
