@@ -28,9 +28,9 @@ from cordillera.training.language.vision import (
 )
 
 LANGUAGE = LlamaConfig(layers=4, hidden=64, heads=4, kv_heads=2, ffn=192, vocabulary=264, context=256, tied=True)
-VISION = VisionConfig(layers=2)
-TEXT = VisionTrainingConfig(steps=150, images=16, learning_rate=3e-3, warmup_steps=20)
-TRAINING = VisionTrainingConfig(steps=1400, learning_rate=3e-3, warmup_steps=100, evaluation_images=500)
+VISION = VisionConfig()
+TEXT = VisionTrainingConfig(steps=150, images=16, warmup_steps=20)
+TRAINING = VisionTrainingConfig(evaluation_images=500)
 TARGET = 0.95  # of questions about shape and colour
 
 

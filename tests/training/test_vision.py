@@ -129,22 +129,6 @@ def test_a_language_model_with_an_adapter_is_not_taught_by_text() -> None:
         teach_answers(small().model, FEW)
 
 
-@pytest.mark.slow
-def test_colours_are_told_apart_with_the_image_only() -> None:
-    """Shapes take several times as long: the benchmark's part ``vision`` trains for them."""
-    language = Llama(
-        LlamaConfig(layers=4, hidden=64, heads=4, kv_heads=2, ffn=192, vocabulary=264, context=64, tied=True)
-    )
-    language.init_weights()
-    teach_answers(language, VisionTrainingConfig(steps=150, images=16, learning_rate=3e-3, warmup_steps=20))
-    model = VisionLlama(language, VisionConfig(layers=1, patch=8))
-    model.init_weights()
-    config = VisionTrainingConfig(steps=250, images=24, learning_rate=3e-3, evaluation_images=120)
-    report = train_vision(model, config)
-    assert report.seeing["colour"].rate >= 0.9
-    assert report.blind["colour"].low < 1 / 6 < report.blind["colour"].high
-
-
 def test_answers_are_text() -> None:
     images = torch.from_numpy(draw_shapes(2, 1)[0])
     found = answer_questions(small(), ["What shape is it?", "Is it?"], images, [1, NO_IMAGE])

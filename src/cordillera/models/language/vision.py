@@ -7,7 +7,7 @@ shapes. The released code passes what such a layer adds through gates, ``tanh`` 
 alone stay what they were.
 
 The paper's encoder was trained with captions beforehand, also gives features of layers in between, and has further
-layers with gates; the one here is a plain vision transformer (Dosovitskiy et al. 2021), trained with the adapter.
+layers with gates; the one here is a small vision transformer (Dosovitskiy et al. 2021), trained with the adapter.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class VisionConfig(BaseModel):
     image: _Size = 32
     patch: _Size = 4
     channels: int = Field(16, ge=0, le=2**20)
-    layers: int = Field(4, ge=1, le=1024)
+    layers: int = Field(2, ge=1, le=1024)
     hidden: _Size = 64
     heads: _Size = 4
     ffn: _Size = 256
@@ -309,6 +309,7 @@ def answer(
     Images are encoded once. There is no cache: every token computes its whole text again, which suits short answers.
 
     Args:
+        model: Language model with its adapter.
         prompts: Token ids, one list per prompt.
         images: Images, ``float32 [I, 3, S, S]``.
         image_of: Number of the image of each prompt, ``int64 [B]``; -1 for none.

@@ -67,14 +67,14 @@ class VisionTrainingConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    steps: int = Field(1000, ge=1, le=10**9)
+    steps: int = Field(900, ge=1, le=10**9)
     images: int = Field(32, ge=1, le=10**6)
-    learning_rate: float = Field(1e-3, ge=0, allow_inf_nan=False)
+    learning_rate: float = Field(3e-3, ge=0, allow_inf_nan=False)
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
     weight_decay: float = Field(0.05, ge=0, allow_inf_nan=False)
     clip: float = Field(1.0, gt=0, allow_inf_nan=False)
-    warmup_steps: int = Field(50, ge=0)
+    warmup_steps: int = Field(100, ge=0)
     final_rate: float = Field(0.02, ge=0, le=1)
     max_skipped: int = Field(10, ge=1)
     seed: int = Field(0, ge=0)
