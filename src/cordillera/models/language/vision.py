@@ -41,8 +41,8 @@ class VisionConfig(BaseModel):
     Attributes:
         image: Height and width ``S`` of an image in pixels.
         patch: Height and width of a patch in pixels; divides ``image``.
-        channels: Number of features of every pixel that patches are made of, from a convolution of three pixels by three;
-            0 makes them of the pixels themselves.
+        channels: Number of features of every pixel that patches are made of, computed by a convolution of three pixels
+            by three; 0 makes patches of the pixels themselves.
         layers: Number of blocks of the encoder.
         hidden: Width ``E`` of a patch in the encoder.
         heads: Number of heads of the encoder; divides ``hidden``.
