@@ -102,7 +102,7 @@ class ImageEncoder(nn.Module):
     """Vision transformer (Dosovitskiy et al. 2021, section 3.1, without a class token): images to patches.
 
     Every square of pixels becomes a vector, to which the one of its position is added. With ``channels``, squares are
-    those of a convolution's features, as in the paper's hybrid architecture; small encoders learn faster so.
+    those of a convolution's features, as in the paper's hybrid architecture.
     """
 
     def __init__(self, config: VisionConfig) -> None:
