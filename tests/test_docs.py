@@ -64,6 +64,7 @@ NOT_RUN = {
     "cordillera bench jagged-attention": "takes minutes; tests/benchmarks runs it with small sizes",
     "cordillera bench moe": "takes minutes; tests/benchmarks runs it with small sizes",
     "cordillera bench speculation": "takes minutes; tests/benchmarks runs it with few prompts",
+    "cordillera bench post-training": "takes minutes; tests/benchmarks runs it with few steps",
     "cordillera bench serving": "takes minutes; tests/benchmarks runs it with few requests",
     "cordillera watch": "ends with 1, for the samples shown have moved; tests/cli/test_quantize.py runs it",
     "cordillera isoflop": "trains many models; tests/training/test_isoflop_plan.py runs studies of two steps",
@@ -74,6 +75,12 @@ SHORTER = {
     "train": ["training.max_steps=4", "training.evaluate_every=4"],
     "train llama-debug": ["training.steps=4", "data.held_out=0.0005"],
     "train llama-moe": ["training.steps=4", "data.held_out=0.0005"],
+    **dict.fromkeys(
+        ("train smollm2-sft", "train smollm2-reward", "train smollm2-dpo"),
+        ["training.steps=1", "packing.tokens=512", "training.evaluation_tokens=100"],
+    ),
+    "train arithmetic-sft": ["training.steps=4", "data.held_out=0.001"],
+    "train arithmetic-grpo": ["training.steps=2", "data.held_out=0.001"],
     "train histories-hstu": [
         "training.max_steps=4",
         "training.evaluate_every=4",
