@@ -43,7 +43,7 @@ class PeerUnavailable(Exception):
 
 
 def compare(seed: int, beta: float = 0.3, dtype: torch.dtype = torch.float64) -> dict[str, float]:
-    """Return the largest differences between ours and TRL's: of gradients in units of the largest one, of others in nats.
+    """Return the largest differences between ours and TRL's, in nats; of gradients, in units of the largest one.
 
     Keys are ``loss``, ``rewards`` (means of chosen and of rejected answers), ``margins`` and ``gradients`` of all
     parameters, without the likelihood of the chosen answer; and ``loss_with_nll`` and ``gradients_with_nll`` of single

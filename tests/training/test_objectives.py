@@ -169,7 +169,9 @@ def test_preferences_of_the_reference_itself_are_the_logarithm_of_two(nll: float
     tokens = stage.log_probabilities(hidden, case.labels)
     sums = document_sums(tokens, case.offsets).detach()
     found = objective(stage, hidden, case.offsets, case.labels, {"reference": sums})
-    likelihood = sum(float(one.mean()) for one in case.answers(case.hidden @ stage.head_weight.double().T)[::2])
+    likelihood = sum(
+        float(one.detach().mean()) for one in case.answers(case.hidden @ stage.head_weight.double().T)[::2]
+    )
     assert float(found) == pytest.approx(3 * math.log(2) - nll * likelihood, rel=1e-6)
     assert objective.take()["margin"] == 0
 
