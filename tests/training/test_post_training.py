@@ -173,6 +173,31 @@ def test_two_processes_learn_chats_as_one_does(begun: Path, parallel: dict[str, 
         torch.testing.assert_close(merged[name].detach(), tensor, rtol=0, atol=1e-5)
 
 
+@needs_gloo
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"shard": 2},
+        {"replicate": 2},
+        {"context": 2},
+        {"pipeline": 2},
+        {"pipeline": 2, "schedule": "zero_bubble"},
+        {"recompute": "full"},
+        {"recompute": "selective"},
+    ],
+)
+def test_adapters_are_trained_on_any_mesh_as_in_one_process(begun: Path, parallel: dict[str, Any]) -> None:
+    common: dict[str, Any] = {"model": SIZES | {"layers": 2} | ADAPTER, "packing": {"tokens": 256, "microbatches": 4}}
+    alone = train(post_recipe(begun, **common), "alone").run
+    both = train(post_recipe(begun, **common, parallel=parallel), "both").run
+    for one, other in zip(losses(alone), losses(both), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+    ours, theirs = (dict(load(newest(run))[1].named_parameters()) for run in (alone, both))
+    for name, tensor in ours.items():
+        torch.testing.assert_close(theirs[name].detach(), tensor.detach(), rtol=0, atol=1e-5)
+
+
 # Rewards
 
 
