@@ -16,17 +16,20 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from cordillera.data.language.chats import ChatDataConfig
 from cordillera.data.language.cleaning import CleaningConfig
 from cordillera.data.language.corpora import TextSourceConfig
 from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, ListFeature, Schema
 from cordillera.data.ranking.logs.histories import HistoriesConfig
 from cordillera.data.ranking.logs.synthetic import SyntheticConfig
 from cordillera.embeddings.dynamic_ids import DynamicRowsConfig
+from cordillera.models.language.adapters import AdapterConfig
 from cordillera.models.language.moe import ExpertsConfig, ExpertTraining
 from cordillera.models.ranking import MODELS
 from cordillera.models.ranking.towers import TowersConfig
 from cordillera.numerics.emulation.emulation import EmulationConfig
 from cordillera.recipe import LanguageRecipe, RankingRecipe, field_descriptions, shipped
+from cordillera.training.language.objectives import GroupsConfig, PreferencesConfig
 
 ROOT = Path(__file__).parent.parent
 FEATURES = {
@@ -41,6 +44,10 @@ LANGUAGE = {name: field.annotation for name, field in LanguageRecipe.model_field
     "data.sources": TextSourceConfig,
     "data.cleaning": CleaningConfig,
     "model.experts": ExpertsConfig,
+    "model.adapter": AdapterConfig,
+    "chats": ChatDataConfig,
+    "objective.dpo": PreferencesConfig,
+    "objective.grpo": GroupsConfig,
     "training.experts": ExpertTraining,
 }
 

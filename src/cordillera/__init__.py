@@ -34,12 +34,25 @@ from cordillera.kernels.threads import limit_spinning
 
 if TYPE_CHECKING:
     from cordillera.jagged import JaggedBatch, JaggedTensor
-    from cordillera.recipe import LanguageRecipe, RankingRecipe
+    from cordillera.recipe import LanguageRecipe, PostTrainingRecipe, RankingRecipe
     from cordillera.recipe import load as load_recipe
     from cordillera.run import Run
     from cordillera.serving.language.language_model import load_language_model
     from cordillera.serving.language.sampler import Sampling
-    from cordillera.workflows import ServerConfig, compare, evaluate, isoflop, predict, report, serve, sweep, train
+    from cordillera.workflows import (
+        ServerConfig,
+        average,
+        best_of,
+        compare,
+        evaluate,
+        isoflop,
+        judge,
+        predict,
+        report,
+        serve,
+        sweep,
+        train,
+    )
 
 __all__ = [
     "CheckpointError",
@@ -51,15 +64,19 @@ __all__ = [
     "LanguageRecipe",
     "NumericsError",
     "PlanError",
+    "PostTrainingRecipe",
     "RankingRecipe",
     "RecipeError",
     "Run",
     "Sampling",
     "ServerConfig",
     "TrainingError",
+    "average",
+    "best_of",
     "compare",
     "evaluate",
     "isoflop",
+    "judge",
     "load_language_model",
     "load_recipe",
     "predict",
@@ -76,6 +93,7 @@ _WHERE = {
     "JaggedBatch": ("cordillera.jagged", "JaggedBatch"),
     "JaggedTensor": ("cordillera.jagged", "JaggedTensor"),
     "LanguageRecipe": ("cordillera.recipe", "LanguageRecipe"),
+    "PostTrainingRecipe": ("cordillera.recipe", "PostTrainingRecipe"),
     "RankingRecipe": ("cordillera.recipe", "RankingRecipe"),
     "load_recipe": ("cordillera.recipe", "load"),
     "Run": ("cordillera.run", "Run"),
@@ -83,7 +101,10 @@ _WHERE = {
     "load_language_model": ("cordillera.serving.language.language_model", "load_language_model"),
     **{
         name: ("cordillera.workflows", name)
-        for name in ("ServerConfig", "compare", "evaluate", "isoflop", "predict", "report", "serve", "sweep", "train")
+        for name in (
+            *("ServerConfig", "average", "best_of", "compare", "evaluate", "isoflop", "judge", "predict", "report"),
+            *("serve", "sweep", "train"),
+        )
     },
 }
 

@@ -145,7 +145,7 @@ def test_a_part_of_a_corpus_is_trained_on(write: Any, tmp_path: Path) -> None:
     trained = [
         found.tokenizer.decode(tokens[begin:end].tolist(), skip_special=True)
         for one in made
-        for (tokens, offsets, _), parts in zip(one.microbatches, one.microbatches.parts, strict=True)
+        for (tokens, offsets, *_), parts in zip(one.microbatches, one.microbatches.parts, strict=True)
         for begin, end in itertools.pairwise(offsets.tolist() if parts else [])
     ]
     assert sorted(trained) == sorted(texts(found.training, found))

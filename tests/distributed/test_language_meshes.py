@@ -280,7 +280,7 @@ def run_late(rank: int, size: int) -> dict[str, Any]:
 def lost(model: Llama, microbatches: list[PackedTokens]) -> tuple[float, int]:
     """Sum of the losses in 64 bits, document by document, and targets."""
     model, total, targets = copy.deepcopy(model).double(), 0.0, 0
-    for tokens, offsets, _ in microbatches:
+    for tokens, offsets, *_ in microbatches:
         for document in tokens.tensor_split(offsets[1:-1]):
             if len(document) > 1:
                 logits = model(document[:-1], torch.tensor([0, len(document) - 1]))

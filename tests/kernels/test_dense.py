@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cordillera.kernels.dense import numba_layers as numba_dense
-from cordillera.kernels.dense.layers import factorization_machine, left_product, linear_relu, stacked_layer_norm
+from cordillera.kernels.dense.layers import factorization_machine, left_product, linear_relu, silu, stacked_layer_norm
+from cordillera.kernels.repeatable import in_order
 
 # Of the largest entry: float32 sums of hundreds of terms; a few roundings to 8 bits in the forward or the backward.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
@@ -248,3 +249,21 @@ def test_under_vmap_torchs_operators_do_the_same() -> None:
     y, shift, scale = torch.randn(2, 5, 3, 4), torch.randn(5, 2, 4), torch.randn(4)
     norm = partial(stacked_layer_norm, second=shift, residual=torch.zeros(5, 5, 4), weight=scale, bias=scale)
     torch.testing.assert_close(torch.vmap(norm)(y), torch.stack([norm(part) for part in y]))
+
+
+def test_a_number_has_the_same_silu_wherever_it_stands() -> None:
+    with in_order():
+        x = 4 * torch.randn(700, 100, generator=torch.Generator().manual_seed(0))
+        whole, before = silu(x), torch.get_num_threads()
+        torch.testing.assert_close(whole, F.silu(x.double()).float(), rtol=1e-6, atol=1e-6)
+        try:
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                for rows in (slice(0, 1), slice(3, 8), slice(1, 555)):
+                    assert torch.equal(silu(x[rows].clone()), whole[rows])
+        finally:
+            torch.set_num_threads(before)
+        leaves = [x.clone().requires_grad_() for _ in range(2)]
+        for leaf, function in zip(leaves, (silu, F.silu), strict=True):
+            function(leaf).square().sum().backward()
+        torch.testing.assert_close(leaves[0].grad, leaves[1].grad)

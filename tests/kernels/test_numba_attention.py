@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cordillera.kernels.attention import numba_kernels as numba_attention
-from cordillera.kernels.attention.documents import document_attention
+from cordillera.kernels.attention.documents import continued_attention, document_attention
+from cordillera.kernels.repeatable import in_order
 
 # Around the tile's rows and columns and the block of keys, and below the length from which the kernel is used.
 LENGTHS = st.lists(st.sampled_from([0, 1, 40, 64, 65, 79, 96, 255, 256, 257, 300]), min_size=1, max_size=3).filter(any)
@@ -124,3 +125,14 @@ def test_scores_beyond_the_exponentials_range_give_what_torch_gives() -> None:
     expected = [whole.detach(), *torch.autograd.grad(whole, leaves, weights)]
     for found, wanted in zip(computed(inputs, [100]), expected, strict=True):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("length", [1, 17, 256, 257, 300])
+def test_a_token_has_the_same_bits_in_any_part_of_a_document(length: int) -> None:
+    q, k, v = (one.float() for one in drawn(length, (4, 2), 48)[:3])
+    with in_order():
+        whole = document_attention(q, k, v, torch.tensor([0, length]))
+        for count in (1, 3, 16, 255, length):
+            if count <= length:
+                keys, values = (one.transpose(0, 1)[None] for one in (k, v))
+                assert torch.equal(continued_attention(q[None, -count:], keys, values)[0], whole[-count:])

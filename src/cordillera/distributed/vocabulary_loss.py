@@ -68,7 +68,7 @@ def label_log_probabilities(hidden: Tensor, weight: Tensor, labels: Tensor, rows
 
 def _log_probabilities(hidden: Tensor, weight: Tensor, targets: Tensor, wide: torch.dtype) -> Tensor:
     logits = (hidden @ weight.T).to(wide)
-    return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(1)
+    return logits.log_softmax(1).gather(1, targets[:, None]).squeeze(1)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cordillera.workflows.language import LanguageOutcome
+    from cordillera.workflows.post_training.answers import best_of, judge
+    from cordillera.workflows.post_training.averaging import average
     from cordillera.workflows.prediction import predict
     from cordillera.workflows.ranking import Outcome
     from cordillera.workflows.runs import apply_delta, compare, evaluate, make_delta, report, train
@@ -24,9 +26,12 @@ __all__ = [
     "ServerConfig",
     "Sweep",
     "apply_delta",
+    "average",
+    "best_of",
     "compare",
     "evaluate",
     "isoflop",
+    "judge",
     "load_model",
     "make_delta",
     "model_of",
@@ -39,6 +44,8 @@ __all__ = [
 
 _WHERE = {
     "language": ("LanguageOutcome",),
+    "post_training.answers": ("best_of", "judge"),
+    "post_training.averaging": ("average",),
     "prediction": ("predict",),
     "ranking": ("Outcome",),
     "runs": ("apply_delta", "compare", "evaluate", "make_delta", "report", "train"),

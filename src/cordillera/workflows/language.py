@@ -505,7 +505,7 @@ def _trainer(
     }
     if isinstance(recipe, PostTrainingRecipe):
         assert isinstance(corpora, ChatCorpora)
-        return post_trainer(recipe, corpora, mesh, common)
+        return post_trainer(recipe, corpora, mesh, common | {"evaluates_first": recipe.training.start is not None})
     assert isinstance(corpora, TextCorpora)
     engine = LanguageEngine(recipe.training, recipe.model, mesh, recipe.seed)
     held_out = held_out_batches(corpora, recipe.packing, tokens=recipe.training.evaluation_tokens)

@@ -120,7 +120,7 @@ class PrefetchedBatches(Iterator[Iteration]):
             self._stop()  # waiting for the thread would delay the error
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the iterations that were taken; see :meth:`TextBatches.state_dict`."""
+        """Return the position of the iterations that were taken; see their own ``state_dict``."""
         return self.batches.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

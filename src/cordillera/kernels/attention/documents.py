@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
+from cordillera.kernels.repeatable import is_in_order
+
 # The import loads torch's compiler, which takes a second; builds that cannot run the kernel skip it.
 varlen: Any = None
 if torch.backends.cuda.is_built():
@@ -37,7 +39,8 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tens
 
     On a CPU, torch's fused attention runs over documents, neighbours of equal length in one batch, and our own
     (:mod:`cordillera.kernels.attention.numba_kernels`) where gradients are needed; on a GPU, 16-bit tensors go to flash
-    attention over all documents at once.
+    attention over all documents at once. In float32 on a CPU, :func:`~cordillera.kernels.repeatable.in_order` if that
+    holds.
 
     Args:
         q: ``[T, H, D]``.
@@ -68,17 +71,19 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tens
 def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention ``[B, H, n, D]`` to ``k`` and ``v [B, G, n, D]``; training on a CPU uses our own kernel."""
     is_trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if (
-        is_trained
-        and q.device.type == "cpu"
-        and q.dtype in _OWN_DTYPES
-        and q.shape[2] >= _OWN_LENGTH
-        and q.shape[3] % _OWN_WIDTH == 0
-        and not torch.compiler.is_compiling()
-    ):
+    is_faster = is_trained and q.dtype in _OWN_DTYPES and q.shape[2] >= _OWN_LENGTH
+    if _has_own_kernel(q) and (is_faster or _is_ordered(q)):
         out: Tensor = _CausalAttention.apply(q, k, v)
         return out
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _has_own_kernel(q: Tensor) -> bool:
+    return q.device.type == "cpu" and q.shape[3] % _OWN_WIDTH == 0 and not torch.compiler.is_compiling()
+
+
+def _is_ordered(q: Tensor) -> bool:
+    return q.dtype == torch.float32 and is_in_order()
 
 
 class _CausalAttention(torch.autograd.Function):
@@ -86,9 +91,10 @@ class _CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        from cordillera.kernels.attention.numba_kernels import causal_attention
+        from cordillera.kernels.attention.numba_kernels import causal_attention, causal_attention_in_order
 
-        out, logsumexp = causal_attention(q, k, v)
+        attend = causal_attention_in_order if _is_ordered(q) else causal_attention
+        out, logsumexp = attend(q, k, v)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, logsumexp)
         return out
@@ -128,6 +134,10 @@ def continued_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = N
     """
     batch, n, heads, width = q.shape
     groups, m = k.shape[1], k.shape[2]
+    if seen is None and _has_own_kernel(q) and _is_ordered(q) and not q.requires_grad:
+        from cordillera.kernels.attention.numba_kernels import causal_attention_in_order
+
+        return causal_attention_in_order(q.transpose(1, 2), k, v)[0].transpose(1, 2)
     if n == m and seen is None:
         out = scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, enable_gqa=heads != groups)
         return out.transpose(1, 2)

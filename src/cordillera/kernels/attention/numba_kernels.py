@@ -80,6 +80,59 @@ def _all_heads_forward(q: Any, keys: Any, values: Any, out: Any, logsumexp: Any,
 
 
 @compiled(fastmath=FAST)
+def _one_head_in_order(q: Any, keys: Any, values: Any, before: Any, scores: Any, out: Any, logsumexp: Any) -> None:
+    """The same for queries after ``before`` keys, in the order of :mod:`~cordillera.kernels.attention.decoding`.
+
+    All scores of a query, in ``scores [blocks, ROWS, m]``, are known before the first power is taken.
+    """
+    queries, width = q.shape
+    blocks, _, block = keys.shape
+    of_q, of_out, row = np.int64(q.ctypes.data), np.int64(out.ctypes.data), BYTES * block
+    highest, total = np.empty(ROWS, np.float32), np.empty(ROWS, np.float32)
+    for i in range(0, queries, ROWS):
+        highest[:] = -np.inf
+        total[:] = ZERO
+        start = BYTES * width * i
+        used = min(blocks, (before + i + ROWS - 1) // block + 1)
+        for b in range(used):
+            own, seen = scores[b], before + i + 1 - b * block
+            count = min(block, (seen + ROWS + COLUMNS - 2) // COLUMNS * COLUMNS)
+            own[:, :count] = ZERO
+            score = np.int64(own.ctypes.data)
+            add_scores(of_q + start, width, np.int64(keys[b].ctypes.data), block, count, score)
+            for r in range(ROWS):
+                for j in range(max(0, seen + r), count):
+                    own[r, j] = -np.inf
+                highest[r] = max(highest[r], largest_of(score + row * r, count))
+        for b in range(used):
+            own, seen = scores[b], before + i + 1 - b * block
+            last = min(block, seen + ROWS - 1)
+            count = (last + COLUMNS - 1) // COLUMNS * COLUMNS
+            score = np.int64(own.ctypes.data)
+            for r in range(ROWS):
+                powers_of(score + row * r, count, highest[r])
+            for j in range(last):
+                for r in range(ROWS):
+                    total[r] += own[r, j]
+            add_rows(score, block, last, np.int64(values[b].ctypes.data), width, of_out + start)
+        for r in range(ROWS):
+            for d in range(width):
+                out[i + r, d] /= total[r]
+            logsumexp[i + r] = highest[r] + np.log2(total[r])
+
+
+@compiled(parallel=True, fastmath=FAST)
+def _all_heads_in_order(
+    q: Any, keys: Any, values: Any, before: Any, scores: Any, out: Any, logsumexp: Any, threads: int
+) -> None:
+    heads, group = len(q), len(q) // len(keys)
+    for chunk in numba.prange(threads):
+        for h in range(heads * chunk // threads, heads * (chunk + 1) // threads):
+            g = h // group
+            _one_head_in_order(q[h], keys[g], values[g], before, scores[chunk], out[h], logsumexp[h])
+
+
+@compiled(fastmath=FAST)
 def _one_head(
     q: Any, gradient: Any, logsumexp: Any, along: Any, keys: Any, values: Any, rows: Any, dq: Any, dk: Any, dv: Any
 ) -> None:
@@ -167,6 +220,38 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             _all_heads_forward(
                 queries.numpy(), keys.mT.contiguous().numpy(), values.numpy(), out.numpy(), logsumexp.numpy(), threads
             )
+    found, padded = out.view(batch, heads, -1, width), logsumexp.view(batch, heads, -1)
+    return found[:, :, :n], padded[:, :, :n] * float(np.log(2))
+
+
+def causal_attention_in_order(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute causal attention of the last ``n`` tokens to all ``m``, in sums over keys from the first to the last.
+
+    A token's result has the same bits for any ``n``, and those that
+    :func:`~cordillera.kernels.attention.decoding.decode_attention` gives.
+
+    Args:
+        q: Queries, ``[B, H, n, D]`` on the CPU, of any floating-point dtype; ``D`` is a multiple of 16.
+        k: Keys, ``[B, G, m, D]`` with ``m >= n``; ``G`` divides ``H``.
+        v: Values, in the shape of ``k``.
+
+    Returns:
+        Output ``[B, H, n, D]`` and log-sum-exp of the scaled scores ``[B, H, n]``, both in float32.
+    """
+    batch, heads, n, width = q.shape
+    m = k.shape[2]
+    block = min(BLOCK, -(-m // COLUMNS) * COLUMNS)
+    queries = _padded(q, ROWS) * (float(np.log2(np.e)) / width**0.5)
+    keys, values = (_padded(x, block).unflatten(1, (-1, block)) for x in (k, v))
+    out, logsumexp = torch.zeros_like(queries), torch.empty(queries.shape[:2])
+    if q.numel():
+        threads = threads_for(batch * heads * n * m)
+        scores = np.empty((threads, keys.shape[1], ROWS, block), np.float32)
+        with pool(threads):
+            _all_heads_in_order(
+                queries.numpy(), keys.mT.contiguous().numpy(), values.numpy(), m - n, scores, out.numpy(),
+                logsumexp.numpy(), threads,
+            )  # fmt: skip
     found, padded = out.view(batch, heads, -1, width), logsumexp.view(batch, heads, -1)
     return found[:, :, :n], padded[:, :, :n] * float(np.log(2))
 

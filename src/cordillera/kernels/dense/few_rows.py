@@ -4,6 +4,9 @@ Torch's product of one row with a bfloat16 matrix on CPUs reads the matrix at a 
 summed in float32 and rounded once. One thread makes each sum, in an order that depends on its length alone, so results
 are the same, bit for bit, for any number of threads and of rows: a token has the same logits whether it is computed
 alone or beside drafted ones.
+
+In float32, MKL computes one to three rows by other code than more, in another order. Rows of zeros make them four, so
+that their bits are those of the same rows among many; see :mod:`~cordillera.kernels.repeatable`.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch.nn import functional as F
 from cordillera.kernels.compiling import compiled
 from cordillera.kernels.dense.bf16_tiles import SIDE, STEP, available, tile_of_four, tile_of_one
 from cordillera.kernels.numba_support import array, narrow, pool, threads_for, widen_to_single
+from cordillera.kernels.repeatable import LEAST_ROWS
 
 MOST_ROWS = 32
 """Largest number of rows that are computed here."""
@@ -86,7 +90,9 @@ def _multiply(x: Tensor, weight: Any) -> Tensor:
 
 
 class FewRowsLinear(nn.Linear):
-    """Linear layer without bias over an existing weight; few rows are computed by :func:`few_rows_linear`.
+    """Linear layer without bias over an existing weight; a row's result does not depend on how few rows there are.
+
+    In bfloat16, few rows are computed by :func:`few_rows_linear`.
 
     Args:
         weight: Parameter ``[outputs, inner]`` that the layer shares.
@@ -98,6 +104,9 @@ class FewRowsLinear(nn.Linear):
         self._array: tuple[int, Any] = (0, None)  # of the weight, and its address: making it takes as long as a product
 
     def forward(self, x: Tensor) -> Tensor:
+        is_single = x.dtype == torch.float32 == self.weight.dtype and x.device.type == "cpu"
+        if is_single and x.dim() == 2 and 0 < len(x) < LEAST_ROWS:
+            return F.linear(F.pad(x, (0, 0, 0, LEAST_ROWS - len(x))), self.weight)[: len(x)]
         is_half = x.dtype == torch.bfloat16 == self.weight.dtype and x.device.type == "cpu"
         if not is_half or torch.is_grad_enabled():
             return F.linear(x, self.weight)

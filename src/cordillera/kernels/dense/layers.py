@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cordillera.kernels.repeatable import is_in_order
+
 _SINGLE = (torch.float32, torch.bfloat16)
 
 # Whether this CPU has instructions for products of bfloat16. A constant, so that compiled graphs can read it.
@@ -117,6 +119,31 @@ def factorization_machine(x: Tensor, y: Tensor, *weights: Tensor) -> tuple[Tenso
         x = for_batched_matmul(x.to(dtype))
         compute = _products_and_combinations if _transformed() else _FactorizationMachine.apply
         return tuple(result.to(dtype) for result in compute(x, *(weight.to(x.dtype) for weight in (y, *weights))))
+
+
+class _SiLU(torch.autograd.Function):
+    """``x / (1 + exp(-x))`` by operators that compute a number alike wherever it stands."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x / x.neg().exp_().add_(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad, x)
+
+
+def silu(x: Tensor) -> Tensor:
+    """Compute ``x sigmoid(x)``; in float32 on a CPU, :func:`~cordillera.kernels.repeatable.in_order` if that holds.
+
+    Torch's own operator computes the last few numbers of each thread by other code than the rest.
+    """
+    if _own(x) and x.dtype == torch.float32 and is_in_order():
+        out: Tensor = _SiLU.apply(x)
+        return out
+    return F.silu(x)
 
 
 def _linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

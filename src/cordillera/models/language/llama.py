@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cordillera.kernels.attention.documents import document_attention
+from cordillera.kernels.dense.layers import silu
 from cordillera.models.language.adapters import AdapterConfig, add_adapters
 from cordillera.models.language.moe import ExpertLayer, ExpertsConfig
 
@@ -281,7 +282,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(ffn, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):

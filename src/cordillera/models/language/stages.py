@@ -153,12 +153,13 @@ class LlamaStage(nn.Module):
         assert self.score is not None
         return F.linear(hidden, local(self.score.weight)).squeeze(1)
 
-    def log_probabilities(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def log_probabilities(self, hidden: Tensor, labels: Tensor, vocabulary: int | None = None) -> Tensor:
         """Return the log-probability of each label, ``[T]``, and 0 where it is ignored, in the last stage.
 
-        ``hidden [T, hidden]`` is the head's input, ``labels`` are those of :meth:`forward`.
+        ``hidden [T, hidden]`` is the head's input, ``labels`` are those of :meth:`forward`. The first ids of the
+        ``vocabulary`` can follow; None for all.
         """
-        return label_log_probabilities(hidden, local(self.head_weight), labels, self.loss_rows)
+        return label_log_probabilities(hidden, local(self.head_weight)[:vocabulary], labels, self.loss_rows)
 
     @torch.no_grad()
     def fill(self, weights: Callable[[str, torch.Size], Tensor]) -> None:

@@ -32,8 +32,9 @@ def generate(
     """Continue prompts, up to 16 at a time, until a stop token, ``max_new_tokens`` or the end of the context.
 
     The result of a sequence depends neither on the other sequences nor on drafts. For a dense bfloat16 model on a CPU,
-    after :func:`for_decoding`, that holds to the last bit of the logits; otherwise, products of other shapes may round
-    differently, which can decide between two tokens that are equally likely.
+    after :func:`for_decoding`, that holds to the last bit of the logits, as for a float32 one ``as_trained`` where
+    :func:`~cordillera.kernels.repeatable.rows_repeat`; otherwise, products of other shapes may round differently, which
+    can decide between two tokens that are equally likely.
 
     Args:
         prompts: Token ids, one list per prompt.
@@ -58,16 +59,22 @@ def generate(
     return _generate(model, prompts, max_new_tokens, stop, sampling or Sampling(), tokens, speculation, guide)
 
 
-def for_decoding(model: Llama) -> Llama:
-    """Replace the linear layers of a model by ones that are fast on few rows, in place, and return the model.
+def for_decoding(model: Llama, *, as_trained: bool = False) -> Llama:
+    """Replace the linear layers of a model by ones for few rows, in place, and return the model.
 
-    Weights stay where they are. A tied head becomes a layer over the embedding's weights. Only bfloat16 models on a CPU
-    are changed. One token is read, so that kernels are compiled now and not at the first token.
+    Weights stay where they are. A tied head becomes a layer over the embedding's weights. Only models on a CPU are
+    changed: bfloat16 ones, for speed, and float32 ones if ``as_trained``. One token is read, so that kernels are
+    compiled now and not at the first token.
+
+    Args:
+        as_trained: Whether tokens of a float32 model have the log-probabilities, to the bit, of
+            :func:`~cordillera.models.language.likelihood.token_log_probabilities`. A pass over one to three tokens then
+            takes up to twice as long, one over more as long as before.
     """
     weight = model.embedding.weight
     if weight.device.type != "cpu":
         return model
-    if weight.dtype == torch.bfloat16:
+    if weight.dtype == torch.bfloat16 or (as_trained and weight.dtype == torch.float32):
         for module in list(model.modules()):
             for name, child in module.named_children():
                 if type(child) is nn.Linear:

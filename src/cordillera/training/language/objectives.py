@@ -220,9 +220,9 @@ class GroupsObjective(AnswersObjective):
     were drawn, and under the model that training began with.
     """
 
-    def __init__(self, config: GroupsConfig) -> None:
+    def __init__(self, config: GroupsConfig, vocabulary: int | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.vocabulary = config, vocabulary
 
     def units(self, one: PackedTokens) -> int:
         """Return the number of samples with a label."""
@@ -232,7 +232,7 @@ class GroupsObjective(AnswersObjective):
         self, stage: LlamaStage, hidden: Tensor, offsets: Tensor, labels: Tensor, documents: Mapping[str, Tensor]
     ) -> Tensor:
         """Return the loss; see :class:`~cordillera.models.language.stages.Objective`."""
-        tokens = stage.log_probabilities(hidden, labels)
+        tokens = stage.log_probabilities(hidden, labels, self.vocabulary)
         if not documents:
             return 0.0 * tokens.sum()
         change = tokens - documents["sampled"].to(tokens)
@@ -271,10 +271,10 @@ def group_advantages(rewards: Tensor, normalize: bool = True) -> Tensor:
     return above / (rewards.std(1, keepdim=True) + 1e-4) if normalize else above
 
 
-def make_objective(config: ObjectiveConfig) -> AnswersObjective:
-    """Create the objective of a ``config``."""
+def make_objective(config: ObjectiveConfig, vocabulary: int | None = None) -> AnswersObjective:
+    """Create the objective of a ``config``; samples are of the first ids of the ``vocabulary``, None for all."""
     if isinstance(config, PreferencesConfig):
         return PreferencesObjective(config)
     if isinstance(config, GroupsConfig):
-        return GroupsObjective(config)
+        return GroupsObjective(config, vocabulary)
     return RewardObjective() if isinstance(config, RewardConfig) else AnswersObjective()

@@ -164,6 +164,7 @@ class LanguageTrainer:
         on_step: Function that draws progress, on rank 0.
         recipe: Recipe of the run as plain JSON values, saved with every checkpoint.
         reads_ahead: Whether iterations are prepared while others are computed; they must not depend on the weights.
+        evaluates_first: Whether the weights that training begins with are evaluated too.
     """
 
     Config = LanguageTrainingConfig
@@ -183,6 +184,7 @@ class LanguageTrainer:
         on_step: LanguageStepCallback | None = None,
         recipe: dict[str, Any] | None = None,
         reads_ahead: bool = True,
+        evaluates_first: bool = False,
     ) -> None:
         self.config, self.engine, self.checkpoints, self.run = config, engine, checkpoints, run
         mesh = engine.mesh
@@ -193,7 +195,7 @@ class LanguageTrainer:
         if reads_ahead:
             self.batches = PrefetchedBatches(batches, part=own, deadline_s=mesh.config.deadline_s)
         self.held_out, self.held_out_bytes, self.peak = held_out, held_out_bytes, peak
-        self.watchdog, self.on_step, self.recipe = watchdog, on_step, recipe
+        self.watchdog, self.on_step, self.recipe, self.evaluates_first = watchdog, on_step, recipe, evaluates_first
         self.progress = LanguageProgress()
         self._window = _LanguageWindow()
         self.recorder = RunRecorder(run)
@@ -243,6 +245,8 @@ class LanguageTrainer:
 
     def _train(self) -> tuple[_Ended, LanguageEvaluation | None]:
         evaluation = None
+        if self.evaluates_first and self.progress.step == 0 and self.can_evaluate:
+            self._evaluate()
         ended = self._steps()
         if self.checkpoints.last != self.progress.step:
             self._save()
@@ -446,7 +450,7 @@ class LanguageTrainer:
         self._owes_evaluation = False
         self._evaluated = (self.progress.step, found)
         self.engine.ledger.clear()  # records of training contain its own traffic only
-        self._record("evaluation", split="validation", **found._asdict())
+        self._record("evaluation", split="validation", **found._asdict() | {"measures": dict(found.measures)})
         self.recorder.draw({"validation/loss": found.loss}, self.progress.step)
         return found
 

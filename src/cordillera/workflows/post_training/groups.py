@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cordillera.data.language.batches import PackedTokens
+from cordillera.data.language.batches import Iteration, PackedTokens
 from cordillera.data.language.chats import ChatProblem
 from cordillera.data.language.verify import is_right
 from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.distributed.vocabulary_loss import IGNORED
 from cordillera.errors import DataError
 from cordillera.jagged import offsets_from_lengths
+from cordillera.kernels.repeatable import in_order
 from cordillera.models.language.llama import Llama
+from cordillera.serving.language.generation import for_decoding
 from cordillera.serving.language.sampler import Sampling
 from cordillera.training.language.engine import LanguageEngine
 from cordillera.training.language.objectives import GroupsConfig, group_advantages
@@ -92,8 +94,9 @@ class GroupBatches:
             Sampling(temperature=1.0, top_p=1.0, seed=_seed(self.seed, self._number, place))
             for place in range(len(prompts))
         ]
-        model = copy_of(self.engine.stages[0])
-        answers = sample_answers(model, self.tokenizer, prompts, self.config.max_new_tokens, samplings)
+        model = for_decoding(copy_of(self.engine.stages[0]), as_trained=True)
+        with in_order():
+            answers = sample_answers(model, self.tokenizer, prompts, self.config.max_new_tokens, samplings)
         expected = [problem.answer for problem in chosen for _ in range(self.config.samples)]
         right = [one.is_whole and is_right(one.text, answer) for one, answer in zip(answers, expected, strict=True)]
         rewards = torch.tensor(right, dtype=torch.float64)
@@ -199,6 +202,10 @@ class GroupTrainer(LanguageTrainer):
     ) -> None:
         super().__init__(config, engine, batches, reads_ahead=False, **common)
         self.problems, self._groups = problems, batches
+
+    def _step(self, iteration: Iteration) -> None:
+        with in_order():  # a token's probability has the bits with which it was drawn
+            super()._step(iteration)
 
     @property
     def can_evaluate(self) -> bool:

@@ -83,7 +83,7 @@ def post_trainer(
         recipe.model,
         mesh,
         recipe.seed,
-        None if objective.name == "sft" else make_objective(objective),
+        None if objective.name == "sft" else make_objective(objective, corpora.tokenizer.vocab_size),
     )
     if isinstance(objective, GroupsConfig):
         return _group_trainer(recipe, objective, engine, corpora, common)
@@ -97,8 +97,17 @@ def post_trainer(
         shuffle=recipe.data.shuffle,
         learns=_learns(recipe),
     )
-    held = held_out_chats(corpora.held_out, most=_most(recipe), learns=_learns(recipe)) if corpora.held_out else None
+    items = _first_tokens(corpora.held_out, recipe.training.evaluation_tokens)
+    held = held_out_chats(items, most=_most(recipe), learns=_learns(recipe)) if items else None
     return LanguageTrainer(recipe.training, engine, batches, held_out=held, **common)
+
+
+def _first_tokens(items: Sequence[Item], tokens: int | None) -> Sequence[Item]:
+    """Return the first items that have ``tokens`` together, and the one that exceeds them; all for None."""
+    if tokens is None:
+        return items
+    totals = itertools.accumulate(sum(len(one.tokens) for one in item) for item in items)
+    return items[: sum(1 for total in totals if total < tokens) + 1]
 
 
 def _most(recipe: PostTrainingRecipe) -> int:
@@ -185,10 +194,10 @@ def _used(batches: ChatBatches, steps: int) -> list[int]:
     for iteration in itertools.islice(batches, steps):
         for one in iteration.microbatches:
             found.update(one.documents["item"].tolist() if one.documents else ())
-        if len(found) == len(batches.items):
+        if len(found - {-1}) == len(batches.items):
             break
     batches.load_state_dict(state)
-    return sorted(found)
+    return sorted(found - {-1})
 
 
 def _reference(
