@@ -52,6 +52,10 @@ LANGUAGE_MODELS = ("llama",)
 """Values of ``model.name`` in the recipe of a language model."""
 
 
+OBJECTIVES: tuple[str, ...] = tuple(kind.model_fields["name"].default for kind in models_of(ObjectiveConfig))
+"""Values of ``objective.name`` in the recipe of post-training."""
+
+
 class _AnyRecipe(BaseModel):
     """Keys that every recipe has.
 
@@ -199,12 +203,13 @@ def _apply(content: dict[str, Any], key: str, value: Any) -> None:
 def _as_written(entry: Any) -> dict[str, Any]:
     """Return a mistake with its place in the file, from which the model's name as a union tag is removed."""
     location = [part for part in entry["loc"] if part not in ("function-wrap", "function-after")]
+    names = OBJECTIVES if location[:1] == ["objective"] else (*MODELS, *LANGUAGE_MODELS)
     if entry["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        message = f"must be one of {', '.join([*MODELS, *LANGUAGE_MODELS])}, got {entry.get('ctx', {}).get('tag')!r}"
+        message = f"must be one of {', '.join(names)}, got {entry.get('ctx', {}).get('tag')!r}"
         if entry["type"] == "union_tag_not_found":
-            message = f"is missing; choose one of {', '.join([*MODELS, *LANGUAGE_MODELS])}"
-        return {"type": "name", "loc": ("model", "name"), "msg": message, "input": {}}
-    if len(location) > 1 and location[0] == "model" and location[1] in MODELS:
+            message = f"is missing; choose one of {', '.join(names)}"
+        return {"type": "name", "loc": (location[0], "name"), "msg": message, "input": {}}
+    if len(location) > 1 and location[0] in ("model", "objective") and location[1] in names:
         del location[1]  # the tag of the union, which is not in the file
     return {**entry, "loc": location}
 
@@ -213,6 +218,9 @@ def _explain(kind: type[BaseModel], error: ValidationError, content: dict[str, A
     def keys(path: Sequence[Any]) -> list[str]:
         if path and path[0] == "model" and kind is RankingRecipe:
             return known_keys(MODELS[content["model"]["name"]].Config, path[1:])
+        if path and path[0] == "objective":
+            (chosen,) = (one for one in models_of(ObjectiveConfig) if _is_called(one, content["objective"]["name"]))
+            return known_keys(chosen, path[1:])
         return known_keys(kind, path)
 
     entries = error.errors(include_url=False)
@@ -328,7 +336,7 @@ def _with_sizes(content: dict[str, Any], source: str) -> dict[str, Any]:
         if not isinstance(start, str):
             message = f"gives no sizes: name a preset ({', '.join(PRESETS)}), or what training.start begins with"
             raise RecipeError(source, [("model", message)])
-        sizes = open_checkpoint(find_model(start)).config
+        sizes = open_checkpoint(find_model(start)).config.model_copy(update={"adapter": None, "scores": False})
     return content | {"model": (sizes.model_dump(mode="json") if sizes else {}) | model}
 
 

@@ -15,6 +15,7 @@ from cordillera.models.ranking import MODELS, build
 from cordillera.run import Run
 from cordillera.training.ranking.config import TrainingConfig
 from cordillera.training.ranking.trainer import Trainer
+from tests.training.post_training_runs import make_start
 
 FEATURES = FeatureSpec(
     dense=("a", "b"),
@@ -88,3 +89,11 @@ def make_trainer(tmp_path: Path):
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the data of post-training, and the run ``start`` of a model that can already answer."""
+    folder = tmp_path_factory.mktemp("post-training")
+    make_start(folder)
+    return folder

@@ -249,6 +249,8 @@ def _check(recipe: LanguageRecipe, folder: Path | str | None) -> None:
     check_experts(recipe.training, recipe.model, recipe.parallel)
     if isinstance(recipe, PostTrainingRecipe):
         check_post_training(recipe)
+    elif recipe.model.scores:
+        raise RecipeError(recipe.name, [("model.scores", "are learnt by objective.name = 'reward' alone")])
     # schedules are made for the microbatches of one copy
     count = recipe.packing.count(recipe.parallel.copies * recipe.parallel.pipeline)
     of_copy = -(-count // recipe.parallel.copies)
@@ -281,6 +283,12 @@ def _check(recipe: LanguageRecipe, folder: Path | str | None) -> None:
     if recipe.training.start is None or (folder is not None and steps(Run(folder).checkpoints)):
         return
     source = open_checkpoint(find_model(recipe.training.start))
+    if source.config.scores and not recipe.model.scores:
+        raise CheckpointError(
+            "is a reward model, which gives scores and no text",
+            where=f"training.start, {recipe.training.start}",
+            remedy="start from the model that it began with",
+        )
     kept = {name: getattr(recipe.model, name) for name in ("context", *ON_TOP)}
     if source.config.model_copy(update=kept) != recipe.model:
         own, other = recipe.model.model_dump(), source.config.model_dump()
@@ -520,6 +528,12 @@ def _start_from(engine: LanguageEngine, source: Source, seed: int) -> None:
             whole.copy_(merged[name].detach())
         else:
             source.read(name, whole)
+            if not whole.isfinite().all():
+                raise CheckpointError(
+                    f"tensor {source.name_of(name)} holds NaN or infinity",
+                    where=f"training.start, {source.path}",
+                    remedy="the checkpoint is damaged: start from another",
+                )
         return whole
 
     for stage in engine.stages.values():

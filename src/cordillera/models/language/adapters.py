@@ -59,9 +59,10 @@ class AdaptedLinear(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """Return a layer whose weight is ``W + scale B A``, added up in 32 bits."""
+        """Return a layer whose weight is ``W + scale B A``, added up in 32 bits or more."""
         outputs, inputs = self.weight.shape
-        weight = self.weight.float() + self.scale * (self.wide.float() @ self.narrow.float())
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        weight = self.weight.to(wide) + self.scale * (self.wide.to(wide) @ self.narrow.to(wide))
         linear = nn.Linear(inputs, outputs, bias=False, device="meta")
         linear.weight = nn.Parameter(weight.to(self.weight.dtype))
         return linear

@@ -103,15 +103,15 @@ def best_of(
         on_answer: Function called with the number of prompts that are done and that of all.
 
     Raises:
-        DataError: If prompts or settings are invalid, or the file belongs to other prompts.
+        DataError: If prompts or settings are invalid, or the file belongs to other prompts or samples.
         CheckpointError: If a checkpoint is missing or damaged.
         RunError: If the file cannot be written.
     """
     if samples < 2 or temperature <= 0:
         raise DataError("needs at least 2 samples and a temperature above 0", where="best_of")
-    asked = read_prompts(prompts)[:most]
+    asked = _asked(prompts, most)
     path = Path(file)
-    done = _done(path, asked)
+    done = _done(path, asked, samples)
     opened, judge = _Answering(model, dtype), RewardModel(reward)
     sampling = {"temperature": temperature, "top_p": 1.0}
     with disk_errors(path), path.open("a", encoding="utf-8") as out:
@@ -130,8 +130,18 @@ def best_of(
     return BestOf(path, len(done), samples, means)
 
 
+def _asked(prompts: str | Sequence[str], most: int | None) -> list[Prompt]:
+    """Return the prompts to answer, at least one."""
+    found = read_prompts(prompts)
+    if most is not None:
+        found = found[: max(most, 0)]
+    if not found:
+        raise DataError("there is no prompt to answer", where="prompts")
+    return found
+
+
 def _row(prompt: Prompt, texts: Sequence[str], rewards: Sequence[float]) -> dict[str, Any]:
-    turns = [{"role": turn.role, "content": turn.content} for turn in prompt]
+    turns = _turns(prompt)
     ordered = sorted(range(len(texts)), key=lambda place: rewards[place])
     best, worst = texts[ordered[-1]], texts[ordered[0]]
     row: dict[str, Any] = {"messages": [*turns, {"role": "assistant", "content": best}], "rewards": list(rewards)}
@@ -140,28 +150,46 @@ def _row(prompt: Prompt, texts: Sequence[str], rewards: Sequence[float]) -> dict
     return row
 
 
-def _done(path: Path, asked: Sequence[Prompt]) -> list[dict[str, Any]]:
+def _done(path: Path, asked: Sequence[Prompt], samples: int) -> list[dict[str, Any]]:
     """Return the rows of a file that was begun; cut a last line that is not whole."""
     if not path.exists():
         return []
     with disk_errors(path):
         content = path.read_bytes()
     whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with disk_errors(path), path.open("r+b") as file:
-            file.truncate(whole)
-    rows = []
-    for number, line in enumerate(content[:whole].splitlines()):
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(content[:whole].split(b"\n")[:-1]):
         try:
             row = json.loads(line)
             prompt = [(turn["role"], turn["content"]) for turn in row["messages"][:-1]]
             rewards = [float(value) for value in row["rewards"]]
         except (ValueError, KeyError, TypeError) as error:
             raise _other(path, number) from error
-        if number >= len(asked) or prompt != [(turn.role, turn.content) for turn in asked[number]] or not rewards:
+        if number >= len(asked) or prompt != [(turn.role, turn.content) for turn in asked[number]]:
             raise _other(path, number)
+        if len(rewards) != samples:
+            raise DataError(
+                f"has the rewards of {len(rewards)} answers, not of {samples}",
+                where=f"{path}:{number + 1}",
+                remedy="name another file, or sample as many",
+            )
         rows.append(row)
+    if cut := content[whole:]:
+        begins = b"" if len(rows) == len(asked) else _begin(asked[len(rows)])
+        if not begins or cut[: len(begins)] != begins[: len(cut)]:
+            raise _other(path, len(rows))
+        with disk_errors(path), path.open("r+b") as file:
+            file.truncate(whole)
     return rows
+
+
+def _begin(prompt: Prompt) -> bytes:
+    """Return the bytes with which the line of a prompt begins."""
+    return json.dumps({"messages": _turns(prompt)}, ensure_ascii=False).encode()[: -len("]}")]
+
+
+def _turns(prompt: Prompt) -> list[dict[str, str]]:
+    return [{"role": turn.role, "content": turn.content} for turn in prompt]
 
 
 def _other(path: Path, number: int) -> DataError:
@@ -230,7 +258,7 @@ def judge(
         DataError: If prompts or settings are invalid.
         CheckpointError: If a checkpoint is missing or damaged.
     """
-    asked = read_prompts(prompts)[:most]
+    asked = _asked(prompts, most)
     models, judging = [_Answering(name, dtype) for name in (first, second)], RewardModel(reward)
     sampling = {"temperature": temperature, "top_p": 1.0}
     rewards: list[tuple[float, float]] = []

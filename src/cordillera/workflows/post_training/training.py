@@ -19,7 +19,7 @@ from cordillera.distributed.mesh import ProcessMesh
 from cordillera.errors import PlanError, RecipeError, RunError
 from cordillera.models.language.checkpoints import open_checkpoint, read_model
 from cordillera.recipe import PostTrainingRecipe
-from cordillera.run import Run
+from cordillera.run import Run, disk_errors
 from cordillera.serving.language.language_model import find_model
 from cordillera.training.language.engine import LanguageEngine
 from cordillera.training.language.objectives import GroupsConfig, PreferencesConfig, document_sums, make_objective
@@ -150,7 +150,7 @@ def add_reference(recipe: PostTrainingRecipe, trainer: LanguageTrainer, run: Run
     They are computed before the first step and stored in the run, from where a resumed run reads them.
 
     Raises:
-        RunError: If a resumed run lacks them.
+        RunError: If a resumed run lacks them, or those of pairs that only its further steps learn from.
     """
     if not isinstance(recipe.objective, PreferencesConfig):
         return
@@ -158,6 +158,7 @@ def add_reference(recipe: PostTrainingRecipe, trainer: LanguageTrainer, run: Run
     assert isinstance(batches, ChatBatches)
     assert isinstance(held, ChatMicrobatches | None)
     path = run.folder / _REFERENCE
+    used = _used(batches, recipe.training.steps - trainer.progress.step)
     if trainer.progress.step or path.exists():
         try:
             found = load_file(path)
@@ -165,13 +166,23 @@ def add_reference(recipe: PostTrainingRecipe, trainer: LanguageTrainer, run: Run
             raise RunError(
                 "the log-probabilities of the reference cannot be read", where=str(path), remedy="start a new run"
             ) from error
+        lacking = len(used) - int(found["training"][used].isfinite().all(1).sum())
+        if lacking:
+            raise RunError(
+                f"has no log-probabilities of the reference for {lacking:,} pairs, which the first "
+                f"{recipe.training.steps:,} steps learn from",
+                where=str(path),
+                remedy="go on to the number of steps that the run began with, or start a new run",
+            )
     else:
         say("reference: log-probabilities of the model that training begins with")
-        used = _used(batches, recipe.training.steps)
         found = {"training": _reference(recipe, trainer.engine, batches.items, used)}
         if held is not None:
             found["held_out"] = _reference(recipe, trainer.engine, held.items, range(len(held.items)))
-        save_file(found, path)
+        beside = path.with_name(f".{path.name}")
+        with disk_errors(path):
+            save_file(found, beside)
+            beside.replace(path)  # whole, or not there
     batches.values["reference"] = found["training"]
     if held is not None:
         held.values["reference"] = found["held_out"]
