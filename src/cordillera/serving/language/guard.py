@@ -104,7 +104,6 @@ class Guard:
         self._opened = LanguageModel(name, dtype=dtype, drafter="none")
         self.categories = categories or _learnt_categories(run_of(name, self._opened.path))
 
-    @torch.inference_mode()
     def check(self, conversations: Sequence[Sequence[Message]]) -> list[Verdict]:
         """Return a verdict on the last turn of each conversation, the user's or the assistant's.
 
@@ -163,8 +162,9 @@ class Guard:
         tokens = torch.tensor([token for prompt in prompts for token in (*prompt, *ids)], device=device)
         offsets = offsets_from_lengths(torch.tensor([len(prompt) + len(ids) for prompt in prompts]))
         before = offsets[1:, None] - len(ids) - 1 + torch.arange(len(ids))  # places of the tokens before the word's
-        hidden = model.hidden(tokens, offsets)[before.flatten().to(device)]
-        logits = model.logits(hidden)[:, : tokenizer.vocab_size].double()
+        with torch.inference_mode():
+            hidden = model.hidden(tokens, offsets)[before.flatten().to(device)]
+            logits = model.logits(hidden)[:, : tokenizer.vocab_size].double()
         if not bool(logits.isfinite().all()):
             raise DataError("logits are not finite", where="guard", remedy="train it again with a lower rate")
         chances = logits.log_softmax(-1).view(len(prompts), len(ids), -1)
