@@ -24,7 +24,7 @@ from cordillera.data.language.chats import read_chats, split_held_out
 from cordillera.data.language.guard.examples import GuardExample, guard_examples, guard_row, held_out_guard_examples
 from cordillera.intervals import wilson_interval
 from cordillera.recipe import PostTrainingRecipe
-from cordillera.serving.language.guard import Guard, Verdict
+from cordillera.serving.language.guard import Guard, GuardVerdict
 
 RECIPE = "guard-debug"
 THRESHOLD = 0.5
@@ -80,9 +80,9 @@ def _without_its_category(example: GuardExample) -> GuardExample:
     return example._replace(categories=example.categories.without(example.codes), codes=())
 
 
-def _verdicts(guard: Guard, examples: Sequence[GuardExample]) -> list[Verdict]:
+def _verdicts(guard: Guard, examples: Sequence[GuardExample]) -> list[GuardVerdict]:
     """Verdicts in the order of examples; those with one list are judged together."""
-    found: dict[int, Verdict] = {}
+    found: dict[int, GuardVerdict] = {}
     order = sorted(range(len(examples)), key=lambda place: [*examples[place].categories.names])
     for _, group in itertools.groupby(order, key=lambda place: [*examples[place].categories.names]):
         places = [*group]

@@ -12,7 +12,7 @@ import torch
 from cordillera.data.language.guard.prompts import HAZARDS, Categories, guard_prompt
 from cordillera.data.tokenizers.chat import Message
 from cordillera.errors import DataError
-from cordillera.serving.language.guard import Guard, Verdict, parse_verdict
+from cordillera.serving.language.guard import Guard, GuardVerdict, parse_verdict
 from cordillera.serving.language.language_model import LanguageModel
 from tests.serving.small_models import write_model
 
@@ -75,11 +75,11 @@ def test_a_turn_cannot_pass_for_marks_or_other_turns(line_end: str) -> None:
     ],
 )
 def test_any_answer_is_read(text: str, is_safe: bool, codes: tuple[str, ...], is_valid: bool) -> None:
-    assert parse_verdict(text) == Verdict(is_safe, codes, is_valid)
+    assert parse_verdict(text) == GuardVerdict(is_safe, codes, is_valid)
 
 
 def test_a_code_that_is_switched_off_is_dropped_and_flagged() -> None:
-    assert parse_verdict("unsafe\nS2,S5", Categories().without(["S5"])) == Verdict(False, ("S2",), False)
+    assert parse_verdict("unsafe\nS2,S5", Categories().without(["S5"])) == GuardVerdict(False, ("S2",), False)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,10 @@ def test_verdicts_do_not_depend_on_their_neighbours(folder: Path) -> None:
         assert (one.is_safe, one.categories, one.is_valid) == (other.is_safe, other.categories, other.is_valid)
 
 
-def scripted(folder: Path, monkeypatch: pytest.MonkeyPatch, threshold: float, score: float, *answers: str) -> Verdict:
-    """Verdict of a guard whose model gives ``score`` and writes ``answers``, one a pass."""
+def scripted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, threshold: float, score: float, *answers: str
+) -> GuardVerdict:
+    """GuardVerdict of a guard whose model gives ``score`` and writes ``answers``, one a pass."""
     said = iter(answers)
     monkeypatch.setattr(Guard, "_scores", lambda self, prompts: [score] * len(prompts))
     monkeypatch.setattr(Guard, "_answers", lambda self, prompts: [next(said) for _ in prompts])
@@ -159,7 +161,7 @@ def test_a_higher_threshold_never_makes_a_turn_unsafe(
 def test_an_answer_of_neither_word_is_unsafe_at_any_threshold(
     folder: Path, monkeypatch: pytest.MonkeyPatch, threshold: float
 ) -> None:
-    assert scripted(folder, monkeypatch, threshold, 0.2, "perhaps") == Verdict(False, (), False, 0.2)
+    assert scripted(folder, monkeypatch, threshold, 0.2, "perhaps") == GuardVerdict(False, (), False, 0.2)
 
 
 def test_a_model_that_gives_no_numbers_is_refused(folder: Path) -> None:

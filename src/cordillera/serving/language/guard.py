@@ -30,7 +30,7 @@ _TOGETHER = 16  # conversations that are judged together
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GuardVerdict:
     """What a guard says of a turn.
 
     Attributes:
@@ -46,7 +46,7 @@ class Verdict:
     score: float | None = None
 
 
-def parse_verdict(text: str, categories: Categories | None = None) -> Verdict:
+def parse_verdict(text: str, categories: Categories | None = None) -> GuardVerdict:
     """Read an answer: ``safe``, or ``unsafe`` and on a second line codes with commas between them.
 
     Spaces around words, capital and small letters, and empty lines at the end make no difference. All else makes the
@@ -57,15 +57,15 @@ def parse_verdict(text: str, categories: Categories | None = None) -> Verdict:
         text: Answer of a model.
         categories: Categories that the model was asked about. Default: those of Llama Guard 3.
     """
-    known = {code.upper(): code for code in (categories or Categories()).names}
+    known = (categories or Categories()).names
     lines = _lines(text)
     if _is(text, SAFE):
-        return Verdict(True, is_valid=len(lines) == 1)
+        return GuardVerdict(True, is_valid=len(lines) == 1)
     if not _is(text, UNSAFE):
-        return Verdict(False, is_valid=False)
+        return GuardVerdict(False, is_valid=False)
     codes = [code.strip().upper() for code in lines[1].split(",")] if len(lines) > 1 else []
-    found = dict.fromkeys(known[code] for code in codes if code in known)
-    return Verdict(False, (*found,), len(lines) == 2 and all(code in known for code in codes))
+    found = dict.fromkeys(code for code in codes if code in known)
+    return GuardVerdict(False, (*found,), len(lines) == 2 and all(code in known for code in codes))
 
 
 def _lines(text: str) -> list[str]:
@@ -104,7 +104,7 @@ class Guard:
         self._opened = LanguageModel(name, dtype=dtype, drafter="none")
         self.categories = categories or _learnt_categories(run_of(name, self._opened.path))
 
-    def check(self, conversations: Sequence[Sequence[Message]]) -> list[Verdict]:
+    def check(self, conversations: Sequence[Sequence[Message]]) -> list[GuardVerdict]:
         """Return a verdict on the last turn of each conversation, the user's or the assistant's.
 
         A turn is unsafe if its score is at least the threshold, or the answer that the model writes is neither word.
@@ -121,12 +121,12 @@ class Guard:
                 raise DataError(error.what, where=where, remedy=error.remedy) from error
         tokens = self._opened.encode(prompts)
         check_prompts(self._opened.config, tokens, _ANSWER)
-        found: list[Verdict] = []
+        found: list[GuardVerdict] = []
         for first in range(0, len(tokens), _TOGETHER):
             found += self._check(tokens[first : first + _TOGETHER])
         return found
 
-    def _check(self, prompts: Sequence[list[int]]) -> list[Verdict]:
+    def _check(self, prompts: Sequence[list[int]]) -> list[GuardVerdict]:
         scores, texts = self._scores(prompts), self._answers(prompts)
         doubted = [place for place, text in enumerate(texts) if _is(text, SAFE) and not scores[place] < self.threshold]
         opening = self._opened.tokenizer.encode(f"{UNSAFE}\n")
@@ -135,10 +135,10 @@ class Guard:
             texts[place] = f"{UNSAFE}\n{text}"
         return [self._verdict(text, score) for text, score in zip(texts, scores, strict=True)]
 
-    def _verdict(self, text: str, score: float) -> Verdict:
+    def _verdict(self, text: str, score: float) -> GuardVerdict:
         said = parse_verdict(text, self.categories)
         if _is(text, UNSAFE) and score < self.threshold:
-            said = Verdict(True, is_valid=said.is_valid)
+            said = GuardVerdict(True, is_valid=said.is_valid)
         return replace(said, score=score)
 
     def _answers(self, prompts: Sequence[Sequence[int]]) -> list[str]:

@@ -40,7 +40,7 @@ JudgedRole = Literal["User", "Agent"]
 """Whose last turn is judged."""
 
 _ROLES: Mapping[str, JudgedRole] = {"user": "User", "assistant": "Agent"}
-_CODE = re.compile(r"[A-Za-z0-9]{1,16}")
+_CODE = re.compile(r"[A-Z0-9]{1,16}")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Categories:
     """Kinds of content that count as unsafe.
 
     Attributes:
-        names: Name of each category by its code, of letters and digits.
+        names: Name of each category by its code, of capital letters and digits.
 
     Raises:
         DataError: If there is no category, a code is of another form, or a name is not one line of text.
@@ -61,7 +61,7 @@ class Categories:
             raise DataError("there is none", where="categories", remedy="give at least one, or leave the list out")
         for code, name in self.names.items():
             if not _CODE.fullmatch(code):
-                raise DataError(f"the code {code!r} is not 1 to 16 letters and digits", where="categories")
+                raise DataError(f"the code {code!r} is not 1 to 16 capital letters and digits", where="categories")
             check_text(name, f"category {code}")
             if not name.strip() or not name.isprintable():
                 raise DataError("its name is not one line of text", where=f"category {code}")
