@@ -16,6 +16,7 @@ from cordillera.cli import (
     doctor,
     evaluate,
     generate,
+    guard,
     inject,
     isoflop,
     plan,
@@ -70,6 +71,7 @@ app.command("generate")(generate.generate)
 app.command("serve")(serve.serve)
 app.command("best-of")(answers.best_of)
 app.command("judge")(answers.judge)
+app.command("guard")(guard.guard)
 app.command("average")(answers.average)
 app.command("plan")(plan.plan)
 app.command("towers")(towers.towers)

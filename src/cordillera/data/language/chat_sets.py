@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cordillera.data.language.documents import FileRow
+from cordillera.data.language.guard.examples import guard_examples, guard_row, held_out_guard_examples
 from cordillera.data.language.tokenised import PYTHON_LIBRARY, text_files
 
 PROBLEMS = 4_000
@@ -62,10 +63,22 @@ def python_docstrings_preferences() -> Iterator[FileRow]:
     return _rows("python-docstrings-preferences", pairs())
 
 
+def guard() -> Iterator[FileRow]:
+    """Iterate over 3,000 questions whether a turn of a conversation is safe, with their answers."""
+    return _rows("guard", map(guard_row, guard_examples()))
+
+
+def guard_held_out() -> Iterator[FileRow]:
+    """Iterate over 1,000 questions of the kind of ``guard`` whose conversations are made of other sentences."""
+    return _rows("guard-held-out", map(guard_row, held_out_guard_examples()))
+
+
 CHAT_SETS: dict[str, Callable[[], Iterator[FileRow]]] = {
     "python-docstrings": python_docstrings,
     "python-docstrings-preferences": python_docstrings_preferences,
     "arithmetic": arithmetic,
+    "guard": guard,
+    "guard-held-out": guard_held_out,
 }
 """Functions that make the rows of the built-in sets, by name."""
 

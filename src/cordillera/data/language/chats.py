@@ -32,8 +32,8 @@ class ChatDataConfig(BaseModel):
 
     Attributes:
         path: File, folder or pattern of ``.jsonl``, ``.ndjson`` or ``.parquet``, or several of them; or a built-in set
-            (``python-docstrings``, ``python-docstrings-preferences``, ``arithmetic``); or ``datasets:NAME``, the split
-            ``train`` of a set of Hugging Face.
+            (``python-docstrings``, ``python-docstrings-preferences``, ``arithmetic``, ``guard``,
+            ``guard-held-out``); or ``datasets:NAME``, the split ``train`` of a set of Hugging Face.
         tokenizer: Name, file or folder of a tokenizer. Default: that of the checkpoint that training starts from.
         held_out: Share of the items that are evaluated on and not learnt from: those whose prompts have the lowest
             hashes, so the same ones in any order. At least one if there are two; 0 for none.

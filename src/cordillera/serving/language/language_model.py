@@ -117,7 +117,7 @@ class LanguageModel:
                 "is a reward model, which gives scores and no text", where=str(name), remedy="use it with `best-of`"
             )
         self.tokenizer = load_tokenizer(tokenizer_of(name, self.path) if tokenizer is None else tokenizer)
-        run = _run_of(name, self.path)
+        run = run_of(name, self.path)
         if run is not None and "objective" in run.read_json("model.json"):  # it was trained on chats
             self.tokenizer = chat_tokenizer(self.tokenizer)
         if self.tokenizer.vocab_size > self.config.vocabulary:
@@ -334,7 +334,7 @@ def tokenizer_of(name: str | Path, path: Path) -> str | Path:
     Raises:
         DataError: If a run does not name its tokenizer.
     """
-    run = _run_of(name, path)
+    run = run_of(name, path)
     if run is None:
         return path
     try:
@@ -344,7 +344,7 @@ def tokenizer_of(name: str | Path, path: Path) -> str | Path:
         raise DataError("names no tokenizer", where=str(run.folder / "model.json"), remedy=remedy) from error
 
 
-def _run_of(name: str | Path, path: Path) -> Run | None:
+def run_of(name: str | Path, path: Path) -> Run | None:
     """Return the run that a model's ``name`` and ``path`` are of, if they are of one."""
     folder, parent = Path(name).expanduser(), path.resolve().parent
     if path == folder and parent.name == "checkpoints":
