@@ -20,7 +20,7 @@ from rich.table import Table
 
 from cordillera import recipe as recipes
 from cordillera import workflows
-from cordillera.data.language.chats import read_chats, split_held_out
+from cordillera.data.language.chats.rows import read_chats, split_held_out
 from cordillera.data.language.guard.examples import GuardExample, guard_examples, guard_row, held_out_guard_examples
 from cordillera.intervals import wilson_interval
 from cordillera.recipe import PostTrainingRecipe

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from cordillera import recipe as recipes
 from cordillera import workflows
-from cordillera.data.language.chat_batches import held_out_chats
-from cordillera.data.language.chat_corpora import prepare_chats
-from cordillera.data.language.chats import ChatDataConfig, read_chats, split_held_out
+from cordillera.data.language.chats.batches import held_out_chats
+from cordillera.data.language.chats.corpora import prepare_chats
+from cordillera.data.language.chats.rows import ChatDataConfig, read_chats, split_held_out
 from cordillera.distributed.vocabulary_loss import IGNORED
 from cordillera.models.language.checkpoints import open_checkpoint, read_model
 from cordillera.serving.language.language_model import find_model

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cordillera.data.language.chat_batches import ChatMicrobatches, held_out_chats
-from cordillera.data.language.chat_tokens import ANSWER, PROMPT, TokenisedChat
+from cordillera.data.language.chats.batches import ChatMicrobatches, held_out_chats
+from cordillera.data.language.chats.tokens import ANSWER, PROMPT, TokenisedChat
 from cordillera.models.language.checkpoints import save_hugging_face
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.models.language.stages import LlamaStage

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from cordillera.data.language.chats import ChatDataConfig
+from cordillera.data.language.chats.rows import ChatDataConfig
 from cordillera.data.language.cleaning import CleaningConfig
 from cordillera.data.language.corpora import TextSourceConfig
 from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, ListFeature, Schema

@@ -75,10 +75,10 @@ SHORTER = {
     "train": ["training.max_steps=4", "training.evaluate_every=4"],
     "train llama-debug": ["training.steps=4", "data.held_out=0.0005"],
     "train llama-moe": ["training.steps=4", "data.held_out=0.0005"],
-    **dict.fromkeys(
-        ("train smollm2-sft", "train smollm2-reward", "train smollm2-dpo"),
-        ["training.steps=1", "packing.tokens=512", "training.evaluation_tokens=100"],
-    ),
+    **{
+        f"train smollm2-{objective}": ["training.steps=1", "packing.tokens=512", "training.evaluation_tokens=100"]
+        for objective in ("sft", "reward", "dpo")
+    },
     "train arithmetic-sft": ["training.steps=4", "data.held_out=0.001"],
     "train arithmetic-grpo": ["training.steps=2", "data.held_out=0.001"],
     "train histories-hstu": [

@@ -23,7 +23,7 @@ from tomlkit.items import Table
 from cordillera import topology
 from cordillera.data.assets import ASSETS
 from cordillera.data.language.batches import BatchConfig
-from cordillera.data.language.chats import ChatDataConfig
+from cordillera.data.language.chats.rows import ChatDataConfig
 from cordillera.data.language.corpora import TextDataConfig
 from cordillera.data.ranking.datasets import DataConfig
 from cordillera.distributed.planned_mesh import PlannedParallelConfig

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.data.language.batches import IGNORED, PackedTokens, TextIteration
-from cordillera.data.language.chat_batches import ChatBatches, ChatMicrobatches, ChatPair, held_out_chats
-from cordillera.data.language.chat_tokens import ANSWER, END, PROMPT, TokenisedChat
+from cordillera.data.language.chats.batches import ChatBatches, ChatMicrobatches, ChatPair, held_out_chats
+from cordillera.data.language.chats.tokens import ANSWER, END, PROMPT, TokenisedChat
 from cordillera.data.language.prefetch import PrefetchedBatches
 from cordillera.distributed import vocabulary_loss
 from cordillera.errors import DataError

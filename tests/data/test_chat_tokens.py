@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordillera.data.language.chat_tokens import (
+from cordillera.data.language.chats.rows import Preference
+from cordillera.data.language.chats.tokens import (
     ANSWER,
     END,
     PROMPT,
@@ -20,7 +21,6 @@ from cordillera.data.language.chat_tokens import (
     tokenise_preference,
     within_length,
 )
-from cordillera.data.language.chats import Preference
 from cordillera.data.tokenizers.chat import ChatML, JinjaChat, Message, Role
 from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.data.tokenizers.tokenizer import Tokenizer

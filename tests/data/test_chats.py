@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cordillera.data.language import chat_sets
-from cordillera.data.language.chats import (
+from cordillera.data.language.chats import sets as chat_sets
+from cordillera.data.language.chats.rows import (
     Chat,
     ChatDataConfig,
     ChatProblem,

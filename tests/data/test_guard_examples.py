@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from cordillera.data.language.chats import read_chats
+from cordillera.data.language.chats.rows import read_chats
 from cordillera.data.language.guard import examples
 from cordillera.data.language.guard.examples import (
     EXAMPLES,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordillera.data.language.verify import is_right
+from cordillera.data.language.chats.verify import is_right
 
 
 @pytest.mark.parametrize(

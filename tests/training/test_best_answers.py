@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordillera.data.language.chats import read_chats, read_preferences
+from cordillera.data.language.chats.rows import read_chats, read_preferences
 from cordillera.data.tokenizers.chat import Message
 from cordillera.errors import CheckpointError, DataError
 from cordillera.intervals import wilson_interval

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cordillera.data.language.batches import IGNORED, PackedTokens
-from cordillera.data.language.chat_batches import ChatBatches, ChatMicrobatches, held_out_chats
-from cordillera.data.language.chat_tokens import ANSWER, END, PROMPT, TokenisedChat
+from cordillera.data.language.chats.batches import ChatBatches, ChatMicrobatches, held_out_chats
+from cordillera.data.language.chats.tokens import ANSWER, END, PROMPT, TokenisedChat
 from cordillera.distributed.vocabulary_loss import label_log_probabilities
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.models.language.stages import LlamaStage

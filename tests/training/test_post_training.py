@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import cordillera
 from cordillera import workflows
-from cordillera.data.language.chat_corpora import prepare_chats
+from cordillera.data.language.chats.corpora import prepare_chats
 from cordillera.data.tokenizers.chat import Message
 from cordillera.errors import (
     CheckpointError,
@@ -227,7 +227,7 @@ def test_a_reward_model_scores_as_it_was_trained(begun: Path, adapter: bool) -> 
 
 
 def _tokens(judge: RewardModel, chat: tuple[Message, ...]) -> list[int]:
-    from cordillera.data.language.chat_tokens import tokenise_chat
+    from cordillera.data.language.chats.tokens import tokenise_chat
 
     return tokenise_chat(judge.tokenizer, chat).tokens.tolist()
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from cordillera import recipe as recipes
 from cordillera.data.language.batches import TextBatches
-from cordillera.data.language.chat_corpora import ChatCorpora, prepare_chats
+from cordillera.data.language.chats.corpora import ChatCorpora, prepare_chats
 from cordillera.data.language.corpora import TextCorpora, prepare_corpora, text_identity
 from cordillera.data.language.held_out import held_out_batches
 from cordillera.data.packing.work import DocumentWork

@@ -117,7 +117,7 @@ class BatchConfig(BaseModel):
         return self.microbatches or max(-(-self.tokens // self.context), at_least)
 
 
-class Iteration(Protocol):
+class PackedIteration(Protocol):
     """Microbatches of one optimizer step; see :class:`TextIteration`."""
 
     @property
@@ -137,8 +137,8 @@ class Iteration(Protocol):
 class Batches(Protocol):
     """Iterations of a training, which resume where they were saved."""
 
-    def __iter__(self) -> Iterator[Iteration]: ...
-    def __next__(self) -> Iteration: ...
+    def __iter__(self) -> Iterator[PackedIteration]: ...
+    def __next__(self) -> PackedIteration: ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, fit for JSON."""

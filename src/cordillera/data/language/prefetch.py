@@ -9,15 +9,15 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from cordillera.data.language.batches import Batches, Iteration
+from cordillera.data.language.batches import Batches, PackedIteration
 from cordillera.errors import DataError
 
 _POLL_S = 0.1
 
-_Item = tuple[Iteration, dict[str, Any]] | BaseException
+_Item = tuple[PackedIteration, dict[str, Any]] | BaseException
 
 
-class PrefetchedBatches(Iterator[Iteration]):
+class PrefetchedBatches(Iterator[PackedIteration]):
     """Iterator over the iterations of :class:`TextBatches` that plans and reads some of them ahead.
 
     Its state is that of the iterations that were taken, not of those prepared, so a run that resumes from it skips
@@ -52,7 +52,7 @@ class PrefetchedBatches(Iterator[Iteration]):
     def __iter__(self) -> PrefetchedBatches:
         return self
 
-    def __next__(self) -> Iteration:
+    def __next__(self) -> PackedIteration:
         """Return the next iteration.
 
         Raises:
@@ -135,7 +135,7 @@ class PrefetchedBatches(Iterator[Iteration]):
         self._state = self._end = None
 
 
-class LiveBatches(Iterator[Iteration]):
+class LiveBatches(Iterator[PackedIteration]):
     """Iterations that are prepared when they are asked for, because they depend on the weights.
 
     Args:
@@ -145,7 +145,7 @@ class LiveBatches(Iterator[Iteration]):
     def __init__(self, batches: Batches) -> None:
         self.batches = batches
 
-    def __next__(self) -> Iteration:
+    def __next__(self) -> PackedIteration:
         return next(self.batches)
 
     def __enter__(self) -> LiveBatches:

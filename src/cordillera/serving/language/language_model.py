@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from cordillera.data.assets import ASSETS, stored_asset
-from cordillera.data.language.chat_tokens import chat_tokenizer
+from cordillera.data.language.chats.tokens import chat_tokenizer
 from cordillera.data.tokenizers.chat import Message
 from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.data.tokenizers.tokenizer import StreamDecoder, check_text

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from cordillera.data.language.chat_tokens import chat_tokenizer, tokenise_chat
+from cordillera.data.language.chats.tokens import chat_tokenizer, tokenise_chat
 from cordillera.data.tokenizers.chat import Message
 from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.errors import DataError

@@ -22,7 +22,7 @@ from cordillera.distributed.tensor_parallel import local
 from cordillera.distributed.vocabulary_loss import IGNORED, summed_cross_entropy
 from cordillera.models.language.stages import LlamaStage
 
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+LossFactor = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Objective(BaseModel):
@@ -62,7 +62,7 @@ class PreferencesConfig(_Objective):
 
     name: Literal["dpo"] = "dpo"
     beta: float = Field(0.1, gt=0, allow_inf_nan=False)
-    nll: NotNegative = 0.2
+    nll: LossFactor = 0.2
     ends: bool = False
 
 
@@ -84,7 +84,7 @@ class GroupsConfig(_Objective):
     problems: int = Field(8, ge=1, le=2**16)
     max_new_tokens: int = Field(64, ge=1)
     clip: float = Field(0.2, gt=0, allow_inf_nan=False)
-    kl: NotNegative = 0.0
+    kl: LossFactor = 0.0
     normalize: bool = True
 
 

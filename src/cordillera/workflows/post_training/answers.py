@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cordillera.data.language.chats import read_prompts
+from cordillera.data.language.chats.rows import read_prompts
 from cordillera.data.tokenizers.chat import Message
 from cordillera.errors import DataError
 from cordillera.intervals import wilson_interval

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cordillera.data.language.batches import Iteration, PackedTokens
-from cordillera.data.language.chats import ChatProblem
-from cordillera.data.language.verify import is_right
+from cordillera.data.language.batches import PackedIteration, PackedTokens
+from cordillera.data.language.chats.rows import ChatProblem
+from cordillera.data.language.chats.verify import is_right
 from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.distributed.vocabulary_loss import IGNORED
 from cordillera.errors import DataError
@@ -30,12 +30,12 @@ from cordillera.serving.language.sampler import Sampling
 from cordillera.training.language.engine import LanguageEngine
 from cordillera.training.language.objectives import GroupsConfig, group_advantages
 from cordillera.training.language.trainer import LanguageEvaluation, LanguageTrainer, LanguageTrainingConfig
-from cordillera.workflows.post_training.sampling import Answer, copy_of, sample_answers
+from cordillera.workflows.post_training.sampling import SampledAnswer, copy_of, sample_answers
 
 
 @dataclass(frozen=True)
 class GroupIteration:
-    """Samples of one step, as :class:`~cordillera.data.language.batches.Iteration` has them."""
+    """Samples of one step, as :class:`~cordillera.data.language.batches.PackedIteration` has them."""
 
     microbatches: list[PackedTokens]
     lengths: list[list[int]]
@@ -113,7 +113,7 @@ class GroupBatches:
         return found
 
     def _packed(
-        self, prompts: Sequence[Sequence[int]], answers: Sequence[Answer], rewards: Tensor, advantages: Tensor
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[SampledAnswer], rewards: Tensor, advantages: Tensor
     ) -> GroupIteration:
         parts: list[list[int]] = []
         room = 0
@@ -133,7 +133,7 @@ class GroupBatches:
         return GroupIteration(microbatches, [one.offsets.diff().tolist() for one in microbatches])
 
     def _microbatch(
-        self, prompts: Sequence[Sequence[int]], answers: Sequence[Answer], rewards: Tensor, advantages: Tensor
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[SampledAnswer], rewards: Tensor, advantages: Tensor
     ) -> PackedTokens:
         tokens: list[int] = []
         labels: list[int] = []
@@ -203,7 +203,7 @@ class GroupTrainer(LanguageTrainer):
         super().__init__(config, engine, batches, reads_ahead=False, **common)
         self.problems, self._groups = problems, batches
 
-    def _step(self, iteration: Iteration) -> None:
+    def _step(self, iteration: PackedIteration) -> None:
         with in_order():  # a token's probability has the bits with which it was drawn
             super()._step(iteration)
 

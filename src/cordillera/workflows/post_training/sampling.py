@@ -16,8 +16,8 @@ from cordillera.serving.language.engine import TOGETHER, Engine
 from cordillera.serving.language.sampler import Sampling
 
 
-class Answer(NamedTuple):
-    """Answer to a prompt.
+class SampledAnswer(NamedTuple):
+    """SampledAnswer to a prompt.
 
     Attributes:
         tokens: Its tokens, including the one that ended it.
@@ -44,8 +44,8 @@ def copy_of(stage: LlamaStage) -> Llama:
 
 def sample_answers(
     model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], most: int, samplings: Sequence[Sampling]
-) -> list[Answer]:
-    """Answer prompts, up to 16 at a time; an answer depends on its prompt and its sampling alone.
+) -> list[SampledAnswer]:
+    """SampledAnswer prompts, up to 16 at a time; an answer depends on its prompt and its sampling alone.
 
     Args:
         prompts: Token ids of each prompt.
@@ -71,6 +71,6 @@ def sample_answers(
             tokens[one.sequence].append(one.token)
             chances[one.sequence].append(one.chance.logprob)
     return [
-        Answer(own, chance, tokenizer.decode(own, skip_special=True), own[-1] in tokenizer.stop_ids)
+        SampledAnswer(own, chance, tokenizer.decode(own, skip_special=True), own[-1] in tokenizer.stop_ids)
         for own, chance in zip(tokens, chances, strict=True)
     ]

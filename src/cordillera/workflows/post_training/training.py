@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cordillera.data.language.chat_batches import ChatBatches, ChatMicrobatches, held_out_chats
-from cordillera.data.language.chat_corpora import ChatCorpora, Item, Kind
-from cordillera.data.language.chat_tokens import ANSWER, END
+from cordillera.data.language.chats.batches import ChatBatches, ChatMicrobatches, held_out_chats
+from cordillera.data.language.chats.corpora import ChatCorpora, ChatKind, Item
+from cordillera.data.language.chats.tokens import ANSWER, END
 from cordillera.distributed.mesh import ProcessMesh
 from cordillera.errors import PlanError, RecipeError, RunError
 from cordillera.models.language.checkpoints import open_checkpoint, read_model
@@ -27,8 +27,8 @@ from cordillera.training.language.trainer import LanguageTrainer
 from cordillera.workflows._say import Say
 from cordillera.workflows.post_training.groups import GroupBatches, GroupTrainer
 
-KINDS: Mapping[str, Kind] = {"sft": "chats", "reward": "preferences", "dpo": "preferences", "grpo": "problems"}
-"""Kind of data of each objective."""
+KINDS: Mapping[str, ChatKind] = {"sft": "chats", "reward": "preferences", "dpo": "preferences", "grpo": "problems"}
+"""ChatKind of data of each objective."""
 
 _REFERENCE = "reference.safetensors"
 

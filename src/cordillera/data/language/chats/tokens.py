@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from cordillera.data.language.chats import Preference
+from cordillera.data.language.chats.rows import Preference
 from cordillera.data.tokenizers.chat import ChatFormat, Control, Message, PlainChat, PromptPiece
 from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import DataError

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cordillera.data.language.batches import IGNORED, DocumentPart, Microbatches, PackedTokens, TextIteration
-from cordillera.data.language.chat_tokens import ANSWER, END, TokenisedChat
+from cordillera.data.language.chats.tokens import ANSWER, END, TokenisedChat
 from cordillera.errors import DataError
 from cordillera.partition import imbalance
 

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from cordillera.data.files import expand_paths
-from cordillera.data.language.chat_sets import CHAT_SETS
+from cordillera.data.language.chats.sets import CHAT_SETS
 from cordillera.data.language.corpora import hash_limit
 from cordillera.data.language.documents import FileRow, read_rows
 from cordillera.data.tokenizers.chat import ROLES, Message

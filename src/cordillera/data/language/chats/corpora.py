@@ -9,14 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cordillera.data.language.chat_tokens import (
-    TokenisedChat,
-    chat_tokenizer,
-    tokenise_chat,
-    tokenise_preference,
-    within_length,
-)
-from cordillera.data.language.chats import (
+from cordillera.data.language.chats.rows import (
     ChatDataConfig,
     ChatItem,
     ChatProblem,
@@ -25,10 +18,17 @@ from cordillera.data.language.chats import (
     read_problems,
     split_held_out,
 )
+from cordillera.data.language.chats.tokens import (
+    TokenisedChat,
+    chat_tokenizer,
+    tokenise_chat,
+    tokenise_preference,
+    within_length,
+)
 from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.data.tokenizers.tokenizer import Tokenizer
 
-Kind = Literal["chats", "preferences", "problems"]
+ChatKind = Literal["chats", "preferences", "problems"]
 Item = tuple[TokenisedChat, ...]
 
 
@@ -55,7 +55,7 @@ class ChatCorpora:
     facts: dict[str, Any]
 
 
-def prepare_chats(config: ChatDataConfig, kind: Kind) -> ChatCorpora:
+def prepare_chats(config: ChatDataConfig, kind: ChatKind) -> ChatCorpora:
     """Read the data of ``config`` as one ``kind``, tokenise it, and hold a part of it out.
 
     Raises:

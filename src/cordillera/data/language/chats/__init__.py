@@ -1,0 +1,1 @@
+"""Chats, preferences and problems that language models are tuned on."""
