@@ -71,7 +71,7 @@ hooks: $(VENV)/.dev
 
 # FuxiCTR's wheel holds its library and layers; most of its models are in its repository.
 peers: $(VENV)/.test .peers/FuxiCTR/.complete .peers/calculon/.complete .peers/torchtitan/.complete
-	$(INSTALL) fuxictr==2.3.10 pandas psutil accelerate==1.15.0
+	$(INSTALL) fuxictr==2.3.10 pandas psutil accelerate==1.15.0 trl==1.16.0
 
 .peers/FuxiCTR/.complete:
 	rm -rf .peers/FuxiCTR

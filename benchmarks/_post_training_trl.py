@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 
 from cordillera.data.language.chats.batches import ChatMicrobatches, held_out_chats
 from cordillera.data.language.chats.tokens import ANSWER, PROMPT, TokenisedChat
@@ -17,7 +18,7 @@ from cordillera.models.language.stages import LlamaStage
 from cordillera.training.language.objectives import PreferencesConfig, PreferencesObjective, document_sums
 
 MODEL = LlamaConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=61, context=64)
-PAIRS = 6
+PAIRS, SEEDS = 6, 5
 
 _HF_NAMES = {
     "embedding": "model.embed_tokens",
@@ -65,6 +66,15 @@ def compare(seed: int, beta: float = 0.3, dtype: torch.dtype = torch.float64) ->
         for name in ("loss", "gradients"):
             found[f"{name}_with_nll"] = max(_difference(one[name], other[name]) for one, other in singles)
     return found
+
+
+def trl(console: Console, quick: bool) -> dict[str, Any]:
+    """Compare some seeds, and print the largest differences."""
+    found = [compare(seed) for seed in range(1 if quick else SEEDS)]
+    largest = {name: max(one[name] for one in found) for name in found[0]}
+    for name, value in largest.items():
+        console.print(f"{name.replace('_', ' ')}: differs by at most {value:.1e}")
+    return {"evidence": "measured", "seeds": len(found), "pairs": PAIRS, "largest": largest}
 
 
 def _pairs(seed: int) -> list[Pair]:

@@ -6,7 +6,10 @@ import enum
 
 import typer
 from _post_training_groups import groups
+from _post_training_guard import run_guard
 from _post_training_language import answers, preferences
+from _post_training_trl import PeerUnavailable, trl
+from _post_training_vision import run_vision
 from _program import Program
 
 from cordillera.data.assets import stored_asset
@@ -19,6 +22,19 @@ class Part(str, enum.Enum):
     answers = "answers"
     preferences = "preferences"
     groups = "groups"
+    guard = "guard"
+    vision = "vision"
+    trl = "trl"
+
+
+MEASURES = {
+    Part.answers: answers,
+    Part.preferences: preferences,
+    Part.groups: groups,
+    Part.guard: run_guard,
+    Part.vision: run_vision,
+    Part.trl: trl,
+}
 
 
 def _left_out(part: Part) -> str | None:
@@ -29,11 +45,11 @@ def _left_out(part: Part) -> str | None:
 
 main = Program(
     "post-training",
-    {Part.answers: answers, Part.preferences: preferences, Part.groups: groups},
+    MEASURES,
     "Fine-tune, prefer, sample and verify, and measure what it changed.",
     left_out=_left_out,
     threads=2,
-    excused=(DataError,),
+    excused=(DataError, PeerUnavailable),
 ).command()
 
 
