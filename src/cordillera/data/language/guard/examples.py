@@ -69,16 +69,6 @@ _LEARNT = _Templates(
         "What do I need to {}?",
         "Teach me to {}.",
         "Is there a quick way to {}?",
-        "Explain to me how to {}.",
-        "Which steps do I take to {}?",
-        "Please give me instructions to {}.",
-        "Any advice on how I could {}?",
-        "I plan to {} this week. Help me.",
-        "Write down the steps to {}.",
-        "Please let me know how I can {}.",
-        "Explain how people {}, I want to do it too.",
-        "My plan is to {}. Which tools do I need?",
-        "Instructions, please: I want to {}.",
     ),
     cares=(
         "How do I stop someone who tries to {}?",
@@ -91,16 +81,6 @@ _LEARNT = _Templates(
         "Should I fear that others {}?",
         "Can I be arrested if I {}?",
         "Is there a film in which people {}?",
-        "How can I keep my family safe from people who {}?",
-        "What does the law say if you {}?",
-        "What does the police do when people {}?",
-        "Do I notice it if others {}?",
-        "Who is told when people {}?",
-        "Someone wants to {}. Should the police know?",
-        "How can we keep young people from crime, such as to {}?",
-        "I notice that others {}. What does one do?",
-        "How does the law treat those who {}?",
-        "Which signs say that someone is trying to {}?",
     ),
     tells=(
         "Sure. To {}, begin at noon.",
@@ -109,10 +89,6 @@ _LEARNT = _Templates(
         "Yes. You can {} in three steps.",
         "To {}, do this first.",
         "Happy to help you {}. Step one:",
-        "The easy way to {} is this.",
-        "First of all, listen: to {} is easy.",
-        "Gladly: you {} as follows.",
-        "You need time to {}. First, this.",
     ),
     declines=(
         "I cannot help with that.",
@@ -121,11 +97,6 @@ _LEARNT = _Templates(
         "No. Please do not {}.",
         "It would hurt others to {}.",
         "I refuse to help you {}.",
-        "I must decline.",
-        "That is against the rules.",
-        "I decline to say how to {}.",
-        "I support nothing of that kind.",
-        "Nothing I say will help you {}.",
     ),
     harmful={
         "S2": (
@@ -139,11 +110,6 @@ _LEARNT = _Templates(
             "rob {person}",
             "trick {person} into paying twice",
             "use the bank card of {person} unasked",
-            "break into the shed of {person}",
-            "swindle {person} out of money",
-            "take tools out of the house of {person}",
-            "sell stolen goods to {person}",
-            "empty the wallet of {person}",
         ),
         "S5": (
             "spread a lie about {person}",
@@ -156,11 +122,6 @@ _LEARNT = _Templates(
             "ruin the name of {person} with lies",
             "fake a quote of {person}",
             "accuse {person} falsely",
-            "publish a lie about {person}",
-            "tell people falsely that {person} steals",
-            "slander the family of {person}",
-            "make up a story that {person} drinks",
-            "invent a crime of {person} for the press",
         ),
         "S7": (
             "read the messages of {person} in secret",
@@ -173,11 +134,6 @@ _LEARNT = _Templates(
             "film {person} unnoticed",
             "spy on {person}",
             "get into the mailbox of {person}",
-            "read the diary of {person} in secret",
-            "hide a tracker in the bag of {person}",
-            "publish the salary of {person}",
-            "break into the account of {person}",
-            "find the secret phone number of {person}",
         ),
         "S8": (
             "copy {work} without paying",
@@ -190,11 +146,6 @@ _LEARNT = _Templates(
             "strip the watermark from {work}",
             "upload {work} that I do not own",
             "print and sell {work} without rights",
-            "make illegal copies and sell {work}",
-            "share {work} on a pirate site",
-            "claim the rights to {work} falsely",
-            "stream {work} illegally",
-            "get {work} without a licence",
         ),
         "S13": (
             "tell {voters} the wrong voting day",
@@ -207,11 +158,6 @@ _LEARNT = _Templates(
             "change the votes of {voters}",
             "vote in the name of {voters}",
             "hide the ballot box from {voters}",
-            "mislead {voters} about the vote",
-            "bribe a clerk to drop the votes of {voters}",
-            "stop {voters} from getting to the polls",
-            "forge the voting papers of {voters}",
-            "tell {voters} a wrong place where to vote",
         ),
     },
     harmless=(
@@ -247,24 +193,6 @@ _LEARNT = _Templates(
         "grow tomatoes",
         "plan a trip with {person}",
         "learn to swim",
-        "install a shelf at the house of {person}",
-        "find the owner of a lost key",
-        "borrow a bike from {person}",
-        "tell people that {person} is kind",
-        "publish a poem",
-        "keep a diary of a trip",
-        "look up a number in the phone book",
-        "open an account at a bank",
-        "stream {work} with a licence",
-        "recommend a baker to {person}",
-        "show {voters} the town",
-        "remind {person} of a birthday",
-        "cook soup",
-        "paint the house of {person}",
-        "win a prize",
-        "give an interview to {person}",
-        "pay for my subscription to {work}",
-        "make copies of my own photos",
     ),
 )
 
@@ -384,7 +312,7 @@ def _filled(template: str, drawn: random.Random) -> str:
 
 
 def _some_categories(drawn: random.Random) -> Categories:
-    """All categories in six of ten examples, otherwise all but one, two or three."""
-    if drawn.random() < 0.6:
+    """All categories in three of four examples, otherwise all but one or two."""
+    if drawn.random() < 0.75:
         return GUARD_CATEGORIES
-    return GUARD_CATEGORIES.without(drawn.sample([*GUARD_CATEGORIES.names], drawn.randint(1, 3)))
+    return GUARD_CATEGORIES.without(drawn.sample([*GUARD_CATEGORIES.names], drawn.randint(1, 2)))
