@@ -384,7 +384,7 @@ def _filled(template: str, drawn: random.Random) -> str:
 
 
 def _some_categories(drawn: random.Random) -> Categories:
-    """All categories in six of ten examples, otherwise all but one, two or three."""
-    if drawn.random() < 0.6:
+    """All categories in three of four examples, otherwise all but one or two."""
+    if drawn.random() < 0.75:
         return GUARD_CATEGORIES
-    return GUARD_CATEGORIES.without(drawn.sample([*GUARD_CATEGORIES.names], drawn.randint(1, 3)))
+    return GUARD_CATEGORIES.without(drawn.sample([*GUARD_CATEGORIES.names], drawn.randint(1, 2)))
