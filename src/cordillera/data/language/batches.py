@@ -121,17 +121,34 @@ class PackedIteration(Protocol):
     """Microbatches of one optimizer step; see :class:`TextIteration`."""
 
     @property
-    def microbatches(self) -> Sequence[PackedTokens]: ...
+    def microbatches(self) -> Sequence[PackedTokens]:
+        """Microbatches of the whole job."""
+        ...
+
     @property
-    def lengths(self) -> Sequence[Sequence[int]]: ...
+    def lengths(self) -> Sequence[Sequence[int]]:
+        """Lengths of the documents of each microbatch."""
+        ...
+
     @property
-    def imbalance(self) -> float: ...
+    def imbalance(self) -> float:
+        """Work of the heaviest microbatch over that of the mean one."""
+        ...
+
     @property
-    def delay(self) -> float: ...
+    def delay(self) -> float:
+        """Mean number of iterations that a token waited."""
+        ...
+
     @property
-    def tokens(self) -> int: ...
+    def tokens(self) -> int:
+        """Number of tokens of all microbatches."""
+        ...
+
     @property
-    def documents(self) -> int: ...
+    def documents(self) -> int:
+        """Number of documents of all microbatches."""
+        ...
 
 
 class Batches(Protocol):

@@ -147,7 +147,10 @@ class _PairsObjective(AnswersObjective):
 
 
 def last_rows(hidden: Tensor, offsets: Tensor) -> Tensor:
-    """Return the last row of each document, ``[B, hidden]``, where a reward model reads a text's score."""
+    """Return the last row of each document, ``[B, hidden]``, where a reward model reads a text's score.
+
+    Documents begin at ``offsets [B + 1]``.
+    """
     return hidden[(offsets[1:] - 1).to(hidden.device)]
 
 
@@ -252,6 +255,8 @@ class GroupsObjective(AnswersObjective):
 
 def clipped_loss(change: Tensor, advantages: Tensor, clip: float) -> Tensor:
     """Return the loss of each token by its change of log-probability since it was drawn, ``[T]`` each.
+
+    ``advantages [T]`` weigh tokens; ``clip`` is the largest relative change of a probability that is rewarded.
 
     Source: Schulman et al. 2017, equation 7.
     """

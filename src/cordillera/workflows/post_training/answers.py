@@ -248,11 +248,13 @@ def judge(
 ) -> Judgement:
     """Let two models answer prompts and compare the rewards of their answers, prompt by prompt.
 
-    Arguments are those of :func:`best_of`; both models draw with the same seeds.
+    Both models draw with the same seeds. ``reward``, ``prompts``, ``most``, ``max_new_tokens``, ``seed``, ``dtype`` and
+    ``on_answer`` are those of :func:`best_of`.
 
     Args:
         first: Model whose share of wins is returned.
         second: Model that it is compared with.
+        temperature: Temperature of the answers; 0 takes the most likely tokens.
 
     Raises:
         DataError: If prompts or settings are invalid.

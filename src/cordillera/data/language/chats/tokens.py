@@ -61,6 +61,7 @@ def tokenise_chat(
     were generated. Without a chat format, :func:`chat_tokenizer` gives one.
 
     Args:
+        tokenizer: Tokenizer of the model.
         messages: The turns.
         first: Number of the first message that may be an answer; turns of the assistant before it are prompt.
         where: File and row, for errors.
@@ -94,7 +95,7 @@ def tokenise_chat(
 def tokenise_preference(tokenizer: Tokenizer, preference: Preference) -> tuple[TokenisedChat, TokenisedChat]:
     """Tokenise the chosen and the rejected answer of ``preference`` after its prompt, of which nothing is learnt.
 
-    Errors are those of :func:`tokenise_chat`.
+    ``tokenizer`` and errors are those of :func:`tokenise_chat`.
     """
     prompt, where = preference.prompt, preference.where
     chosen, rejected = (
