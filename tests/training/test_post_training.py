@@ -514,3 +514,11 @@ def test_an_evaluation_takes_no_more_tokens_than_asked(begun: Path, name: str) -
             workflows.evaluate(run, tokens=10**9)
     else:
         assert workflows.evaluate(run, tokens=10**9).targets > 1.5 * few
+
+
+def test_preferences_begin_alike_in_an_emulated_format(begun: Path) -> None:
+    still = {"steps": 1, "learning_rate": 0.0, "emulate": {"format": "bf16"}}
+    run = train(post_recipe(begun, "dpo", begun / "start", objective={"nll": 0.0}, training=still), "a").run
+    (record,) = losses(run)
+    assert record["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert record["margin"] == pytest.approx(0, abs=1e-6)
