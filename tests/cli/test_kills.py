@@ -19,11 +19,13 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from cordillera.recipe import dump
 from cordillera.run import Run
 from tests.cli.conftest import RECIPE as RANKING
 from tests.cli.conftest import write_log
 from tests.cli.test_language_commands import CLOCKS, write_text
 from tests.distributed.processes import needs_gloo
+from tests.training.post_training_runs import make_start, post_recipe
 
 pytestmark = [
     needs_gloo,
@@ -75,6 +77,13 @@ TABLES = {
     "ranking": "",
     "file": '\n[tables]\nstorage = "file"\ncache = 0.05\n',
     "dynamic": "\n[tables.dynamic]\nmin_count = 2\nmax_age = 4\nevict_every = 3\n",
+}
+
+POST_TRAINING = {
+    "sft": {"model": {"adapter": {"rank": 4}}},
+    "reward": {},
+    "dpo": {},
+    "grpo": {"objective": {"kl": 0.1}},
 }
 
 LANGUAGE = """
@@ -227,6 +236,10 @@ def write_recipe(folder, kind):
         text = RANKING.format(path=write_log(folder / "log.csv"))
         text = text.replace("epochs = 6", "epochs = 3\ncheckpoint_every = 4\nevaluate_every = 10")
         path.write_text(text + TABLES[kind])
+    elif kind in POST_TRAINING:
+        start = make_start(folder)
+        changes = {"training": {"steps": 10, "log_every": 3, "evaluate_every": 6, "checkpoint_every": 2}}
+        path.write_text(dump(post_recipe(folder, kind, start, **changes, **POST_TRAINING[kind])))
     else:
         write_text(folder / "text.jsonl")
         text = LANGUAGE.format(path=folder / "text.jsonl")
@@ -247,6 +260,10 @@ def write_recipe(folder, kind):
         ("language", 2),
         ("experts", 1),
         ("experts", 2),
+        ("sft", 1),
+        ("reward", 1),
+        ("dpo", 1),
+        ("grpo", 1),
     ],
 )
 def test_a_training_that_is_killed_at_any_moment_goes_on_as_if_it_never_was(

@@ -487,3 +487,38 @@ def test_scores_without_an_objective_are_refused(begun: Path) -> None:
     }
     with pytest.raises(RecipeError, match=r"model\.scores"):
         train(validate({"device": "cpu", "threads": 1, **content}), "a")
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_evaluating_a_run_finds_what_training_found(begun: Path, name: str) -> None:
+    run = train(post_recipe(begun, name, begun / "start", training={"steps": 2}), "a").run
+    before = {**run.read_json("evaluation.json"), "seconds": 0}
+    (run.folder / "evaluation.json").unlink()
+    found = workflows.evaluate(run)
+    assert {**run.read_json("evaluation.json"), "seconds": 0} == before
+    assert found.loss == before["loss"]
+    assert bool(found.measures) == (name != "sft")
+
+
+@pytest.mark.parametrize("name", ["sft", "reward", "dpo"])
+def test_an_evaluation_takes_no_more_tokens_than_asked(begun: Path, name: str) -> None:
+    data, training = {"held_out": 0.5}, {"steps": 2, "evaluation_tokens": 130}
+    packing = {"tokens": 64, "context": 64, "bound": 128}
+    recipe = post_recipe(begun, name, begun / "start", data=data, training=training, packing=packing)
+    run = train(recipe, "a").run
+    few = run.read_json("evaluation.json")["targets"]
+    assert workflows.evaluate(run).targets == few
+    assert workflows.evaluate(run, tokens=1).targets < few
+    if name == "dpo":
+        with pytest.raises(RunError, match=r"reference for \d of \d+ pairs to evaluate on"):
+            workflows.evaluate(run, tokens=10**9)
+    else:
+        assert workflows.evaluate(run, tokens=10**9).targets > 1.5 * few
+
+
+def test_preferences_begin_alike_in_an_emulated_format(begun: Path) -> None:
+    still = {"steps": 1, "learning_rate": 0.0, "emulate": {"format": "bf16"}}
+    run = train(post_recipe(begun, "dpo", begun / "start", objective={"nll": 0.0}, training=still), "a").run
+    (record,) = losses(run)
+    assert record["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert record["margin"] == pytest.approx(0, abs=1e-6)

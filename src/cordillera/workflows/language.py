@@ -62,6 +62,7 @@ from cordillera.workflows.post_training.training import (
     chats_line,
     check_post_training,
     post_trainer,
+    read_held_out_reference,
 )
 from cordillera.workflows.threads import keep as keep_threads
 from cordillera.workflows.threads import threads_of
@@ -230,6 +231,8 @@ def evaluate(
             raise RunError("nothing was held out", where="data.held_out", remedy="give data.validation, or hold out")
         state = trainer.checkpoints.restore(trainer.engine)
         assert state is not None
+        if isinstance(recipe, PostTrainingRecipe):
+            read_held_out_reference(recipe, trainer, run)
         try:
             found = trainer.evaluate()
         except Interrupted as error:

@@ -320,7 +320,8 @@ class LanguageEngine:
         stage.objective = keep
         try:
             (tokens,), (arguments,), _ = self._cut([_labelled(one)])
-            stage(tokens, *arguments)
+            with self._emulated(0):
+                stage(tokens, *arguments)
         finally:
             stage.objective = self.objective
             free_weights(stage)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -160,12 +161,7 @@ def add_reference(recipe: PostTrainingRecipe, trainer: LanguageTrainer, run: Run
     path = run.folder / _REFERENCE
     used = _used(batches, recipe.training.steps - trainer.progress.step)
     if trainer.progress.step or path.exists():
-        try:
-            found = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise RunError(
-                "the log-probabilities of the reference cannot be read", where=str(path), remedy="start a new run"
-            ) from error
+        found = _read_reference(path)
         lacking = len(used) - int(found["training"][used].isfinite().all(1).sum())
         if lacking:
             raise RunError(
@@ -186,6 +182,37 @@ def add_reference(recipe: PostTrainingRecipe, trainer: LanguageTrainer, run: Run
     batches.values["reference"] = found["training"]
     if held is not None:
         held.values["reference"] = found["held_out"]
+
+
+def read_held_out_reference(recipe: PostTrainingRecipe, trainer: LanguageTrainer, run: Run) -> None:
+    """Give held-out pairs, if there are any, the log-probabilities that :func:`add_reference` stored.
+
+    Args:
+        trainer: Trainer that evaluates and does not train.
+
+    Raises:
+        RunError: If they are missing, or those of some pairs are.
+    """
+    held, path = trainer.held_out, run.folder / _REFERENCE
+    if not isinstance(recipe.objective, PreferencesConfig) or not isinstance(held, ChatMicrobatches):
+        return
+    found = _read_reference(path)["held_out"]
+    if len(found) < len(held.items):
+        raise RunError(
+            f"has log-probabilities of the reference for {len(found):,} of {len(held.items):,} pairs to evaluate on",
+            where=str(path),
+            remedy="evaluate on no more tokens than training.evaluation_tokens",
+        )
+    held.values["reference"] = found
+
+
+def _read_reference(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            "the log-probabilities of the reference cannot be read", where=str(path), remedy="start a new run"
+        ) from error
 
 
 def _used(batches: ChatBatches, steps: int) -> list[int]:
