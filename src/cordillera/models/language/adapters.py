@@ -69,7 +69,7 @@ class AdaptedLinear(nn.Module):
 
 
 def add_adapters(block: nn.Module, config: AdapterConfig) -> None:
-    """Give the linear layers of a block of a Llama the adapters of ``config``, in place; freeze all its other weights."""
+    """Give the linear layers of a Llama's block the adapters of ``config``, in place, and freeze its other weights."""
     for parameter in block.parameters():
         parameter.requires_grad_(False)
     for module in list(block.modules()):
