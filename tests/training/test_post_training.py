@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import cordillera
 from cordillera import workflows
@@ -35,6 +35,9 @@ from tests.distributed.processes import needs_gloo
 from tests.training.post_training_runs import SIZES, facts, newest, post_recipe, same, train, weights
 
 OBJECTIVES = ("sft", "reward", "dpo", "grpo")
+MOSTLY = [pytest.param(name, marks=() if name == "dpo" else pytest.mark.slow) for name in OBJECTIVES]
+"""All objectives, of which a usual run takes one."""
+
 ADAPTER = {"adapter": {"rank": 4, "layers": ["query", "value", "down"]}}
 
 
@@ -51,7 +54,9 @@ def losses(run: Run) -> list[dict[str, Any]]:
 # Ends and beginnings
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize(
+    "name", ["dpo", "grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sft", "reward"))]
+)
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(begun: Path, name: str) -> None:
     more = {"objective": {"kl": 0.1}} if name == "grpo" else {}
     recipe = post_recipe(begun, name, begun / "start", training={"steps": 5, "evaluate_every": 3}, **more)
@@ -133,18 +138,10 @@ def test_a_step_that_is_not_finite_is_skipped(begun: Path, name: str, monkeypatc
     assert [record["step"] for record in losses(run) if record["loss"] is not None] == [1, 3]
 
 
-def test_preferences_that_are_never_finite_end_with_an_error(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = post_recipe(begun, "dpo", begun / "start", training={"max_skipped": 2, "checkpoint_every": 1})
-    run = train(recipe, "a", stop_at=1).run
-    path = run.folder / "reference.safetensors"
-    save_file({name: one * math.inf for name, one in load_file(path).items()}, path)
-    with pytest.raises(CordilleraError):
-        workflows.train(run)
-
-
 # Answers
 
 
+@pytest.mark.slow
 def test_chats_are_learnt_the_same_in_any_microbatches(begun: Path) -> None:
     changed = [{"packing": {"tokens": 256, "microbatches": count}} for count in (4, 9)]
     runs = [
@@ -201,7 +198,7 @@ def test_adapters_are_trained_on_any_mesh_as_in_one_process(begun: Path, paralle
 # Rewards
 
 
-@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("adapter", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_reward_model_scores_as_it_was_trained(begun: Path, adapter: bool) -> None:
     model = ADAPTER if adapter else {}
     recipe = post_recipe(begun, "reward", begun / "start", model=model, training={"steps": 8}, data={"held_out": 0.4})
@@ -265,7 +262,7 @@ def test_a_reward_model_gives_no_text_and_others_no_scores(begun: Path) -> None:
 # Preferences
 
 
-@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("ends", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_preferences_begin_at_the_logarithm_of_two_and_the_likelihood(begun: Path, ends: bool) -> None:
     still = {"steps": 2, "learning_rate": 0.0, "log_every": 1}
     runs = [
@@ -311,6 +308,7 @@ def test_the_likelihood_keeps_what_is_chosen_likely(begun: Path) -> None:
 # Groups of samples
 
 
+@pytest.mark.slow
 def test_groups_of_samples_learn_to_solve_problems(begun: Path) -> None:
     objective = {"samples": 8, "problems": 4}
     training = {"steps": 12, "log_every": 1, "learning_rate": 3e-3, "weight_decay": 0.0}
@@ -322,6 +320,7 @@ def test_groups_of_samples_learn_to_solve_problems(begun: Path) -> None:
     assert all(record["clipped"] == 0 and record["drift"] < 1e-4 for record in losses(done.run))
 
 
+@pytest.mark.slow
 def test_two_trainings_on_groups_of_samples_are_equal_bit_for_bit(begun: Path) -> None:
     runs = [train(post_recipe(begun, "grpo", begun / "start"), name).run for name in "ab"]
     other = train(post_recipe(begun, "grpo", begun / "start", seed=2), "c").run
@@ -489,7 +488,7 @@ def test_scores_without_an_objective_are_refused(begun: Path) -> None:
         train(validate({"device": "cpu", "threads": 1, **content}), "a")
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", MOSTLY)
 def test_evaluating_a_run_finds_what_training_found(begun: Path, name: str) -> None:
     run = train(post_recipe(begun, name, begun / "start", training={"steps": 2}), "a").run
     before = {**run.read_json("evaluation.json"), "seconds": 0}
@@ -500,7 +499,7 @@ def test_evaluating_a_run_finds_what_training_found(begun: Path, name: str) -> N
     assert bool(found.measures) == (name != "sft")
 
 
-@pytest.mark.parametrize("name", ["sft", "reward", "dpo"])
+@pytest.mark.parametrize("name", MOSTLY[:3])
 def test_an_evaluation_takes_no_more_tokens_than_asked(begun: Path, name: str) -> None:
     data, training = {"held_out": 0.5}, {"steps": 2, "evaluation_tokens": 130}
     packing = {"tokens": 64, "context": 64, "bound": 128}
