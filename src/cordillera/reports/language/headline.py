@@ -8,7 +8,7 @@ from typing import Any
 
 from cordillera.numbers import compact
 from cordillera.reports.page import duration, fixed, whole
-from cordillera.training.language.records import LanguageRecords, mean, total
+from cordillera.training.language.records import SHARES, LanguageRecords, mean, total
 
 _RECORDED = {
     "loss": "training loss",
@@ -50,8 +50,11 @@ def _loss(records: LanguageRecords) -> _Tile | None:
         others.append(f"perplexity {found['perplexity']:,.4g}")
     if math.isfinite(found["bits_per_byte"]):
         others.append(f"{found['bits_per_byte']:.4f} bits a byte")
-    of = f" over {whole(found['targets'])} tokens" if math.isfinite(found["targets"]) else ""
-    return f"{split} loss".capitalize(), fixed(found["loss"]), ", ".join(others), f"nats a token{of}; lower is better"
+    others += [f"{name} {found[name]:.1%}" for name in SHARES if math.isfinite(found[name])]
+    unit = records.unit_of_loss
+    things = "tokens" if unit == "nats a token" else "pairs or answers"
+    of = f" over {whole(found['targets'])} {things}" if math.isfinite(found["targets"]) else ""
+    return f"{split} loss".capitalize(), fixed(found["loss"]), ", ".join(others), f"{unit}{of}; lower is better"
 
 
 def _tokens(records: LanguageRecords) -> _Tile | None:

@@ -17,7 +17,7 @@ from cordillera.reports.language.headline import headline
 from cordillera.reports.language.warnings import find_warnings
 from cordillera.reports.page import duration, fixed, known, whole
 from cordillera.run import Run
-from cordillera.training.language.records import LanguageRecords, Record, mean, total
+from cordillera.training.language.records import SHARES, LanguageRecords, Record, mean, total
 
 _SHOWN_EVENTS = 12
 _MOST_EVENTS = 200
@@ -91,10 +91,23 @@ def _learning(records: LanguageRecords) -> list[Figure | None]:
     places = [(place, "resumed" if len(resumed) <= 3 else "") for place in resumed]
     rates = Series.of("learning rate", "s0", train, key, "learning_rate")
     return [
-        figure("Loss", [loss, *held_out], (label, "nats a token"), caption, x=x, y=Axis(limits), places=places),
+        figure("Loss", [loss, *held_out], (label, records.unit_of_loss), caption, x=x, y=Axis(limits), places=places),
+        _shares(records, x, key, label),
         _norms(records, x, key, label),
         figure("Learning rate", [rates], (label, "learning rate"), "At each record.", x=x),
     ]
+
+
+def _shares(records: LanguageRecords, x: Axis, key: str, label: str) -> Figure | None:
+    """Return the shares of right answers of a run of post-training; None for other runs."""
+    names = {"accuracy": "better answers preferred", "reward": "samples right", "solved": "problems solved"}
+    found = [Series.of(f"{names[name]}, training", "s0", records.train, key, name) for name in SHARES]
+    for split, evaluations in records.validations.items():
+        found += [Series.of(f"{names[name]}, {split}", "s1", evaluations, key, name, "both") for name in SHARES]
+    drawn = [one for one in found if one.is_drawable]
+    if not drawn:
+        return None
+    return figure("Right answers", drawn, (label, "share"), "Of pairs or of answers.", x=x, y=Axis((0.0, 1.0)))
 
 
 def _frame(losses: Sequence[float], x: Axis) -> tuple[tuple[float, float], bool]:

@@ -40,6 +40,10 @@ _KEYS = {
     "skipped": ("step", "tokens", "loss", "gradient_norm"),
     "resumed": ("step", "world"),
 }
+SHARES = ("accuracy", "reward", "solved")
+"""Shares of right answers that objectives of post-training measure."""
+
+_LOSSES = {"reward": "nats a pair", "dpo": "nats a pair", "grpo": "of the objective"}
 _SIGNED = ("loss", "bits_per_byte")
 _LARGEST = 1e100
 
@@ -71,7 +75,8 @@ class LanguageRecords:
             kind = content.get("kind")
             if not isinstance(kind, str) or kind not in _KEYS:
                 continue
-            record = _numbers(content, _KEYS[kind], f"{run.folder / 'metrics.jsonl'}, line {line}")
+            keys = (*_KEYS[kind], *SHARES) if kind in ("train", "evaluation") else _KEYS[kind]
+            record = _numbers(_flat(content), keys, f"{run.folder / 'metrics.jsonl'}, line {line}")
             if kind == "train":
                 self.train.append(record)
             elif kind == "evaluation":
@@ -82,8 +87,13 @@ class LanguageRecords:
         found = read_object(path)
         if found and found.get("kind") != "language":
             raise DataError("is not an evaluation of a language model", where=str(path))
-        self.final = _numbers(found, _KEYS["evaluation"], str(path)) if found else None
+        self.final = _numbers(_flat(found), (*_KEYS["evaluation"], *SHARES), str(path)) if found else None
         self.final_split = str(found.get("split", "validation"))
+
+    @property
+    def unit_of_loss(self) -> str:
+        """Unit of the loss, for people."""
+        return _LOSSES.get(str(self.model.get("objective")), "nats a token")
 
     def of_kind(self, kind: str) -> list[Record]:
         """Return the events of a ``kind``: ``checkpoint``, ``skipped`` or ``resumed``."""
@@ -178,6 +188,12 @@ def _read_model(path: Path) -> tuple[dict[str, Any], ParallelConfig | None]:
     except ValidationError as error:
         found = explain(error.errors(), lambda place: list(ParallelConfig.model_fields), "mesh")
         raise DataError("; ".join(f"{key}: {text}" for key, text in found), where=f"{path}, mesh") from error
+
+
+def _flat(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a record with what an objective measured beside the other numbers."""
+    measures = content.get("measures")
+    return {**content, **measures} if isinstance(measures, dict) else content
 
 
 def _numbers(content: Mapping[str, Any], keys: Sequence[str], where: str) -> Record:
