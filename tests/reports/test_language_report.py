@@ -241,6 +241,19 @@ def test_several_splits_are_several_lines(tmp_path: Path) -> None:
     assert "code, step 1,000" in Page(page).said()
 
 
+def test_shares_of_right_answers_are_drawn_where_they_were_measured(tmp_path: Path) -> None:
+    assert "Right answers" not in render(make_language_run(tmp_path / "plain"))
+    records = changed(make_records(1000), accuracy=0.75)
+    records = [one | {"measures": {"accuracy": 0.5}} if one["kind"] == "evaluation" else one for one in records]
+    run = make_language_run(tmp_path / "run", records=records)
+    run.write_json("model.json", make_model() | {"objective": "dpo"})
+    said = " ".join(Page(render(run)).said().split())
+    assert "better answers preferred, training" in said
+    assert "better answers preferred, validation" in said
+    assert "nats a pair" in said
+    assert "nats a token" not in said
+
+
 def test_a_run_without_anything_has_a_report_that_says_so(tmp_path: Path) -> None:
     run = make_language_run(tmp_path / "run", records=[])
     for name in ("evaluation.json", "model.json", "environment.json", "metrics.jsonl"):
