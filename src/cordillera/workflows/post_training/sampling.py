@@ -17,7 +17,7 @@ from cordillera.serving.language.sampler import Sampling
 
 
 class SampledAnswer(NamedTuple):
-    """SampledAnswer to a prompt.
+    """Answer to a prompt.
 
     Attributes:
         tokens: Its tokens, including the one that ended it.

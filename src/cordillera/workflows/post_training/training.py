@@ -29,7 +29,7 @@ from cordillera.workflows._say import Say
 from cordillera.workflows.post_training.groups import GroupBatches, GroupTrainer
 
 KINDS: Mapping[str, ChatKind] = {"sft": "chats", "reward": "preferences", "dpo": "preferences", "grpo": "problems"}
-"""ChatKind of data of each objective."""
+"""Kind of data of each objective."""
 
 _REFERENCE = "reference.safetensors"
 
