@@ -416,4 +416,4 @@ def test_the_recipe_of_a_run_shows_any_change_that_matters(run: Run, fuzz_inputs
         refused = survives(lambda: check_recipe(saved, recipe_of(run), run.recipe_file), "recipe")
         if refused is None:
             changed = {key for key, value in resolved.items() if found.model_dump()[key] != value}
-            assert changed <= {"name", "description", "device", "threads", "data", "training"}
+            assert changed <= {"name", "description", "device", "threads", "parallel", "data", "training"}

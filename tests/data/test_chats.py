@@ -25,7 +25,7 @@ from cordillera.data.language.chats.rows import (
     read_problems,
     split_held_out,
 )
-from cordillera.data.language.chats.rows import sets as chat_sets
+from cordillera.data.language.chats import sets as chat_sets
 from cordillera.data.tokenizers.chat import Message
 from cordillera.errors import DataError, DependencyError
 

@@ -303,7 +303,7 @@ def plainly_trained(model: LlamaConfig, training: LanguageConfig, packed: bool =
     found: dict[str, Any] = {"losses": [], "norms": [], "evaluated": lost(llama, iteration(*HELD_OUT))}
     for step, count in enumerate(counts(STEPS)):
         total, targets = torch.zeros(()), 0
-        for tokens, offsets, _ in iteration(step, count):
+        for tokens, offsets, *_ in iteration(step, count):
             logits = llama(tokens, offsets)
             for first, last in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
                 if last - first > 1:
