@@ -19,7 +19,8 @@ def vision() -> str:
     answers = results("post-training-vision")["answers"]
     rows = []
     for kind, first in answers["image"].items():
-        cells = [_rate(answers[way][kind]["rate"], answers[way][kind]["low"], answers[way][kind]["high"]) for way in _WAYS]
+        found = [answers[way][kind] for way in _WAYS]
+        cells = [_rate(one["rate"], one["low"], one["high"]) for one in found]
         rows.append([_QUESTIONS.get(kind, "Is it a red circle?"), *cells, percent(first["chance"], ".1f")])
     return table(["question", *_WAYS.values(), "chance"], rows)
 

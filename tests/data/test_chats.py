@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from cordillera.data.language.chats import sets as chat_sets
 from cordillera.data.language.chats.rows import (
     Chat,
     ChatDataConfig,
@@ -25,7 +26,6 @@ from cordillera.data.language.chats.rows import (
     read_problems,
     split_held_out,
 )
-from cordillera.data.language.chats import sets as chat_sets
 from cordillera.data.tokenizers.chat import Message
 from cordillera.errors import DataError, DependencyError
 
