@@ -79,6 +79,7 @@ SHORTER = {
         f"train smollm2-{objective}": ["training.steps=1", "packing.tokens=512", "training.evaluation_tokens=100"]
         for objective in ("sft", "reward", "dpo")
     },
+    "train guard-debug": ["training.steps=4", "training.evaluation_tokens=500"],
     "train arithmetic-sft": ["training.steps=4", "data.held_out=0.001"],
     "train arithmetic-grpo": ["training.steps=2", "data.held_out=0.001"],
     "train histories-hstu": [
