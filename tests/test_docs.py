@@ -66,6 +66,11 @@ NOT_RUN = {
     "cordillera bench speculation": "takes minutes; tests/benchmarks runs it with few prompts",
     "cordillera bench post-training": "takes minutes; tests/benchmarks runs it with few steps",
     "cordillera bench serving": "takes minutes; tests/benchmarks runs it with few requests",
+    "cordillera train smollm2-sft --run runs/own": "takes minutes; tests/training/test_post_training.py learns from such rows",
+    "cordillera train smollm2-reward": "takes minutes with SmolLM2; tests/cli/test_post_training_commands.py runs it with a small model",
+    "cordillera train smollm2-dpo": "takes minutes with SmolLM2; tests/cli/test_post_training_commands.py runs it with a small model",
+    "cordillera best-of": "takes minutes with SmolLM2; tests/cli/test_post_training_commands.py runs it with a small model",
+    "cordillera judge": "takes minutes with SmolLM2; tests/cli/test_post_training_commands.py runs it with a small model",
     "cordillera watch": "ends with 1, for the samples shown have moved; tests/cli/test_quantize.py runs it",
     "cordillera isoflop": "trains many models; tests/training/test_isoflop_plan.py runs studies of two steps",
     "cordillera train notes.toml": "takes the reader's own notes, and long",
@@ -75,10 +80,7 @@ SHORTER = {
     "train": ["training.max_steps=4", "training.evaluate_every=4"],
     "train llama-debug": ["training.steps=4", "data.held_out=0.0005"],
     "train llama-moe": ["training.steps=4", "data.held_out=0.0005"],
-    **{
-        f"train smollm2-{objective}": ["training.steps=1", "packing.tokens=512", "training.evaluation_tokens=100"]
-        for objective in ("sft", "reward", "dpo")
-    },
+    "train smollm2-sft": ["training.steps=1", "packing.tokens=512", "training.evaluation_tokens=100"],
     "train guard-debug": ["training.steps=4", "training.evaluation_tokens=500"],
     "train arithmetic-sft": ["training.steps=4", "data.held_out=0.001"],
     "train arithmetic-grpo": ["training.steps=2", "data.held_out=0.001"],
