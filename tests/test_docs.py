@@ -33,6 +33,7 @@ from cordillera.data.files import cache_folder
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
+_OF_SMALL = "takes minutes with SmolLM2; tests/cli/test_post_training_commands.py runs it with a small model"
 # Commands that are shown and not run here, each with the reason.
 NOT_RUN = {
     "make demo": "makes an environment and trains in full; test_make_targets_exist sees that it is there",
@@ -66,11 +67,11 @@ NOT_RUN = {
     "cordillera bench speculation": "takes minutes; tests/benchmarks runs it with few prompts",
     "cordillera bench post-training": "takes minutes; tests/benchmarks runs it with few steps",
     "cordillera bench serving": "takes minutes; tests/benchmarks runs it with few requests",
-    "cordillera train smollm2-sft --run runs/own": "takes minutes; tests/training/test_post_training.py learns from such rows",
-    "cordillera train smollm2-reward": "takes minutes with SmolLM2; tests/cli/test_post_training_commands.py runs it with a small model",
-    "cordillera train smollm2-dpo": "takes minutes with SmolLM2; tests/cli/test_post_training_commands.py runs it with a small model",
-    "cordillera best-of": "takes minutes with SmolLM2; tests/cli/test_post_training_commands.py runs it with a small model",
-    "cordillera judge": "takes minutes with SmolLM2; tests/cli/test_post_training_commands.py runs it with a small model",
+    "cordillera train smollm2-sft --run runs/own": "takes minutes; tests/training/test_post_training.py learns from rows",
+    "cordillera train smollm2-reward": _OF_SMALL,
+    "cordillera train smollm2-dpo": _OF_SMALL,
+    "cordillera best-of": _OF_SMALL,
+    "cordillera judge": _OF_SMALL,
     "cordillera watch": "ends with 1, for the samples shown have moved; tests/cli/test_quantize.py runs it",
     "cordillera isoflop": "trains many models; tests/training/test_isoflop_plan.py runs studies of two steps",
     "cordillera train notes.toml": "takes the reader's own notes, and long",
@@ -251,6 +252,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the longest page takes three minutes on one core
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_shows_runs(page: Path, folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands succeed (or fail as shown), print what is shown, and Python blocks run."""

@@ -8,7 +8,6 @@ import post_training
 import pytest
 
 from tests.benchmarks.programs import part_of
-from tests.benchmarks.test_serving import needs_weights
 
 
 @pytest.mark.slow
@@ -16,11 +15,3 @@ def test_problems_that_are_solved_are_counted_before_and_after(tmp_path: Path) -
     found = part_of(post_training, "groups", tmp_path)
     assert [one["step"] for one in found["grpo"]["evaluations"]] == [0, 2]
     assert all(0 <= one["solved"] <= 1 for one in found["grpo"]["evaluations"])
-
-
-@pytest.mark.slow
-@needs_weights
-def test_held_out_answers_become_likelier(tmp_path: Path) -> None:
-    found = part_of(post_training, "answers", tmp_path)["likelihood"]
-    assert found["low"] <= found["gain"] <= found["high"]
-    assert found["gain"] == pytest.approx(found["before"] - found["after"])
