@@ -67,7 +67,7 @@ NOT_RUN = {
     "cordillera bench speculation": "takes minutes; tests/benchmarks runs it with few prompts",
     "cordillera bench post-training": "takes minutes; tests/benchmarks runs it with few steps",
     "cordillera bench serving": "takes minutes; tests/benchmarks runs it with few requests",
-    "cordillera train smollm2-sft --run runs/own": "takes minutes; tests/training/test_post_training.py learns from rows",
+    "cordillera train smollm2-sft --run runs/own": "takes minutes; tests/training/test_post_training.py has such rows",
     "cordillera train smollm2-reward": _OF_SMALL,
     "cordillera train smollm2-dpo": _OF_SMALL,
     "cordillera best-of": _OF_SMALL,
