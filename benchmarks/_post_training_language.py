@@ -46,7 +46,7 @@ def train_recipe(name: str, folder: Path, overrides: Sequence[str], console: Con
     }
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _likelihoods(name: str, chats: int) -> list[float]:
     """Return the mean negative log-likelihood of the answer's tokens of held-out chats, in nats."""
     model = read_model(open_checkpoint(find_model(name))).eval()
