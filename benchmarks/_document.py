@@ -20,6 +20,7 @@ import _figures_exchange
 import _figures_kernels
 import _figures_language
 import _figures_planning
+import _figures_post_training
 import _figures_precision
 import _figures_ranking
 import _figures_serving
@@ -36,6 +37,7 @@ FIGURES: Figures = {
     **_figures_zionex.FIGURES,
     **_figures_kernels.FIGURES,
     **_figures_serving.FIGURES,
+    **_figures_post_training.FIGURES,
 }
 _MARKED = re.compile(r"(<!-- figure(s?): ([\w.-]+) -->)(.*?)(<!-- /figure\2 -->)", re.DOTALL)
 _MARKER = re.compile(r"<!--\s*/?figures?\b.*?-->")
