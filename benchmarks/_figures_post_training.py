@@ -14,7 +14,7 @@ def _rate(rate: float | None, low: float, high: float) -> str:
 
 def vision() -> str:
     """Return the shares of questions about images that were answered rightly."""
-    answers = results("post-training-vision")["answers"]
+    answers = results("post_training-vision")["answers"]
     rows = []
     for kind, first in answers["image"].items():
         found = [answers[way][kind] for way in _WAYS]
@@ -25,7 +25,7 @@ def vision() -> str:
 
 def trl() -> str:
     """Return the largest differences from TRL."""
-    largest = results("post-training-trl")["largest"]
+    largest = results("post_training-trl")["largest"]
     return table(
         [name.replace("_with_", ", with ").replace("nll", "the likelihood term") for name in largest],
         [[f"{value:.1e}" for value in largest.values()]],
@@ -34,6 +34,6 @@ def trl() -> str:
 
 FIGURES: Figures = {
     "post-training-vision": vision,
-    "post-training-vision-steps": lambda: str(results("post-training-vision")["steps"]),
+    "post-training-vision-steps": lambda: str(results("post_training-vision")["steps"]),
     "post-training-trl": trl,
 }

@@ -44,7 +44,7 @@ def _left_out(part: Part) -> str | None:
 
 
 main = Program(
-    "post-training",
+    "post_training",
     MEASURES,
     "Fine-tune, prefer, sample and verify, and measure what it changed.",
     left_out=_left_out,
