@@ -117,45 +117,11 @@ class BatchConfig(BaseModel):
         return self.microbatches or max(-(-self.tokens // self.context), at_least)
 
 
-class PackedIteration(Protocol):
-    """Microbatches of one optimizer step; see :class:`TextIteration`."""
-
-    @property
-    def microbatches(self) -> Sequence[PackedTokens]:
-        """Microbatches of the whole job."""
-        ...
-
-    @property
-    def lengths(self) -> Sequence[Sequence[int]]:
-        """Lengths of the documents of each microbatch."""
-        ...
-
-    @property
-    def imbalance(self) -> float:
-        """Work of the heaviest microbatch over that of the mean one."""
-        ...
-
-    @property
-    def delay(self) -> float:
-        """Mean number of iterations that a token waited."""
-        ...
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of all microbatches."""
-        ...
-
-    @property
-    def documents(self) -> int:
-        """Number of documents of all microbatches."""
-        ...
-
-
 class Batches(Protocol):
     """Iterations of a training, which resume where they were saved."""
 
-    def __iter__(self) -> Iterator[PackedIteration]: ...
-    def __next__(self) -> PackedIteration: ...
+    def __iter__(self) -> Iterator[TextIteration]: ...
+    def __next__(self) -> TextIteration: ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, fit for JSON."""
@@ -232,7 +198,7 @@ class TextIteration:
     """
 
     number: int
-    microbatches: Microbatches
+    microbatches: Sequence[PackedTokens]
     lengths: list[list[int]]
     imbalance: float
     delay: float

@@ -9,15 +9,15 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from cordillera.data.language.batches import Batches, PackedIteration
+from cordillera.data.language.batches import Batches, TextIteration
 from cordillera.errors import DataError
 
 _POLL_S = 0.1
 
-_Item = tuple[PackedIteration, dict[str, Any]] | BaseException
+_Item = tuple[TextIteration, dict[str, Any]] | BaseException
 
 
-class PrefetchedBatches(Iterator[PackedIteration]):
+class PrefetchedBatches(Iterator[TextIteration]):
     """Iterator over the iterations of :class:`TextBatches` that plans and reads some of them ahead.
 
     Its state is that of the iterations that were taken, not of those prepared, so a run that resumes from it skips
@@ -52,7 +52,7 @@ class PrefetchedBatches(Iterator[PackedIteration]):
     def __iter__(self) -> PrefetchedBatches:
         return self
 
-    def __next__(self) -> PackedIteration:
+    def __next__(self) -> TextIteration:
         """Return the next iteration.
 
         Raises:
@@ -135,7 +135,7 @@ class PrefetchedBatches(Iterator[PackedIteration]):
         self._state = self._end = None
 
 
-class LiveBatches(Iterator[PackedIteration]):
+class LiveBatches(Iterator[TextIteration]):
     """Iterations that are prepared when they are asked for, because they depend on the weights.
 
     Args:
@@ -145,7 +145,7 @@ class LiveBatches(Iterator[PackedIteration]):
     def __init__(self, batches: Batches) -> None:
         self.batches = batches
 
-    def __next__(self) -> PackedIteration:
+    def __next__(self) -> TextIteration:
         return next(self.batches)
 
     def __enter__(self) -> LiveBatches:

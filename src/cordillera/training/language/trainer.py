@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from pydantic import Field
 
-from cordillera.data.language.batches import Batches, HeldOutMicrobatches, PackedIteration
+from cordillera.data.language.batches import Batches, HeldOutMicrobatches, TextIteration
 from cordillera.data.language.prefetch import LiveBatches, PrefetchedBatches
 from cordillera.distributed.job.watchdog import Watchdog
 from cordillera.errors import Interrupted, TrainingError
@@ -328,7 +328,7 @@ class LanguageTrainer:
                 return "interrupted"
         return "finished"
 
-    def _step(self, iteration: PackedIteration) -> None:
+    def _step(self, iteration: TextIteration) -> None:
         config, progress, window = self.config, self.progress, self._window
         self._at(f"step {progress.step + 1}")
         rate = schedule(

@@ -10,13 +10,12 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cordillera.data.language.batches import PackedIteration, PackedTokens
+from cordillera.data.language.batches import PackedTokens, TextIteration
 from cordillera.data.language.chats.rows import ChatProblem
 from cordillera.data.language.chats.verify import is_right
 from cordillera.data.tokenizers.tokenizer import Tokenizer
@@ -31,26 +30,6 @@ from cordillera.training.language.engine import LanguageEngine
 from cordillera.training.language.objectives import GroupsConfig, group_advantages
 from cordillera.training.language.trainer import LanguageEvaluation, LanguageTrainer, LanguageTrainingConfig
 from cordillera.workflows.post_training.sampling import SampledAnswer, copy_of, sample_answers
-
-
-@dataclass(frozen=True)
-class GroupIteration:
-    """Samples of one step, as :class:`~cordillera.data.language.batches.PackedIteration` has them."""
-
-    microbatches: list[PackedTokens]
-    lengths: list[list[int]]
-    imbalance: float = 1.0
-    delay: float = 0.0
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of all microbatches."""
-        return sum(map(sum, self.lengths))
-
-    @property
-    def documents(self) -> int:
-        """Number of samples."""
-        return sum(map(len, self.lengths))
 
 
 class GroupBatches:
@@ -86,7 +65,7 @@ class GroupBatches:
     def __iter__(self) -> GroupBatches:
         return self
 
-    def __next__(self) -> GroupIteration:
+    def __next__(self) -> TextIteration:
         """Sample answers to the next problems and weigh them against each other."""
         chosen = self._chosen()
         prompts = [self.tokenizer.encode_chat(problem.prompt) for problem in chosen for _ in range(self.config.samples)]
@@ -114,7 +93,7 @@ class GroupBatches:
 
     def _packed(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[SampledAnswer], rewards: Tensor, advantages: Tensor
-    ) -> GroupIteration:
+    ) -> TextIteration:
         parts: list[list[int]] = []
         room = 0
         for place, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
@@ -130,7 +109,8 @@ class GroupBatches:
             )
             for part in parts
         ]
-        return GroupIteration(microbatches, [one.offsets.diff().tolist() for one in microbatches])
+        lengths = [one.offsets.diff().tolist() for one in microbatches]
+        return TextIteration(self._number - 1, microbatches, lengths, imbalance=1.0, delay=0.0)
 
     def _microbatch(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[SampledAnswer], rewards: Tensor, advantages: Tensor
@@ -203,7 +183,7 @@ class GroupTrainer(LanguageTrainer):
         super().__init__(config, engine, batches, reads_ahead=False, **common)
         self.problems, self._groups = problems, batches
 
-    def _step(self, iteration: PackedIteration) -> None:
+    def _step(self, iteration: TextIteration) -> None:
         with in_order():  # a token's probability has the bits with which it was drawn
             super()._step(iteration)
 

@@ -84,7 +84,7 @@ def post_trainer(
         recipe.model,
         mesh,
         recipe.seed,
-        None if objective.name == "sft" else make_objective(objective, corpora.tokenizer.vocab_size),
+        make_objective(objective, corpora.tokenizer.vocab_size),
     )
     if isinstance(objective, GroupsConfig):
         return _group_trainer(recipe, objective, engine, corpora, common)

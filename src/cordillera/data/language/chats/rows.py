@@ -112,7 +112,7 @@ def read_chats(path: str | Sequence[str]) -> list[Chat]:
     """Read rows of ``messages``, or of a ``prompt`` and its ``completion``, ``answer`` or ``response``.
 
     Args:
-        path: As in :class:`ChatDataConfig`.
+        path: File, folder, pattern, built-in set or ``datasets:NAME``, or several of them.
 
     Raises:
         DataError: a file cannot be read, or a row is of another form; file and row are named.
@@ -127,7 +127,7 @@ def read_preferences(path: str | Sequence[str]) -> list[Preference]:
     Lists of ``chosen`` and ``rejected`` hold the answer, or the prompt and the answer; then ``prompt`` may be absent.
 
     Args:
-        path: As in :class:`ChatDataConfig`.
+        path: File, folder, pattern, built-in set or ``datasets:NAME``, or several of them.
 
     Raises:
         DataError: a file cannot be read, a row is of another form, or both answers are equal; file and row are named.
@@ -140,7 +140,7 @@ def read_problems(path: str | Sequence[str]) -> list[ChatProblem]:
     """Read rows of ``prompt``, text or a list of messages, and ``answer``, text.
 
     Args:
-        path: As in :class:`ChatDataConfig`.
+        path: File, folder, pattern, built-in set or ``datasets:NAME``, or several of them.
 
     Raises:
         DataError: a file cannot be read, or a row is of another form; file and row are named.
@@ -153,7 +153,7 @@ def read_prompts(path: str | Sequence[str]) -> list[tuple[Message, ...]]:
     """Read rows of ``prompt``, or of ``messages`` whose last turn of the assistant is left out.
 
     Args:
-        path: As in :class:`ChatDataConfig`.
+        path: File, folder, pattern, built-in set or ``datasets:NAME``, or several of them.
 
     Raises:
         DataError: a file cannot be read, or a row is of another form; file and row are named.

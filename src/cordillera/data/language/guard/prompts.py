@@ -101,7 +101,7 @@ def guard_prompt(conversation: Sequence[Message], categories: Categories, role: 
     Args:
         conversation: Turns of the user and the assistant, who is called the agent.
         categories: Categories that count; others are not mentioned.
-        role: Whose last turn is judged. Default: the last turn's.
+        role: Side of the conversation whose last turn is judged. Default: that of the last turn.
 
     Raises:
         DataError: If there is no turn of that role, a turn is neither the user's nor the assistant's, or one is blank.
