@@ -10,7 +10,7 @@ import signal
 import time
 import types
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -356,8 +356,8 @@ def test_without_a_process_group_there_is_no_cache(monkeypatch: pytest.MonkeyPat
 PROMPTS = ([1, 9690, 198, 2683, 359, 260, 5575, 30, 2, 198, 1], [4093, 198, 788, 314, 441, 47])
 
 
-def run_smollm2(rank: int, folder: str) -> dict[str, Any]:
-    sessions = Recorded(load(SMOLLM2)[1], ContextCacheConfig(), 1)
+def run_smollm2(weights: str, rank: int, folder: str) -> dict[str, Any]:
+    sessions = Recorded(load(weights)[1], ContextCacheConfig(), 1)
     replies = [sessions.reply([prompt], 16, sampling=GREEDY)[0] for prompt in PROMPTS]
     return {"replies": replies, "logits": torch.cat([reading["logits"] for reading in sessions.readings])}
 
@@ -367,7 +367,7 @@ def run_smollm2(rank: int, folder: str) -> dict[str, Any]:
 @pytest.mark.peer
 @pytest.mark.skipif(not SMOLLM2.is_file(), reason="the weights are not here (cordillera data get smollm2)")
 def test_smollm2_over_two_ranks_says_what_one_process_says(tmp_path: Path) -> None:
-    ended = run_processes(2, tmp_path, run_smollm2, 300)
+    ended = run_processes(2, tmp_path, partial(run_smollm2, str(SMOLLM2)), 300)
     assert ended.codes == [0, 0], ended.said
     first, second = ended.found[0], ended.found[1]
     assert first["replies"] == second["replies"]

@@ -162,12 +162,12 @@ def test_events_stand_at_the_first_record_of_their_step_or_later(tmp_path: Path)
 def test_a_few_resumptions_are_named_in_the_chart_and_many_are_not(tmp_path: Path, times: int) -> None:
     records = [train(10 * n, loss=3.0 - n / 10) for n in range(1, 10)]
     records += [{"kind": "resumed", "step": 10 * n} for n in range(1, times + 1)]
-    loss, _, _ = run._learning(read(tmp_path, records))
+    loss, *_ = run._learning(read(tmp_path, records))
     assert loss is not None
     assert loss.chart.svg(1).count(">resumed<") == (3 if times == 3 else 0)
     assert "training tokens" in loss.chart.svg(1)
     untold = [one | {"tokens": 0} for one in records]
-    loss, _, _ = run._learning(read(tmp_path / "untold", untold))
+    loss, *_ = run._learning(read(tmp_path / "untold", untold))
     assert loss is not None
     assert ">step<" in loss.chart.svg(1)
 
