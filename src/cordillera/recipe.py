@@ -336,11 +336,13 @@ def _with_sizes(content: dict[str, Any], source: str) -> dict[str, Any]:
         if not isinstance(start, str):
             message = f"gives no sizes: name a preset ({', '.join(PRESETS)}), or what training.start begins with"
             raise RecipeError(source, [("model", message)])
-        sizes = open_checkpoint(find_model(start)).config.model_copy(update={"adapter": None, "scores": False})
+        sizes = open_checkpoint(find_model(start)).config.model_copy(
+            update={"adapter": None, "draft": None, "scores": False}
+        )
     return content | {"model": (sizes.model_dump(mode="json") if sizes else {}) | model}
 
 
-ON_TOP = ("adapter", "scores")
+ON_TOP = ("adapter", "draft", "scores")
 """Keys of a model that are chosen beside the sizes of the checkpoint that it starts from."""
 
 

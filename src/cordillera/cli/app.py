@@ -14,6 +14,7 @@ from cordillera.cli import (
     data,
     delta,
     doctor,
+    drafting,
     evaluate,
     generate,
     guard,
@@ -73,6 +74,8 @@ app.command("best-of")(answers.best_of)
 app.command("judge")(answers.judge)
 app.command("guard")(guard.guard)
 app.command("average")(answers.average)
+app.command("write-chats")(drafting.write_chats)
+app.command("export-drafter")(drafting.export_drafter)
 app.command("plan")(plan.plan)
 app.command("towers")(towers.towers)
 app.command("bench", context_settings=bench.CONTEXT)(bench.bench)

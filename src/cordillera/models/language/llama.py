@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from cordillera.kernels.attention.documents import document_attention
 from cordillera.kernels.dense.layers import silu
 from cordillera.models.language.adapters import AdapterConfig, add_adapters
+from cordillera.models.language.draft_model import DRAFT, DraftConfig, DraftModel
 from cordillera.models.language.moe import ExpertLayer, ExpertsConfig
 
 ModelSize = Annotated[int, Field(ge=1, le=2**30)]
@@ -88,6 +89,7 @@ class LlamaConfig(BaseModel):
         ffn: Width of the feed-forward net, or of each expert; :func:`ffn_width` computes the published ones.
         experts: Experts in place of feed-forward nets; None for none.
         adapter: Low-rank adapters, which alone are trained; None to train all weights.
+        draft: Drafter of the model's next tokens, which alone is trained; None for none.
         scores: Whether one number a token, a score, takes the place of the logits of a head, as in a reward model.
         vocabulary: Number of tokens in the vocabulary.
         context: Longest sequence that the model was made for, in tokens.
@@ -108,6 +110,7 @@ class LlamaConfig(BaseModel):
     ffn: ModelSize = 14336
     experts: ExpertsConfig | None = None
     adapter: AdapterConfig | None = None
+    draft: DraftConfig | None = None
     scores: bool = False
     vocabulary: ModelSize = 128256
     context: ModelSize = 8192
@@ -124,6 +127,11 @@ class LlamaConfig(BaseModel):
             raise ValueError(f"kv_heads ({self.kv_heads}) must divide heads ({self.heads})")
         if self.adapter is not None and self.experts is not None:
             raise ValueError("adapter: layers of experts have none; train all weights")
+        if (draft := self.draft) is not None:
+            if self.adapter is not None or self.scores:
+                raise ValueError("draft: a drafter is trained for a model without adapters or scores")
+            if draft.vocabulary > self.vocabulary or max(draft.tapped(self.layers)) >= self.layers:
+                raise ValueError(f"draft: the model has {self.vocabulary} tokens and {self.layers} layers, no more")
         if self.head_width % 2:
             raise ValueError(f"the width of a head ({self.head_width}) must be even: rotary positions turn pairs")
         return self
@@ -161,7 +169,19 @@ def parameter_count(config: LlamaConfig) -> int:
         block += 3 * config.hidden * (config.ffn * (experts.count - 1) + experts.shared)
         block += experts.count * (config.hidden + 1)  # the router and its bias
     embeddings = config.vocabulary * config.hidden * (1 if config.tied or config.scores else 2)
-    return embeddings + config.layers * block + config.hidden * (2 if config.scores else 1) + _adapter_count(config)
+    own = config.layers * block + config.hidden * (2 if config.scores else 1)
+    return embeddings + own + _adapter_count(config) + _draft_count(config)
+
+
+def _draft_count(config: LlamaConfig) -> int:
+    if config.draft is None:
+        return 0
+    width, draft = config.hidden, config.draft
+    attention = 2 * width * config.head_width * (config.heads + config.kv_heads)
+    block = attention + 3 * width * config.active_ffn + 2 * width
+    taps = len(draft.tapped(config.layers))
+    around = width * width * (taps + 2) + width * (taps + 3)
+    return draft.layers * block + around + (width if draft.kind == "block" else 0)
 
 
 def _adapter_count(config: LlamaConfig) -> int:
@@ -344,6 +364,10 @@ class Llama(nn.Module):
                 parameter.requires_grad_(False)
             for block in self.layers:
                 add_adapters(block, config.adapter)
+        self.draft: DraftModel | None = None
+        if config.draft is not None:
+            self.requires_grad_(False)
+            self.draft = DraftModel(config)
         self.score = nn.Linear(config.hidden, 1, bias=False) if config.scores else None
 
     def forward(
@@ -364,11 +388,19 @@ class Llama(nn.Module):
         return self.logits(self.hidden(tokens, offsets, positions, cache))
 
     def hidden(
-        self, tokens: Tensor, offsets: Tensor, positions: Tensor | None = None, cache: Cache | None = None
+        self,
+        tokens: Tensor,
+        offsets: Tensor,
+        positions: Tensor | None = None,
+        cache: Cache | None = None,
+        taps: dict[int, Tensor] | None = None,
     ) -> Tensor:
         """Compute the input of the head, ``[T, hidden]``, for callers that need few logits or compute them in parts.
 
         ``tokens``, ``offsets``, ``positions`` and ``cache`` are those of :meth:`forward`.
+
+        Args:
+            taps: Dictionary whose keys are numbers of blocks; their outputs, ``[T, hidden]``, become its values.
         """
         step = None if cache is None else cache.extend(offsets)
         if positions is None:
@@ -377,6 +409,8 @@ class Llama(nn.Module):
         x = self.embedding(tokens)  # [T, hidden]
         for number, layer in enumerate(self.layers):
             x = layer(x, offsets, table, None if step is None else step.core(number))
+            if taps is not None and number in taps:
+                taps[number] = x
         if step is not None:
             step.commit()
         return self.norm(x)
@@ -417,10 +451,12 @@ def draw_weight(weight: Tensor, name: str, config: LlamaConfig, seed: int = 0) -
         weight: Weight of the model of ``config``, ``[out, in]`` or ``[width]``, which is filled.
         name: Name of the parameter in the model.
     """
-    if name.endswith(("norm.weight", "router.bias", ".wide")):
-        weight.fill_(float(name.endswith("norm.weight")))
+    is_norm = name.endswith("norm.weight") or ".tap_norms." in name
+    if is_norm or name.endswith(("router.bias", ".wide")):
+        weight.fill_(float(is_norm))
         return
     residual = name.removesuffix(".weight").endswith(("attention.output", "feed_forward.down", "shared.down"))
+    residual = residual and not name.startswith(DRAFT)  # whose residual stream is short
     deviation = 0.02 / math.sqrt(2 * config.layers) if residual else 0.02
     # Each weight has its own stream, so that a device draws only the weights that it holds. Generators use 32 bits.
     generator = torch.Generator(weight.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))

@@ -69,6 +69,8 @@ class LlamaStage(nn.Module):
         vocabulary_links: Collectives between the ranks over which the head is split; None if it is whole.
         loss_rows: Number of rows whose logits exist at a time.
         objective: Loss of the last stage in place of the cross entropy of the labels; None for that.
+        tapped: Outputs of the blocks that a drafter needs in the present microbatch, by their number.
+        tokens: Tokens of the present microbatch, if there is a drafter.
     """
 
     def __init__(self, model: Llama, stage: int = 0, stages: int = 1) -> None:
@@ -85,7 +87,9 @@ class LlamaStage(nn.Module):
         )
         if self.is_last:
             self.norm = model.norm
-            self.head, self.score = model.head, model.score
+            self.head, self.score, self.draft = model.head, model.score, model.draft
+            self.tokens = torch.empty(0, dtype=torch.int64)
+            self.tapped: dict[int, Tensor] = {}
 
     @property
     def blocks(self) -> list[Block]:
@@ -136,11 +140,16 @@ class LlamaStage(nn.Module):
         if positions is None:
             positions = document_positions(offsets, x.device)
         table = rope_table(self.config, positions)
+        taps = () if not self.is_last or self.draft is None else self.draft.taps
+        if taps:
+            self.tokens = x
         if self.is_first:
             x = self.embedding(x)  # [T, hidden]
         has_target = None if self.config.experts is None else labels != IGNORED
-        for block in self.layers.values():
+        for number, block in self.layers.items():
             x = block(x, offsets, table, core, has_target)
+            if int(number) in taps:
+                self.tapped[int(number)] = x
         if not self.is_last:
             return x
         hidden = self.norm(x)

@@ -31,6 +31,7 @@ from cordillera.serving.language.speculation import (
     NOTHING,
     Drafter,
     DraftTree,
+    ReadsFeatures,
     Speculation,
     checked,
     choose,
@@ -313,8 +314,10 @@ class Engine:
         try:
             tokens = torch.tensor(text.unread[:count], device=self.model.embedding.weight.device)
             lengths = [count if slot == text.slot else 0 for slot in range(len(self._slots))]
+            before, taps = self._cache.lengths[text.slot], self._taps()
             with torch.inference_mode():
-                self.model.hidden(tokens, offsets_from_lengths(torch.tensor(lengths)), cache=self._cache)
+                self.model.hidden(tokens, offsets_from_lengths(torch.tensor(lengths)), cache=self._cache, taps=taps)
+            self._show(text, before, taps, slice(None))
         except Exception as error:
             self._fail(text, error)
         else:
@@ -452,7 +455,8 @@ class Engine:
         view: Cache = cache.branching(parents) if any(tree.tokens for tree in trees) else cache
         tokens = torch.tensor([token for row in rows for token in row], device=device)
         offsets = offsets_from_lengths(torch.tensor([len(row) for row in rows]))
-        hidden = self.model.hidden(tokens, offsets, cache=view)
+        taps = self._taps()
+        hidden = self.model.hidden(tokens, offsets, cache=view, taps=taps)
         logits = self.model.logits(hidden[torch.tensor(asked, device=device)])[:, : self.vocabulary]
         found: dict[int, _New] = {}
         kept: list[list[int]] = [[] for _ in before]
@@ -463,6 +467,8 @@ class Engine:
             start += len(own)
             found[slot], right = self._follow(text, tree, own, before[slot] + size)
             kept[slot] = [*range(size), *(size + place for place in right)]
+            begin = int(offsets[slot])
+            self._show(text, before[slot], taps, [begin + place for place in kept[slot]])
             self.counts.drafted += len(tree.tokens)
             self.counts.accepted += len(right)
             if not text.written and found[slot].error is None:
@@ -470,6 +476,18 @@ class Engine:
         if view is not cache:
             cache.keep(before, kept)
         return [found[text.slot] for text in texts]
+
+    def _taps(self) -> dict[int, Tensor] | None:
+        """Return where the model puts the features that drafters read, if they read any."""
+        if self.speculation is None or not self.speculation.taps:
+            return None
+        return dict.fromkeys(self.speculation.taps, self._cache.data.new_empty(0))
+
+    def _show(self, text: _Text, position: int, taps: dict[int, Tensor] | None, rows: Sequence[int] | slice) -> None:
+        """Give a text's drafter the features of ``rows``, whose tokens stand from ``position`` on."""
+        if taps is not None and isinstance(text.drafter, ReadsFeatures):
+            with _dropping(text):
+                text.drafter.see(position, torch.cat([tapped[rows] for tapped in taps.values()], 1))
 
     def _follow(self, text: _Text, tree: DraftTree, logits: Tensor, position: int) -> tuple[_New, list[int]]:
         """Draw what follows a text, and where it is a drafted token, what follows that; return the right drafts too.

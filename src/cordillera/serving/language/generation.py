@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
-from torch import nn
 
 from cordillera.errors import DataError
-from cordillera.kernels.dense.few_rows import FewRowsLinear
+from cordillera.kernels.dense.few_rows import FewRowsLinear, use_few_rows
 from cordillera.models.language.kv_cache import KVCache
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.numerics.quantization.fp8_rows import BOUND, Fp8Linear
@@ -75,10 +74,7 @@ def for_decoding(model: Llama, *, as_trained: bool = False) -> Llama:
     if weight.device.type != "cpu":
         return model
     if weight.dtype == torch.bfloat16 or (as_trained and weight.dtype == torch.float32):
-        for module in list(model.modules()):
-            for name, child in module.named_children():
-                if type(child) is nn.Linear:
-                    setattr(module, name, FewRowsLinear(child.weight))
+        use_few_rows(model)
         if model.head is None:
             model.head = FewRowsLinear(weight)
     with torch.inference_mode():

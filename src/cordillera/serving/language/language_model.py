@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,15 +21,23 @@ from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.data.tokenizers.tokenizer import StreamDecoder, check_text
 from cordillera.errors import CheckpointError, DataError, DependencyError
 from cordillera.models.language.checkpoints import open_checkpoint, read_model
+from cordillera.models.language.checkpoints.drafter_file import DrafterFile, drafter_of, read_drafter
 from cordillera.models.language.checkpoints.first_sight import compare_with_first_sight, record_of
 from cordillera.models.language.llama import Llama
 from cordillera.numerics.quantization.fp8_rows import multiplies_fp8
 from cordillera.run import Run
+from cordillera.serving.language.draft_models import ModelDrafts
 from cordillera.serving.language.engine import Finish
 from cordillera.serving.language.generation import check_prompts, for_decoding, fp8_feed_forward, generate
 from cordillera.serving.language.guided import Form, Guide, Guides
 from cordillera.serving.language.sampler import Sampling
-from cordillera.serving.language.speculation import Speculation, find_drafter, measure_costs
+from cordillera.serving.language.speculation import (
+    Drafter,
+    JoinedDrafter,
+    NGramDrafter,
+    Speculation,
+    measure_costs,
+)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 """Data types of weights in memory, by name."""
@@ -81,8 +90,9 @@ class LanguageModel:
         dtype: Data type of weights and activations: ``bfloat16``, ``float16`` or ``float32``.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
         tokenizer: File or folder; None for the tokenizer of the checkpoint, or of the run's text.
-        drafter: What drafts tokens that the model then checks several at a time: ``ngram`` (text that repeats itself)
-            or ``none``. Texts are the same with and without.
+        drafter: What drafts tokens that the model then checks several at a time: ``ngram`` (text that repeats itself),
+            the name or file of a drafter that was trained for the model, both joined by ``+``, or ``none``. Texts are
+            the same with and without.
         fp8: Whether feed-forward nets are computed in FP8, as
             :func:`~cordillera.serving.language.generation.fp8_feed_forward` says; texts change. Devices without FP8
             emulate it, which a warning says.
@@ -107,7 +117,7 @@ class LanguageModel:
         if dtype not in DTYPES:
             raise DataError(f"unknown dtype {dtype!r}", where="dtype", remedy=f"choose one of {', '.join(DTYPES)}")
         self._fp8 = fp8
-        self._drafter = None if drafter == "none" else find_drafter(drafter)
+        self._drafters = find_drafters(drafter)
         self.dtype, self.device = DTYPES[dtype], _device(device)
         self.path = find_model(name)
         self._source = open_checkpoint(self.path)
@@ -150,8 +160,24 @@ class LanguageModel:
 
     @cached_property
     def speculation(self) -> Speculation | None:
-        """The drafter with the times of passes, which are measured at the first use; None without a drafter."""
-        return None if self._drafter is None else Speculation(self._drafter, measure_costs(self.model))
+        """The drafter with the times of passes, which are measured at the first use; None without a drafter.
+
+        Raises:
+            CheckpointError: If a drafter's file is damaged, or of another model.
+        """
+        if not self._drafters:
+            return None
+        makers: list[Callable[[], Drafter]] = []
+        taps: tuple[int, ...] = ()
+        for path, file in self._drafters:
+            if path is None or file is None:
+                makers.append(NGramDrafter)
+                continue
+            drafts = ModelDrafts(drafter_of(file, self.model, path), self.model)
+            makers.append(drafts.start)
+            taps = drafts.taps
+        joined = makers[0] if len(makers) == 1 else lambda: JoinedDrafter([make() for make in makers])
+        return Speculation(joined, measure_costs(self.model), taps)
 
     @cached_property
     def guides(self) -> Guides:
@@ -280,7 +306,7 @@ def load_language_model(
         dtype: Data type of weights and activations: ``bfloat16``, ``float16`` or ``float32``.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
         tokenizer: File or folder; None for the tokenizer of the checkpoint, or of the run's text.
-        drafter: ``ngram`` or ``none``, as in :class:`LanguageModel`.
+        drafter: ``ngram``, a trained drafter, both, or ``none``, as in :class:`LanguageModel`.
         fp8: Whether feed-forward nets are computed in FP8, as in :class:`LanguageModel`.
 
     Raises:
@@ -350,6 +376,37 @@ def run_of(name: str | Path, path: Path) -> Run | None:
     if path == folder and parent.name == "checkpoints":
         folder = parent.parent
     return Run(folder) if _is_run(folder) else None
+
+
+def shipped_drafters() -> dict[str, Path]:
+    """Return the files of the drafters in the package, by name."""
+    folder = Path(str(resources.files("cordillera"))) / "drafters"
+    return {path.stem: path for path in sorted(folder.glob("*.safetensors"))}
+
+
+def find_drafters(names: str) -> list[tuple[Path | None, DrafterFile | None]]:
+    """Return the drafters of ``names``, joined by ``+``: path and content of files, twice None for ``ngram``.
+
+    Raises:
+        DataError: If a name is neither a drafter nor a file.
+        CheckpointError: If a file is damaged.
+    """
+    if names == "none":
+        return []
+    shipped = shipped_drafters()
+    found: list[tuple[Path | None, DrafterFile | None]] = []
+    for name in names.split("+"):
+        path = shipped.get(name, Path(name).expanduser())
+        if name == "ngram":
+            found.append((None, None))
+        elif path.is_file():
+            found.append((path, read_drafter(path)))
+        else:
+            remedy = f"choose none, ngram, {', '.join(shipped)}, or a file of `cordillera export-drafter`"
+            raise DataError(f"unknown drafter {name!r}", where="drafter", remedy=remedy)
+    if sum(path is not None for path, _ in found) > 1 or len(set(names.split("+"))) < len(found):
+        raise DataError(f"{names!r} joins drafters of one kind", where="drafter", remedy="join ngram and one other")
+    return found
 
 
 def _device(name: str) -> torch.device:

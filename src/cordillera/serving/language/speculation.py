@@ -10,14 +10,14 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
-from cordillera.errors import DataError
 from cordillera.kernels.attention.decoding import MOST_TOKENS
 from cordillera.kernels.dense.few_rows import MOST_ROWS
 from cordillera.models.language.kv_cache import KVCache
@@ -51,6 +51,18 @@ class Drafter(Protocol):
 
     def propose(self, most: int, deepest: int) -> DraftTree:
         """Return a tree of up to ``most`` tokens and up to ``deepest`` levels."""
+
+
+@runtime_checkable
+class ReadsFeatures(Protocol):
+    """A drafter that reads what the model computes for the tokens of the text."""
+
+    def see(self, position: int, features: Tensor) -> None:
+        """Take note of the features of tokens of the text, ``[n, taps x hidden]``; the first is at ``position``.
+
+        They come in order, before :meth:`Drafter.add` gives the tokens that follow. Some may be left out, as those of a
+        prompt's beginning that another text had read.
+        """
 
 
 _LONGEST_MATCH = 8
@@ -139,8 +151,47 @@ class NGramDrafter:
         return list(found.items())
 
 
-DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": NGramDrafter}
-"""Functions that make the drafter of one text, by name."""
+class JoinedDrafter:
+    """Drafter whose trees are those of several, laid over each other; a token has the largest of its chances."""
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        self.drafters = drafters
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Give tokens that the text goes on with to all."""
+        for drafter in self.drafters:
+            drafter.add(tokens)
+
+    def see(self, position: int, features: Tensor) -> None:
+        """Give features to those that read them."""
+        for drafter in self.drafters:
+            if isinstance(drafter, ReadsFeatures):
+                drafter.see(position, features)
+
+    def propose(self, most: int, deepest: int) -> DraftTree:
+        """Return the likeliest tokens of all trees, up to ``most``, up to ``deepest`` levels."""
+        chances: dict[tuple[int, ...], float] = {}
+        for drafter in self.drafters:
+            tree = drafter.propose(most, deepest)
+            for path, chance in zip(paths(tree), tree.chances, strict=True):
+                chances[tuple(path)] = max(chance, chances.get(tuple(path), 0.0))
+        return tree_of(chances, most)
+
+
+def tree_of(chances: Mapping[tuple[int, ...], float], most: int) -> DraftTree:
+    """Return the tree of the ``most`` likeliest paths; with each path, those to its earlier tokens are given.
+
+    Args:
+        chances: Chance of each path from the end of the text, at most that of the path to the token before.
+    """
+    found = DraftTree([], [], [])
+    places: dict[tuple[int, ...], int] = {(): -1}
+    for path in sorted(chances, key=lambda path: (-chances[path], len(path)))[:most]:
+        places[path] = len(found.tokens)
+        found.tokens.append(path[-1])
+        found.parents.append(places[path[:-1]])
+        found.chances.append(chances[path])
+    return found
 
 
 @dataclass(frozen=True)
@@ -151,21 +202,12 @@ class Speculation:
         drafter: Makes the drafter of a text.
         costs: Time of a pass over 1, 2, ... tokens, in any unit, as :func:`measure_costs` returns it. A pass takes as
             many drafted tokens as give the most expected tokens for its time, possibly none.
+        taps: Numbers of the model's blocks whose outputs the drafter reads; empty for none.
     """
 
     drafter: Callable[[], Drafter]
     costs: Sequence[float]
-
-
-def find_drafter(name: str) -> Callable[[], Drafter]:
-    """Return the function that makes drafters of a name in :data:`DRAFTERS`.
-
-    Raises:
-        DataError: If there is no such drafter.
-    """
-    if name not in DRAFTERS:
-        raise DataError(f"unknown drafter {name!r}", where="drafter", remedy=f"choose none or {', '.join(DRAFTERS)}")
-    return DRAFTERS[name]
+    taps: tuple[int, ...] = ()
 
 
 def checked(tree: DraftTree, vocabulary: int, most: int, deepest: int) -> DraftTree:

@@ -88,8 +88,20 @@ class GroupsConfig(_Objective):
     normalize: bool = True
 
 
+class DraftingConfig(_Objective):
+    """Drafter: the cross entropy of its probabilities and the model's, over drafts that it reads itself.
+
+    Attributes:
+        name: ``draft``.
+        decay: Factor of the loss of each further draft in a row.
+    """
+
+    name: Literal["draft"] = "draft"
+    decay: float = Field(0.8, gt=0, le=1)
+
+
 ObjectiveConfig = Annotated[
-    AnswersConfig | RewardConfig | PreferencesConfig | GroupsConfig, Field(discriminator="name")
+    AnswersConfig | RewardConfig | PreferencesConfig | GroupsConfig | DraftingConfig, Field(discriminator="name")
 ]
 
 
@@ -282,4 +294,8 @@ def make_objective(config: ObjectiveConfig, vocabulary: int | None = None) -> An
         return PreferencesObjective(config)
     if isinstance(config, GroupsConfig):
         return GroupsObjective(config, vocabulary)
+    if isinstance(config, DraftingConfig):
+        from cordillera.training.language.drafting import DraftObjective
+
+        return DraftObjective(config)
     return RewardObjective() if isinstance(config, RewardConfig) else AnswersObjective()

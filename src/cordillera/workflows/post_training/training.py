@@ -28,7 +28,13 @@ from cordillera.training.language.trainer import LanguageTrainer
 from cordillera.workflows._say import Say
 from cordillera.workflows.post_training.groups import GroupBatches, GroupTrainer
 
-KINDS: Mapping[str, ChatKind] = {"sft": "chats", "reward": "preferences", "dpo": "preferences", "grpo": "problems"}
+KINDS: Mapping[str, ChatKind] = {
+    "sft": "chats",
+    "reward": "preferences",
+    "dpo": "preferences",
+    "grpo": "problems",
+    "draft": "chats",
+}
 """Kind of data of each objective."""
 
 _REFERENCE = "reference.safetensors"
@@ -51,8 +57,10 @@ def check_post_training(recipe: PostTrainingRecipe) -> None:
     if recipe.model.adapter is not None and recipe.parallel.tensor > 1:
         raise PlanError("adapters are not split by matrices", where="parallel.tensor", remedy="set it to 1")
     wrong = []
-    if name in ("dpo", "grpo") and recipe.training.start is None:
-        wrong.append(("training.start", f"is missing: {name} changes a model that can already answer"))
+    if name in ("dpo", "grpo", "draft") and recipe.training.start is None:
+        wrong.append(("training.start", f"is missing: {name} needs a model that can already answer"))
+    if (name == "draft") != (recipe.model.draft is not None):
+        wrong.append(("model.draft", "describes the drafter of objective.name = 'draft', and goes with no other"))
     if recipe.model.scores and name != "reward":
         wrong.append(("model.scores", f"are learnt by objective.name = 'reward', not by {name}"))
     if recipe.packing.method == "fixed":
@@ -112,7 +120,7 @@ def _first_tokens(items: Sequence[Item], tokens: int | None) -> Sequence[Item]:
 
 
 def _most(recipe: PostTrainingRecipe) -> int:
-    pair = 1 if recipe.objective.name == "sft" else 2
+    pair = 1 if KINDS[recipe.objective.name] == "chats" else 2
     return max(recipe.packing.most, pair * recipe.data.max_length)
 
 

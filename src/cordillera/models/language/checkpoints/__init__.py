@@ -90,20 +90,20 @@ def read_model(
 ) -> Llama:
     """Create the model of an open checkpoint ``source``, with ``dtype``, ``device`` and ``threads`` as in :func:`load`.
 
-    Adapters are merged into the weights that they change.
+    Adapters are merged into the weights that they change, and a drafter is left out.
 
     Raises:
         CheckpointError: If weights are NaN or infinite, or become so in ``dtype``.
     """
     with torch.device("meta"):
-        model = Llama(source.config)
+        model = Llama(source.config.model_copy(update={"draft": None}))
     # Module.to_empty calls empty_like on meta tensors, which imports sympy (37 MiB)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device)))
     _fill(model, source, threads)
     merge_adapters(model)
-    model.config = source.config.model_copy(update={"adapter": None})
+    model.config = model.config.model_copy(update={"adapter": None})
     return model
 
 
