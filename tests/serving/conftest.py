@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(folder: Path) -> LanguageModel:
     opened = open_model(folder, dtype="bfloat16")
-    opened.speculation = Speculation(NGramDrafter, [1.0] * MOST_ROWS)
+    opened.speculation = Speculation([NGramDrafter], [1.0] * MOST_ROWS)
     return opened
 
 

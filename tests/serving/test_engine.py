@@ -23,7 +23,7 @@ from cordillera.serving.language.sampler import Sampling, draw_noise
 from cordillera.serving.language.speculation import NGramDrafter, Speculation
 from tests.serving.test_speculation import CONTEXT, EXACT, GREEDY, HALF, VOCABULARY
 
-DRAFTED = Speculation(NGramDrafter, [1.0] * MOST_ROWS)
+DRAFTED = Speculation([NGramDrafter], [1.0] * MOST_ROWS)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -20,6 +20,7 @@ from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.serving.language import engine
 from cordillera.serving.language.engine import Engine, Generated
 from cordillera.serving.language.generation import for_decoding, generate
+from cordillera.serving.language.language_model import find_drafters
 from cordillera.serving.language.sampler import Sampling
 from cordillera.serving.language.speculation import (
     NOTHING,
@@ -28,7 +29,6 @@ from cordillera.serving.language.speculation import (
     Speculation,
     checked,
     choose,
-    find_drafter,
     measure_costs,
 )
 
@@ -73,7 +73,7 @@ class Given:
 
 
 def _drafts(propose: Callable[[list[int], int, int], DraftTree]) -> Speculation:
-    return Speculation(lambda: Given(propose), FREE)
+    return Speculation([lambda: Given(propose)], FREE)
 
 
 def _random_tree(seed: int) -> Callable[[list[int], int, int], DraftTree]:
@@ -145,7 +145,7 @@ def test_any_tree_leaves_every_token_as_it_is(
     model: Llama, prompts: list[list[int]], number: int, stop: list[int], sampling: Sampling, seed: int
 ) -> None:
     plain = list(generate(model, prompts, number, stop, sampling))
-    for speculation in (_drafts(_random_tree(seed)), Speculation(NGramDrafter, FREE)):
+    for speculation in (_drafts(_random_tree(seed)), Speculation([NGramDrafter], FREE)):
         found = list(generate(model, prompts, number, stop, sampling, speculation=speculation))
         assert _texts(found, len(prompts)) == _texts(plain, len(prompts))
         assert max(one.forward for one in found) <= max(one.forward for one in plain)
@@ -196,7 +196,7 @@ def _raises(text: list[int], most: int, deepest: int) -> DraftTree:
 )
 def test_a_drafter_that_fails_is_dropped_with_a_warning(propose: Any) -> None:
     plain = list(generate(EXACT, [[1, 2], [3]], 6, sampling=GREEDY))
-    with pytest.warns(UserWarning, match="goes on without drafts, as its drafter failed") as said:
+    with pytest.warns(UserWarning, match="goes on without a drafter, which failed") as said:
         found = list(generate(EXACT, [[1, 2], [3]], 6, sampling=GREEDY, speculation=_drafts(propose)))
     assert found == plain
     assert len(said) == 2
@@ -360,7 +360,7 @@ def test_more_texts_than_a_pass_takes_get_no_drafts() -> None:
     assert choose([tree] * 32, FREE) == [NOTHING] * 32
     prompts = [[n] for n in range(20)]
     plain = list(generate(EXACT, prompts, 5, sampling=GREEDY))
-    found = list(generate(EXACT, prompts, 5, sampling=GREEDY, speculation=Speculation(NGramDrafter, FREE)))
+    found = list(generate(EXACT, prompts, 5, sampling=GREEDY, speculation=Speculation([NGramDrafter], FREE)))
     assert _texts(found, 20) == _texts(plain, 20)
 
 
@@ -373,4 +373,6 @@ def test_costs_are_positive_and_do_not_fall() -> None:
 
 def test_an_unknown_drafter_is_refused() -> None:
     with pytest.raises(DataError, match="unknown drafter 'eagle'"):
-        find_drafter("eagle")
+        find_drafters("eagle")
+    with pytest.raises(DataError, match="joins drafters of one kind"):
+        find_drafters("ngram+ngram")

@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(folder: Path) -> LanguageModel:
     """A model that drafts wherever a text repeats itself."""
     opened = open_model(folder, dtype="bfloat16")
-    opened.speculation = Speculation(NGramDrafter, [1.0] * MOST_ROWS)
+    opened.speculation = Speculation([NGramDrafter], [1.0] * MOST_ROWS)
     return opened
 
 

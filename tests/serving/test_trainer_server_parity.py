@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 VOCABULARY, CONTEXT, COUNT = 300, 560, 10
 LENGTHS = (1, 2, 17, 255, 256, 257, 530)
-DRAFTED = Speculation(NGramDrafter, [1.0] * MOST_ROWS)
+DRAFTED = Speculation([NGramDrafter], [1.0] * MOST_ROWS)
 SHAPES = {
     "shared heads": {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "tied": True},
     "odd sizes": {"hidden": 72, "heads": 3, "kv_heads": 1, "head_dim": 64, "ffn": 100, "tied": False},

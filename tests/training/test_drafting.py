@@ -246,17 +246,17 @@ def test_a_file_of_a_drafter_is_read_for_its_model_alone(tmp_path: Path) -> None
     write_drafter(source, path, {"recipe": "none"})
     file = read_drafter(path)
     assert file.facts == {"recipe": "none"}
-    drafter = drafter_of(file, model, path)
+    drafter = drafter_of(file, model)
     assert model.draft is not None
     for name, weight in drafter.named_parameters():
         torch.testing.assert_close(weight, dict(model.draft.named_parameters())[name].bfloat16().float())
     half = Llama(model.config.model_copy(update={"draft": None})).bfloat16()
     half.load_state_dict({name: w for name, w in model.state_dict().items() if not name.startswith("draft.")})
-    assert drafter_of(file, half, path).fuse.weight.dtype == torch.bfloat16
+    assert drafter_of(file, half).fuse.weight.dtype == torch.bfloat16
     with torch.no_grad():
         model.embedding.weight[3, 1] += 1
     with pytest.raises(CheckpointError, match="trained for another model"):
-        drafter_of(file, model, path)
+        drafter_of(file, model)
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)

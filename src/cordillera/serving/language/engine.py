@@ -7,6 +7,7 @@ beside it. When memory runs out, the text that came last waits outside until the
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -35,6 +36,7 @@ from cordillera.serving.language.speculation import (
     Speculation,
     checked,
     choose,
+    joined,
     paths,
 )
 
@@ -100,7 +102,7 @@ class _Text:
     sampling: Sampling
     guide: Guide | None = None
     logprobs: int | None = None
-    drafter: Drafter | None = None
+    drafters: list[Drafter | None] = field(default_factory=list)
     slot: int = -1  # of the cache; -1 while it waits
     unread: list[int] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
@@ -164,6 +166,7 @@ class Engine:
         self._reading: _Text | None = None  # the text of a slot whose prompt is being read
         self._waiting: deque[_Text] = deque()
         self._count = 0
+        self._level = 0  # drafters that are asked for the present pass
         self._ready: list[Generated] = []  # new tokens that no step has returned yet
 
     @property
@@ -248,10 +251,22 @@ class Engine:
         while budget > 0 and (text := self._reading or self._next()) is not None:
             budget -= self._read(text)
         if going := self._going():
+            began = time.perf_counter()
             trees = dict(zip((text.number for text in going), self._propose(going), strict=True))
             if going := self._with_room(trees):
+                drafted, tokens = time.perf_counter(), self.counts.tokens
                 self._advance(going, [trees[text.number] for text in going])
                 self.counts.passes += 1
+                if self.speculation is not None and self.speculation.levels is not None:
+                    rows = sum(1 + len(trees[text.number].tokens) for text in going)
+                    self.speculation.levels.note(
+                        len(going),
+                        self._level,
+                        rows,
+                        self.counts.tokens - tokens,
+                        drafted - began,
+                        time.perf_counter() - drafted,
+                    )
         found, self._ready = self._ready, []
         return found
 
@@ -294,9 +309,11 @@ class Engine:
         self.counts.prompt_tokens += len(text.prompt)
         self.counts.shared_tokens += prefix.length
         if self.speculation is not None:
-            with _dropping(text):
-                text.drafter = self.speculation.drafter()
-                text.drafter.add(text.prompt)
+            text.drafters = [None] * len(self.speculation.drafters)
+            for place, make in enumerate(self.speculation.drafters):
+                with _dropping(text, place):
+                    text.drafters[place] = drafter = make()
+                    drafter.add(text.prompt)
         if prefix.logits is not None:
             with torch.inference_mode():
                 self._book(text, self._follow(text, NOTHING, prefix.logits, prefix.length)[0])
@@ -373,6 +390,8 @@ class Engine:
         if self.speculation is None:
             return trees
         most = min(MOST_TOKENS - 1, len(self.speculation.costs) - len(going))
+        levels = self.speculation.levels
+        self._level = len(self.speculation.drafters) if levels is None else levels.choose(len(going))
         for number, text in enumerate(going):
             deepest = text.left - 1  # the pass itself gives one more
             if most < 1 or deepest < 1:
@@ -387,10 +406,12 @@ class Engine:
         if text.guide is not None and (forced := text.guide.forced(min(most, deepest))):
             chances = [_FORCED**level for level in range(1, len(forced) + 1)]
             return DraftTree(forced, list(range(-1, len(forced) - 1)), chances)
-        tree = NOTHING
-        if text.drafter is not None:
-            with _dropping(text):
-                tree = checked(text.drafter.propose(most, deepest), self.vocabulary, most, deepest)
+        trees = []
+        for place, drafter in enumerate(text.drafters[: self._level]):
+            if drafter is not None:
+                with _dropping(text, place):
+                    trees.append(checked(drafter.propose(most, deepest), self.vocabulary, most, deepest))
+        tree = joined(trees, most)
         return tree if text.guide is None else text.guide.prune(tree)
 
     def _advance(self, texts: list[_Text], trees: list[DraftTree]) -> None:
@@ -422,9 +443,10 @@ class Engine:
         text.written += new.tokens
         text.unread = new.tokens[-1:]
         text.forwards += 1
-        if text.drafter is not None:
-            with _dropping(text):
-                text.drafter.add(new.tokens)
+        for place, drafter in enumerate(text.drafters):
+            if drafter is not None:
+                with _dropping(text, place):
+                    drafter.add(new.tokens)
         if text.guide is not None:
             try:
                 text.guide.add(new.tokens)
@@ -485,9 +507,10 @@ class Engine:
 
     def _show(self, text: _Text, position: int, taps: dict[int, Tensor] | None, rows: Sequence[int] | slice) -> None:
         """Give a text's drafter the features of ``rows``, whose tokens stand from ``position`` on."""
-        if taps is not None and isinstance(text.drafter, ReadsFeatures):
-            with _dropping(text):
-                text.drafter.see(position, torch.cat([tapped[rows] for tapped in taps.values()], 1))
+        for place, drafter in enumerate(text.drafters if taps is not None else ()):
+            if isinstance(drafter, ReadsFeatures) and taps is not None:
+                with _dropping(text, place):
+                    drafter.see(position, torch.cat([tapped[rows] for tapped in taps.values()], 1))
 
     def _follow(self, text: _Text, tree: DraftTree, logits: Tensor, position: int) -> tuple[_New, list[int]]:
         """Draw what follows a text, and where it is a drafted token, what follows that; return the right drafts too.
@@ -541,13 +564,13 @@ def _levels(tree: DraftTree) -> list[int]:
 
 
 @contextmanager
-def _dropping(text: _Text) -> Iterator[None]:
-    """Drop the drafter of a text if it fails, whatever it raises: the text does not need it."""
+def _dropping(text: _Text, place: int) -> Iterator[None]:
+    """Drop a drafter of a text if it fails, whatever it raises: the text does not need it."""
     try:
         yield
     except Exception as error:
-        text.drafter = None
-        warnings.warn(f"request {text.number} goes on without drafts, as its drafter failed: {error}", stacklevel=4)
+        text.drafters[place] = None
+        warnings.warn(f"request {text.number} goes on without a drafter, which failed: {error}", stacklevel=4)
 
 
 def check_prompt(

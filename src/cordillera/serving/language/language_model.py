@@ -33,7 +33,7 @@ from cordillera.serving.language.guided import Form, Guide, Guides
 from cordillera.serving.language.sampler import Sampling
 from cordillera.serving.language.speculation import (
     Drafter,
-    JoinedDrafter,
+    DraftLevels,
     NGramDrafter,
     Speculation,
     measure_costs,
@@ -167,17 +167,16 @@ class LanguageModel:
         """
         if not self._drafters:
             return None
-        makers: list[Callable[[], Drafter]] = []
-        taps: tuple[int, ...] = ()
-        for path, file in self._drafters:
-            if path is None or file is None:
-                makers.append(NGramDrafter)
+        makers, taps = list[Callable[[], Drafter]](), tuple[int, ...]()
+        for found in self._drafters:
+            if found is None:
+                makers.insert(0, NGramDrafter)
                 continue
-            drafts = ModelDrafts(drafter_of(file, self.model, path), self.model)
+            drafts = ModelDrafts(drafter_of(found, self.model), self.model)
             makers.append(drafts.start)
             taps = drafts.taps
-        joined = makers[0] if len(makers) == 1 else lambda: JoinedDrafter([make() for make in makers])
-        return Speculation(joined, measure_costs(self.model), taps)
+        costs = measure_costs(self.model)
+        return Speculation(makers, costs, taps, DraftLevels(len(makers), costs))
 
     @cached_property
     def guides(self) -> Guides:
@@ -384,27 +383,26 @@ def shipped_drafters() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.safetensors"))}
 
 
-def find_drafters(names: str) -> list[tuple[Path | None, DrafterFile | None]]:
-    """Return the drafters of ``names``, joined by ``+``: path and content of files, twice None for ``ngram``.
+def find_drafters(names: str) -> list[DrafterFile | None]:
+    """Return the drafters of ``names``, joined by ``+``: the content of a file, or None for ``ngram``.
 
     Raises:
-        DataError: If a name is neither a drafter nor a file.
+        DataError: If a name is neither a drafter nor a file, or two of one kind are joined.
         CheckpointError: If a file is damaged.
     """
     if names == "none":
         return []
-    shipped = shipped_drafters()
-    found: list[tuple[Path | None, DrafterFile | None]] = []
+    shipped, found = shipped_drafters(), list[DrafterFile | None]()
     for name in names.split("+"):
         path = shipped.get(name, Path(name).expanduser())
         if name == "ngram":
-            found.append((None, None))
+            found.append(None)
         elif path.is_file():
-            found.append((path, read_drafter(path)))
+            found.append(read_drafter(path))
         else:
             remedy = f"choose none, ngram, {', '.join(shipped)}, or a file of `cordillera export-drafter`"
             raise DataError(f"unknown drafter {name!r}", where="drafter", remedy=remedy)
-    if sum(path is not None for path, _ in found) > 1 or len(set(names.split("+"))) < len(found):
+    if len({one is None for one in found}) < len(found):
         raise DataError(f"{names!r} joins drafters of one kind", where="drafter", remedy="join ngram and one other")
     return found
 

@@ -151,33 +151,6 @@ class NGramDrafter:
         return list(found.items())
 
 
-class JoinedDrafter:
-    """Drafter whose trees are those of several, laid over each other; a token has the largest of its chances."""
-
-    def __init__(self, drafters: Sequence[Drafter]) -> None:
-        self.drafters = drafters
-
-    def add(self, tokens: Sequence[int]) -> None:
-        """Give tokens that the text goes on with to all."""
-        for drafter in self.drafters:
-            drafter.add(tokens)
-
-    def see(self, position: int, features: Tensor) -> None:
-        """Give features to those that read them."""
-        for drafter in self.drafters:
-            if isinstance(drafter, ReadsFeatures):
-                drafter.see(position, features)
-
-    def propose(self, most: int, deepest: int) -> DraftTree:
-        """Return the likeliest tokens of all trees, up to ``most``, up to ``deepest`` levels."""
-        chances: dict[tuple[int, ...], float] = {}
-        for drafter in self.drafters:
-            tree = drafter.propose(most, deepest)
-            for path, chance in zip(paths(tree), tree.chances, strict=True):
-                chances[tuple(path)] = max(chance, chances.get(tuple(path), 0.0))
-        return tree_of(chances, most)
-
-
 def tree_of(chances: Mapping[tuple[int, ...], float], most: int) -> DraftTree:
     """Return the tree of the ``most`` likeliest paths; with each path, those to its earlier tokens are given.
 
@@ -194,20 +167,94 @@ def tree_of(chances: Mapping[tuple[int, ...], float], most: int) -> DraftTree:
     return found
 
 
+def joined(trees: Sequence[DraftTree], most: int) -> DraftTree:
+    """Return up to ``most`` of the likeliest tokens of trees laid over each other; a token has its largest chance."""
+    trees = [tree for tree in trees if tree.tokens]
+    if len(trees) < 2:
+        return trees[0] if trees else NOTHING
+    chances: dict[tuple[int, ...], float] = {}
+    for tree in trees:
+        for path, chance in zip(paths(tree), tree.chances, strict=True):
+            chances[tuple(path)] = max(chance, chances.get(tuple(path), 0.0))
+    return tree_of(chances, most)
+
+
+_RETRY = 32  # passes after which drafters that were not worth their time are asked once more
+_FORGET = 0.95  # weight of what was known, at each pass
+
+
+class DraftLevels:
+    """How many of the drafters to ask, by the tokens a second that passes gave so far.
+
+    Level ``k`` asks the first ``k`` drafters. What passes without drafts would give is known from the times of passes
+    and from how much longer passes take at present; other levels are tried. Numbers of texts up to the next power of
+    two share what is known.
+
+    Args:
+        drafters: Number of drafters.
+        costs: Times of passes, as in :class:`Speculation`.
+    """
+
+    def __init__(self, drafters: int, costs: Sequence[float]) -> None:
+        self._most, self._costs = drafters, costs
+        self._load = 0.0  # seconds of passes, and what they cost by the table
+        self._cost = 0.0
+        self._known: dict[int, list[list[float]]] = {}  # by texts: tokens and seconds of each level
+        self._passes: dict[int, int] = {}
+
+    def choose(self, texts: int) -> int:
+        """Return the level of the next pass over so many texts."""
+        if not 0 < texts <= len(self._costs):
+            return 0
+        known = self._of(texts)
+        self._passes[texts.bit_length()] = count = self._passes.get(texts.bit_length(), 0) + 1
+        if self._cost == 0 or any(seconds == 0 for _, seconds in known):
+            return next((level for level in range(self._most, 0, -1) if known[level - 1][1] == 0), self._most)
+        rates = [texts / (self._costs[texts - 1] * self._load / self._cost)]
+        rates += [tokens / seconds for tokens, seconds in known]
+        if count % _RETRY < self._most:
+            return 1 + count % _RETRY
+        return max(range(len(rates)), key=lambda level: rates[level])
+
+    def note(self, texts: int, level: int, rows: int, tokens: int, drafting: float, passing: float) -> None:
+        """Take note of a pass.
+
+        Args:
+            texts: Number of texts.
+            level: Level of the pass.
+            rows: Number of tokens that it read.
+            tokens: Number of tokens that it gave.
+            drafting: Seconds of drafting.
+            passing: Seconds of the pass.
+        """
+        if rows <= len(self._costs):
+            self._load = _FORGET * self._load + passing
+            self._cost = _FORGET * self._cost + self._costs[rows - 1]
+        if level:
+            own = self._of(texts)[level - 1]
+            own[0], own[1] = _FORGET * own[0] + tokens, _FORGET * own[1] + drafting + passing
+
+    def _of(self, texts: int) -> list[list[float]]:
+        return self._known.setdefault(texts.bit_length(), [[0.0, 0.0] for _ in range(self._most)])
+
+
 @dataclass(frozen=True)
 class Speculation:
     """How texts are drafted.
 
     Attributes:
-        drafter: Makes the drafter of a text.
+        drafters: Functions that make the drafters of a text, those that take less time first. Their trees are laid over
+            each other.
         costs: Time of a pass over 1, 2, ... tokens, in any unit, as :func:`measure_costs` returns it. A pass takes as
             many drafted tokens as give the most expected tokens for its time, possibly none.
-        taps: Numbers of the model's blocks whose outputs the drafter reads; empty for none.
+        taps: Numbers of the model's blocks whose outputs drafters read; empty for none.
+        levels: Chooses how many of the drafters are asked; None to ask all, always.
     """
 
-    drafter: Callable[[], Drafter]
+    drafters: Sequence[Callable[[], Drafter]]
     costs: Sequence[float]
     taps: tuple[int, ...] = ()
+    levels: DraftLevels | None = None
 
 
 def checked(tree: DraftTree, vocabulary: int, most: int, deepest: int) -> DraftTree:

@@ -26,12 +26,14 @@ class DrafterFile(NamedTuple):
     """Content of a file of a drafter.
 
     Attributes:
+        path: Path of the file.
         draft: Settings of the drafter.
         tensors: Weights, ``bfloat16``, by their name in the drafter.
         model: Digest of the model that it was trained for.
         facts: What is known of its training.
     """
 
+    path: Path
     draft: DraftConfig
     tensors: dict[str, Tensor]
     model: str
@@ -77,23 +79,24 @@ def read_drafter(path: Path) -> DrafterFile:
     """
     try:
         tensors, content = read_tensors(path, _KIND, _REMEDY)
-        return DrafterFile(DraftConfig.model_validate(content["draft"]), tensors, content["model"], content["facts"])
+        draft = DraftConfig.model_validate(content["draft"])
+        return DrafterFile(path, draft, tensors, content["model"], content["facts"])
     except NumericsError as error:
         raise CheckpointError(error.what, where=error.where, remedy=error.remedy) from error
     except (KeyError, TypeError, ValidationError) as error:
         raise CheckpointError(f"holds no drafter: {error}", where=str(path), remedy=_REMEDY) from error
 
 
-def drafter_of(file: DrafterFile, model: Llama, path: Path) -> DraftModel:
+def drafter_of(file: DrafterFile, model: Llama) -> DraftModel:
     """Return the drafter of a file, in the dtype and on the device of the model that it is for.
 
     Raises:
         CheckpointError: If it was trained for another model, or weights are missing, of another shape, or not finite.
     """
-    weight = model.embedding.weight
+    weight, where = model.embedding.weight, str(file.path)
     if file.draft.vocabulary > len(weight) or file.model != _digest(weight):
         raise CheckpointError(
-            "was trained for another model", where=str(path), remedy="use it with that one, or draft by ngram"
+            "was trained for another model", where=where, remedy="use it with that one, or draft by ngram"
         )
     with torch.device("meta"):
         drafter = DraftModel(_with_draft(model.config, file.draft))
@@ -101,10 +104,10 @@ def drafter_of(file: DrafterFile, model: Llama, path: Path) -> DraftModel:
     found = {name: tuple(tensor.shape) for name, tensor in file.tensors.items()}
     if found != expected:
         wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-        raise CheckpointError(f"tensor {wrong[0]} does not fit the model", where=str(path), remedy=_REMEDY)
+        raise CheckpointError(f"tensor {wrong[0]} does not fit the model", where=where, remedy=_REMEDY)
     for name, tensor in file.tensors.items():
         if not tensor.isfinite().all():
-            raise CheckpointError(f"tensor {name} holds NaN or infinity", where=str(path), remedy=_REMEDY)
+            raise CheckpointError(f"tensor {name} holds NaN or infinity", where=where, remedy=_REMEDY)
     weights = {name: tensor.to(weight.device, weight.dtype) for name, tensor in file.tensors.items()}
     drafter.load_state_dict(weights, assign=True)
     return drafter.eval().requires_grad_(False)
