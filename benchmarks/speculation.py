@@ -22,12 +22,20 @@ from rich.table import Table
 
 from cordillera.data.assets import stored_asset
 from cordillera.errors import DataError
+from cordillera.models.language.checkpoints.drafter_file import read_drafter
 from cordillera.reports.ranking.comparison import mean_interval
 from cordillera.serving.language.engine import Engine
 from cordillera.serving.language.generation import generate
 from cordillera.serving.language.guided import json_form
-from cordillera.serving.language.language_model import LanguageModel, load_language_model
+from cordillera.serving.language.language_model import (
+    LanguageModel,
+    find_drafters,
+    load_language_model,
+    make_speculation,
+    shipped_drafters,
+)
 from cordillera.serving.language.sampler import Sampling
+from cordillera.serving.language.speculation import Speculation, measure_costs
 
 PROMPTS = Path(__file__).resolve().parents[2] / "shared" / "data" / "prompts"
 SETS = {
@@ -55,12 +63,16 @@ SCHEMA = {
 }
 TARGET_OFF = 1.25  # multiple of transformers' rate without drafts
 GREEDY = Sampling(temperature=0)
+OTHERS = ("transformers", "prompt lookup")
+DRAFTERS = Path(__file__).resolve().parent / "drafters"  # files that are measured beside the shipped ones
+TARGET_TRAINED, TARGET_PASS = 1.6, 2.0
 
 
 class Part(str, enum.Enum):
     """Parts of the benchmark."""
 
     ngram = "ngram"
+    trained = "trained"
     batches = "batches"
     guided = "guided"
 
@@ -90,14 +102,22 @@ class Peer:
         return found[0, len(ids) :].tolist(), self.forwards
 
 
+def _generated(
+    ours: LanguageModel, ids: list[int], tokens: int, speculation: Speculation | None
+) -> tuple[list[int], int]:
+    """Return the new tokens of a prompt, and the number of passes."""
+    stop, count = ours.tokenizer.stop_ids, ours.tokenizer.vocab_size
+    found = list(generate(ours.model, [ids], tokens, stop, GREEDY, count, speculation))
+    return [one.token for one in found], found[-1].forward + 1
+
+
 def _contenders(ours: LanguageModel, tokens: int) -> dict[str, Callable[[list[int]], tuple[list[int], int]]]:
     """Functions from a prompt's ids to the new tokens and the number of passes."""
-    stop, count, speculation = ours.tokenizer.stop_ids, ours.tokenizer.vocab_size, ours.speculation
+    speculation = ours.speculation
     peer = Peer(ours)
 
     def by_ours(ids: list[int], drafts: bool) -> tuple[list[int], int]:
-        found = list(generate(ours.model, [ids], tokens, stop, GREEDY, count, speculation if drafts else None))
-        return [one.token for one in found], found[-1].forward + 1
+        return _generated(ours, ids, tokens, speculation if drafts else None)
 
     return {
         "off": lambda ids: by_ours(ids, False),
@@ -109,7 +129,7 @@ def _contenders(ours: LanguageModel, tokens: int) -> dict[str, Callable[[list[in
 
 def _measured(contenders: dict[str, Callable[[list[int]], tuple[list[int], int]]], ids: list[int], turn: int) -> Any:
     """Let each continue a prompt, in an order that changes with the turn."""
-    names, found = list(contenders), {}
+    names, found, texts = list(contenders), {}, []
     for name in names[turn % len(names) :] + names[: turn % len(names)]:
         wall, processor = time.perf_counter(), time.process_time()
         tokens, forwards = contenders[name](ids)
@@ -119,10 +139,10 @@ def _measured(contenders: dict[str, Callable[[list[int]], tuple[list[int], int]]
             "tokens": len(tokens),
             "forwards": forwards,
         }
-        if name in ("off", "ngram"):
-            found[name]["text"] = tokens
-    if found["off"].pop("text") != (drafted := found["ngram"].pop("text")):
-        raise RuntimeError(f"drafts changed a text of {len(drafted)} tokens")
+        if name not in OTHERS:
+            texts.append(tokens)
+    if any(text != texts[0] for text in texts):
+        raise RuntimeError(f"drafts changed a text of {len(texts[0])} tokens")
     return found
 
 
@@ -208,6 +228,81 @@ def _ngram(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, A
         "new_tokens": tokens,
         "pass_seconds": ours.speculation.costs,
         "target_off": TARGET_OFF,
+        "results": results,
+        "notes": notes,
+    }
+
+
+def _trained(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
+    """Compare trained drafters, alone and with n-grams, with no drafts."""
+    each, tokens = (1, 8) if quick else (EACH, NEW_TOKENS)
+    ours = load_language_model("smollm2", device="cpu", drafter="none")
+    costs = measure_costs(ours.model)
+    files = {**shipped_drafters(), **{path.stem: path for path in sorted(DRAFTERS.glob("*.safetensors"))}}
+    if not files:
+        raise DataError("there is no trained drafter", where="drafters", remedy="export one into benchmarks/drafters")
+    facts = {name: {"draft": (file := read_drafter(path)).draft.model_dump(mode="json"), **file.facts}
+             for name, path in files.items()}  # fmt: skip
+    speculations: dict[str, Speculation | None] = {"off": None}
+    for name in ("ngram", *(f"{first}{path}" for path in files.values() for first in ("", "ngram+"))):
+        short = name if name == "ngram" else name.replace(str(Path(name.removeprefix("ngram+")).parent) + "/", "")
+        speculations[short.removesuffix(".safetensors")] = make_speculation(ours.model, find_drafters(name), costs)
+    contenders = {name: (lambda ids, one=one: _generated(ours, ids, tokens, one)) for name, one in speculations.items()}
+    (warm,) = ours.encode(["Name a river."])
+    for run in contenders.values():
+        run(warm)
+    results: dict[str, Any] = {}
+    for name in SETS:
+        rows = []
+        for number, line in enumerate((PROMPTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()[:each]):
+            (ids,) = ours.encode([json.loads(line)["turns"][0]])
+            key = {"set": name, "prompt": number, "tokens": tokens, "contenders": list(contenders)}
+            if (row := pieces.get(key)) is None:
+                row = _measured(contenders, ids, number)
+                pieces.add(key, row)
+            rows.append(row)
+        results[name] = {
+            one: {
+                **{
+                    clock: _ratio([(row[one]["tokens"] / row[one][clock], row["off"]["tokens"] / row["off"][clock])
+                                   for row in rows])
+                    for clock in ("seconds", "processor_seconds")
+                },
+                "tokens_a_pass": sum(row[one]["tokens"] for row in rows) / sum(row[one]["forwards"] for row in rows),
+            }
+            for one in contenders
+            if one != "off"
+        }  # fmt: skip
+    means = {
+        one: {
+            "over_off": math.prod(found[one]["seconds"]["mean"] for found in results.values()) ** (1 / len(results)),
+            "processor": math.prod(found[one]["processor_seconds"]["mean"] for found in results.values())
+            ** (1 / len(results)),
+            "tokens_a_pass": statistics.mean(found[one]["tokens_a_pass"] for found in results.values()),
+        }
+        for one in contenders
+        if one != "off"
+    }
+    table = Table(title=f"greedy, up to {tokens} new tokens, over no drafts (measured)", title_justify="left")
+    for heading in ("drafter", *SETS, "mean", "tokens a pass"):
+        table.add_column(heading)
+    for one, mean in means.items():
+        ratios = [f"{found[one]['seconds']['mean']:.2f}" for found in results.values()]
+        table.add_row(one, *ratios, f"{mean['over_off']:.2f}", f"{mean['tokens_a_pass']:.2f}")
+    console.print(table)
+    notes = [
+        "ratios: geometric means over prompts of tokens a second over those without drafts; all texts are the same",
+        f"asked of the better trained drafter: {TARGET_TRAINED} in the mean of the sets at {TARGET_PASS} tokens a pass",
+    ]
+    print_notes(console, notes)
+    return {
+        "evidence": "measured",
+        "prompts": each,
+        "new_tokens": tokens,
+        "pass_seconds": costs,
+        "drafters": facts,
+        "targets": {"over_off": TARGET_TRAINED, "tokens_a_pass": TARGET_PASS},
+        "means": means,
         "results": results,
         "notes": notes,
     }
@@ -365,7 +460,7 @@ def _left_out(part: Part) -> str | None:
 
 main = Program(
     "speculation",
-    {Part.ngram: _ngram, Part.batches: _batches, Part.guided: _guided},
+    {Part.ngram: _ngram, Part.trained: _trained, Part.batches: _batches, Part.guided: _guided},
     "Generate text with SmolLM2-135M with and without drafts, beside transformers.",
     fresh=True,
     left_out=_left_out,

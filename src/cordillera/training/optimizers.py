@@ -6,8 +6,9 @@ import math
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from cordillera.distributed.tensor_parallel import local
 from cordillera.embeddings.tables import EmbeddingTables
 
 
@@ -23,7 +24,13 @@ def embedding_tables(model: nn.Module) -> dict[str, EmbeddingTables]:
 
 
 def build_adamw(
-    model: nn.Module, *, learning_rate: float, betas: tuple[float, float], eps: float, weight_decay: float
+    model: nn.Module,
+    *,
+    learning_rate: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    muon: bool = False,
 ) -> torch.optim.AdamW:
     """Build AdamW over the dense parameters of ``model``; tensors of fewer than two dimensions have no weight decay.
 
@@ -32,6 +39,7 @@ def build_adamw(
         betas: Decay rates of the two moments.
         eps: Term added to the denominator.
         weight_decay: Decoupled decay per step, multiplied by the learning rate (Loshchilov and Hutter 2019).
+        muon: Whether matrices are updated by :class:`Muon`; they must be whole in this process.
     """
     groups: dict[Any, dict[str, Any]] = {}
     for parameter in dense_parameters(model).values():
@@ -43,7 +51,56 @@ def build_adamw(
         )
         group["params"].append(parameter)
     ordered = sorted(groups.items(), key=lambda item: item[0][0])  # matrices first
-    return torch.optim.AdamW([group for _, group in ordered], lr=learning_rate, betas=betas, eps=eps, fused=True)
+    kind = Muon if muon else torch.optim.AdamW
+    return kind([group for _, group in ordered], lr=learning_rate, betas=betas, eps=eps, fused=True)
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for matrices and AdamW for other tensors (Jordan et al. 2024; Liu et al. 2025 for the size of updates).
+
+    A matrix moves by the nearest orthogonal one to its momentum, times ``0.2 sqrt(max(rows, columns))``: in all
+    directions as far, and on the mean as far as AdamW moves. The state is that of AdamW, ``exp_avg`` of which is the
+    momentum; ``exp_avg_sq`` of a matrix stays 0.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update all tensors that have a gradient; gradients of matrices are gone afterwards."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.dim() != 2 or weight.grad is None:
+                    continue
+                own, gradient = local(weight), local(weight.grad)
+                state = self.state[weight]
+                if not state:
+                    state["step"] = torch.zeros((), device=own.device)
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+                state["step"] += 1
+                momentum = local(state["exp_avg"]).mul_(_MOMENTUM).add_(gradient)
+                update = orthogonal(gradient + _MOMENTUM * momentum)
+                own.mul_(1 - group["lr"] * group["weight_decay"])
+                own.add_(update, alpha=-0.2 * math.sqrt(max(own.shape)) * group["lr"])
+                weight.grad = None
+        return super().step(closure)
+
+
+_MOMENTUM = 0.95
+_QUINTIC = (3.4445, -4.7750, 2.0315)  # coefficients of the iteration (Jordan et al. 2024)
+
+
+def orthogonal(matrix: Tensor, rounds: int = 5) -> Tensor:
+    """Return about the nearest matrix whose singular values are all 1: they are between 0.6 and 1.3.
+
+    Newton and Schulz's iteration with the coefficients of Jordan et al. 2024, in float32; a matrix of zeros stays.
+    """
+    a, b, c = _QUINTIC
+    x = matrix.float()
+    x = x.T if len(matrix) > matrix.shape[1] else x
+    x = x / x.norm().clamp_min(1e-7)
+    for _ in range(rounds):
+        square = x @ x.T
+        x = a * x + (b * square + c * square @ square) @ x
+    return (x.T if len(matrix) > matrix.shape[1] else x).to(matrix.dtype)
 
 
 def schedule(

@@ -45,7 +45,7 @@ from cordillera.run import Run, check_recipe, next_folder, recipe_state, write_a
 from cordillera.serving.language.language_model import find_model
 from cordillera.training.checkpoints import folder_of, steps
 from cordillera.training.language.checkpoints import ShardedCheckpoints
-from cordillera.training.language.engine import LanguageEngine, check_emulated, check_experts
+from cordillera.training.language.engine import LanguageEngine, check_emulated, check_experts, check_optimizer
 from cordillera.training.language.followed_plan import check_processes, differences
 from cordillera.training.language.trainer import (
     LanguageEvaluation,
@@ -248,6 +248,7 @@ def _check(recipe: LanguageRecipe, folder: Path | str | None) -> None:
         remedy = "write device = 'cuda'; CUDA_VISIBLE_DEVICES chooses among GPUs"
         raise PlanError("each process of a language model takes the next GPU", where=recipe.device, remedy=remedy)
     check_fit(recipe.model, recipe.parallel)
+    check_optimizer(recipe.training, recipe.parallel)
     check_emulated(recipe.training.emulate, recipe.parallel)
     check_experts(recipe.training, recipe.model, recipe.parallel)
     if isinstance(recipe, PostTrainingRecipe):

@@ -165,18 +165,7 @@ class LanguageModel:
         Raises:
             CheckpointError: If a drafter's file is damaged, or of another model.
         """
-        if not self._drafters:
-            return None
-        makers, taps = list[Callable[[], Drafter]](), tuple[int, ...]()
-        for found in self._drafters:
-            if found is None:
-                makers.insert(0, NGramDrafter)
-                continue
-            drafts = ModelDrafts(drafter_of(found, self.model), self.model)
-            makers.append(drafts.start)
-            taps = drafts.taps
-        costs = measure_costs(self.model)
-        return Speculation(makers, costs, taps, DraftLevels(len(makers), costs))
+        return make_speculation(self.model, self._drafters) if self._drafters else None
 
     @cached_property
     def guides(self) -> Guides:
@@ -405,6 +394,31 @@ def find_drafters(names: str) -> list[DrafterFile | None]:
     if len({one is None for one in found}) < len(found):
         raise DataError(f"{names!r} joins drafters of one kind", where="drafter", remedy="join ngram and one other")
     return found
+
+
+def make_speculation(
+    model: Llama, drafters: Sequence[DrafterFile | None], costs: Sequence[float] | None = None
+) -> Speculation:
+    """Return how a model drafts by ``drafters`` of :func:`find_drafters`.
+
+    Args:
+        model: Model that decodes.
+        drafters: At least one drafter.
+        costs: Times of its passes; None to measure them.
+
+    Raises:
+        CheckpointError: If a drafter's file is damaged, or of another model.
+    """
+    makers, taps = list[Callable[[], Drafter]](), tuple[int, ...]()
+    for found in drafters:
+        if found is None:
+            makers.insert(0, NGramDrafter)
+            continue
+        drafts = ModelDrafts(drafter_of(found, model), model)
+        makers.append(drafts.start)
+        taps = drafts.taps
+    costs = measure_costs(model) if costs is None else costs
+    return Speculation(makers, costs, taps, DraftLevels(len(makers), costs))
 
 
 def _device(name: str) -> torch.device:

@@ -15,7 +15,7 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -59,7 +59,9 @@ class LanguageConfig(BaseModel):
     """Settings of the optimizer and of the computation.
 
     Attributes:
-        learning_rate: Learning rate of AdamW.
+        optimizer: ``adamw``, or ``muon``, which orthogonalizes the updates of matrices and leaves the rest to AdamW;
+            ``muon`` trains in one process.
+        learning_rate: Learning rate; Muon's updates are about as large as AdamW's at the same rate.
         betas: Decay rates of AdamW's two moments, at least 0 and below 1.
         eps: Term added to AdamW's denominator.
         weight_decay: Decoupled weight decay, not applied to norms.
@@ -75,6 +77,7 @@ class LanguageConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = Field(3e-4, ge=0, allow_inf_nan=False)
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
@@ -133,6 +136,20 @@ def check_emulated(emulate: EmulationConfig | None, parallel: ParallelConfig) ->
             "what a backward computes again would be rounded otherwise than at first",
             where=where,
             remedy="set parallel.recompute = 'none'",
+        )
+
+
+def check_optimizer(config: LanguageConfig, parallel: ParallelConfig) -> None:
+    """Check that the optimizer of ``config`` goes with the processes of ``parallel``.
+
+    Raises:
+        PlanError: If it does not.
+    """
+    if config.optimizer == "muon" and parallel.world > 1:
+        raise PlanError(
+            f"muon needs whole matrices, the mesh has {parallel.world} processes",
+            where="training.optimizer",
+            remedy="adamw, or leave [parallel] out",
         )
 
 
@@ -208,6 +225,7 @@ class LanguageEngine:
     ) -> None:
         parallel = mesh.config
         check_fit(model, parallel)
+        check_optimizer(config, parallel)
         check_emulated(config.emulate, parallel)
         check_experts(config, model, parallel)
         self.config, self.model, self.mesh, self.objective = config, model, mesh, objective
@@ -230,6 +248,7 @@ class LanguageEngine:
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
+            muon=config.optimizer == "muon",
         )
         self.storage: WeightStorage | None = None
         self._overflowed = False
