@@ -216,7 +216,7 @@ class DraftLevels:
             return 1 + count % _RETRY
         return max(range(len(rates)), key=lambda level: rates[level])
 
-    def note(self, texts: int, level: int, rows: int, tokens: int, drafting: float, passing: float) -> None:
+    def note(self, texts: int, level: int, rows: int, tokens: float, drafting: float, passing: float) -> None:
         """Take note of a pass.
 
         Args:

@@ -94,9 +94,9 @@ def write_chats(
     first = numbers[-1] + 1 if numbers else 0
     chats, dropped = len(numbers), first - len(numbers)
     with disk_errors(path), path.open("a", encoding="utf-8") as out:
-        for number, chat in enumerate(writing.chats(first), first):
-            if chats >= count:
-                break
+        following = enumerate(writing.chats(first), first)
+        while chats < count:
+            number, chat = next(following)
             if not chat.question:
                 dropped += 1
                 continue

@@ -1,0 +1,192 @@
+"""Trained drafters change how many passes a text takes, and nothing else; levels follow what drafters give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cordillera.models.language.draft_model import DraftConfig, DraftModel
+from cordillera.models.language.llama import Llama, LlamaConfig
+from cordillera.models.language.stages import LlamaStage
+from cordillera.serving.language.draft_models import ModelDrafts
+from cordillera.serving.language.engine import Engine, Generated
+from cordillera.serving.language.generation import generate
+from cordillera.serving.language.sampler import Sampling
+from cordillera.serving.language.speculation import DraftLevels, NGramDrafter, Speculation, joined
+from cordillera.serving.language.speculation import DraftTree as Tree
+from cordillera.training.language.drafting import DraftObjective
+from cordillera.training.language.objectives import DraftingConfig
+from tests.serving.test_speculation import CONTEXT, EXACT, FREE, GREEDY, HALF, VOCABULARY
+
+KINDS = [("head", 1), ("head", 2), ("block", 2)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def drafter_for(model: Llama, kind: Any = "head", layers: int = 1) -> DraftModel:
+    config = model.config.model_copy(
+        update={"draft": DraftConfig(kind=kind, layers=layers, length=5, vocabulary=VOCABULARY - 4)}
+    )
+    held = Llama(config)
+    held.init_weights(7)
+    assert held.draft is not None
+    with torch.no_grad():
+        for parameter in held.draft.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(10)
+    return held.draft.to(model.embedding.weight.dtype).requires_grad_(False)
+
+
+def by(model: Llama, draft: DraftModel, *, also_ngram: bool = False) -> Speculation:
+    drafts = ModelDrafts(draft, model)
+    makers: list[Any] = [NGramDrafter, drafts.start] if also_ngram else [drafts.start]
+    return Speculation(makers, FREE, drafts.taps)
+
+
+def texts(found: list[Generated], count: int) -> list[list[int]]:
+    return [[one.token for one in found if one.sequence == number] for number in range(count)]
+
+
+@pytest.mark.parametrize("model", [EXACT, HALF], ids=["float64", "bfloat16"])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.5, top_p=1, seed=2)])
+@pytest.mark.parametrize(("kind", "layers"), KINDS)
+def test_texts_are_those_without_drafts(model: Llama, sampling: Sampling, kind: str, layers: int) -> None:
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [1, 2]]
+    plain = list(generate(model, prompts, 25, sampling=sampling))
+    for also_ngram in (False, True):
+        speculation = by(model, drafter_for(model, kind, layers), also_ngram=also_ngram)
+        found = list(generate(model, prompts, 25, sampling=sampling, speculation=speculation))
+        assert texts(found, 4) == texts(plain, 4)
+
+
+def test_a_text_with_a_shared_beginning_is_drafted_from_where_it_was_read() -> None:
+    """The features of a prompt that another text had read are not there; the second text is whole or begins alike."""
+    prompt = [n % VOCABULARY for n in range(20)]
+    speculation = by(HALF, drafter_for(HALF))
+    engine = Engine(HALF, texts=1, speculation=speculation)
+    plain = Engine(HALF, texts=1)
+    for asked in (prompt, prompt, [*prompt[:18], 3]):
+        found = []
+        for own in (engine, plain):
+            own.add(asked, 12, sampling=GREEDY)
+            tokens = []
+            while own.waiting or own.running:
+                tokens += [one.token for one in own.step()]
+            found.append(tokens)
+        assert found[0] == found[1]
+    assert engine.counts.shared_tokens > 0
+    assert engine.counts.drafted > 0
+
+
+def test_a_text_that_waits_outside_goes_on_with_its_drafter() -> None:
+    prompts = [[1, 2, 3], [4, 5, 6], [7, 8]]
+    plain = list(generate(HALF, prompts, 30, sampling=GREEDY))
+    engine = Engine(HALF, texts=3, room=48, speculation=by(HALF, drafter_for(HALF)))
+    for number, prompt in enumerate(prompts):
+        engine.add(prompt, 30, sampling=GREEDY.model_copy(update={"seed": number}))
+    found = []
+    while engine.waiting or engine.running:
+        found += engine.step()
+    assert texts(found, 3) == texts(plain, 3)
+    assert engine.counts.set_aside > 0
+
+
+@pytest.mark.parametrize("kind", ["head", "block"])
+def test_a_drafter_with_nan_is_dropped_with_a_warning(kind: str) -> None:
+    draft = drafter_for(EXACT, kind)
+    with torch.no_grad():
+        draft.fuse.weight[0, 0] = torch.nan
+    plain = list(generate(EXACT, [[1, 2]], 8, sampling=GREEDY))
+    with pytest.warns(UserWarning, match="goes on without a drafter"):
+        found = list(generate(EXACT, [[1, 2]], 8, sampling=GREEDY, speculation=by(EXACT, draft)))
+    assert found == plain
+
+
+@pytest.mark.parametrize("kind", ["head", "block"])
+def test_a_drafter_learns_what_its_model_writes(kind: Any) -> None:
+    """A model that was taught to count is drafted after a short training, most of a tree right at each pass."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32, ffn=96, vocabulary=17, context=CONTEXT, tied=True,
+        draft=DraftConfig(kind=kind, length=4, vocabulary=17),
+    )  # fmt: skip
+    model = Llama(config)
+    model.init_weights(1)
+    starts = torch.arange(17)
+    tokens = ((starts[:, None] * 3 + torch.arange(24) * 5) % 17).flatten()
+    offsets = 24 * torch.arange(18)
+    labels = torch.cat([tokens[1:], tokens[:1]]).index_fill(0, offsets[1:] - 1, -100)
+    stage = LlamaStage(model)
+    for objective, weights in ((None, False), (DraftObjective(DraftingConfig()), True)):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith("draft.") == weights)
+        stage.objective = objective
+        optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=3e-3)
+        for _ in range(60):
+            (stage(tokens, offsets, None, labels) / len(tokens)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    model.requires_grad_(False)
+    assert model.draft is not None
+    plain = list(generate(model, [[2, 7, 12]], 30, sampling=GREEDY))
+    found = list(generate(model, [[2, 7, 12]], 30, sampling=GREEDY, speculation=by(model, model.draft)))
+    assert [one.token for one in found] == [one.token for one in plain]
+    assert len(plain) / (1 + found[-1].forward) > 2.5
+
+
+def test_trees_are_laid_over_each_other() -> None:
+    first = Tree([1, 2, 3], [-1, 0, 0], [0.5, 0.4, 0.1])
+    second = Tree([4, 1, 2], [-1, -1, 1], [0.7, 0.3, 0.2])
+    found = joined([first, second], 4)
+    assert found == Tree([4, 1, 2, 3], [-1, -1, 1, 1], [0.7, 0.5, 0.4, 0.1])
+    assert joined([first, second], 2) == Tree([4, 1], [-1, -1], [0.7, 0.5])
+    assert joined([Tree([], [], []), first], 9) is first
+
+
+class Clock:
+    """Levels beside drafters and passes that take as long as told."""
+
+    def __init__(self, drafters: int) -> None:
+        self.costs = [1.0 + 0.05 * row for row in range(32)]
+        self.levels, self.asked = DraftLevels(drafters, self.costs), list[int]()
+
+    def run(self, passes: int, texts: int, gains: list[float], drafting: list[float], load: float = 1.0) -> list[int]:
+        """Levels of passes; ``gains`` are further tokens of a text by level, ``drafting`` the times of a text."""
+        found = []
+        for _ in range(passes):
+            level = self.levels.choose(texts)
+            rows = texts * (1 if not level else 3)
+            passing = load * self.costs[rows - 1]
+            self.levels.note(texts, level, rows, texts * (1 + gains[level]), texts * drafting[level], passing)
+            found.append(level)
+        return found
+
+
+def test_a_drafter_that_gives_more_than_it_takes_is_asked() -> None:
+    clock = Clock(2)
+    found = clock.run(200, 1, [0, 0.3, 1.0], [0, 0.01, 0.1])
+    assert found.count(2) > 180
+    assert 0 not in found
+    # beside many texts its time is too long, and the cheaper one is asked
+    found = clock.run(200, 8, [0, 1.0, 1.1], [0, 0.001, 0.3])
+    assert found[-60:].count(1) > 50
+
+
+@pytest.mark.parametrize("load", [1.0, 7.0])
+def test_without_a_gain_nothing_is_drafted_and_it_is_tried_again(load: float) -> None:
+    """However much longer passes take at present than when they were measured."""
+    clock = Clock(1)
+    found = clock.run(200, 4, [0, 0.02], [0, 0.1 * load], load)
+    assert found[-64:].count(0) >= 60
+    assert found[-64:].count(1) >= 1
+    found = clock.run(400, 4, [0, 2.0], [0, 0.1 * load], load)
+    assert found[-60:].count(1) >= 58
+
+
+def test_more_texts_than_costs_are_known_for_get_no_drafts() -> None:
+    assert DraftLevels(1, FREE).choose(33) == 0
