@@ -84,6 +84,7 @@ POST_TRAINING = {
     "reward": {},
     "dpo": {},
     "grpo": {"objective": {"kl": 0.1}},
+    "draft": {},
 }
 
 LANGUAGE = """
@@ -264,6 +265,7 @@ def write_recipe(folder, kind):
         ("reward", 1),
         ("dpo", 1),
         ("grpo", 1),
+        ("draft", 1),
     ],
 )
 def test_a_training_that_is_killed_at_any_moment_goes_on_as_if_it_never_was(

@@ -11,14 +11,14 @@ import pytest
 
 from cordillera.recipe import dump
 from cordillera.run import Run
-from tests.training.post_training_runs import make_start, post_recipe
+from tests.training.post_training_runs import DATA, make_start, post_recipe
 
 
 @pytest.fixture
 def folder(cli: Any, tmp_path: Path) -> Path:
     """Folder of a start, prompts, and a recipe of each objective."""
     make_start(tmp_path)
-    for name in ("sft", "reward", "dpo", "grpo"):
+    for name in DATA:
         recipe = post_recipe(tmp_path, name, tmp_path / "start", training={"steps": 2})
         (tmp_path / f"{name}.toml").write_text(dump(recipe))
     lines = (tmp_path / "problems.jsonl").read_text().splitlines()[:4]
@@ -64,6 +64,42 @@ def test_models_are_tuned_weighed_and_averaged_by_commands(cli: Any, folder: Pat
     assert cli("generate", "runs/reward", "1 sea?", "-q").code != 0
 
 
+@pytest.mark.slow
+def test_a_drafter_is_trained_on_own_chats_and_used_by_commands(cli: Any, folder: Path) -> None:
+    written = cli("write-chats", "start", "own.jsonl", "-n", 12, "--max-new-tokens", 8, "--dtype", "float32", "-q")
+    assert written.code == 0, written.err
+    assert re.search(r"12 chats in own\.jsonl; \d+ questions were dropped", written.out)
+    assert len(Path("own.jsonl").read_text(encoding="utf-8").splitlines()) == 12
+    done = cli("train", "draft.toml", "--run", "runs/draft", "--set", "data.path=own.jsonl", "--quiet")
+    assert done.code == 0, done.err
+    report = Path("runs/draft/report.html").read_text(encoding="utf-8")
+    assert "first drafts right" in report
+    assert cli("evaluate", "runs/draft").code == 0
+    made = cli("export-drafter", "runs/draft", "draft.safetensors")
+    assert made.code == 0, made.err
+    asked = ("generate", "start", "1 sea?", "-n", 12, "--temperature", 0, "--dtype", "float32", "-q")
+    plain = cli(*asked, "--drafter", "none")
+    for drafter in ("draft.safetensors", "ngram+draft.safetensors"):
+        said = cli(*asked, "--drafter", drafter)
+        assert (said.code, said.out) == (0, plain.out), said.err
+    # a run of a drafter is the model that it drafts for
+    assert cli("generate", "runs/draft", *asked[2:], "--drafter", "none").out == plain.out
+    for wrong, words in (
+        (("export-drafter", "runs/draft", "draft.bin"), "end its name in .safetensors"),
+        (("export-drafter", "start", "other.safetensors"), "has no drafter"),
+        ((*asked, "--drafter", "eagle"), "unknown drafter 'eagle'"),
+        ((*asked, "--drafter", "start/step.safetensors+ngram"), "unknown drafter"),
+    ):
+        refused = cli(*wrong)
+        assert refused.code != 0
+        assert words in " ".join(refused.err.split())
+    learnt = cli("train", "sft.toml", "--run", "runs/sft", "-q")
+    assert learnt.code == 0, learnt.err
+    other = cli("generate", "runs/sft", *asked[2:], "--drafter", "draft.safetensors")
+    assert other.code != 0
+    assert "was trained for another model" in " ".join(other.err.split())
+
+
 @pytest.mark.parametrize("name", ["sft", "reward", "dpo", "grpo"])
 def test_a_recipe_of_post_training_that_is_shown_is_a_recipe_again(cli: Any, tmp_path: Path, name: str) -> None:
     (tmp_path / "data.jsonl").write_text("")
@@ -80,4 +116,4 @@ def test_a_recipe_of_post_training_that_is_shown_is_a_recipe_again(cli: Any, tmp
     assert "steps = 7" in again.out
     wrong = cli("recipe", "show", "mine.toml", "--set", "objective.name=gpo")
     assert wrong.code != 0
-    assert "objective.name: must be one of sft, reward, dpo, grpo" in wrong.err
+    assert "objective.name: must be one of sft, reward, dpo, grpo, draft" in wrong.err

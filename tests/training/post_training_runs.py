@@ -54,7 +54,7 @@ def write_rows(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
 
 
-DATA = {"sft": "chats", "reward": "pairs", "dpo": "pairs", "grpo": "problems"}
+DATA = {"sft": "chats", "reward": "pairs", "dpo": "pairs", "grpo": "problems", "draft": "chats"}
 
 
 def post_recipe(folder: Path, name: str = "sft", start: Path | str | None = None, **changes: Any) -> Any:
@@ -73,6 +73,9 @@ def post_recipe(folder: Path, name: str = "sft", start: Path | str | None = None
         content["training"]["start"] = str(start)
     if name == "grpo":
         content["objective"] |= {"samples": 4, "problems": 2, "max_new_tokens": 4}
+    if name == "draft":
+        content["model"] |= {"draft": {"length": 3, "vocabulary": 200}}
+        content["training"] |= {"optimizer": "muon"}
     for section, values in changes.items():
         content[section] = content.get(section, {}) | values if isinstance(values, dict) else values
     return validate({"device": "cpu", "threads": 1, **content})

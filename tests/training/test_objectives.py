@@ -29,11 +29,11 @@ from cordillera.training.language.objectives import (
     clipped_loss,
     document_sums,
     group_advantages,
-    make_objective,
     means,
     preference_loss,
     reward_loss,
 )
+from cordillera.workflows.post_training.training import make_objective
 
 SIZES = {"layers": 1, "hidden": 8, "heads": 2, "kv_heads": 1, "ffn": 12, "vocabulary": 11, "context": 64}
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}

@@ -34,7 +34,7 @@ from cordillera.training.language.engine import LanguageEngine
 from tests.distributed.processes import needs_gloo
 from tests.training.post_training_runs import SIZES, facts, newest, post_recipe, same, train, weights
 
-OBJECTIVES = ("sft", "reward", "dpo", "grpo")
+OBJECTIVES = ("sft", "reward", "dpo", "grpo", "draft")
 MOSTLY = [pytest.param(name, marks=() if name == "dpo" else pytest.mark.slow) for name in OBJECTIVES]
 """All objectives, of which a usual run takes one."""
 
@@ -55,7 +55,7 @@ def losses(run: Run) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["dpo", "grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sft", "reward"))]
+    "name", ["dpo", "grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sft", "reward", "draft"))]
 )
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(begun: Path, name: str) -> None:
     more = {"objective": {"kl": 0.1}} if name == "grpo" else {}
@@ -119,7 +119,7 @@ def test_a_start_that_is_no_number_is_refused(begun: Path, tmp_path: Path) -> No
     with torch.no_grad():
         model.layers[0].feed_forward.up.weight[3, 2] = torch.nan
     save_hugging_face(model, tmp_path / "broken")
-    for name in ("sft", "reward", "dpo", "grpo"):
+    for name in OBJECTIVES:
         recipe = post_recipe(begun, name, tmp_path / "broken", data={"tokenizer": "bytes"})
         with pytest.raises(CheckpointError, match=r"up_proj\.weight holds NaN or infinity"):
             train(recipe, name)
@@ -396,8 +396,12 @@ def test_a_run_with_adapters_opens_merged_and_others_begin_with_it(begun: Path) 
 @pytest.mark.parametrize(
     ("name", "changes", "kind", "said"),
     [
-        ("dpo", {"training": {"start": None}}, RecipeError, r"training\.start: is missing: dpo changes a model"),
-        ("grpo", {"training": {"start": None}}, RecipeError, r"training\.start: is missing: grpo changes a model"),
+        ("dpo", {"training": {"start": None}}, RecipeError, r"training\.start: is missing: dpo needs a model"),
+        ("grpo", {"training": {"start": None}}, RecipeError, r"training\.start: is missing: grpo needs a model"),
+        ("draft", {"training": {"start": None}}, RecipeError, r"training\.start: is missing: draft needs a model"),
+        ("draft", {"model": {"draft": None}}, RecipeError, r"model\.draft: describes the drafter of objective\.name"),
+        ("sft", {"model": {"draft": {"vocabulary": 9}}}, RecipeError, r"model\.draft: .* and goes with no other"),
+        ("draft", {"parallel": {"shard": 2}}, PlanError, "muon needs whole matrices, the mesh has 2 processes"),
         ("sft", {"model": {"scores": True}}, RecipeError, r"model\.scores: are learnt by .*'reward', not by sft"),
         ("sft", {"packing": {"method": "fixed"}}, RecipeError, r"packing\.method: must not be fixed"),
         ("dpo", {"packing": {"method": "fixed"}}, RecipeError, r"packing\.method: must not be fixed"),

@@ -45,7 +45,11 @@ def generate(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer's file. Default: the checkpoint's.")] = None,
     drafter: Annotated[
-        str, typer.Option(help="ngram or none: draft text that repeats itself, to check several tokens in one pass.")
+        str,
+        typer.Option(
+            help="What drafts tokens, several of which are checked in one pass: ngram (text that repeats itself), "
+            "a file of a trained drafter, both joined by +, or none."
+        ),
     ] = "ngram",
     fp8: Annotated[
         bool, typer.Option("--fp8", help="Feed-forward nets in FP8; emulated where the device has none.")

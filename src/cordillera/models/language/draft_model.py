@@ -10,15 +10,14 @@ for blocks whose tokens are all drafted in one pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from cordillera.models.language.llama import Core, LlamaConfig
+DraftAttention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 DRAFT = "draft."
 """Beginning of the names of a drafter's weights in its model."""
@@ -52,33 +51,43 @@ class DraftConfig(BaseModel):
 
 
 class DraftModel(nn.Module):
-    """Drafter of a model of ``config``, whose field ``draft`` is set.
+    """Drafter of a model; :func:`~cordillera.models.language.llama.make_drafter` makes that of a Llama.
 
     Weights: ``tap_norms`` and ``fuse`` make features of the model's width of the outputs of several blocks, whose sizes
     differ much; ``join`` adds the embedding of the token to them; ``layers`` are blocks as those of the model; ``mask``
     stands for the tokens of a block that are not known.
+
+    Args:
+        config: Settings.
+        width: Width of the model's residual stream.
+        taps: Numbers of the blocks whose outputs are the features.
+        block: Makes a block.
+        norm: Makes a norm.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
-        from cordillera.models.language.llama import Block, RMSNorm
-
+    def __init__(
+        self,
+        config: DraftConfig,
+        width: int,
+        taps: Sequence[int],
+        block: Callable[[], nn.Module],
+        norm: Callable[[], nn.Module],
+    ) -> None:
         super().__init__()
-        assert config.draft is not None
-        width, self.config = config.hidden, config.draft
-        plain = config.model_copy(update={"experts": None, "adapter": None, "ffn": config.active_ffn})
-        self.taps = self.config.tapped(config.layers)
-        self.tap_norms = nn.ModuleList(RMSNorm(width, config.norm_eps) for _ in self.taps)
+        self.config, self.taps = config, tuple(taps)
+        self.tap_norms = nn.ModuleList(norm() for _ in self.taps)
         self.fuse = nn.Linear(len(self.taps) * width, width, bias=False)
-        self.token_norm, self.feature_norm = RMSNorm(width, config.norm_eps), RMSNorm(width, config.norm_eps)
+        self.token_norm, self.feature_norm = norm(), norm()
         self.join = nn.Linear(2 * width, width, bias=False)
-        self.layers = nn.ModuleList(Block(plain) for _ in range(self.config.layers))
-        self.norm = RMSNorm(width, config.norm_eps)
+        self.layers = nn.ModuleList(block() for _ in range(self.config.layers))
+        self.norm = norm()
         self.mask = nn.Parameter(torch.empty(width)) if self.config.kind == "block" else None
 
     def fused(self, tapped: Tensor) -> Tensor:
         """Return features ``[T, hidden]`` of the outputs of the tapped blocks, side by side, ``[T, taps x hidden]``."""
         parts = tapped.chunk(len(self.taps), -1)
-        return self.fuse(torch.cat([norm(part) for norm, part in zip(self.tap_norms, parts, strict=True)], -1))
+        fused: Tensor = self.fuse(torch.cat([norm(part) for norm, part in zip(self.tap_norms, parts, strict=True)], -1))
+        return fused
 
     def forward(
         self,
@@ -86,7 +95,7 @@ class DraftModel(nn.Module):
         features: Tensor,
         offsets: Tensor,
         table: tuple[Tensor, Tensor],
-        cores: Sequence[Core],
+        cores: Sequence[DraftAttention],
     ) -> Tensor:
         """Compute the features of drafted tokens.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal, Protocol
 
 import torch
@@ -341,6 +342,15 @@ def _make_embedding(config: LlamaConfig) -> nn.Embedding:
     return nn.Embedding.from_pretrained(weight if weight.is_meta else weight.normal_(), freeze=False)
 
 
+def make_drafter(config: LlamaConfig) -> DraftModel:
+    """Create the drafter of a model of ``config``, whose field ``draft`` is set."""
+    draft = config.draft
+    assert draft is not None
+    plain = config.model_copy(update={"experts": None, "adapter": None, "ffn": config.active_ffn})
+    block, norm = partial(Block, plain), partial(RMSNorm, config.hidden, config.norm_eps)
+    return DraftModel(draft, config.hidden, draft.tapped(config.layers), block, norm)
+
+
 class Llama(nn.Module):
     """Llama 3: embedding, blocks, norm, head.
 
@@ -367,7 +377,7 @@ class Llama(nn.Module):
         self.draft: DraftModel | None = None
         if config.draft is not None:
             self.requires_grad_(False)
-            self.draft = DraftModel(config)
+            self.draft = make_drafter(config)
         self.score = nn.Linear(config.hidden, 1, bias=False) if config.scores else None
 
     def forward(

@@ -101,13 +101,17 @@ def _learning(records: LanguageRecords) -> list[Figure | None]:
 def _shares(records: LanguageRecords, x: Axis, key: str, label: str) -> Figure | None:
     """Return the shares of right answers of a run of post-training; None for other runs."""
     names = {"accuracy": "better answers preferred", "reward": "samples right", "solved": "problems solved"}
+    if records.setting("objective", "name") == "draft":
+        names["accuracy"] = "first drafts right"
     found = [Series.of(f"{names[name]}, training", "s0", records.train, key, name) for name in SHARES]
     for split, evaluations in records.validations.items():
         found += [Series.of(f"{names[name]}, {split}", "s1", evaluations, key, name, "both") for name in SHARES]
     drawn = [one for one in found if one.is_drawable]
     if not drawn:
         return None
-    return figure("Right answers", drawn, (label, "share"), "Of pairs or of answers.", x=x, y=Axis((0.0, 1.0)))
+    return figure(
+        "Right answers", drawn, (label, "share"), "Of pairs, of answers or of drafts.", x=x, y=Axis((0.0, 1.0))
+    )
 
 
 def _frame(losses: Sequence[float], x: Axis) -> tuple[tuple[float, float], bool]:

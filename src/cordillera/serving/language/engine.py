@@ -8,10 +8,8 @@ beside it. When memory runs out, the text that came last waits outside until the
 from __future__ import annotations
 
 import time
-import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Literal, NamedTuple
@@ -30,13 +28,10 @@ from cordillera.serving.language.prefixes import PART, Prefix, Prefixes
 from cordillera.serving.language.sampler import Sampling, TokenChance, draw_noise, penalized, sample, token_chances
 from cordillera.serving.language.speculation import (
     NOTHING,
-    Drafter,
     DraftTree,
-    ReadsFeatures,
     Speculation,
-    checked,
+    TextDrafters,
     choose,
-    joined,
     paths,
 )
 
@@ -102,7 +97,7 @@ class _Text:
     sampling: Sampling
     guide: Guide | None = None
     logprobs: int | None = None
-    drafters: list[Drafter | None] = field(default_factory=list)
+    drafters: TextDrafters | None = None
     slot: int = -1  # of the cache; -1 while it waits
     unread: list[int] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
@@ -259,14 +254,9 @@ class Engine:
                 self.counts.passes += 1
                 if self.speculation is not None and self.speculation.levels is not None:
                     rows = sum(1 + len(trees[text.number].tokens) for text in going)
-                    self.speculation.levels.note(
-                        len(going),
-                        self._level,
-                        rows,
-                        self.counts.tokens - tokens,
-                        drafted - began,
-                        time.perf_counter() - drafted,
-                    )
+                    gained = self.counts.tokens - tokens
+                    seconds = (drafted - began, time.perf_counter() - drafted)
+                    self.speculation.levels.note(len(going), self._level, rows, gained, *seconds)
         found, self._ready = self._ready, []
         return found
 
@@ -309,11 +299,7 @@ class Engine:
         self.counts.prompt_tokens += len(text.prompt)
         self.counts.shared_tokens += prefix.length
         if self.speculation is not None:
-            text.drafters = [None] * len(self.speculation.drafters)
-            for place, make in enumerate(self.speculation.drafters):
-                with _dropping(text, place):
-                    text.drafters[place] = drafter = make()
-                    drafter.add(text.prompt)
+            text.drafters = TextDrafters(f"request {text.number}", self.speculation.drafters, text.prompt)
         if prefix.logits is not None:
             with torch.inference_mode():
                 self._book(text, self._follow(text, NOTHING, prefix.logits, prefix.length)[0])
@@ -334,7 +320,8 @@ class Engine:
             before, taps = self._cache.lengths[text.slot], self._taps()
             with torch.inference_mode():
                 self.model.hidden(tokens, offsets_from_lengths(torch.tensor(lengths)), cache=self._cache, taps=taps)
-            self._show(text, before, taps, slice(None))
+            if text.drafters is not None and taps is not None:
+                text.drafters.see(before, taps, slice(None))
         except Exception as error:
             self._fail(text, error)
         else:
@@ -406,12 +393,9 @@ class Engine:
         if text.guide is not None and (forced := text.guide.forced(min(most, deepest))):
             chances = [_FORCED**level for level in range(1, len(forced) + 1)]
             return DraftTree(forced, list(range(-1, len(forced) - 1)), chances)
-        trees = []
-        for place, drafter in enumerate(text.drafters[: self._level]):
-            if drafter is not None:
-                with _dropping(text, place):
-                    trees.append(checked(drafter.propose(most, deepest), self.vocabulary, most, deepest))
-        tree = joined(trees, most)
+        tree = NOTHING
+        if text.drafters is not None:
+            tree = text.drafters.propose(self._level, self.vocabulary, most, deepest)
         return tree if text.guide is None else text.guide.prune(tree)
 
     def _advance(self, texts: list[_Text], trees: list[DraftTree]) -> None:
@@ -443,10 +427,8 @@ class Engine:
         text.written += new.tokens
         text.unread = new.tokens[-1:]
         text.forwards += 1
-        for place, drafter in enumerate(text.drafters):
-            if drafter is not None:
-                with _dropping(text, place):
-                    drafter.add(new.tokens)
+        if text.drafters is not None:
+            text.drafters.add(new.tokens)
         if text.guide is not None:
             try:
                 text.guide.add(new.tokens)
@@ -489,8 +471,9 @@ class Engine:
             start += len(own)
             found[slot], right = self._follow(text, tree, own, before[slot] + size)
             kept[slot] = [*range(size), *(size + place for place in right)]
-            begin = int(offsets[slot])
-            self._show(text, before[slot], taps, [begin + place for place in kept[slot]])
+            if text.drafters is not None and taps is not None:
+                begin = int(offsets[slot])
+                text.drafters.see(before[slot], taps, [begin + place for place in kept[slot]])
             self.counts.drafted += len(tree.tokens)
             self.counts.accepted += len(right)
             if not text.written and found[slot].error is None:
@@ -504,13 +487,6 @@ class Engine:
         if self.speculation is None or not self.speculation.taps:
             return None
         return dict.fromkeys(self.speculation.taps, self._cache.data.new_empty(0))
-
-    def _show(self, text: _Text, position: int, taps: dict[int, Tensor] | None, rows: Sequence[int] | slice) -> None:
-        """Give a text's drafter the features of ``rows``, whose tokens stand from ``position`` on."""
-        for place, drafter in enumerate(text.drafters if taps is not None else ()):
-            if isinstance(drafter, ReadsFeatures) and taps is not None:
-                with _dropping(text, place):
-                    drafter.see(position, torch.cat([tapped[rows] for tapped in taps.values()], 1))
 
     def _follow(self, text: _Text, tree: DraftTree, logits: Tensor, position: int) -> tuple[_New, list[int]]:
         """Draw what follows a text, and where it is a drafted token, what follows that; return the right drafts too.
@@ -561,16 +537,6 @@ def _levels(tree: DraftTree) -> list[int]:
     for parent in tree.parents:
         found.append(1 if parent < 0 else found[parent] + 1)
     return found
-
-
-@contextmanager
-def _dropping(text: _Text, place: int) -> Iterator[None]:
-    """Drop a drafter of a text if it fails, whatever it raises: the text does not need it."""
-    try:
-        yield
-    except Exception as error:
-        text.drafters[place] = None
-        warnings.warn(f"request {text.number} goes on without a drafter, which failed: {error}", stacklevel=4)
 
 
 def check_prompt(

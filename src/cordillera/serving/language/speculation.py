@@ -10,7 +10,9 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, pairwise
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -192,7 +194,7 @@ class DraftLevels:
 
     Args:
         drafters: Number of drafters.
-        costs: Times of passes, as in :class:`Speculation`.
+        costs: Times of passes over 1, 2, ... tokens, in any unit.
     """
 
     def __init__(self, drafters: int, costs: Sequence[float]) -> None:
@@ -255,6 +257,56 @@ class Speculation:
     costs: Sequence[float]
     taps: tuple[int, ...] = ()
     levels: DraftLevels | None = None
+
+
+class TextDrafters:
+    """The drafters of one text, of which one that fails is dropped with a warning: the text does not need it.
+
+    Args:
+        name: Name of the text in warnings.
+        makers: Functions that make the drafters.
+        prompt: Tokens of the text so far.
+    """
+
+    def __init__(self, name: str, makers: Sequence[Callable[[], Drafter]], prompt: Sequence[int]) -> None:
+        self._name = name
+        self._drafters: list[Drafter | None] = [None] * len(makers)
+        for place, make in enumerate(makers):
+            with self._dropping(place):
+                drafter = make()
+                drafter.add(prompt)
+                self._drafters[place] = drafter
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Give all drafters tokens that the text goes on with."""
+        for place, drafter in enumerate(self._drafters):
+            if drafter is not None:
+                with self._dropping(place):
+                    drafter.add(tokens)
+
+    def see(self, position: int, taps: Mapping[int, Tensor], rows: Sequence[int] | slice) -> None:
+        """Give drafters that read features those of tokens from ``position`` on: ``rows`` of ``taps``."""
+        for place, drafter in enumerate(self._drafters):
+            if isinstance(drafter, ReadsFeatures):
+                with self._dropping(place):
+                    drafter.see(position, torch.cat([tapped[rows] for tapped in taps.values()], 1))
+
+    def propose(self, level: int, vocabulary: int, most: int, deepest: int) -> DraftTree:
+        """Return the tree of the first ``level`` drafters; other arguments are those of :func:`checked`."""
+        trees = []
+        for place, drafter in enumerate(self._drafters[:level]):
+            if drafter is not None:
+                with self._dropping(place):
+                    trees.append(checked(drafter.propose(most, deepest), vocabulary, most, deepest))
+        return joined(trees, most)
+
+    @contextmanager
+    def _dropping(self, place: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._drafters[place] = None
+            warnings.warn(f"{self._name} goes on without a drafter, which failed: {error}", stacklevel=5)
 
 
 def checked(tree: DraftTree, vocabulary: int, most: int, deepest: int) -> DraftTree:

@@ -286,16 +286,3 @@ def group_advantages(rewards: Tensor, normalize: bool = True) -> Tensor:
     """
     above = rewards - rewards.mean(1, keepdim=True)
     return above / (rewards.std(1, keepdim=True) + 1e-4) if normalize else above
-
-
-def make_objective(config: ObjectiveConfig, vocabulary: int | None = None) -> AnswersObjective:
-    """Create the objective of a ``config``; samples are of the first ids of the ``vocabulary``, None for all."""
-    if isinstance(config, PreferencesConfig):
-        return PreferencesObjective(config)
-    if isinstance(config, GroupsConfig):
-        return GroupsObjective(config, vocabulary)
-    if isinstance(config, DraftingConfig):
-        from cordillera.training.language.drafting import DraftObjective
-
-        return DraftObjective(config)
-    return RewardObjective() if isinstance(config, RewardConfig) else AnswersObjective()

@@ -28,7 +28,7 @@ _LEAST = 0.02  # of a token of a question, as a share of the likeliest one's pro
 _AHEAD = 2 * MOST_ROWS  # chats that are begun before earlier ones are written
 
 
-class _Chat(NamedTuple):
+class _OwnChat(NamedTuple):
     """A question and its answer; an empty question if the model did not end it in time."""
 
     question: str
@@ -137,9 +137,9 @@ class _Writing:
         capacity = 2 * _QUESTION_TOKENS + most
         self.engine = Engine(opened.model, texts=MOST_ROWS, capacity=capacity, vocabulary=self._tokenizer.vocab_size)
 
-    def chats(self, first: int) -> Iterator[_Chat]:
+    def chats(self, first: int) -> Iterator[_OwnChat]:
         """Yield chats without end, in the order of their numbers from ``first`` on."""
-        done: dict[int, _Chat] = {}
+        done: dict[int, _OwnChat] = {}
         asked, answered = dict[int, int](), dict[int, tuple[int, str]]()  # by number of the request
         tokens: dict[int, list[int]] = {}
         begun = following = first
@@ -159,11 +159,11 @@ class _Writing:
                 text = self._tokenizer.decode(own, skip_special=True)
                 if one.sequence in answered:
                     number, question = answered.pop(one.sequence)
-                    done[number] = _Chat(question, text)
+                    done[number] = _OwnChat(question, text)
                     continue
                 number = asked.pop(one.sequence)
                 if one.finish != "stop" or not text.strip():
-                    done[number] = _Chat("", "")
+                    done[number] = _OwnChat("", "")
                     continue
                 sampling = Sampling(temperature=self._temperature, top_p=1.0, seed=self._of(number, 1))
                 prompt = self._tokenizer.encode_chat([Message("user", text)])

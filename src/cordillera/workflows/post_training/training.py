@@ -22,8 +22,20 @@ from cordillera.models.language.checkpoints import open_checkpoint, read_model
 from cordillera.recipe import PostTrainingRecipe
 from cordillera.run import Run, disk_errors
 from cordillera.serving.language.language_model import find_model
+from cordillera.training.language.drafting import DraftObjective
 from cordillera.training.language.engine import LanguageEngine
-from cordillera.training.language.objectives import GroupsConfig, PreferencesConfig, document_sums, make_objective
+from cordillera.training.language.objectives import (
+    AnswersObjective,
+    DraftingConfig,
+    GroupsConfig,
+    GroupsObjective,
+    ObjectiveConfig,
+    PreferencesConfig,
+    PreferencesObjective,
+    RewardConfig,
+    RewardObjective,
+    document_sums,
+)
 from cordillera.training.language.trainer import LanguageTrainer
 from cordillera.workflows._say import Say
 from cordillera.workflows.post_training.groups import GroupBatches, GroupTrainer
@@ -80,6 +92,17 @@ def chats_line(corpora: ChatCorpora) -> str:
     dropped = f"; {corpora.too_long:,} too long" if corpora.too_long else ""
     learnt = f"{len(corpora.training):,} {what} of {tokens:,} tokens to learn from"
     return f"{learnt}, {len(corpora.held_out):,} held out{dropped}"
+
+
+def make_objective(config: ObjectiveConfig, vocabulary: int | None = None) -> AnswersObjective:
+    """Create the objective of a ``config``; samples are of the first ids of the ``vocabulary``, None for all."""
+    if isinstance(config, PreferencesConfig):
+        return PreferencesObjective(config)
+    if isinstance(config, GroupsConfig):
+        return GroupsObjective(config, vocabulary)
+    if isinstance(config, DraftingConfig):
+        return DraftObjective(config)
+    return RewardObjective() if isinstance(config, RewardConfig) else AnswersObjective()
 
 
 def post_trainer(

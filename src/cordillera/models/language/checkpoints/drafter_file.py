@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cordillera.errors import CheckpointError, NumericsError
 from cordillera.models.language.checkpoints.source import Source
 from cordillera.models.language.draft_model import DRAFT, DraftConfig, DraftModel
-from cordillera.models.language.llama import Llama, LlamaConfig
+from cordillera.models.language.llama import Llama, LlamaConfig, make_drafter
 from cordillera.tensor_files import read_tensors, write_tensors
 
 _KIND = "drafter"
@@ -59,7 +59,7 @@ def write_drafter(source: Source, path: Path, facts: Mapping[str, Any]) -> None:
             "has no drafter", where=str(source.path), remedy="train one: cordillera train smollm2-draft"
         )
     with torch.device("meta"):
-        shapes = {name: tuple(weight.shape) for name, weight in DraftModel(config).named_parameters()}
+        shapes = {name: tuple(weight.shape) for name, weight in make_drafter(config).named_parameters()}
     tensors = {}
     for name, shape in shapes.items():
         whole = torch.empty(shape)
@@ -99,7 +99,7 @@ def drafter_of(file: DrafterFile, model: Llama) -> DraftModel:
             "was trained for another model", where=where, remedy="use it with that one, or draft by ngram"
         )
     with torch.device("meta"):
-        drafter = DraftModel(_with_draft(model.config, file.draft))
+        drafter = make_drafter(_with_draft(model.config, file.draft))
     expected = {name: tuple(parameter.shape) for name, parameter in drafter.named_parameters()}
     found = {name: tuple(tensor.shape) for name, tensor in file.tensors.items()}
     if found != expected:
