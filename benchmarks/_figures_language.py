@@ -102,31 +102,58 @@ def drafts() -> str:
     )
 
 
-def batches() -> str:
-    """Return rates of several texts at a time."""
+def trained() -> str:
+    """Return rates with trained drafters over rates without drafts."""
+    found = results("speculation-trained")
+    sets = found["results"]
     rows = [
         [
-            str(row["texts"]),
-            f"{row['tokens_per_s']['off']:.0f}",
-            f"{row['tokens_per_s']['ngram']:.0f}",
-            f"{row['ngram_over_off']:.2f}",
-            f"{row['over_transformers']:.2f}",
-            *(f"{1e3 * row[key]['p50']:.0f}, {1e3 * row[key]['p99']:.0f} ms" for key in ("gaps_off", "gaps_ngram")),
+            name,
+            *(f"{one[name]['seconds']['mean']:.2f}" for one in sets.values()),
+            f"{mean['over_off']:.2f}",
+            f"{mean['processor']:.2f}",
+            f"{mean['tokens_a_pass']:.2f}",
         ]
-        for row in results("speculation-batches")["results"]
+        for name, mean in found["means"].items()
     ]
-    return table(
-        [
-            "texts at a time",
-            "off, tokens/s",
-            "drafts, tokens/s",
-            "drafts over off",
-            "over transformers, one by one",
-            "between tokens, off (p50, p99)",
-            "with drafts",
-        ],
-        rows,
-    )
+    return table(["drafter", *sets, "mean", "in processor time", "tokens a pass"], rows)
+
+
+def learnt() -> str:
+    """Return what the trainings of drafters ended with."""
+    rows = []
+    for name, one in results("speculation-trained")["drafters"].items():
+        draft, last = one["draft"], one["evaluation"]
+        measures = last["measures"]
+        rows.append(
+            [name, draft["kind"], str(draft["layers"]), f"{last['step']:,}", f"{measures['accuracy']:.3f}",
+             f"{measures['accepted']:.3f}"]
+        )  # fmt: skip
+    return table(["drafter", "kind", "layers", "steps", "first drafts right", "right in a row"], rows)
+
+
+def batches() -> str:
+    """Return rates of several texts at a time."""
+    found = results("speculation-batches")["results"]
+    names = list(found[0]["tokens_per_s"])
+    rows = []
+    for row in found:
+        cells = [str(row["texts"]), *(f"{row['tokens_per_s'][name]:.0f}" for name in names)]
+        cells += [f"{row['over_off'][name]:.2f}" for name in names[1:]]
+        cells.append(f"{row['over_transformers']['ngram']:.2f}")
+        for key in ("firsts", "gaps"):
+            cells += [
+                f"{1e3 * row[key][name]['p50']:.0f}, {1e3 * row[key][name]['p99']:.0f}" for name in ("off", "ngram")
+            ]
+        rows.append(cells)
+    headings = [
+        "texts at a time",
+        *(f"{name}, tokens/s" for name in names),
+        *(f"{name} over off" for name in names[1:]),
+    ]
+    headings.append("ngram over transformers, one by one")
+    headings += [f"{what}, {name} (ms)" for what in ("first token", "between tokens") for name in ("off", "ngram")]
+    return table(headings, rows)
 
 
 def _forms() -> dict[str, Any]:
@@ -313,6 +340,8 @@ FIGURES: Figures = {
     "speculation-tokens": lambda: str(results("speculation-ngram")["new_tokens"]),
     "speculation-prompts": lambda: str(results("speculation-ngram")["results"]["sum"]["prompts"]),
     "speculation-batches": batches,
+    "speculation-trained": trained,
+    "speculation-learnt": learnt,
     "guided-documents": lambda: f"{_forms()['guided']['valid']} of {results('speculation-guided')['documents']}",
     "guided-rate": lambda: f"{results('speculation-guided')['times_free']:.2f}",
     "guided-passes": lambda: f"{_forms()['guided']['tokens_a_pass']:.2f}",

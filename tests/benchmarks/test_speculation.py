@@ -42,7 +42,16 @@ def test_texts_written_together_are_those_written_alone(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     found = part_of(speculation, "batches", tmp_path)
     assert [row["texts"] for row in found["results"]] == [1, 2, 4, 8, 16]
-    assert all(row["ngram_over_off"] > 0 for row in found["results"])
+    assert all(row["over_off"]["ngram"] > 0 for row in found["results"])
+    assert all(row["firsts"]["ngram"]["p50"] > 0 for row in found["results"])
+
+
+@needs_prompts
+def test_trained_drafters_are_timed_beside_none(tmp_path: Path) -> None:
+    found = part_of(speculation, "trained", tmp_path)
+    assert found["results"].keys() == speculation.SETS.keys()
+    assert {"ngram", *found["drafters"], *(f"ngram+{name}" for name in found["drafters"])} == found["means"].keys()
+    assert all(mean["tokens_a_pass"] >= 1 for mean in found["means"].values())
 
 
 def test_documents_of_a_schema_are_valid(tmp_path: Path) -> None:
