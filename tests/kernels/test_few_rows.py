@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from cordillera.kernels.dense import bf16_amx, bf16_tiles, few_rows
 from cordillera.kernels.dense.few_rows import MOST_ROWS, FewRowsLinear, few_rows_linear
 
 
@@ -17,6 +21,20 @@ def _drawn(rows: int, inner: int, outputs: int, seed: int = 0) -> tuple[Tensor, 
     return x, weight
 
 
+@contextlib.contextmanager
+def _by(way: str) -> Iterator[None]:
+    """Compute by AMX, by AVX-512's tiles, or by plain loops."""
+    if not {"amx": bf16_amx.available, "tiles": bf16_tiles.available, "loops": lambda: True}[way]():
+        pytest.skip(f"this processor has no instructions for {way}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(few_rows, "amx_available", lambda: way == "amx")
+        patch.setattr(few_rows, "available", lambda: way == "tiles")
+        yield
+
+
+WAYS = ["amx", "tiles", "loops"]
+
+
 @pytest.fixture
 def threads():
     before = torch.get_num_threads()
@@ -24,25 +42,38 @@ def threads():
     torch.set_num_threads(before)
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=40, deadline=None)
 @given(
-    rows=st.integers(0, 9),
+    rows=st.integers(0, 9) | st.sampled_from([15, 16, 17, 31, 32, 33, 40]),
     inner=st.integers(1, 200) | st.sampled_from([32, 64, 160]),
-    outputs=st.integers(0, 90),
+    outputs=st.integers(0, 90) | st.sampled_from([16, 48]),
     seed=st.integers(0, 99),
 )
-def test_products_are_rounded_once(rows: int, inner: int, outputs: int, seed: int) -> None:
+def test_products_are_rounded_once(way: str, rows: int, inner: int, outputs: int, seed: int) -> None:
     x, weight = _drawn(rows, inner, outputs, seed)
     exact = x.double() @ weight.double().T
-    error = (few_rows_linear(x, weight).double() - exact).abs()
+    with _by(way):
+        error = (few_rows_linear(x, weight).double() - exact).abs()
     # half a unit of bfloat16, and what float32 sums may lose
     lost = (x.double().abs() @ weight.double().abs().T) * inner * 2**-24
     assert bool((error <= exact.abs() * 2**-8 + lost).all())
 
 
-@pytest.mark.parametrize(("rows", "inner"), [(3, 577), (7, 576), (MOST_ROWS, 64)])
-def test_results_do_not_depend_on_threads_on_neighbours_or_on_addresses(threads, rows: int, inner: int) -> None:
-    x, weight = _drawn(rows, inner, 131)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("rows", "inner", "outputs"),
+    [(3, 577, 131), (7, 576, 131), (MOST_ROWS, 64, 131), (17, 96, 48), (MOST_ROWS, 64, 144)],
+)
+def test_results_do_not_depend_on_threads_on_neighbours_or_on_addresses(
+    threads, way: str, rows: int, inner: int, outputs: int
+) -> None:
+    with _by(way):
+        _check_bits(threads, rows, inner, outputs)
+
+
+def _check_bits(threads, rows: int, inner: int, outputs: int) -> None:
+    x, weight = _drawn(rows, inner, outputs)
     threads(1)
     alone = torch.cat([few_rows_linear(row[None], weight) for row in x])
     shifted = torch.empty(weight.numel() + 1, dtype=torch.bfloat16)[1:].view_as(weight).copy_(weight)
@@ -53,10 +84,13 @@ def test_results_do_not_depend_on_threads_on_neighbours_or_on_addresses(threads,
         assert torch.get_num_threads() == count
 
 
-def test_nan_and_infinity_are_passed_on() -> None:
-    x, weight = _drawn(2, 40, 8)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("inner", "outputs"), [(40, 8), (64, 16)])
+def test_nan_and_infinity_are_passed_on(way: str, inner: int, outputs: int) -> None:
+    x, weight = _drawn(2, inner, outputs)
     x[0, 3], weight[2, 5] = torch.nan, torch.inf
-    found = few_rows_linear(x, weight)
+    with _by(way):
+        found = few_rows_linear(x, weight)
     assert bool(found[0].isnan().all())
     assert bool(found[1, 2].isinf())
     assert bool(found[1, [0, 1, 3, 4, 5, 6, 7]].isfinite().all())

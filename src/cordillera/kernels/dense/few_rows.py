@@ -3,7 +3,8 @@
 Torch's product of one row with a bfloat16 matrix on CPUs reads the matrix at a third of that speed. Here products are
 summed in float32 and rounded once. One thread makes each sum, in an order that depends on its length alone, so results
 are the same, bit for bit, for any number of threads and of rows: a token has the same logits whether it is computed
-alone or beside drafted ones.
+alone or beside drafted ones. Where the processor has AMX, a pass over 32 rows reads each weight once and computes with
+it once; elsewhere rows are computed four at a time.
 
 In float32, MKL computes one to three rows by other code than more, in another order. Rows of zeros make them four, so
 that their bits are those of the same rows among many; see :mod:`~cordillera.kernels.repeatable`.
@@ -20,6 +21,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cordillera.kernels.compiling import compiled
+from cordillera.kernels.dense.bf16_amx import (
+    COLUMNS,
+    OUTPUTS,
+    products_of_one,
+    products_of_two,
+    release_tiles,
+    shape_tiles,
+    tile_shapes,
+)
+from cordillera.kernels.dense.bf16_amx import available as amx_available
 from cordillera.kernels.dense.bf16_tiles import SIDE, STEP, available, tile_of_four, tile_of_one
 from cordillera.kernels.numba_support import array, narrow, pool, threads_for, widen_to_single
 from cordillera.kernels.repeatable import LEAST_ROWS
@@ -64,6 +75,34 @@ def _products_by_tiles(x: Any, weight: Any, out: Any, threads: int) -> None:
                         tile_of_one(some, own, of_row, of_one, of_row, steps, place + 2 * i, 2 * outputs)
 
 
+@compiled(parallel=True)
+def _products_by_amx(x: Any, more: Any, weight: Any, shapes: Any, out: Any, threads: int) -> None:
+    """The same by :mod:`~cordillera.kernels.dense.bf16_amx`; ``x`` and ``more`` hold pairs, ``int32 [pairs, rows]``."""
+    outputs, inner = weight.shape
+    first, second, of_row, steps = x.shape[1], more.shape[1], np.int64(2 * inner), np.int64(inner // STEP)
+    of_x, of_more, of_weight = np.int64(x.ctypes.data), np.int64(more.ctypes.data), np.int64(weight.ctypes.data)
+    blocks, zero = outputs // OUTPUTS, np.uint16(0)
+    for chunk in numba.prange(threads):
+        sums = np.empty((OUTPUTS, first), np.float32)
+        others = np.empty((OUTPUTS, max(second, 1)), np.float32)
+        of_sums, of_others = np.int64(sums.ctypes.data), np.int64(others.ctypes.data)
+        shape_tiles(np.int64(shapes.ctypes.data))
+        for block in range(blocks * chunk // threads, blocks * (chunk + 1) // threads):
+            start = OUTPUTS * block
+            own = of_weight + start * of_row
+            if second:
+                products_of_two(own, of_row, of_x, 4 * first, of_more, 4 * second, steps, of_sums, of_others)
+            else:
+                products_of_one(own, of_row, of_x, 4 * first, of_more, 4 * second, steps, of_sums, of_others)
+            for row in range(first):
+                for i in range(OUTPUTS):
+                    out[row, start + i] = narrow(sums[i, row], zero)
+            for row in range(second):
+                for i in range(OUTPUTS):
+                    out[first + row, start + i] = narrow(others[i, row], zero)
+        release_tiles()
+
+
 def few_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Compute ``x weight^T`` for few rows on a CPU, without gradients.
 
@@ -82,7 +121,14 @@ def _multiply(x: Tensor, weight: Any) -> Tensor:
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype)
     if out.numel():
         threads, x = threads_for(weight.size), x.detach().contiguous()
-        by_tiles = x.shape[1] % STEP == 0 and available()
+        is_even = x.shape[1] % STEP == 0
+        if is_even and weight.shape[0] % OUTPUTS == 0 and len(x) <= 2 * COLUMNS and amx_available():
+            pairs = x.view(torch.int32).T  # [inner / 2, rows]
+            first, more = (array(part.contiguous()) for part in (pairs[:, :COLUMNS], pairs[:, COLUMNS:]))
+            with pool(threads):
+                _products_by_amx(first, more, weight, tile_shapes(len(x)), array(out), threads)
+            return out
+        by_tiles = is_even and available()
         rows, found = array(x) if by_tiles else x.float().numpy(), array(out)
         with pool(threads):
             (_products_by_tiles if by_tiles else _products)(rows, weight, found, threads)

@@ -21,6 +21,7 @@ _WIDTH = 3  # likeliest tokens after each place that are considered
 _EXPANDED = 3  # places of a level that a head goes on from
 _LEAST = 0.02  # chance of a token that is worth checking
 _WORTH = 0.2  # chance of a place that is worth another pass of a head
+_READ_AT_ONCE = 32  # pairs that wait; with more, they are read without a proposal
 _BINS, _PRIOR_WEIGHT = 20, 20.0
 
 
@@ -75,7 +76,8 @@ class ModelDrafter:
         self._cache = KVCache(drafts.cache_config, 1, drafts.capacity + 2 * MOST_TOKENS, weight.dtype, weight.device)
         self._tokens: list[int] = []
         self._next = 0  # first pair that was not read
-        self._features = weight.new_empty(0, weight.shape[1])  # fused ones of the tokens from there on
+        self._tapped: list[Tensor] = []  # outputs of the tapped blocks of the tokens from there on
+        self._count = 0  # of these tokens
         self._drafted: dict[tuple[int, ...], dict[int, float]] = {}  # path: probabilities of what was drafted after it
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -91,22 +93,32 @@ class ModelDrafter:
     @torch.inference_mode()
     def see(self, position: int, features: Tensor) -> None:
         """Take note of the features of tokens of the text, ``[n, taps x hidden]``; the first is at ``position``."""
-        fused = self._drafts.draft.fused(features)
-        if position != self._next + len(self._features):
-            self._next, self._features = position, fused
-        else:
-            self._features = torch.cat([self._features, fused])
+        if position != self._next + self._count:
+            self._next, self._tapped, self._count = position, [], 0
+        self._tapped.append(features)
+        self._count += len(features)
+        if self._ready() > _READ_AT_ONCE:  # of a prompt, which is read when it comes
+            tokens, fused = self._take()
+            self._run(self._embed(tokens), fused, None, len(tokens))
+
+    def _ready(self) -> int:
+        """Return the number of pairs that can be read."""
+        return min(self._count, len(self._tokens) - 1 - self._next)
+
+    def _take(self) -> tuple[list[int], Tensor]:
+        """Return the tokens and fused features of the pairs that can be read, and go on after them."""
+        ready, tapped = self._ready(), torch.cat(self._tapped)
+        tokens = self._tokens[self._next + 1 : self._next + 1 + ready]
+        self._next, self._tapped, self._count = self._next + ready, [tapped[ready:]], self._count - ready
+        return tokens, self._drafts.draft.fused(tapped[:ready])
 
     @torch.inference_mode()
     def propose(self, most: int, deepest: int) -> DraftTree:
         """Return a tree of up to ``most`` tokens and up to ``deepest`` levels; nothing without features."""
-        ready = min(len(self._features), len(self._tokens) - 1 - self._next)
-        if ready < 1:
+        if self._ready() < 1:
             return NOTHING
         deepest = min(deepest, self._drafts.draft.config.length)
-        tokens = self._tokens[self._next + 1 : self._next + 1 + ready]
-        features = self._features[:ready]
-        self._next, self._features = self._next + ready, self._features[ready:]
+        tokens, features = self._take()
         if self._drafts.draft.mask is not None:
             return self._by_block(tokens, features, most, deepest)
         return self._by_head(tokens, features, most, deepest)

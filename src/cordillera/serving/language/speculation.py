@@ -183,6 +183,16 @@ def joined(trees: Sequence[DraftTree], most: int) -> DraftTree:
 
 _RETRY = 32  # passes after which drafters that were not worth their time are asked once more
 _FORGET = 0.95  # weight of what was known, at each pass
+_TRIALS = 3  # passes by which a level is judged first
+
+
+@dataclass
+class _LevelRate:
+    """Tokens and seconds of the passes of a level, the last ones of which weigh most, and their number."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    passes: int = 0
 
 
 class DraftLevels:
@@ -201,7 +211,7 @@ class DraftLevels:
         self._most, self._costs = drafters, costs
         self._load = 0.0  # seconds of passes, and what they cost by the table
         self._cost = 0.0
-        self._known: dict[int, list[list[float]]] = {}  # by texts: tokens and seconds of each level
+        self._known: dict[int, list[_LevelRate]] = {}  # by texts, of each level
         self._passes: dict[int, int] = {}
 
     def choose(self, texts: int) -> int:
@@ -210,10 +220,11 @@ class DraftLevels:
             return 0
         known = self._of(texts)
         self._passes[texts.bit_length()] = count = self._passes.get(texts.bit_length(), 0) + 1
-        if self._cost == 0 or any(seconds == 0 for _, seconds in known):
-            return next((level for level in range(self._most, 0, -1) if known[level - 1][1] == 0), self._most)
+        untried = [level for level in range(self._most, 0, -1) if known[level - 1].passes < _TRIALS]
+        if untried:
+            return untried[0]
         rates = [texts / (self._costs[texts - 1] * self._load / self._cost)]
-        rates += [tokens / seconds for tokens, seconds in known]
+        rates += [one.tokens / one.seconds for one in known]
         if count % _RETRY < self._most:
             return 1 + count % _RETRY
         return max(range(len(rates)), key=lambda level: rates[level])
@@ -234,10 +245,11 @@ class DraftLevels:
             self._cost = _FORGET * self._cost + self._costs[rows - 1]
         if level:
             own = self._of(texts)[level - 1]
-            own[0], own[1] = _FORGET * own[0] + tokens, _FORGET * own[1] + drafting + passing
+            own.tokens, own.seconds = _FORGET * own.tokens + tokens, _FORGET * own.seconds + drafting + passing
+            own.passes += 1
 
-    def _of(self, texts: int) -> list[list[float]]:
-        return self._known.setdefault(texts.bit_length(), [[0.0, 0.0] for _ in range(self._most)])
+    def _of(self, texts: int) -> list[_LevelRate]:
+        return self._known.setdefault(texts.bit_length(), [_LevelRate() for _ in range(self._most)])
 
 
 @dataclass(frozen=True)
