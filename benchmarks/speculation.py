@@ -48,6 +48,7 @@ SETS = {
     "mt_bench": "chat",
 }
 EACH, NEW_TOKENS, LOOKUP = 20, 128, 5
+TRAINED_EACH = 10  # prompts of each set for trained drafters
 TARGETS = {"humaneval": 1.3, "sum": 1.3, "mt_bench": 0.97}
 ARRIVALS = 7  # seed of the times between requests
 TOGETHER, REQUESTS, BATCH_TOKENS, BATCH_ROUNDS = (1, 2, 4, 8, 16), 16, 64, 3
@@ -237,7 +238,7 @@ def _ngram(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, A
 
 def _trained(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
     """Compare trained drafters, alone and with n-grams, with no drafts."""
-    each, tokens = (1, 8) if quick else (EACH, NEW_TOKENS)
+    each, tokens = (1, 8) if quick else (TRAINED_EACH, NEW_TOKENS)
     ours = load_language_model("smollm2", device="cpu", drafter="none")
     costs = measure_costs(ours.model)
     files = {**shipped_drafters(), **{path.stem: path for path in sorted(DRAFTERS.glob("*.safetensors"))}}
