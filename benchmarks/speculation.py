@@ -51,7 +51,7 @@ EACH, NEW_TOKENS, LOOKUP = 20, 128, 5
 TRAINED_EACH = 10  # prompts of each set for trained drafters
 TARGETS = {"humaneval": 1.3, "sum": 1.3, "mt_bench": 0.97}
 ARRIVALS = 7  # seed of the times between requests
-TOGETHER, REQUESTS, BATCH_TOKENS, BATCH_ROUNDS = (1, 2, 4, 8, 16), 16, 64, 3
+TOGETHER, REQUESTS, BATCH_TOKENS, BATCH_ROUNDS = (1, 2, 4, 8, 16), 16, 64, 2
 DOCUMENTS, DOCUMENT_TOKENS, TARGET_GUIDED = 500, 80, 0.9
 SCHEMA = {
     "type": "object",
