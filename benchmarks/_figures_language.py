@@ -342,6 +342,7 @@ FIGURES: Figures = {
     "speculation-batches": batches,
     "speculation-trained": trained,
     "speculation-learnt": learnt,
+    "speculation-trained-prompts": lambda: str(results("speculation-trained")["prompts"]),
     "guided-documents": lambda: f"{_forms()['guided']['valid']} of {results('speculation-guided')['documents']}",
     "guided-rate": lambda: f"{results('speculation-guided')['times_free']:.2f}",
     "guided-passes": lambda: f"{_forms()['guided']['tokens_a_pass']:.2f}",
