@@ -24,12 +24,13 @@ from cordillera.data.ranking.logs.histories import HistoriesConfig
 from cordillera.data.ranking.logs.synthetic import SyntheticConfig
 from cordillera.embeddings.dynamic_ids import DynamicRowsConfig
 from cordillera.models.language.adapters import AdapterConfig
+from cordillera.models.language.draft_model import DraftConfig
 from cordillera.models.language.moe import ExpertsConfig, ExpertTraining
 from cordillera.models.ranking import MODELS
 from cordillera.models.ranking.towers import TowersConfig
 from cordillera.numerics.emulation.emulation import EmulationConfig
 from cordillera.recipe import LanguageRecipe, RankingRecipe, field_descriptions, shipped
-from cordillera.training.language.objectives import GroupsConfig, PreferencesConfig
+from cordillera.training.language.objectives import DraftingConfig, GroupsConfig, PreferencesConfig
 
 ROOT = Path(__file__).parent.parent
 FEATURES = {
@@ -45,9 +46,11 @@ LANGUAGE = {name: field.annotation for name, field in LanguageRecipe.model_field
     "data.cleaning": CleaningConfig,
     "model.experts": ExpertsConfig,
     "model.adapter": AdapterConfig,
+    "model.draft": DraftConfig,
     "chats": ChatDataConfig,
     "objective.dpo": PreferencesConfig,
     "objective.grpo": GroupsConfig,
+    "objective.draft": DraftingConfig,
     "training.experts": ExpertTraining,
 }
 
