@@ -32,7 +32,22 @@ def trl() -> str:
     )
 
 
+def answers() -> str:
+    """Return how much likelier held-out answers became by fine-tuning, in nats a token."""
+    found = results("post_training-answers")["likelihood"]
+    return f"{found['gain']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
+
+
+def _likelihood(name: str) -> str:
+    return f"{results('post_training-answers')['likelihood'][name]:.3f}"
+
+
 FIGURES: Figures = {
+    "post-training-answers": answers,
+    "post-training-answers-before": lambda: _likelihood("before"),
+    "post-training-answers-after": lambda: _likelihood("after"),
+    "post-training-answers-chats": lambda: str(results("post_training-answers")["likelihood"]["chats"]),
+    "post-training-answers-steps": lambda: str(results("post_training-answers")["training"]["steps"]),
     "post-training-vision": vision,
     "post-training-vision-steps": lambda: str(results("post_training-vision")["steps"]),
     "post-training-trl": trl,
