@@ -82,6 +82,7 @@ def test_a_drafter_is_trained_on_own_chats_and_used_by_commands(cli: Any, folder
     for drafter in ("draft.safetensors", "ngram+draft.safetensors"):
         said = cli(*asked, "--drafter", drafter)
         assert (said.code, said.out) == (0, plain.out), said.err
+    assert cli("average", "runs/draft", "start", "--out", "mean").code == 0
     # a run of a drafter is the model that it drafts for
     assert cli("generate", "runs/draft", *asked[2:], "--drafter", "none").out == plain.out
     for wrong, words in (

@@ -48,7 +48,7 @@ def test_an_interrupted_file_is_gone_on_with(begun: Path) -> None:
     assert write(model, "parts.jsonl", 6).chats == 6
     assert lines("parts.jsonl") == rows
     assert write(model, "parts.jsonl", 6).tokens == 0
-    write(model, "other.jsonl", 6, seed=1)
+    write(model, "other.jsonl", 6, seed=2**61)
     assert lines("other.jsonl") != rows
     assert len(read_chats("whole.jsonl")) == 6  # as training reads them
 

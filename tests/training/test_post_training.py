@@ -472,6 +472,16 @@ def test_a_recipe_that_is_shown_is_the_same_recipe(begun: Path, tmp_path: Path, 
     assert validate(load_recipe(tmp_path / "shown.toml").model_dump(mode="json", by_alias=True)) == recipe
 
 
+def test_a_drafter_needs_its_objective_and_fits_its_model(begun: Path) -> None:
+    recipe = load_recipe("llama-debug", ["model.draft.vocabulary=200"])
+    with pytest.raises(RecipeError, match=r"model\.draft: is learnt by objective\.name = 'draft' alone"):
+        workflows.train(recipe, "alone")
+    with pytest.raises(RecipeError, match=r"draft\.vocabulary \(16384\) is above the model's 264"):
+        load_recipe("llama-debug", ["model.draft.length=3"])
+    with pytest.raises(RecipeError, match=r"draft\.taps: the model's layers are 0 to 3"):
+        load_recipe("llama-debug", ["model.draft.vocabulary=200", "model.draft.taps=[4]"])
+
+
 def test_scores_and_adapters_of_a_start_are_not_taken_over(begun: Path) -> None:
     train(post_recipe(begun, "reward", begun / "start", model=ADAPTER, training={"steps": 1}), "scores")
     train(post_recipe(begun, "sft", begun / "start", model=ADAPTER, training={"steps": 1}), "thin")

@@ -242,6 +242,14 @@ def evaluate(
     return found
 
 
+def _check_plain(recipe: LanguageRecipe) -> None:
+    """Refuse parts of a model that only an objective of post-training teaches."""
+    if recipe.model.scores:
+        raise RecipeError(recipe.name, [("model.scores", "are learnt by objective.name = 'reward' alone")])
+    if recipe.model.draft is not None:
+        raise RecipeError(recipe.name, [("model.draft", "is learnt by objective.name = 'draft' alone")])
+
+
 def _check(recipe: LanguageRecipe, folder: Path | str | None) -> None:
     """Refuse an invalid recipe before any work; ``folder`` is that of a resumed run."""
     if ":" in recipe.device:
@@ -253,8 +261,8 @@ def _check(recipe: LanguageRecipe, folder: Path | str | None) -> None:
     check_experts(recipe.training, recipe.model, recipe.parallel)
     if isinstance(recipe, PostTrainingRecipe):
         check_post_training(recipe)
-    elif recipe.model.scores:
-        raise RecipeError(recipe.name, [("model.scores", "are learnt by objective.name = 'reward' alone")])
+    else:
+        _check_plain(recipe)
     # schedules are made for the microbatches of one copy
     count = recipe.packing.count(recipe.parallel.copies * recipe.parallel.pipeline)
     of_copy = -(-count // recipe.parallel.copies)

@@ -131,8 +131,10 @@ class LlamaConfig(BaseModel):
         if (draft := self.draft) is not None:
             if self.adapter is not None or self.scores:
                 raise ValueError("draft: a drafter is trained for a model without adapters or scores")
-            if draft.vocabulary > self.vocabulary or max(draft.tapped(self.layers)) >= self.layers:
-                raise ValueError(f"draft: the model has {self.vocabulary} tokens and {self.layers} layers, no more")
+            if draft.vocabulary > self.vocabulary:
+                raise ValueError(f"draft.vocabulary ({draft.vocabulary}) is above the model's {self.vocabulary}")
+            if max(draft.tapped(self.layers)) >= self.layers:
+                raise ValueError(f"draft.taps: the model's layers are 0 to {self.layers - 1}")
         if self.head_width % 2:
             raise ValueError(f"the width of a head ({self.head_width}) must be even: rotary positions turn pairs")
         return self

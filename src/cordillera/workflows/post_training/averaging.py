@@ -19,7 +19,8 @@ from cordillera.serving.language.language_model import find_model
 def average(models: Sequence[str | Path], folder: Path | str) -> Path:
     """Write the mean of the weights of models, in float32, as a checkpoint in Hugging Face's layout.
 
-    Adapters are merged first, so that the mean of one model is that model without adapters. Sums are in float64.
+    Adapters are merged and drafters left out first: the mean of one model is that model without them. Sums are in
+    float64.
 
     Args:
         models: Names, checkpoints or runs of the same architecture.
@@ -32,7 +33,7 @@ def average(models: Sequence[str | Path], folder: Path | str) -> Path:
     if not models:
         raise DataError("needs at least one model", where="average")
     sources = [open_checkpoint(find_model(name)) for name in models]
-    plain = [source.config.model_copy(update={"adapter": None}) for source in sources]
+    plain = [source.config.model_copy(update={"adapter": None, "draft": None}) for source in sources]
     for name, source, config in zip(models, sources, plain, strict=True):
         if config.scores:
             raise DataError(

@@ -5,7 +5,6 @@ Source: Shao et al. 2024 (GRPO), section 4.1, with outcome rewards: 1 for a righ
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 import time
@@ -29,7 +28,7 @@ from cordillera.serving.language.sampler import Sampling
 from cordillera.training.language.engine import LanguageEngine
 from cordillera.training.language.objectives import GroupsConfig, group_advantages
 from cordillera.training.language.trainer import LanguageEvaluation, LanguageTrainer, LanguageTrainingConfig
-from cordillera.workflows.post_training.sampling import SampledAnswer, copy_of, sample_answers
+from cordillera.workflows.post_training.sampling import SampledAnswer, copy_of, sample_answers, seed_of
 
 
 class GroupBatches:
@@ -70,7 +69,7 @@ class GroupBatches:
         chosen = self._chosen()
         prompts = [self.tokenizer.encode_chat(problem.prompt) for problem in chosen for _ in range(self.config.samples)]
         samplings = [
-            Sampling(temperature=1.0, top_p=1.0, seed=_seed(self.seed, self._number, place))
+            Sampling(temperature=1.0, top_p=1.0, seed=seed_of(self.seed, self._number, place))
             for place in range(len(prompts))
         ]
         model = for_decoding(copy_of(self.engine.stages[0]), as_trained=True)
@@ -157,10 +156,6 @@ def _log_probabilities(model: Llama, packed: PackedTokens) -> Tensor:
     rows = model(packed.tokens, packed.offsets).float().log_softmax(-1)
     found = rows.gather(1, packed.labels.clamp(min=0)[:, None]).squeeze(1)
     return found.masked_fill(packed.labels == IGNORED, 0.0)
-
-
-def _seed(*parts: int) -> int:
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
 
 
 class GroupTrainer(LanguageTrainer):

@@ -21,6 +21,7 @@ from cordillera.serving.language.engine import Engine
 from cordillera.serving.language.language_model import LanguageModel
 from cordillera.serving.language.sampler import Sampling, make_sampling
 from cordillera.workflows.post_training.answers import OnAnswer
+from cordillera.workflows.post_training.sampling import seed_of
 
 _MARK = "\N{SYMBOL FOR RECORD SEPARATOR}"
 _QUESTION_TOKENS = 256  # a question that is longer is dropped
@@ -145,7 +146,7 @@ class _Writing:
         begun = following = first
         while True:
             while begun < following + _AHEAD and self.engine.waiting < MOST_ROWS:
-                sampling = Sampling(temperature=1.0, top_p=1.0, min_p=_LEAST, seed=self._of(begun, 0))
+                sampling = Sampling(temperature=1.0, top_p=1.0, min_p=_LEAST, seed=seed_of(self._seed, begun, 0))
                 asked[self._add(self._opening, _QUESTION_TOKENS, sampling)] = begun
                 begun += 1
             for one in self.engine.step():
@@ -165,16 +166,12 @@ class _Writing:
                 if one.finish != "stop" or not text.strip():
                     done[number] = _OwnChat("", "")
                     continue
-                sampling = Sampling(temperature=self._temperature, top_p=1.0, seed=self._of(number, 1))
+                sampling = Sampling(temperature=self._temperature, top_p=1.0, seed=seed_of(self._seed, number, 1))
                 prompt = self._tokenizer.encode_chat([Message("user", text)])
                 answered[self._add(prompt, self._most, sampling)] = (number, text)
             while following in done:
                 yield done.pop(following)
                 following += 1
-
-    def _of(self, number: int, turn: int) -> int:
-        """Return the seed of a chat's turn."""
-        return (self._seed << 40) + 2 * number + turn
 
     def _add(self, prompt: list[int], most: int, sampling: Sampling) -> int:
         return self.engine.add(prompt, most, self._tokenizer.stop_ids, sampling)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,6 +31,11 @@ class SampledAnswer(NamedTuple):
     log_probabilities: list[float]
     text: str
     is_whole: bool
+
+
+def seed_of(*parts: int) -> int:
+    """Return a seed of sampling that depends on all numbers."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
 
 
 def copy_of(stage: LlamaStage) -> Llama:
