@@ -92,6 +92,10 @@ def orthogonal(matrix: Tensor, rounds: int = 5) -> Tensor:
     """Return about the nearest matrix whose singular values are all 1: they are between 0.6 and 1.3.
 
     Newton and Schulz's iteration with the coefficients of Jordan et al. 2024, in float32; a matrix of zeros stays.
+
+    Args:
+        matrix: A matrix of any shape.
+        rounds: Number of steps of the iteration.
     """
     a, b, c = _QUINTIC
     x = matrix.float()

@@ -304,7 +304,14 @@ class TextDrafters:
                     drafter.see(position, torch.cat([tapped[rows] for tapped in taps.values()], 1))
 
     def propose(self, level: int, vocabulary: int, most: int, deepest: int) -> DraftTree:
-        """Return the tree of the first ``level`` drafters; other arguments are those of :func:`checked`."""
+        """Return the tree of the first ``level`` drafters.
+
+        Args:
+            level: Number of drafters to ask.
+            vocabulary: Number of ids.
+            most: Largest number of tokens.
+            deepest: Largest number of tokens on one path.
+        """
         trees = []
         for place, drafter in enumerate(self._drafters[:level]):
             if drafter is not None:
