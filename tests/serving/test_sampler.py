@@ -42,6 +42,40 @@ def test_probabilities_are_the_fewest_most_likely_tokens_rescaled(
     assert found.sum().item() == pytest.approx(1, abs=1e-5)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    scale=st.sampled_from([0.0, 0.5, 2.0, 6.0]),
+    step=st.sampled_from([0.0, 0.125, 1.0]),
+    top_p=st.sampled_from([1e-9, 0.1, 0.9, 0.999, 1.0]),
+    top_k=st.sampled_from([0, 1, 40, 255, 256, 400]),
+    min_p=st.sampled_from([0.0, 0.05, 1.0]),
+)
+def test_large_vocabularies_give_what_sorting_all_of_them_gives(
+    seed: int, scale: float, step: float, top_p: float, top_k: int, min_p: float
+) -> None:
+    """Equal probabilities too, of which the first tokens are kept."""
+    logits = scale * torch.randn(3, 3000, generator=torch.Generator().manual_seed(seed))
+    logits = (logits / step).round() * step if step else logits
+    logits[1] = -torch.inf
+    logits[1, 7] = 0.0
+    sampling = Sampling(temperature=0.8, top_p=top_p, top_k=top_k, min_p=min_p)
+    found = probabilities(logits, sampling)
+    for row, own in zip(torch.softmax((logits - logits.amax(-1, keepdim=True)) / 0.8, -1), found, strict=True):
+        order = sorted(range(3000), key=lambda token: (-float(row[token]), token))
+        before = row[order].cumsum(0) - row[order]
+        kept = [
+            token
+            for place, (token, earlier) in enumerate(zip(order, before.tolist(), strict=True))
+            if place == 0 or (earlier < top_p and row[token] >= min_p * row[order[0]] and place < (top_k or 3000))
+        ]
+        if top_p == 1 and not top_k and not min_p:
+            kept = order
+        expected = torch.zeros(3000).index_copy(0, torch.tensor(kept), row[kept])
+        assert torch.equal(own > 0, expected > 0)
+        torch.testing.assert_close(own, expected / expected.sum(), rtol=1e-5, atol=0)
+
+
 def test_greedy_takes_the_first_of_the_most_likely() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, -math.inf], [-5.0, -math.inf, -6.0, -7.0]])
     assert sample(logits, Sampling(temperature=0)).tolist() == [1, 0]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Literal, NamedTuple
@@ -376,27 +377,38 @@ class Engine:
         trees = [NOTHING] * len(going)
         if self.speculation is None:
             return trees
-        most = min(MOST_TOKENS - 1, len(self.speculation.costs) - len(going))
+        room = len(self.speculation.costs) - len(going)
+        most = min(MOST_TOKENS - 1, room)
         levels = self.speculation.levels
         self._level = len(self.speculation.drafters) if levels is None else levels.choose(len(going))
+        asked = list[int]()
         for number, text in enumerate(going):
             deepest = text.left - 1  # the pass itself gives one more
             if most < 1 or deepest < 1:
                 continue
-            try:
-                trees[number] = self._draft(text, most, deepest)
-            except Exception as error:
-                self._fail(text, error)
+            with self._failing(text):
+                forced = [] if text.guide is None else text.guide.forced(min(most, deepest))
+                if forced:
+                    chances = [_FORCED**level for level in range(1, len(forced) + 1)]
+                    trees[number] = DraftTree(forced, list(range(-1, len(forced) - 1)), chances)
+                elif text.drafters is not None:
+                    asked.append(number)
+        drafters = [drafters for number in asked if (drafters := going[number].drafters) is not None]
+        depths = [going[number].left - 1 for number in asked]
+        drafted = TextDrafters.propose(drafters, self._level, self.vocabulary, most, room, depths)
+        for number, tree in zip(asked, drafted, strict=True):
+            guide = going[number].guide
+            with self._failing(going[number]):
+                trees[number] = tree if guide is None else guide.prune(tree)
         return choose(trees, self.speculation.costs) if any(tree.tokens for tree in trees) else trees
 
-    def _draft(self, text: _Text, most: int, deepest: int) -> DraftTree:
-        if text.guide is not None and (forced := text.guide.forced(min(most, deepest))):
-            chances = [_FORCED**level for level in range(1, len(forced) + 1)]
-            return DraftTree(forced, list(range(-1, len(forced) - 1)), chances)
-        tree = NOTHING
-        if text.drafters is not None:
-            tree = text.drafters.propose(self._level, self.vocabulary, most, deepest)
-        return tree if text.guide is None else text.guide.prune(tree)
+    @contextmanager
+    def _failing(self, text: _Text) -> Iterator[None]:
+        """End a text with the error that is raised in the block."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(text, error)
 
     def _advance(self, texts: list[_Text], trees: list[DraftTree]) -> None:
         """Take a pass over the unread tokens of texts and their trees."""
@@ -430,10 +442,8 @@ class Engine:
         if text.drafters is not None:
             text.drafters.add(new.tokens)
         if text.guide is not None:
-            try:
+            with self._failing(text):
                 text.guide.add(new.tokens)
-            except Exception as error:
-                self._fail(text, error)
 
     @torch.inference_mode()
     def _pass(self, texts: list[_Text], trees: list[DraftTree]) -> list[_New]:

@@ -67,28 +67,61 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
         DataError: If logits are NaN or ``inf``, or all tokens of a row are forbidden.
     """
     logits = logits.float()
-    top = logits.amax(-1, keepdim=True)  # NaN is passed on
+    top, first = _most_likely(logits)
+    if sampling.temperature == 0:
+        return torch.zeros_like(logits).scatter_(-1, first, 1.0)
+    temperature = max(sampling.temperature, torch.finfo(torch.float32).tiny)  # smaller ones would be 0 here
+    chances = torch.softmax((logits - top) / temperature, -1)
+    if sampling.top_p == 1 and not sampling.top_k and not sampling.min_p:
+        return chances
+    ordered, order = _likeliest(chances, sampling)
+    ordered = ordered.masked_fill(_left_out(ordered, sampling), 0.0)
+    kept = torch.zeros_like(chances).scatter_(-1, order, ordered)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def _most_likely(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest logits ``[..., 1]`` and their tokens, the first of equal ones.
+
+    Raises:
+        DataError: If logits are NaN or ``inf``, or all tokens of a row are forbidden.
+    """
+    top, first = logits.max(-1, keepdim=True)  # NaN is passed on
     if not bool(top.isfinite().all()):
         raise DataError(
             "the model's logits are NaN or infinite",
             where="sampling",
             remedy="run the model in bfloat16 or float32; if that fails too, its weights are damaged",
         )
-    if sampling.temperature == 0:
-        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    temperature = max(sampling.temperature, torch.finfo(torch.float32).tiny)  # smaller ones would be 0 here
-    chances = torch.softmax((logits - top) / temperature, -1)
-    if sampling.top_p == 1 and not sampling.top_k and not sampling.min_p:
-        return chances
-    ordered, order = chances.sort(stable=True, dim=-1, descending=True)
+    return top, first
+
+
+_AT_FIRST = 256  # likeliest tokens, which are mostly all that can be drawn
+
+
+def _likeliest(chances: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Return probabilities from the largest down and their tokens, at least all that can be drawn.
+
+    Of equal ones the first comes first.
+    """
+    if chances.shape[-1] > 2 * _AT_FIRST:
+        order = chances.topk(_AT_FIRST, -1).indices.sort(-1).values
+        ordered, places = chances.gather(-1, order).sort(stable=True, dim=-1, descending=True)
+        # all that can be drawn is there, and all that equals the least of it
+        last = ordered.masked_fill(_left_out(ordered, sampling), 1.0).amin(-1)
+        if bool((last > ordered[..., -1]).all()):
+            return ordered, order.gather(-1, places)
+    return chances.sort(stable=True, dim=-1, descending=True)
+
+
+def _left_out(ordered: Tensor, sampling: Sampling) -> Tensor:
+    """Return which of the largest probabilities, from the largest down, are not drawn from, ``bool``."""
     before = ordered.cumsum(-1) - ordered  # probability of all more likely tokens
     left_out = (before >= sampling.top_p) | (ordered < sampling.min_p * ordered[..., :1])
     if sampling.top_k:
         left_out[..., sampling.top_k :] = True
     left_out[..., 0] = False  # where top_p is too small for float32
-    ordered = ordered.masked_fill(left_out, 0.0)
-    kept = torch.zeros_like(chances).scatter_(-1, order, ordered)
-    return kept / kept.sum(-1, keepdim=True)
+    return left_out
 
 
 def penalized(logits: Tensor, sampling: Sampling, texts: Sequence[Sequence[int]]) -> Tensor:
@@ -142,11 +175,12 @@ def draw_noise(seed: int, position: int, count: int, device: torch.device | str 
     """Return the random numbers that decide on the token at ``position``, exponential ``float32 [count]``.
 
     They depend on ``seed``, ``position`` and the kind of ``device`` alone, so that a text is the same in whatever
-    steps and beside whichever texts it is written.
+    steps and beside whichever texts it is written. As they are made of numbers of 24 bits, a token is drawn with its
+    probability up to about 1e-7.
     """
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {position}".encode()))  # generators use 32 bits
-    noise = torch.empty(count, device=device).exponential_(generator=generator)
-    return noise.clamp_(min=torch.finfo(torch.float32).tiny)
+    uniform = torch.empty(count, device=device).uniform_(generator=generator).clamp_(min=2**-25)
+    return uniform.log_().neg_().clamp_(min=2**-25)  # several times as fast as exponential_
 
 
 def sample(logits: Tensor, sampling: Sampling, noise: Tensor | None = None) -> Tensor:
@@ -159,5 +193,6 @@ def sample(logits: Tensor, sampling: Sampling, noise: Tensor | None = None) -> T
     Raises:
         DataError: If logits are NaN or ``inf``, or all tokens of a row are forbidden.
     """
-    chances = probabilities(logits, sampling)
-    return (chances if noise is None else chances / noise).argmax(-1)
+    if noise is None or sampling.temperature == 0:
+        return _most_likely(logits.float())[1].squeeze(-1)
+    return (probabilities(logits, sampling) / noise).argmax(-1)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, pairwise
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -65,6 +65,31 @@ class ReadsFeatures(Protocol):
         They come in order, before :meth:`Drafter.add` gives the tokens that follow. Some may be left out, as those of a
         prompt's beginning that another text had read.
         """
+
+
+class DraftsTogether(Protocol):
+    """What drafts for several texts at a time."""
+
+    def propose(self, drafters: Any, most: int, room: int, deepest: Sequence[int]) -> list[DraftTree | Exception]:
+        """Return the tree of each text, or what failed.
+
+        Args:
+            drafters: Drafters of the texts.
+            most: Largest number of tokens of a tree.
+            room: Number of tokens of all trees, beyond which the less likely ones are not asked for.
+            deepest: Largest number of levels of each tree.
+        """
+
+
+@runtime_checkable
+class IsDraftedTogether(Protocol):
+    """A drafter whose text is drafted together with others.
+
+    Attributes:
+        together: What drafts for all of them.
+    """
+
+    together: DraftsTogether
 
 
 _LONGEST_MATCH = 8
@@ -181,16 +206,17 @@ def joined(trees: Sequence[DraftTree], most: int) -> DraftTree:
     return tree_of(chances, most)
 
 
-_RETRY = 32  # passes after which drafters that were not worth their time are asked once more
+_RETRY = 32  # passes after which what was not worth its time is tried once more
 _FORGET = 0.95  # weight of what was known, at each pass
 _TRIALS = 3  # passes by which a level is judged first
+_INHERITED = 0.2  # weight of what is known of other numbers of texts
 
 
 @dataclass
 class _LevelRate:
-    """Tokens and seconds of the passes of a level, the last ones of which weigh most, and their number."""
+    """What passes of a level gave and took, the last ones of which weigh most, and their number."""
 
-    tokens: float = 0.0
+    worth: float = 0.0
     seconds: float = 0.0
     passes: int = 0
 
@@ -198,9 +224,8 @@ class _LevelRate:
 class DraftLevels:
     """How many of the drafters to ask, by the tokens a second that passes gave so far.
 
-    Level ``k`` asks the first ``k`` drafters. What passes without drafts would give is known from the times of passes
-    and from how much longer passes take at present; other levels are tried. Numbers of texts up to the next power of
-    two share what is known.
+    Level ``k`` asks the first ``k`` drafters, level 0 none. Each is tried at first, and once more now and then. Numbers
+    of texts up to the next power of two share what is known, and begin with what is known of others.
 
     Args:
         drafters: Number of drafters.
@@ -220,14 +245,13 @@ class DraftLevels:
             return 0
         known = self._of(texts)
         self._passes[texts.bit_length()] = count = self._passes.get(texts.bit_length(), 0) + 1
-        untried = [level for level in range(self._most, 0, -1) if known[level - 1].passes < _TRIALS]
-        if untried:
-            return untried[0]
-        rates = [texts / (self._costs[texts - 1] * self._load / self._cost)]
-        rates += [one.tokens / one.seconds for one in known]
-        if count % _RETRY < self._most:
-            return 1 + count % _RETRY
-        return max(range(len(rates)), key=lambda level: rates[level])
+        levels = range(self._most, -1, -1)
+        for level in levels:
+            if known[level].passes < _TRIALS:
+                return level
+        if count % _RETRY <= self._most:
+            return count % _RETRY
+        return max(levels, key=lambda level: known[level].worth / known[level].seconds)
 
     def note(self, texts: int, level: int, rows: int, tokens: float, drafting: float, passing: float) -> None:
         """Take note of a pass.
@@ -240,16 +264,24 @@ class DraftLevels:
             drafting: Seconds of drafting.
             passing: Seconds of the pass.
         """
-        if rows <= len(self._costs):
-            self._load = _FORGET * self._load + passing
-            self._cost = _FORGET * self._cost + self._costs[rows - 1]
-        if level:
-            own = self._of(texts)[level - 1]
-            own.tokens, own.seconds = _FORGET * own.tokens + tokens, _FORGET * own.seconds + drafting + passing
-            own.passes += 1
+        if rows > len(self._costs):
+            return
+        self._load = _FORGET * self._load + passing
+        self._cost = _FORGET * self._cost + self._costs[rows - 1]
+        own = self._of(texts)[level]  # texts that come or go and a machine that is busy at times change all levels alike
+        own.worth = _FORGET * own.worth + tokens * self._costs[texts - 1] / texts
+        own.seconds = _FORGET * own.seconds + (drafting + passing) * self._cost / self._load
+        own.passes += 1
 
     def _of(self, texts: int) -> list[_LevelRate]:
-        return self._known.setdefault(texts.bit_length(), [_LevelRate() for _ in range(self._most)])
+        number = texts.bit_length()
+        if number not in self._known:
+            near = min(self._known, key=lambda other: abs(other - number), default=None)
+            others = [_LevelRate() for _ in range(self._most + 1)] if near is None else self._known[near]
+            self._known[number] = [
+                _LevelRate(_INHERITED * one.worth, _INHERITED * one.seconds, one.passes) for one in others
+            ]
+        return self._known[number]
 
 
 @dataclass(frozen=True)
@@ -303,21 +335,29 @@ class TextDrafters:
                 with self._dropping(place):
                     drafter.see(position, torch.cat([tapped[rows] for tapped in taps.values()], 1))
 
-    def propose(self, level: int, vocabulary: int, most: int, deepest: int) -> DraftTree:
-        """Return the tree of the first ``level`` drafters.
+    @staticmethod
+    def propose(
+        texts: Sequence[TextDrafters], level: int, vocabulary: int, most: int, room: int, deepest: Sequence[int]
+    ) -> list[DraftTree]:
+        """Return the trees of texts, each that of its first drafters.
 
         Args:
+            texts: Drafters of each text.
             level: Number of drafters to ask.
             vocabulary: Number of ids.
-            most: Largest number of tokens.
-            deepest: Largest number of tokens on one path.
+            most: Largest number of tokens of a tree.
+            room: Number of drafted tokens of all texts that a pass can take.
+            deepest: Largest number of levels of each tree.
         """
-        trees = []
-        for place, drafter in enumerate(self._drafters[:level]):
-            if drafter is not None:
-                with self._dropping(place):
-                    trees.append(checked(drafter.propose(most, deepest), vocabulary, most, deepest))
-        return joined(trees, most)
+        found: list[list[DraftTree]] = [[] for _ in texts]
+        for place in range(level):
+            drafters = {number: one for number, text in enumerate(texts) if (one := text._drafters[place]) is not None}
+            for number, tree in _asked(drafters, most, room, deepest).items():
+                with texts[number]._dropping(place):
+                    if isinstance(tree, Exception):
+                        raise tree
+                    found[number].append(checked(tree, vocabulary, most, deepest[number]))
+        return [joined(trees, most) for trees in found]
 
     @contextmanager
     def _dropping(self, place: int) -> Iterator[None]:
@@ -326,6 +366,30 @@ class TextDrafters:
         except Exception as error:
             self._drafters[place] = None
             warnings.warn(f"{self._name} goes on without a drafter, which failed: {error}", stacklevel=5)
+
+
+def _asked(
+    drafters: Mapping[int, Drafter], most: int, room: int, deepest: Sequence[int]
+) -> dict[int, DraftTree | Exception]:
+    """Return the trees of the drafters of some texts, by the number of the text, or what failed."""
+    found = dict[int, DraftTree | Exception]()
+    groups = dict[int, tuple[DraftsTogether, list[int]]]()
+    for number, drafter in drafters.items():
+        if isinstance(drafter, IsDraftedTogether):
+            groups.setdefault(id(drafter.together), (drafter.together, []))[1].append(number)
+            continue
+        try:
+            found[number] = drafter.propose(most, deepest[number])
+        except Exception as error:
+            found[number] = error
+    for together, numbers in groups.values():
+        own = [drafters[number] for number in numbers]
+        try:
+            trees = together.propose(own, most, room, [deepest[number] for number in numbers])
+        except Exception as error:
+            trees = [error] * len(own)
+        found.update(zip(numbers, trees, strict=True))
+    return found
 
 
 def checked(tree: DraftTree, vocabulary: int, most: int, deepest: int) -> DraftTree:
