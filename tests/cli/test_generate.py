@@ -63,7 +63,7 @@ def test_drafts_change_the_number_of_passes_alone(cli, folder):
     done = cli(*words, "--drafter", "eagle")
     assert (done.code, done.out) == (2, "")
     assert "unknown drafter 'eagle'" in done.err
-    assert "choose none, ngram, smollm2-head, or a file" in done.err
+    assert "choose auto, none, ngram, smollm2-head, or a file" in done.err
 
 
 def test_what_is_not_utf8_is_named_by_its_place_in_the_prompt(cli, folder, tmp_path, monkeypatch):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cordillera.models.language.checkpoints.drafter_file import write_drafter
 from cordillera.models.language.draft_model import DraftConfig, DraftModel
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.models.language.stages import LlamaStage
-from cordillera.serving.language import draft_models
+from cordillera.serving.language import draft_models, language_model
 from cordillera.serving.language.draft_models import ModelDrafter, ModelDrafts
 from cordillera.serving.language.engine import Engine, Generated
 from cordillera.serving.language.generation import generate
@@ -95,6 +97,33 @@ def test_a_text_that_waits_outside_goes_on_with_its_drafter() -> None:
         found += engine.step()
     assert texts(found, 3) == texts(plain, 3)
     assert engine.counts.set_aside > 0
+
+
+def test_auto_takes_what_ships_for_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    files = {}
+    for name, model in (("own", HALF), ("other", Llama(HALF.config))):
+        draft = drafter_for(HALF)
+        tensors = {f"draft.{key}": value for key, value in draft.named_parameters()}
+        weights = {**tensors, "embedding.weight": model.embedding.weight.detach()}
+
+        class Held:
+            config = HALF.config.model_copy(update={"draft": draft.config})
+            path = tmp_path
+
+            def read(self, key: str, out: torch.Tensor, weights: dict[str, torch.Tensor] = weights) -> None:
+                out.copy_(weights[key])
+
+        source: Any = Held()
+        files[name] = tmp_path / f"{name}.safetensors"
+        write_drafter(source, files[name], {})
+    for shipped in ({"other": files["other"]}, {"other": files["other"], "own": files["own"]}):
+        monkeypatch.setattr(language_model, "shipped_drafters", lambda shipped=shipped: shipped)
+        found = language_model.drafters_for(HALF)
+        assert [one and one.path.stem for one in found] == [None, *(["own"] if "own" in shipped else [])]
+        speculation = language_model.make_speculation(HALF, found, FREE)
+        assert len(speculation.drafters) == len(shipped)
+        plain = list(generate(HALF, [[1, 2]], 9, sampling=GREEDY))
+        assert texts(list(generate(HALF, [[1, 2]], 9, sampling=GREEDY, speculation=speculation)), 1) == texts(plain, 1)
 
 
 def begun(drafts: ModelDrafts, prompts: list[list[int]]) -> list[ModelDrafter]:

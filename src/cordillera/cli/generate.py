@@ -47,10 +47,10 @@ def generate(
     drafter: Annotated[
         str,
         typer.Option(
-            help="What drafts tokens, several of which are checked in one pass: ngram (text that repeats itself), "
-            "a file of a trained drafter, both joined by +, or none."
+            help="What drafts tokens, several of which are checked in one pass: ngram (text that repeats itself), a "
+            "file of a trained drafter, both joined by +, none, or auto: ngram and what ships for the model."
         ),
-    ] = "ngram",
+    ] = "auto",
     fp8: Annotated[
         bool, typer.Option("--fp8", help="Feed-forward nets in FP8; emulated where the device has none.")
     ] = (False),

@@ -30,7 +30,7 @@ def serve(
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of language models' weights: bfloat16, float16 or float32.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    drafter: Annotated[str, typer.Option(help="ngram, a trained drafter's file, both (+), or none.")] = "ngram",
+    drafter: Annotated[str, typer.Option(help="auto, ngram, a trained drafter's file, both (+), or none.")] = "auto",
     quantized: Annotated[
         bool, typer.Option("--quantized", help="Ranking runs as `cordillera quantize` made them.")
     ] = False,

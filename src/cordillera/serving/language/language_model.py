@@ -21,7 +21,7 @@ from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.data.tokenizers.tokenizer import StreamDecoder, check_text
 from cordillera.errors import CheckpointError, DataError, DependencyError
 from cordillera.models.language.checkpoints import open_checkpoint, read_model
-from cordillera.models.language.checkpoints.drafter_file import DrafterFile, drafter_of, read_drafter
+from cordillera.models.language.checkpoints.drafter_file import DrafterFile, drafter_of, is_for, read_drafter
 from cordillera.models.language.checkpoints.first_sight import compare_with_first_sight, record_of
 from cordillera.models.language.llama import Llama
 from cordillera.numerics.quantization.fp8_rows import multiplies_fp8
@@ -91,8 +91,8 @@ class LanguageModel:
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
         tokenizer: File or folder; None for the tokenizer of the checkpoint, or of the run's text.
         drafter: What drafts tokens that the model then checks several at a time: ``ngram`` (text that repeats itself),
-            the name or file of a drafter that was trained for the model, both joined by ``+``, or ``none``. Texts are
-            the same with and without.
+            the name or file of a drafter that was trained for the model, both joined by ``+``, ``none``, or ``auto``:
+            ``ngram`` and, if the package has one for the model, a trained drafter. Texts are the same with and without.
         fp8: Whether feed-forward nets are computed in FP8, as
             :func:`~cordillera.serving.language.generation.fp8_feed_forward` says; texts change. Devices without FP8
             emulate it, which a warning says.
@@ -111,13 +111,13 @@ class LanguageModel:
         dtype: str = "bfloat16",
         device: str = "auto",
         tokenizer: str | Path | None = None,
-        drafter: str = "ngram",
+        drafter: str = "auto",
         fp8: bool = False,
     ) -> None:
         if dtype not in DTYPES:
             raise DataError(f"unknown dtype {dtype!r}", where="dtype", remedy=f"choose one of {', '.join(DTYPES)}")
         self._fp8 = fp8
-        self._drafters = find_drafters(drafter)
+        self._drafters = None if drafter == "auto" else find_drafters(drafter)
         self.dtype, self.device = DTYPES[dtype], _device(device)
         self.path = find_model(name)
         self._source = open_checkpoint(self.path)
@@ -165,7 +165,8 @@ class LanguageModel:
         Raises:
             CheckpointError: If a drafter's file is damaged, or of another model.
         """
-        return make_speculation(self.model, self._drafters) if self._drafters else None
+        drafters = drafters_for(self.model) if self._drafters is None else self._drafters
+        return make_speculation(self.model, drafters) if drafters else None
 
     @cached_property
     def guides(self) -> Guides:
@@ -284,7 +285,7 @@ def load_language_model(
     dtype: str = "bfloat16",
     device: str = "auto",
     tokenizer: str | Path | None = None,
-    drafter: str = "ngram",
+    drafter: str = "auto",
     fp8: bool = False,
 ) -> LanguageModel:
     """Open a checkpoint with its tokenizer and read its weights.
@@ -294,7 +295,7 @@ def load_language_model(
         dtype: Data type of weights and activations: ``bfloat16``, ``float16`` or ``float32``.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
         tokenizer: File or folder; None for the tokenizer of the checkpoint, or of the run's text.
-        drafter: ``ngram``, a trained drafter, both, or ``none``, as in :class:`LanguageModel`.
+        drafter: What drafts tokens, as in :class:`LanguageModel`.
         fp8: Whether feed-forward nets are computed in FP8, as in :class:`LanguageModel`.
 
     Raises:
@@ -389,11 +390,17 @@ def find_drafters(names: str) -> list[DrafterFile | None]:
         elif path.is_file():
             found.append(read_drafter(path))
         else:
-            remedy = f"choose none, ngram, {', '.join(shipped)}, or a file of `cordillera export-drafter`"
+            remedy = f"choose auto, none, ngram, {', '.join(shipped)}, or a file of `cordillera export-drafter`"
             raise DataError(f"unknown drafter {name!r}", where="drafter", remedy=remedy)
     if len({one is None for one in found}) < len(found):
         raise DataError(f"{names!r} joins drafters of one kind", where="drafter", remedy="join ngram and one other")
     return found
+
+
+def drafters_for(model: Llama) -> list[DrafterFile | None]:
+    """Return ``ngram`` and, if the package has one that was trained for the model, that drafter."""
+    shipped = (read_drafter(path) for path in shipped_drafters().values())
+    return [None, *(file for file in shipped if is_for(file, model))][:2]
 
 
 def make_speculation(

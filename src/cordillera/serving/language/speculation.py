@@ -268,7 +268,9 @@ class DraftLevels:
             return
         self._load = _FORGET * self._load + passing
         self._cost = _FORGET * self._cost + self._costs[rows - 1]
-        own = self._of(texts)[level]  # texts that come or go and a machine that is busy at times change all levels alike
+        own = self._of(texts)[
+            level
+        ]  # texts that come or go and a machine that is busy at times change all levels alike
         own.worth = _FORGET * own.worth + tokens * self._costs[texts - 1] / texts
         own.seconds = _FORGET * own.seconds + (drafting + passing) * self._cost / self._load
         own.passes += 1

@@ -42,7 +42,8 @@ class ServerConfig:
         api_key: Key that requests need; None if they need none.
         dtype: Data type of language models' weights: ``bfloat16``, ``float16`` or ``float32``.
         device: ``auto``, ``cpu`` or ``cuda``.
-        drafter: What drafts tokens: ``ngram``, the file of a trained drafter, both joined by ``+``, or ``none``.
+        drafter: What drafts tokens: ``auto``, ``ngram``, the file of a trained drafter, both joined by ``+``, or
+            ``none``.
         quantized: Whether ranking runs are served as ``cordillera quantize`` made them.
         fp8: Whether feed-forward nets of language models are computed in FP8.
         texts: Texts that a model writes at a time, at most 32.
@@ -58,7 +59,7 @@ class ServerConfig:
     api_key: str | None = None
     dtype: str = "bfloat16"
     device: str = "auto"
-    drafter: str = "ngram"
+    drafter: str = "auto"
     quantized: bool = False
     fp8: bool = False
     texts: int = TOGETHER

@@ -94,7 +94,7 @@ def drafter_of(file: DrafterFile, model: Llama) -> DraftModel:
         CheckpointError: If it was trained for another model, or weights are missing, of another shape, or not finite.
     """
     weight, where = model.embedding.weight, str(file.path)
-    if file.draft.vocabulary > len(weight) or file.model != _digest(weight):
+    if not is_for(file, model):
         raise CheckpointError(
             "was trained for another model", where=where, remedy="use it with that one, or draft by ngram"
         )
@@ -111,6 +111,12 @@ def drafter_of(file: DrafterFile, model: Llama) -> DraftModel:
     weights = {name: tensor.to(weight.device, weight.dtype) for name, tensor in file.tensors.items()}
     drafter.load_state_dict(weights, assign=True)
     return drafter.eval().requires_grad_(False)
+
+
+def is_for(file: DrafterFile, model: Llama) -> bool:
+    """Return whether a drafter was trained for a model, or for one with its embeddings."""
+    weight = model.embedding.weight
+    return file.draft.vocabulary <= len(weight) and file.model == _digest(weight)
 
 
 def _with_draft(config: LlamaConfig, draft: DraftConfig) -> LlamaConfig:
