@@ -40,7 +40,7 @@ def test_pieces_together_are_the_completions(folder: Path) -> None:
 
 
 def test_one_text_is_one_prompt(folder: Path) -> None:
-    model = LanguageModel(folder, dtype="float32")
+    model = LanguageModel(folder, dtype="float32", drafter="none")
     assert model.generate("the cat", max_new_tokens=5, sampling=GREEDY) == model.generate(
         ["the cat"], max_new_tokens=5, sampling=GREEDY
     )

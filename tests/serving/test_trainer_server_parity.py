@@ -72,7 +72,7 @@ def _written(
     """Whole texts, and the log-probabilities of their new tokens."""
     engine = Engine(model, texts=texts, speculation=speculation)
     for number, prompt in enumerate(prompts):
-        own = sampling.model_copy(update={"seed": number})
+        own = sampling.model_copy(update={"seed": 20 + number})
         engine.add(prompt, COUNT, sampling=own, logprobs=0)
     whole, found = [list(prompt) for prompt in prompts], [list[float]() for _ in prompts]
     while engine.waiting or engine.running:
