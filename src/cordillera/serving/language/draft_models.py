@@ -125,18 +125,20 @@ class ModelDrafts:
         Returns:
             Features of the last pair of each text and of its unknown tokens, ``[1 + unknown, hidden]``.
         """
-        embedded, features, keeps = list[Tensor](), list[Tensor](), list[int]()
-        for number, drafter in enumerate(drafters):
-            tokens, tapped = drafter.take()
-            embedded.append(self._embed(tokens))
-            features.append(self.draft.fused(tapped))
-            keeps.append(len(tokens))
-            if unknown is not None and self.draft.mask is not None:
-                embedded.append(self.draft.mask.expand(unknown[number], -1))
-                features[-1] = torch.cat([features[-1], features[-1][-1:].expand(unknown[number], -1)])
-            if self._cache.lengths[drafter.slot] + len(features[-1]) > self._most:
+        taken = [drafter.take() for drafter in drafters]
+        keeps = [len(tokens) for tokens, _ in taken]
+        features = list(self.draft.fused(torch.cat([tapped for _, tapped in taken])).split(keeps))
+        embedded = self._embed([token for tokens, _ in taken for token in tokens])
+        if unknown is not None and self.draft.mask is not None:
+            parts = list[Tensor]()
+            for number, known in enumerate(embedded.split(keeps)):
+                parts += [known, self.draft.mask.expand(unknown[number], -1)]
+                features[number] = torch.cat([features[number], features[number][-1:].expand(unknown[number], -1)])
+            embedded = torch.cat(parts)
+        for drafter, own in zip(drafters, features, strict=True):
+            if self._cache.lengths[drafter.slot] + len(own) > self._most:
                 self._cache.clear(drafter.slot)
-        x = self._run(drafters, torch.cat(embedded), features, keeps=keeps)
+        x = self._run(drafters, embedded, features, keeps=keeps)
         return [rows[kept - 1 :] for rows, kept in zip(x.split([len(own) for own in features]), keeps, strict=True)]
 
     def _run(
