@@ -102,6 +102,42 @@ def drafts() -> str:
     )
 
 
+def packed_drafts() -> str:
+    """Return rates with packed weights, over bfloat16 without drafts and over llama.cpp if it was there."""
+    ratios = {
+        "int4_over_off": "int4 over bfloat16",
+        "int4_with_drafts_over_off": "with drafts",
+        "int4_over_llama_cpp": "int4 over llama.cpp",
+        "int4_with_drafts_over_llama_cpp": "with drafts",
+    }
+    rates = {"off": "bfloat16, tokens/s", "int4": "int4", "int4 with drafts": "with drafts", "llama.cpp": "llama.cpp"}
+    found = results("speculation-ngram")["results"]
+    first = next(iter(found.values()))
+    ratios = {key: title for key, title in ratios.items() if key in first["wall"]}
+    rates = {key: title for key, title in rates.items() if key in first["tokens_per_s"]}
+    rows = []
+    for name, one in found.items():
+        own = [one["wall"][key] for key in ratios]
+        cells = [f"{ratio['mean']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})" for ratio in own]
+        cells.append(f"{one['tokens_a_pass']['int4 with drafts']:.2f}")
+        rows.append([name, *cells, *(f"{one['tokens_per_s'][key]:.0f}" for key in rates)])
+    return table(["set", *ratios.values(), "tokens a pass", *rates.values()], rows)
+
+
+def packed_weights() -> str:
+    """Return generation with packed weights beside bfloat16."""
+    rows = []
+    for one in results("llama-packed")["results"]:
+        rates = [f"{one['tokens_per_s'][dtype]['median']:.1f} tokens/s" for dtype in ("bfloat16", "int4")]
+        rows.append([str(one["texts"]), *spread(one["times_bfloat16"]), *rates])
+    return table(["texts at a time", "int4 over bfloat16", "quartiles", "bfloat16", "int4"], rows)
+
+
+def packed_bytes(dtype: str) -> str:
+    """Return the MiB of matrices that a pass reads."""
+    return f"{results('llama-packed')['pass_bytes'][dtype] / MEBI:.0f}"
+
+
 def trained() -> str:
     """Return rates with trained drafters over rates without drafts."""
     found = results("speculation-trained")
@@ -335,8 +371,12 @@ FIGURES: Figures = {
     "llama-peer": peer_version,
     "llama-regret": regret,
     "llama-loading": loading,
+    "llama-packed": packed_weights,
+    "llama-packed-bytes": partial(packed_bytes, "int4"),
+    "llama-plain-bytes": partial(packed_bytes, "bfloat16"),
     "llama-training": training,
     "speculation-ngram": drafts,
+    "speculation-packed": packed_drafts,
     "speculation-tokens": lambda: str(results("speculation-ngram")["new_tokens"]),
     "speculation-prompts": lambda: str(results("speculation-ngram")["results"]["sum"]["prompts"]),
     "speculation-batches": batches,

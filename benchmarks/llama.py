@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import typer
+from _llama_packed import packed
 from _llama_peer import PeerUnavailable, transformers_llama
 from _program import Program
 from _tables import print_notes
@@ -40,6 +41,7 @@ class Part(str, enum.Enum):
 
     generation = "generation"
     loading = "loading"
+    packed = "packed"
     training = "training"
 
 
@@ -178,9 +180,10 @@ def _loading(console: Console, quick: bool) -> dict[str, Any]:
 PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {
     Part.generation: _generation,
     Part.loading: _loading,
+    Part.packed: packed,
     Part.training: training,
 }
-OF_SMOLLM2 = (Part.generation, Part.loading)
+OF_SMOLLM2 = (Part.generation, Part.loading, Part.packed)
 
 
 def _left_out(part: Part) -> None:

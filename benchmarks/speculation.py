@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import math
@@ -47,8 +48,7 @@ SETS = {
     "alpaca": "instructions",
     "mt_bench": "chat",
 }
-EACH, NEW_TOKENS, LOOKUP = 20, 128, 5
-TRAINED_EACH = 10  # prompts of each set for trained drafters
+EACH, NEW_TOKENS, LOOKUP = 10, 128, 5
 TARGETS = {"humaneval": 1.3, "sum": 1.3, "mt_bench": 0.97}
 ARRIVALS = 7  # seed of the times between requests
 TOGETHER, REQUESTS, BATCH_TOKENS, BATCH_ROUNDS = (1, 2, 4, 8, 16), 16, 64, 2
@@ -66,7 +66,8 @@ SCHEMA = {
 }
 TARGET_OFF = 1.25  # multiple of transformers' rate without drafts
 GREEDY = Sampling(temperature=0)
-OTHERS = ("transformers", "prompt lookup")
+OTHERS = ("transformers", "prompt lookup", "llama.cpp")
+PACKED = ("int4_over_off", "int4_with_drafts_over_off", "int4_over_llama_cpp", "int4_with_drafts_over_llama_cpp")
 DRAFTERS = Path(__file__).resolve().parent / "drafters"  # files that are measured beside the shipped ones
 TARGET_TRAINED, TARGET_PASS = 1.6, 2.0
 
@@ -114,20 +115,48 @@ def _generated(
     return [one.token for one in found], found[-1].forward + 1
 
 
+class LlamaCpp:
+    """llama.cpp's greedy generation with the codes of the same file, of which it rounds activations to eight bits.
+
+    Raises:
+        ImportError: If ``llama-cpp-python`` is not installed.
+    """
+
+    def __init__(self, ours: LanguageModel) -> None:
+        import llama_cpp
+
+        threads = torch.get_num_threads()
+        self.model = llama_cpp.Llama(
+            str(ours.path), n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False
+        )
+        self.stop = ours.tokenizer.stop_ids
+
+    def __call__(self, ids: list[int], tokens: int) -> tuple[list[int], int]:
+        self.model.reset()
+        found: list[int] = []
+        for token in self.model.generate(ids, temp=0.0):
+            found.append(token)
+            if token in self.stop or len(found) == tokens:
+                break
+        return found, len(found)
+
+
 def _contenders(ours: LanguageModel, tokens: int) -> dict[str, Callable[[list[int]], tuple[list[int], int]]]:
     """Functions from a prompt's ids to the new tokens and the number of passes."""
-    speculation = ours.speculation
+    packed = load_language_model("smollm2", device="cpu", dtype="int4")
     peer = Peer(ours)
-
-    def by_ours(ids: list[int], drafts: bool) -> tuple[list[int], int]:
-        return _generated(ours, ids, tokens, speculation if drafts else None)
-
-    return {
-        "off": lambda ids: by_ours(ids, False),
-        "ngram": lambda ids: by_ours(ids, True),
+    found: dict[str, Callable[[list[int]], tuple[list[int], int]]] = {
+        "off": lambda ids: _generated(ours, ids, tokens, None),
+        "ngram": lambda ids: _generated(ours, ids, tokens, ours.speculation),
+        "int4": lambda ids: _generated(packed, ids, tokens, None),
+        "int4 with drafts": lambda ids: _generated(packed, ids, tokens, packed.speculation),
         "transformers": lambda ids: peer(ids, tokens, None),
         "prompt lookup": lambda ids: peer(ids, tokens, LOOKUP),
     }
+    with contextlib.suppress(ImportError):
+        other = LlamaCpp(ours)
+        found["llama.cpp"] = lambda ids: other(ids, tokens)
+    return found
 
 
 def _measured(contenders: dict[str, Callable[[list[int]], tuple[list[int], int]]], ids: list[int], turn: int) -> Any:
@@ -161,12 +190,18 @@ def _summary(rows: list[Any], key: str) -> dict[str, Any]:
     def ratio(one: str, other: str) -> dict[str, float]:
         return _ratio([(row[one]["tokens"] / row[one][key], row[other]["tokens"] / row[other][key]) for row in rows])
 
-    return {
+    found = {
         "off_over_transformers": ratio("off", "transformers"),
         "ngram_over_off": ratio("ngram", "off"),
         "lookup_over_transformers": ratio("prompt lookup", "transformers"),
         "ngram_over_lookup": ratio("ngram", "prompt lookup"),
+        "int4_over_off": ratio("int4", "off"),
+        "int4_with_drafts_over_off": ratio("int4 with drafts", "off"),
     }
+    if "llama.cpp" in rows[0]:
+        found["int4_over_llama_cpp"] = ratio("int4", "llama.cpp")
+        found["int4_with_drafts_over_llama_cpp"] = ratio("int4 with drafts", "llama.cpp")
+    return found
 
 
 def _ngram(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
@@ -190,7 +225,7 @@ def _ngram(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, A
             rows.append(row)
         passes = {
             one: sum(row[one]["tokens"] for row in rows) / sum(row[one]["forwards"] for row in rows)
-            for one in ("ngram", "prompt lookup")
+            for one in ("ngram", "int4 with drafts", "prompt lookup")
         }
         rates = {
             one: sum(row[one]["tokens"] for row in rows) / sum(row[one]["seconds"] for row in rows)
@@ -224,7 +259,16 @@ def _ngram(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, A
         "ratios: geometric means over prompts of tokens a second, with 95 % intervals; reading the prompt counts",
         "the texts with and without drafts are compared token by token, and are the same",
         f"lookup: transformers' prompt_lookup_num_tokens = {LOOKUP}",
+        "int4: the codes of the file, with the same texts; drafts by n-grams and the shipped head",
     ]
+    table = Table(title="weights in the codes of the file, over bfloat16 without drafts", title_justify="left")
+    for heading in ("set", "int4", "with drafts", "int4 over llama.cpp", "with drafts", "tokens/s", "of llama.cpp"):
+        table.add_column(heading)
+    for name, one in results.items():
+        shown = [f"{one['wall'][key]['mean']:.2f}" if key in one["wall"] else "" for key in PACKED]
+        rates = [f"{one['tokens_per_s'].get(key, 0.0):.0f}" for key in ("int4 with drafts", "llama.cpp")]
+        table.add_row(name, *shown, *rates)
+    console.print(table)
     print_notes(console, notes)
     return {
         "evidence": "measured",
@@ -238,7 +282,7 @@ def _ngram(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, A
 
 def _trained(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
     """Compare trained drafters, alone and with n-grams, with no drafts."""
-    each, tokens = (1, 8) if quick else (TRAINED_EACH, NEW_TOKENS)
+    each, tokens = (1, 8) if quick else (EACH, NEW_TOKENS)
     ours = load_language_model("smollm2", device="cpu", drafter="none")
     costs = measure_costs(ours.model)
     files = {**shipped_drafters(), **{path.stem: path for path in sorted(DRAFTERS.glob("*.safetensors"))}}

@@ -36,3 +36,11 @@ def test_loading_is_timed_and_its_memory_counted(tmp_path: Path) -> None:
     for one in results.values():
         assert one["seconds"]["median"] > 0
         assert one["peak_over_size"]["median"] > 0.9
+
+
+@pytest.mark.slow
+def test_packed_weights_write_the_same_text_from_fewer_bytes(tmp_path: Path) -> None:
+    found = part_of(llama, "packed", tmp_path)
+    assert 0.3 < found["pass_bytes"]["int4"] / found["pass_bytes"]["bfloat16"] < 0.4
+    assert [one["texts"] for one in found["results"]] == [1, 4, 16]
+    assert all(one["times_bfloat16"]["median"] > 0 for one in found["results"])

@@ -13,7 +13,7 @@ _Prompts = Annotated[
 ]
 _Most = Annotated[int | None, typer.Option("--most", min=1, help="Prompts to answer. Default: all.")]
 _Tokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="For each answer.")]
-_Dtype = Annotated[str, typer.Option(help="Of the answering model: bfloat16, float16 or float32.")]
+_Dtype = Annotated[str, typer.Option(help="Of the answering model: bfloat16, float16, float32, int8 or int4.")]
 _Seed = Annotated[int, typer.Option(min=0, help="The same seed draws the same answers.")]
 
 

@@ -15,7 +15,7 @@ def write_chats(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="For each answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="Of the answers; 0 takes the most likely tokens.")] = 0.6,
     seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same chats.")] = 0,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32, int8 or int4.")] = "bfloat16",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
 ) -> None:
     """Let a chat model ask itself questions and answer them, as data for training its drafter."""

@@ -41,7 +41,7 @@ def generate(
         typer.Option("--chat/--raw", help="Answer as in a chat, or continue the text. Default: as trained."),
     ] = None,
     system: Annotated[str | None, typer.Option(help="Instructions that the chat begins with.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of the weights: bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Of weights: auto, bfloat16, float16, float32, int8 or int4.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer's file. Default: the checkpoint's.")] = None,
     drafter: Annotated[

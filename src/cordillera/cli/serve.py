@@ -28,7 +28,9 @@ def serve(
         Path | None,
         typer.Option(help="File with the key that requests need. Default: CORDILLERA_API_KEY, if it is set."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of language models' weights: bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="Of language models' weights: auto, bfloat16, float16, float32, int8 or int4.")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     drafter: Annotated[str, typer.Option(help="auto, ngram, a trained drafter's file, both (+), or none.")] = "auto",
     quantized: Annotated[

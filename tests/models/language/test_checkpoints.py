@@ -523,7 +523,7 @@ def test_a_path_without_a_checkpoint_is_named(tmp_path: Path) -> None:
 # GGUF: files written by the library that llama.cpp publishes, from the definition of its layout.
 
 
-def _write_gguf(model: Llama, path: Path, **changes: Any) -> Path:
+def write_gguf(model: Llama, path: Path, **changes: Any) -> Path:
     gguf = pytest.importorskip("gguf")
     config, kind = model.config, changes.pop("kind", "F32")
     writer = gguf.GGUFWriter(path, changes.pop("architecture", "llama"))
@@ -577,7 +577,7 @@ def _write_gguf(model: Llama, path: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize("settings", [{}, {"tied": True, "rope_scaling": RopeScaling(factor=32.0)}], ids=["3", "3.2"])
 def test_gguf_holds_the_same_model(make_llama: MakeLlama, tmp_path: Path, settings: dict[str, Any]) -> None:
     model = make_llama(**settings)
-    _, back = load(_write_gguf(model, tmp_path / "model.gguf"))
+    _, back = load(write_gguf(model, tmp_path / "model.gguf"))
     assert _same(back, model)
     assert _same(load(tmp_path)[1], model)  # the only one in a folder
 
@@ -585,7 +585,7 @@ def test_gguf_holds_the_same_model(make_llama: MakeLlama, tmp_path: Path, settin
 @pytest.mark.parametrize(("kind", "error"), [("F16", 1e-3), ("BF16", 5e-3), ("Q8_0", 1e-2), ("Q4_0", 0.15)])
 def test_quantised_gguf_is_dequantised(make_llama: MakeLlama, tmp_path: Path, kind: str, error: float) -> None:
     model = make_llama(ffn=64)
-    _, back = load(_write_gguf(model, tmp_path / "model.gguf", kind=kind), torch.float32)
+    _, back = load(write_gguf(model, tmp_path / "model.gguf", kind=kind), torch.float32)
     for a, b in zip(back.parameters(), model.parameters(), strict=True):
         assert (a - b).abs().max() <= error * b.abs().max()
 
@@ -608,11 +608,11 @@ def test_what_is_wrong_in_gguf_is_said(
 ) -> None:
     model = make_llama(rope_scaling=RopeScaling())
     with pytest.raises(CheckpointError, match=said):
-        load(_write_gguf(model, tmp_path / "model.gguf", **changes))
+        load(write_gguf(model, tmp_path / "model.gguf", **changes))
 
 
 def test_gguf_cut_anywhere_is_refused(make_llama: MakeLlama, tmp_path: Path) -> None:
-    path = _write_gguf(make_llama(), tmp_path / "model.gguf")
+    path = write_gguf(make_llama(), tmp_path / "model.gguf")
     whole = path.read_bytes()
     for size in (0, 3, 20, 100, 700, 1500, len(whole) // 2, len(whole) - 200):
         path.write_bytes(whole[:size])

@@ -39,8 +39,9 @@ def available() -> bool:
     return int(ctypes.CDLL(None).syscall(_SYSTEM_CALL, _REQUEST, _TILES)) == 0
 
 
+@lru_cache(maxsize=32)
 def tile_shapes(rows: int) -> np.ndarray:
-    """Return the configuration of the tiles for so many rows, ``uint8 [64]``."""
+    """Return the configuration of the tiles for so many rows, ``uint8 [64]``, which is not to be changed."""
     found = np.zeros(64, np.uint8)
     found[0] = 1  # palette
     columns = found[16:48].view(np.uint16)

@@ -135,6 +135,14 @@ def _multiply(x: Tensor, weight: Any) -> Tensor:
     return out
 
 
+def many_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute ``x weight^T`` for ``bfloat16`` on a CPU, for any number of rows, in torch."""
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return F.linear(x, weight)
+    # Without AVX-512, torch multiplies bfloat16 without vectors, at a seventh of the speed of float32.
+    return F.linear(x.float(), weight.float()).to(x.dtype)
+
+
 class FewRowsLinear(nn.Linear):
     """Linear layer without bias over an existing weight; a row's result does not depend on how few rows there are.
 
@@ -161,10 +169,7 @@ class FewRowsLinear(nn.Linear):
             if self._array[0] != address:
                 self._array = (address, array(self.weight.detach()))
             return _multiply(x, self._array[1])
-        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return F.linear(x, self.weight)
-        # Without AVX-512, torch multiplies bfloat16 without vectors, at a seventh of the speed of float32.
-        return F.linear(x.float(), self.weight.float()).to(x.dtype)
+        return many_rows_linear(x, self.weight)
 
 
 def use_few_rows(module: nn.Module) -> None:

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from cordillera.kernels.attention.decoding import MOST_TOKENS
 from cordillera.kernels.dense.few_rows import MOST_ROWS, FewRowsLinear, use_few_rows
+from cordillera.kernels.dense.packed_rows import takes
 from cordillera.models.language.draft_model import DraftModel
 from cordillera.models.language.kv_cache import KVCache
 from cordillera.models.language.llama import Llama, rope_table
+from cordillera.numerics.quantization.packed_linear import PackedLinear
 from cordillera.serving.language.speculation import NOTHING, DraftTree, tree_of
 
 _WIDTH = 3  # likeliest tokens after each place that are considered
@@ -45,8 +47,14 @@ class ModelDrafts:
     def __init__(self, draft: DraftModel, model: Llama) -> None:
         self.draft, self.model = draft, model
         self.taps = draft.taps
-        weight = model.embedding.weight if model.head is None else model.head.weight
-        self.head = FewRowsLinear(nn.Parameter(weight[: draft.config.vocabulary], requires_grad=False))
+        weight, count = model.embedding.weight, draft.config.vocabulary
+        head: nn.Module | None = model.head
+        self.head: nn.Module
+        if isinstance(head, PackedLinear) and takes(count, head.in_features):
+            self.head = head.first(count)
+        else:
+            rows = head.weight if isinstance(head, nn.Linear) else weight
+            self.head = FewRowsLinear(nn.Parameter(rows[:count], requires_grad=False))
         use_few_rows(draft)
         self._config = model.config.model_copy(update={"layers": draft.config.layers})
         self._most = min(model.config.context, _REMEMBERED)

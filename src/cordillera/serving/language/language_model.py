@@ -20,6 +20,7 @@ from cordillera.data.tokenizers.chat import Message
 from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.data.tokenizers.tokenizer import StreamDecoder, check_text
 from cordillera.errors import CheckpointError, DataError, DependencyError
+from cordillera.kernels.dense.packed_rows import is_fast
 from cordillera.models.language.checkpoints import open_checkpoint, read_model
 from cordillera.models.language.checkpoints.drafter_file import DrafterFile, drafter_of, is_for, read_drafter
 from cordillera.models.language.checkpoints.first_sight import compare_with_first_sight, record_of
@@ -39,8 +40,15 @@ from cordillera.serving.language.speculation import (
     measure_costs,
 )
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-"""Data types of weights in memory, by name."""
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "int8": torch.bfloat16,
+    "int4": torch.bfloat16,
+}
+"""Data types of computation, by the names of those of weights in memory."""
+_BITS = {"int8": 8, "int4": 4}
 
 
 class TextPiece(NamedTuple):
@@ -87,7 +95,11 @@ class LanguageModel:
     Args:
         name: Name of an asset (``smollm2``), folder of a checkpoint, GGUF file, or folder of a run or of one of its
             checkpoints.
-        dtype: Data type of weights and activations: ``bfloat16``, ``float16`` or ``float32``.
+        dtype: Data type of weights and activations: ``bfloat16``, ``float16`` or ``float32``; ``int8`` or ``int4`` for
+            bfloat16 with matrices in codes, on a CPU, as
+            :func:`~cordillera.models.language.checkpoints.read_model` says. A GGUF file's own codes are kept, so that
+            texts are those of ``bfloat16``. ``auto`` is ``int8`` where that changes no text and is faster, else
+            ``bfloat16``.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
         tokenizer: File or folder; None for the tokenizer of the checkpoint, or of the run's text.
         drafter: What drafts tokens that the model then checks several at a time: ``ngram`` (text that repeats itself),
@@ -98,8 +110,8 @@ class LanguageModel:
             emulate it, which a warning says.
 
     Raises:
-        DataError: If an asset was not fetched, a name is unknown, or there is no tokenizer or one with more tokens
-            than the model.
+        DataError: If an asset was not fetched, a name is unknown, there is no tokenizer or one with more tokens than
+            the model, or codes are asked for on a GPU or with ``fp8``.
         CheckpointError: If there is no checkpoint of a Llama, or it is damaged.
         DependencyError: If the device or a library is not available.
     """
@@ -114,13 +126,19 @@ class LanguageModel:
         drafter: str = "auto",
         fp8: bool = False,
     ) -> None:
-        if dtype not in DTYPES:
-            raise DataError(f"unknown dtype {dtype!r}", where="dtype", remedy=f"choose one of {', '.join(DTYPES)}")
+        if dtype not in ("auto", *DTYPES):
+            remedy = f"choose auto, {', '.join(DTYPES)}"
+            raise DataError(f"unknown dtype {dtype!r}", where="dtype", remedy=remedy)
         self._fp8 = fp8
         self._drafters = None if drafter == "auto" else find_drafters(drafter)
-        self.dtype, self.device = DTYPES[dtype], _device(device)
-        self.path = find_model(name)
+        self.device, self.path = _device(device), find_model(name)
         self._source = open_checkpoint(self.path)
+        packs = self.device.type == "cpu" and not fp8
+        if dtype == "auto":
+            dtype = "int8" if packs and self._source.has_codes and is_fast() else "bfloat16"
+        self.dtype, self._bits = DTYPES[dtype], _BITS.get(dtype)
+        if self._bits is not None and not packs:
+            raise DataError(f"{dtype} is for CPUs, without fp8", where="dtype", remedy="choose bfloat16")
         self.config = self._source.config
         if self.config.scores:
             raise DataError(
@@ -147,7 +165,7 @@ class LanguageModel:
         files = self._source.files
         with ThreadPoolExecutor(1, "first sight") as pool:  # reads the files while the model reads them too
             compared = pool.submit(compare_with_first_sight, files, record_of(files)) if files else None
-            model = for_decoding(read_model(self._source, self.dtype, self.device).eval())
+            model = for_decoding(read_model(self._source, self.dtype, self.device, bits=self._bits).eval())
             if compared is not None:
                 compared.result()
         if self._fp8:

@@ -40,7 +40,8 @@ class ServerConfig:
         host: Address that it listens at; others than loopback are reachable from outside.
         port: Port; 0 for one that is free.
         api_key: Key that requests need; None if they need none.
-        dtype: Data type of language models' weights: ``bfloat16``, ``float16`` or ``float32``.
+        dtype: Data type of language models' weights, as
+            :class:`~cordillera.serving.language.language_model.LanguageModel` takes it.
         device: ``auto``, ``cpu`` or ``cuda``.
         drafter: What drafts tokens: ``auto``, ``ngram``, the file of a trained drafter, both joined by ``+``, or
             ``none``.
@@ -57,7 +58,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     device: str = "auto"
     drafter: str = "auto"
     quantized: bool = False

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from cordillera.data.sealed import CHECKSUMS
 from cordillera.errors import CheckpointError
+from cordillera.kernels.dense.packed_rows import takes
 from cordillera.models.language.adapters import merge_adapters
 from cordillera.models.language.checkpoints.consolidated import Consolidated, save_consolidated
 from cordillera.models.language.checkpoints.gguf_file import GGUFFile
@@ -30,6 +31,8 @@ from cordillera.models.language.checkpoints.hugging_face import HuggingFace, sav
 from cordillera.models.language.checkpoints.sharded import MODEL, STATE, Sharded
 from cordillera.models.language.checkpoints.source import Source, check_architecture
 from cordillera.models.language.llama import Llama, LlamaConfig
+from cordillera.numerics.quantization.packed_linear import PackedLinear, pack_rows
+from cordillera.numerics.sites import replace, sites
 
 __all__ = ["Source", "load", "load_into", "open_checkpoint", "read_model", "save_consolidated", "save_hugging_face"]
 
@@ -86,25 +89,60 @@ def load(
 
 
 def read_model(
-    source: Source, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", threads: int = 4
+    source: Source,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    threads: int = 4,
+    bits: int | None = None,
 ) -> Llama:
     """Create the model of an open checkpoint ``source``, with ``dtype``, ``device`` and ``threads`` as in :func:`load`.
 
     Adapters are merged into the weights that they change, and a drafter is left out.
+
+    Args:
+        bits: 4 or 8 for matrices of blocks in codes of at most so many bits, as
+            :class:`~cordillera.numerics.quantization.packed_linear.PackedLinear`, and a head in eight; those of the
+            file where it has such codes. Such a model computes in bfloat16, on a CPU, without gradients.
 
     Raises:
         CheckpointError: If weights are NaN or infinite, or become so in ``dtype``.
     """
     with torch.device("meta"):
         model = Llama(source.config.model_copy(update={"draft": None}))
+    later = _packable(model, bits) if bits is not None and source.config.adapter is None else {}
     # Module.to_empty calls empty_like on meta tensors, which imports sympy (37 MiB)
-    for module in model.modules():
+    for where, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device)))
+            if where not in later:
+                setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device)))
     _fill(model, source, threads)
     merge_adapters(model)
     model.config = model.config.model_copy(update={"adapter": None})
+    if bits is not None:
+        _pack(model, source, bits)
     return model
+
+
+def _pack(model: Llama, source: Source, bits: int) -> None:
+    """Replace layers by packed ones, of the source where their weights were not read."""
+    for name, own_bits in _packable(model, bits).items():
+        weight = model.get_submodule(name).weight
+        assert isinstance(weight, Tensor)
+        shape = (weight.shape[0], weight.shape[1])
+        packed = source.packed(f"{name}.weight", shape, own_bits) if weight.is_meta else pack_rows(weight, own_bits)
+        replace(model, name, PackedLinear(packed))
+    outputs, inner = model.embedding.weight.shape
+    if model.head is None and model.score is None and takes(outputs, inner):
+        replace(model, "head", PackedLinear(source.packed("embedding.weight", (outputs, inner), 8)))
+
+
+def _packable(model: Llama, bits: int) -> dict[str, int]:
+    """Return the linear layers whose weights can be packed, with their bits."""
+    return {
+        name: 8 if name == "head" else bits
+        for name, layer in sites(model).items()
+        if layer.bias is None and takes(layer.out_features, layer.in_features)
+    }
 
 
 def load_into(model: Llama, path: str | Path, threads: int = 4) -> None:
@@ -137,7 +175,8 @@ def _fill(model: Llama, source: Source, threads: int) -> None:
 
     with ThreadPoolExecutor(max(1, threads), "checkpoint") as pool:
         try:
-            for done in [pool.submit(one, name, parameter.detach()) for name, parameter in model.named_parameters()]:
+            tensors = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+            for done in [pool.submit(one, *pair) for pair in tensors if not pair[1].is_meta]:
                 done.result()
         finally:
             pool.shutdown(cancel_futures=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cordillera.data.tokenizers.gguf import GGUFTensor, gguf_header
 from cordillera.errors import CheckpointError, DataError, DependencyError
+from cordillera.kernels.dense.packed_rows import GROUP, PackedRows
 from cordillera.models.language.checkpoints.source import (
     Names,
     Source,
@@ -41,6 +42,7 @@ _NAMES = Names(
 )
 _ROTATED = ("attention.query.weight", "attention.key.weight")
 _FACTORS = "rope_freqs.weight"
+_CODES = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}  # bits of the kinds that are kept as they are, in groups of 32 inputs
 _PIECE = 2**18  # number of values that are dequantized at a time
 
 
@@ -98,6 +100,37 @@ class GGUFFile(Source):
                 interleaved_to_halves(values.unflatten(0, (-1, unit)), part.unflatten(0, (-1, unit)))
             else:
                 part.copy_(values)
+
+    @property
+    def has_codes(self) -> bool:
+        kinds = (
+            self._gguf.GGMLQuantizationType(self._tensors[_NAMES(name)].kind).name
+            for name, shape in parameter_shapes(self.config).items()
+            if len(shape) == 2
+        )
+        return all(kind in _CODES for kind in kinds)
+
+    def packed(self, name: str, shape: tuple[int, int], bits: int) -> PackedRows:
+        stored = self._tensors[_NAMES(name)]
+        kind = self._gguf.GGMLQuantizationType(stored.kind).name
+        if kind not in _CODES or _CODES[kind] > bits:
+            return super().packed(name, shape, bits)
+        outputs, groups = shape[0], shape[1] // GROUP
+        raw = np.fromfile(self.path, np.uint8, self._bytes(stored), offset=stored.begin).reshape(outputs, groups, -1)
+        if name.endswith(_ROTATED):
+            order = torch.arange(outputs).view(-1, self.config.head_width, 1)
+            rows = torch.empty_like(order)
+            interleaved_to_halves(order, rows)
+            raw = raw[rows.flatten().numpy()]
+        scales = torch.from_numpy(raw[..., : 4 if kind == "Q4_1" else 2].copy()).view(torch.float16)
+        if kind != "Q4_1":  # codes of Q4_0 are 8 more than the numbers that they stand for
+            scales = torch.cat([scales, (-8 if kind == "Q4_0" else 0) * scales], -1)
+        if not scales.isfinite().all():
+            raise CheckpointError(
+                f"tensor {self.name_of(name)} holds NaN or infinity", where=str(self.path), remedy="download it again"
+            )
+        codes = torch.from_numpy(raw[..., 4 if kind == "Q4_1" else 2 :].copy())
+        return PackedRows(codes if kind != "Q8_0" else codes.view(torch.int8), scales)
 
     def _values(self, stored: GGUFTensor, first: int, part: Tensor) -> Tensor:
         """Return the ``len(part)`` rows from ``first`` on, in float32."""

@@ -14,8 +14,10 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from cordillera.data.files import folder_beside
-from cordillera.errors import CheckpointError
+from cordillera.errors import CheckpointError, NumericsError
+from cordillera.kernels.dense.packed_rows import PackedRows
 from cordillera.models.language.llama import Llama, LlamaConfig
+from cordillera.numerics.quantization.packed_linear import pack_rows
 from cordillera.toml_files import explain
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -39,6 +41,26 @@ class Source(ABC):
     @abstractmethod
     def read(self, name: str, out: Tensor) -> None:
         """Copy a parameter of :class:`Llama` into ``out``, of any dtype and device; many threads may do so at once."""
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether all matrices are stored in codes that :meth:`packed` keeps as they are."""
+        return False
+
+    def packed(self, name: str, shape: tuple[int, int], bits: int) -> PackedRows:
+        """Return a matrix of :class:`Llama` in codes of at most ``bits`` bits: those of the file, if it has such.
+
+        Raises:
+            CheckpointError: If the matrix is not finite.
+        """
+        weight = torch.empty(shape)
+        self.read(name, weight)
+        try:
+            return pack_rows(weight, bits)
+        except NumericsError as error:
+            raise CheckpointError(
+                f"tensor {self.name_of(name)} {error.what}", where=str(self.path), remedy="load in bfloat16"
+            ) from error
 
 
 @dataclass(frozen=True)
