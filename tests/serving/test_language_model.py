@@ -57,7 +57,7 @@ def test_bfloat16_answers_with_the_weights_of_the_file(folder: Path) -> None:
 
 
 def test_weights_are_read_when_they_are_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise CheckpointError("weights are read")
 
     monkeypatch.setattr("cordillera.serving.language.language_model.read_model", broken)

@@ -48,7 +48,7 @@ def test_probabilities_are_the_fewest_most_likely_tokens_rescaled(
     scale=st.sampled_from([0.0, 0.5, 2.0, 6.0]),
     step=st.sampled_from([0.0, 0.125, 1.0]),
     top_p=st.sampled_from([1e-9, 0.1, 0.9, 0.999, 1.0]),
-    top_k=st.sampled_from([0, 1, 40, 255, 256, 400]),
+    top_k=st.sampled_from([0, 1, 40, 255, 256, 400, 10**6]),
     min_p=st.sampled_from([0.0, 0.05, 1.0]),
 )
 def test_large_vocabularies_give_what_sorting_all_of_them_gives(

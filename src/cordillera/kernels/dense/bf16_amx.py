@@ -19,9 +19,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from cordillera.kernels.compiling import compiled
+from cordillera.kernels.numba_support import narrow
+
 OUTPUTS = 16  # rows of a tile of weights
 COLUMNS = 16  # rows of the input that one tile takes
 _REQUEST, _TILES, _SYSTEM_CALL = 0x1023, 18, 158  # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
+_ZERO = np.uint16(0)  # has the type of bfloat16's bits
 _FIRST, _SECOND, _WEIGHT, _X, _MORE = range(5)  # tiles: sums of the first and of further rows, weights, and inputs
 
 
@@ -120,6 +124,21 @@ def _products(is_double: bool) -> Any:
         return types.none(*[types.int64] * 9), generate
 
     return generated
+
+
+@compiled()
+def store_rounded(sums: Any, halves: Any, out: Any, start: Any, stride: Any) -> None:
+    """Round sums ``float32 [16, rows]``, and store them by rows, ``stride`` apart in ``out`` from ``start`` on.
+
+    Args:
+        halves: Memory of 256 bfloat16 numbers.
+    """
+    flat, rows = sums.ravel(), sums.shape[1]
+    for n in range(len(flat)):
+        halves[n] = narrow(flat[n], _ZERO)
+    for row in range(rows):
+        for i in range(OUTPUTS):
+            out[start + row * stride + i] = halves[i * rows + row]
 
 
 products_of_one, products_of_two = _products(False), _products(True)

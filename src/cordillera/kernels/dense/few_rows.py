@@ -28,6 +28,7 @@ from cordillera.kernels.dense.bf16_amx import (
     products_of_two,
     release_tiles,
     shape_tiles,
+    store_rounded,
     tile_shapes,
 )
 from cordillera.kernels.dense.bf16_amx import available as amx_available
@@ -81,10 +82,11 @@ def _products_by_amx(x: Any, more: Any, weight: Any, shapes: Any, out: Any, thre
     outputs, inner = weight.shape
     first, second, of_row, steps = x.shape[1], more.shape[1], np.int64(2 * inner), np.int64(inner // STEP)
     of_x, of_more, of_weight = np.int64(x.ctypes.data), np.int64(more.ctypes.data), np.int64(weight.ctypes.data)
-    blocks, zero = outputs // OUTPUTS, np.uint16(0)
+    blocks, flat = outputs // OUTPUTS, out.ravel()
     for chunk in numba.prange(threads):
         sums = np.empty((OUTPUTS, first), np.float32)
         others = np.empty((OUTPUTS, max(second, 1)), np.float32)
+        halves = np.empty(OUTPUTS * COLUMNS, np.uint16)
         of_sums, of_others = np.int64(sums.ctypes.data), np.int64(others.ctypes.data)
         shape_tiles(np.int64(shapes.ctypes.data))
         for block in range(blocks * chunk // threads, blocks * (chunk + 1) // threads):
@@ -94,12 +96,9 @@ def _products_by_amx(x: Any, more: Any, weight: Any, shapes: Any, out: Any, thre
                 products_of_two(own, of_row, of_x, 4 * first, of_more, 4 * second, steps, of_sums, of_others)
             else:
                 products_of_one(own, of_row, of_x, 4 * first, of_more, 4 * second, steps, of_sums, of_others)
-            for row in range(first):
-                for i in range(OUTPUTS):
-                    out[row, start + i] = narrow(sums[i, row], zero)
-            for row in range(second):
-                for i in range(OUTPUTS):
-                    out[first + row, start + i] = narrow(others[i, row], zero)
+            store_rounded(sums, halves, flat, start, outputs)
+            if second:
+                store_rounded(others, halves, flat, first * outputs + start, outputs)
         release_tiles()
 
 

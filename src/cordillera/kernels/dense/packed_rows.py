@@ -27,12 +27,13 @@ from cordillera.kernels.dense.bf16_amx import (
     products_of_two,
     release_tiles,
     shape_tiles,
+    store_rounded,
     tile_shapes,
 )
 from cordillera.kernels.dense.bf16_amx import available as amx_available
 from cordillera.kernels.dense.bf16_tiles import SIDE, available, tile_of_four
 from cordillera.kernels.dense.few_rows import MOST_ROWS, few_rows_linear, many_rows_linear
-from cordillera.kernels.numba_support import array, narrow, pool, threads_for
+from cordillera.kernels.numba_support import array, pool, threads_for
 
 GROUP = 32
 """Inputs that share a scale."""
@@ -154,7 +155,7 @@ _unpack_four, _unpack_eight = _unpack(4), _unpack(8)
 
 
 @compiled()
-def _unpack_groups(bits: Any, codes: Any, scales: Any, groups: Any, wide: Any, out: Any) -> None:
+def unpack_groups(bits: Any, codes: Any, scales: Any, groups: Any, wide: Any, out: Any) -> None:
     """Unpack groups, a multiple of eight, by way of their scales in float32 at ``wide``."""
     _widen_scales(scales, groups, wide)
     if bits == 4:
@@ -172,29 +173,30 @@ def _products_by_amx(
     first, second, of_row, steps = x.shape[1], more.shape[1], np.int64(2 * GROUP * groups), np.int64(groups)
     of_x, of_more = np.int64(x.ctypes.data), np.int64(more.ctypes.data)
     of_codes, of_scales = np.int64(codes.ctypes.data), np.int64(scales.ctypes.data)
-    blocks, zero = outputs // OUTPUTS, np.uint16(0)
+    blocks, flat = outputs // OUTPUTS, out.ravel()
     for chunk in numba.prange(threads):
         weight = np.empty((OUTPUTS, GROUP * groups), np.uint16)
         wide = np.empty((OUTPUTS, groups, 2), np.float32)
-        of_wide = np.int64(wide.ctypes.data)
         sums = np.empty((OUTPUTS, first), np.float32)
         others = np.empty((OUTPUTS, max(second, 1)), np.float32)
-        own, of_sums, of_others = np.int64(weight.ctypes.data), np.int64(sums.ctypes.data), np.int64(others.ctypes.data)
+        halves = np.empty(OUTPUTS * COLUMNS, np.uint16)
+        of_sums, of_others = np.int64(sums.ctypes.data), np.int64(others.ctypes.data)
         shape_tiles(np.int64(shapes.ctypes.data))
         for block in range(blocks * chunk // threads, blocks * (chunk + 1) // threads):
             start = OUTPUTS * block
             place = start * groups
-            _unpack_groups(bits, of_codes + 4 * bits * place, of_scales + 4 * place, OUTPUTS * groups, of_wide, own)
+            own, of_wide = (
+                np.int64(weight.ctypes.data),
+                np.int64(wide.ctypes.data),
+            )  # here: memory ends with its last use
+            unpack_groups(bits, of_codes + 4 * bits * place, of_scales + 4 * place, OUTPUTS * groups, of_wide, own)
             if second:
                 products_of_two(own, of_row, of_x, 4 * first, of_more, 4 * second, steps, of_sums, of_others)
             else:
                 products_of_one(own, of_row, of_x, 4 * first, of_more, 4 * second, steps, of_sums, of_others)
-            for row in range(first):
-                for i in range(OUTPUTS):
-                    out[row, start + i] = narrow(sums[i, row], zero)
-            for row in range(second):
-                for i in range(OUTPUTS):
-                    out[first + row, start + i] = narrow(others[i, row], zero)
+            store_rounded(sums, halves, flat, start, outputs)
+            if second:
+                store_rounded(others, halves, flat, first * outputs + start, outputs)
         release_tiles()
 
 
@@ -209,10 +211,10 @@ def _products_by_tiles(x: Any, codes: Any, scales: Any, bits: Any, out: Any, thr
     for chunk in numba.prange(threads):
         weight = np.empty((OUTPUTS, GROUP * groups), np.uint16)
         wide = np.empty((OUTPUTS, groups, 2), np.float32)
-        own, of_wide = np.int64(weight.ctypes.data), np.int64(wide.ctypes.data)
         for block in range(blocks * chunk // threads, blocks * (chunk + 1) // threads):
             place = OUTPUTS * block * groups
-            _unpack_groups(bits, of_codes + 4 * bits * place, of_scales + 4 * place, OUTPUTS * groups, of_wide, own)
+            own, of_wide = np.int64(weight.ctypes.data), np.int64(wide.ctypes.data)
+            unpack_groups(bits, of_codes + 4 * bits * place, of_scales + 4 * place, OUTPUTS * groups, of_wide, own)
             for row in range(0, rows, SIDE):
                 some, of_rows = min(SIDE, rows - row), of_x + row * of_row
                 for first in range(0, OUTPUTS, SIDE):
@@ -227,11 +229,10 @@ def _unpack_all(codes: Any, scales: Any, bits: Any, out: Any, threads: int) -> N
     blocks = outputs // OUTPUTS
     for chunk in numba.prange(threads):
         wide = np.empty((OUTPUTS, groups, 2), np.float32)
-        of_wide = np.int64(wide.ctypes.data)
         for block in range(blocks * chunk // threads, blocks * (chunk + 1) // threads):
-            place = OUTPUTS * block * groups
+            place, of_wide = OUTPUTS * block * groups, np.int64(wide.ctypes.data)
             own, to = of_codes + 4 * bits * place, of_out + 2 * GROUP * place
-            _unpack_groups(bits, own, of_scales + 4 * place, OUTPUTS * groups, of_wide, to)
+            unpack_groups(bits, own, of_scales + 4 * place, OUTPUTS * groups, of_wide, to)
 
 
 def unpacked(packed: PackedRows) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cordillera.kernels.attention.documents import document_attention
+from cordillera.kernels.dense.decoder_rows import DecoderRows
 from cordillera.kernels.dense.layers import silu
 from cordillera.models.language.adapters import AdapterConfig, add_adapters
 from cordillera.models.language.draft_model import DRAFT, DraftConfig, DraftModel
@@ -309,7 +310,11 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention followed by the feed-forward net, each applied to a norm of the residual stream and added to it."""
+    """Attention followed by the feed-forward net, each applied to a norm of the residual stream and added to it.
+
+    Attributes:
+        few: What computes up to 32 rows of a cached sequence in fewer calls, as :meth:`use_few_rows` makes it.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -322,6 +327,24 @@ class Block(nn.Module):
         else:
             shared = FeedForward(config.hidden, experts.shared) if experts.shared else None
             self.feed_forward = ExpertLayer(config.hidden, config.ffn, experts, shared)
+        self.few: DecoderRows | None = None
+
+    def use_few_rows(self) -> None:
+        """Compute few bfloat16 rows on CPUs by :class:`~cordillera.kernels.dense.decoder_rows.DecoderRows` from now on.
+
+        Layers that are replaced later are computed one by one again.
+        """
+        norms = (self.attention_norm.weight, self.feed_forward_norm.weight)
+        layers = self._linear_layers()
+        if layers and all(norm.dtype == torch.bfloat16 and norm.device.type == "cpu" for norm in norms):
+            self.few = DecoderRows(norms, self.attention_norm.eps, layers)
+
+    def _linear_layers(self) -> list[nn.Module]:
+        """The layers of attention and feed-forward net; none with experts."""
+        if not isinstance(self.feed_forward, FeedForward):
+            return []
+        attention, net = self.attention, self.feed_forward
+        return [attention.query, attention.key, attention.value, attention.output, net.gate, net.up, net.down]
 
     def forward(
         self,
@@ -331,6 +354,9 @@ class Block(nn.Module):
         core: Core | None = None,
         has_target: Tensor | None = None,
     ) -> Tensor:
+        if self.few is not None and core is not None and self.few.takes(x, self._linear_layers()):
+            q, k, v = self.few.before(x, table)
+            return self.few.after(x, core(q, k, v, offsets))
         x = x + self.attention(self.attention_norm(x), offsets, table, core)
         normed = self.feed_forward_norm(x)
         if isinstance(self.feed_forward, FeedForward):

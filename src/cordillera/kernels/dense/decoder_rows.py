@@ -1,0 +1,287 @@
+"""The parts of a transformer's block around its attention, for a few bfloat16 rows on a CPU: one call each.
+
+A small model's block has some thirty operations, each of which takes longer to call than to compute. Here norm,
+products, rotation and residual sums of a block are two calls. Numbers are rounded to bfloat16 where the modules round
+them; sums have an order that depends on their length alone, so that a row's result does not depend on those beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cordillera.kernels.attention.numba_tiles import FAST, ONE, exp2
+from cordillera.kernels.compiling import compiled
+from cordillera.kernels.dense.bf16_amx import (
+    COLUMNS,
+    OUTPUTS,
+    products_of_one,
+    products_of_two,
+    release_tiles,
+    shape_tiles,
+    store_rounded,
+    tile_shapes,
+)
+from cordillera.kernels.dense.bf16_amx import available as amx_available
+from cordillera.kernels.dense.bf16_tiles import SIDE, available, tile_of_four
+from cordillera.kernels.dense.few_rows import MOST_ROWS
+from cordillera.kernels.dense.packed_rows import GROUP, takes, unpack_groups
+from cordillera.kernels.numba_support import array, narrow, pool, threads_for, widen_to_single
+
+_WHOLE = 16  # bits of weights that are not packed
+_HIGHEST, _TO_TWO = np.float32(127.0), np.float32(-1.4426950408889634)
+_BITS = np.uint16(0)  # has the type of bfloat16's bits
+
+
+@compiled(parallel=True)
+def _by_amx(x: Any, layers: Any, out: Any, shapes: Any, threads: int) -> None:
+    rows, inner = x.shape
+    first, groups = min(rows, COLUMNS), inner // GROUP
+    second, words = rows - first, x.view(np.int32)
+    pairs, more = np.empty((inner // 2, first), np.int32), np.empty((inner // 2, max(1, second)), np.int32)
+    for p in range(inner // 2):
+        for row in range(first):
+            pairs[p, row] = words[row, p]
+        for row in range(second):
+            more[p, row] = words[first + row, p]
+    of_row = np.int64(2 * inner)
+    total = layers[:, 3].sum() // OUTPUTS
+    for chunk in numba.prange(threads):
+        weight, wide = np.empty((OUTPUTS, inner), np.uint16), np.empty((OUTPUTS, groups, 2), np.float32)
+        sums, others = np.empty((OUTPUTS, first), np.float32), np.empty((OUTPUTS, max(1, second)), np.float32)
+        halves = np.empty(OUTPUTS * COLUMNS, np.uint16)
+        shape_tiles(np.int64(shapes.ctypes.data))
+        before = 0  # blocks of sixteen outputs of earlier layers
+        for n in range(len(layers)):
+            codes, scales, bits, outputs = layers[n]
+            begin = max(0, total * chunk // threads - before)
+            end = min(outputs // OUTPUTS, total * (chunk + 1) // threads - before)
+            base = rows * OUTPUTS * before
+            for block in range(begin, end):
+                place = OUTPUTS * block * groups
+                own = codes + 4 * bits * place
+                # addresses are taken here, as memory ends with its last use
+                of_unpacked, of_wide = np.int64(weight.ctypes.data), np.int64(wide.ctypes.data)
+                of_sums, of_others = np.int64(sums.ctypes.data), np.int64(others.ctypes.data)
+                of_x, of_more = np.int64(pairs.ctypes.data), np.int64(more.ctypes.data)
+                if bits != _WHOLE:
+                    unpack_groups(bits, own, scales + 4 * place, OUTPUTS * groups, of_wide, of_unpacked)
+                    own = of_unpacked
+                if second:
+                    products_of_two(
+                        own, of_row, of_x, 4 * first, of_more, 4 * second, np.int64(groups), of_sums, of_others
+                    )
+                else:
+                    products_of_one(
+                        own, of_row, of_x, 4 * first, of_more, 4 * second, np.int64(groups), of_sums, of_others
+                    )
+                start = base + OUTPUTS * block
+                store_rounded(sums, halves, out, start, outputs)
+                if second:
+                    store_rounded(others, halves, out, start + first * outputs, outputs)
+            before += outputs // OUTPUTS
+        release_tiles()
+
+
+@compiled(parallel=True)
+def _by_tiles(x: Any, layers: Any, out: Any, threads: int) -> None:
+    rows, inner = x.shape
+    groups, of_row = inner // GROUP, np.int64(2 * inner)
+    total = layers[:, 3].sum() // OUTPUTS
+    for chunk in numba.prange(threads):
+        weight, wide = np.empty((OUTPUTS, inner), np.uint16), np.empty((OUTPUTS, groups, 2), np.float32)
+        before = 0
+        for n in range(len(layers)):
+            codes, scales, bits, outputs = layers[n]
+            begin = max(0, total * chunk // threads - before)
+            end = min(outputs // OUTPUTS, total * (chunk + 1) // threads - before)
+            base = rows * OUTPUTS * before
+            for block in range(begin, end):
+                place = OUTPUTS * block * groups
+                own = codes + 4 * bits * place
+                of_unpacked, of_wide = np.int64(weight.ctypes.data), np.int64(wide.ctypes.data)
+                of_x, of_out = np.int64(x.ctypes.data), np.int64(out.ctypes.data)
+                if bits != _WHOLE:
+                    unpack_groups(bits, own, scales + 4 * place, OUTPUTS * groups, of_wide, of_unpacked)
+                    own = of_unpacked
+                for row in range(0, rows, SIDE):
+                    some, of_rows = min(SIDE, rows - row), of_x + row * of_row
+                    for i in range(0, OUTPUTS, SIDE):
+                        to = of_out + 2 * (base + row * outputs + OUTPUTS * block + i)
+                        tile_of_four(some, of_rows, of_row, own + i * of_row, of_row, np.int64(groups), to, 2 * outputs)
+            before += outputs // OUTPUTS
+
+
+@compiled()
+def _products(x: Any, layers: Any, out: Any, shapes: Any, threads: int) -> None:
+    """Multiply rows by several weights.
+
+    Args:
+        x: ``bfloat16 [rows, inner]``.
+        layers: Address of each weight, of its scales, its bits and its number of outputs, ``int64 [n, 4]``.
+        out: ``bfloat16 [rows x outputs]`` of the first weight, then of the second, and so on.
+        shapes: Configuration of AMX's tiles; None without AMX.
+    """
+    if shapes is None:
+        _by_tiles(x, layers, out, threads)
+    else:
+        _by_amx(x, layers, out, shapes, threads)
+
+
+@compiled(fastmath={"reassoc", "contract"})
+def _square_sum(row: Any) -> Any:
+    total = np.float32(0.0)
+    for j in range(len(row)):
+        value = widen_to_single(row[j])
+        total += value * value
+    return total
+
+
+@compiled()
+def _normalize(x: Any, weight: Any, eps: Any, out: Any) -> None:
+    rows, inner = x.shape
+    for row in range(rows):
+        scale = ONE / np.sqrt(_square_sum(x[row]) / np.float32(inner) + eps)
+        for j in range(inner):
+            value = narrow(widen_to_single(x[row, j]) * scale, _BITS)
+            out[row, j] = narrow(widen_to_single(value) * widen_to_single(weight[j]), _BITS)
+
+
+@compiled()
+def _add(x: Any, more: Any, out: Any) -> None:
+    rows, inner = x.shape
+    for row in range(rows):
+        for j in range(inner):
+            out[row, j] = narrow(widen_to_single(x[row, j]) + widen_to_single(more[row * inner + j]), _BITS)
+
+
+@compiled(fastmath=FAST)
+def _gate(both: Any, out: Any) -> None:
+    """``silu(gate) * up`` of ``both [2 x rows x inner]``; below -88, a gate becomes 1e-38 of its size in place of 0."""
+    rows, inner = out.shape
+    for row in range(rows):
+        for j in range(inner):
+            gate, up = widen_to_single(both[row * inner + j]), widen_to_single(both[(rows + row) * inner + j])
+            power = gate * _TO_TWO
+            power = _HIGHEST if power > _HIGHEST else power  # NaN stays
+            gated = narrow(gate / (ONE + exp2(power)), _BITS)
+            out[row, j] = narrow(widen_to_single(gated) * up, _BITS)
+
+
+@compiled()
+def _before_attention(
+    x: Any, norm: Any, eps: Any, layers: Any, cos: Any, sin: Any, out: Any, shapes: Any, threads: int
+) -> None:
+    """Queries, keys and values of rows, one after the other; queries and keys are rotated."""
+    rows, half = len(x), cos.shape[1]
+    normed = np.empty_like(x)
+    _normalize(x, norm, eps, normed)
+    _products(normed, layers, out, shapes, threads)
+    start = 0
+    for n in range(2):
+        heads = layers[n, 3] // (2 * half)
+        for row in range(rows):
+            for _ in range(heads):
+                for j in range(half):
+                    a, b = widen_to_single(out[start + j]), widen_to_single(out[start + half + j])
+                    out[start + j] = narrow(a * cos[row, j] - b * sin[row, j], _BITS)
+                    out[start + half + j] = narrow(b * cos[row, j] + a * sin[row, j], _BITS)
+                start += 2 * half
+
+
+@compiled()
+def _after_attention(
+    x: Any, attended: Any, norm: Any, eps: Any, output: Any, wide: Any, down: Any, out: Any, shapes: Any, threads: int
+) -> None:
+    """Output projection, feed-forward net and both residual sums."""
+    rows = len(x)
+    found, normed = np.empty(x.size, np.uint16), np.empty_like(x)
+    _products(attended, output, found, shapes, threads)
+    _add(x, found, out)
+    _normalize(out, norm, eps, normed)
+    both = np.empty(2 * rows * wide[0, 3], np.uint16)
+    _products(normed, wide, both, shapes, threads)
+    inner = np.empty((rows, wide[0, 3]), np.uint16)
+    _gate(both, inner)
+    _products(inner, down, found, shapes, threads)
+    _add(out, found, out)
+
+
+def _described(layers: Sequence[nn.Module]) -> tuple[Any, list[Tensor]] | None:
+    """Return the descriptions of layers as kernels take them, and their weights; None if there is none."""
+    rows, tensors = [], list[Tensor]()
+    for layer in layers:
+        buffers = dict(layer.named_buffers(recurse=False))
+        if buffers.keys() == {"codes", "scales"}:
+            codes, scales = buffers["codes"], buffers["scales"]
+            bits, shape = 4 if codes.dtype == torch.uint8 else 8, (codes.shape[0], GROUP * codes.shape[1])
+            tensors += [codes, scales]
+            rows.append((codes.data_ptr(), scales.data_ptr(), bits, shape[0]))
+        elif isinstance(layer, nn.Linear) and layer.bias is None and layer.weight.dtype == torch.bfloat16:
+            shape = (layer.weight.shape[0], layer.weight.shape[1])
+            tensors.append(layer.weight)
+            rows.append((layer.weight.data_ptr(), 0, _WHOLE, shape[0]))
+        else:
+            return None
+        if not takes(*shape) or not all(tensor.is_contiguous() for tensor in tensors):
+            return None
+    return np.array(rows, np.int64), tensors
+
+
+class DecoderRows:
+    """What computes a block for up to 32 rows, but for its attention.
+
+    Args:
+        norms: Weights of the norms before attention and before the feed-forward net, ``bfloat16 [hidden]``.
+        eps: Constant that is added to the mean square in both.
+        layers: Linear layers of query, key, value, output, gate, up and down, in bfloat16 or packed.
+    """
+
+    def __init__(self, norms: tuple[Tensor, Tensor], eps: float, layers: Sequence[nn.Module]) -> None:
+        self._norms, self._eps = [array(norm.detach()) for norm in norms], np.float32(eps)
+        self._layers = list(layers)
+        found = [_described(self._layers[part]) for part in (slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 7))]
+        described = [one for one in found if one is not None]
+        self._described = [one[0] for one in described] if len(described) == len(found) else None
+        self._outputs = [int(count) for count in described[0][0][:, 3]] if described else []
+        self._wide = int(described[-2][0][0, 3]) if self._described is not None else 0
+        self._tensors = [*norms, *(tensor for one in described for tensor in one[1])]  # keeps addresses alive
+
+    def takes(self, x: Tensor, layers: Sequence[nn.Module]) -> bool:
+        """Return whether rows are computed here, by the layers that there were."""
+        return (
+            self._described is not None
+            and 0 < len(x) <= MOST_ROWS
+            and x.dtype == torch.bfloat16
+            and not torch.is_grad_enabled()
+            and all(one is other for one, other in zip(layers, self._layers, strict=True))
+            and available()
+        )
+
+    def before(self, x: Tensor, table: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """Return queries, keys and values of rows ``[T, hidden]``, each ``[T, heads, D]``."""
+        assert self._described is not None
+        layers, rows, width = self._described[0], len(x), 2 * table[0].shape[1]
+        out = torch.empty(rows * sum(self._outputs), dtype=torch.bfloat16)
+        threads, cos, sin = threads_for(out.numel() * x.shape[1]), *(array(part) for part in table)
+        rows_of_x, shapes = array(x.contiguous()), tile_shapes(rows) if amx_available() else None
+        with pool(threads):
+            _before_attention(rows_of_x, self._norms[0], self._eps, layers, cos, sin, array(out), shapes, threads)
+        return [part.view(rows, -1, width) for part in out.split([rows * count for count in self._outputs])]
+
+    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Return the output of the block ``[T, hidden]``, of its input and of what attention gave, ``[T, H, D]``."""
+        assert self._described is not None
+        _, output, wide, down = self._described
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        threads = threads_for(self._wide * x.shape[1])
+        shapes, parts = tile_shapes(len(x)) if amx_available() else None, (x.contiguous(), attended.flatten(1))
+        rows, found = (array(part) for part in parts)
+        with pool(threads):
+            _after_attention(rows, found, self._norms[1], self._eps, output, wide, down, array(out), shapes, threads)
+        return out
