@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -125,18 +126,25 @@ def test_what_is_not_made_for_it_is_computed_by_layers() -> None:
     block, x = block_of(None), rows_of(3)
     block.use_few_rows()
     assert block.few is not None
-    layers = block._linear_layers()
+    layers, norms = block._linear_layers(), (block.attention_norm.weight, block.feed_forward_norm.weight)
     with torch.inference_mode():
-        assert block.few.takes(x, layers) == bf16_tiles.available()
-        assert not block.few.takes(rows_of(33), layers)
-        assert not block.few.takes(x.float(), layers)
-        assert not block.few.takes(x[:0], layers)
-    assert not block.few.takes(x, layers)  # with gradients
+        assert block.few.takes(x, norms, layers) == bf16_tiles.available()
+        assert not block.few.takes(rows_of(33), norms, layers)
+        assert not block.few.takes(x.float(), norms, layers)
+        assert not block.few.takes(x[:0], norms, layers)
+    assert not block.few.takes(x, norms, layers)  # with gradients
     before = outputs(block, x)
     block.feed_forward.down = nn.Linear(CONFIG.ffn, CONFIG.hidden, bias=False).bfloat16()  # type: ignore[union-attr]
     assert not torch.equal(outputs(block, x), before)
+    copied = copy.deepcopy(block)
+    expected = outputs(copied, x)
+    block.to(torch.float32).to(torch.bfloat16)  # weights move
+    assert torch.equal(outputs(block, x), expected)
+    other = block_of(None, seed=1)
+    block.load_state_dict(other.state_dict(), assign=True)
+    assert torch.equal(outputs(block, x), outputs(other, x))
     odd = Block(CONFIG.model_copy(update={"ffn": 100})).bfloat16()
     odd.use_few_rows()
     assert odd.few is not None
     with torch.inference_mode():
-        assert not odd.few.takes(x, odd._linear_layers())
+        assert not odd.few.takes(x, norms, odd._linear_layers())

@@ -233,6 +233,16 @@ def _described(layers: Sequence[nn.Module]) -> tuple[Any, list[Tensor]] | None:
     return np.array(rows, np.int64), tensors
 
 
+def _addresses(norms: Sequence[Tensor], layers: Sequence[nn.Module]) -> list[int]:
+    """Return the addresses of weights or codes; 0 where there is neither."""
+    found = [norm.data_ptr() for norm in norms]
+    for layer in layers:
+        stored = layer._parameters.get("weight")
+        stored = layer._buffers.get("codes") if stored is None else stored
+        found.append(0 if stored is None else stored.data_ptr())
+    return found
+
+
 class DecoderRows:
     """What computes a block for up to 32 rows, but for its attention.
 
@@ -244,22 +254,23 @@ class DecoderRows:
 
     def __init__(self, norms: tuple[Tensor, Tensor], eps: float, layers: Sequence[nn.Module]) -> None:
         self._norms, self._eps = [array(norm.detach()) for norm in norms], np.float32(eps)
-        self._layers = list(layers)
-        found = [_described(self._layers[part]) for part in (slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 7))]
+        self._addresses = _addresses(norms, layers)
+        found = [_described(layers[part]) for part in (slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 7))]
         described = [one for one in found if one is not None]
         self._described = [one[0] for one in described] if len(described) == len(found) else None
         self._outputs = [int(count) for count in described[0][0][:, 3]] if described else []
         self._wide = int(described[-2][0][0, 3]) if self._described is not None else 0
-        self._tensors = [*norms, *(tensor for one in described for tensor in one[1])]  # keeps addresses alive
+        # keeps the memory at these addresses, also if the layers get other weights
+        self._tensors = [tensor.detach() for one in described for tensor in one[1]]
 
-    def takes(self, x: Tensor, layers: Sequence[nn.Module]) -> bool:
-        """Return whether rows are computed here, by the layers that there were."""
+    def takes(self, x: Tensor, norms: tuple[Tensor, Tensor], layers: Sequence[nn.Module]) -> bool:
+        """Return whether rows are computed here: few ones, by weights that are where they were."""
         return (
             self._described is not None
             and 0 < len(x) <= MOST_ROWS
             and x.dtype == torch.bfloat16
             and not torch.is_grad_enabled()
-            and all(one is other for one, other in zip(layers, self._layers, strict=True))
+            and _addresses(norms, layers) == self._addresses
             and available()
         )
 

@@ -332,7 +332,7 @@ class Block(nn.Module):
     def use_few_rows(self) -> None:
         """Compute few bfloat16 rows on CPUs by :class:`~cordillera.kernels.dense.decoder_rows.DecoderRows` from now on.
 
-        Layers that are replaced later are computed one by one again.
+        If layers or their weights are replaced later, they are computed one by one again.
         """
         norms = (self.attention_norm.weight, self.feed_forward_norm.weight)
         layers = self._linear_layers()
@@ -354,7 +354,8 @@ class Block(nn.Module):
         core: Core | None = None,
         has_target: Tensor | None = None,
     ) -> Tensor:
-        if self.few is not None and core is not None and self.few.takes(x, self._linear_layers()):
+        norms = (self.attention_norm.weight, self.feed_forward_norm.weight)
+        if self.few is not None and core is not None and self.few.takes(x, norms, self._linear_layers()):
             q, k, v = self.few.before(x, table)
             return self.few.after(x, core(q, k, v, offsets))
         x = x + self.attention(self.attention_norm(x), offsets, table, core)
