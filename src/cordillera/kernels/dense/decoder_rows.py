@@ -237,8 +237,8 @@ def _addresses(norms: Sequence[Tensor], layers: Sequence[nn.Module]) -> list[int
     """Return the addresses of weights or codes; 0 where there is neither."""
     found = [norm.data_ptr() for norm in norms]
     for layer in layers:
-        stored = layer._parameters.get("weight")
-        stored = layer._buffers.get("codes") if stored is None else stored
+        weight, codes = layer._parameters.get("weight"), layer._buffers.get("codes")
+        stored = codes if weight is None else weight
         found.append(0 if stored is None else stored.data_ptr())
     return found
 
