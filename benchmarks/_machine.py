@@ -23,6 +23,7 @@ LIBRARIES = (
     "fuxictr",
     "torchrec",
     "transformers",
+    "llama-cpp-python",
 )
 CHECKOUT = Path(__file__).resolve().parent.parent
 

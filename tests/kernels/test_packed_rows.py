@@ -15,7 +15,8 @@ from torch import nn
 from cordillera.errors import NumericsError
 from cordillera.kernels.dense import bf16_amx, bf16_tiles, few_rows, packed_rows
 from cordillera.kernels.dense.few_rows import FewRowsLinear
-from cordillera.kernels.dense.packed_rows import PackedRows, packed_linear, takes, unpacked
+from cordillera.kernels.dense.packed_rows import PackedRows, packed_linear, unpacked
+from cordillera.kernels.dense.tiled_products import takes
 from cordillera.numerics.quantization.packed_linear import PackedLinear, pack_rows
 
 WAYS = ["amx", "tiles", "loops"]

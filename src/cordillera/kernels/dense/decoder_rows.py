@@ -10,127 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cordillera.kernels.attention.numba_tiles import FAST, ONE, exp2
 from cordillera.kernels.compiling import compiled
-from cordillera.kernels.dense.bf16_amx import (
-    COLUMNS,
-    OUTPUTS,
-    products_of_one,
-    products_of_two,
-    release_tiles,
-    shape_tiles,
-    store_rounded,
-    tile_shapes,
-)
 from cordillera.kernels.dense.bf16_amx import available as amx_available
-from cordillera.kernels.dense.bf16_tiles import SIDE, available, tile_of_four
+from cordillera.kernels.dense.bf16_amx import tile_shapes
+from cordillera.kernels.dense.bf16_tiles import available
 from cordillera.kernels.dense.few_rows import MOST_ROWS
-from cordillera.kernels.dense.packed_rows import GROUP, takes, unpack_groups
+from cordillera.kernels.dense.tiled_products import GROUP, WHOLE, products, takes
 from cordillera.kernels.numba_support import array, narrow, pool, threads_for, widen_to_single
 
-_WHOLE = 16  # bits of weights that are not packed
 _HIGHEST, _TO_TWO = np.float32(127.0), np.float32(-1.4426950408889634)
 _BITS = np.uint16(0)  # has the type of bfloat16's bits
-
-
-@compiled(parallel=True)
-def _by_amx(x: Any, layers: Any, out: Any, shapes: Any, threads: int) -> None:
-    rows, inner = x.shape
-    first, groups = min(rows, COLUMNS), inner // GROUP
-    second, words = rows - first, x.view(np.int32)
-    pairs, more = np.empty((inner // 2, first), np.int32), np.empty((inner // 2, max(1, second)), np.int32)
-    for p in range(inner // 2):
-        for row in range(first):
-            pairs[p, row] = words[row, p]
-        for row in range(second):
-            more[p, row] = words[first + row, p]
-    of_row = np.int64(2 * inner)
-    total = layers[:, 3].sum() // OUTPUTS
-    for chunk in numba.prange(threads):
-        weight, wide = np.empty((OUTPUTS, inner), np.uint16), np.empty((OUTPUTS, groups, 2), np.float32)
-        sums, others = np.empty((OUTPUTS, first), np.float32), np.empty((OUTPUTS, max(1, second)), np.float32)
-        halves = np.empty(OUTPUTS * COLUMNS, np.uint16)
-        shape_tiles(np.int64(shapes.ctypes.data))
-        before = 0  # blocks of sixteen outputs of earlier layers
-        for n in range(len(layers)):
-            codes, scales, bits, outputs = layers[n]
-            begin = max(0, total * chunk // threads - before)
-            end = min(outputs // OUTPUTS, total * (chunk + 1) // threads - before)
-            base = rows * OUTPUTS * before
-            for block in range(begin, end):
-                place = OUTPUTS * block * groups
-                own = codes + 4 * bits * place
-                # addresses are taken here, as memory ends with its last use
-                of_unpacked, of_wide = np.int64(weight.ctypes.data), np.int64(wide.ctypes.data)
-                of_sums, of_others = np.int64(sums.ctypes.data), np.int64(others.ctypes.data)
-                of_x, of_more = np.int64(pairs.ctypes.data), np.int64(more.ctypes.data)
-                if bits != _WHOLE:
-                    unpack_groups(bits, own, scales + 4 * place, OUTPUTS * groups, of_wide, of_unpacked)
-                    own = of_unpacked
-                if second:
-                    products_of_two(
-                        own, of_row, of_x, 4 * first, of_more, 4 * second, np.int64(groups), of_sums, of_others
-                    )
-                else:
-                    products_of_one(
-                        own, of_row, of_x, 4 * first, of_more, 4 * second, np.int64(groups), of_sums, of_others
-                    )
-                start = base + OUTPUTS * block
-                store_rounded(sums, halves, out, start, outputs)
-                if second:
-                    store_rounded(others, halves, out, start + first * outputs, outputs)
-            before += outputs // OUTPUTS
-        release_tiles()
-
-
-@compiled(parallel=True)
-def _by_tiles(x: Any, layers: Any, out: Any, threads: int) -> None:
-    rows, inner = x.shape
-    groups, of_row = inner // GROUP, np.int64(2 * inner)
-    total = layers[:, 3].sum() // OUTPUTS
-    for chunk in numba.prange(threads):
-        weight, wide = np.empty((OUTPUTS, inner), np.uint16), np.empty((OUTPUTS, groups, 2), np.float32)
-        before = 0
-        for n in range(len(layers)):
-            codes, scales, bits, outputs = layers[n]
-            begin = max(0, total * chunk // threads - before)
-            end = min(outputs // OUTPUTS, total * (chunk + 1) // threads - before)
-            base = rows * OUTPUTS * before
-            for block in range(begin, end):
-                place = OUTPUTS * block * groups
-                own = codes + 4 * bits * place
-                of_unpacked, of_wide = np.int64(weight.ctypes.data), np.int64(wide.ctypes.data)
-                of_x, of_out = np.int64(x.ctypes.data), np.int64(out.ctypes.data)
-                if bits != _WHOLE:
-                    unpack_groups(bits, own, scales + 4 * place, OUTPUTS * groups, of_wide, of_unpacked)
-                    own = of_unpacked
-                for row in range(0, rows, SIDE):
-                    some, of_rows = min(SIDE, rows - row), of_x + row * of_row
-                    for i in range(0, OUTPUTS, SIDE):
-                        to = of_out + 2 * (base + row * outputs + OUTPUTS * block + i)
-                        tile_of_four(some, of_rows, of_row, own + i * of_row, of_row, np.int64(groups), to, 2 * outputs)
-            before += outputs // OUTPUTS
-
-
-@compiled()
-def _products(x: Any, layers: Any, out: Any, shapes: Any, threads: int) -> None:
-    """Multiply rows by several weights.
-
-    Args:
-        x: ``bfloat16 [rows, inner]``.
-        layers: Address of each weight, of its scales, its bits and its number of outputs, ``int64 [n, 4]``.
-        out: ``bfloat16 [rows x outputs]`` of the first weight, then of the second, and so on.
-        shapes: Configuration of AMX's tiles; None without AMX.
-    """
-    if shapes is None:
-        _by_tiles(x, layers, out, threads)
-    else:
-        _by_amx(x, layers, out, shapes, threads)
 
 
 @compiled(fastmath={"reassoc", "contract"})
@@ -181,7 +75,7 @@ def _before_attention(
     rows, half = len(x), cos.shape[1]
     normed = np.empty_like(x)
     _normalize(x, norm, eps, normed)
-    _products(normed, layers, out, shapes, threads)
+    products(normed, layers, out, shapes, threads)
     start = 0
     for n in range(2):
         heads = layers[n, 3] // (2 * half)
@@ -201,14 +95,14 @@ def _after_attention(
     """Output projection, feed-forward net and both residual sums."""
     rows = len(x)
     found, normed = np.empty(x.size, np.uint16), np.empty_like(x)
-    _products(attended, output, found, shapes, threads)
+    products(attended, output, found, shapes, threads)
     _add(x, found, out)
     _normalize(out, norm, eps, normed)
     both = np.empty(2 * rows * wide[0, 3], np.uint16)
-    _products(normed, wide, both, shapes, threads)
+    products(normed, wide, both, shapes, threads)
     inner = np.empty((rows, wide[0, 3]), np.uint16)
     _gate(both, inner)
-    _products(inner, down, found, shapes, threads)
+    products(inner, down, found, shapes, threads)
     _add(out, found, out)
 
 
@@ -225,7 +119,7 @@ def _described(layers: Sequence[nn.Module]) -> tuple[Any, list[Tensor]] | None:
         elif isinstance(layer, nn.Linear) and layer.bias is None and layer.weight.dtype == torch.bfloat16:
             shape = (layer.weight.shape[0], layer.weight.shape[1])
             tensors.append(layer.weight)
-            rows.append((layer.weight.data_ptr(), 0, _WHOLE, shape[0]))
+            rows.append((layer.weight.data_ptr(), 0, WHOLE, shape[0]))
         else:
             return None
         if not takes(*shape) or not all(tensor.is_contiguous() for tensor in tensors):

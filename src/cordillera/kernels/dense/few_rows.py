@@ -21,18 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cordillera.kernels.compiling import compiled
-from cordillera.kernels.dense.bf16_amx import (
-    COLUMNS,
-    OUTPUTS,
-    products_of_one,
-    products_of_two,
-    release_tiles,
-    shape_tiles,
-    store_rounded,
-    tile_shapes,
-)
 from cordillera.kernels.dense.bf16_amx import available as amx_available
 from cordillera.kernels.dense.bf16_tiles import SIDE, STEP, available, tile_of_four, tile_of_one
+from cordillera.kernels.dense.tiled_products import WHOLE, multiply, takes
 from cordillera.kernels.numba_support import array, narrow, pool, threads_for, widen_to_single
 from cordillera.kernels.repeatable import LEAST_ROWS
 
@@ -76,32 +67,6 @@ def _products_by_tiles(x: Any, weight: Any, out: Any, threads: int) -> None:
                         tile_of_one(some, own, of_row, of_one, of_row, steps, place + 2 * i, 2 * outputs)
 
 
-@compiled(parallel=True)
-def _products_by_amx(x: Any, more: Any, weight: Any, shapes: Any, out: Any, threads: int) -> None:
-    """The same by :mod:`~cordillera.kernels.dense.bf16_amx`; ``x`` and ``more`` hold pairs, ``int32 [pairs, rows]``."""
-    outputs, inner = weight.shape
-    first, second, of_row, steps = x.shape[1], more.shape[1], np.int64(2 * inner), np.int64(inner // STEP)
-    of_x, of_more, of_weight = np.int64(x.ctypes.data), np.int64(more.ctypes.data), np.int64(weight.ctypes.data)
-    blocks, flat = outputs // OUTPUTS, out.ravel()
-    for chunk in numba.prange(threads):
-        sums = np.empty((OUTPUTS, first), np.float32)
-        others = np.empty((OUTPUTS, max(second, 1)), np.float32)
-        halves = np.empty(OUTPUTS * COLUMNS, np.uint16)
-        of_sums, of_others = np.int64(sums.ctypes.data), np.int64(others.ctypes.data)
-        shape_tiles(np.int64(shapes.ctypes.data))
-        for block in range(blocks * chunk // threads, blocks * (chunk + 1) // threads):
-            start = OUTPUTS * block
-            own = of_weight + start * of_row
-            if second:
-                products_of_two(own, of_row, of_x, 4 * first, of_more, 4 * second, steps, of_sums, of_others)
-            else:
-                products_of_one(own, of_row, of_x, 4 * first, of_more, 4 * second, steps, of_sums, of_others)
-            store_rounded(sums, halves, flat, start, outputs)
-            if second:
-                store_rounded(others, halves, flat, first * outputs + start, outputs)
-        release_tiles()
-
-
 def few_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Compute ``x weight^T`` for few rows on a CPU, without gradients.
 
@@ -121,11 +86,8 @@ def _multiply(x: Tensor, weight: Any) -> Tensor:
     if out.numel():
         threads, x = threads_for(weight.size), x.detach().contiguous()
         is_even = x.shape[1] % STEP == 0
-        if is_even and weight.shape[0] % OUTPUTS == 0 and len(x) <= 2 * COLUMNS and amx_available():
-            pairs = x.view(torch.int32).T  # [inner / 2, rows]
-            first, more = (array(part.contiguous()) for part in (pairs[:, :COLUMNS], pairs[:, COLUMNS:]))
-            with pool(threads):
-                _products_by_amx(first, more, weight, tile_shapes(len(x)), array(out), threads)
+        if takes(*weight.shape) and len(x) <= MOST_ROWS and amx_available():
+            multiply(x, np.array([(weight.ctypes.data, 0, WHOLE, len(weight))], np.int64), out, by_amx=True)
             return out
         by_tiles = is_even and available()
         rows, found = array(x) if by_tiles else x.float().numpy(), array(out)

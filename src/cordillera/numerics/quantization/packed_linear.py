@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from cordillera.errors import NumericsError
-from cordillera.kernels.dense.packed_rows import GROUP, PackedRows, packed_linear, takes
+from cordillera.kernels.dense.packed_rows import PackedRows, packed_linear
+from cordillera.kernels.dense.tiled_products import GROUP, takes
 from cordillera.numerics.quantization.quantizers import check_finite
 
 
@@ -17,7 +18,7 @@ def pack_rows(weight: Tensor, bits: int) -> PackedRows:
     error is at most half a step, and what rounding scales to float16 adds.
 
     Args:
-        weight: Weight, ``[outputs, inner]``, whose shape :func:`~cordillera.kernels.dense.packed_rows.takes` allows.
+        weight: Weight, ``[outputs, inner]``, whose shape :func:`~cordillera.kernels.dense.tiled_products.takes` allows.
         bits: 4 or 8.
 
     Raises:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cordillera.kernels.attention.decoding import MOST_TOKENS
 from cordillera.kernels.dense.few_rows import MOST_ROWS, FewRowsLinear, use_few_rows
-from cordillera.kernels.dense.packed_rows import takes
+from cordillera.kernels.dense.tiled_products import takes
 from cordillera.models.language.draft_model import DraftModel
 from cordillera.models.language.kv_cache import KVCache
 from cordillera.models.language.llama import Block, Llama, rope_table
@@ -268,7 +268,7 @@ class _Growing:
         try:
             for path, own in zip(self.new, likely, strict=True):
                 for token, probability in own:
-                    chance = self.chances[path] * self.drafter.drafts.chance(probability)
+                    chance = self.chances[path] * self.drafter.together.chance(probability)
                     if chance >= _LEAST:
                         self.drafter.note(path, token, probability)
                         self.chances[(*path, token)] = chance
@@ -304,29 +304,24 @@ class ModelDrafter:
     features nobody computed, as those of a prompt's shared beginning, are left out.
 
     Attributes:
-        drafts: What drafts for this text and others.
+        together: What drafts for this text and others.
         slot: Sequence of its cache that holds the text's pairs; -1 if there is none.
     """
 
     def __init__(self, drafts: ModelDrafts) -> None:
-        self.drafts, self.slot = drafts, -1
+        self.together, self.slot = drafts, -1
         self._tokens: list[int] = []
         self._next = 0  # first pair that was not read
         self._tapped: list[Tensor] = []  # outputs of the tapped blocks of the tokens from there on
         self._count = 0  # of these tokens
         self._drafted: dict[_Path, dict[int, float]] = {}  # path: probabilities of what was drafted after it
 
-    @property
-    def together(self) -> ModelDrafts:
-        """What drafts for several texts."""
-        return self.drafts
-
     def add(self, tokens: Sequence[int]) -> None:
         """Take note of tokens that the text goes on with."""
         path: _Path = ()
         for token in tokens:
             for drafted, probability in self._drafted.get(path, {}).items():
-                self.drafts.count(probability, drafted == token)
+                self.together.count(probability, drafted == token)
             path = (*path, token)
         self._drafted = {}
         self._tokens += tokens
@@ -342,7 +337,7 @@ class ModelDrafter:
         self._tapped.append(features)
         self._count += len(features)
         if self.ready() > _READ_AT_ONCE:  # of a prompt, which is read when it comes
-            self.drafts.read(self)
+            self.together.read(self)
 
     def ready(self) -> int:
         """Return the number of pairs that can be read."""
@@ -357,7 +352,7 @@ class ModelDrafter:
 
     def propose(self, most: int, deepest: int) -> DraftTree:
         """Return a tree of up to ``most`` tokens and up to ``deepest`` levels; nothing without features."""
-        (found,) = self.drafts.propose([self], most, most, [deepest])
+        (found,) = self.together.propose([self], most, most, [deepest])
         if isinstance(found, Exception):
             raise found
         return found

@@ -381,7 +381,7 @@ class Engine:
         most = min(MOST_TOKENS - 1, room)
         levels = self.speculation.levels
         self._level = len(self.speculation.drafters) if levels is None else levels.choose(len(going))
-        asked = list[int]()
+        asked = list[tuple[int, TextDrafters]]()
         for number, text in enumerate(going):
             deepest = text.left - 1  # the pass itself gives one more
             if most < 1 or deepest < 1:
@@ -392,11 +392,11 @@ class Engine:
                     chances = [_FORCED**level for level in range(1, len(forced) + 1)]
                     trees[number] = DraftTree(forced, list(range(-1, len(forced) - 1)), chances)
                 elif text.drafters is not None:
-                    asked.append(number)
-        drafters = [drafters for number in asked if (drafters := going[number].drafters) is not None]
-        depths = [going[number].left - 1 for number in asked]
+                    asked.append((number, text.drafters))
+        depths = [going[number].left - 1 for number, _ in asked]
+        drafters = [one for _, one in asked]
         drafted = TextDrafters.propose(drafters, self._level, self.vocabulary, most, room, depths)
-        for number, tree in zip(asked, drafted, strict=True):
+        for (number, _), tree in zip(asked, drafted, strict=True):
             guide = going[number].guide
             with self._failing(going[number]):
                 trees[number] = tree if guide is None else guide.prune(tree)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from cordillera.data.sealed import CHECKSUMS
 from cordillera.errors import CheckpointError
-from cordillera.kernels.dense.packed_rows import takes
+from cordillera.kernels.dense.tiled_products import takes
 from cordillera.models.language.adapters import merge_adapters
 from cordillera.models.language.checkpoints.consolidated import Consolidated, save_consolidated
 from cordillera.models.language.checkpoints.gguf_file import GGUFFile

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from cordillera.data.tokenizers.gguf import GGUFTensor, gguf_header
 from cordillera.errors import CheckpointError, DataError, DependencyError
-from cordillera.kernels.dense.packed_rows import GROUP, PackedRows
+from cordillera.kernels.dense.packed_rows import PackedRows
+from cordillera.kernels.dense.tiled_products import GROUP
 from cordillera.models.language.checkpoints.source import (
     Names,
     Source,
