@@ -300,3 +300,19 @@ def test_runs_are_averaged_with_their_adapters_and_rewards_are_not(
     train(post_recipe(begun, "reward", begun / "start", training={"steps": 1}), "scores")
     with pytest.raises(DataError, match="scores: is a reward model"):
         average(["scores"], "other")
+
+
+@pytest.mark.parametrize(
+    ("texts", "best", "worst"),
+    [
+        (["a", " ", "b"], "b", "a"),
+        (["", "a", "\n"], "a", None),
+        (["", "a", "b"], "b", "a"),
+        ([" ", "", " "], " ", None),
+    ],
+)
+def test_blank_answers_are_passed_over(texts: list[str], best: str, worst: str | None) -> None:
+    row = answers._row((Message("user", "ask"),), texts, [1.0, 2.0, 3.0])
+    assert row["messages"][-1]["content"] == best
+    assert row.get("rejected") == worst
+    assert row["rewards"] == [1.0, 2.0, 3.0]

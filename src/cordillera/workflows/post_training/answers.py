@@ -86,8 +86,9 @@ def best_of(
     """Sample answers to prompts and write the one with the highest reward to each, with the lowest beside it.
 
     A line has ``messages`` (prompt and best answer, for fine-tuning), ``prompt``, ``chosen`` and ``rejected`` (best and
-    worst, for preferences) and ``rewards``. A file that exists is gone on with, after its last whole line; prompts
-    whose answers all have one reward are written without ``rejected``.
+    worst, for preferences) and ``rewards``. Blank answers, from which nothing can be learnt, are passed over where
+    there are others. A file that exists is gone on with, after its last whole line; prompts whose answers are all equal
+    are written without ``rejected``.
 
     Args:
         model: Model that answers, as in :class:`~cordillera.serving.language.language_model.LanguageModel`.
@@ -142,7 +143,8 @@ def _asked(prompts: str | Sequence[str], most: int | None) -> list[Prompt]:
 
 def _row(prompt: Prompt, texts: Sequence[str], rewards: Sequence[float]) -> dict[str, Any]:
     turns = _turns(prompt)
-    ordered = sorted(range(len(texts)), key=lambda place: rewards[place])
+    told = [place for place, text in enumerate(texts) if text.strip()] or range(len(texts))
+    ordered = sorted(told, key=lambda place: rewards[place])
     best, worst = texts[ordered[-1]], texts[ordered[0]]
     row: dict[str, Any] = {"messages": [*turns, {"role": "assistant", "content": best}], "rewards": list(rewards)}
     if best != worst:
