@@ -53,7 +53,7 @@ def judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, begun: Path) -> Path
 
 
 def best(model: Path, file: str = "best.jsonl", **more: Any) -> answers.BestOf:
-    settings = {"samples": 4, "max_new_tokens": 6, "dtype": "float32", "temperature": 2.0} | more
+    settings = {"samples": 4, "max_new_tokens": 6, "dtype": "float32", "temperature": 2.0, "seed": 7} | more
     return answers.best_of(model, "reward", "prompts.jsonl", file, **settings)
 
 
