@@ -106,6 +106,19 @@ def prefetch(typing_context: Any, address: Any) -> Any:
     return types.none(types.int64), generate
 
 
+@intrinsic
+def borrowed(typing_context: Any, array: Any) -> Any:
+    """The same array without its owner, which must outlive it: that it is in use is not counted, at each call."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        found = context.make_array(signature.return_type)(context, builder, value=arguments[0])
+        for name in ("meminfo", "parent"):
+            setattr(found, name, ir.Constant(getattr(found, name).type, None))
+        return found._getvalue()
+
+    return array(array), generate
+
+
 def threads_for(values: int) -> int:
     """Return the number of threads for a number of values: torch's setting, or 1 where one thread is faster."""
     return 1 if values < _SMALL else max(1, min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))

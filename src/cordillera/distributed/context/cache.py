@@ -265,6 +265,9 @@ class _Reading:
 
         return attend
 
+    def few_rows(self) -> None:
+        """Return None: keys and values of other ranks pass by in each layer."""
+
     def commit(self) -> None:
         """Add the new tokens to their sequences."""
         cache, plan = self._cache, self._turn.plan

@@ -53,12 +53,11 @@ def _add_product(builder: Any, slot: Any, a: Any, b: Any) -> None:
     builder.store(builder.fadd(builder.load(slot), product, flags=["contract"]), slot)
 
 
-def _score_tile(keys: int, is_half: bool) -> Any:
+def _score_tile(keys: int) -> Any:
     """Make a function that stores the products of ``keys`` keys with sixteen queries, ``float32 [keys, 16]``.
 
     Queries are ``float32 [width, 16]``, keys rows of ``width`` numbers, ``stride`` bytes apart.
     """
-    kind, size = (ir.IntType(16), 2) if is_half else (_SINGLE, 4)
 
     @intrinsic
     def tile(typing_context: Any, q: Any, width: Any, key: Any, stride: Any, out: Any) -> Any:
@@ -71,9 +70,7 @@ def _score_tile(keys: int, is_half: bool) -> Any:
                 own = builder.load(_address(builder, q, _WIDE(4 * _LANES), loop.index, _VECTOR), align=4)
                 for n, slot in enumerate(sums):
                     start = builder.add(key, builder.mul(stride, _WIDE(n)))
-                    value = builder.load(_address(builder, start, _WIDE(size), loop.index, kind), align=size)
-                    if is_half:
-                        value = builder.bitcast(builder.shl(builder.zext(value, _WORD), _WORD(16)), _SINGLE)
+                    value = builder.load(_address(builder, start, _WIDE(4), loop.index, _SINGLE), align=4)
                     _add_product(builder, slot, own, _spread(builder, value))
             for n, slot in enumerate(sums):
                 place = _address(builder, out, _WIDE(4 * _LANES), _WIDE(n), _VECTOR)
@@ -129,37 +126,38 @@ def _value_tile(is_half: bool) -> Any:
     return tile
 
 
-_half_scores, _half_score = _score_tile(_KEYS, True), _score_tile(1, True)
-_single_scores, _single_score = _score_tile(_KEYS, False), _score_tile(1, False)
+_scores_of_some, _scores_of_one = _score_tile(_KEYS), _score_tile(1)
 _half_values, _single_values = _value_tile(True), _value_tile(False)
 
 
 @compiled(fastmath=FAST)
-def _score(q: Any, keys: Any, group: Any, table: Any, scores: Any) -> None:
-    """Fill ``scores [m, 16]`` with the products of the first ``m`` keys with the queries ``q [width, 16]``."""
-    width, total = len(q), len(scores)
-    groups, page, size = keys.shape[1], keys.shape[2], keys.itemsize
-    stride = width * size
-    of_keys, of_q, of_scores = np.int64(keys.ctypes.data), np.int64(q.ctypes.data), np.int64(scores.ctypes.data)
+def _score(q: Any, keys: Any, group: Any, table: Any, wide: Any, scores: Any) -> None:
+    """Fill ``scores [m, 16]`` with the products of the first ``m`` keys with the queries ``q [width, 16]``.
+
+    Args:
+        wide: Memory for some keys in float32, ``[8, width]``: each of their numbers is multiplied with a vector.
+    """
+    width, total, page = len(q), len(scores), keys.shape[2]
+    stride = 4 * width
+    of_wide, of_q, of_scores = np.int64(wide.ctypes.data), np.int64(q.ctypes.data), np.int64(scores.ctypes.data)
     for start in range(0, total, page):
-        key = of_keys + (table[start // page] * groups + group) * page * stride
-        score, count = of_scores + 4 * _LANES * start, min(page, total - start)
-        together = count - count % _KEYS
-        for m in range(0, together, _KEYS):
-            if size == 2:
-                _half_scores(of_q, width, key + m * stride, stride, score + 4 * _LANES * m)
+        own, count = keys[table[start // page], group], min(page, total - start)
+        for m in range(0, count, _KEYS):
+            some, score = min(_KEYS, count - m), of_scores + 4 * _LANES * (start + m)
+            for n in range(some):
+                row, copy = own[m + n], wide[n]
+                for d in range(width):
+                    copy[d] = widen_to_single(row[d])
+            if some == _KEYS:
+                _scores_of_some(of_q, width, of_wide, stride, score)
             else:
-                _single_scores(of_q, width, key + m * stride, stride, score + 4 * _LANES * m)
-        for m in range(together, count):
-            if size == 2:
-                _half_score(of_q, width, key + m * stride, stride, score + 4 * _LANES * m)
-            else:
-                _single_score(of_q, width, key + m * stride, stride, score + 4 * _LANES * m)
+                for n in range(some):
+                    _scores_of_one(of_q, width, of_wide + n * stride, stride, score + 4 * _LANES * n)
 
 
 @compiled(fastmath=FAST)
 def _attend(
-    q: Any, keys: Any, values: Any, group: Any, table: Any, cached: Any, seen: Any, first: Any, heads: Any,
+    q: Any, keys: Any, values: Any, group: Any, table: Any, cached: Any, seen: Any, first: Any, heads: Any, wide: Any,
     scores: Any, out: Any,
 ) -> None:  # fmt: skip
     """Attention of up to sixteen queries that read one head of keys: queries are rows of (token, head) from ``first``.
@@ -171,14 +169,14 @@ def _attend(
         cached: Number of keys before the new ones.
         seen: Which new tokens each of them sees, ``bool [n, n]``.
         heads: Number of queries of a token.
-        scores: ``float32 [cached + n, 16]``, overwritten.
+        wide: ``float32 [8, width]``, overwritten, as ``scores [cached + n, 16]``.
         out: ``float32 [16, width]``.
     """
     width, new = len(q), len(seen)
     total = cached + new
     groups, page, size = keys.shape[1], keys.shape[2], keys.itemsize
     stride, of_values, of_scores = width * size, np.int64(values.ctypes.data), np.int64(scores.ctypes.data)
-    _score(q, keys, group, table, scores)
+    _score(q, keys, group, table, wide, scores)
     for j in range(new):
         for r in range(_LANES):
             token = (first + r) // heads
@@ -221,50 +219,91 @@ def _attend(
                     out[r + i, d + c] = products[i, c] / sums[r + i]
 
 
+@compiled()
+def attention_scratch(width: int) -> Any:
+    """Return the memory that a thread needs for :func:`attend_from`."""
+    queries, found = np.zeros((width, _LANES), np.float32), np.empty((_LANES, width), np.float32)
+    return queries, found, np.empty((_KEYS, width), np.float32)
+
+
+@compiled(fastmath=FAST)
+def attend_from(
+    q: Any, keys: Any, values: Any, sequence: Any, table: Any, seen: Any, scale: Any, group: Any, first: Any,
+    memory: Any, out: Any,
+) -> None:  # fmt: skip
+    """Attention of the queries of a sequence that read one head of keys, up to sixteen, from number ``first`` on.
+
+    Args:
+        sequence: Row of the first new token, number of new tokens and of cached ones.
+        memory: That of :func:`attention_scratch`.
+        out: ``[T, H, D]``.
+    """
+    (queries, found, wide), start, new, cached = memory, sequence[0], sequence[1], sequence[2]
+    share = q.shape[1] // keys.shape[1]
+    rows, zero = min(_LANES, new * share - first), q[0, 0, 0]
+    for r in range(rows):
+        token, head = start + (first + r) // share, group * share + (first + r) % share
+        for d in range(len(queries)):
+            queries[d, r] = widen_to_single(q[token, head, d]) * scale
+    scores = np.empty((cached + new, _LANES), np.float32)
+    visible = seen[start : start + new, :new]
+    _attend(queries, keys, values, group, table, cached, visible, first, share, wide, scores, found)
+    for r in range(rows):
+        token, head = start + (first + r) // share, group * share + (first + r) % share
+        for d in range(len(queries)):
+            out[token, head, d] = narrow(found[r, d], zero)
+
+
+@compiled()
+def store_group(k: Any, v: Any, keys: Any, values: Any, sequence: Any, table: Any, group: Any) -> None:
+    """Store the new keys and values of one head of a sequence."""
+    start, new, cached = sequence[0], sequence[1], sequence[2]
+    page = keys.shape[2]
+    for t in range(new):
+        place, slot = table[(cached + t) // page], (cached + t) % page
+        for d in range(keys.shape[3]):
+            keys[place, group, slot, d] = k[start + t, group, d]
+            values[place, group, slot, d] = v[start + t, group, d]
+
+
+@compiled()
+def attention_items(sequences: Any, groups: Any, share: Any) -> Any:
+    """Return the arguments of calls of :func:`attend_from`: sequence, group and first query, ``int64 [n, 3]``."""
+    count = 0
+    for s in range(len(sequences)):
+        count += groups * ((sequences[s, 1] * share + _LANES - 1) // _LANES)
+    items = np.empty((count, 3), np.int64)
+    count = 0
+    for s in range(len(sequences)):
+        for g in range(groups):
+            for first in range(0, sequences[s, 1] * share, _LANES):
+                items[count] = s, g, first
+                count += 1
+    return items
+
+
 @compiled(parallel=True, fastmath=FAST)
 def _all(
     q: Any, k: Any, v: Any, keys: Any, values: Any, sequences: Any, tables: Any, seen: Any, scale: Any, out: Any,
     threads: int,
 ) -> None:  # fmt: skip
     """Store the new keys and values, and attend; see :func:`decode_attention`."""
-    heads, width = q.shape[1], q.shape[2]
-    groups, page = keys.shape[1], keys.shape[2]
-    share, zero = heads // groups, q[0, 0, 0]
-    count = 0
+    groups = keys.shape[1]
     for s in range(len(sequences)):
-        count += groups * ((sequences[s, 1] * share + _LANES - 1) // _LANES)
-    items = np.empty((count, 3), np.int64)  # sequence, group, first query
-    count = 0
-    for s in range(len(sequences)):
-        start, new, cached = sequences[s, 0], sequences[s, 1], sequences[s, 2]
-        for t in range(new):
-            place, slot = tables[s, (cached + t) // page], (cached + t) % page
-            for g in range(groups):
-                for d in range(width):
-                    keys[place, g, slot, d] = k[start + t, g, d]
-                    values[place, g, slot, d] = v[start + t, g, d]
         for g in range(groups):
-            for first in range(0, new * share, _LANES):
-                items[count] = s, g, first
-                count += 1
+            store_group(k, v, keys, values, sequences[s], tables[s], g)
+    items = attention_items(sequences, groups, q.shape[1] // groups)
+    count = len(items)
     for chunk in numba.prange(threads):
-        queries = np.zeros((width, _LANES), np.float32)
-        found = np.empty((_LANES, width), np.float32)
+        memory = attention_scratch(q.shape[2])
         for item in range(count * chunk // threads, count * (chunk + 1) // threads):
             s, g, first = items[item]
-            start, new, cached = sequences[s, 0], sequences[s, 1], sequences[s, 2]
-            rows = min(_LANES, new * share - first)
-            for r in range(rows):
-                token, head = start + (first + r) // share, g * share + (first + r) % share
-                for d in range(width):
-                    queries[d, r] = widen_to_single(q[token, head, d]) * scale
-            scores = np.empty((cached + new, _LANES), np.float32)
-            visible = seen[start : start + new, :new]
-            _attend(queries, keys, values, g, tables[s], cached, visible, first, share, scores, found)
-            for r in range(rows):
-                token, head = start + (first + r) // share, g * share + (first + r) % share
-                for d in range(width):
-                    out[token, head, d] = narrow(found[r, d], zero)
+            attend_from(q, keys, values, sequences[s], tables[s], seen, scale, g, first, memory, out)
+
+
+def score_scale(width: int) -> Any:
+    """Return the factor of the products of queries and keys of a ``width``, as powers of two are taken of them."""
+    return np.float32(_LOG2_E / width**0.5)
 
 
 def is_supported(dtype: torch.dtype, device: torch.device, width: int) -> bool:
@@ -294,7 +333,7 @@ def decode_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     work = int((sequences[:, 1] * sequences[:, 2]).sum()) * q.shape[1] * 8  # costs about as much as so many values
     threads = threads_for(work)
-    scale = np.float32(_LOG2_E / q.shape[2] ** 0.5)
+    scale = score_scale(q.shape[2])
     parts = [array(x.detach().contiguous()) for x in (q, k, v, keys, values)]
     with pool(threads):
         _all(*parts, sequences.numpy(), tables.numpy(), seen.numpy(), scale, array(out), threads)

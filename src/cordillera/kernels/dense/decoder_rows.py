@@ -1,30 +1,88 @@
-"""The parts of a transformer's block around its attention, for a few bfloat16 rows on a CPU: one call each.
+"""All blocks of a decoder for a few bfloat16 rows on a CPU, in one call.
 
-A small model's block has some thirty operations, each of which takes longer to call than to compute. Here norm,
-products, rotation and residual sums of a block are two calls. Numbers are rounded to bfloat16 where the modules round
-them; sums have an order that depends on their length alone, so that a row's result does not depend on those beside it.
+A small model's block has some thirty operations, each of which takes longer to call than to compute. Here the threads
+start once and go through norms, products, attention and residual sums of all blocks together. Numbers are rounded to
+bfloat16 where the modules round them; sums have an order that depends on their length alone, so that a row's result
+does not depend on those beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 from torch import Tensor, nn
 
+from cordillera.kernels.attention.decoding import (
+    attend_from,
+    attention_items,
+    attention_scratch,
+    score_scale,
+    store_group,
+)
 from cordillera.kernels.attention.numba_tiles import FAST, ONE, exp2
 from cordillera.kernels.compiling import compiled
+from cordillera.kernels.dense.bf16_amx import OUTPUTS, release_tiles, shape_tiles, tile_shapes
 from cordillera.kernels.dense.bf16_amx import available as amx_available
-from cordillera.kernels.dense.bf16_amx import tile_shapes
 from cordillera.kernels.dense.bf16_tiles import available
 from cordillera.kernels.dense.few_rows import MOST_ROWS
-from cordillera.kernels.dense.tiled_products import GROUP, WHOLE, products, takes
-from cordillera.kernels.numba_support import array, narrow, pool, threads_for, widen_to_single
+from cordillera.kernels.dense.tiled_products import (
+    GROUP,
+    WHOLE,
+    outputs_of,
+    pair_rows,
+    scratch_memory,
+    scratch_of,
+    takes,
+)
+from cordillera.kernels.numba_support import array, borrowed, narrow, pool, threads_for, widen_to_single
+from cordillera.kernels.phases import finish, phase_counters, take, wait
+
+NORMS = ("attention_norm", "feed_forward_norm")
+"""Norms of a block."""
+LAYERS = (
+    *(f"attention.{name}" for name in ("query", "key", "value", "output")),
+    *(f"feed_forward.{name}" for name in ("gate", "up", "down")),
+)
+"""Linear layers of a block."""
 
 _HIGHEST, _TO_TWO = np.float32(127.0), np.float32(-1.4426950408889634)
 _BITS = np.uint16(0)  # has the type of bfloat16's bits
+_PHASES = 6  # of a block
+
+
+class PagedRows(NamedTuple):
+    """Keys and values to which a few new tokens are added, and which they see.
+
+    Attributes:
+        data: Keys and values, ``[layers, 2, pages, G, page, D]``.
+        sequences: As for :func:`~cordillera.kernels.attention.decoding.decode_attention`, like the next two; every row
+            belongs to one.
+        tables: Pages of each sequence.
+        seen: Which new tokens each new token sees.
+    """
+
+    data: Tensor
+    sequences: Tensor
+    tables: Tensor
+    seen: Tensor
+
+
+@intrinsic
+def _load(typing_context: Any, address: Any, number: Any) -> Any:
+    """The bits of a bfloat16 after so many others at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(16).as_pointer())
+        return builder.load(builder.gep(pointer, [arguments[1]]), align=2)
+
+    return types.uint16(types.int64, types.int64), generate
 
 
 @compiled(fastmath={"reassoc", "contract"})
@@ -38,155 +96,359 @@ def _square_sum(row: Any) -> Any:
 
 @compiled()
 def _normalize(x: Any, weight: Any, eps: Any, out: Any) -> None:
+    """RMSNorm of rows; ``weight`` is an address."""
     rows, inner = x.shape
     for row in range(rows):
         scale = ONE / np.sqrt(_square_sum(x[row]) / np.float32(inner) + eps)
         for j in range(inner):
             value = narrow(widen_to_single(x[row, j]) * scale, _BITS)
-            out[row, j] = narrow(widen_to_single(value) * widen_to_single(weight[j]), _BITS)
+            out[row, j] = narrow(widen_to_single(value) * widen_to_single(_load(weight, j)), _BITS)
 
 
 @compiled()
-def _add(x: Any, more: Any, out: Any) -> None:
-    rows, inner = x.shape
-    for row in range(rows):
-        for j in range(inner):
-            out[row, j] = narrow(widen_to_single(x[row, j]) + widen_to_single(more[row * inner + j]), _BITS)
+def _rotate(heads: Any, cos: Any, sin: Any, halves: Any) -> None:
+    """Rotate heads ``[n, 2 half]`` of one position, by way of memory ``float32 [2, half]``."""
+    half, first, second = len(cos), halves[0], halves[1]
+    for head in range(len(heads)):
+        low, high = heads[head, :half], heads[head, half:]
+        for j in range(half):
+            first[j], second[j] = widen_to_single(low[j]), widen_to_single(high[j])
+        for j in range(half):
+            low[j] = narrow(first[j] * cos[j] - second[j] * sin[j], _BITS)
+            high[j] = narrow(second[j] * cos[j] + first[j] * sin[j], _BITS)
 
 
 @compiled(fastmath=FAST)
-def _gate(both: Any, out: Any) -> None:
-    """``silu(gate) * up`` of ``both [2 x rows x inner]``; below -88, a gate becomes 1e-38 of its size in place of 0."""
-    rows, inner = out.shape
-    for row in range(rows):
-        for j in range(inner):
-            gate, up = widen_to_single(both[row * inner + j]), widen_to_single(both[(rows + row) * inner + j])
+def _gate(gates: Any, ups: Any, out: Any, column: Any) -> None:
+    """Store ``silu(gate) * up`` of ``[rows, 16]``; below -88, a gate becomes 1e-38 of its size in place of 0."""
+    for row in range(len(out)):
+        own = out[row, column : column + OUTPUTS]
+        for i in range(OUTPUTS):
+            gate, up = widen_to_single(gates[row, i]), widen_to_single(ups[row, i])
             power = gate * _TO_TWO
             power = _HIGHEST if power > _HIGHEST else power  # NaN stays
             gated = narrow(gate / (ONE + exp2(power)), _BITS)
-            out[row, j] = narrow(widen_to_single(gated) * up, _BITS)
+            own[i] = narrow(widen_to_single(gated) * up, _BITS)
 
 
 @compiled()
-def _before_attention(
-    x: Any, norm: Any, eps: Any, layers: Any, cos: Any, sin: Any, out: Any, shapes: Any, threads: int
-) -> None:
-    """Queries, keys and values of rows, one after the other; queries and keys are rotated."""
-    rows, half = len(x), cos.shape[1]
-    normed = np.empty_like(x)
-    _normalize(x, norm, eps, normed)
-    products(normed, layers, out, shapes, threads)
-    start = 0
-    for n in range(2):
-        heads = layers[n, 3] // (2 * half)
-        for row in range(rows):
-            for _ in range(heads):
-                for j in range(half):
-                    a, b = widen_to_single(out[start + j]), widen_to_single(out[start + half + j])
-                    out[start + j] = narrow(a * cos[row, j] - b * sin[row, j], _BITS)
-                    out[start + half + j] = narrow(b * cos[row, j] + a * sin[row, j], _BITS)
-                start += 2 * half
+def _add(x: Any, more: Any, out: Any, column: Any) -> None:
+    """Store the sum of sixteen columns of ``x`` and ``more [rows, 16]``."""
+    for row in range(len(x)):
+        own, before = out[row, column : column + OUTPUTS], x[row, column : column + OUTPUTS]
+        for i in range(OUTPUTS):
+            own[i] = narrow(widen_to_single(before[i]) + widen_to_single(more[row, i]), _BITS)
 
 
 @compiled()
-def _after_attention(
-    x: Any, attended: Any, norm: Any, eps: Any, output: Any, wide: Any, down: Any, out: Any, shapes: Any, threads: int
+def _pieces(blocks: Any, threads: Any) -> Any:
+    """Return the number of blocks of a piece, of which there is one for each thread, and that of pieces.
+
+    More and shorter ones would end their streams of weights too often.
+    """
+    size = (blocks + threads - 1) // threads
+    return size, (blocks + size - 1) // size
+
+
+# Each of the functions below is what one thread does in a phase. Its inputs do not change until all pieces are done, so
+# they are read after a piece was taken: a thread that comes late, and finds none, may see what later phases write.
+
+
+@compiled()
+def _project(
+    x: Any, norm: Any, eps: Any, layers: Any, scratch: Any, normed: Any, out: Any, shapes: Any, counters: Any,
+    phase: Any, threads: Any,
+) -> None:  # fmt: skip
+    """Compute queries, keys and values ``out [rows, (H + 2 G) D]`` of the norm of ``x``."""
+    width = layers[:, 3].sum()
+    size, pieces = _pieces(width // OUTPUTS, threads)
+    piece, flat = take(counters, phase), out.reshape(-1)
+    if piece < pieces:
+        _normalize(x, norm, eps, normed)
+        pair_rows(normed, scratch, shapes)
+    while piece < pieces:
+        for block in range(piece * size, min(width // OUTPUTS, (piece + 1) * size)):
+            n, own = 0, block
+            while own >= layers[n, 3] // OUTPUTS:
+                own -= layers[n, 3] // OUTPUTS
+                n += 1
+            outputs_of(layers[n], own, normed, scratch, flat, OUTPUTS * block, width, shapes)
+        finish(counters, phase)
+        piece = take(counters, phase)
+    wait(counters, phase, pieces)
+
+
+@compiled()
+def _store(
+    heads: Any, cos: Any, sin: Any, data: Any, sequences: Any, tables: Any, halves: Any, counters: Any, phase: Any
 ) -> None:
-    """Output projection, feed-forward net and both residual sums."""
-    rows = len(x)
-    found, normed = np.empty(x.size, np.uint16), np.empty_like(x)
-    products(attended, output, found, shapes, threads)
-    _add(x, found, out)
-    _normalize(out, norm, eps, normed)
-    both = np.empty(2 * rows * wide[0, 3], np.uint16)
-    products(normed, wide, both, shapes, threads)
-    inner = np.empty((rows, wide[0, 3]), np.uint16)
-    _gate(both, inner)
-    products(inner, down, found, shapes, threads)
-    _add(out, found, out)
+    """Rotate queries and keys of ``heads [rows, H + 2 G, D]``, and store keys and values; a piece is a sequence."""
+    groups = data.shape[2]
+    rotated = heads.shape[1] - groups
+    sequence = take(counters, phase)
+    while sequence < len(sequences):
+        start = sequences[sequence, 0]
+        for row in range(start, start + sequences[sequence, 1]):
+            _rotate(heads[row, :rotated], cos[row], sin[row], halves)
+        k, v = heads[:, rotated - groups : rotated], heads[:, rotated:]
+        for group in range(groups):
+            store_group(k, v, data[0], data[1], sequences[sequence], tables[sequence], group)
+        finish(counters, phase)
+        sequence = take(counters, phase)
+    wait(counters, phase, len(sequences))
 
 
-def _described(layers: Sequence[nn.Module]) -> tuple[Any, list[Tensor]] | None:
-    """Return the descriptions of layers as kernels take them, and their weights; None if there is none."""
-    rows, tensors = [], list[Tensor]()
-    for layer in layers:
-        buffers = dict(layer.named_buffers(recurse=False))
-        if buffers.keys() == {"codes", "scales"}:
-            codes, scales = buffers["codes"], buffers["scales"]
-            bits, shape = 4 if codes.dtype == torch.uint8 else 8, (codes.shape[0], GROUP * codes.shape[1])
-            tensors += [codes, scales]
-            rows.append((codes.data_ptr(), scales.data_ptr(), bits, shape[0]))
-        elif isinstance(layer, nn.Linear) and layer.bias is None and layer.weight.dtype == torch.bfloat16:
-            shape = (layer.weight.shape[0], layer.weight.shape[1])
-            tensors.append(layer.weight)
-            rows.append((layer.weight.data_ptr(), 0, WHOLE, shape[0]))
-        else:
-            return None
-        if not takes(*shape) or not all(tensor.is_contiguous() for tensor in tensors):
-            return None
-    return np.array(rows, np.int64), tensors
+@compiled()
+def _attend(
+    heads: Any, data: Any, sequences: Any, tables: Any, seen: Any, scale: Any, items: Any, memory: Any, out: Any,
+    counters: Any, phase: Any,
+) -> None:  # fmt: skip
+    """Attention ``out [rows, H, D]`` of rotated ``heads``."""
+    q, item = heads[:, : out.shape[1]], take(counters, phase)
+    while item < len(items):
+        s, group, first = items[item]
+        sequence, table = sequences[s], tables[s]
+        attend_from(q, data[0], data[1], sequence, table, seen, scale, group, first, memory, out)
+        finish(counters, phase)
+        item = take(counters, phase)
+    wait(counters, phase, len(items))
 
 
-def _addresses(norms: Sequence[Tensor], layers: Sequence[nn.Module]) -> list[int]:
-    """Return the addresses of weights or codes; 0 where there is neither."""
-    found = [norm.data_ptr() for norm in norms]
-    for layer in layers:
-        weight, codes = layer._parameters.get("weight"), layer._buffers.get("codes")
-        stored = codes if weight is None else weight
-        found.append(0 if stored is None else stored.data_ptr())
-    return found
+@compiled()
+def _expand(
+    x: Any, norm: Any, eps: Any, layers: Any, scratch: Any, normed: Any, found: Any, out: Any, shapes: Any,
+    counters: Any, phase: Any, threads: Any,
+) -> None:  # fmt: skip
+    """Compute the gated inputs ``out [rows, ffn]`` of the last layer, of the norm of ``x``."""
+    blocks = layers[0, 3] // OUTPUTS
+    size, pieces = _pieces(blocks, threads)
+    piece = take(counters, phase)
+    if piece < pieces:
+        _normalize(x, norm, eps, normed)
+        pair_rows(normed, scratch, shapes)
+    while piece < pieces:
+        for block in range(piece * size, min(blocks, (piece + 1) * size)):
+            for n in range(2):
+                outputs_of(layers[n], block, normed, scratch, found[n].reshape(-1), 0, OUTPUTS, shapes)
+            _gate(found[0], found[1], out, OUTPUTS * block)
+        finish(counters, phase)
+        piece = take(counters, phase)
+    wait(counters, phase, pieces)
 
 
-class DecoderRows:
-    """What computes a block for up to 32 rows, but for its attention.
+@compiled()
+def _close(
+    x: Any, before: Any, layer: Any, scratch: Any, found: Any, out: Any, tapped: Any, tap: Any, shapes: Any,
+    counters: Any, phase: Any, threads: Any,
+) -> None:  # fmt: skip
+    """Compute ``out = before + x @ weight.T``, and ``tapped[tap]`` of it unless ``tap`` is -1."""
+    blocks = layer[3] // OUTPUTS
+    size, pieces = _pieces(blocks, threads)
+    piece = take(counters, phase)
+    if piece < pieces:
+        pair_rows(x, scratch, shapes)
+    while piece < pieces:
+        for block in range(piece * size, min(blocks, (piece + 1) * size)):
+            outputs_of(layer, block, x, scratch, found[0].reshape(-1), 0, OUTPUTS, shapes)
+            _add(before, found[0], out, OUTPUTS * block)
+            if tap >= 0:
+                _add(before, found[0], tapped[tap], OUTPUTS * block)
+        finish(counters, phase)
+        piece = take(counters, phase)
+    wait(counters, phase, pieces)
+
+
+@compiled()
+def _go_through(
+    rows: Any, weights: Any, cached: Any, taps: Any, counters: Any, shapes: Any, scratch: Any, memory: Any, threads: Any
+) -> None:
+    """Do one thread's share of all blocks; arrays are those of :func:`_blocks`, borrowed."""
+    x, y, heads, attended, inner = rows
+    (norms, eps, layers), (tapped, of_block), (normed, found, halves, attention) = weights, taps, memory
+    data, sequences, tables, seen, cos, sin, scale, items = cached
+    flat = attended.reshape(len(x), -1)
+    for n in range(len(layers)):
+        phase, own, kept = _PHASES * n, layers[n], data[n]
+        _project(x, norms[n, 0], eps, own[:3], scratch, normed, heads, shapes, counters, phase, threads)
+        _store(heads, cos, sin, kept, sequences, tables, halves, counters, phase + 1)
+        _attend(heads, kept, sequences, tables, seen, scale, items, attention, attended, counters, phase + 2)
+        _close(flat, x, own[3], scratch, found, y, tapped, -1, shapes, counters, phase + 3, threads)
+        _expand(y, norms[n, 1], eps, own[4:6], scratch, normed, found, inner, shapes, counters, phase + 4, threads)
+        _close(inner, y, own[6], scratch, found, x, tapped, of_block[n], shapes, counters, phase + 5, threads)
+
+
+@compiled()
+def _begin(
+    x: Any, buffers: Any, weights: Any, cached: Any, taps: Any, counters: Any, shapes: Any, memory: Any, threads: Any,
+    normed: Any, found: Any, halves: Any, queries: Any, outputs: Any, keys: Any, items: Any,
+) -> None:  # fmt: skip
+    """Borrow all arrays, which the caller keeps, and do one thread's share."""
+    y, heads, attended, inner = buffers
+    (norms, eps, layers), (tapped, of_block) = weights, taps
+    data, sequences, tables, seen, cos, sin, scale = cached
+    if shapes is not None:
+        shape_tiles(np.int64(shapes.ctypes.data))
+    _go_through(
+        (borrowed(x), borrowed(y), borrowed(heads), borrowed(attended), borrowed(inner)),
+        (borrowed(norms), eps, borrowed(layers)),
+        (
+            borrowed(data), borrowed(sequences), borrowed(tables), borrowed(seen), borrowed(cos), borrowed(sin), scale,
+            borrowed(items),
+        ),
+        (borrowed(tapped), borrowed(of_block)),
+        borrowed(counters),
+        shapes,
+        scratch_of(borrowed(memory), len(x), max(x.shape[1], inner.shape[1], attended.shape[1] * attended.shape[2])),
+        (borrowed(normed), borrowed(found), borrowed(halves), (borrowed(queries), borrowed(outputs), borrowed(keys))),
+        threads,
+    )  # fmt: skip
+    if shapes is not None:
+        release_tiles()
+
+
+@compiled(parallel=True)
+def _blocks(
+    x: Any, buffers: Any, weights: Any, cached: Any, taps: Any, counters: Any, shapes: Any, memory: Any, threads: int
+) -> None:
+    """Replace ``x [rows, hidden]`` by the output of the last block.
 
     Args:
-        norms: Weights of the norms before attention and before the feed-forward net, ``bfloat16 [hidden]``.
-        eps: Constant that is added to the mean square in both.
-        layers: Linear layers of query, key, value, output, gate, up and down, in bfloat16 or packed.
+        buffers: Memory for residual sums, heads, attention's results and the last layer's inputs.
+        weights: Addresses of norms' weights, the constant in their roots, and descriptions of layers.
+        cached: Fields of :class:`PagedRows`, cosines and sines of positions, and the factor of scores.
+        taps: Memory for blocks' outputs, and the place in it of each block's, or -1.
+        counters: Those of all phases.
+        shapes: Configuration of AMX's tiles; None without AMX.
+        memory: Memory of :func:`~cordillera.kernels.dense.tiled_products.scratch_memory`.
+    """
+    for thread in numba.prange(threads):
+        normed, found = np.empty_like(x), np.empty((2, len(x), OUTPUTS), np.uint16)
+        attended, data, cos = buffers[2], cached[0], cached[4]
+        halves = np.empty((2, cos.shape[1]), np.float32)
+        queries, outputs, keys = attention_scratch(attended.shape[2])
+        items = attention_items(cached[1], data.shape[3], attended.shape[1] // data.shape[3])
+        _begin(
+            x, buffers, weights, cached, taps, counters, shapes, memory[thread], threads, normed, found, halves,
+            queries, outputs, keys, items,
+        )  # fmt: skip
+
+
+def _described(layer: nn.Module) -> tuple[list[int], dict[str, Tensor]] | None:
+    """Return a layer's description as kernels take it, and its weights by name; None if there is none."""
+    tensors = {name: tensor for name, tensor in layer.named_buffers(recurse=False) if name in ("codes", "scales")}
+    if len(tensors) == 2:
+        codes, scales = tensors["codes"], tensors["scales"]
+        bits, shape = 4 if codes.dtype == torch.uint8 else 8, (codes.shape[0], GROUP * codes.shape[1])
+        row = [codes.data_ptr(), scales.data_ptr(), bits, shape[0]]
+    elif isinstance(layer, nn.Linear) and layer.bias is None and layer.weight.dtype == torch.bfloat16:
+        tensors, shape = {"weight": layer.weight}, (layer.weight.shape[0], layer.weight.shape[1])
+        row = [layer.weight.data_ptr(), 0, WHOLE, shape[0]]
+    else:
+        return None
+    return (row, tensors) if takes(*shape) and all(one.is_contiguous() for one in tensors.values()) else None
+
+
+class _Described:
+    """Weights of a block where kernels find them.
+
+    Attributes:
+        norms: Addresses of the norms' weights.
+        layers: Descriptions of the linear layers.
     """
 
-    def __init__(self, norms: tuple[Tensor, Tensor], eps: float, layers: Sequence[nn.Module]) -> None:
-        self._norms, self._eps = [array(norm.detach()) for norm in norms], np.float32(eps)
-        self._addresses = _addresses(norms, layers)
-        found = [_described(layers[part]) for part in (slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 7))]
-        described = [one for one in found if one is not None]
-        self._described = [one[0] for one in described] if len(described) == len(found) else None
-        self._outputs = [int(count) for count in described[0][0][:, 3]] if described else []
-        self._wide = int(described[-2][0][0, 3]) if self._described is not None else 0
-        # keeps the memory at these addresses, also if the layers get other weights
-        self._tensors = [tensor.detach() for one in described for tensor in one[1]]
+    def __init__(self, blocks: nn.ModuleList, number: int) -> None:
+        block = blocks[number]
+        self.norms, self.layers = list[int](), list[list[int]]()
+        self._modules: list[tuple[Mapping[str, Any], str, nn.Module]] = [(blocks._modules, str(number), block)]
+        self._places = list[tuple[Mapping[str, Any], str, int]]()
+        self._tensors = list[Tensor]()  # keeps the memory at these addresses, also if layers get other weights
+        for name in (*NORMS, *LAYERS):
+            module = block
+            for part in name.split("."):
+                holder, module = module, module.get_submodule(part)
+                self._modules.append((holder._modules, part, module))
+            if name in NORMS:
+                weight = module.get_parameter("weight")
+                if weight.dtype == torch.bfloat16 and weight.is_contiguous():
+                    self.norms.append(weight.data_ptr())
+                    self._keep(module, {"weight": weight})
+            elif (found := _described(module)) is not None:
+                self.layers.append(found[0])
+                self._keep(module, found[1])
 
-    def takes(self, x: Tensor, norms: tuple[Tensor, Tensor], layers: Sequence[nn.Module]) -> bool:
-        """Return whether rows are computed here: few ones, by weights that are where they were."""
+    def _keep(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            held = module._parameters if name in module._parameters else module._buffers
+            self._places.append((held, name, tensor.data_ptr()))
+            self._tensors.append(tensor.detach())
+
+    def is_right(self) -> bool:
+        """Return whether all layers are described, and they and their weights are still where they were."""
+        for held, name, module in self._modules:
+            if held.get(name) is not module:
+                return False
+        for held, name, place in self._places:
+            if (tensor := held.get(name)) is None or tensor.data_ptr() != place:
+                return False
+        return (len(self.norms), len(self.layers)) == (len(NORMS), len(LAYERS))
+
+
+class DecoderBlocks:
+    """What computes blocks for up to 32 rows; if layers or weights of a block are replaced later, it takes none.
+
+    Args:
+        blocks: Blocks with :data:`NORMS` in bfloat16 and :data:`LAYERS` in bfloat16 or packed, on a CPU.
+        eps: Constant that is added to the mean square in norms.
+    """
+
+    def __init__(self, blocks: nn.ModuleList, eps: float) -> None:
+        self._described, self._eps = [_Described(blocks, number) for number in range(len(blocks))], np.float32(eps)
+
+    def takes(self, x: Tensor, cached: PagedRows | None, layers: range) -> bool:
+        """Return whether rows ``[T, hidden]`` go through the blocks with these numbers here."""
         return (
-            self._described is not None
+            cached is not None
             and 0 < len(x) <= MOST_ROWS
-            and x.dtype == torch.bfloat16
+            and x.dtype == cached.data.dtype == torch.bfloat16
             and not torch.is_grad_enabled()
-            and _addresses(norms, layers) == self._addresses
+            and all(self._described[number].is_right() for number in layers)
             and available()
         )
 
-    def before(self, x: Tensor, table: tuple[Tensor, Tensor]) -> list[Tensor]:
-        """Return queries, keys and values of rows ``[T, hidden]``, each ``[T, heads, D]``."""
-        assert self._described is not None
-        layers, rows, width = self._described[0], len(x), 2 * table[0].shape[1]
-        out = torch.empty(rows * sum(self._outputs), dtype=torch.bfloat16)
-        threads, cos, sin = threads_for(out.numel() * x.shape[1]), *(array(part) for part in table)
-        rows_of_x, shapes = array(x.contiguous()), tile_shapes(rows) if amx_available() else None
-        with pool(threads):
-            _before_attention(rows_of_x, self._norms[0], self._eps, layers, cos, sin, array(out), shapes, threads)
-        return [part.view(rows, -1, width) for part in out.split([rows * count for count in self._outputs])]
+    def __call__(
+        self,
+        x: Tensor,
+        table: tuple[Tensor, Tensor],
+        cached: PagedRows,
+        layers: range,
+        taps: dict[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Return the output of the last of the blocks, ``[T, hidden]``.
 
-    def after(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Return the output of the block ``[T, hidden]``, of its input and of what attention gave, ``[T, H, D]``."""
-        assert self._described is not None
-        _, output, wide, down = self._described
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        threads = threads_for(self._wide * x.shape[1])
-        shapes, parts = tile_shapes(len(x)) if amx_available() else None, (x.contiguous(), attended.flatten(1))
-        rows, found = (array(part) for part in parts)
+        Args:
+            x: Input of the first block, ``bfloat16 [T, hidden]``.
+            table: Cosines and sines of the rows' positions, ``float32 [T, D / 2]`` each.
+            cached: Keys and values of the blocks; those of the rows are stored.
+            layers: Numbers of the blocks.
+            taps: Dictionary whose keys are numbers of blocks; their outputs become its values.
+        """
+        own = [self._described[number] for number in layers]
+        weights, norms = (np.array([getattr(one, name) for one in own], np.int64) for name in ("layers", "norms"))
+        tapped = [number for number in layers if taps is not None and number in taps]
+        outputs = torch.empty((len(tapped), *x.shape), dtype=torch.bfloat16)
+        of_block = np.array([tapped.index(number) if number in tapped else -1 for number in layers])
+        rows, width, (query, key) = len(x), 2 * table[0].shape[1], weights[0, :2, 3]
+        sizes = [(x.shape[1],), ((query + 2 * key) // width, width), (query // width, width), (weights[0, 4, 3],)]
+        buffers = tuple(np.empty((rows, *size), np.uint16) for size in sizes)
+        found, shapes = x.clone(memory_format=torch.contiguous_format), tile_shapes(rows) if amx_available() else None
+        threads, counters = threads_for(weights[0, 4, 3] * x.shape[1]), phase_counters(_PHASES * len(own))
+        memory = scratch_memory(threads, rows, int(max(weights[0, 4, 3], x.shape[1], query)))
+        kept = (*(array(part) for part in (*cached, *table)), score_scale(width))
         with pool(threads):
-            _after_attention(rows, found, self._norms[1], self._eps, output, wide, down, array(out), shapes, threads)
-        return out
+            _blocks(
+                array(found), buffers, (norms, self._eps, weights), kept, (array(outputs), of_block), counters, shapes,
+                memory, threads,
+            )  # fmt: skip
+        if taps is not None:
+            taps.update(zip(tapped, outputs, strict=True))
+        return found

@@ -20,6 +20,9 @@ from cordillera.kernels.compiling import compiled
 from cordillera.kernels.dense.bf16_amx import (
     COLUMNS,
     OUTPUTS,
+    Tiles,
+    fetch,
+    in_pairs,
     products_of_one,
     products_of_two,
     release_tiles,
@@ -28,7 +31,7 @@ from cordillera.kernels.dense.bf16_amx import (
     tile_shapes,
 )
 from cordillera.kernels.dense.bf16_tiles import SIDE, tile_of_four
-from cordillera.kernels.numba_support import array, pool, threads_for
+from cordillera.kernels.numba_support import array, borrowed, pool, threads_for
 
 GROUP = 32
 """Inputs that share a scale."""
@@ -43,6 +46,7 @@ def takes(outputs: int, inner: int) -> bool:
 
 _BYTE, _SHORT, _WORD, _WIDE = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _LANES = 16
+_TILES, _TILE_BYTES = 4, 1024  # unpacked tiles in memory; a power of two
 _SINGLES, _WORDS, _SHORTS, _BYTES = (ir.VectorType(kind, _LANES) for kind in (ir.FloatType(), _WORD, _SHORT, _BYTE))
 _ALL = ir.VectorType(_SHORT, GROUP)
 
@@ -68,6 +72,40 @@ def _widen_scales(typing_context: Any, scales: Any, groups: Any, out: Any) -> An
     return types.none(*[types.int64] * 3), generate
 
 
+def _unpacked(builder: Any, bits: int, codes: Any, scales: Any, group: Any) -> Any:
+    """Unpack a group of codes of so many bits, by its scale and least weight in float32; both begin at addresses."""
+
+    def declared(name: str, result: Any, given: list[Any]) -> Any:
+        return builder.module.declare_intrinsic(name, (), ir.FunctionType(result, given))
+
+    narrowed = declared("llvm.x86.avx512bf16.cvtneps2bf16.512", _SHORTS, [_SINGLES])
+    chosen = declared("llvm.x86.avx512.permvar.hi.512", _ALL, [_ALL, _ALL])
+
+    def load(offset: int) -> Any:
+        return builder.load(_at(builder, codes, group, 4 * bits, offset, _BYTES), align=1)
+
+    def every(offset: int) -> Any:
+        """The scale or the least weight, in each lane."""
+        value = builder.load(_at(builder, scales, group, 8, offset, ir.FloatType()), align=4)
+        one = builder.insert_element(ir.Constant(_SINGLES, ir.Undefined), value, _WORD(0))
+        return builder.shuffle_vector(one, one, ir.Constant(_WORDS, [0] * _LANES))
+
+    def weights(numbers: Any) -> Any:
+        """Products and sums are rounded apart, as in float32 arithmetic of other libraries."""
+        return builder.call(narrowed, [builder.fadd(builder.fmul(numbers, every(0)), every(4))])
+
+    def beside(first: Any, second: Any) -> Any:
+        return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_WORD, GROUP), [*range(GROUP)]))
+
+    if bits == 4:  # the weights of all sixteen codes, of which the codes choose
+        table = weights(ir.Constant(_SINGLES, [float(code) for code in range(_LANES)]))
+        both = builder.zext(load(0), _SHORTS)
+        mask, shift = (ir.Constant(_SHORTS, [number] * _LANES) for number in (15, 4))
+        places = beside(builder.and_(both, mask), builder.lshr(both, shift))
+        return builder.call(chosen, [beside(table, table), places])
+    return beside(*(weights(builder.sitofp(builder.sext(load(place), _WORDS), _SINGLES)) for place in (0, 16)))
+
+
 def _unpack(bits: int) -> Any:
     """Make the function that unpacks groups of codes of so many bits; see :data:`_unpack_four`."""
 
@@ -75,48 +113,11 @@ def _unpack(bits: int) -> Any:
     def generated(typing_context: Any, codes: Any, scales: Any, groups: Any, out: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             codes, scales, groups, out = arguments
-
-            def declared(name: str, result: Any, given: list[Any]) -> Any:
-                return builder.module.declare_intrinsic(name, (), ir.FunctionType(result, given))
-
-            narrowed = declared("llvm.x86.avx512bf16.cvtneps2bf16.512", _SHORTS, [_SINGLES])
-            chosen = declared("llvm.x86.avx512.permvar.hi.512", _ALL, [_ALL, _ALL])
-
-            def load(step: Any, size: int, offset: int) -> Any:
-                return builder.load(_at(builder, codes, step, size, offset, _BYTES), align=1)
-
-            def every(step: Any, offset: int) -> Any:
-                """The scale or the least weight of a group, in each lane."""
-                value = builder.load(_at(builder, scales, step, 8, offset, ir.FloatType()), align=4)
-                one = builder.insert_element(ir.Constant(_SINGLES, ir.Undefined), value, _WORD(0))
-                return builder.shuffle_vector(one, one, ir.Constant(_WORDS, [0] * _LANES))
-
-            def weights(numbers: Any, step: Any) -> Any:
-                """Products and sums are rounded apart, as in float32 arithmetic of other libraries."""
-                return builder.call(narrowed, [builder.fadd(builder.fmul(numbers, every(step, 0)), every(step, 4))])
-
-            def beside(first: Any, second: Any) -> Any:
-                return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_WORD, GROUP), [*range(GROUP)]))
-
-            byte = _BYTE.as_pointer()
-            fetch = declared("llvm.prefetch", ir.VoidType(), [byte, _WORD, _WORD, _WORD])
             with cgutils.for_range(builder, groups, intp=_WIDE) as loop:
-                step = loop.index
-                # what is unpacked next: while products are computed, nothing asks for it
-                ahead = _at(builder, codes, builder.add(step, groups), 4 * bits, 0, _BYTE)
-                builder.call(fetch, [ahead, _WORD(0), _WORD(3), _WORD(1)])
-                if bits == 4:  # the weights of all sixteen codes, of which the codes choose
-                    table = weights(ir.Constant(_SINGLES, [float(code) for code in range(_LANES)]), step)
-                    both = builder.zext(load(step, 16, 0), _SHORTS)
-                    mask, shift = (ir.Constant(_SHORTS, [number] * _LANES) for number in (15, 4))
-                    places = beside(builder.and_(both, mask), builder.lshr(both, shift))
-                    found = builder.call(chosen, [beside(table, table), places])
-                else:
-                    numbers = [
-                        builder.sitofp(builder.sext(load(step, 32, place), _WORDS), _SINGLES) for place in (0, 16)
-                    ]
-                    found = beside(*(weights(part, step) for part in numbers))
-                builder.store(found, _at(builder, out, step, 64, 0, _ALL), align=2)
+                ahead = builder.mul(builder.add(loop.index, groups), _WIDE(4 * bits))
+                fetch(builder, builder.add(codes, ahead), 1)
+                weights = _unpacked(builder, bits, codes, scales, loop.index)
+                builder.store(weights, _at(builder, out, loop.index, 64, 0, _ALL), align=2)
             return context.get_dummy_value()
 
         return types.none(*[types.int64] * 4), generate
@@ -125,7 +126,49 @@ def _unpack(bits: int) -> Any:
 
 
 _unpack_four, _unpack_eight = _unpack(4), _unpack(8)
-"""Unpack a number of groups of codes at an address, with their scales, to ``bfloat16`` at another."""
+"""Unpack groups of codes to bfloat16. Arguments: addresses of the codes, and of scales and least weights in float32,
+``[groups, 2]``; the number of groups; and the address of the weights."""
+
+
+def _packed_products(bits: int, is_double: bool) -> Any:
+    """Make the function for codes of so many bits and up to sixteen rows, or more; see :data:`_PRODUCTS`."""
+
+    @intrinsic
+    def generated(
+        typing_context: Any, codes: Any, scales: Any, memory: Any, x: Any, x_row: Any, more: Any, more_row: Any,
+        steps: Any, out: Any, out_more: Any,
+    ) -> Any:  # fmt: skip
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            codes, scales, memory, x, x_row, more, more_row, steps, out, out_more = arguments
+            tiles = Tiles(builder, is_double, ((x, x_row), (more, more_row)))
+
+            def tile_at(step: Any) -> Any:
+                return builder.add(memory, builder.mul(builder.and_(step, _WIDE(_TILES - 1)), _WIDE(_TILE_BYTES)))
+
+            def unpack(step: Any) -> None:
+                to = tile_at(step)
+                for row in range(OUTPUTS):
+                    group = builder.add(builder.mul(steps, _WIDE(row)), step)
+                    weights = _unpacked(builder, bits, codes, scales, group)
+                    builder.store(weights, _at(builder, to, _WIDE(0), 0, 64 * row, _ALL), align=2)
+
+            def take(half: int, step: Any) -> None:
+                following = builder.add(step, _WIDE(1))
+                with builder.if_then(builder.icmp_signed("<", following, steps), likely=True):
+                    unpack(following)  # while the last tile is multiplied
+                ahead = builder.mul(builder.add(step, steps), _WIDE(OUTPUTS * 4 * bits))
+                fetch(builder, builder.add(codes, ahead), bits)
+                tiles.multiply(half, tile_at(step), _WIDE(64), step)
+
+            tiles.clear()
+            unpack(_WIDE(0))
+            in_pairs(builder, steps, take)
+            tiles.store((out, out_more))
+            return context.get_dummy_value()
+
+        return types.none(*[types.int64] * 10), generate
+
+    return generated
 
 
 @compiled()
@@ -138,83 +181,128 @@ def unpack_groups(bits: Any, codes: Any, scales: Any, groups: Any, wide: Any, ou
         _unpack_eight(codes, wide, groups, out)
 
 
-@compiled(parallel=True)
-def _by_amx(x: Any, layers: Any, out: Any, shapes: Any, threads: int) -> None:
-    rows, inner = x.shape
-    first, groups = min(rows, COLUMNS), inner // GROUP
-    second, words = rows - first, x.view(np.int32)
-    pairs, more = np.empty((inner // 2, first), np.int32), np.empty((inner // 2, max(1, second)), np.int32)
-    for p in range(inner // 2):
-        for row in range(first):
-            pairs[p, row] = words[row, p]
-        for row in range(second):
-            more[p, row] = words[first + row, p]
-    of_row, steps = np.int64(2 * inner), np.int64(groups)
-    total = layers[:, 3].sum() // OUTPUTS
-    for chunk in numba.prange(threads):
-        weight, wide = np.empty((OUTPUTS, inner), np.uint16), np.empty((OUTPUTS, groups, 2), np.float32)
-        sums, others = np.empty((OUTPUTS, first), np.float32), np.empty((OUTPUTS, max(1, second)), np.float32)
-        halves = np.empty(OUTPUTS * COLUMNS, np.uint16)
-        shape_tiles(np.int64(shapes.ctypes.data))
-        before = 0  # blocks of sixteen outputs of earlier layers
-        for n in range(len(layers)):
-            codes, scales, bits, outputs = layers[n]
-            begin = max(0, total * chunk // threads - before)
-            end = min(outputs // OUTPUTS, total * (chunk + 1) // threads - before)
-            base = rows * OUTPUTS * before
-            for block in range(begin, end):
-                place = OUTPUTS * block * groups
-                own = codes + 4 * bits * place
-                # addresses are taken here, as memory ends with its last use
-                of_unpacked, of_wide = np.int64(weight.ctypes.data), np.int64(wide.ctypes.data)
-                of_sums, of_others = np.int64(sums.ctypes.data), np.int64(others.ctypes.data)
-                of_x, of_more = np.int64(pairs.ctypes.data), np.int64(more.ctypes.data)
-                if bits != WHOLE:
-                    unpack_groups(bits, own, scales + 4 * place, OUTPUTS * groups, of_wide, of_unpacked)
-                    own = of_unpacked
-                if second:
-                    products_of_two(own, of_row, of_x, 4 * first, of_more, 4 * second, steps, of_sums, of_others)
-                else:
-                    products_of_one(own, of_row, of_x, 4 * first, of_more, 4 * second, steps, of_sums, of_others)
-                start = base + OUTPUTS * block
-                store_rounded(sums, halves, out, start, outputs)
-                if second:
-                    store_rounded(others, halves, out, start + first * outputs, outputs)
-            before += outputs // OUTPUTS
-        release_tiles()
+_four_of_one, _four_of_two = _packed_products(4, False), _packed_products(4, True)
+_eight_of_one, _eight_of_two = _packed_products(8, False), _packed_products(8, True)
+"""Products of sixteen outputs of packed weights, by AMX; a tile is unpacked while the one before is multiplied.
 
-
-@compiled(parallel=True)
-def _by_tiles(x: Any, layers: Any, out: Any, threads: int) -> None:
-    rows, inner = x.shape
-    groups, of_row = inner // GROUP, np.int64(2 * inner)
-    total = layers[:, 3].sum() // OUTPUTS
-    for chunk in numba.prange(threads):
-        weight, wide = np.empty((OUTPUTS, inner), np.uint16), np.empty((OUTPUTS, groups, 2), np.float32)
-        before = 0
-        for n in range(len(layers)):
-            codes, scales, bits, outputs = layers[n]
-            begin = max(0, total * chunk // threads - before)
-            end = min(outputs // OUTPUTS, total * (chunk + 1) // threads - before)
-            base = rows * OUTPUTS * before
-            for block in range(begin, end):
-                place = OUTPUTS * block * groups
-                own = codes + 4 * bits * place
-                of_unpacked, of_wide = np.int64(weight.ctypes.data), np.int64(wide.ctypes.data)
-                of_x, of_out = np.int64(x.ctypes.data), np.int64(out.ctypes.data)
-                if bits != WHOLE:
-                    unpack_groups(bits, own, scales + 4 * place, OUTPUTS * groups, of_wide, of_unpacked)
-                    own = of_unpacked
-                for row in range(0, rows, SIDE):
-                    some, of_rows = min(SIDE, rows - row), of_x + row * of_row
-                    for i in range(0, OUTPUTS, SIDE):
-                        to = of_out + 2 * (base + row * outputs + OUTPUTS * block + i)
-                        tile_of_four(some, of_rows, of_row, own + i * of_row, of_row, np.int64(groups), to, 2 * outputs)
-            before += outputs // OUTPUTS
+Arguments are the addresses of codes, of scales as in :data:`_unpack_four`, and of memory for :data:`_TILES` tiles; then
+those of :data:`~cordillera.kernels.dense.bf16_amx.products_of_one` that follow the weights.
+"""
 
 
 @compiled()
-def products(x: Any, layers: Any, out: Any, shapes: Any, threads: int) -> None:
+def _tiled(
+    bits: Any, own: Any, scales: Any, memory: Any, x: Any, x_row: Any, more: Any, more_row: Any, steps: Any, out: Any,
+    out_more: Any,
+) -> None:  # fmt: skip
+    """Compute sums of sixteen outputs by AMX."""
+    if bits == WHOLE:
+        row = GROUP * 2 * steps
+        if more_row:
+            products_of_two(own, row, x, x_row, more, more_row, steps, out, out_more)
+        else:
+            products_of_one(own, row, x, x_row, more, more_row, steps, out, out_more)
+    elif bits == 4:
+        if more_row:
+            _four_of_two(own, scales, memory, x, x_row, more, more_row, steps, out, out_more)
+        else:
+            _four_of_one(own, scales, memory, x, x_row, more, more_row, steps, out, out_more)
+    elif more_row:
+        _eight_of_two(own, scales, memory, x, x_row, more, more_row, steps, out, out_more)
+    else:
+        _eight_of_one(own, scales, memory, x, x_row, more, more_row, steps, out, out_more)
+
+
+@compiled()
+def _parts(rows: int, inner: int) -> tuple[int, ...]:
+    """Bytes before parts of a thread's memory, and of all; tiles load slowly across the cache lines they begin with."""
+    first, second = min(rows, COLUMNS), max(1, rows - COLUMNS)
+    weights, scales = 2 * OUTPUTS * max(inner, _TILES * GROUP), 8 * OUTPUTS * inner // GROUP
+    sums, others = scales + weights, scales + weights + 128 * first
+    halves = others + 128 * second
+    pairs = halves + 2 * OUTPUTS * COLUMNS
+    more = pairs + (2 * inner * first + 63) // 64 * 64
+    return weights, sums, others, halves, pairs, more, more + (2 * inner * second + 63) // 64 * 64
+
+
+def scratch_memory(threads: int, rows: int, inner: int) -> Any:
+    """Return the memory that threads need for :func:`outputs_of`, for up to so many inputs, ``uint8 [threads, n]``."""
+    size = _parts(rows, inner)[-1]
+    memory = np.empty(threads * size + 64, np.uint8)
+    begin = -memory.ctypes.data % 64
+    return memory[begin : begin + threads * size].reshape(threads, size)
+
+
+@compiled()
+def scratch_of(memory: Any, rows: int, inner: int) -> Any:
+    """Return the arrays of a thread's memory."""
+    weights, sums, others, halves, pairs, more, _ = _parts(rows, inner)
+    first, second = min(rows, COLUMNS), max(1, rows - COLUMNS)
+    return (
+        memory[:weights],  # unpacked weights
+        memory[weights:sums],  # their scales
+        memory[sums:others].view(np.float32).reshape((2, OUTPUTS, first)),  # of the first and of further rows
+        memory[others:halves].view(np.float32).reshape((2, OUTPUTS, second)),
+        memory[halves:pairs].view(np.uint16),
+        memory[pairs : pairs + 2 * inner * first].view(np.int32).reshape((inner // 2, first)),  # of inputs, as above
+        memory[more : more + 2 * inner * second].view(np.int32).reshape((inner // 2, second)),
+    )
+
+
+@compiled()
+def pair_rows(x: Any, scratch: Any, shapes: Any) -> None:
+    """Lay rows ``bfloat16 [rows, inner]`` as AMX's tiles take them, before :func:`outputs_of`."""
+    if shapes is not None:
+        pairs, more = scratch[5], scratch[6]
+        rows, words = len(x), x.view(np.int32)
+        first = min(rows, COLUMNS)
+        for p in range(words.shape[1]):
+            for row in range(first):
+                pairs[p, row] = words[row, p]
+            for row in range(first, rows):
+                more[p, row - first] = words[row, p]
+
+
+@compiled()
+def outputs_of(layer: Any, block: Any, x: Any, scratch: Any, out: Any, start: Any, stride: Any, shapes: Any) -> None:
+    """Multiply rows by sixteen outputs of a weight, and store them from ``start`` on, rows ``stride`` apart.
+
+    Args:
+        layer: Description of the weight, as in :func:`products`.
+        block: Number of the outputs, in sixteens.
+        x: ``bfloat16 [rows, inner]``, as :func:`pair_rows` took them.
+        scratch: Arrays of :func:`scratch_of`.
+        out: One row of ``bfloat16``.
+    """
+    weight, wide, sums, others, halves, pairs, more = scratch
+    (rows, inner), bits = x.shape, layer[2]
+    groups = inner // GROUP
+    place, of_row = OUTPUTS * block * groups, np.int64(2 * inner)
+    own, scales = layer[0] + 4 * bits * place, layer[1] + 4 * place
+    of_unpacked, of_wide, steps = np.int64(weight.ctypes.data), np.int64(wide.ctypes.data), np.int64(groups)
+    if shapes is None:
+        if bits != WHOLE:
+            unpack_groups(bits, own, scales, OUTPUTS * groups, of_wide, of_unpacked)
+            own = of_unpacked
+        of_x, of_out = np.int64(x.ctypes.data), np.int64(out.ctypes.data)
+        for row in range(0, rows, SIDE):
+            for i in range(0, OUTPUTS, SIDE):
+                to, of_rows = of_out + 2 * (start + row * stride + i), of_x + row * of_row
+                some, weights = min(SIDE, rows - row), own + i * of_row
+                tile_of_four(some, of_rows, of_row, weights, of_row, steps, to, np.int64(2 * stride))
+    else:
+        first, of_sums, of_others = min(rows, COLUMNS), np.int64(sums.ctypes.data), np.int64(others.ctypes.data)
+        second, of_x, of_more = rows - first, np.int64(pairs.ctypes.data), np.int64(more.ctypes.data)
+        if bits != WHOLE:
+            _widen_scales(scales, OUTPUTS * groups, of_wide)
+        _tiled(bits, own, of_wide, of_unpacked, of_x, 4 * first, of_more, 4 * second, steps, of_sums, of_others)
+        store_rounded(sums, halves, out, start, stride)
+        if second:
+            store_rounded(others, halves, out, start + first * stride, stride)
+
+
+@compiled(parallel=True)
+def products(x: Any, layers: Any, out: Any, shapes: Any, memory: Any, threads: int) -> None:
     """Multiply rows by several weights.
 
     Args:
@@ -222,11 +310,26 @@ def products(x: Any, layers: Any, out: Any, shapes: Any, threads: int) -> None:
         layers: Address of each weight, of its scales, its bits and its number of outputs, ``int64 [n, 4]``.
         out: ``bfloat16 [rows x outputs]`` of the first weight, then of the second, and so on.
         shapes: Configuration of AMX's tiles; None without AMX.
+        memory: Memory of :func:`scratch_memory`.
     """
-    if shapes is None:
-        _by_tiles(x, layers, out, threads)
-    else:
-        _by_amx(x, layers, out, shapes, threads)
+    rows, inner = x.shape
+    total = layers[:, 3].sum() // OUTPUTS
+    for chunk in numba.prange(threads):
+        scratch = scratch_of(borrowed(memory)[chunk], rows, inner)
+        pair_rows(x, scratch, shapes)
+        if shapes is not None:
+            shape_tiles(np.int64(shapes.ctypes.data))
+        before = 0  # blocks of sixteen outputs of earlier layers
+        for n in range(len(layers)):
+            outputs = layers[n, 3]
+            begin = max(0, total * chunk // threads - before)
+            end = min(outputs // OUTPUTS, total * (chunk + 1) // threads - before)
+            for block in range(begin, end):
+                start = OUTPUTS * (rows * before + block)
+                outputs_of(borrowed(layers)[n], block, borrowed(x), scratch, borrowed(out), start, outputs, shapes)
+            before += outputs // OUTPUTS
+        if shapes is not None:
+            release_tiles()
 
 
 def multiply(x: Tensor, layers: Any, out: Tensor, *, by_amx: bool) -> None:
@@ -241,4 +344,4 @@ def multiply(x: Tensor, layers: Any, out: Tensor, *, by_amx: bool) -> None:
     threads = threads_for(int(layers[:, 3].sum()) * x.shape[1])
     shapes = tile_shapes(len(x)) if by_amx else None
     with pool(threads):
-        products(array(x), layers, array(out).reshape(-1), shapes, threads)
+        products(array(x), layers, array(out).reshape(-1), shapes, scratch_memory(threads, *x.shape), threads)

@@ -17,6 +17,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
+from cordillera.kernels.dense.decoder_rows import DecoderBlocks, PagedRows
+
 DraftAttention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 DRAFT = "draft."
@@ -82,6 +84,7 @@ class DraftModel(nn.Module):
         self.layers = nn.ModuleList(block() for _ in range(self.config.layers))
         self.norm = norm()
         self.mask = nn.Parameter(torch.empty(width)) if self.config.kind == "block" else None
+        self.few: DecoderBlocks | None = None
 
     def fused(self, tapped: Tensor) -> Tensor:
         """Return features ``[T, hidden]`` of the outputs of the tapped blocks, side by side, ``[T, taps x hidden]``."""
@@ -96,6 +99,7 @@ class DraftModel(nn.Module):
         offsets: Tensor,
         table: tuple[Tensor, Tensor],
         cores: Sequence[DraftAttention],
+        cached: PagedRows | None = None,
     ) -> Tensor:
         """Compute the features of drafted tokens.
 
@@ -105,11 +109,15 @@ class DraftModel(nn.Module):
             offsets: Offsets at which documents begin, followed by ``T``, ``int64 [B + 1]``.
             table: Table of :func:`~cordillera.models.language.llama.rope_table` of the positions of the features.
             cores: Attention of each layer.
+            cached: What the tokens are added to where :attr:`few` takes them.
 
         Returns:
             Features ``[T, hidden]``. After ``norm``, the model's head gives the logits of the tokens that follow.
         """
         x = features + self.join(torch.cat([self.token_norm(embedded), self.feature_norm(features)], -1))
+        layers = range(len(self.layers))
+        if self.few is not None and cached is not None and self.few.takes(x, cached, layers):
+            return self.few(x, table, cached, layers)
         for layer, core in zip(self.layers, cores, strict=True):
             x = layer(x, offsets, table, core)
         return x

@@ -12,6 +12,7 @@ from torch import Tensor
 from cordillera.errors import DataError
 from cordillera.kernels.attention.decoding import MOST_TOKENS, decode_attention, is_supported
 from cordillera.kernels.attention.documents import continued_attention
+from cordillera.kernels.dense.decoder_rows import PagedRows
 from cordillera.models.language.llama import Core, LlamaConfig
 
 PAGE = 16
@@ -282,6 +283,12 @@ class Extension:
             return out
 
         return attend
+
+    def few_rows(self) -> PagedRows | None:
+        """Return what the tokens are added to in one call for all layers; None unless each sequence gets a few."""
+        if self._runs or not len(self._few):
+            return None
+        return PagedRows(self._cache.data, self._few, self._tables, self._seen)
 
     def commit(self) -> None:
         """Add the new tokens to their sequences."""

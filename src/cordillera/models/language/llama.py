@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cordillera.kernels.attention.documents import document_attention
-from cordillera.kernels.dense.decoder_rows import DecoderRows
+from cordillera.kernels.dense.decoder_rows import DecoderBlocks, PagedRows
 from cordillera.kernels.dense.layers import silu
 from cordillera.models.language.adapters import AdapterConfig, add_adapters
 from cordillera.models.language.draft_model import DRAFT, DraftConfig, DraftModel
@@ -39,6 +39,9 @@ class CacheStep(Protocol):
 
     def core(self, layer: int) -> Core:
         """Return the function that replaces the attention core of the layer with number ``layer``."""
+
+    def few_rows(self) -> PagedRows | None:
+        """Return what :class:`~cordillera.kernels.dense.decoder_rows.DecoderBlocks` adds the tokens to; None if not."""
 
     def commit(self) -> None:
         """Make the addition permanent."""
@@ -310,11 +313,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention followed by the feed-forward net, each applied to a norm of the residual stream and added to it.
-
-    Attributes:
-        few: What computes up to 32 rows of a cached sequence in fewer calls, as :meth:`use_few_rows` makes it.
-    """
+    """Attention followed by the feed-forward net, each applied to a norm of the residual stream and added to it."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -327,24 +326,6 @@ class Block(nn.Module):
         else:
             shared = FeedForward(config.hidden, experts.shared) if experts.shared else None
             self.feed_forward = ExpertLayer(config.hidden, config.ffn, experts, shared)
-        self.few: DecoderRows | None = None
-
-    def use_few_rows(self) -> None:
-        """Compute few bfloat16 rows on CPUs by :class:`~cordillera.kernels.dense.decoder_rows.DecoderRows` from now on.
-
-        If layers or their weights are replaced later, they are computed one by one again.
-        """
-        norms = (self.attention_norm.weight, self.feed_forward_norm.weight)
-        layers = self._linear_layers()
-        if layers and all(norm.dtype == torch.bfloat16 and norm.device.type == "cpu" for norm in norms):
-            self.few = DecoderRows(norms, self.attention_norm.eps, layers)
-
-    def _linear_layers(self) -> list[nn.Module]:
-        """The layers of attention and feed-forward net; none with experts."""
-        if not isinstance(self.feed_forward, FeedForward):
-            return []
-        attention, net = self.attention, self.feed_forward
-        return [attention.query, attention.key, attention.value, attention.output, net.gate, net.up, net.down]
 
     def forward(
         self,
@@ -354,15 +335,20 @@ class Block(nn.Module):
         core: Core | None = None,
         has_target: Tensor | None = None,
     ) -> Tensor:
-        norms = (self.attention_norm.weight, self.feed_forward_norm.weight)
-        if self.few is not None and core is not None and self.few.takes(x, norms, self._linear_layers()):
-            q, k, v = self.few.before(x, table)
-            return self.few.after(x, core(q, k, v, offsets))
         x = x + self.attention(self.attention_norm(x), offsets, table, core)
         normed = self.feed_forward_norm(x)
         if isinstance(self.feed_forward, FeedForward):
             return x + self.feed_forward(normed)
         return x + self.feed_forward(normed, offsets, has_target)
+
+
+def few_rows_of(blocks: nn.ModuleList) -> DecoderBlocks | None:
+    """Return what computes few bfloat16 rows of a cache by ``blocks`` on a CPU in one call; None for other blocks."""
+    first = blocks[0]
+    if not isinstance(first, Block) or not all(isinstance(block.feed_forward, FeedForward) for block in blocks):
+        return None
+    weight, eps = first.attention_norm.weight, first.attention_norm.eps
+    return DecoderBlocks(blocks, eps) if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" else None
 
 
 def _make_embedding(config: LlamaConfig) -> nn.Embedding:
@@ -386,6 +372,9 @@ class Llama(nn.Module):
     Weights have the default initialization of torch's layers until :meth:`init_weights` is called or a checkpoint is
     loaded. A model created under ``torch.device("meta")`` takes no memory until ``to_empty``; only its parameters need
     restoring then.
+
+    Attributes:
+        few: What computes few rows in one call, for decoding; None to compute them by layers.
     """
 
     Config = LlamaConfig
@@ -408,6 +397,7 @@ class Llama(nn.Module):
             self.requires_grad_(False)
             self.draft = make_drafter(config)
         self.score = nn.Linear(config.hidden, 1, bias=False) if config.scores else None
+        self.few: DecoderBlocks | None = None
 
     def forward(
         self, tokens: Tensor, offsets: Tensor, positions: Tensor | None = None, cache: Cache | None = None
@@ -445,14 +435,38 @@ class Llama(nn.Module):
         if positions is None:
             positions = document_positions(offsets, tokens.device) if step is None else step.positions
         table = rope_table(self.config, positions)
-        x = self.embedding(tokens)  # [T, hidden]
-        for number, layer in enumerate(self.layers):
-            x = layer(x, offsets, table, None if step is None else step.core(number))
-            if taps is not None and number in taps:
-                taps[number] = x
+        x = self.go_through(range(self.config.layers), self.embedding(tokens), offsets, table, step, taps)
         if step is not None:
             step.commit()
         return self.norm(x)
+
+    def go_through(
+        self,
+        layers: range,
+        x: Tensor,
+        offsets: Tensor,
+        table: tuple[Tensor, Tensor],
+        step: CacheStep | None = None,
+        taps: dict[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Compute blocks one after the other.
+
+        Args:
+            layers: Numbers of the blocks.
+            x: Input of the first one, ``[T, hidden]``.
+            offsets: Offsets at which documents begin, followed by ``T``, ``int64 [B + 1]``.
+            table: Table of :func:`rope_table` of the tokens' positions.
+            step: Addition to a cache whose layers are those of the blocks, in their order; None for none.
+            taps: As for :meth:`hidden`.
+        """
+        cached = None if step is None or self.few is None else step.few_rows()
+        if self.few is not None and cached is not None and self.few.takes(x, cached, layers):
+            return self.few(x, table, cached, layers, taps)
+        for place, number in enumerate(layers):
+            x = self.layers[number](x, offsets, table, None if step is None else step.core(place))
+            if taps is not None and number in taps:
+                taps[number] = x
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits ``[n, vocabulary]`` from rows of :meth:`hidden`, ``[n, hidden]``; scores ``[n, 1]`` if any."""

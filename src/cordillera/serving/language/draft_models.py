@@ -16,7 +16,7 @@ from cordillera.kernels.dense.few_rows import MOST_ROWS, FewRowsLinear, use_few_
 from cordillera.kernels.dense.tiled_products import takes
 from cordillera.models.language.draft_model import DraftModel
 from cordillera.models.language.kv_cache import KVCache
-from cordillera.models.language.llama import Block, Llama, rope_table
+from cordillera.models.language.llama import Llama, few_rows_of, rope_table
 from cordillera.numerics.quantization.packed_linear import PackedLinear
 from cordillera.serving.language.speculation import NOTHING, DraftTree, tree_of
 
@@ -56,9 +56,7 @@ class ModelDrafts:
             rows = head.weight if isinstance(head, nn.Linear) else weight
             self.head = FewRowsLinear(nn.Parameter(rows[:count], requires_grad=False))
         use_few_rows(draft)
-        for block in draft.layers:
-            if isinstance(block, Block):
-                block.use_few_rows()
+        draft.few = few_rows_of(draft.layers)
         self._config = model.config.model_copy(update={"layers": draft.config.layers})
         self._most = min(model.config.context, _REMEMBERED)
         capacity = self._most + 2 * MOST_TOKENS
@@ -170,7 +168,7 @@ class ModelDrafts:
         step = self._cache.extend(offsets, None if parents is None else of_slot)
         table = rope_table(self._config, step.positions)
         cores = [step.core(layer) for layer in range(self.draft.config.layers)]
-        x: Tensor = self.draft(embedded, torch.cat(list(features)), offsets, table, cores)
+        x: Tensor = self.draft(embedded, torch.cat(list(features)), offsets, table, cores, step.few_rows())
         if keeps is not None:
             step.commit()
             self._cache.keep(kept)

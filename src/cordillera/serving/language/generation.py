@@ -9,7 +9,7 @@ import torch
 from cordillera.errors import DataError
 from cordillera.kernels.dense.few_rows import FewRowsLinear, use_few_rows
 from cordillera.models.language.kv_cache import KVCache
-from cordillera.models.language.llama import Block, Llama, LlamaConfig
+from cordillera.models.language.llama import Llama, LlamaConfig, few_rows_of
 from cordillera.numerics.quantization.fp8_rows import BOUND, Fp8Linear
 from cordillera.numerics.sites import replace, sites
 from cordillera.serving.language.engine import TOGETHER, Engine, Generated, check_prompt
@@ -77,9 +77,7 @@ def for_decoding(model: Llama, *, as_trained: bool = False) -> Llama:
         use_few_rows(model)
         if model.head is None:
             model.head = FewRowsLinear(weight)
-        for block in model.layers:
-            if isinstance(block, Block):
-                block.use_few_rows()
+        model.few = few_rows_of(model.layers)
     with torch.inference_mode():
         model(torch.tensor([0]), torch.tensor([0, 1]), cache=KVCache(model.config, 1, 1, weight.dtype))
     return model

@@ -167,8 +167,7 @@ class PipelineDecoder:
         else:
             x = torch.empty(len(tokens), model.config.hidden, dtype=model.embedding.weight.dtype, device=device)
             self._receive(x, self.rank - 1, _HIDDEN, "its layers' output")
-        for number, layer in enumerate(self._layers):
-            x = model.layers[layer](x, offsets, table, step.core(number))
+        x = model.go_through(self._layers, x, offsets, table, step)
         step.commit()
         if self._is_last:
             return x
