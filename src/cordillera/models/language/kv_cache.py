@@ -149,7 +149,8 @@ class KVCache:
                 where="KVCache",
                 remedy="make the cache with a greater capacity, or generate fewer tokens",
             )
-        needed = [self.pages_needed(sequence, new) for sequence, new in enumerate(added)]
+        active = [sequence for sequence, new in enumerate(added) if new]
+        needed = [self.pages_needed(sequence, added[sequence]) for sequence in active]
         if sum(needed) > len(self._free):
             raise DataError(
                 f"{sum(needed)} more pages are needed, {len(self._free)} are free",
@@ -161,14 +162,15 @@ class KVCache:
             or any(not -1 <= parent < place for one in parents for place, parent in enumerate(one))
         ):
             raise DataError("each new token needs a parent before it", where="KVCache", remedy="order trees by depth")
-        for sequence, (table, total) in enumerate(zip(self.tables, totals, strict=True)):
+        for sequence in active:
+            table = self.tables[sequence]
             if self._writes_to_shared(sequence, added[sequence]):
                 begun = self.lengths[sequence] // self.page
                 copy = self._take()
                 self.data[:, :, copy] = self.data[:, :, table[begun]]
                 self.release([table[begun]])
                 table[begun] = copy
-            table += [self._take() for _ in range(self.pages_for(total) - len(table))]
+            table += [self._take() for _ in range(self.pages_for(totals[sequence]) - len(table))]
         return Extension(self, bounds, totals, parents)
 
     def branching(self, parents: Sequence[Sequence[int]]) -> Branching:
@@ -232,28 +234,29 @@ class Extension:
         self, cache: KVCache, bounds: list[int], totals: list[int], parents: Sequence[Sequence[int]] | None
     ) -> None:
         self._cache, self._totals = cache, totals
-        lengths, device = cache.lengths, cache.data.device
-        added = [b - a for a, b in pairwise(bounds)]
-        if parents is None:
-            depths = [torch.arange(new) for new in added]
-        else:
-            depths = [torch.tensor(_depths(one), dtype=torch.int64) for one in parents]
-        self.positions = torch.cat([old + depth for old, depth in zip(lengths, depths, strict=True)]).to(device)
+        device = cache.data.device
+        active = [(b, last - first) for b, (first, last) in enumerate(pairwise(bounds)) if last > first]
+        positions = list[int]()
+        for b, new in active:
+            old = cache.lengths[b]
+            positions += range(old, old + new) if parents is None else [old + depth for depth in _depths(parents[b])]
+        self.positions = torch.tensor(positions, dtype=torch.int64, device=device)
         # A few tokens of a sequence go to the kernel for them, others to torch.
-        few = [0 < new <= MOST_TOKENS and cache.decodes and not torch.is_grad_enabled() for new in added]
-        own = [b for b, is_few in enumerate(few) if is_few]
-        self._few = torch.tensor([(bounds[b], added[b], lengths[b]) for b in own])
-        self._seen = torch.zeros(bounds[-1], max((added[b] for b in own), default=0), dtype=torch.bool)
-        self._tables = torch.zeros(len(own), max((len(cache.tables[b]) for b in own), default=0), dtype=torch.int64)
-        for number, b in enumerate(own):
-            self._seen[bounds[b] : bounds[b + 1], : added[b]] = _seen(added[b], None if parents is None else parents[b])
-            self._tables[number, : len(cache.tables[b])] = torch.tensor(cache.tables[b])
+        may_decode = cache.decodes and not torch.is_grad_enabled()
+        few = {b: new for b, new in active if new <= MOST_TOKENS and may_decode}
+        self._few = torch.tensor([(bounds[b], new, cache.lengths[b]) for b, new in few.items()], dtype=torch.int64)
+        seen = np.zeros((bounds[-1], max(few.values(), default=0)), np.bool_)
+        tables = np.zeros((len(few), max((len(cache.tables[b]) for b in few), default=0)), np.int64)
+        for number, (b, new) in enumerate(few.items()):
+            seen[bounds[b] : bounds[b + 1], :new] = _seen(new, None if parents is None else parents[b])
+            tables[number, : len(cache.tables[b])] = cache.tables[b]
+        self._seen, self._tables = torch.from_numpy(seen), torch.from_numpy(tables)
         self._runs: list[tuple[slice, int, int, Tensor, slice | None, Tensor | None]] = []
-        for first, count, start, new, total in _runs(bounds, totals):
-            if not few[first]:
+        for first, count, start, new, total in _runs(bounds, totals) if len(few) < len(active) else ():
+            if first not in few:
                 trees, held = None, slice(first, first + count)
                 if parents is not None:
-                    trees = torch.stack([_seen(new, one) for one in parents[held]]).to(device)
+                    trees = torch.from_numpy(np.stack([_seen(new, one) for one in parents[held]])).to(device)
                 pages = torch.tensor([table[: cache.pages_for(total)] for table in cache.tables[held]], device=device)
                 self._runs.append((slice(start, start + count * new), new, total, pages, _block(pages), trees))
 
@@ -332,12 +335,12 @@ def _depths(parents: Sequence[int]) -> list[int]:
     return depths
 
 
-def _seen(count: int, parents: Sequence[int] | None) -> Tensor:
+def _seen(count: int, parents: Sequence[int] | None) -> np.ndarray:
     """Which new tokens each of them sees, ``bool [count, count]``: itself and its ancestors."""
     if parents is None:
-        return torch.ones(count, count, dtype=torch.bool).tril_()
+        return np.tri(count, dtype=np.bool_)
     seen = np.eye(count, dtype=np.bool_)
     for place, parent in enumerate(parents):
         if parent >= 0:
             seen[place] |= seen[parent]
-    return torch.from_numpy(seen)
+    return seen

@@ -13,23 +13,32 @@ from torch import Tensor, nn
 
 from cordillera.kernels.attention.decoding import MOST_TOKENS
 from cordillera.kernels.dense.few_rows import MOST_ROWS, FewRowsLinear, use_few_rows
+from cordillera.kernels.dense.packed_rows import is_fast
 from cordillera.kernels.dense.tiled_products import takes
 from cordillera.models.language.draft_model import DraftModel
 from cordillera.models.language.kv_cache import KVCache
 from cordillera.models.language.llama import Llama, few_rows_of, rope_table
-from cordillera.numerics.quantization.packed_linear import PackedLinear
+from cordillera.numerics.quantization.packed_linear import PackedLinear, pack_rows
+from cordillera.numerics.sites import replace, sites
 from cordillera.serving.language.speculation import NOTHING, DraftTree, tree_of
 
 _WIDTH = 3  # likeliest tokens after each place that are considered
 _EXPANDED = 3  # places of a level of a text that a head goes on from
 _LEAST = 0.02  # chance of a token that is worth checking
 _WORTH = 0.2  # chance of a place, and sum of a level's by text, that are worth another pass of a head
-_READ_AT_ONCE = 32  # pairs that wait; with more, they are read without a proposal
+_WAITING = 128  # pairs that wait until drafts are asked for; earlier ones are left out
 _REMEMBERED = 4096  # pairs of a text; after as many, it begins anew
 _BINS, _PRIOR_WEIGHT = 20, 20.0
 
 _Path = tuple[int, ...]
 _Likely = list[tuple[int, float]]  # tokens after a place, with their probabilities
+
+
+def _packed(weight: Tensor) -> nn.Module:
+    """Return a layer with four bits a weight, if its shape and numbers allow; else as it is."""
+    if takes(*weight.shape) and weight.isfinite().all():
+        return PackedLinear(pack_rows(weight, 4))
+    return FewRowsLinear(nn.Parameter(weight, requires_grad=False))
 
 
 class ModelDrafts:
@@ -40,7 +49,8 @@ class ModelDrafts:
     drafted, which begins anew when it is again.
 
     Args:
-        draft: Drafter, in the dtype of the model; on CPUs its linear layers are replaced by those for few rows.
+        draft: Drafter, in the dtype of the model. On CPUs its linear layers are replaced by those for few rows, with
+            four bits a weight where that is faster: a draft need not be exact.
         model: Model whose features it reads.
     """
 
@@ -48,13 +58,16 @@ class ModelDrafts:
         self.draft, self.model = draft, model
         self.taps = draft.taps
         weight, count = model.embedding.weight, draft.config.vocabulary
+        packs = is_fast() and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
         head: nn.Module | None = model.head
         self.head: nn.Module
         if isinstance(head, PackedLinear) and takes(count, head.in_features):
             self.head = head.first(count)
         else:
-            rows = head.weight if isinstance(head, nn.Linear) else weight
-            self.head = FewRowsLinear(nn.Parameter(rows[:count], requires_grad=False))
+            rows = (head.weight if isinstance(head, nn.Linear) else weight)[:count]
+            self.head = _packed(rows) if packs else FewRowsLinear(nn.Parameter(rows, requires_grad=False))
+        for name, layer in sites(draft).items() if packs else ():
+            replace(draft, name, _packed(layer.weight))
         use_few_rows(draft)
         draft.few = few_rows_of(draft.layers)
         self._config = model.config.model_copy(update={"layers": draft.config.layers})
@@ -80,13 +93,6 @@ class ModelDrafts:
         place = min(_BINS - 1, int(_BINS * probability))
         self._tried[place] += 1
         self._right[place] += is_right
-
-    @torch.inference_mode()
-    def read(self, drafter: ModelDrafter) -> None:
-        """Read the pairs of a text that wait."""
-        with self._lock:
-            self._seat([drafter])
-            self._read([drafter])
 
     @torch.inference_mode()
     def propose(
@@ -298,8 +304,9 @@ class _Growing:
 class ModelDrafter:
     """Drafter of one text; see :class:`ModelDrafts`.
 
-    The drafter's keys and values of pairs that the text holds stay; those of drafted ones are dropped. Pairs whose
-    features nobody computed, as those of a prompt's shared beginning, are left out.
+    The drafter's keys and values of pairs that the text holds stay; those of drafted ones are dropped. Pairs are read
+    when drafts are asked for; of a long prompt the last ones only. Pairs whose features nobody computed, as those of a
+    prompt's shared beginning, are left out.
 
     Attributes:
         together: What drafts for this text and others.
@@ -334,8 +341,9 @@ class ModelDrafter:
             self._next, self._tapped, self._count = position, [], 0
         self._tapped.append(features)
         self._count += len(features)
-        if self.ready() > _READ_AT_ONCE:  # of a prompt, which is read when it comes
-            self.together.read(self)
+        if self._count > 2 * _WAITING:  # a prompt's, or those of a text for which nobody asks
+            self._tapped = [torch.cat(self._tapped)[-_WAITING:].clone()]
+            self._next, self._count = self._next + self._count - _WAITING, _WAITING
 
     def ready(self) -> int:
         """Return the number of pairs that can be read."""

@@ -249,7 +249,7 @@ class DraftLevels:
         for level in levels:
             if known[level].passes < _TRIALS:
                 return level
-        if count % _RETRY <= self._most:
+        if count >= _RETRY and count % _RETRY <= self._most:
             return count % _RETRY
         return max(levels, key=lambda level: known[level].worth / known[level].seconds)
 
@@ -268,9 +268,8 @@ class DraftLevels:
             return
         self._load = _FORGET * self._load + passing
         self._cost = _FORGET * self._cost + self._costs[rows - 1]
-        own = self._of(texts)[
-            level
-        ]  # texts that come or go and a machine that is busy at times change all levels alike
+        own = self._of(texts)[level]
+        # texts that come or go, and a machine that is busy at times, change all levels alike
         own.worth = _FORGET * own.worth + tokens * self._costs[texts - 1] / texts
         own.seconds = _FORGET * own.seconds + (drafting + passing) * self._cost / self._load
         own.passes += 1
