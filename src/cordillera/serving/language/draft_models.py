@@ -70,6 +70,8 @@ class ModelDrafts:
             replace(draft, name, _packed(layer.weight))
         use_few_rows(draft)
         draft.few = few_rows_of(draft.layers)
+        with torch.inference_mode():  # compiles the kernels of a prompt now, and not in the middle of a text
+            draft.fused(weight.new_zeros(MOST_ROWS + 1, len(self.taps) * weight.shape[1]))
         self._config = model.config.model_copy(update={"layers": draft.config.layers})
         self._most = min(model.config.context, _REMEMBERED)
         capacity = self._most + 2 * MOST_TOKENS
