@@ -115,3 +115,17 @@ def test_gradients_and_other_dtypes_are_left_to_torch() -> None:
     wide = FewRowsLinear(nn.Parameter(weight.float()))
     with torch.no_grad():
         assert torch.equal(wide(x.float()), x.float() @ weight.float().T)
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="torch has no fast bfloat16 products here")
+@pytest.mark.parametrize("rows", [33, 40, 64])
+def test_rows_that_fill_up_a_multiple_change_nothing(rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(size, generator=generator).bfloat16() for size in ((rows, 96), (48, 96)))
+    x[1, 2] = torch.inf
+    found = few_rows.many_rows_linear(x, weight)
+    assert found.shape == (rows, 48)
+    assert not found[1].isfinite().any()
+    kept = [0, *range(2, rows)]
+    expected = x[kept].double() @ weight.double().T
+    torch.testing.assert_close(found[kept].double(), expected, rtol=2**-7, atol=2**-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ KINDS: Mapping[str, ChatKind] = {
 """Kind of data of each objective."""
 
 _REFERENCE = "reference.safetensors"
+_QUIET = 15.0  # seconds of long work after which it is said how far it is
 
 
 def check_post_training(recipe: PostTrainingRecipe) -> None:
@@ -203,9 +205,9 @@ def add_reference(recipe: PostTrainingRecipe, trainer: LanguageTrainer, run: Run
             )
     else:
         say("reference: log-probabilities of the model that training begins with")
-        found = {"training": _reference(recipe, trainer.engine, batches.items, used)}
+        found = {"training": _reference(recipe, trainer.engine, batches.items, used, say)}
         if held is not None:
-            found["held_out"] = _reference(recipe, trainer.engine, held.items, range(len(held.items)))
+            found["held_out"] = _reference(recipe, trainer.engine, held.items, range(len(held.items)), say)
         beside = path.with_name(f".{path.name}")
         with disk_errors(path):
             save_file(found, beside)
@@ -259,14 +261,19 @@ def _used(batches: ChatBatches, steps: int) -> list[int]:
 
 
 def _reference(
-    recipe: PostTrainingRecipe, engine: LanguageEngine, items: Sequence[Item], used: Sequence[int]
+    recipe: PostTrainingRecipe, engine: LanguageEngine, items: Sequence[Item], used: Sequence[int], say: Say
 ) -> Tensor:
     """Return the sum of the log-probabilities of both answers of items, ``float32 [items, 2]``; NaN for unused ones."""
     found = torch.full((len(items), 2), math.nan)
     packed = held_out_chats([items[number] for number in used], most=_most(recipe), learns=_learns(recipe))
+    told, done = time.monotonic(), 0
     for one in packed.neighbours(0, len(packed)):
         assert one.documents is not None
         sums = document_sums(engine.log_probabilities(one).cpu().float(), one.offsets)
         numbers = torch.tensor(used)[one.documents["item"][::2]]
         found[numbers] = sums.view(-1, 2)
+        done += len(numbers)
+        if time.monotonic() > told + _QUIET:
+            told = time.monotonic()
+            say(f"reference: {done:,} of {len(used):,} pairs")
     return found
