@@ -42,7 +42,29 @@ def _likelihood(name: str) -> str:
     return f"{results('post_training-answers')['likelihood'][name]:.3f}"
 
 
+_PAIRS = {"dpo over sft": "after DPO, beside fine-tuned alone", "sft over base": "fine-tuned, beside as it came"}
+
+
+def wins() -> str:
+    """Return how often the reward model preferred a model's answers."""
+    found = results("post_training-preferences")["wins"]
+    rows = [
+        [_PAIRS[name], _rate(one["rate"], *one["interval"]), str(one["prompts"]), str(one["ties"])]
+        for name, one in found.items()
+    ]
+    return table(["model", "preferred", "prompts", "ties"], rows)
+
+
+def best_of() -> str:
+    """Return the mean reward of the best of several answers, expected and drawn."""
+    found = results("post_training-preferences")["best_of"]
+    rows = [[count, f"{found['expected'][count]:.3f}", f"{found['drawn'][count]:.3f}"] for count in found["expected"]]
+    return table(["best of", "mean reward by the formula", "of disjoint groups"], rows)
+
+
 FIGURES: Figures = {
+    "post-training-wins": wins,
+    "post-training-best-of": best_of,
     "post-training-answers": answers,
     "post-training-answers-before": lambda: _likelihood("before"),
     "post-training-answers-after": lambda: _likelihood("after"),
