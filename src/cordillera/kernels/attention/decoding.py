@@ -234,7 +234,13 @@ def attend_from(
     """Attention of the queries of a sequence that read one head of keys, up to sixteen, from number ``first`` on.
 
     Args:
+        q: Queries, ``[T, H, D]``.
+        keys: ``[pages, G, page, D]``, as ``values``, with the new ones.
         sequence: Row of the first new token, number of new tokens and of cached ones.
+        table: Pages of the sequence.
+        seen: Which new tokens each new token sees, ``bool [T, n]``.
+        scale: Factor of scores, of :func:`score_scale`.
+        group: Number of the head of keys.
         memory: That of :func:`attention_scratch`.
         out: ``[T, H, D]``.
     """
@@ -256,7 +262,15 @@ def attend_from(
 
 @compiled()
 def store_group(k: Any, v: Any, keys: Any, values: Any, sequence: Any, table: Any, group: Any) -> None:
-    """Store the new keys and values of one head of a sequence."""
+    """Store the new keys and values of one head of a sequence.
+
+    Args:
+        k: New keys, ``[T, G, D]``, as ``v``.
+        keys: Where they are stored, ``[pages, G, page, D]``, as ``values``.
+        sequence: Row of the first new token, number of new tokens and of cached ones.
+        table: Pages of the sequence.
+        group: Number of the head.
+    """
     start, new, cached = sequence[0], sequence[1], sequence[2]
     page = keys.shape[2]
     for t in range(new):
@@ -268,7 +282,13 @@ def store_group(k: Any, v: Any, keys: Any, values: Any, sequence: Any, table: An
 
 @compiled()
 def attention_items(sequences: Any, groups: Any, share: Any) -> Any:
-    """Return the arguments of calls of :func:`attend_from`: sequence, group and first query, ``int64 [n, 3]``."""
+    """Return sequence, group and first query of each call of :func:`attend_from`, ``int64 [n, 3]``.
+
+    Args:
+        sequences: ``int64 [S, 3]``, as for :func:`decode_attention`.
+        groups: Number of heads of keys.
+        share: Number of queries of a token that read one of them.
+    """
     count = 0
     for s in range(len(sequences)):
         count += groups * ((sequences[s, 1] * share + _LANES - 1) // _LANES)
