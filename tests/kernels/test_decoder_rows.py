@@ -85,6 +85,10 @@ def test_blocks_are_what_their_layers_compute(way: str, bits: int | None, length
         scale = float(other.float().abs().mean())
         torch.testing.assert_close(one.float(), other.float(), rtol=2**-5, atol=2**-4 * scale)
     assert torch.equal(found[len(texts)], apart[len(texts)])  # keys of the first layer
+    first, other = taps[0], by_layers[0]  # of one block
+    scale = float(other.float().abs().mean())
+    torch.testing.assert_close(first.float(), other.float(), rtol=2**-6, atol=2**-6 * scale)
+    assert (first == other).float().mean() > 0.9
 
 
 @pytest.mark.parametrize("way", WAYS)

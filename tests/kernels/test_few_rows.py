@@ -117,7 +117,6 @@ def test_gradients_and_other_dtypes_are_left_to_torch() -> None:
         assert torch.equal(wide(x.float()), x.float() @ weight.float().T)
 
 
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="torch has no fast bfloat16 products here")
 @pytest.mark.parametrize("rows", [33, 40, 64])
 def test_rows_that_fill_up_a_multiple_change_nothing(rows: int) -> None:
     generator = torch.Generator().manual_seed(0)

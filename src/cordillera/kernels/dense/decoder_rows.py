@@ -32,8 +32,8 @@ from cordillera.kernels.dense.bf16_amx import OUTPUTS, release_tiles, shape_tile
 from cordillera.kernels.dense.bf16_amx import available as amx_available
 from cordillera.kernels.dense.bf16_tiles import available
 from cordillera.kernels.dense.few_rows import MOST_ROWS
+from cordillera.kernels.dense.packed_rows import PackedRows
 from cordillera.kernels.dense.tiled_products import (
-    GROUP,
     WHOLE,
     outputs_of,
     pair_rows,
@@ -337,9 +337,8 @@ def _described(layer: nn.Module) -> tuple[list[int], dict[str, Tensor]] | None:
     """Return a layer's description as kernels take it, and its weights by name; None if there is none."""
     tensors = {name: tensor for name, tensor in layer.named_buffers(recurse=False) if name in ("codes", "scales")}
     if len(tensors) == 2:
-        codes, scales = tensors["codes"], tensors["scales"]
-        bits, shape = 4 if codes.dtype == torch.uint8 else 8, (codes.shape[0], GROUP * codes.shape[1])
-        row = [codes.data_ptr(), scales.data_ptr(), bits, shape[0]]
+        packed = PackedRows(tensors["codes"], tensors["scales"])
+        row, shape = packed.description, packed.shape
     elif isinstance(layer, nn.Linear) and layer.bias is None and layer.weight.dtype == torch.bfloat16:
         tensors, shape = {"weight": layer.weight}, (layer.weight.shape[0], layer.weight.shape[1])
         row = [layer.weight.data_ptr(), 0, WHOLE, shape[0]]
@@ -403,11 +402,17 @@ class DecoderBlocks:
 
     def __init__(self, blocks: nn.ModuleList, eps: float) -> None:
         self._described, self._eps = [_Described(blocks, number) for number in range(len(blocks))], np.float32(eps)
+        are_right = all(one.is_right() for one in self._described)
+        self._layers, self._norms = (
+            np.array([getattr(one, name) for one in self._described], np.int64) if are_right else None
+            for name in ("layers", "norms")
+        )
 
     def takes(self, x: Tensor, cached: PagedRows | None, layers: range) -> bool:
         """Return whether rows ``[T, hidden]`` go through the blocks with these numbers here."""
         return (
             cached is not None
+            and self._layers is not None
             and 0 < len(x) <= MOST_ROWS
             and x.dtype == cached.data.dtype == torch.bfloat16
             and not torch.is_grad_enabled()
@@ -432,8 +437,9 @@ class DecoderBlocks:
             layers: Numbers of the blocks.
             taps: Dictionary whose keys are numbers of blocks; their outputs become its values.
         """
-        own = [self._described[number] for number in layers]
-        weights, norms = (np.array([getattr(one, name) for one in own], np.int64) for name in ("layers", "norms"))
+        assert self._layers is not None
+        assert self._norms is not None
+        weights, norms = (found[layers.start : layers.stop] for found in (self._layers, self._norms))
         tapped = [number for number in layers if taps is not None and number in taps]
         outputs = torch.empty((len(tapped), *x.shape), dtype=torch.bfloat16)
         of_block = np.array([tapped.index(number) if number in tapped else -1 for number in layers])
@@ -441,7 +447,7 @@ class DecoderBlocks:
         sizes = [(x.shape[1],), ((query + 2 * key) // width, width), (query // width, width), (weights[0, 4, 3],)]
         buffers = tuple(np.empty((rows, *size), np.uint16) for size in sizes)
         found, shapes = x.clone(memory_format=torch.contiguous_format), tile_shapes(rows) if amx_available() else None
-        threads, counters = threads_for(weights[0, 4, 3] * x.shape[1]), phase_counters(_PHASES * len(own))
+        threads, counters = threads_for(weights[0, 4, 3] * x.shape[1]), phase_counters(_PHASES * len(layers))
         memory = scratch_memory(threads, rows, int(max(weights[0, 4, 3], x.shape[1], query)))
         kept = (*(array(part) for part in (*cached, *table)), score_scale(width))
         with pool(threads):

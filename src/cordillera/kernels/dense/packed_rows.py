@@ -41,6 +41,11 @@ class PackedRows(NamedTuple):
         """Numbers of outputs and inputs."""
         return self.codes.shape[0], GROUP * self.codes.shape[1]
 
+    @property
+    def description(self) -> list[int]:
+        """What :func:`~cordillera.kernels.dense.tiled_products.products` takes."""
+        return [self.codes.data_ptr(), self.scales.data_ptr(), _bits(self.codes), len(self.codes)]
+
 
 def is_fast() -> bool:
     """Return whether products take no longer than those of bfloat16 weights here."""
@@ -90,9 +95,7 @@ def packed_linear(x: Tensor, packed: PackedRows) -> Tensor:
         return few_rows_linear(x, weight) if len(x) <= MOST_ROWS else many_rows_linear(x, weight)
     out = torch.empty(len(x), packed.shape[0], dtype=x.dtype)
     if out.numel():
-        codes, scales = packed
-        layers = np.array([(codes.data_ptr(), scales.data_ptr(), _bits(codes), len(codes))], np.int64)
-        multiply(x.contiguous(), layers, out, by_amx=amx_available())
+        multiply(x.contiguous(), np.array([packed.description], np.int64), out, by_amx=amx_available())
     return out
 
 
