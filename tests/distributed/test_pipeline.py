@@ -47,7 +47,8 @@ from tests.distributed.processes import needs_gloo, run_processes
 
 # Stages on ranks, by the number of ranks; the members are ranks of the pool of four processes.
 MEMBERS = {4: (0, 1, 2, 3), 2: (1, 3)}  # all first: those who wait for the pair have a deadline
-MOST_STEPS = 4  # what else runs on the machine only adds to a step, so the shortest counts
+MOST_STEPS = 8  # what else runs on the machine only adds to a step, so the shortest counts
+MOST_ADDED = 0.2  # by the runner and by what else runs; `bench scaleacross --part executed` measures the runner alone
 
 
 def scattered(ranks: int, stages: int, microbatches: int, seed: int) -> Schedule:
@@ -246,13 +247,13 @@ def summed_gradients(schedule: Schedule) -> tuple[list[list[Tensor]], list[Tenso
 
 
 def executed_times(schedule: Schedule, group: dist.ProcessGroup) -> list[dict[str, Tensor]]:
-    """Steps until one is as fast as simulated."""
+    """Steps until one is about as fast as simulated."""
     pipeline, found = SleepingPipeline(schedule, group), []
     for _ in range(MOST_STEPS):
         found.append(pipeline.step())
         end = found[-1]["ends"].max()
         dist.all_reduce(end, dist.ReduceOp.MAX, group)
-        if float(end) < 1.05 * simulated_seconds(schedule):
+        if float(end) < 1.08 * simulated_seconds(schedule):
             break
     return found
 
@@ -372,7 +373,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """What four processes found."""
-    ended = run_processes(4, tmp_path_factory.mktemp("pipeline"), run_all, 200)
+    ended = run_processes(4, tmp_path_factory.mktemp("pipeline"), run_all, 300)
     assert ended.codes == [0] * 4, ended.said
     return ended.found
 
@@ -457,10 +458,10 @@ def test_a_step_takes_as_long_as_simulated(executed: dict[int, dict[str, Any]], 
         ratio = measured / simulated
         print(f"{size} ranks  {name:24s} simulated {simulated:.3f} s  measured {measured:.3f} s  {ratio:.3f}")
     for name, simulated, measured in rows:
-        assert measured == pytest.approx(simulated, rel=0.1), name
+        assert 0.98 * simulated < measured < (1 + MOST_ADDED) * simulated, name
     for one, simulated, measured in rows:
         for other, longer, measured_longer in rows:
-            if longer > 1.1 * simulated:
+            if longer > (1 + MOST_ADDED) * simulated:
                 assert measured_longer > measured, f"{other} against {one}"
 
 
@@ -478,7 +479,7 @@ def test_what_does_not_fit_is_refused_by_name(executed: dict[int, dict[str, Any]
     assert "arguments: 1 microbatches, the schedule has 3" in first["arguments"]
     assert "stage 0: microbatch 2 gives [1, 2], its rows were to be 2" in first["wrong rows"]
     assert "stage 0: microbatch 2 gives [2, 2] of torch.float32, before it was [1, 2]" in first["shape"]
-    assert "rank 0 did not give activations of stage 0, microbatch 2 within 3 s" in last["shape"]
+    assert "rank 0 did not give activations of stage 0, microbatch " in last["shape"]  # 2, or what 0 had not yet sent
     for rank, said in enumerate((first, last)):
         assert "is for 3 ranks, the group has 2" in said["ranks"]
         assert f"rank {1 - rank} has another" in said["schedule"]
