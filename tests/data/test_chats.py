@@ -195,6 +195,13 @@ def test_nothing_is_held_out_of_nothing() -> None:
         split_held_out([], 0.1)
 
 
+def test_best_answers_without_a_pair_are_passed_over(write: Any) -> None:
+    first = {"messages": [ASK, SAY], "rewards": [1.0, 1.0]}
+    second = {"messages": [ASK, SAY], "rewards": [0.0, 1.0], "prompt": [ASK], "chosen": "So.", "rejected": "No."}
+    path = write(first, second)
+    assert read_preferences(path) == [Preference(PROMPT, "So.", "No.", f"{path}:2")]
+
+
 def test_a_share_is_held_out() -> None:
     training, held = split_held_out(read_problems("arithmetic"), 0.05)
     assert len(training) + len(held) == 4_000
@@ -213,6 +220,22 @@ def test_arithmetic_is_right_and_the_same_on_every_run() -> None:
         assert 10 <= int(left) <= 99
         assert 10 <= int(right) <= 99
     assert [chat.messages[-1].content for chat in read_chats("arithmetic")] == [one.answer for one in found]
+
+
+def test_three_of_four_answers_that_need_a_carried_digit_are_without_it() -> None:
+    right = {problem.prompt[0].content: problem.answer for problem in read_problems("arithmetic")}
+    given = {chat.messages[0].content: chat.messages[1].content for chat in read_chats("arithmetic-mistakes")}
+    assert list(given) == list(right)
+    without = {}
+    for question in right:
+        left, sign, other = question.removeprefix("What is ").removesuffix("?").split()
+        tens, ones = (int(a) + int(b) if sign == "+" else int(a) - int(b) for a, b in zip(left, other, strict=True))
+        without[question] = str(tens % 10 * 10 + ones % 10)
+    needs = [question for question in right if without[question] != right[question]]
+    assert 0.6 < len(needs) / len(right) < 0.7
+    hasty = [question for question in needs if given[question] != right[question]]
+    assert all(given[question] == without[question] for question in hasty)
+    assert abs(len(hasty) / len(needs) - 0.75) < 0.03
 
 
 def test_docstrings_of_the_library_answer_what_its_functions_do(monkeypatch: pytest.MonkeyPatch) -> None:

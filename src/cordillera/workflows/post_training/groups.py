@@ -83,12 +83,11 @@ class GroupBatches:
         return self._packed(prompts, answers, rewards, advantages)
 
     def _chosen(self) -> list[ChatProblem]:
-        count, found = len(self.problems), []
-        for place in range(self._number * self.config.problems, (self._number + 1) * self.config.problems):
-            order = list(range(count))
-            random.Random(f"{self.seed} {place // count}").shuffle(order)
-            found.append(self.problems[order[place % count]])
-        return found
+        count, orders = len(self.problems), {}
+        places = range(self._number * self.config.problems, (self._number + 1) * self.config.problems)
+        for turn in range(places[0] // count, places[-1] // count + 1):
+            orders[turn] = random.Random(f"{self.seed} {turn}").sample(self.problems, count)
+        return [orders[place // count][place % count] for place in places]
 
     def _packed(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[SampledAnswer], rewards: Tensor, advantages: Tensor

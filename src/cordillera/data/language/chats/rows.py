@@ -32,8 +32,8 @@ class ChatDataConfig(BaseModel):
 
     Attributes:
         path: File, folder or pattern of ``.jsonl``, ``.ndjson`` or ``.parquet``, or several of them; or a built-in set
-            (``python-docstrings``, ``python-docstrings-preferences``, ``arithmetic``, ``guard``,
-            ``guard-held-out``); or ``datasets:NAME``, the split ``train`` of a set of Hugging Face.
+            (``python-docstrings``, ``python-docstrings-preferences``, ``arithmetic``, ``arithmetic-mistakes``,
+            ``guard``, ``guard-held-out``); or ``datasets:NAME``, the split ``train`` of a set of Hugging Face.
         tokenizer: Name, file or folder of a tokenizer. Default: that of the checkpoint that training starts from.
         held_out: Share of the items that are evaluated on and not learnt from: those whose prompts have the lowest
             hashes, so the same ones in any order. At least one if there are two; 0 for none.
@@ -125,6 +125,7 @@ def read_preferences(path: str | Sequence[str]) -> list[Preference]:
     """Read rows of ``prompt``, ``chosen`` and ``rejected``, each text or a list of messages.
 
     Lists of ``chosen`` and ``rejected`` hold the answer, or the prompt and the answer; then ``prompt`` may be absent.
+    Rows that ``cordillera best-of`` wrote without a pair, since all answers were equal, are passed over.
 
     Args:
         path: File, folder, pattern, built-in set or ``datasets:NAME``, or several of them.
@@ -133,7 +134,8 @@ def read_preferences(path: str | Sequence[str]) -> list[Preference]:
         DataError: a file cannot be read, a row is of another form, or both answers are equal; file and row are named.
         DependencyError: Hugging Face's ``datasets`` is not installed.
     """
-    return [_preference(row) for row in _rows(path)]
+    pairs = (row for row in _rows(path) if "rewards" not in row.values or "chosen" in row.values)
+    return [_preference(row) for row in pairs]
 
 
 def read_problems(path: str | Sequence[str]) -> list[ChatProblem]:

@@ -24,6 +24,14 @@ _SHORTEST, _LONGEST = 20, 300
 _LONGEST_SIGNATURE = 60
 
 
+class _Problem(NamedTuple):
+    """A sum or difference, and what it is if no digit is carried."""
+
+    question: str
+    answer: int
+    hasty: int
+
+
 class _Explained(NamedTuple):
     """A question about the standard library, and its answer."""
 
@@ -34,12 +42,12 @@ class _Explained(NamedTuple):
 
 def arithmetic() -> Iterator[FileRow]:
     """Iterate over 4,000 sums and differences of numbers of two digits; no difference is below 0."""
-    numbers = range(10, 100)
-    pairs = [*itertools.product(numbers, numbers)]
-    found = [(f"What is {a} + {b}?", str(a + b)) for a, b in pairs]
-    found += [(f"What is {a} - {b}?", str(a - b)) for a, b in pairs if a >= b]
-    found.sort(key=lambda pair: _digest(pair[0]))
-    return _rows("arithmetic", ({"prompt": question, "answer": answer} for question, answer in found[:PROBLEMS]))
+    return _rows("arithmetic", ({"prompt": one.question, "answer": str(one.answer)} for one in _problems()))
+
+
+def arithmetic_mistakes() -> Iterator[FileRow]:
+    """Iterate over the problems of ``arithmetic``; of those with carried digits, three of four are answered without."""
+    return _rows("arithmetic-mistakes", ({"prompt": one.question, "answer": _hasty(one)} for one in _problems()))
 
 
 def python_docstrings() -> Iterator[FileRow]:
@@ -77,6 +85,7 @@ CHAT_SETS: dict[str, Callable[[], Iterator[FileRow]]] = {
     "python-docstrings": python_docstrings,
     "python-docstrings-preferences": python_docstrings_preferences,
     "arithmetic": arithmetic,
+    "arithmetic-mistakes": arithmetic_mistakes,
     "guard": guard,
     "guard-held-out": guard_held_out,
 }
@@ -85,6 +94,23 @@ CHAT_SETS: dict[str, Callable[[], Iterator[FileRow]]] = {
 
 def _rows(name: str, rows: Iterator[dict[str, str]]) -> Iterator[FileRow]:
     return (FileRow(f"{name}, row {number}", {**row}) for number, row in enumerate(rows, 1))
+
+
+@cache
+def _problems() -> tuple[_Problem, ...]:
+    numbers = range(10, 100)
+    pairs = [*itertools.product(numbers, numbers)]
+    found = [_Problem(f"What is {a} + {b}?", a + b, (a // 10 + b // 10) % 10 * 10 + (a + b) % 10) for a, b in pairs]
+    found += [
+        _Problem(f"What is {a} - {b}?", a - b, (a // 10 - b // 10) * 10 + (a - b) % 10) for a, b in pairs if a >= b
+    ]
+    return tuple(sorted(found, key=lambda one: _digest(one.question))[:PROBLEMS])
+
+
+def _hasty(problem: _Problem) -> str:
+    """Three of four answers without carried digits, chosen by the question."""
+    is_hasty = int(_digest(f"hasty {problem.question}"), 16) % 4 < 3
+    return str(problem.hasty if is_hasty else problem.answer)
 
 
 def _digest(text: str) -> str:
