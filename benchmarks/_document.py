@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import _figures_exchange
+import _figures_faults
 import _figures_kernels
 import _figures_language
 import _figures_planning
@@ -34,6 +35,7 @@ FIGURES: Figures = {
     **_figures_language.FIGURES,
     **_figures_planning.FIGURES,
     **_figures_exchange.FIGURES,
+    **_figures_faults.FIGURES,
     **_figures_zionex.FIGURES,
     **_figures_kernels.FIGURES,
     **_figures_serving.FIGURES,

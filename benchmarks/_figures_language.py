@@ -171,25 +171,41 @@ def learnt() -> str:
 def batches() -> str:
     """Return rates of several texts at a time."""
     found = results("speculation-batches")["results"]
-    names = list(found[0]["tokens_per_s"])
+    names, drafts = list(found[0]["tokens_per_s"]), list(found[0]["over_off"])
     rows = []
     for row in found:
         cells = [str(row["texts"]), *(f"{row['tokens_per_s'][name]:.0f}" for name in names)]
-        cells += [f"{row['over_off'][name]:.2f}" for name in names[1:]]
-        cells.append(f"{row['over_transformers']['ngram']:.2f}")
-        for key in ("firsts", "gaps"):
-            cells += [
-                f"{1e3 * row[key][name]['p50']:.0f}, {1e3 * row[key][name]['p99']:.0f}" for name in ("off", "ngram")
-            ]
-        rows.append(cells)
-    headings = [
-        "texts at a time",
-        *(f"{name}, tokens/s" for name in names),
-        *(f"{name} over off" for name in names[1:]),
-    ]
-    headings.append("ngram over transformers, one by one")
-    headings += [f"{what}, {name} (ms)" for what in ("first token", "between tokens") for name in ("off", "ngram")]
-    return table(headings, rows)
+        cells += [f"{row['over_off'][name]:.2f}" for name in drafts]
+        rows.append([*cells, f"{row['over_transformers']['ngram']:.2f}"])
+    headings = [f"{name}, tokens/s" for name in names] + [f"{name} over off" for name in drafts]
+    return table(["texts at a time", *headings, "ngram over transformers, one by one"], rows)
+
+
+def waits() -> str:
+    """Return times to first tokens and between tokens of several texts at a time, in milliseconds."""
+    rows = []
+    for row in results("speculation-batches")["results"]:
+        for name in row["firsts"]:
+            cells = [f"{1e3 * row[key][name][end]:,.0f}" for key in ("firsts", "gaps") for end in ("p50", "p99")]
+            rows.append([str(row["texts"]), name, *cells])
+    headings = [f"{what}, {end} (ms)" for what in ("first token", "between tokens") for end in ("p50", "p99")]
+    return table(["texts at a time", "written by", *headings], rows)
+
+
+def beside_vllm() -> str:
+    """Return rates in bfloat16 beside vLLM's."""
+    ratios = {
+        "off_over_vllm": "off over vLLM",
+        "ngram_over_vllm_ngram": "drafts over vLLM's",
+        "vllm_ngram_over_vllm": "vLLM's drafts over none",
+    }
+    rows = []
+    for name, one in results("speculation-ngram")["results"].items():
+        own = [one["wall"][key] for key in ratios]
+        cells = [f"{ratio['mean']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})" for ratio in own]
+        rates = [f"{one['tokens_per_s'][key]:.0f}" for key in ("vllm", "vllm ngram")]
+        rows.append([name, *cells, f"{one['tokens_a_pass']['vllm ngram']:.2f}", *rates])
+    return table(["set", *ratios.values(), "its tokens a pass", "vLLM, tokens/s", "with its drafts"], rows)
 
 
 def _forms() -> dict[str, Any]:
@@ -380,6 +396,8 @@ FIGURES: Figures = {
     "speculation-tokens": lambda: str(results("speculation-ngram")["new_tokens"]),
     "speculation-prompts": lambda: str(results("speculation-ngram")["results"]["sum"]["prompts"]),
     "speculation-batches": batches,
+    "speculation-waits": waits,
+    "speculation-vllm": beside_vllm,
     "speculation-trained": trained,
     "speculation-learnt": learnt,
     "speculation-trained-prompts": lambda: str(results("speculation-trained")["prompts"]),

@@ -27,6 +27,7 @@ from cordillera.cli import (
     recipe,
     report,
     serve,
+    simulate_faults,
     sweep,
     towers,
     train,
@@ -77,6 +78,7 @@ app.command("average")(answers.average)
 app.command("write-chats")(drafting.write_chats)
 app.command("export-drafter")(drafting.export_drafter)
 app.command("plan")(plan.plan)
+app.command("simulate-faults")(simulate_faults.simulate_faults)
 app.command("towers")(towers.towers)
 app.command("bench", context_settings=bench.CONTEXT)(bench.bench)
 app.command("doctor")(doctor.doctor)

@@ -1,19 +1,28 @@
-"""Studies of scale: IsoFLOP studies of language models (Grattafiori et al. 2024, 3.2.1), sweeps of ranking models."""
+"""Studies: IsoFLOP of language models (Grattafiori et al. 2024, 3.2.1), sweeps of ranking models, failures of jobs."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from cordillera import recipe as recipes
 from cordillera.data.language.corpora import prepare_corpora
+from cordillera.distributed.fault_tolerance.effective_time import (
+    best_checkpoint_interval,
+    effective_with_checkpoints,
+    effective_with_replicas,
+)
+from cordillera.distributed.fault_tolerance.simulator import FaultyJob, TimeUse, simulate_faults
 from cordillera.distributed.job.environment import place_in_job
 from cordillera.errors import DataError, Interrupted, PlanError, RecipeError, RunError
 from cordillera.models.language.flops import training_flops
 from cordillera.recipe import LanguageRecipe, RankingRecipe
+from cordillera.reports.faults import FaultStudyRow
+from cordillera.reports.ranking.comparison import mean_interval
 from cordillera.run import Run, write_atomically
 from cordillera.training.language.trainer import LanguageStepCallback
 from cordillera.training.ranking.trainer import StepCallback
@@ -25,6 +34,11 @@ from cordillera.workflows._say import Say, silent
 from cordillera.workflows.ranking import train
 from cordillera.workflows.trained import card_of
 
+REFERENCE_DEVICES = 98_304
+"""Size of a cluster in which something fails every 18 minutes (FT-HSDP, published)."""
+
+_USES = tuple(one.name for one in fields(TimeUse) if one.name not in ("elapsed", "failures", "steps"))
+_DAY = 86_400.0
 _SAMPLE = 50  # iterations whose documents show the cost of attention
 
 
@@ -185,3 +199,68 @@ def _ranking_recipe(source: str | Path, overrides: Sequence[str]) -> RankingReci
         remedy = "for language models, `cordillera isoflop` fits losses against compute"
         raise DataError("is a recipe of a language model; a sweep fits test NE", where=str(source), remedy=remedy)
     return recipe
+
+
+def study_faults(
+    job: FaultyJob,
+    *,
+    devices: Sequence[int] = (REFERENCE_DEVICES,),
+    replicas: Sequence[int] = (12,),
+    days: float = 30.0,
+    runs: int = 8,
+    seed: int = 0,
+    on_row: Callable[[FaultStudyRow], object] | None = None,
+) -> list[FaultStudyRow]:
+    """Simulate the policies ``restart``, ``replicas`` and ``decoupled`` on clusters of several sizes.
+
+    Args:
+        job: Settings of all jobs. Its ``between_s`` is that of 98,304 devices; others fail in proportion to
+            their number. With ``save_s``, checkpoints have the interval that loses least.
+        devices: Sizes of clusters.
+        replicas: Numbers of replicas that the cluster is divided into.
+        days: Simulated duration of a run.
+        runs: Number of runs, each with other failures.
+        seed: Seed of the first run.
+        on_row: Function called with each finished row.
+
+    Raises:
+        PlanError: If a number is not positive, or there are fewer than two runs.
+    """
+    if runs < 2 or not (math.isfinite(days) and days > 0) or min([*devices, *replicas], default=0) < 1:
+        raise PlanError("needs two runs, and positive numbers of devices, replicas and days", where="study")
+    rows = []
+    for size in devices:
+        between = job.between_s * REFERENCE_DEVICES / size
+        interval = best_checkpoint_interval(between, job.save_s) if job.save_s else job.interval_s
+        of_size = replace(job, between_s=between, interval_s=interval)
+        jobs = [replace(of_size, policy="restart", replicas=1)]
+        jobs += [replace(of_size, policy="replicas", replicas=count) for count in replicas]
+        jobs += [replace(of_size, policy="decoupled", replicas=count) for count in replicas]
+        for one in jobs:
+            found = [simulate_faults(one, days * _DAY, seed + number) for number in range(runs)]
+            shares = {use: math.fsum(getattr(run, use) / run.elapsed for run in found) / runs for use in _USES}
+            rows.append(
+                FaultStudyRow(
+                    size,
+                    one,
+                    mean_interval([run.effective for run in found]),
+                    shares,
+                    sum(run.failures for run in found) / runs,
+                    _formula(one),
+                )
+            )
+            if on_row is not None:
+                on_row(rows[-1])
+    return rows
+
+
+def _formula(job: FaultyJob) -> float:
+    if job.policy == "restart":
+        if job.save_s:
+            return effective_with_checkpoints(job.between_s, job.repair_s, job.interval_s, job.save_s)
+        return max(0.0, 1 - job.repair_s / job.between_s)
+    if job.policy == "decoupled":
+        lost = job.repair_s + job.merge_steps * job.step_s / 2
+        return max(0.0, 1 - lost / job.between_s / job.replicas)
+    stall = job.detect_s + job.resume_s + job.step_s / 2
+    return max(0.0, effective_with_replicas(job.between_s, stall, max(stall, job.repair_s), job.replicas))

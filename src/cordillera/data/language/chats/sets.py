@@ -24,7 +24,7 @@ _SHORTEST, _LONGEST = 20, 300
 _LONGEST_SIGNATURE = 60
 
 
-class _Problem(NamedTuple):
+class _Arithmetic(NamedTuple):
     """A sum or difference, and what it is if no digit is carried."""
 
     question: str
@@ -97,17 +97,17 @@ def _rows(name: str, rows: Iterator[dict[str, str]]) -> Iterator[FileRow]:
 
 
 @cache
-def _problems() -> tuple[_Problem, ...]:
+def _problems() -> tuple[_Arithmetic, ...]:
     numbers = range(10, 100)
     pairs = [*itertools.product(numbers, numbers)]
-    found = [_Problem(f"What is {a} + {b}?", a + b, (a // 10 + b // 10) % 10 * 10 + (a + b) % 10) for a, b in pairs]
+    found = [_Arithmetic(f"What is {a} + {b}?", a + b, (a // 10 + b // 10) % 10 * 10 + (a + b) % 10) for a, b in pairs]
     found += [
-        _Problem(f"What is {a} - {b}?", a - b, (a // 10 - b // 10) * 10 + (a - b) % 10) for a, b in pairs if a >= b
+        _Arithmetic(f"What is {a} - {b}?", a - b, (a // 10 - b // 10) * 10 + (a - b) % 10) for a, b in pairs if a >= b
     ]
     return tuple(sorted(found, key=lambda one: _digest(one.question))[:PROBLEMS])
 
 
-def _hasty(problem: _Problem) -> str:
+def _hasty(problem: _Arithmetic) -> str:
     """Three of four answers without carried digits, chosen by the question."""
     is_hasty = int(_digest(f"hasty {problem.question}"), 16) % 4 < 3
     return str(problem.hasty if is_hasty else problem.answer)

@@ -1,0 +1,100 @@
+"""``cordillera simulate-faults``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from cordillera.reports.faults import FaultStudyRow
+
+
+def simulate_faults(
+    devices: Annotated[
+        list[int] | None, typer.Option("--devices", help="Size of the cluster; repeat it. Default: 98304.")
+    ] = None,
+    replicas: Annotated[
+        list[int] | None, typer.Option("--replicas", help="Replicas that it is divided into; repeat it. Default: 12.")
+    ] = None,
+    between: Annotated[float, typer.Option(help="Minutes between failures of 98,304 devices.")] = 18.0,
+    step: Annotated[float, typer.Option(help="Seconds of a step.")] = 20.0,
+    detect: Annotated[float, typer.Option(help="Seconds until the others notice a failure.")] = 0.5,
+    resume: Annotated[float, typer.Option(help="Seconds from there to their next step.")] = 0.5,
+    repair: Annotated[float, typer.Option(help="Seconds until a failed replica, or a stopped job, is back.")] = 600.0,
+    rejoin: Annotated[float, typer.Option(help="Seconds for which all wait when a replica is back.")] = 0.0,
+    consensus: Annotated[float, typer.Option(help="Seconds of agreement before each step, not overlapped.")] = 0.0,
+    save: Annotated[
+        float, typer.Option(help="Seconds for which a checkpoint stops training; 0: nothing is lost.")
+    ] = 0.0,
+    together: Annotated[float, typer.Option(help="Probability that a failure takes a second replica.")] = 0.0,
+    queue: Annotated[
+        bool, typer.Option("--queue", help="Recoveries that overlap follow each other, as published formulas assume.")
+    ] = False,
+    days: Annotated[float, typer.Option(help="Simulated days of a run.")] = 30.0,
+    runs: Annotated[int, typer.Option(min=2, help="Runs, each with other failures.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Of the failures.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Draw the rates over cluster sizes into this .png or .svg.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Simulate what failures cost a large job that restarts, has replicas that go on, or decoupled learners.
+
+    Replicas agree on their steps by the coordinator's rules, on a virtual clock. Everything printed is simulated.
+    """
+
+    from cordillera.cli._show import console, echo
+    from cordillera.distributed.fault_tolerance.simulator import FaultyJob
+    from cordillera.errors import PlanError
+    from cordillera.reports.faults import plot_fault_study
+    from cordillera.workflows.scaling import study_faults
+
+    job = FaultyJob(
+        between_s=60 * between, step_s=step, detect_s=detect, resume_s=resume, repair_s=repair, rejoin_s=rejoin,
+        consensus_s=consensus, save_s=save, together=together, queue=queue,
+    )  # fmt: skip
+    if plot is not None and plot.suffix not in (".png", ".svg"):
+        raise PlanError(f"cannot draw into {plot.name}", where="--plot", remedy="name a .png or an .svg")
+    out = console()
+    with out.status("simulating") as status:
+        rows = study_faults(
+            job,
+            devices=devices or [98_304],
+            replicas=replicas or [12],
+            days=days,
+            runs=runs,
+            seed=seed,
+            on_row=lambda row: status.update(f"{row.devices:,} devices, {row.job.policy}"),
+        )
+    if plot is not None:
+        plot_fault_study(rows, plot)
+    if as_json:
+        echo(json.dumps([row.to_dict() for row in rows]), json=True)
+        return
+    out.print(_table(rows, runs, days))
+    if plot is not None:
+        out.print(f"plot: {plot}")
+
+
+def _table(rows: Sequence[FaultStudyRow], runs: int, days: float) -> Table:
+    from rich.table import Table
+
+    title = f"% of the time (simulated, {runs} runs of {days:g} days; 95 % intervals)"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    uses = [name for name in ("redone", "stalled", "absent", "saving") if any(row.shares[name] for row in rows)]
+    for heading in ("devices", "policy", "effective", "formula", *uses):
+        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    for row in rows:
+        half = (row.effective.high - row.effective.low) / 2
+        table.add_row(
+            f"{row.devices:,}",
+            row.job.policy if row.job.policy == "restart" else f"{row.job.policy}, {row.job.replicas}",
+            f"{100 * row.effective.value:.1f} ± {100 * half:.1f}",
+            f"{100 * row.formula:.1f}",
+            *(f"{100 * row.shares[name]:.2f}" for name in uses),
+        )
+    return table

@@ -1,0 +1,318 @@
+"""Decisions on who takes part in which training step: one pure function of state, messages and time.
+
+A job has replicas, each of which holds the whole model on ranks of its own. Before each step every replica asks. The
+decision names the members of the step in the order of their ring, and a donor of the state for each that is behind.
+
+A step number does not identify a state: two replicas may each have trained step 6, on other samples. Each commit
+therefore extends a lineage by the epoch, the step and those who took part. The *head* is the commit to go on from.
+
+Source: FT-HSDP (arXiv 2602.00277), abstract and introduction; the rules are ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from cordillera.errors import PlanError
+
+
+@dataclass(frozen=True, order=True)
+class Commit:
+    """State of a model after a step; commits are ordered by epoch, then by step.
+
+    Attributes:
+        epoch: Epoch in which the step was trained; 0 before the first one.
+        step: Number of steps that it includes.
+        lineage: Digest of the whole history.
+    """
+
+    epoch: int
+    step: int
+    lineage: str
+
+    def follow(self, epoch: int, participants: Iterable[str]) -> Commit:
+        """Return the commit of the next step, trained in ``epoch`` by ``participants``."""
+        text = json.dumps([self.lineage, epoch, self.step + 1, sorted(participants)])
+        return Commit(epoch, self.step + 1, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+
+
+def initial_commit(configuration: str) -> Commit:
+    """Return the state of freshly initialised weights of a job, whose configuration has the given digest."""
+    return Commit(0, 0, hashlib.blake2b(configuration.encode(), digest_size=16).hexdigest())
+
+
+@dataclass(frozen=True)
+class Join:
+    """A replica has connected.
+
+    Attributes:
+        configuration: Digest of all that must be equal on replicas: recipe, shapes, order of buckets.
+    """
+
+    replica: str
+    configuration: str
+
+
+@dataclass(frozen=True)
+class Alive:
+    """A sign of life."""
+
+    replica: str
+
+
+@dataclass(frozen=True)
+class Leave:
+    """The connection of a replica has ended."""
+
+    replica: str
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A replica asks to take part in the step after its state.
+
+    Attributes:
+        state: What it holds.
+        discarded: Whether it was given a step since its last commit, and discarded it.
+        durable: Largest step of a checkpoint that it knows of.
+    """
+
+    replica: str
+    state: Commit
+    discarded: bool = False
+    durable: int = 0
+
+
+ReplicaMessage: TypeAlias = Join | Alive | Leave | Ask
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Answer to all members of a step.
+
+    Attributes:
+        epoch: Epoch of the ring; what is sent in an older one is void.
+        head: State that the step starts from.
+        members: Replicas in the order of their ring.
+        donors: Replica that gives its state to each member that is behind. Those take part with zeros.
+    """
+
+    epoch: int
+    head: Commit
+    members: tuple[str, ...]
+    donors: Mapping[str, str]
+
+    @property
+    def participants(self) -> tuple[str, ...]:
+        """Members that contribute gradients."""
+        return tuple(name for name in self.members if name not in self.donors)
+
+    @property
+    def result(self) -> Commit:
+        """State of all members once they commit the step."""
+        return self.head.follow(self.epoch, self.participants)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Answer to a replica that cannot take part, with the reason."""
+
+    replica: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """Record of a commit that no live replica holds any more, and of the one that training goes on from."""
+
+    lost: Commit
+    kept: Commit
+
+
+Reply: TypeAlias = Membership | Refusal | Rollback
+
+
+@dataclass(frozen=True)
+class CoordinationRules:
+    """Settings of :func:`decide`.
+
+    Attributes:
+        replicas: Number of replicas that the job is configured for; at the start all are awaited for ``start_s``.
+        least: Smallest number of participants of a step.
+        lease_s: Seconds after which a replica that gives no sign of life is absent.
+        grace_s: Seconds for which live members that have not asked are awaited after the first member that has.
+        start_s: Seconds for which all replicas are awaited at the start of the job.
+    """
+
+    replicas: int
+    least: int = 1
+    lease_s: float = 1.0
+    grace_s: float = 10.0
+    start_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.replicas:
+            raise PlanError(f"least is {self.least}, of {self.replicas} replicas", remedy="choose 1 to all of them")
+        for name in ("lease_s", "grace_s", "start_s"):
+            if not (math.isfinite(value := getattr(self, name)) and value > 0):
+                raise PlanError(f"{name} is {value}", remedy="choose a number of seconds above 0")
+
+
+@dataclass(frozen=True)
+class ReplicaStatus:
+    """What is known of a connected replica.
+
+    Attributes:
+        heard: Time of its last message, in seconds.
+        asked: Its open question.
+        since: Time of that question.
+    """
+
+    heard: float
+    asked: Ask | None = None
+    since: float = math.inf
+
+
+@dataclass(frozen=True)
+class CoordinatorState:
+    """All that decisions depend on beside rules, messages and time.
+
+    Attributes:
+        rules: Settings.
+        configuration: Digest that all replicas must have.
+        epoch: Number of the current epoch; it never decreases.
+        head: Commit that the next step starts from.
+        previous: Head before it, which training goes on from if nobody holds the head any more.
+        members: Members of the current epoch.
+        began: Time of the first message.
+        connected: Replicas with an open connection.
+    """
+
+    rules: CoordinationRules
+    configuration: str
+    epoch: int = 0
+    head: Commit = Commit(0, 0, "")
+    previous: Commit | None = None
+    members: tuple[str, ...] = ()
+    began: float = math.inf
+    connected: Mapping[str, ReplicaStatus] = field(default_factory=dict)
+
+    @classmethod
+    def begin(cls, rules: CoordinationRules, configuration: str) -> CoordinatorState:
+        """Return the state of a job that has not begun."""
+        return cls(rules, configuration, head=initial_commit(configuration))
+
+    def live(self, now: float) -> dict[str, ReplicaStatus]:
+        """Return connected replicas whose leases have not ended."""
+        return {name: one for name, one in self.connected.items() if now - one.heard < self.rules.lease_s}
+
+    def next_deadline(self, now: float) -> float:
+        """Return the next time at which a decision may change without a message; infinite if there is none."""
+        times = [one.heard + self.rules.lease_s for one in self.connected.values()]
+        times += [one.since + self.rules.grace_s for one in self.connected.values()]
+        times.append(self.began + self.rules.start_s)
+        return min((one for one in times if one > now), default=math.inf)
+
+
+def decide(
+    state: CoordinatorState, messages: Sequence[ReplicaMessage], now: float
+) -> tuple[CoordinatorState, list[Reply]]:
+    """Return the next state and what is to be answered.
+
+    A membership is formed of those that have asked, as soon as all live members of the epoch are among them, or
+    ``grace_s`` after the first member. It starts a new epoch if its members are others than before, one of them
+    discarded a step, or one is behind.
+
+    A commit becomes the head if it was made in the current epoch. One of an older epoch that is reported only now is
+    void: the current epoch began without it. If nobody who asks holds the head, training goes on from the one before,
+    and the loss is recorded; if nobody holds that one either, all are refused until a checkpoint is restored.
+
+    Args:
+        state: State so far.
+        messages: What has come since, in its order.
+        now: Time in seconds, of a clock that does not go back.
+    """
+    replies: list[Reply] = []
+    for message in messages:
+        state, refused = _heard(state, message, now)
+        replies += refused
+    state, formed = _form(state, now)
+    return state, [*replies, *formed]
+
+
+def _heard(state: CoordinatorState, message: ReplicaMessage, now: float) -> tuple[CoordinatorState, list[Reply]]:
+    name = message.replica
+    connected = dict(state.connected)
+    state = replace(state, began=min(state.began, now))
+    if isinstance(message, Leave):
+        connected.pop(name, None)
+        return replace(state, connected=connected), []
+    if isinstance(message, Join):
+        if message.configuration != state.configuration:
+            return state, [Refusal(name, "its configuration differs from that of the job")]
+        connected[name] = ReplicaStatus(now)
+        return replace(state, connected=connected), []
+    if name not in connected:
+        return state, [Refusal(name, "it has not joined; connect again")]
+    known = connected[name]
+    if isinstance(message, Alive):
+        connected[name] = replace(known, heard=now)
+        return replace(state, connected=connected), []
+    connected[name] = ReplicaStatus(now, message, known.since if known.asked else now)
+    state = replace(state, connected=connected)
+    reported = message.state
+    if not state.members and reported > state.head:  # a job that goes on from a checkpoint, or without its log
+        state = replace(state, head=reported, previous=None, epoch=max(state.epoch, reported.epoch))
+    elif reported.epoch == state.epoch and reported > state.head:
+        state = replace(state, head=reported, previous=state.head)
+    return state, []
+
+
+def _form(state: CoordinatorState, now: float) -> tuple[CoordinatorState, list[Reply]]:
+    rules, live = state.rules, state.live(now)
+    asked = {name: one.asked for name, one in live.items() if one.asked is not None}
+    if len(asked) < rules.least or not _is_complete(state, live, asked, now):
+        return state, []
+    reason, replies, epoch = None, [], state.epoch
+    states = {ask.state for ask in asked.values()}
+    if state.head not in states and state.previous in states:
+        replies.append(Rollback(state.head, state.previous))
+        state, epoch = replace(state, head=state.previous, previous=None), epoch + 1
+    elif state.head not in states:
+        held = max(one.step for one in states)
+        reason = f"step {state.head.step} was committed, and replicas hold step {held} at most; restore a checkpoint"
+    if state.head.step == 0 < (durable := max(ask.durable for ask in asked.values())):
+        reason = f"there are fresh weights only, and a checkpoint of step {durable}; resume from it"
+    connected = {
+        name: replace(one, asked=None, since=math.inf) if name in asked else one
+        for name, one in state.connected.items()
+    }
+    state = replace(state, epoch=epoch, connected=connected)
+    if reason is not None:
+        return state, [*replies, *(Refusal(name, reason) for name in sorted(asked))]
+    members = tuple(sorted(asked))
+    holders = [name for name in members if asked[name].state == state.head]
+    donors = {
+        name: holders[place % len(holders)] for place, name in enumerate(one for one in members if one not in holders)
+    }
+    is_new = members != state.members or bool(donors) or any(ask.discarded for ask in asked.values())
+    state = replace(state, epoch=max(epoch, state.epoch) + is_new, members=members)
+    return state, [*replies, Membership(state.epoch, state.head, members, donors)]
+
+
+def _is_complete(
+    state: CoordinatorState, live: Mapping[str, ReplicaStatus], asked: Mapping[str, Ask], now: float
+) -> bool:
+    """Whether nobody else is to be awaited."""
+    rules = state.rules
+    if not state.members:
+        return len(asked) == rules.replicas or now >= state.began + rules.start_s
+    awaited = [live[name] for name in state.members if name in live]
+    if all(one.asked is not None for one in awaited):
+        return True
+    return now >= min(one.since for one in awaited) + rules.grace_s

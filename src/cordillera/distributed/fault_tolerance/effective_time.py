@@ -1,0 +1,71 @@
+"""Published failures, and closed forms of the share of time in which a job does useful work.
+
+Sources: Grattafiori et al. 2024 (Llama 3), section 3.3.4 and Table 5, for the causes; Kokolis et al. 2024
+(arXiv 2410.21680), for the effective training time with checkpoints; FT-HSDP (arXiv 2602.00277) for the two rates of
+a job of 98,304 devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from cordillera.errors import PlanError
+
+LLAMA3_DEVICES, LLAMA3_DAYS = 16_384, 54.0
+LLAMA3_CAUSES: Mapping[str, int] = {
+    "faulty GPU": 148,
+    "HBM3 memory": 72,
+    "software": 54,
+    "network switch or cable": 35,
+    "host maintenance": 32,
+    "GPU SRAM": 19,
+    "GPU system processor": 17,
+    "network interface": 7,
+    "collective watchdog": 7,
+    "silent data corruption": 6,
+    "GPU thermal or sensor": 6,
+    "SSD": 3,
+    "power supply": 3,
+    "server chassis": 2,
+    "IO expansion board": 2,
+    "dependency": 2,
+    "CPU": 2,
+    "system memory": 2,
+}
+"""Unexpected interruptions of the pre-training of Llama 3 405B, by cause (published counts)."""
+
+
+def llama3_seconds_between_failures(devices: int) -> float:
+    """Return the mean seconds between failures, if each device fails as often as those of Llama 3 did."""
+    rate = sum(LLAMA3_CAUSES.values()) / (LLAMA3_DAYS * 86_400 * LLAMA3_DEVICES)
+    return 1 / (rate * devices)
+
+
+def effective_with_checkpoints(between_s: float, recovery_s: float, interval_s: float, save_s: float) -> float:
+    """Return the expected share of useful time of a job that restarts from its last checkpoint after each failure.
+
+    Args:
+        between_s: Mean seconds between failures.
+        recovery_s: Seconds from a failure to the first new step.
+        interval_s: Seconds of training between checkpoints.
+        save_s: Seconds for which a checkpoint stops training.
+    """
+    lost = (recovery_s + interval_s / 2) / between_s
+    return max(0.0, 1 - lost) / (1 + save_s / interval_s)
+
+
+def best_checkpoint_interval(between_s: float, save_s: float) -> float:
+    """Return the seconds of training between checkpoints that lose least time, to first order."""
+    if save_s <= 0:
+        raise PlanError(f"a checkpoint stops training for {save_s} s", remedy="choose a number above 0")
+    return math.sqrt(2 * save_s * between_s)
+
+
+def effective_with_replicas(between_s: float, stall_s: float, absent_s: float, replicas: int) -> float:
+    """Return the share of useful time if a failure stops all for ``stall_s``, and one replica until ``absent_s``.
+
+    Failures are taken one at a time: of the seconds between two, all are idle for ``stall_s``, and one of the
+    replicas for what is left of ``absent_s``.
+    """
+    return 1 - stall_s / between_s - (absent_s - stall_s) / between_s / replicas
