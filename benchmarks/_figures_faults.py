@@ -13,6 +13,7 @@ _JOBS = {
     "stall of 1 s": "a stall of 1 s",
     "two at once": "a stall of 1 s, one failure in ten takes two replicas",
 }
+_POLICIES = {"published": ("restart", "replicas", "decoupled"), "published, begun anew": ("restart", "replicas")}
 
 
 def _found() -> dict[str, Any]:
@@ -27,12 +28,8 @@ def policies() -> str:
     """Return effective time of twelve replicas, by the job's times and the policy."""
     rows = []
     for name, told in _JOBS.items():
-        of = {
-            row["policy"]: row
-            for row in _found()["studies"][name]
-            if row["policy"] == "restart" or row["replicas"] == 12
-        }
-        for policy in ("restart", "replicas", "decoupled"):
+        of = {row["policy"]: row for row in _found()["studies"][name] if row["replicas"] in (1, 12)}
+        for policy in _POLICIES.get(name, ("replicas",)):
             rows.append([told, policy, _rate(of[policy]), percent(of[policy]["formula"], ".1f")])
     return table(["98,304 devices, 12 replicas", "policy", "effective", "formula"], rows)
 

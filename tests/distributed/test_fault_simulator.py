@@ -129,6 +129,8 @@ def test_a_study_has_a_row_for_each_policy_and_number_of_replicas() -> None:
         assert row.effective.low <= row.effective.value <= row.effective.high
         assert row.effective.value == pytest.approx(row.shares["useful"])
         assert row.formula == pytest.approx(row.effective.value, abs=0.2)
+    rows = study_faults(FaultyJob(consensus_s=9.0), replicas=[12], days=4, runs=2)
+    assert rows[1].formula == pytest.approx(rows[1].effective.value, abs=0.03)
 
 
 @pytest.mark.parametrize(

@@ -263,4 +263,5 @@ def _formula(job: FaultyJob) -> float:
         lost = job.repair_s + job.merge_steps * job.step_s / 2
         return max(0.0, 1 - lost / job.between_s / job.replicas)
     stall = job.detect_s + job.resume_s + job.step_s / 2
-    return max(0.0, effective_with_replicas(job.between_s, stall, max(stall, job.repair_s), job.replicas))
+    effective = effective_with_replicas(job.between_s, stall, max(stall, job.repair_s), job.replicas)
+    return max(0.0, effective) * job.step_s / (job.step_s + job.consensus_s)
