@@ -251,31 +251,35 @@ class Extension:
             seen[bounds[b] : bounds[b + 1], :new] = _seen(new, None if parents is None else parents[b])
             tables[number, : len(cache.tables[b])] = cache.tables[b]
         self._seen, self._tables = torch.from_numpy(seen), torch.from_numpy(tables)
-        self._runs: list[tuple[slice, int, int, Tensor, slice | None, Tensor | None]] = []
+        heads, page = cache.data.shape[3], cache.page
+        self._runs: list[tuple[slice, int, int, Tensor, slice | None, Tensor | None, Tensor]] = []
         for first, count, start, new, total in _runs(bounds, totals) if len(few) < len(active) else ():
             if first not in few:
                 trees, held = None, slice(first, first + count)
                 if parents is not None:
                     trees = torch.from_numpy(np.stack([_seen(new, one) for one in parents[held]])).to(device)
                 pages = torch.tensor([table[: cache.pages_for(total)] for table in cache.tables[held]], device=device)
-                self._runs.append((slice(start, start + count * new), new, total, pages, _block(pages), trees))
+                places = torch.arange(total - new, total, device=device)
+                # Of a layer's keys or values as a table, the row of each head of each token.
+                rows = pages[:, places // page, None] * heads + torch.arange(heads, device=device)
+                slots = (rows * page + (places % page)[:, None]).flatten()
+                new_rows = slice(start, start + count * new)
+                self._runs.append((new_rows, new, total, pages, _block(pages), trees, slots))
 
     def core(self, layer: int) -> Core:
         """Return a layer's attention core that stores the new keys and values, and attends to all of the sequences."""
         keys, values = self._cache.data[layer, 0], self._cache.data[layer, 1]
-        page = self._cache.page
 
         def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
             if len(self._few):
                 out = decode_attention(q, k, v, keys, values, self._few, self._tables, self._seen)
             else:
                 out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            for rows, new, total, pages, block, seen in self._runs:
-                places = torch.arange(total - new, total, device=pages.device)
+            for rows, new, total, pages, block, seen, slots in self._runs:
                 own_q, *own = (part[rows].unflatten(0, (-1, new)) for part in (q, k, v))  # [sequences, new, heads, D]
                 held = []
                 for store, part in zip((keys, values), own, strict=True):
-                    store[pages[:, places // page], :, places % page] = part.detach()
+                    store.view(-1, store.shape[-1]).index_copy_(0, slots, part.detach().reshape(-1, store.shape[-1]))
                     if new == total:
                         held.append(part.transpose(1, 2))
                     elif block is not None:
