@@ -29,7 +29,7 @@ DAY = 86_400.0
 PUBLISHED = {"detect_s": 60.0, "resume_s": 110.0, "queue": True}  # 3 minutes with the half of a step that is lost
 
 
-def mean_effective(job: FaultyJob, days: float = 12.0, runs: int = 3) -> float:
+def mean_effective(job: FaultyJob, days: float = 8.0, runs: int = 2) -> float:
     return sum(simulate_faults(job, days * DAY, seed).effective for seed in range(runs)) / runs
 
 
@@ -104,11 +104,11 @@ def test_failures_come_as_often_as_those_of_llama_3() -> None:
 
 
 def test_more_failures_and_longer_stalls_leave_less() -> None:
-    by_rate = [mean_effective(FaultyJob(between_s=seconds), days=4, runs=1) for seconds in (300, 1000, 3000, 10_000)]
+    by_rate = [mean_effective(FaultyJob(between_s=seconds), days=2, runs=1) for seconds in (300, 1000, 3000, 10_000)]
     assert by_rate == sorted(by_rate)
-    by_stall = [mean_effective(FaultyJob(detect_s=seconds), days=4, runs=1) for seconds in (300, 60, 10, 0)]
+    by_stall = [mean_effective(FaultyJob(detect_s=seconds), days=2, runs=1) for seconds in (300, 60, 10, 0)]
     assert by_stall == sorted(by_stall)
-    naive, overlapped = (mean_effective(FaultyJob(consensus_s=seconds), days=4, runs=1) for seconds in (9.0, 0.7))
+    naive, overlapped = (mean_effective(FaultyJob(consensus_s=seconds), days=2, runs=1) for seconds in (9.0, 0.7))
     assert overlapped - naive > 0.2
 
 
