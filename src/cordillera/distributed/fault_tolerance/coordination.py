@@ -143,7 +143,7 @@ class CoordinationRules:
 
     Attributes:
         replicas: Number of replicas that the job is configured for; at the start all are awaited for ``start_s``.
-        least: Smallest number of participants of a step.
+        least: Smallest number of members of a step.
         lease_s: Seconds after which a replica that gives no sign of life is absent.
         grace_s: Seconds for which live members that have not asked are awaited after the first member that has.
         start_s: Seconds for which all replicas are awaited at the start of the job.
@@ -301,7 +301,7 @@ def _form(state: CoordinatorState, now: float) -> tuple[CoordinatorState, list[R
         name: holders[place % len(holders)] for place, name in enumerate(one for one in members if one not in holders)
     }
     is_new = members != state.members or bool(donors) or any(ask.discarded for ask in asked.values())
-    state = replace(state, epoch=max(epoch, state.epoch) + is_new, members=members)
+    state = replace(state, epoch=epoch + is_new, members=members)
     return state, [*replies, Membership(state.epoch, state.head, members, donors)]
 
 
@@ -311,7 +311,7 @@ def _is_complete(
     """Whether nobody else is to be awaited."""
     rules = state.rules
     if not state.members:
-        return len(asked) == rules.replicas or now >= state.began + rules.start_s
+        return len(asked) >= rules.replicas or now >= state.began + rules.start_s
     awaited = [live[name] for name in state.members if name in live]
     if all(one.asked is not None for one in awaited):
         return True
