@@ -62,7 +62,7 @@ def wins() -> str:
 def groups() -> str:
     """Return the shares of held-out problems that are solved, by step."""
     found = results("post_training-groups")["grpo"]["evaluations"]
-    rows = [[str(one["step"]), f"{one['solved']:.1%}".replace("%", " %")] for one in found]
+    rows = [[str(one["step"]), percent(one["solved"], ".1f")] for one in found]
     return table(["steps", f"solved of {found[0]['units']} held-out problems"], rows)
 
 

@@ -46,14 +46,16 @@ class Vllm:
         arguments: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": _ROOM, "max_num_seqs": texts}
         if drafts:
             arguments["speculative_config"] = DRAFTS
-        self._process = subprocess.Popen(
-            [python, Path(__file__).with_name("_vllm_process.py"), self._folder.name, json.dumps(arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=_environment(),
-        )
+        self._said = Path(self._folder.name) / "said"
+        with self._said.open("w") as said:
+            self._process = subprocess.Popen(
+                [python, Path(__file__).with_name("_vllm_process.py"), self._folder.name, json.dumps(arguments)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+                env=_environment(),
+            )
         weakref.finalize(self, self._process.kill)
         self._answer()
 
@@ -61,7 +63,9 @@ class Vllm:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise PeerUnavailable(f"vLLM's process ended with {self._process.wait()}")
+            status = self._process.wait()
+            last = (self._said.read_text(errors="replace").strip() or "nothing was said").splitlines()[-1]
+            raise PeerUnavailable(f"vLLM's process ended with {status}: {last}")
         return line
 
     def write(
@@ -82,7 +86,8 @@ class Vllm:
 def _environment() -> dict[str, str]:
     threads = str(torch.get_num_threads())
     allocator = ctypes.util.find_library("tcmalloc_minimal")
-    preloaded = [str(one) for one in (ENVIRONMENT / "lib" / "libiomp5.so", allocator) if one and Path(one).name]
+    openmp = ENVIRONMENT / "lib" / "libiomp5.so"
+    preloaded = ([str(openmp)] if openmp.exists() else []) + ([allocator] if allocator else [])
     return {
         **os.environ,
         "LD_PRELOAD": ":".join(preloaded),

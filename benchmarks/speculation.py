@@ -133,7 +133,9 @@ class LlamaCpp:
         return found, len(found)
 
 
-def _contenders(ours: LanguageModel, tokens: int) -> dict[str, Callable[[list[int]], tuple[list[int], int]]]:
+def _contenders(
+    console: Console, ours: LanguageModel, tokens: int
+) -> dict[str, Callable[[list[int]], tuple[list[int], int]]]:
     """Functions from a prompt's ids to the new tokens and the number of passes."""
     packed = load_language_model("smollm2", device="cpu", dtype="int4")
     peer = Peer(ours)
@@ -148,16 +150,18 @@ def _contenders(ours: LanguageModel, tokens: int) -> dict[str, Callable[[list[in
     with contextlib.suppress(ImportError):
         other = LlamaCpp(ours)
         found["llama.cpp"] = lambda ids: other(ids, tokens)
-    for name, vllm in _vllms(ours, 1).items():
+    for name, vllm in _vllms(console, ours, 1).items():
         found[name] = partial(vllm, tokens=tokens)
     return found
 
 
-def _vllms(ours: LanguageModel, texts: int) -> dict[str, Vllm]:
-    """vLLM without and with its drafts, by name; none if it is not installed."""
-    with contextlib.suppress(PeerUnavailable):
+def _vllms(console: Console, ours: LanguageModel, texts: int) -> dict[str, Vllm]:
+    """vLLM without and with its drafts, by name; none, and the reason is printed, if it cannot run."""
+    try:
         return {name: Vllm(ours, texts=texts, drafts=name != "vllm") for name in ("vllm", "vllm ngram")}
-    return {}
+    except PeerUnavailable as error:
+        console.print(f"vLLM: left out, {error}", markup=False)
+        return {}
 
 
 def _measured(contenders: dict[str, Callable[[list[int]], tuple[list[int], int]]], ids: list[int], turn: int) -> Any:
@@ -245,7 +249,7 @@ def _print_ngram(console: Console, results: dict[str, Any], tokens: int) -> None
 def _ngram(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
     each, tokens = (1, 8) if quick else (EACH, NEW_TOKENS)
     ours = load_language_model("smollm2", device="cpu", drafter="ngram")
-    contenders = _contenders(ours, tokens)
+    contenders = _contenders(console, ours, tokens)
     (warm,) = ours.encode(["Name a river."])
     for run in contenders.values():
         run(warm)
@@ -447,7 +451,7 @@ def _batches(console: Console, quick: bool) -> dict[str, Any]:
         found = find_drafters(f"ngram+{name}")
         contenders[f"ngram+{name}"] = make_speculation(ours.model, found, ours.speculation.costs)
     runs: dict[tuple[int, str], list[dict[str, Any]]] = {(texts, on): [] for texts in TOGETHER for on in contenders}
-    peers = _vllms(ours, max(TOGETHER))
+    peers = _vllms(console, ours, max(TOGETHER))
     for vllm in peers.values():
         vllm.write(prompts, tokens, [0.0] * requests, max(TOGETHER))
     others: dict[tuple[int, str], list[dict[str, Any]]] = {(texts, name): [] for texts in TOGETHER for name in peers}

@@ -103,6 +103,12 @@ def test_failures_come_as_often_as_those_of_llama_3() -> None:
         assert abs(simulate_faults(job, LLAMA3_DAYS * DAY, seed).failures - sum(LLAMA3_CAUSES.values())) <= 61
 
 
+def test_a_job_whose_replicas_have_all_failed_loses_what_its_last_checkpoint_lacks() -> None:
+    job = FaultyJob(replicas=1, between_s=20_000.0, interval_s=1_000.0)
+    use = simulate_faults(job, 200 * DAY, 1)
+    assert use.redone / use.failures == pytest.approx(job.interval_s / 2, rel=0.1)
+
+
 def test_more_failures_and_longer_stalls_leave_less() -> None:
     by_rate = [mean_effective(FaultyJob(between_s=seconds), days=2, runs=1) for seconds in (300, 1000, 3000, 10_000)]
     assert by_rate == sorted(by_rate)

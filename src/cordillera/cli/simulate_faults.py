@@ -30,7 +30,7 @@ def simulate_faults(
     rejoin: Annotated[float, typer.Option(help="Seconds for which all wait when a replica is back.")] = 0.0,
     consensus: Annotated[float, typer.Option(help="Seconds of agreement before each step, not overlapped.")] = 0.0,
     save: Annotated[
-        float, typer.Option(help="Seconds for which a checkpoint stops training; 0: nothing is lost.")
+        float, typer.Option(help="Seconds for which a checkpoint stops a job that restarts; 0: nothing is lost.")
     ] = 0.0,
     together: Annotated[float, typer.Option(help="Probability that a failure takes a second replica.")] = 0.0,
     queue: Annotated[
@@ -46,7 +46,6 @@ def simulate_faults(
 
     Replicas agree on their steps by the coordinator's rules, on a virtual clock. Everything printed is simulated.
     """
-
     from cordillera.cli._show import console, echo
     from cordillera.distributed.fault_tolerance.simulator import FaultyJob
     from cordillera.errors import PlanError

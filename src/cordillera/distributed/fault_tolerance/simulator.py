@@ -1,7 +1,7 @@
 """Jobs with failures on a virtual clock: what restarts, absent replicas and decoupled learners leave of the time.
 
-The replicas of the policy ``replicas`` ask :func:`~cordillera.distributed.fault_tolerance.coordination.decide` as those
-of a real job do. Failures are Poisson, on devices drawn at random. Time is in seconds, and the time of a job is
+The replicas of the policy ``replicas`` ask :func:`~cordillera.distributed.fault_tolerance.coordination.decide` before
+their steps. Failures are Poisson, on devices drawn at random. Time is in seconds, and the time of a job is
 counted as shares of its replicas' time, so that the categories of :class:`TimeUse` add up to the time elapsed.
 
 Sources: FT-HSDP (arXiv 2602.00277); Decoupled DiLoCo (arXiv 2604.21428) for learners that do not wait for each other.
@@ -52,7 +52,8 @@ class FaultyJob:
         repair_s: Time after which the replica that failed is back; for ``restart``, the job.
         rejoin_s: Stall of all when a replica is back.
         consensus_s: Time before each step in which replicas agree and do nothing else.
-        save_s: Time for which a checkpoint stops training; 0 if there is none, and nothing is lost with a restart.
+        save_s: For ``restart``, time for which a checkpoint stops training; 0 if there is none, and nothing is lost.
+            Replicas save beside their steps, and need it only if all of them have failed.
         interval_s: Training time between checkpoints.
         together: Probability that a failure takes a second replica.
         queue: Whether recoveries that overlap are made one after the other, as in the published closed forms, instead
@@ -271,8 +272,8 @@ class _Replicas:
         self.use.absent += (worked * behind + (worked + agreed) * (self.job.replicas - active - behind)) * share
         self.use.steps += repeats
         self.now = end
-        if end - self.saved_at >= self.job.interval_s:
-            self.unsaved, self.saved_at = 0.0, end
+        if saves := math.floor((end - self.saved_at) / self.job.interval_s):
+            self.unsaved, self.saved_at = 0.0, self.saved_at + saves * self.job.interval_s
         self.unsaved += min(worked, end - self.saved_at) * active * share
 
     def _fail(self, failed: float, members: list[_Replica]) -> None:
