@@ -51,7 +51,7 @@ SETS = {
     "alpaca": "instructions",
     "mt_bench": "chat",
 }
-EACH, NEW_TOKENS, LOOKUP = 10, 128, 5
+EACH, NEW_TOKENS, LOOKUP = 40, 128, 5
 TARGETS = {"humaneval": 1.3, "sum": 1.3, "mt_bench": 0.97}
 ARRIVALS = 7  # seed of the times between requests
 TOGETHER, REQUESTS, BATCH_TOKENS, BATCH_ROUNDS = (1, 2, 4, 8, 16), 16, 64, 2
