@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import typer
+from _all_reduce import all_reduce
 from _program import Program
 from rich.console import Console
 from rich.table import Table
@@ -34,6 +35,7 @@ class Part(str, enum.Enum):
     """Parts of the benchmark."""
 
     simulated = "simulated"
+    all_reduce = "all-reduce"
 
 
 def _row(row: FaultStudyRow) -> dict[str, Any]:
@@ -117,8 +119,8 @@ def simulated(console: Console, quick: bool) -> dict[str, Any]:
 
 main = Program(
     "fault_tolerance",
-    {Part.simulated: simulated},
-    "Simulate large jobs with failures, at the published rates and times and at ours.",
+    {Part.simulated: simulated, Part.all_reduce: all_reduce},
+    "Simulate large jobs with failures, and time what lets the others go on.",
 ).command()
 
 

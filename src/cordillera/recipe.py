@@ -26,6 +26,7 @@ from cordillera.data.language.batches import BatchConfig
 from cordillera.data.language.chats.rows import ChatDataConfig
 from cordillera.data.language.corpora import TextDataConfig
 from cordillera.data.ranking.datasets import DataConfig
+from cordillera.distributed.fault_tolerance.replica import FaultToleranceConfig
 from cordillera.distributed.planned_mesh import PlannedParallelConfig
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import CordilleraError, DataError, RecipeError, printable
@@ -107,7 +108,8 @@ class LanguageRecipe(_AnyRecipe):
         data: Source of the text.
         packing: Packing of documents into microbatches.
         model: Sizes of the model.
-        parallel: Division of the run among processes.
+        parallel: Division of the run, or of each replica, among processes.
+        fault_tolerance: Replicas of the model, of which some may fail while the others go on.
         training: Settings of training.
     """
 
@@ -115,6 +117,7 @@ class LanguageRecipe(_AnyRecipe):
     packing: BatchConfig = BatchConfig()
     model: LlamaConfig
     parallel: PlannedParallelConfig = PlannedParallelConfig()
+    fault_tolerance: FaultToleranceConfig = FaultToleranceConfig()
     training: LanguageTrainingConfig = LanguageTrainingConfig()
 
 

@@ -40,7 +40,7 @@ from cordillera.files import TOML_BYTES, parse_sealed, parse_toml, read_sealed, 
 _LIBRARIES = ("torch", "numpy", "numba", "fbgemm-gpu-cpu", "fbgemm-gpu", "polars", "pyarrow", "triton", "pydantic")
 
 MAY_CHANGE = (
-    *("name", "description", "device", "threads", "parallel"),
+    *("name", "description", "device", "threads", "parallel", "fault_tolerance"),
     *("data.path", "data.sources", "data.validation", "data.tokenizer"),  # content is compared separately
     *("data.cache_dir", "data.processes", "data.prefetch", "data.evaluation_batch_size"),
     *("training.log_every", "training.evaluate_every", "training.evaluation_tokens", "training.checkpoint_every"),

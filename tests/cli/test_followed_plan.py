@@ -20,8 +20,8 @@ from cordillera.planning.pipeline.schedules import Schedule, interleaved, zero_b
 from cordillera.recipe import LanguageRecipe
 from cordillera.run import recipe_state
 from cordillera.training.language import followed_plan
-from cordillera.workflows import language
-from cordillera.workflows.language import follow_plan
+from cordillera.workflows import language, language_recipes
+from cordillera.workflows.language_recipes import follow_plan
 from tests.cli.test_language_commands import RECIPE, losses, weights, write_text
 from tests.distributed.processes import needs_gloo
 from tests.planning.test_plan_file import MODEL, write_plan
@@ -222,10 +222,10 @@ def test_a_table_that_splits_backwards_is_not_compiled(recipe: Path, tmp_path: P
         }
     )
     if not splits:
-        language._check(compiled, None)
+        language_recipes.check_trainable(compiled, None)
         return
     with pytest.raises(PlanError, match=r"parallel\.table: splits backwards, and a compiled block's backward cannot"):
-        language._check(compiled, None)
+        language_recipes.check_trainable(compiled, None)
 
 
 def test_a_recipe_takes_a_plain_mesh_and_is_written_without_a_warning(recipe: Path) -> None:

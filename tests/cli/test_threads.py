@@ -13,7 +13,7 @@ from cordillera.errors import RecipeError, RunError
 from cordillera.kernels.threads import ThreadChoice
 from cordillera.recipe import load
 from cordillera.run import Run
-from cordillera.workflows import threads
+from cordillera.workflows import processes
 
 SMALL = ["data.dataset=synthetic", "data.synthetic.rows=600", "data.synthetic.largest_vocabulary=50"]
 SMALL += ["data.batch_size=50", "training.epochs=2", "training.evaluate_every=1000", "training.precision=fp32"]
@@ -22,10 +22,10 @@ SMALL += ["data.batch_size=50", "training.epochs=2", "training.evaluate_every=10
 @pytest.fixture
 def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets what would be chosen now."""
-    monkeypatch.setattr(threads, "usable_cores", lambda: 8)
+    monkeypatch.setattr(processes, "usable_cores", lambda: 8)
 
     def set_choice(count: int, why: str = "") -> None:
-        monkeypatch.setattr(threads, "choose_threads", lambda: ThreadChoice(count, why))
+        monkeypatch.setattr(processes, "choose_threads", lambda: ThreadChoice(count, why))
 
     return set_choice
 
@@ -60,22 +60,22 @@ def test_threads_are_shared_among_processes_and_chosen_anew_for_another_number(t
     (tmp_path / "run" / "recipe.toml").write_text("")
     run = Run(tmp_path / "run")
     choose(6)
-    assert threads.threads_of(None, str, folder=run.folder, processes=2) == 3
-    threads.keep(run, 3, 2)
+    assert processes.threads_of(None, str, folder=run.folder, processes=2) == 3
+    processes.keep_threads(run, 3, 2)
     choose(8)
-    assert threads.threads_of(None, str, folder=run.folder, processes=2) == 3
-    assert threads.threads_of(None, str, folder=run.folder, processes=4) == 2
-    assert threads.threads_of(5, str, folder=run.folder, processes=2) == 5
-    threads.keep(run, 64, 1)  # of a larger machine
-    assert threads.threads_of(None, str, folder=run.folder) == 8
+    assert processes.threads_of(None, str, folder=run.folder, processes=2) == 3
+    assert processes.threads_of(None, str, folder=run.folder, processes=4) == 2
+    assert processes.threads_of(5, str, folder=run.folder, processes=2) == 5
+    processes.keep_threads(run, 64, 1)  # of a larger machine
+    assert processes.threads_of(None, str, folder=run.folder) == 8
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"threads": 0}', '{"threads": 1e9}', '{"threads": true}', "\xff"])
 def test_a_damaged_record_of_threads_is_named(tmp_path: Path, choose: Any, content: str) -> None:
     choose(2)
-    (tmp_path / threads.FILE).write_bytes(content.encode("latin-1"))
+    (tmp_path / processes.THREADS_FILE).write_bytes(content.encode("latin-1"))
     with pytest.raises(RunError, match=r"threads\.json"):
-        threads.threads_of(None, str, folder=tmp_path)
+        processes.threads_of(None, str, folder=tmp_path)
 
 
 @pytest.mark.parametrize("count", ["1e9", "1025", "0"])

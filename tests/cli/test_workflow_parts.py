@@ -15,28 +15,28 @@ from cordillera.cli import generate
 from cordillera.errors import DataError, RecipeError, RunError
 from cordillera.recipe import LanguageRecipe, RankingRecipe, shipped
 from cordillera.recipe import load as load_recipe
-from cordillera.workflows import _say, scaling
+from cordillera.workflows import processes, scaling
 from cordillera.workflows.scores import Losses
 
 
 def test_what_rank_0_reports_arrives_where_it_was_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(_say, "tell", sent.append)
-    on_step, say = _say.to_launcher(0)
+    monkeypatch.setattr(processes, "tell", sent.append)
+    on_step, say = processes.to_launcher(0)
     assert on_step is not None
     on_step({"loss": 1.0}, "progress", 9)
     say("a line")
-    other_step, other_say = _say.to_launcher(1)
+    other_step, other_say = processes.to_launcher(1)
     assert other_step is None
     other_say("nothing")
     assert len(sent) == 2
     steps: list[tuple[Any, ...]] = []
     lines: list[str] = []
-    hear = _say.from_ranks(lambda *step: steps.append(step), lines.append)
+    hear = processes.from_ranks(lambda *step: steps.append(step), lines.append)
     for message in sent:
         hear(message)
     assert (steps, lines) == ([({"loss": 1.0}, "progress", 9)], ["a line"])
-    quiet = _say.from_ranks(None, lines.append)
+    quiet = processes.from_ranks(None, lines.append)
     for message in sent:
         quiet(message)
     assert lines == ["a line"] * 2

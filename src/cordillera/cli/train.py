@@ -24,6 +24,12 @@ def train(
             "--nproc", min=1, help="Processes on this machine; in a language model, parallel.shard takes what is left."
         ),
     ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            "--replicas", min=1, help="Copies of a language model, each of --nproc processes, of which some may fail."
+        ),
+    ] = None,
     resume: Annotated[
         bool,
         typer.Option(
@@ -44,10 +50,11 @@ def train(
     from cordillera.run import Run
 
     overrides = list(set_ or []) + ([f"seed={seed}"] if seed is not None else [])
+    overrides += [f"fault_tolerance.replicas={replicas}"] if replicas is not None else []
     what: Any
     if resume:
-        if any(not override.strip().startswith("parallel.") for override in overrides):
-            remedy = "start a new run to change it; only the mesh (--set parallel.KEY=VALUE) may change"
+        if any(not override.strip().startswith(("parallel.", "fault_tolerance.")) for override in overrides):
+            remedy = "start a new run to change it; only parallel and fault_tolerance (--set SECTION.KEY=VALUE) may"
             raise RunError("a resumed run keeps its recipe", where="--set", remedy=remedy)
         if plan is not None:
             raise RunError("a resumed run keeps its plan", where="--plan", remedy="leave it out")
@@ -59,7 +66,7 @@ def train(
             )
         what = load(recipe, overrides)
         if plan is not None:
-            from cordillera.workflows.language import follow_plan
+            from cordillera.workflows.language_recipes import follow_plan
 
             what = follow_plan(what, plan, nproc)
     out = console()

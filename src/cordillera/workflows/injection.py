@@ -26,7 +26,7 @@ from cordillera.numerics.faults.replay import Replay, Threshold, Touched
 from cordillera.numerics.faults.vulnerability import Campaign
 from cordillera.reports.ranking.injection import advice, injection_page
 from cordillera.run import Run, write_atomically
-from cordillera.workflows._say import Say, silent
+from cordillera.workflows.processes import Say, silent
 from cordillera.workflows.trained import check_fixed_tables, load_model, recipe_of, splits_of, with_threads
 
 INJECTIONS = 8192

@@ -6,6 +6,7 @@ that train. If a launcher (``torchrun``) has already started them, each of them 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -23,12 +24,23 @@ from cordillera.data.language.chats.corpora import ChatCorpora, prepare_chats
 from cordillera.data.language.corpora import TextCorpora, prepare_corpora, text_identity
 from cordillera.data.language.held_out import held_out_batches
 from cordillera.data.packing.work import DocumentWork
+from cordillera.distributed.fault_tolerance.launcher import ReplicaLauncher, replica_names
+from cordillera.distributed.fault_tolerance.replica import ReplicaPlace
 from cordillera.distributed.job.environment import place_in_job
 from cordillera.distributed.job.job import Job, join_job
 from cordillera.distributed.job.launch import LaunchConfig, launch
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
-from cordillera.distributed.planned_mesh import PlannedParallelConfig, planned_mesh
-from cordillera.errors import CheckpointError, DataError, DependencyError, Interrupted, PlanError, RecipeError, RunError
+from cordillera.distributed.planned_mesh import PlannedParallelConfig
+from cordillera.errors import (
+    CheckpointError,
+    CordilleraError,
+    DataError,
+    DependencyError,
+    Interrupted,
+    PlanError,
+    RecipeError,
+    RunError,
+)
 from cordillera.models.language.adapters import ADAPTER_WEIGHTS
 from cordillera.models.language.checkpoints import open_checkpoint, read_model
 from cordillera.models.language.checkpoints.first_sight import compare_with_first_sight
@@ -36,17 +48,15 @@ from cordillera.models.language.checkpoints.sharded import STATE, ShardedFolder
 from cordillera.models.language.checkpoints.source import Source, parameter_shapes
 from cordillera.models.language.flops import flops_per_token, peak_flops
 from cordillera.models.language.llama import draw_weight, parameter_count
-from cordillera.models.language.parallelize import check_fit
 from cordillera.numerics.formats.precision import compute_dtype
-from cordillera.planning.language.plan_file import read_written_plan
-from cordillera.recipe import ON_TOP, LanguageRecipe, PostTrainingRecipe, RankingRecipe
+from cordillera.recipe import LanguageRecipe, PostTrainingRecipe
 from cordillera.reports.language.run import write_language_report
 from cordillera.run import Run, check_recipe, next_folder, recipe_state, write_atomically
 from cordillera.serving.language.language_model import find_model
 from cordillera.training.checkpoints import folder_of, steps
 from cordillera.training.language.checkpoints import ShardedCheckpoints
-from cordillera.training.language.engine import LanguageEngine, check_emulated, check_experts, check_optimizer
-from cordillera.training.language.followed_plan import check_processes, differences
+from cordillera.training.language.engine import LanguageEngine
+from cordillera.training.language.replicated import ReplicatedTrainer
 from cordillera.training.language.trainer import (
     LanguageEvaluation,
     LanguageReport,
@@ -55,17 +65,15 @@ from cordillera.training.language.trainer import (
     write_evaluation,
 )
 from cordillera.training.ranking.scoring import select_device
-from cordillera.workflows._say import Say, from_ranks, silent, to_launcher
+from cordillera.workflows.language_recipes import check_trainable, with_processes
 from cordillera.workflows.post_training.training import (
     KINDS,
     add_reference,
     chats_line,
-    check_post_training,
     post_trainer,
     read_held_out_reference,
 )
-from cordillera.workflows.threads import keep as keep_threads
-from cordillera.workflows.threads import threads_of
+from cordillera.workflows.processes import Say, from_ranks, keep_threads, silent, threads_of, to_launcher
 
 _BEGUN = "run"  # key in the launcher's store of the folder of the run that this job began
 
@@ -76,70 +84,6 @@ class LanguageOutcome:
 
     run: Run
     report: LanguageReport
-
-
-def with_processes(recipe: LanguageRecipe, processes: int | None) -> LanguageRecipe:
-    """Return a ``recipe`` for a number of ``processes``; ``parallel.shard`` takes what the other sizes leave.
-
-    Without a number, it is the product of the sizes.
-
-    Raises:
-        PlanError: If the other sizes do not divide the processes, or ``shard`` is set to another number.
-    """
-    parallel = recipe.parallel
-    if processes is None or processes == parallel.world:
-        return recipe
-    others = parallel.world // parallel.shard
-    sizes = f"replicate {parallel.replicate} x context {parallel.context} x tensor {parallel.tensor} x pipeline "
-    sizes += f"{parallel.pipeline}"
-    if processes % others:
-        raise PlanError(
-            f"{sizes} take a multiple of {others} processes, not {processes}",
-            where="parallel",
-            remedy=f"start {-(-processes // others) * others} processes, or make one of the sizes smaller",
-        )
-    if parallel.shard != 1:
-        raise PlanError(
-            f"{sizes} x shard {parallel.shard} take {parallel.world} processes, not {processes}",
-            where="parallel",
-            remedy=f"set parallel.shard={processes // others}, or start {parallel.world} processes",
-        )
-    return recipe.model_copy(update={"parallel": parallel.model_copy(update={"shard": processes // others})})
-
-
-def follow_plan(
-    recipe: LanguageRecipe | RankingRecipe, file: Path | str, processes: int | None = None
-) -> LanguageRecipe:
-    """Return a recipe whose mesh, schedule and microbatches are those of a plan, for :func:`train`.
-
-    Args:
-        recipe: Recipe as written. Keys that the plan determines may be missing, or have the plan's values.
-        file: ``plan.json`` of the same model, with the same tokens in a step.
-        processes: Number of processes to start on this machine. Default: the number of the plan's devices, if this
-            machine has as many processors.
-
-    Raises:
-        PlanError: If the file cannot be followed, or is for another number of processes.
-        RecipeError: If the recipe is that of a ranking model, or contradicts the plan; the message lists every
-            difference.
-    """
-    if not isinstance(recipe, LanguageRecipe):
-        raise RecipeError(recipe.name, [("--plan", "ranking models are trained in one process, without a plan")])
-    plan = read_written_plan(file)
-    mesh = planned_mesh(plan)
-    problems = differences(plan, mesh, recipe.model, recipe.packing, recipe.parallel)
-    if problems:
-        raise RecipeError(recipe.name, problems)
-    check_processes(plan, processes)
-    packing: dict[str, Any] = {"microbatches": plan.microbatches}
-    if recipe.packing.bound is None and plan.layout.microbatch > 1:
-        packing["bound"] = recipe.packing.most * plan.layout.microbatch
-    return recipe.model_copy(
-        update={
-            "parallel": recipe.parallel.model_copy(update={key: getattr(mesh, key) for key in mesh.model_fields_set}),
-            "packing": recipe.packing.model_copy(update=packing),
-        }
-    )
 
 
 def train(
@@ -170,10 +114,20 @@ def train(
     if size is not None and processes not in (None, size):
         raise PlanError(f"the launcher has started {size} processes, not {processes}", where="--nproc")
     recipe = with_processes(recipe, processes or size)
-    _check(recipe, folder if resume else None)
+    check_trainable(recipe, folder if resume else None)
     device = select_device(recipe.device).type
     parallel = recipe.parallel
-    if size is not None:
+    if recipe.fault_tolerance.replicas > 1:
+        if size is not None:
+            raise PlanError(
+                "starts its replicas itself, on one machine",
+                where="fault_tolerance.replicas",
+                remedy="give the command without a launcher",
+            )
+        run = _prepare(recipe, folder, resume, say)
+        recipe = _with_threads(recipe, run, resume, say)
+        report = _launch_replicas(recipe, run, device, on_step, say)
+    elif size is not None:
         with join_job(device, parallel.deadline_s) as job:
             run, resume = _prepare_together(job, recipe, folder, resume, say)
             report = _train(job, recipe, run, resume, *((on_step, say) if job.rank == 0 else (None, silent)))
@@ -187,10 +141,7 @@ def train(
                 remedy="start fewer processes, or set device=cpu",
             )
         run = _prepare(recipe, folder, resume, say)  # outside a job, so that Ctrl-C ends it at once
-        if recipe.threads is None:
-            threads = threads_of(None, say, folder=run.folder if resume else None, processes=parallel.world)
-            keep_threads(run, threads, parallel.world)
-            recipe = recipe.model_copy(update={"threads": threads})
+        recipe = _with_threads(recipe, run, resume, say)
         if parallel.world > 1:
             report = _launch(recipe, run, resume, device, on_step, say)
         else:
@@ -240,76 +191,6 @@ def evaluate(
             raise Interrupted(f"{error.what}; nothing was written", where=str(run.folder), remedy=remedy) from None
     write_evaluation(run, state["step"], state["tokens"], found)
     return found
-
-
-def _check_plain(recipe: LanguageRecipe) -> None:
-    """Refuse parts of a model that only an objective of post-training teaches."""
-    if recipe.model.scores:
-        raise RecipeError(recipe.name, [("model.scores", "are learnt by objective.name = 'reward' alone")])
-    if recipe.model.draft is not None:
-        raise RecipeError(recipe.name, [("model.draft", "is learnt by objective.name = 'draft' alone")])
-
-
-def _check(recipe: LanguageRecipe, folder: Path | str | None) -> None:
-    """Refuse an invalid recipe before any work; ``folder`` is that of a resumed run."""
-    if ":" in recipe.device:
-        remedy = "write device = 'cuda'; CUDA_VISIBLE_DEVICES chooses among GPUs"
-        raise PlanError("each process of a language model takes the next GPU", where=recipe.device, remedy=remedy)
-    check_fit(recipe.model, recipe.parallel)
-    check_optimizer(recipe.training, recipe.parallel)
-    check_emulated(recipe.training.emulate, recipe.parallel)
-    check_experts(recipe.training, recipe.model, recipe.parallel)
-    if isinstance(recipe, PostTrainingRecipe):
-        check_post_training(recipe)
-    else:
-        _check_plain(recipe)
-    # schedules are made for the microbatches of one copy
-    count = recipe.packing.count(recipe.parallel.copies * recipe.parallel.pipeline)
-    of_copy = -(-count // recipe.parallel.copies)
-    schedule = recipe.parallel.make_schedule(of_copy)
-    if schedule.microbatches != of_copy:
-        raise PlanError(
-            f"is a schedule of {schedule.microbatches} microbatches, each copy of the model has {of_copy}",
-            where="parallel.table",
-            remedy=f"set packing.microbatches={schedule.microbatches * recipe.parallel.copies}, or parallel.table=none",
-        )
-    if recipe.parallel.table is not None and schedule.splits_backward and recipe.training.compile:
-        raise PlanError(
-            "splits backwards, and a compiled block's backward cannot be split",
-            where="parallel.table",
-            remedy="do not compile, or parallel.table=none",
-        )
-    longest = {"packing.context": recipe.packing.context}
-    if recipe.packing.method == "fixed":
-        longest["packing.tokens"] = -(-recipe.packing.tokens // count)
-    elif recipe.data.max_length is not None:
-        longest["data.max_length"] = recipe.data.max_length
-    most = recipe.model.context
-    too_long = [
-        (key, f"lets documents of {n} tokens in, the model's context is {most}")
-        for key, n in longest.items()
-        if n > most
-    ]
-    if too_long:
-        raise RecipeError(recipe.name, too_long)
-    if recipe.training.start is None or (folder is not None and steps(Run(folder).checkpoints)):
-        return
-    source = open_checkpoint(find_model(recipe.training.start))
-    if source.config.scores and not recipe.model.scores:
-        raise CheckpointError(
-            "is a reward model, which gives scores and no text",
-            where=f"training.start, {recipe.training.start}",
-            remedy="start from the model that it began with",
-        )
-    kept = {name: getattr(recipe.model, name) for name in ("context", *ON_TOP)}
-    if source.config.model_copy(update=kept) != recipe.model:
-        own, other = recipe.model.model_dump(), source.config.model_dump()
-        different = [f"{name} is {own[name]}, there {other[name]}" for name in own if own[name] != other[name]]
-        raise CheckpointError(
-            f"holds another model: {'; '.join(different)}",
-            where=f"training.start, {recipe.training.start}",
-            remedy="leave [model] with its name alone to take the sizes of the checkpoint",
-        )
 
 
 def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, say: Say) -> Run:
@@ -469,6 +350,58 @@ def _launch(
     return report
 
 
+def _with_threads(recipe: LanguageRecipe, run: Run, resume: bool, say: Say) -> LanguageRecipe:
+    """Return the recipe with a number of threads, which a resumed run keeps."""
+    if recipe.threads is not None:
+        return recipe
+    count = recipe.fault_tolerance.replicas * recipe.parallel.world
+    threads = threads_of(None, say, folder=run.folder if resume else None, processes=count)
+    keep_threads(run, threads, count)
+    return recipe.model_copy(update={"threads": threads})
+
+
+def _launch_replicas(
+    recipe: LanguageRecipe, run: Run, device: Any, on_step: LanguageStepCallback | None, say: Say
+) -> LanguageReport:
+    """Train by replicas that this process starts, and write how it ended."""
+    tolerance, world = recipe.fault_tolerance, recipe.parallel.world
+    config = LaunchConfig(
+        device_type=device,
+        threads=recipe.threads,
+        deadline_s=recipe.parallel.deadline_s,
+        remedy=f"continue it with `cordillera train {run.folder} --resume`",
+    )
+    state = recipe_state(recipe)
+    configuration = hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
+    arguments = (recipe, str(run.folder))
+    launcher = ReplicaLauncher(
+        _launched_replica, world, arguments, tolerance=tolerance, configuration=configuration, folder=run.folder,
+        config=config, hear=from_ranks(on_step, say),
+    )  # fmt: skip
+    begun = max(steps(run.checkpoints), default=0)
+    with run.lock():
+        run.rewind_metrics(begun)
+        run.write_status(None, begun, recipe.training.steps)
+        try:
+            report: LanguageReport = launcher.run()
+        except BaseException as error:
+            why = error.what if isinstance(error, CordilleraError) else type(error).__name__
+            run.write_status("failed", max(steps(run.checkpoints), default=0), recipe.training.steps, why)
+            raise
+        if report.evaluation is not None:
+            write_evaluation(run, report.progress.step, report.progress.tokens, report.evaluation)
+        run.write_status(report.ended, report.progress.step, recipe.training.steps)
+    return report
+
+
+def _launched_replica(rank: int, place: ReplicaPlace, recipe: LanguageRecipe, folder: str) -> LanguageReport:
+    """Train as one process of a replica."""
+    on_step, say = to_launcher(rank)
+    with join_job() as job:
+        first = place.name == replica_names(recipe.fault_tolerance.replicas)[0]
+        return _train(job, recipe, Run(folder), True, on_step, say if first else silent, place)
+
+
 def _launched(rank: int, recipe: LanguageRecipe, folder: str, resume: bool) -> LanguageReport:
     """Train as one of several processes on this machine; rank 0 reports to the process that started it."""
     with join_job() as job:
@@ -476,14 +409,20 @@ def _launched(rank: int, recipe: LanguageRecipe, folder: str, resume: bool) -> L
 
 
 def _train(
-    job: Job, recipe: LanguageRecipe, run: Run, resume: bool, on_step: LanguageStepCallback | None, say: Say
+    job: Job,
+    recipe: LanguageRecipe,
+    run: Run,
+    resume: bool,
+    on_step: LanguageStepCallback | None,
+    say: Say,
+    place: ReplicaPlace | None = None,
 ) -> LanguageReport:
-    """Train in each process; the recipe's mesh has as many places as the job has processes."""
+    """Train in each process; the recipe's mesh has as many places as the job, or the replica, has processes."""
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
-    trainer = _trainer(job, recipe, run, on_step)
+    trainer = _trainer(job, recipe, run, on_step, place)
     found = resume and trainer.resume()
-    if resume:
+    if resume and (found or place is None):
         say(f"resumed at step {trainer.progress.step}" if found else "no checkpoint yet: starting from the beginning")
     if recipe.training.start is not None and not found:
         _start_from(trainer.engine, open_checkpoint(find_model(recipe.training.start)), recipe.seed)
@@ -493,7 +432,11 @@ def _train(
 
 
 def _trainer(
-    job: Job, recipe: LanguageRecipe, run: Run, on_step: LanguageStepCallback | None = None
+    job: Job,
+    recipe: LanguageRecipe,
+    run: Run,
+    on_step: LanguageStepCallback | None = None,
+    place: ReplicaPlace | None = None,
 ) -> LanguageTrainer:
     device = select_device(recipe.device).type
     corpora = prepare(recipe)
@@ -522,9 +465,11 @@ def _trainer(
     engine = LanguageEngine(recipe.training, recipe.model, mesh, recipe.seed)
     held_out = held_out_batches(corpora, recipe.packing, tokens=recipe.training.evaluation_tokens)
     batches = batches_of(recipe, corpora)
-    return LanguageTrainer(
-        recipe.training, engine, batches, held_out=held_out.microbatches, held_out_bytes=held_out.bytes, **common
-    )
+    common |= {"held_out": held_out.microbatches, "held_out_bytes": held_out.bytes}
+    if place is not None:
+        tolerance = recipe.fault_tolerance
+        return ReplicatedTrainer(recipe.training, engine, batches, place=place, tolerance=tolerance, **common)
+    return LanguageTrainer(recipe.training, engine, batches, **common)
 
 
 def _start_from(engine: LanguageEngine, source: Source, seed: int) -> None:

@@ -27,8 +27,7 @@ from cordillera.run import Run, disk_errors
 from cordillera.serving.ranking import quantized_model
 from cordillera.serving.ranking.scorer import RowScorer, probabilities
 from cordillera.training.ranking.scoring import select_device
-from cordillera.workflows._say import silent
-from cordillera.workflows.threads import threads_of
+from cordillera.workflows.processes import silent, threads_of
 from cordillera.workflows.trained import card_of, load_model, model_of, recipe_of, with_threads
 
 

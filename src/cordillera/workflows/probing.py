@@ -23,7 +23,7 @@ from cordillera.numerics.sites import replaced, sites
 from cordillera.run import Run, disk_errors
 from cordillera.training.ranking.scoring import scorer, select_device
 from cordillera.training.ranking.trainer import TRAINING_PROBE, weighted_loss
-from cordillera.workflows._say import Say, silent
+from cordillera.workflows.processes import Say, silent
 from cordillera.workflows.quantization import say_skipped
 from cordillera.workflows.scores import check_weights, scored, some_batches
 from cordillera.workflows.trained import load_model, recipe_of, splits_of, with_threads

@@ -51,7 +51,7 @@ from cordillera.run import Run, write_atomically
 from cordillera.serving.ranking import quantized_model
 from cordillera.serving.ranking.observation import Observer
 from cordillera.training.ranking.scoring import autocast, scorer, select_device
-from cordillera.workflows._say import Say, silent
+from cordillera.workflows.processes import Say, silent
 from cordillera.workflows.scores import check_weights, scored, some_batches
 from cordillera.workflows.trained import check_fixed_tables, load_model, model_of, recipe_of, splits_of, with_threads
 

@@ -56,9 +56,7 @@ from cordillera.training.ranking.towers.placing import check_tower_placement, pl
 from cordillera.training.ranking.towers.ranks import TowerRanks
 from cordillera.training.ranking.towers.tables import TowerTables
 from cordillera.training.ranking.trainer import StepCallback, Trainer
-from cordillera.workflows._say import Say, from_ranks, silent, to_launcher
-from cordillera.workflows.threads import keep as keep_threads
-from cordillera.workflows.threads import threads_of
+from cordillera.workflows.processes import Say, from_ranks, keep_threads, silent, threads_of, to_launcher
 from cordillera.workflows.trained import (
     card_of,
     in_file,

@@ -30,8 +30,8 @@ from cordillera.training.ranking.evaluation import Evaluation
 from cordillera.training.ranking.run_deltas import RunDelta, write_run_delta
 from cordillera.training.ranking.scoring import best_checkpoint, load_weights
 from cordillera.workflows import language, ranking
-from cordillera.workflows._say import Say, silent
 from cordillera.workflows.language import LanguageOutcome
+from cordillera.workflows.processes import Say, silent
 from cordillera.workflows.ranking import Outcome
 from cordillera.workflows.trained import card_of, model_of, recipe_of
 

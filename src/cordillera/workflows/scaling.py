@@ -30,7 +30,7 @@ from cordillera.training.scaling import power_law as scaling_laws
 from cordillera.training.scaling.isoflop_plan import IsoFlopOutcome, plan_runs, sizes_for, train_plan
 from cordillera.training.scaling.power_law import ScalingStudy
 from cordillera.workflows import language
-from cordillera.workflows._say import Say, silent
+from cordillera.workflows.processes import Say, silent
 from cordillera.workflows.ranking import train
 from cordillera.workflows.trained import card_of
 

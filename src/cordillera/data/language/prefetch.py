@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -161,6 +163,53 @@ class LiveBatches(Iterator[TextIteration]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved position."""
         self.batches.load_state_dict(state)
+
+
+class IterationsAhead(Iterator[TextIteration]):
+    """Iterations that can be looked at before they are taken, so that a step that is given up takes none.
+
+    Args:
+        batches: Iterations.
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        self.batches = batches
+        self._state = batches.state_dict()
+        self._ahead: deque[tuple[TextIteration, dict[str, Any]]] = deque()
+
+    def __next__(self) -> TextIteration:
+        found = self.look(1)
+        if not found:
+            raise StopIteration
+        self.take(1)
+        return found[0]
+
+    def look(self, count: int) -> list[TextIteration]:
+        """Return the next ``count`` iterations, fewer at the end."""
+        while len(self._ahead) < count and (found := next(self.batches, None)) is not None:
+            self._ahead.append((found, self.batches.state_dict()))
+        return [one for one, _ in itertools.islice(self._ahead, count)]
+
+    def take(self, count: int) -> None:
+        """Go on after ``count`` iterations that :meth:`look` has returned."""
+        for _ in range(count):
+            _, self._state = self._ahead.popleft()
+
+    def __enter__(self) -> IterationsAhead:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the iterations that were taken."""
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved position."""
+        self.batches.load_state_dict(state)
+        self._state = self.batches.state_dict()
+        self._ahead.clear()
 
 
 def _prepare(batches: Batches, part: slice, ready: queue.Queue[_Item], stop: threading.Event) -> None:

@@ -80,12 +80,14 @@ class Ask:
         state: What it holds.
         discarded: Whether it was given a step since its last commit, and discarded it.
         durable: Largest step of a checkpoint that it knows of.
+        restored: Whether it holds what the newest checkpoint holds, and has not trained since.
     """
 
     replica: str
     state: Commit
     discarded: bool = False
     durable: int = 0
+    restored: bool = False
 
 
 ReplicaMessage: TypeAlias = Join | Alive | Leave | Ask
@@ -189,6 +191,7 @@ class CoordinatorState:
         head: Commit that the next step starts from.
         previous: Head before it, which training goes on from if nobody holds the head any more.
         members: Members of the current epoch.
+        silent: Those of them that contribute nothing, as they were behind.
         began: Time of the first message.
         connected: Replicas with an open connection.
     """
@@ -199,6 +202,7 @@ class CoordinatorState:
     head: Commit = Commit(0, 0, "")
     previous: Commit | None = None
     members: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
     began: float = math.inf
     connected: Mapping[str, ReplicaStatus] = field(default_factory=dict)
 
@@ -215,6 +219,7 @@ class CoordinatorState:
         """Return the next time at which a decision may change without a message; infinite if there is none."""
         times = [one.heard + self.rules.lease_s for one in self.connected.values()]
         times += [one.since + self.rules.grace_s for one in self.connected.values()]
+        times += [one.since + self.rules.start_s for one in self.connected.values()]
         times.append(self.began + self.rules.start_s)
         return min((one for one in times if one > now), default=math.inf)
 
@@ -226,11 +231,12 @@ def decide(
 
     A membership is formed of those that have asked, as soon as all live members of the epoch are among them, or
     ``grace_s`` after the first member. It starts a new epoch if its members are others than before, one of them
-    discarded a step, or one is behind.
+    discarded a step, or one is behind or was so in the last step.
 
     A commit becomes the head if it was made in the current epoch. One of an older epoch that is reported only now is
     void: the current epoch began without it. If nobody who asks holds the head, training goes on from the one before,
-    and the loss is recorded; if nobody holds that one either, all are refused until a checkpoint is restored.
+    and the loss is recorded. If nobody holds that one either, training goes on from the newest checkpoint once all
+    replicas have restored one, or ``start_s`` after the first; replicas that have not are refused.
 
     Args:
         state: State so far.
@@ -283,6 +289,12 @@ def _form(state: CoordinatorState, now: float) -> tuple[CoordinatorState, list[R
     if state.head not in states and state.previous in states:
         replies.append(Rollback(state.head, state.previous))
         state, epoch = replace(state, head=state.previous, previous=None), epoch + 1
+    elif state.head not in states and all(ask.restored for ask in asked.values()):
+        first = min(one.since for one in live.values())
+        if len(asked) < rules.replicas and now < first + rules.start_s:
+            return state, []
+        replies.append(Rollback(state.head, max(states)))
+        state, epoch = replace(state, head=max(states), previous=None), epoch + 1
     elif state.head not in states:
         held = max(one.step for one in states)
         reason = f"step {state.head.step} was committed, and replicas hold step {held} at most; restore a checkpoint"
@@ -300,8 +312,9 @@ def _form(state: CoordinatorState, now: float) -> tuple[CoordinatorState, list[R
     donors = {
         name: holders[place % len(holders)] for place, name in enumerate(one for one in members if one not in holders)
     }
-    is_new = members != state.members or bool(donors) or any(ask.discarded for ask in asked.values())
-    state = replace(state, epoch=epoch + is_new, members=members)
+    has_changed = members != state.members or bool(donors) or bool(state.silent)
+    is_new = has_changed or any(ask.discarded for ask in asked.values())
+    state = replace(state, epoch=epoch + is_new, members=members, silent=tuple(donors))
     return state, [*replies, Membership(state.epoch, state.head, members, donors)]
 
 

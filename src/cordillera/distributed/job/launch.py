@@ -106,6 +106,7 @@ def launch(
     *,
     config: LaunchConfig | None = None,
     hear: Callable[[Any], object] | None = None,
+    asked: Callable[[], int] | None = None,
 ) -> Any:
     """Run a function in ``size`` processes on this machine, which form a process group; return its result on rank 0.
 
@@ -120,6 +121,7 @@ def launch(
         config: Settings for starting the processes; None for the defaults.
         hear: Function called with every message that a rank sends by :func:`tell`, in order. If it raises an error, all
             ranks are ended.
+        asked: Function that returns how often it was asked to stop, for a call in a thread, where no signals come.
 
     Raises:
         RankError: If a rank was ended or stalled; the message names the rank.
@@ -136,7 +138,7 @@ def launch(
             remedy="start fewer, or use the CPU",
         )
     payload = pickle.dumps((work, tuple(arguments)))
-    with _asked() as asked:
+    with counted_signals() as counted:
         token = secrets.token_hex(32)
         listener = socket.create_server(("127.0.0.1", 0), backlog=4 * size)
         port = listener.getsockname()[1]
@@ -144,7 +146,7 @@ def launch(
         try:
             store = _hold_store(listener, config)
             _start(ranks, size, payload, config, port, token)
-            return _Supervisor(ranks, store, token, config, asked, hear).result()
+            return _Supervisor(ranks, store, token, config, asked or counted, hear).result()
         finally:
             for rank in ranks:
                 rank.end()
@@ -356,7 +358,7 @@ class _Supervisor:
         return unpack(first.outcome, None if len(alike) == len(self._ranks) else named(alike), sorted(others))
 
 
-def _context(device_type: str) -> Any:
+def process_context(device_type: str) -> Any:
     """Return the way to start processes: afresh with GPUs or on other systems, where libraries do not allow a fork."""
     if device_type != "cpu" or sys.platform != "linux":
         return multiprocessing.get_context("spawn")
@@ -368,7 +370,7 @@ def _context(device_type: str) -> Any:
 
 def _start(ranks: list[_Rank], size: int, payload: bytes, config: LaunchConfig, port: int, token: str) -> None:
     """Start the processes and append each to ``ranks``, also if a later one fails to start."""
-    context = _context(config.device_type)
+    context = process_context(config.device_type)
     resource_tracker.ensure_running()  # its start unblocks signals, so it must come before they are blocked
     threads = config.threads or max(1, usable_cores() // size)
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
@@ -524,8 +526,8 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _asked() -> Iterator[Callable[[], int]]:
-    """Count the signals that asked to stop."""
+def counted_signals() -> Iterator[Callable[[], int]]:
+    """Count the signals that ask to stop within the ``with`` block; outside the main thread, none come."""
     times: list[float] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: 0

@@ -376,6 +376,17 @@ class LanguageEngine:
         self.optimizer.zero_grad()
         return StepReport(loss, norm, targets, is_skipped, self._balance(not is_skipped), self.take_measures())
 
+    def gradients(self) -> list[Tensor]:
+        """Return this rank's parts of the accumulated gradients, in the same order on the same rank of every replica.
+
+        Changes of their values are changes of the gradients. Zeros are made where there is none.
+        """
+        return self._gradients.tensors()
+
+    def discard(self) -> None:
+        """Clear the accumulated gradients without changing weights."""
+        self.optimizer.zero_grad()
+
     def take_measures(self) -> dict[str, float]:
         """Return sums of what the objective measured since the last call, and begin anew; empty without any."""
         return {} if self.objective is None else self.objective.take()

@@ -64,6 +64,16 @@ class StageGradients:
             if parameter.grad is not None:
                 local(parameter.grad).mul_(factor)
 
+    def tensors(self) -> list[Tensor]:
+        """Return this rank's parts of the gradients of weights that are trained; zeros where there is none yet."""
+        found = []
+        for _, _, parameter in self._parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                found.append(local(parameter.grad))
+        return found
+
     def _add_whole(self, links: Collectives) -> None:
         """Reduce weights that are not cut over the tensor ranks, each of which saw other tokens."""
         gradients = [

@@ -15,7 +15,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -24,19 +24,21 @@ import torch
 from pydantic import Field
 
 from cordillera.data.language.batches import Batches, HeldOutMicrobatches, TextIteration
-from cordillera.data.language.prefetch import LiveBatches, PrefetchedBatches
+from cordillera.data.language.prefetch import IterationsAhead, LiveBatches, PrefetchedBatches
 from cordillera.distributed.job.watchdog import Watchdog
 from cordillera.errors import Interrupted, TrainingError
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.language.flops import training_flops
 from cordillera.run import Run
 from cordillera.training.language.checkpoints import ShardedCheckpoints
-from cordillera.training.language.engine import LanguageConfig, LanguageEngine
+from cordillera.training.language.engine import LanguageConfig, LanguageEngine, StepReport
 from cordillera.training.language.objectives import means
 from cordillera.training.optimizers import schedule
 from cordillera.training.recorder import RunRecorder
 
-_Ended = Literal["finished", "exhausted", "interrupted"]
+LanguageEnd = Literal["finished", "exhausted", "interrupted"]
+"""How a training ends; see :class:`LanguageReport`."""
+
 _DRAWN = ("loss", "gradient_norm", "learning_rate", "tokens_per_second", "imbalance")
 
 
@@ -113,14 +115,14 @@ class LanguageReport:
         evaluation: Evaluation of the weights at the end; None if training was interrupted or nothing was held out.
     """
 
-    ended: _Ended
+    ended: LanguageEnd
     progress: LanguageProgress
     seconds: float
     evaluation: LanguageEvaluation | None = None
 
 
 @dataclass
-class _LanguageWindow:
+class LanguageWindow:
     """Sums since the last record; sums over the text and the last step are saved in checkpoints, times are not."""
 
     loss: float = 0.0
@@ -191,13 +193,13 @@ class LanguageTrainer:
         if mesh.device_type == "cpu":
             keep_freed_memory()
         own = slice(mesh.copy, None, mesh.config.copies)
-        self.batches: PrefetchedBatches | LiveBatches = LiveBatches(batches)
+        self.batches: PrefetchedBatches | LiveBatches | IterationsAhead = LiveBatches(batches)
         if reads_ahead:
             self.batches = PrefetchedBatches(batches, part=own, deadline_s=mesh.config.deadline_s)
         self.held_out, self.held_out_bytes, self.peak = held_out, held_out_bytes, peak
         self.watchdog, self.on_step, self.recipe, self.evaluates_first = watchdog, on_step, recipe, evaluates_first
         self.progress = LanguageProgress()
-        self._window = _LanguageWindow()
+        self._window = LanguageWindow()
         self.recorder = RunRecorder(run)
         self._memory = float(peak_memory(mesh.device_type))
         self._evaluated: tuple[int, LanguageEvaluation] | None = None
@@ -216,7 +218,7 @@ class LanguageTrainer:
         if state is not None:
             self.batches.load_state_dict(state["batches"])
             self.progress = LanguageProgress(**state["progress"])
-            self._window = _LanguageWindow(**state["window"])
+            self._window = LanguageWindow(**state["window"])
             self._owes_evaluation = state.get("owes_evaluation", False)
         if self.run is not None:
             with self.run.lock():
@@ -243,7 +245,7 @@ class LanguageTrainer:
             self.recorder.tell(ended, self._position())
         return LanguageReport(ended, self.progress, time.perf_counter() - began, evaluation)
 
-    def _train(self) -> tuple[_Ended, LanguageEvaluation | None]:
+    def _train(self) -> tuple[LanguageEnd, LanguageEvaluation | None]:
         evaluation = None
         if self.evaluates_first and self.progress.step == 0 and self.can_evaluate:
             self._evaluate()
@@ -295,7 +297,7 @@ class LanguageTrainer:
         """Whether something was held out."""
         return bool(self.held_out)
 
-    def _steps(self) -> _Ended:
+    def _steps(self) -> LanguageEnd:
         config, progress = self.config, self.progress
         self.engine.ledger.clear()
         if self._owes_evaluation and self._evaluate() is None:
@@ -308,14 +310,14 @@ class LanguageTrainer:
             if iteration is None:
                 if self._window.steps:
                     self._log()
-                    self._window = _LanguageWindow()
+                    self._window = LanguageWindow()
                 return "exhausted"
             self._step(iteration)
             is_asked = self._agree()
             record = {}
             is_last = progress.step >= config.steps
             if is_last or self._is_due(config.log_every):
-                record, self._window = self._log(), _LanguageWindow()
+                record, self._window = self._log(), LanguageWindow()
             paused = time.perf_counter()
             if self.can_evaluate and not is_last and self._is_due(config.evaluate_every):
                 is_asked = self._evaluate() is None or is_asked
@@ -329,24 +331,30 @@ class LanguageTrainer:
         return "finished"
 
     def _step(self, iteration: TextIteration) -> None:
-        config, progress, window = self.config, self.progress, self._window
+        config, progress = self.config, self.progress
         self._at(f"step {progress.step + 1}")
         rate = schedule(
             progress.step, config.steps, warmup=config.warmup_steps, decay=config.decay, floor=config.final_rate
         )
         report = self.engine.step(iteration.microbatches, rate)
+        self._count([iteration], report, rate)
+
+    def _count(self, iterations: Sequence[TextIteration], report: StepReport, rate: float) -> None:
+        """Add a step on some iterations to the progress and to the sums of the next record."""
+        config, progress, window = self.config, self.progress, self._window
         window.gradient_norm = report.gradient_norm if math.isfinite(report.gradient_norm) else None
         window.learning_rate = rate * config.learning_rate
         progress.step += 1
-        progress.tokens += iteration.tokens
-        progress.documents += iteration.documents
-        flops = training_flops(self.engine.model, [length for lengths in iteration.lengths for length in lengths])
+        for iteration in iterations:
+            progress.tokens += iteration.tokens
+            progress.documents += iteration.documents
+            lengths = [length for one in iteration.lengths for length in one]
+            window.timed_flops += training_flops(self.engine.model, lengths)
+            window.timed_tokens += iteration.tokens
+            window.imbalance += iteration.imbalance / len(iterations)
+            window.delay += iteration.delay / len(iterations)
         window.steps += 1
-        window.timed_tokens += iteration.tokens
-        window.timed_flops += flops
-        window.imbalance += iteration.imbalance
         window.expert_imbalance += report.expert_imbalance or 0.0
-        window.delay += iteration.delay
         if not report.is_skipped:
             for name, value in report.measures.items():
                 window.measures[name] = window.measures.get(name, 0.0) + value
@@ -375,12 +383,14 @@ class LanguageTrainer:
         traffic = self.engine.ledger.total()
         self.engine.ledger.clear()
         is_asked = self.watchdog is not None and self.watchdog.should_stop
-        memory = float(peak_memory(self.engine.mesh.device_type))
-        numbers = [float(is_asked), traffic.seconds, traffic.exposed_seconds, memory]
+        numbers = [float(is_asked), traffic.seconds, traffic.exposed_seconds, self._used()]
         stop, communication, exposed, self._memory = self.engine.mesh.exchange(numbers).amax(0).tolist()
         self._window.communication += communication
         self._window.exposed += exposed
         return stop > 0
+
+    def _used(self) -> float:
+        return float(peak_memory(self.engine.mesh.device_type))
 
     def _is_asked(self) -> bool:
         own = self.watchdog is not None and self.watchdog.should_stop
@@ -463,11 +473,16 @@ class LanguageTrainer:
             "batches": self.batches.state_dict(),
             "owes_evaluation": self._owes_evaluation,
             "recipe": self.recipe,
+            **self._more_state(),
         }
         self.checkpoints.save(self.engine, state)
         self._prune()
         self._record("checkpoint", seconds=time.perf_counter() - began, bytes=self.checkpoints.bytes)
         self.recorder.tell(None, self._position())
+
+    def _more_state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside the state of every training."""
+        return {}
 
     def _prune(self) -> None:
         """Remove all but the newest checkpoints; one that is being written does not count yet.

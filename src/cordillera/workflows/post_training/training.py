@@ -38,8 +38,8 @@ from cordillera.training.language.objectives import (
     document_sums,
 )
 from cordillera.training.language.trainer import LanguageTrainer
-from cordillera.workflows._say import Say
 from cordillera.workflows.post_training.groups import GroupBatches, GroupTrainer
+from cordillera.workflows.processes import Say
 
 KINDS: Mapping[str, ChatKind] = {
     "sft": "chats",

@@ -25,8 +25,8 @@ from cordillera.serving.language.text_metrics import TextMetrics
 from cordillera.serving.language.text_service import CACHE_BYTES, TextService
 from cordillera.serving.ranking.score_metrics import ScoreMetrics
 from cordillera.serving.ranking.score_service import ScoreService, ScoreServiceConfig
-from cordillera.workflows._say import Say, silent
 from cordillera.workflows.prediction import open_scorer
+from cordillera.workflows.processes import Say, silent
 
 SWITCH_SECONDS = 0.0005
 """Time after which Python lets another thread run: models and connections take turns more often than by default."""

@@ -1,18 +1,54 @@
-"""Number of threads of a run: chosen when the run begins and kept when it is resumed, because results depend on it."""
+"""What workflows report from the processes that they start, and the number of threads of each of these.
+
+Progress goes to the caller one line or step at a time. The number of threads is chosen when a run begins and kept when
+it is resumed, because results depend on it.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from cordillera.distributed.job.launch import tell
 from cordillera.errors import RunError
 from cordillera.files import read_json_object
 from cordillera.kernels.threads import MOST_THREADS, choose_threads, usable_cores
 from cordillera.run import Run, write_atomically
-from cordillera.workflows._say import Say
 
-FILE = "threads.json"
+THREADS_FILE = "threads.json"
 """Name of the file in a run's folder that records its number of threads if the recipe does not set one."""
+
+Say = Callable[[str], object]
+"""Function that takes one line of text."""
+
+OnStep = Callable[[dict[str, Any], Any, int], None]
+"""Function that takes the newest record of a training, its progress and its total number of steps."""
+
+
+def silent(text: str) -> None:
+    """Ignore the text."""
+
+
+def to_launcher(rank: int) -> tuple[OnStep | None, Say]:
+    """Return functions that send what rank 0 reports to the process that launched it; other ranks report nothing."""
+    if rank > 0:
+        return None, silent
+    return lambda *step: tell(("step", *step)), lambda text: tell(("say", text))
+
+
+def from_ranks(on_step: OnStep | None, say: Say) -> Callable[[tuple[Any, ...]], None]:
+    """Return the function that passes on what rank 0 sends by :func:`to_launcher`."""
+
+    def hear(message: tuple[Any, ...]) -> None:
+        kind, *content = message
+        if kind == "say":
+            say(*content)
+        elif on_step is not None:
+            on_step(*content)
+
+    return hear
 
 
 def threads_of(wanted: int | None, say: Say, *, folder: Path | str | None = None, processes: int = 1) -> int:
@@ -26,7 +62,7 @@ def threads_of(wanted: int | None, say: Say, *, folder: Path | str | None = None
     """
     if wanted is not None:
         return wanted
-    kept = None if folder is None else _kept(Path(folder) / FILE, processes)
+    kept = None if folder is None else _kept(Path(folder) / THREADS_FILE, processes)
     if kept is not None:
         return kept
     chosen = choose_threads()
@@ -35,10 +71,10 @@ def threads_of(wanted: int | None, say: Say, *, folder: Path | str | None = None
     return max(1, chosen.count // processes)
 
 
-def keep(run: Run, threads: int, processes: int = 1) -> None:
+def keep_threads(run: Run, threads: int, processes: int = 1) -> None:
     """Record the number of threads of each of a run's processes in ``threads.json``."""
     content = {"threads": threads, "processes": processes}
-    write_atomically(run.folder / FILE, json.dumps(content, indent=2) + "\n")
+    write_atomically(run.folder / THREADS_FILE, json.dumps(content, indent=2) + "\n")
 
 
 def _kept(file: Path, processes: int) -> int | None:

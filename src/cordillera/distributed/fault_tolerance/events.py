@@ -1,0 +1,74 @@
+"""Events of a job of replicas: one file for each writer, one sealed JSON line for each event.
+
+A replica writes an event for each attempt at a step: ``step`` with ``outcome`` (``committed``, ``discarded``), epoch,
+step, lineage and that before it, participants, first iteration and number of iterations, and the seconds of its phases.
+The launcher writes which processes began and ended, the coordinator every change of members. All have ``at``, seconds
+since 1970.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from cordillera.errors import RunError
+from cordillera.files import parse_sealed, read_text, sealed_json
+from cordillera.run import disk_errors
+
+FOLDER = "replicas"
+"""Folder of the files in the folder of a run."""
+
+_MOST_BYTES = 1 << 30
+
+
+class EventLog:
+    """Writer of one file of events.
+
+    Args:
+        path: File, which is appended to; None for a writer that writes nothing.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        if path is not None:
+            with disk_errors(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _end_line(path)
+
+    def write(self, kind: str, **content: Any) -> None:
+        """Append an event.
+
+        Raises:
+            RunError: If the disk is full or refuses it.
+        """
+        if self.path is None:
+            return
+        line = sealed_json({"kind": kind, "at": time.time(), **content}, line=True)
+        with disk_errors(self.path), open(self.path, "ab", buffering=0) as file:
+            file.write(line.encode())
+
+
+def _end_line(path: Path) -> None:
+    """Cut off a line that was not written to its end."""
+    if path.exists():
+        content = path.read_bytes()
+        if content and not content.endswith(b"\n"):
+            os.truncate(path, content.rfind(b"\n") + 1)
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """Return the events of all writers in a run's folder, by time; ``writer`` is the name of each one's file.
+
+    Raises:
+        RunError: If a line is damaged. A line that was cut off in writing is left out.
+    """
+    found = []
+    for path in sorted((folder / FOLDER).glob("*.jsonl")):
+        lines = read_text(path, error=RunError, limit=_MOST_BYTES).split("\n")
+        for number, line in enumerate(lines[:-1], 1):
+            where = f"{path}, line {number}"
+            content = parse_sealed(f"{line}\n", where, line=True, required=True, error=RunError)
+            found.append({**content, "writer": path.stem})
+    return sorted(found, key=lambda event: event["at"])

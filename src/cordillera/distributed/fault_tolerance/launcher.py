@@ -1,0 +1,253 @@
+"""Launch of a job of replicas on this machine: its coordinator, its replicas, and new ones for those that fail.
+
+Processes are forked from one that has loaded torch, so that a replica that failed is back within a second or two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from cordillera.distributed.fault_tolerance.coordinator import Coordinator, CoordinatorLog
+from cordillera.distributed.fault_tolerance.events import FOLDER, EventLog, read_events
+from cordillera.distributed.fault_tolerance.replica import FaultToleranceConfig, ReplicaPlace
+from cordillera.distributed.job.job import STOPPING
+from cordillera.distributed.job.launch import LaunchConfig, counted_signals, launch, process_context
+from cordillera.errors import CordilleraError, PeerError, RankError
+
+_AGAIN_S = 0.2  # before a replica or a coordinator is started anew
+_LOOK_S = 0.1
+_FINISH_S = 30.0  # longest time from the first replica's end to that of the others
+_COORDINATOR = "coordinator.log"
+
+
+@dataclass
+class _Slot:
+    """One replica of the job, through all of its starts."""
+
+    name: str
+    thread: threading.Thread | None = None
+    failures: list[BaseException] = field(default_factory=list)
+    starts: int = 0
+    is_over: bool = False
+
+
+def replica_names(count: int) -> list[str]:
+    """Return the names of the replicas of a job; their order is that of their rings."""
+    return [f"r{number:0{len(str(count - 1))}d}" for number in range(count)]
+
+
+class ReplicaLauncher:
+    """Launcher of the replicas of one job.
+
+    Args:
+        work: Function that a rank calls as ``work(rank, place, *arguments)``, with a :class:`ReplicaPlace`; importable.
+        size: Number of processes of each replica.
+        tolerance: Number of replicas and deadlines.
+        configuration: Digest of all that must be equal on replicas.
+        folder: Folder of the run, in which the coordinator's log and the events are.
+        config: Settings for starting processes.
+        hear: Function that is called with every message that a rank sends.
+    """
+
+    def __init__(
+        self,
+        work: Callable[..., Any],
+        size: int,
+        arguments: Sequence[Any],
+        *,
+        tolerance: FaultToleranceConfig,
+        configuration: str,
+        folder: Path,
+        config: LaunchConfig,
+        hear: Callable[[Any], object] | None = None,
+    ) -> None:
+        self._work, self._size, self._arguments, self._tolerance = work, size, tuple(arguments), tolerance
+        self._configuration, self._folder, self._config, self._hear = configuration, folder, config, hear
+        self._token = secrets.token_bytes(32)
+        self._events = EventLog(folder / FOLDER / "launcher.jsonl")
+        self._lock = threading.Lock()
+        self._results: list[Any] = []
+        self._stop = 0
+        self._port = 0
+        self._coordinator: tuple[Any, Connection] | None = None
+
+    def run(self) -> Any:
+        """Run the job; return what rank 0 of the first replica that ended returned.
+
+        Raises:
+            CordilleraError: If every replica was given up: the error of the first.
+            KeyboardInterrupt: At the second Ctrl-C, SIGTERM or SIGHUP.
+        """
+        log = self._folder / FOLDER / _COORDINATOR
+        log.unlink(missing_ok=True)  # a job begins with what its checkpoints hold
+        with counted_signals() as counted:
+            self._start_coordinator()
+            slots = [_Slot(name) for name in replica_names(self._tolerance.replicas)]
+            try:
+                for slot in slots:
+                    slot.thread = threading.Thread(target=self._keep, args=(slot,), name=f"cordillera {slot.name}")
+                    slot.thread.start()
+                self._wait(slots, counted)
+            finally:
+                self._stop = max(self._stop, 2)
+                for slot in slots:
+                    if slot.thread is not None:
+                        slot.thread.join()
+                self._end_coordinator()
+        if self._results:
+            return self._results[0]
+        raise next((slot.failures[-1] for slot in slots if slot.failures), KeyboardInterrupt())
+
+    def _wait(self, slots: list[_Slot], counted: Callable[[], int]) -> None:
+        until = float("inf")
+        while not all(slot.is_over for slot in slots):
+            time.sleep(_LOOK_S)
+            self._stop = max(self._stop, counted())
+            if counted() > 1:
+                raise KeyboardInterrupt
+            self._keep_coordinator()
+            if self._results:
+                until = min(until, time.monotonic() + self._tolerance.deadline_s + _FINISH_S)
+            if time.monotonic() > until:  # a replica that stands still does not hold up the others
+                return
+
+    def _keep(self, slot: _Slot) -> None:
+        """Start a replica, and start it anew when it fails, in a thread of its own."""
+        try:
+            while not self._results and not self._stop:
+                self._start(slot)
+                if not self._is_worth_another(slot):
+                    return
+                time.sleep(_AGAIN_S)
+        finally:
+            slot.is_over = True
+
+    def _start(self, slot: _Slot) -> None:
+        slot.starts += 1
+        place = ReplicaPlace(slot.name, f"127.0.0.1:{self._port}", self._token, self._configuration)
+        self._events.write("started", replica=slot.name, attempt=slot.starts)
+        try:
+            result = launch(
+                self._work,
+                self._size,
+                (place, *self._arguments),
+                config=self._config,
+                hear=self._heard,
+                asked=lambda: self._stop,
+            )
+        except BaseException as error:
+            slot.failures.append(error)
+            if not self._results:
+                why = str(error).partition("\n")[0] or type(error).__name__
+                self._events.write("ended", replica=slot.name, attempt=slot.starts, why=why)
+            return
+        with self._lock:
+            self._results.append(result)
+        self._events.write("finished", replica=slot.name, attempt=slot.starts)
+
+    def _heard(self, message: Any) -> None:
+        if self._hear is not None:
+            with self._lock:
+                self._hear(message)
+
+    def _is_worth_another(self, slot: _Slot) -> bool:
+        """Whether a replica that ended is started again."""
+        if self._results or self._stop:
+            return False
+        last = slot.failures[-1]
+        if isinstance(last, CordilleraError) and not isinstance(last, PeerError):
+            self._events.write("given up", replica=slot.name, why=last.what)
+            return False  # the same would happen again
+        if not isinstance(last, RankError | PeerError):
+            return False
+        mine = (event for event in read_events(self._folder) if event["writer"] == slot.name)
+        outcomes = [event.get("outcome") for event in mine if event["kind"] in ("joined", "step")]
+        in_a_row = 0
+        for outcome in reversed(outcomes):
+            if outcome == "committed":
+                break
+            in_a_row += outcome is None
+        if max(in_a_row, 0 if outcomes else slot.starts) > self._tolerance.retries:
+            self._events.write("given up", replica=slot.name, why=f"{in_a_row} starts without a committed step")
+            return False
+        return True
+
+    def _start_coordinator(self) -> None:
+        context = process_context("cpu")
+        here, there = context.Pipe()
+        log = self._folder / FOLDER / _COORDINATOR
+        process = context.Process(
+            target=_coordinate,
+            args=(there, self._tolerance, self._configuration, self._token, str(log), self._port),
+            name="cordillera coordinator",
+        )
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        there.close()
+        found = here.recv()
+        if isinstance(found, BaseException):
+            process.join()
+            raise found
+        self._port = found
+        self._coordinator = (process, here)
+        self._events.write("coordinator", process=process.pid, port=self._port)
+
+    def _keep_coordinator(self) -> None:
+        assert self._coordinator is not None
+        process, pipe = self._coordinator
+        if process.exitcode is not None:
+            pipe.close()
+            self._events.write("coordinator ended", code=process.exitcode)
+            time.sleep(_AGAIN_S)
+            self._start_coordinator()
+
+    def _end_coordinator(self) -> None:
+        if self._coordinator is not None:
+            process, pipe = self._coordinator
+            pipe.close()
+            process.kill()
+            process.join()
+
+
+def _coordinate(
+    pipe: Connection, tolerance: FaultToleranceConfig, configuration: str, token: bytes, log: str, port: int
+) -> None:
+    """Be the coordinator: the target function of its process, which ends with the launcher."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    events = EventLog(Path(log).with_name("coordinator.jsonl"))
+
+    def hear(event: dict[str, Any]) -> None:
+        with contextlib.suppress(CordilleraError):  # a full disk: the decision itself is on the log
+            events.write(**event)
+
+    try:
+        coordinator = Coordinator(
+            tolerance.rules, configuration, token, log=CoordinatorLog(Path(log)), port=port, hear=hear
+        )
+    except BaseException as error:
+        pipe.send(error)
+        raise
+    pipe.send(int(coordinator.address.rpartition(":")[2]))
+
+    def end() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            pipe.recv()
+        os._exit(0)
+
+    threading.Thread(target=end, daemon=True).start()
+    coordinator.serve()

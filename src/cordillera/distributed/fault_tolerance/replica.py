@@ -1,0 +1,353 @@
+"""A replica of a job, as each of its ranks sees it: who takes part in a step, what is added up, who commits.
+
+Every rank of a replica makes the same calls in the same order. The first rank asks the coordinator; the answer is for
+all of them. Rank ``r`` adds its gradients to those of rank ``r`` of the other replicas. A step is committed by all
+ranks of a replica or by none: each says whether its sums are complete, and all must be.
+
+Source: FT-HSDP (arXiv 2602.00277), abstract and introduction; protocol and names are ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
+
+from cordillera.distributed.fault_tolerance.all_reduce import AllReduce, RingMember
+from cordillera.distributed.fault_tolerance.coordination import Ask, Commit, CoordinationRules, Membership
+from cordillera.distributed.fault_tolerance.link import CoordinatorLink, StepMembers
+from cordillera.distributed.fault_tolerance.messages import MessageError
+from cordillera.distributed.fault_tolerance.state_transfer import StateProvider, fetch_state
+from cordillera.distributed.job.watchdog import Watchdog
+from cordillera.distributed.mesh import ProcessMesh
+from cordillera.errors import PeerError
+
+_SHARED_S = 2.0  # between messages to the ranks of a replica that waits
+_BEATS = 4  # signs of life in a lease
+
+
+class FaultToleranceConfig(BaseModel):
+    """Replicas of a model, and what happens when one fails.
+
+    Attributes:
+        replicas: Number of replicas, each with as many processes as ``parallel`` has places; 1 for none.
+        least: Smallest number of replicas that train; with fewer, they wait.
+        deadline_s: Longest time in seconds that replicas wait for each other in a step, after which it is discarded.
+            It must be longer than replicas differ in speed.
+        grace_s: Longest time in seconds that replicas wait before a step for one that is alive and not ready.
+        start_s: Longest time in seconds that replicas wait at the start of a job for all of them.
+        patience_s: Longest time in seconds that replicas go on without a coordinator.
+        batch: What a step is trained on when replicas are absent: ``shrink`` takes one iteration for each replica that
+            is there, ``constant`` takes one for each that is configured and shares them out.
+        rate: Factor of the learning rate for a share ``p`` of the configured iterations: ``none`` (1), ``linear``
+            (``p``), ``sqrt`` (the root of ``p``).
+        compare_every: Steps after which replicas compare digests of their weights; null for never.
+        retries: Number of times in a row that a replica may end without a committed step before it is given up.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    replicas: int = Field(1, ge=1, le=1000)
+    least: int = Field(1, ge=1)
+    deadline_s: float = Field(10.0, gt=0, allow_inf_nan=False)
+    grace_s: float = Field(10.0, gt=0, allow_inf_nan=False)
+    start_s: float = Field(60.0, gt=0, allow_inf_nan=False)
+    patience_s: float = Field(60.0, gt=0, allow_inf_nan=False)
+    batch: Literal["shrink", "constant"] = "shrink"
+    rate: Literal["none", "linear", "sqrt"] = "none"
+    compare_every: int | None = Field(100, ge=1)
+    retries: int = Field(3, ge=0)
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> FaultToleranceConfig:
+        if self.least > self.replicas:
+            raise ValueError(f"least ({self.least}) is more than replicas ({self.replicas})")
+        return self
+
+    @property
+    def rules(self) -> CoordinationRules:
+        """Rules of the coordinator; a replica is absent if it gives no sign of life for ``deadline_s``."""
+        return CoordinationRules(self.replicas, self.least, self.deadline_s, self.grace_s, self.start_s)
+
+    def iterations(self, participants: int) -> int:
+        """Return the number of iterations of a step with a number of participants."""
+        return self.replicas if self.batch == "constant" else participants
+
+    def rate_factor(self, iterations: int) -> float:
+        """Return the factor of the learning rate of a step on a number of iterations; at most 1."""
+        share = min(1.0, iterations / self.replicas)
+        return {"none": 1.0, "linear": share, "sqrt": share**0.5}[self.rate]
+
+
+class ReplicatedState(Protocol):
+    """What is equal on the same rank of all replicas after a step."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return live tensors by name; they change at commits only."""
+        ...
+
+    def facts(self) -> Any:
+        """Return the rest as JSON values."""
+        ...
+
+    def install(self, tensors: Mapping[str, Tensor], facts: Any) -> None:
+        """Take over the state of another replica."""
+        ...
+
+
+@dataclass(frozen=True)
+class ReplicaPlace:
+    """How a replica reaches its job.
+
+    Attributes:
+        name: Name of the replica.
+        coordinator: ``HOST:PORT`` of the coordinator.
+        token: Secret of the job.
+        configuration: Digest of all that must be equal on replicas.
+        host: Address at which its ranks listen.
+    """
+
+    name: str
+    coordinator: str
+    token: bytes
+    configuration: str
+    host: str = "127.0.0.1"
+
+
+class Replica:
+    """One rank's part in a job of replicas.
+
+    Args:
+        place: How to reach the job, equal on all ranks of the replica.
+        config: Deadlines.
+        mesh: Mesh of the processes of this replica.
+        state: State of this rank.
+        commit: Commit that the state is of.
+        restored: Whether the state was read from the newest checkpoint.
+        durable: Step of the newest checkpoint.
+        watchdog: Watchdog that follows what this rank waits for.
+
+    Attributes:
+        held: Commit that the state is of.
+        seconds: Seconds of each phase of the step in progress.
+
+    Raises:
+        PeerError: If the coordinator or a rank of this replica does not answer.
+    """
+
+    def __init__(
+        self,
+        place: ReplicaPlace,
+        config: FaultToleranceConfig,
+        mesh: ProcessMesh,
+        state: ReplicatedState,
+        commit: Commit,
+        *,
+        restored: bool = False,
+        durable: int = 0,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        self.place, self.config, self.mesh, self.held = place, config, mesh, commit
+        self.seconds: dict[str, float] = {}
+        self.durable = durable
+        self._state, self._watchdog, self._restored, self._discarded = state, watchdog, restored, False
+        self._connected: tuple[int, tuple[str, ...]] | None = None
+        self._bucket = 0
+        self._membership: Membership | None = None
+        self._reducer = AllReduce(place.configuration, place.token, host=place.host)
+        self._provider = StateProvider(
+            state.tensors, state.facts, place.token, host=place.host, deadline_s=config.deadline_s
+        )
+        with self._provider.changing(commit):
+            pass
+        self._link: CoordinatorLink | None = None
+        addresses = self._gathered([self._reducer.address, self._provider.address])
+        if mesh.rank == 0:
+            self._link = CoordinatorLink(
+                place.coordinator,
+                place.token,
+                place.name,
+                place.configuration,
+                [one for pair in addresses for one in pair],
+                beat_s=config.rules.lease_s / _BEATS,
+                patience_s=config.patience_s,
+            )
+
+    def __enter__(self) -> Replica:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the job, so that the others do not wait for this replica."""
+        if self._link is not None:
+            self._link.close()
+        self._reducer.close()
+        self._provider.close()
+
+    def begin(self) -> Membership:
+        """Ask who takes part in the next step, connect to them, and catch up if this replica is behind.
+
+        Returns:
+            Members, of which this replica is one; it holds their head.
+
+        Raises:
+            PlanError: If this replica cannot take part.
+            PeerError: If the coordinator or a rank of this replica does not answer.
+        """
+        self.seconds = {}
+        while True:
+            with self._timing("ask"):
+                found = self._ask()
+            membership = found.membership
+            why = self._prepare(found)
+            if self.agree(why is None):
+                self._membership, self._bucket = membership, 0
+                return membership
+            self._discarded = True
+
+    def _prepare(self, found: StepMembers) -> str | None:
+        """Connect and catch up; return why this rank cannot go on in this epoch, or None."""
+        membership = found.membership
+        fetched, why = None, ""
+        if self.place.name in membership.donors:
+            with self._timing("fetch"):
+                try:
+                    donor = found.addresses[membership.donors[self.place.name]][2 * self.mesh.rank + 1]
+                    fetched = fetch_state(donor, self.place.token, membership.head, self.config.deadline_s)
+                except (MessageError, LookupError) as error:
+                    why = str(error)
+            if not self.agree(fetched is not None):  # all ranks install it, or none
+                return why if fetched is None else "another rank did not catch up"
+            assert fetched is not None
+            with self._provider.changing(membership.head):
+                self._state.install(*fetched)
+            self.held, self._restored = membership.head, False
+        with self._timing("connect"):
+            try:
+                self._connect(found)
+            except PeerError as error:
+                return str(error)
+        return None
+
+    def _connect(self, found: StepMembers) -> None:
+        membership = found.membership
+        wanted = (membership.epoch, membership.participants)
+        if self._connected == wanted:
+            return
+        self._connected = None
+        ring = [RingMember(name, found.addresses[name][2 * self.mesh.rank]) for name in membership.members]
+        self._reducer.connect(membership.epoch, ring, self.place.name, membership.participants, self.config.deadline_s)
+        self._connected = wanted
+
+    @property
+    def contributes(self) -> bool:
+        """Whether this replica contributes to the step; if not, it has caught up and takes over what the others sum."""
+        assert self._membership is not None
+        return self.place.name in self._membership.participants
+
+    def add(self, tensor: Tensor) -> bool:
+        """Replace a tensor by its sum over the participants; return False if the sum was given up.
+
+        Args:
+            tensor: One dimension, contiguous, on the CPU; ignored if this replica does not contribute.
+        """
+        assert self._membership is not None
+        self._bucket += 1
+        with self._timing("reduce"):
+            try:
+                self._reducer.reduce(
+                    tensor, step=self.held.step + 1, bucket=self._bucket, deadline_s=self.config.deadline_s
+                )
+            except PeerError:
+                return False
+        return True
+
+    def agree(self, is_well: bool) -> bool:
+        """Return whether all ranks of this replica are well.
+
+        Raises:
+            PeerError: If a rank does not answer.
+        """
+        with self._timing("vote"):
+            return bool(self.mesh.exchange([float(is_well)]).amin() > 0)
+
+    @contextlib.contextmanager
+    def committing(self) -> Iterator[None]:
+        """Change the state within the ``with`` block to that after the step."""
+        assert self._membership is not None
+        with self._timing("update"), self._provider.changing(self._membership.result):
+            yield
+        self.held, self._discarded, self._restored = self._membership.result, False, False
+
+    def discard(self) -> None:
+        """Give the step up; its samples are trained in a later one."""
+        self._discarded, self._connected = True, None
+
+    def _ask(self) -> StepMembers:
+        """Ask the coordinator on the first rank; wait for its answer on all of them."""
+        self._at("waiting for other replicas")
+        if self._link is not None:
+            self._link.ask(Ask(self.place.name, self.held, self._discarded, self.durable, self._restored))
+        while True:
+            found: Any = None
+            if self._link is not None:
+                try:
+                    found = self._link.answer(_SHARED_S)
+                except Exception as error:
+                    self._shared(error)
+                    raise
+            found = self._shared(found)
+            self._at("waiting for other replicas")
+            if isinstance(found, Exception):
+                raise found
+            if isinstance(found, StepMembers):
+                return found
+
+    def _shared(self, value: Any) -> Any:
+        """Return the first rank's value on all ranks of this replica."""
+        if self.mesh.config.world == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box)
+        return box[0]
+
+    def _gathered(self, value: Sequence[str]) -> list[list[str]]:
+        """Return the values of all ranks of this replica."""
+        if self.mesh.config.world == 1:
+            return [list(value)]
+        found: list[Any] = [None] * self.mesh.config.world
+        dist.all_gather_object(found, list(value))
+        return found
+
+    def _at(self, where: str) -> None:
+        if self._watchdog is not None:
+            self._watchdog.at(where)
+
+    @contextlib.contextmanager
+    def _timing(self, phase: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> int:
+    """Return a digest of 32 bits of the bytes of tensors, in the order of their names."""
+    import zlib
+
+    found = 0
+    for name in sorted(tensors):
+        own = tensors[name].detach()
+        if own.numel():
+            found = zlib.crc32(own.contiguous().view(-1).view(torch.uint8).cpu().numpy().data, found)
+    return found

@@ -1,0 +1,394 @@
+"""Frames, proofs, the coordinator's service and log, and the transfer of a state: what is refused, and how."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cordillera.distributed.fault_tolerance.coordination import Ask, Commit, CoordinationRules, initial_commit
+from cordillera.distributed.fault_tolerance.coordinator import Coordinator, CoordinatorLog
+from cordillera.distributed.fault_tolerance.events import FOLDER, EventLog, read_events
+from cordillera.distributed.fault_tolerance.link import CoordinatorLink, StepMembers
+from cordillera.distributed.fault_tolerance.messages import MOST_JSON, Channel, MessageError, Unpacker, packed
+from cordillera.distributed.fault_tolerance.state_transfer import StateProvider, fetch_state
+from cordillera.errors import CheckpointError, CordilleraError, PeerError, PlanError, RunError
+
+TOKEN, JOB = b"secret", "configuration"
+RULES = CoordinationRules(2, lease_s=0.5, grace_s=2.0, start_s=1.0)
+
+
+def pair() -> tuple[Channel, Channel]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    return Channel(one, "one", 2.0), Channel(other, "other", 2.0)
+
+
+@contextlib.contextmanager
+def served(coordinator: Coordinator) -> Iterator[Coordinator]:
+    thread = threading.Thread(target=coordinator.serve)
+    thread.start()
+    try:
+        yield coordinator
+    finally:
+        coordinator.close()
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def link_to(coordinator: Coordinator, name: str, **others: Any) -> CoordinatorLink:
+    given = {"configuration": JOB, "token": TOKEN, "beat_s": 0.1, "patience_s": 2.0, **others}
+    return CoordinatorLink(coordinator.address, given.pop("token"), name, given.pop("configuration"), [name], **given)
+
+
+def answer(link: CoordinatorLink) -> StepMembers:
+    found = link.answer(5.0)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 1000])
+def test_messages_come_whole_out_of_pieces_of_any_size(size: int) -> None:
+    messages = [{"text": "ä" * size}, [], {"number": size}]
+    stream = b"".join(map(packed, messages))
+    for step in (1, 7, len(stream)):
+        unpacker, found = Unpacker(), []
+        for first in range(0, len(stream), step):
+            found += unpacker.take(stream[first : first + step])
+        assert found == messages
+
+
+def test_no_flipped_byte_of_a_frame_passes() -> None:
+    frame = packed({"kind": "ask", "state": [1, 2, "abc"]})
+    for place in range(len(frame)):
+        for bit in (1, 128):
+            damaged = bytearray(frame)
+            damaged[place] ^= bit
+            unpacker = Unpacker()
+            try:
+                assert unpacker.take(bytes(damaged)) == []  # it waits for more bytes than there are
+            except MessageError:
+                continue
+
+
+def test_a_message_that_is_too_long_is_refused_on_both_sides() -> None:
+    with pytest.raises(MessageError, match="longer than"):
+        packed("x" * MOST_JSON)
+    with pytest.raises(MessageError, match="none of this program"):
+        Unpacker().take(b"CDLR" + (1).to_bytes(4, "big") + (MOST_JSON + 1).to_bytes(4, "big") + bytes(4))
+
+
+def _prove(channel: Channel, token: bytes, role: Any, failed: list[BaseException]) -> None:
+    try:
+        channel.prove(token, role)
+    except MessageError as error:
+        failed.append(error)
+
+
+def test_a_secret_is_proved_by_both_sides() -> None:
+    for tokens, passes in (((TOKEN, TOKEN), True), ((TOKEN, b"other"), False)):
+        one, other = pair()
+        failed: list[BaseException] = []
+        threads = [
+            threading.Thread(target=_prove, args=(one, tokens[0], "server", failed)),
+            threading.Thread(target=_prove, args=(other, tokens[1], "client", failed)),
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(5)
+        assert len(failed) == (0 if passes else 2)
+        assert all("does not know the secret" in str(error) for error in failed)
+
+
+def test_a_proof_cannot_be_reflected() -> None:
+    one, other = pair()
+
+    def reflect() -> None:
+        challenge = other.receive()
+        other.send(challenge)
+        other.send(other.receive())  # its own proof, of the role that it has
+
+    threading.Thread(target=reflect, daemon=True).start()
+    with pytest.raises(MessageError, match="does not know the secret"):
+        one.prove(TOKEN, "server")
+
+
+def test_who_sends_half_a_message_is_named_at_the_deadline() -> None:
+    one, other = pair()
+    one.deadline_s = 0.2
+    other.connection.sendall(packed({"a": 1})[:20])
+    began = time.monotonic()
+    with pytest.raises(MessageError, match=r"one: sent nothing for 0\.2 s"):
+        one.receive()
+    assert time.monotonic() - began < 1.0
+    other.close()
+    with pytest.raises(MessageError, match="closed the connection"):
+        one.receive()
+
+
+def test_two_replicas_take_a_step_together() -> None:
+    with served(Coordinator(RULES, JOB, TOKEN)) as coordinator:
+        links = [link_to(coordinator, name) for name in ("r1", "r0")]
+        for link, name in zip(links, ("r1", "r0"), strict=True):
+            link.ask(Ask(name, initial_commit(JOB)))
+        found = [answer(link) for link in links]
+        assert found[0] == found[1]
+        assert found[0].membership.members == ("r0", "r1")
+        assert found[0].addresses == {"r0": ["r0"], "r1": ["r1"]}
+        for link in links:
+            link.close()
+
+
+def test_a_replica_that_ends_is_not_awaited_for_its_lease() -> None:
+    rules = CoordinationRules(2, lease_s=30.0, grace_s=30.0)
+    with served(Coordinator(rules, JOB, TOKEN)) as coordinator:
+        one, other = link_to(coordinator, "r0"), link_to(coordinator, "r1")
+        for link, name in ((one, "r0"), (other, "r1")):
+            link.ask(Ask(name, initial_commit(JOB)))
+        state = answer(one).membership.result
+        answer(other)
+        one.ask(Ask("r0", state))
+        began = time.monotonic()
+        other._channel.connection.shutdown(socket.SHUT_RDWR)  # as when its process is killed
+        other._is_closed.set()
+        assert answer(one).membership.members == ("r0",)
+        assert time.monotonic() - began < 1.0
+        one.close()
+
+
+def test_another_configuration_or_secret_is_refused_by_name() -> None:
+    heard: list[dict[str, Any]] = []
+    with served(Coordinator(RULES, JOB, TOKEN, hear=heard.append)) as coordinator:
+        wrong = link_to(coordinator, "r0", configuration="another")
+        with pytest.raises(PlanError, match="configuration differs"):
+            wrong.answer(5.0)
+        wrong.close()
+        with pytest.raises(MessageError, match=r"closed the connection|does not know|is gone"):
+            link_to(coordinator, "r0", token=b"guess", patience_s=0.3)
+    assert [event["kind"] for event in heard] == ["refused"]
+
+
+def test_strangers_do_not_hold_up_the_service() -> None:
+    with served(Coordinator(RULES, JOB, TOKEN)) as coordinator:
+        host, port = coordinator.address.split(":")
+        strangers = [socket.create_connection((host, int(port))) for _ in range(20)]
+        for stranger in strangers[:10]:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        link = link_to(coordinator, "r0")
+        link.ask(Ask("r0", initial_commit(JOB)))
+        assert answer(link).membership.members == ("r0",)  # after start_s
+        link.close()
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_the_newer_of_two_processes_of_one_name_stays() -> None:
+    with served(Coordinator(RULES, JOB, TOKEN)) as coordinator:
+        old = link_to(coordinator, "r0")
+        old.ask(Ask("r0", initial_commit(JOB)))
+        new = link_to(coordinator, "r0")
+        with pytest.raises(PeerError, match="another process has taken the place"):
+            old.answer(5.0)
+        new.ask(Ask("r0", initial_commit(JOB)))
+        assert answer(new).membership.members == ("r0",)
+        new.close()
+
+
+def test_a_coordinator_goes_on_from_its_log_and_replicas_find_it(tmp_path: Path) -> None:
+    log, start = tmp_path / "log", initial_commit(JOB)
+    first = Coordinator(RULES, JOB, TOKEN, log=CoordinatorLog(log))
+    port = int(first.address.split(":")[1])
+    with served(first):
+        links = {name: link_to(first, name, patience_s=10.0) for name in ("r0", "r1")}
+        for name, link in links.items():
+            link.ask(Ask(name, start))
+        states = {name: answer(link).membership.result for name, link in links.items()}
+        epoch = states["r0"].epoch
+    assert states["r0"] == states["r1"]
+    with served(Coordinator(RULES, JOB, TOKEN, log=CoordinatorLog(log), port=port)):
+        links["r0"].ask(Ask("r0", states["r0"]))  # the first to come back does not go on alone
+        time.sleep(0.1)
+        links["r1"].ask(Ask("r1", states["r1"]))
+        found = [answer(link).membership for link in links.values()]
+        assert found[0] == found[1]
+        assert found[0].members == ("r0", "r1")
+        assert found[0].head == states["r0"]
+        assert found[0].epoch >= epoch
+        for link in links.values():
+            link.close()
+
+
+def test_two_coordinators_cannot_hold_one_log(tmp_path: Path) -> None:
+    held = CoordinatorLog(tmp_path / "log")
+    with pytest.raises(RunError, match="another coordinator holds it"):
+        CoordinatorLog(tmp_path / "log")
+    held.close()
+    CoordinatorLog(tmp_path / "log").close()
+
+
+def _logged(path: Path) -> bytes:
+    log = CoordinatorLog(path)
+    with served(Coordinator(RULES, JOB, TOKEN, log=log)) as coordinator:
+        link, state = link_to(coordinator, "r0"), initial_commit(JOB)
+        for _ in range(3):
+            link.ask(Ask("r0", state))
+            state = answer(link).membership.result
+        link.close()
+    return path.read_bytes()
+
+
+def test_no_changed_byte_of_the_last_line_of_a_log_passes(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    content = _logged(path)
+    begin = content.rstrip(b"\n").rfind(b"\n") + 1
+    generator = torch.Generator().manual_seed(1)
+    for place in torch.randint(begin, len(content) - 1, (40,), generator=generator).tolist():
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << place % 7
+        path.write_bytes(damaged)
+        log = CoordinatorLog(path)
+        with pytest.raises(CheckpointError, match="log, line"):
+            log.read(RULES)
+        log.close()
+
+
+def test_a_line_that_was_cut_off_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    content = _logged(path)
+    lines = content.splitlines(keepends=True)
+    path.write_bytes(content[:-9])
+    log = CoordinatorLog(path)
+    found = log.read(RULES)
+    assert found is not None
+    assert found.head.step == json.loads(lines[-2])["head"]["step"]
+    assert path.read_bytes() == b"".join(lines[:-1])
+    log.close()
+
+
+def test_a_log_of_another_job_is_refused(tmp_path: Path) -> None:
+    _logged(tmp_path / "log")
+    with pytest.raises(CheckpointError, match="another configuration"):
+        Coordinator(RULES, "another", TOKEN, log=CoordinatorLog(tmp_path / "log"))
+
+
+def test_nobody_hears_of_a_decision_that_is_not_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, heard, plain = CoordinatorLog(tmp_path / "log"), list[dict[str, Any]](), CoordinatorLog.write
+    full = [True]
+
+    def write(self: CoordinatorLog, *arguments: Any, **others: Any) -> None:
+        if full[0]:
+            raise RunError("the disk is full", where=str(self.path))
+        plain(self, *arguments, **others)
+
+    monkeypatch.setattr(CoordinatorLog, "write", write)
+    with served(Coordinator(CoordinationRules(1), JOB, TOKEN, log=log, hear=heard.append)) as coordinator:
+        link = link_to(coordinator, "r0")
+        link.ask(Ask("r0", initial_commit(JOB)))
+        assert link.answer(0.5) is None
+        assert heard[0]["kind"] == "waiting"
+        full[0] = False
+        assert answer(link).membership.members == ("r0",)
+        link.close()
+
+
+@pytest.fixture
+def state() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return {
+        "weight": torch.randn(3, 5, generator=generator),
+        "empty": torch.empty(0, 4),
+        "step": torch.tensor(7.0),
+        "half": torch.randn(9, generator=generator).bfloat16(),
+        "large": torch.randn(6_000_000, generator=generator),
+    }
+
+
+COMMIT = Commit(3, 7, "ab")
+
+
+def test_a_state_arrives_as_it_is(state: dict[str, torch.Tensor]) -> None:
+    provider = StateProvider(lambda: state, lambda: {"step": 7}, TOKEN)
+    with provider.changing(COMMIT):
+        pass
+    found, facts = fetch_state(provider.address, TOKEN, COMMIT, 5.0)
+    assert facts == {"step": 7}
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) and found[name].dtype == state[name].dtype for name in state)
+    provider.close()
+
+
+def _receive_rest(channel: Channel, state: dict[str, torch.Tensor]) -> None:
+    for name in ("step", "half", "large"):
+        whole = torch.empty_like(state[name]).view(-1).view(torch.uint8)
+        for first in range(0, len(whole), 4 << 20):
+            channel.receive_bytes(whole[first : first + (4 << 20)].numpy().data)
+
+
+def test_a_state_that_changes_in_between_is_given_up(state: dict[str, torch.Tensor]) -> None:
+    provider = StateProvider(lambda: state, dict, TOKEN)
+    with provider.changing(COMMIT):
+        pass
+    channel = Channel.connect(provider.address, TOKEN, "donor", 5.0)
+    channel.send([COMMIT.epoch, COMMIT.step, COMMIT.lineage])
+    content = channel.receive()
+    assert list(content["tensors"]) == list(state)
+    out = torch.empty(3, 5)
+    channel.receive_bytes(out.view(-1).view(torch.uint8).numpy().data)
+    with provider.changing(Commit(3, 8, "cd")):
+        pass  # the large tensor does not fit into the buffers of a socket
+    with pytest.raises(MessageError):
+        _receive_rest(channel, state)
+    channel.close()
+    provider.close()
+
+
+def test_only_the_version_that_is_asked_for_is_given(state: dict[str, torch.Tensor]) -> None:
+    provider = StateProvider(lambda: state, dict, TOKEN)
+    with pytest.raises(MessageError, match="holds none, not step 7"):
+        fetch_state(provider.address, TOKEN, COMMIT, 5.0)
+    with provider.changing(Commit(3, 7, "other history")):
+        pass
+    with pytest.raises(MessageError, match="holds step 7 of epoch 3, not step 7 of epoch 3"):
+        fetch_state(provider.address, TOKEN, COMMIT, 5.0)
+    with pytest.raises(MessageError):
+        fetch_state(provider.address, b"guess", COMMIT, 5.0)
+    provider.close()
+    with pytest.raises(MessageError, match="does not answer"):
+        fetch_state(provider.address, TOKEN, COMMIT, 1.0)
+
+
+def test_a_change_that_fails_is_given_to_nobody(state: dict[str, torch.Tensor]) -> None:
+    provider = StateProvider(lambda: state, dict, TOKEN)
+    with provider.changing(COMMIT):
+        pass
+    with pytest.raises(ZeroDivisionError), provider.changing(Commit(3, 8, "cd")):
+        1 / 0  # noqa: B018
+    with pytest.raises(MessageError, match="holds none"):
+        fetch_state(provider.address, TOKEN, COMMIT, 5.0)
+    provider.close()
+
+
+def test_events_of_several_writers_are_read_by_time_and_a_cut_off_line_is_left_out(tmp_path: Path) -> None:
+    one, other = (EventLog(tmp_path / FOLDER / f"{name}.jsonl") for name in ("r0", "launcher"))
+    one.write("joined", step=0)
+    other.write("started", replica="r0")
+    one.write("step", outcome="committed", step=1)
+    path = tmp_path / FOLDER / "r0.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5])
+    assert [event["kind"] for event in read_events(tmp_path)] == ["joined", "started"]
+    EventLog(path).write("joined", step=1)  # a restarted writer begins a line of its own
+    assert [event["kind"] for event in read_events(tmp_path)] == ["joined", "started", "joined"]
+    path.write_bytes(whole.replace(b"committed", b"discarded"))
+    with pytest.raises(CordilleraError, match=r"r0\.jsonl, line 2"):
+        read_events(tmp_path)
