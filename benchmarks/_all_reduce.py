@@ -21,7 +21,7 @@ from cordillera.distributed.fault_tolerance.all_reduce import CHUNK_BYTES, WINDO
 
 PROCESSES, MEBIBYTES = (2, 3, 4), (1, 4, 16, 64)
 TARGETS = {"memory": {1: 2.0, 4: 3.0, 16: 3.0, 64: 2.0}, "sockets": {16: 1.0, 64: 1.0}}
-ROUNDS, CALLED_BYTES = 25, 16 << 20  # one value is the mean of calls that sum as many bytes
+ROUNDS, CALLED_BYTES, LEAST_CALLS = 15, 16 << 20, 3  # one value is the mean of calls in succession
 ABORTS, KILLS, DEADLINE_S = 20, 3, 30.0
 TRANSPORTS = ("memory", "sockets")
 
@@ -38,9 +38,11 @@ def _sum_in_turn(rank: int, folder: str, mebibytes: tuple[int, ...], rounds: int
     """Seconds of each contender and size; the last of each list is the peak of bytes on their way."""
     ours = {name: _connected(AllReduce("benchmark", b"token", transport=name), 0) for name in TRANSPORTS}  # type: ignore[arg-type]
     seconds: dict[str, list[float]] = {}
+    world = dist.get_world_size()
+    total = world * (world + 1) / 2
     for size in mebibytes:
         original = torch.full((size << 18,), float(rank + 1))
-        tensor, calls = original.clone(), max(1, CALLED_BYTES // original.nbytes)
+        tensor, calls = original.clone(), max(LEAST_CALLS, CALLED_BYTES // original.nbytes)
         contenders = {"gloo": lambda number, tensor=tensor: dist.all_reduce(tensor)}
         for name, one in ours.items():
             contenders[name] = lambda number, one=one, tensor=tensor: one.reduce(
@@ -49,14 +51,13 @@ def _sum_in_turn(rank: int, folder: str, mebibytes: tuple[int, ...], rounds: int
         names = list(contenders)
         for turn in range(-1, rounds):
             for name in names[turn % 3 :] + names[: turn % 3]:
-                spent = 0.0
+                tensor.copy_(original)
+                dist.barrier()
+                begin = time.perf_counter()
                 for number in range(calls):
-                    tensor.copy_(original)
-                    dist.barrier()
-                    begin = time.perf_counter()
                     contenders[name](number)
-                    spent += time.perf_counter() - begin
-                if not bool((tensor == sum(range(1, dist.get_world_size() + 1))).all()):
+                spent = time.perf_counter() - begin
+                if not bool((tensor == tensor[0]).all()) or not 1 <= tensor[0] / total / world ** (calls - 1) < 1.001:
                     raise AssertionError(f"{name} gave another sum")
                 if turn >= 0:
                     seconds.setdefault(f"{name} {size}", []).append(spent / calls)

@@ -33,6 +33,7 @@ TRANSPORTS = ("memory", "sockets")
 NAMES = ("a", "b", "c", "d")
 CHUNK, WINDOW = 4096, 2
 DEADLINE_S = 10.0
+BLOCK = 1 << 16
 
 
 class Ring:
@@ -302,7 +303,7 @@ def test_a_payload_that_is_corrupt_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_checksum_depends_on_each_byte_and_on_its_place() -> None:
     random = np.random.default_rng(0)
-    for size in (0, 1, 7, 4096, 4097, 3 * 4096 + 5, 1 << 16, 37 * 4096):
+    for size in (0, 1, 7, 4097, 1 << 16, 3 * (1 << 16) + 5, 37 * 4096, 1 << 20):
         data = random.integers(0, 256, size, dtype=np.uint8)
         right = checksum(data)
         assert right == checksum(data.copy())
@@ -310,9 +311,9 @@ def test_the_checksum_depends_on_each_byte_and_on_its_place() -> None:
             data[position] ^= 1
             assert checksum(data) != right
             data[position] ^= 1
-        if size > 8192:
-            rows = np.concatenate([data[4096:8192], data[:4096], data[8192:]])
-            assert checksum(rows) != right
+        for first in range(0, size - size % BLOCK - BLOCK, BLOCK):  # two blocks change places
+            blocks = [data[first + BLOCK : first + 2 * BLOCK], data[first : first + BLOCK], data[first + 2 * BLOCK :]]
+            assert checksum(np.concatenate([data[:first], *blocks])) != right
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -388,6 +389,19 @@ def test_mistakes_are_errors_before_anything_is_sent() -> None:
         one.reduce(torch.zeros(1), step=0, bucket=0, deadline_s=1)  # none of this ended the epoch
 
 
+def _fork_a_process_that_lives_as_long() -> None:
+    """Start what a loader of data would be: it has inherited all sockets, and its parent's end must be seen anyway."""
+    parent = os.getpid()
+    if os.fork() == 0:
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            time.sleep(0.02)
+            if os.getppid() != parent:  # it was killed; the sockets would stay open for a second more
+                time.sleep(1)
+                break
+        os._exit(0)
+
+
 def _replica(name: str, transport: Any, pipe: Any) -> None:
     torch.set_num_threads(1)
     one = AllReduce("job", b"token", transport=transport, chunk_bytes=1 << 16)
@@ -397,6 +411,8 @@ def _replica(name: str, transport: Any, pipe: Any) -> None:
         try:
             members = [RingMember(*pair) for pair in addresses.items()]
             one.connect(epoch, members, name, list(addresses), DEADLINE_S)
+            if name == "b" and epoch == 1:
+                _fork_a_process_that_lives_as_long()
             pipe.send(one.transport_used)
             step = 0
             while True:

@@ -33,7 +33,7 @@ _MAGIC = b"CAR1"
 _HEADER = struct.Struct("<4sBBHQQIIQQQ")
 _CHECK = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CHECK.size
-_LANES = 512  # words that are folded at a time: four kilobytes
+_LANES, _ROWS = 512, 16  # words of a row, rows of a block
 _MULTIPLIER, _ODD = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
 _NONCE_BYTES, _PAGE = 32, 4096
 
@@ -89,13 +89,13 @@ class FrameHeader(NamedTuple):
 
 
 def checksum(data: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
-    """Return 32 bits that depend on each of the bytes and on its place.
+    """Return 32 bits that depend on each of the bytes, and on where among the blocks of 64 kilobytes it stands.
 
-    Rows of four kilobytes are multiplied by powers of an odd number and added, in halves; the last row has a CRC. This
-    is more than twice as fast as a CRC of everything.
+    The rows of a block, of four kilobytes, are added. Those of the blocks are multiplied by products of odd numbers
+    and added, in halves; a CRC ends this. It is three to five times as fast as a CRC of everything.
     """
-    whole = data.size - data.size % (8 * _LANES)
-    rows = data[:whole].view(np.uint64).reshape(-1, _LANES)
+    whole = data.size - data.size % (8 * _LANES * _ROWS)
+    rows = np.add.reduce(data[:whole].view(np.uint64).reshape(-1, _ROWS, _LANES), axis=1)
     while len(rows) > 1:
         half = len(rows) // 2
         folded = rows[:half] * _MULTIPLIER
@@ -310,6 +310,7 @@ class RingState:
         segments: Memory of each member, by place; None if parts pass through sockets.
         received: Slots for parts that come through a socket, by place; uint8 [window * part_bytes].
         sent: Bytes of contributions and of sums on their way to each member.
+        scratch: Sum of the first terms of a part; uint8 [part_bytes].
     """
 
     epoch: int
@@ -322,6 +323,10 @@ class RingState:
     segments: list[SharedSegment] | None = None
     received: dict[int, Tensor] = field(default_factory=dict)
     sent: dict[int, list[int]] = field(default_factory=dict)
+    scratch: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scratch = torch.empty(self.part_bytes, dtype=torch.uint8)
 
     @property
     def part_bytes(self) -> int:
@@ -376,7 +381,6 @@ class SumInProgress:
         self._size = self._bytes.numel()
         self._chunks = max(1, -(-self._size // ring.chunk_bytes))
         self._contributes = ring.own in ring.contributing
-        self._scratch = torch.empty(ring.part_bytes, dtype=torch.uint8)
         self._given = self._added = 0  # chunks that this member has given, and added
         self._offered = dict.fromkeys(ring.links, 0)  # chunks that each member has given
         self._summed = dict.fromkeys(ring.links, 0)  # chunks whose sum each member has given
@@ -434,16 +438,13 @@ class SumInProgress:
         if chunk >= min(self._given, *self._offered.values()):
             return False
         begin, end = self._part(chunk, ring.own)
-        part, slot = self._bytes[begin:end], ring.sum_slot(chunk)
-        scratch = self._scratch
-        if ring.segments is not None:
-            scratch = ring.segments[ring.own].bytes[slot:]
-        scratch = scratch[: end - begin]
         if begin < end:
+            part, scratch = self._bytes[begin:end], ring.scratch[: end - begin]
             terms = [self._term(place, chunk, begin, end).view(self._dtype) for place in ring.contributing]
             _add_in_order(terms, scratch.view(self._dtype), part.view(self._dtype))
             if ring.segments is not None:
-                scratch.copy_(part)
+                slot = ring.sum_slot(chunk)
+                ring.segments[ring.own].bytes[slot : slot + end - begin].copy_(part)
         self._added += 1
         payload = self._array[begin:end] if ring.segments is None else None
         header = self._header(SUMMED, chunk, payload)
@@ -453,7 +454,7 @@ class SumInProgress:
         return True
 
     def _term(self, place: int, chunk: int, begin: int, end: int) -> Tensor:
-        """Return what a member adds to the own part of a chunk."""
+        """Return what a member adds to the own part of a chunk, which are these bytes of the tensor."""
         ring = self._ring
         if place == ring.own:
             return self._bytes[begin:end]

@@ -41,7 +41,7 @@ from cordillera.distributed.fault_tolerance._chunks import (
 from cordillera.distributed.fault_tolerance._lobby import Lobby, Parley, dial, job_key
 from cordillera.errors import PeerError, PlanError
 
-CHUNK_BYTES, WINDOW = 1 << 20, 4
+CHUNK_BYTES, WINDOW = 4 << 20, 2
 """Default bytes of a tensor that pass at a time, and number of such chunks on their way."""
 
 _MOST_SECONDS = 1_000_000

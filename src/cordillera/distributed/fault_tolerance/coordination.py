@@ -297,7 +297,8 @@ def _form(state: CoordinatorState, now: float) -> tuple[CoordinatorState, list[R
         state, epoch = replace(state, head=max(states), previous=None), epoch + 1
     elif state.head not in states:
         held = max(one.step for one in states)
-        reason = f"step {state.head.step} was committed, and replicas hold step {held} at most; restore a checkpoint"
+        remedy = "restore a checkpoint" if any(ask.durable for ask in asked.values()) else "there is no checkpoint"
+        reason = f"step {state.head.step} was committed, and replicas hold step {held} at most; {remedy}"
     if state.head.step == 0 < (durable := max(ask.durable for ask in asked.values())):
         reason = f"there are fresh weights only, and a checkpoint of step {durable}; resume from it"
     connected = {

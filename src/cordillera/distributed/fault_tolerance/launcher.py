@@ -170,14 +170,12 @@ class ReplicaLauncher:
             return False  # the same would happen again
         if not isinstance(last, RankError | PeerError):
             return False
-        mine = (event for event in read_events(self._folder) if event["writer"] == slot.name)
-        outcomes = [event.get("outcome") for event in mine if event["kind"] in ("joined", "step")]
         in_a_row = 0
-        for outcome in reversed(outcomes):
-            if outcome == "committed":
+        for event in reversed(read_events(self._folder)):
+            if event["writer"] == slot.name and event.get("outcome") == "committed":
                 break
-            in_a_row += outcome is None
-        if max(in_a_row, 0 if outcomes else slot.starts) > self._tolerance.retries:
+            in_a_row += event["kind"] == "started" and event["replica"] == slot.name
+        if in_a_row > self._tolerance.retries:
             self._events.write("given up", replica=slot.name, why=f"{in_a_row} starts without a committed step")
             return False
         return True

@@ -329,7 +329,10 @@ class _Supervisor:
         else:
             how = f"was ended by {_name(code)}" if code > 0 else f"ended with exit code {-code}"
         words = "" if code == signal.SIGKILL else rank.last_words()
-        what = f"rank {rank.number} {how}; {self._board.describe(rank.number)}{words}"
+        where = (
+            f"; {self._board.describe(rank.number)}" if len(self._ranks) > 1 else ""
+        )  # one alone writes no heartbeats
+        what = f"rank {rank.number} {how}{where}{words}"
         return Verdict((rank.number,), what, "see why")
 
     def _named(self, verdict: Verdict) -> RankError:
@@ -371,7 +374,9 @@ def process_context(device_type: str) -> Any:
 def _start(ranks: list[_Rank], size: int, payload: bytes, config: LaunchConfig, port: int, token: str) -> None:
     """Start the processes and append each to ``ranks``, also if a later one fails to start."""
     context = process_context(config.device_type)
-    resource_tracker.ensure_running()  # its start unblocks signals, so it must come before they are blocked
+    # its start unblocks signals, so it must come before they are blocked; it cleans up after ranks that were killed
+    with _starting, _environment({"PYTHONWARNINGS": "ignore:resource_tracker"}):
+        resource_tracker.ensure_running()
     threads = config.threads or max(1, usable_cores() // size)
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     job = {

@@ -10,6 +10,7 @@ Source: FT-HSDP (arXiv 2602.00277), abstract and introduction; the ledger and th
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -89,7 +90,8 @@ class ReplicatedTrainer(LanguageTrainer):
             watchdog=self.watchdog,
         ) as replica:
             self._replica = replica
-            self._events.write("joined", step=self.commit.step, epoch=self.commit.epoch)
+            processes = self.engine.mesh.exchange([float(os.getpid())]).flatten().int().tolist()
+            self._events.write("joined", step=self.commit.step, epoch=self.commit.epoch, processes=processes)
             ended = self._steps()
         self.checkpoints.wait()
         evaluation = None

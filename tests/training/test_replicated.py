@@ -1,0 +1,344 @@
+"""Replicas of a language model: what is trained on while some of them fail, and that it is what one process trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cordillera import workflows
+from cordillera.data.language.prefetch import IterationsAhead
+from cordillera.distributed.fault_tolerance.events import read_events
+from cordillera.distributed.fault_tolerance.launcher import ReplicaLauncher
+from cordillera.distributed.fault_tolerance.replica import FaultToleranceConfig, ReplicaPlace
+from cordillera.distributed.job.launch import LaunchConfig
+from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
+from cordillera.errors import CordilleraError, DataError, PlanError, RankError
+from cordillera.models.language.checkpoints.sharded import WEIGHTS, ShardedFolder
+from cordillera.recipe import LanguageRecipe, validate
+from cordillera.run import Run
+from cordillera.training.checkpoints import folder_of, steps
+from cordillera.training.language.engine import LanguageEngine
+from cordillera.workflows.language import batches_of, prepare
+from tests.distributed.processes import needs_gloo
+
+pytestmark = needs_gloo
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a recipe of two replicas, with changes by section."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CORDILLERA_CACHE", str(tmp_path / "cache"))
+    generator = random.Random(5)
+    lines = ("far sea " * (1 + int(generator.paretovariate(0.8)) % 20) for _ in range(300))
+    Path("text.jsonl").write_text("".join(json.dumps({"text": f"{n} {line}"}) + "\n" for n, line in enumerate(lines)))
+    sizes = {"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1, "ffn": 128, "vocabulary": 258, "context": 256}
+
+    def made(**changes: dict[str, Any]) -> LanguageRecipe:
+        content: dict[str, dict[str, Any]] = {
+            "data": {"path": "text.jsonl", "tokenizer": "bytes", "held_out": 0.1},
+            "packing": {"tokens": 1024, "context": 256, "microbatches": 4},
+            "model": {"name": "llama", **sizes},
+            "training": {"steps": 40, "log_every": 10, "clip": None, "checkpoint_every": 15},
+            "fault_tolerance": {"replicas": 2, "deadline_s": 1.0, "compare_every": 1, "start_s": 20.0},
+        }
+        for section, values in changes.items():
+            content[section] = content.get(section, {}) | values
+        found = validate({"device": "cpu", "threads": 1, **content})
+        assert isinstance(found, LanguageRecipe)
+        return found
+
+    return made
+
+
+def processes_of(folder: Path, replica: str) -> list[int]:
+    """Processes of the newest start of a replica."""
+    joined = [e for e in read_events(folder) if e["kind"] == "joined" and e["writer"] == replica]
+    return [int(one) for one in joined[-1]["processes"]]
+
+
+def committed(folder: Path) -> list[dict[str, Any]]:
+    """Steps of the history that ends with the newest commit, each once."""
+    found = [e for e in read_events(folder) if e["kind"] == "step" and e["outcome"] == "committed"]
+    by_lineage = {event["lineage"]: event for event in found}
+    last, history = max(found, key=lambda event: (event["epoch"], event["step"]))["lineage"], []
+    while last in by_lineage:
+        history.append(by_lineage[last])
+        last = by_lineage[last]["parent"]
+    return history[::-1]
+
+
+def last_step(path: Path) -> int:
+    """Step of the last event of a replica; reading all of them takes long."""
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - 2000))
+        lines = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"}\n")]
+    return int(json.loads(lines[-1])["step"]) if lines and lines[-1].startswith(b'{"kind": "step"') else 0
+
+
+def training(recipe: LanguageRecipe, folder: str, faults: list[tuple[int, Callable[[Path], None]]]) -> Any:
+    """Train, and do each of ``faults`` once its step is committed."""
+    left, is_over = list(faults), threading.Event()
+
+    def inject() -> None:
+        until = time.monotonic() + 120
+        while left and not is_over.is_set() and time.monotonic() < until:
+            time.sleep(0.02)
+            if max(map(last_step, Path(folder).glob("replicas/r?.jsonl")), default=0) >= left[0][0]:
+                left.pop(0)[1](Path(folder))
+
+    thread = threading.Thread(target=inject)
+    thread.start()
+    try:
+        return workflows.train(recipe, folder)
+    finally:
+        is_over.set()
+        thread.join()
+        assert not left, "a fault did not come to pass"
+
+
+def kill(replica: str, rank: int = 0, by: signal.Signals = signal.SIGKILL) -> Callable[[Path], None]:
+    return lambda folder: os.kill(processes_of(folder, replica)[rank], by)
+
+
+def weights_of(run: Run) -> dict[str, torch.Tensor]:
+    folder = ShardedFolder(folder_of(run.checkpoints, steps(run.checkpoints)[-1]))
+    parts, found = folder.parts(WEIGHTS), {}
+    for name, shape in parts.shapes.items():
+        found[name] = torch.empty(shape)
+        parts.read(name, (0,) * len(shape), found[name])
+    return found
+
+
+def replayed(recipe: LanguageRecipe, history: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Weights after the steps of a history, trained one after the other by this process."""
+    torch.set_num_threads(1)
+    alone = recipe.model_copy(update={"parallel": ParallelConfig()})
+    engine = LanguageEngine(recipe.training, recipe.model, ProcessMesh(alone.parallel), recipe.seed)
+    iterations = IterationsAhead(batches_of(recipe, prepare(recipe)))
+    for event in history:
+        own, participants = iterations.look(event["iterations"]), event["participants"]
+        assert own[0].number == event["first"]
+        parts, total, loss = [], 0, 0.0
+        for place in range(len(participants)):
+            microbatches = [one for iteration in own[place :: len(participants)] for one in iteration.microbatches]
+            part, targets = engine.backward(microbatches)
+            factor = float(targets) if len(participants) > 1 else 1.0
+            parts.append([one * factor for one in engine.gradients()])
+            total, loss = total + targets, loss + part * targets
+            engine.discard()
+        gradients = engine.gradients()
+        for place, gradient in enumerate(gradients):
+            summed = parts[0][place]
+            for other in parts[1:]:
+                summed = summed + other[place]
+            gradient.copy_(summed / float(total) if len(participants) > 1 else summed)
+        engine.update(loss / total, total, event["rate"])
+        iterations.take(event["iterations"])
+    (stage,) = engine.stages.values()
+    return {name: one.to_local().clone() for name, one in stage.named_parameters()}  # type: ignore[operator]
+
+
+def check_history(history: list[dict[str, Any]], last: int) -> None:
+    """Every step is there once, and every iteration of the text is in one of them."""
+    assert [event["step"] for event in history] == list(range(1, last + 1))
+    first = 0
+    for event in history:
+        assert event["first"] == first
+        first += event["iterations"]
+
+
+def test_without_faults_it_is_what_one_process_trains(recipe: Any) -> None:
+    made = recipe(training={"steps": 12, "evaluate_every": 5})
+    outcome = workflows.train(made, "run")
+    history = committed(Path("run"))
+    check_history(history, 12)
+    assert {event["epoch"] for event in history} == {1}
+    assert all(event["participants"] == ["r0", "r1"] for event in history)
+    found, wanted = weights_of(outcome.run), replayed(made, history)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+    assert outcome.report.ended == "finished"
+    assert outcome.report.progress.step == 12
+    records = [(one["kind"], one["step"]) for one in outcome.run.metrics()]
+    assert len(records) == len(set(records))
+    assert {("train", 10), ("train", 12), ("evaluation", 5), ("evaluation", 10), ("checkpoint", 12)} <= set(records)
+    assert outcome.run.status().is_complete
+
+
+@pytest.mark.slow
+def test_killed_replicas_change_nothing_but_who_takes_part(recipe: Any) -> None:
+    made = recipe(training={"steps": 250})
+    outcome = training(made, "run", [(10, kill("r1")), (125, kill("r0"))])
+    history = committed(Path("run"))
+    check_history(history, 250)
+    alone = [event["participants"] for event in history if len(event["participants"]) == 1]
+    assert ["r0"] in alone
+    assert ["r1"] in alone
+    assert history[-1]["participants"] == ["r0", "r1"]
+    found, wanted = weights_of(outcome.run), replayed(made, history)
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+    ended = [event for event in read_events(Path("run")) if event["kind"] == "ended"]
+    assert [event["replica"] for event in ended] == ["r1", "r0"]
+
+
+@pytest.mark.slow
+def test_a_stopped_replica_is_left_behind_and_catches_up(recipe: Any) -> None:
+    def stop(folder: Path) -> None:
+        process = processes_of(folder, "r1")[0]
+        os.kill(process, signal.SIGSTOP)
+        time.sleep(2)
+        os.kill(process, signal.SIGCONT)
+
+    outcome = training(recipe(training={"steps": 300}), "run", [(10, stop)])
+    history = committed(Path("run"))
+    check_history(history, outcome.report.progress.step)
+    assert ["r0"] in [event["participants"] for event in history]
+    assert history[-1]["participants"] == ["r0", "r1"]
+    assert not [event for event in read_events(Path("run")) if event["kind"] == "ended"]  # it was never started anew
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_is_killed_comes_back_and_no_step_is_lost(recipe: Any) -> None:
+    def end(folder: Path) -> None:
+        (process,) = [e["process"] for e in read_events(folder) if e["kind"] == "coordinator"][-1:]
+        os.kill(process, signal.SIGKILL)
+
+    outcome = training(recipe(training={"steps": 100}), "run", [(10, end), (50, end)])
+    check_history(committed(Path("run")), 100)
+    events = read_events(Path("run"))
+    assert sum(event["kind"] == "coordinator" for event in events) == 3
+    assert not [event for event in events if event["kind"] in ("ended", "rollback")]
+    assert outcome.report.ended == "finished"
+
+
+@pytest.mark.slow
+def test_a_rank_of_a_replica_takes_the_whole_replica_with_it(recipe: Any) -> None:
+    made = recipe(parallel={"shard": 2}, training={"steps": 200}, fault_tolerance={"deadline_s": 2.0})
+    outcome = training(made, "run", [(8, kill("r0", rank=1)), (100, kill("r1", rank=0))])
+    history = committed(Path("run"))
+    check_history(history, 200)
+    assert {len(event["participants"]) for event in history} == {1, 2}
+    assert outcome.report.ended == "finished"
+    found, wanted = weights_of(outcome.run), replayed(made, history)
+    assert all(torch.allclose(found[name], wanted[name], rtol=1e-5, atol=1e-6) for name in found)
+
+
+@pytest.mark.slow
+def test_all_replicas_at_once_go_on_from_the_newest_checkpoint(recipe: Any) -> None:
+    def all_at_once(folder: Path) -> None:
+        for replica in ("r0", "r1"):
+            kill(replica)(folder)
+
+    made = recipe(training={"steps": 40, "checkpoint_every": 5, "asynchronous": False})
+    outcome = training(made, "run", [(12, all_at_once)])
+    history = committed(Path("run"))
+    check_history(history, 40)
+    events = read_events(Path("run"))
+    assert [event["kept"]["step"] for event in events if event["kind"] == "rollback"] == [10]
+    found, wanted = weights_of(outcome.run), replayed(made, history)
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+@pytest.mark.slow
+def test_a_constant_batch_is_shared_out_among_those_that_are_there(recipe: Any) -> None:
+    made = recipe(training={"steps": 60}, fault_tolerance={"batch": "constant"})
+    outcome = training(made, "run", [(10, kill("r1"))])
+    history = committed(Path("run"))
+    check_history(history, 60)
+    assert {event["iterations"] for event in history} == {2}
+    assert ["r0"] in [event["participants"] for event in history]
+    found, wanted = weights_of(outcome.run), replayed(made, history)
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+@pytest.mark.slow
+def test_a_job_that_was_asked_to_stop_goes_on_where_it_stood(recipe: Any) -> None:
+    made = recipe(training={"steps": 60, "checkpoint_every": None})
+    first = training(made, "run", [(10, lambda folder: os.kill(os.getpid(), signal.SIGINT))])
+    assert first.report.ended == "interrupted"
+    reached = first.report.progress.step
+    assert 10 <= reached < 60
+    before = committed(Path("run"))
+    second = workflows.train(first.run)
+    assert second.report.ended == "finished"
+    history = before + [e for e in committed(Path("run")) if e["step"] > reached]
+    check_history(history, 60)
+    found, wanted = weights_of(second.run), replayed(made, history)
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+@pytest.mark.slow
+def test_a_text_that_ends_between_replicas_is_trained_to_its_end(recipe: Any) -> None:
+    made = recipe(data={"epochs": 1}, training={"steps": 10_000})
+    outcome = workflows.train(made, "run")
+    history = committed(Path("run"))
+    check_history(history, outcome.report.progress.step)
+    assert outcome.report.ended == "exhausted"
+    alone = validate(json.loads(made.model_dump_json(by_alias=True)) | {"fault_tolerance": {}})
+    assert workflows.train(alone, "alone").report.progress.tokens == outcome.report.progress.tokens
+
+
+@pytest.mark.slow
+def test_without_a_checkpoint_nobody_begins_anew_in_silence(recipe: Any) -> None:
+    def all_at_once(folder: Path) -> None:
+        for replica in ("r0", "r1"):
+            kill(replica)(folder)
+
+    with pytest.raises(PlanError, match="replicas hold step 0 at most; there is no checkpoint"):
+        training(recipe(training={"checkpoint_every": None, "steps": 10**6}), "run", [(5, all_at_once)])
+    assert Run("run").status().ended == "failed"
+    assert [event["kind"] for event in read_events(Path("run"))].count("given up") == 2
+
+
+def _dies(rank: int, place: ReplicaPlace, how: str) -> None:
+    if how == "error":
+        raise DataError("the text is empty", where="text")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("how", "starts"), [("killed", 3), ("error", 1)])
+def test_a_replica_that_always_fails_is_given_up(tmp_path: Path, how: str, starts: int) -> None:
+    tolerance = FaultToleranceConfig(replicas=2, retries=2)
+    launcher = ReplicaLauncher(
+        _dies, 1, (how,), tolerance=tolerance, configuration="c", folder=tmp_path, config=LaunchConfig(threads=1)
+    )
+    with pytest.raises(DataError if how == "error" else RankError, match=r"the text is empty|SIGKILL"):
+        launcher.run()
+    kinds = [event["kind"] for event in read_events(tmp_path)]
+    assert kinds.count("started") == kinds.count("ended") == 2 * starts
+    assert kinds.count("given up") == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"training": {"optimizer": "muon"}}, r"training\.optimizer: replicas hold the moments of adamw"),
+        ({"model": {"experts": {"count": 2, "chosen": 1}}}, r"model\.experts: experts are balanced within one replica"),
+    ],
+)
+def test_what_does_not_go_with_replicas_is_refused_before_they_start(recipe: Any, change: Any, message: str) -> None:
+    with pytest.raises(CordilleraError, match=message):
+        workflows.train(recipe(**change), "run")
+    assert not Path("run").exists()
+
+
+def test_rates_and_batches_follow_the_share_that_is_there() -> None:
+    config = FaultToleranceConfig(replicas=12, rate="sqrt")
+    assert [round(config.rate_factor(n), 4) for n in (12, 11, 9, 8)] == [1.0, 0.9574, 0.866, 0.8165]
+    assert FaultToleranceConfig(replicas=4, rate="linear").rate_factor(3) == 0.75
+    assert FaultToleranceConfig(replicas=4).rate_factor(1) == 1.0
+    assert FaultToleranceConfig(replicas=4, batch="constant").iterations(3) == 4
+    assert FaultToleranceConfig(replicas=4).iterations(3) == 3
+    with pytest.raises(ValueError, match="least"):
+        FaultToleranceConfig(replicas=2, least=3)
