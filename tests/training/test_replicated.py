@@ -178,10 +178,10 @@ def test_without_faults_it_is_what_one_process_trains(recipe: Any) -> None:
 
 @pytest.mark.slow
 def test_killed_replicas_change_nothing_but_who_takes_part(recipe: Any) -> None:
-    made = recipe(training={"steps": 250})
-    outcome = training(made, "run", [(10, kill("r1")), (125, kill("r0"))])
+    made = recipe(training={"steps": 160})
+    outcome = training(made, "run", [(10, kill("r1")), (80, kill("r0"))])
     history = committed(Path("run"))
-    check_history(history, 250)
+    check_history(history, 160)
     alone = [event["participants"] for event in history if len(event["participants"]) == 1]
     assert ["r0"] in alone
     assert ["r1"] in alone
@@ -224,10 +224,10 @@ def test_a_coordinator_that_is_killed_comes_back_and_no_step_is_lost(recipe: Any
 
 @pytest.mark.slow
 def test_a_rank_of_a_replica_takes_the_whole_replica_with_it(recipe: Any) -> None:
-    made = recipe(parallel={"shard": 2}, training={"steps": 200}, fault_tolerance={"deadline_s": 2.0})
-    outcome = training(made, "run", [(8, kill("r0", rank=1)), (100, kill("r1", rank=0))])
+    made = recipe(parallel={"shard": 2}, training={"steps": 130}, fault_tolerance={"deadline_s": 2.0})
+    outcome = training(made, "run", [(8, kill("r0", rank=1)), (65, kill("r1", rank=0))])
     history = committed(Path("run"))
-    check_history(history, 200)
+    check_history(history, 130)
     assert {len(event["participants"]) for event in history} == {1, 2}
     assert outcome.report.ended == "finished"
     found, wanted = weights_of(outcome.run), replayed(made, history)

@@ -34,7 +34,7 @@ _HEADER = struct.Struct("<4sBBHQQIIQQQ")
 _CHECK = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CHECK.size
 _LANES, _ROWS = 512, 16  # words of a row, rows of a block
-_MULTIPLIER, _ODD = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
+_FACTOR, _ODD = 0x9E3779B97F4A7C15, np.uint64(0xC2B2AE3D27D4EB4F)
 _NONCE_BYTES, _PAGE = 32, 4096
 
 
@@ -91,19 +91,20 @@ class FrameHeader(NamedTuple):
 def checksum(data: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
     """Return 32 bits that depend on each of the bytes, and on where among the blocks of 64 kilobytes it stands.
 
-    The rows of a block, of four kilobytes, are added. Those of the blocks are multiplied by products of odd numbers
-    and added, in halves; a CRC ends this. It is three to five times as fast as a CRC of everything.
+    The rows of a block, of four kilobytes, are added. Those of the blocks are multiplied by distinct powers of an odd
+    number and added, in halves; a CRC ends this. It is three to five times as fast as a CRC of everything.
     """
     whole = data.size - data.size % (8 * _LANES * _ROWS)
     rows = np.add.reduce(data[:whole].view(np.uint64).reshape(-1, _ROWS, _LANES), axis=1)
+    factor = _FACTOR
     while len(rows) > 1:
         half = len(rows) // 2
-        folded = rows[:half] * _MULTIPLIER
+        folded = rows[:half] * np.uint64(factor)
         folded += rows[half : 2 * half]
         if len(rows) % 2:
             folded[0] += rows[-1] * _ODD
-        rows = folded
-    return zlib.crc32(data[whole:], zlib.crc32(rows))
+        rows, factor = folded, factor * factor % (1 << 64)
+    return zlib.crc32(data[whole:].data, zlib.crc32(rows.data))
 
 
 class FrameReader(Protocol):
@@ -154,7 +155,7 @@ class MemberLink:
         """Send a frame, or what of it fits now; ``payload`` must not change before it is sent."""
         self._outgoing.append(memoryview(header.encode()))
         if payload is not None and payload.size:
-            self._outgoing.append(memoryview(payload))
+            self._outgoing.append(payload.data)
         self.flush()
 
     def flush(self) -> None:
@@ -206,7 +207,7 @@ class MemberLink:
         if self._header is None:
             self._target = memoryview(self._head)
         else:
-            self._target = memoryview(b"") if place is None else memoryview(place)
+            self._target = memoryview(b"") if place is None else place.data
 
     def _fill(self) -> bool:
         """Receive into the target; return whether it is full."""

@@ -129,6 +129,8 @@ class ReplicaLauncher:
                 if not self._is_worth_another(slot):
                     return
                 time.sleep(_AGAIN_S)
+        except Exception as error:  # the disk that takes the events is full
+            slot.failures.append(error)
         finally:
             slot.is_over = True
 
