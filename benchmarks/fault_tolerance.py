@@ -9,6 +9,7 @@ from typing import Any
 import typer
 from _all_reduce import all_reduce
 from _program import Program
+from _replica_emulation import emulated
 from rich.console import Console
 from rich.table import Table
 
@@ -36,6 +37,7 @@ class Part(str, enum.Enum):
 
     simulated = "simulated"
     all_reduce = "all-reduce"
+    emulated = "emulated"
 
 
 def _row(row: FaultStudyRow) -> dict[str, Any]:
@@ -119,7 +121,7 @@ def simulated(console: Console, quick: bool) -> dict[str, Any]:
 
 main = Program(
     "fault_tolerance",
-    {Part.simulated: simulated, Part.all_reduce: all_reduce},
+    {Part.simulated: simulated, Part.all_reduce: all_reduce, Part.emulated: emulated},
     "Simulate large jobs with failures, and time what lets the others go on.",
 ).command()
 

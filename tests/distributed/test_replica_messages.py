@@ -247,12 +247,11 @@ def _logged(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def test_no_changed_byte_of_the_last_line_of_a_log_passes(tmp_path: Path) -> None:
+def test_no_changed_byte_of_a_log_passes(tmp_path: Path) -> None:
     path = tmp_path / "log"
     content = _logged(path)
-    begin = content.rstrip(b"\n").rfind(b"\n") + 1
     generator = torch.Generator().manual_seed(1)
-    for place in torch.randint(begin, len(content) - 1, (40,), generator=generator).tolist():
+    for place in torch.randint(0, len(content) - 1, (100,), generator=generator).tolist():
         damaged = bytearray(content)
         damaged[place] ^= 1 << place % 7
         path.write_bytes(damaged)

@@ -10,7 +10,9 @@ import typer
 from cordillera.cli import (
     answers,
     bench,
+    chaos,
     compare,
+    coordinate,
     data,
     delta,
     doctor,
@@ -79,6 +81,8 @@ app.command("write-chats")(drafting.write_chats)
 app.command("export-drafter")(drafting.export_drafter)
 app.command("plan")(plan.plan)
 app.command("simulate-faults")(simulate_faults.simulate_faults)
+app.command("coordinate")(coordinate.coordinate)
+app.command("chaos")(chaos.chaos)
 app.command("towers")(towers.towers)
 app.command("bench", context_settings=bench.CONTEXT)(bench.bench)
 app.command("doctor")(doctor.doctor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +31,13 @@ def train(
             "--replicas", min=1, help="Copies of a language model, each of --nproc processes, of which some may fail."
         ),
     ] = None,
+    replica: Annotated[
+        str | None,
+        typer.Option("--replica", help="Train one replica of the run, such as r0; needs --coordinator."),
+    ] = None,
+    coordinator: Annotated[
+        str | None, typer.Option("--coordinator", help="HOST:PORT of `cordillera coordinate`; needs --replica.")
+    ] = None,
     resume: Annotated[
         bool,
         typer.Option(
@@ -45,30 +53,12 @@ def train(
     """Train a recipe, evaluate it and write the report."""
     from cordillera import workflows
     from cordillera.cli._show import console, training_progress
-    from cordillera.errors import RunError
-    from cordillera.recipe import load
-    from cordillera.run import Run
 
+    if replica is not None or coordinator is not None:
+        return _join(recipe, replica, coordinator, quiet)
     overrides = list(set_ or []) + ([f"seed={seed}"] if seed is not None else [])
     overrides += [f"fault_tolerance.replicas={replicas}"] if replicas is not None else []
-    what: Any
-    if resume:
-        if any(not override.strip().startswith(("parallel.", "fault_tolerance.")) for override in overrides):
-            remedy = "start a new run to change it; only parallel and fault_tolerance (--set SECTION.KEY=VALUE) may"
-            raise RunError("a resumed run keeps its recipe", where="--set", remedy=remedy)
-        if plan is not None:
-            raise RunError("a resumed run keeps its plan", where="--plan", remedy="leave it out")
-        what = Run(run or recipe)
-    else:
-        if (Path(recipe) / "recipe.toml").is_file() and run is None:
-            raise RunError(
-                "is a run folder", where=recipe, remedy=f"continue it with `cordillera train {recipe} --resume`"
-            )
-        what = load(recipe, overrides)
-        if plan is not None:
-            from cordillera.workflows.language_recipes import follow_plan
-
-            what = follow_plan(what, plan, nproc)
+    what = _resumed(run or recipe, overrides, plan) if resume else _begun(recipe, run, overrides, plan, nproc)
     out = console()
     with training_progress(out, quiet=quiet) as (on_step, say):
         outcome = workflows.train(
@@ -81,6 +71,49 @@ def train(
         raise typer.Exit(130)
     _print(out, outcome)
     out.print(f"report: {folder / 'report.html'}", markup=False)
+
+
+def _join(folder: str, replica: str | None, coordinator: str | None, quiet: bool) -> None:
+    """Train one replica of a run."""
+    from cordillera.cli._show import console, training_progress
+    from cordillera.errors import RunError
+    from cordillera.run import Run
+    from cordillera.workflows.language import join
+
+    if replica is None or coordinator is None:
+        raise RunError("go together", where="--replica and --coordinator", remedy="see `cordillera coordinate --help`")
+    out = console()
+    with training_progress(out, quiet=quiet) as (on_step, say):
+        report = join(Run(folder), replica, coordinator, on_step=on_step, say=say)
+    out.print(f"{replica}: {report.ended} at step {report.progress.step:,}")
+
+
+def _resumed(folder: Path | str, overrides: Sequence[str], plan: Path | None) -> Any:
+    """Return the run to go on with."""
+    from cordillera.errors import RunError
+    from cordillera.run import Run
+
+    if any(not override.strip().startswith(("parallel.", "fault_tolerance.")) for override in overrides):
+        remedy = "start a new run to change it; only parallel and fault_tolerance (--set SECTION.KEY=VALUE) may"
+        raise RunError("a resumed run keeps its recipe", where="--set", remedy=remedy)
+    if plan is not None:
+        raise RunError("a resumed run keeps its plan", where="--plan", remedy="leave it out")
+    return Run(folder)
+
+
+def _begun(recipe: str, run: Path | None, overrides: Sequence[str], plan: Path | None, nproc: int | None) -> Any:
+    """Return the recipe to train."""
+    from cordillera.errors import RunError
+    from cordillera.recipe import load
+
+    if (Path(recipe) / "recipe.toml").is_file() and run is None:
+        raise RunError("is a run folder", where=recipe, remedy=f"continue it with `cordillera train {recipe} --resume`")
+    found = load(recipe, overrides)
+    if plan is None:
+        return found
+    from cordillera.workflows.language_recipes import follow_plan
+
+    return follow_plan(found, plan, nproc)
 
 
 def _print(out: Console, outcome: Outcome | LanguageOutcome) -> None:

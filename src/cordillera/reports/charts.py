@@ -484,7 +484,10 @@ def bars(
 
 
 class Span(NamedTuple):
-    """A part of a row of :func:`gantt`, in seconds; one with a title shows it under the pointer."""
+    """A part of a row of :func:`gantt`, in seconds; one with a title shows it under the pointer.
+
+    ``low`` and ``high`` are where it begins and ends as shares of the row's height, from above.
+    """
 
     start: float
     end: float
@@ -492,6 +495,18 @@ class Span(NamedTuple):
     title: str = ""
     number: str = ""
     is_thin: bool = False
+    low: float = 0.0
+    high: float = 1.0
+
+
+class Mark(NamedTuple):
+    """A moment across rows of :func:`gantt`, from the first row to that before the last, with a title."""
+
+    first: int
+    last: int
+    at: float
+    style: str
+    title: str
 
 
 def gantt(
@@ -501,22 +516,30 @@ def gantt(
     height: float = 34.0,
     *,
     numbered: bool = False,
+    marks: Iterable[Mark] = (),
+    ticks: Sequence[tuple[float, str]] | None = None,
 ) -> Markup:
-    """Draw what happens in each row to scale, up to ``until`` seconds; thin spans lie below the others."""
+    """Draw what happens in each row to scale, up to ``until`` seconds; thin spans lie below the others.
+
+    ``ticks`` are times in seconds and their texts; None for four equal parts.
+    """
     left, bottom = 80.0, 8 + len(rows) * height
     scale = (_WIDTH - left - 24) / until
     drawn, over, paths = [], [], dict[str, list[str]]()
-    for part in (0.0, 0.25, 0.5, 0.75, 1.0):
-        x = left + part * until * scale
-        drawn += [_line((x, x), (4, bottom), "grid"), _text(x, bottom + 16, _time_text(part * until, until))]
+    quarters = [(part * until, _time_text(part * until, until)) for part in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    for at, text in quarters if ticks is None else ticks:
+        x = left + at * scale
+        drawn += [_line((x, x), (4, bottom), "grid"), _text(x, bottom + 16, text)]
     for row, (name, spans) in enumerate(rows):
         top = 8 + row * height
         over.append(_text(left - 8, top + height * 0.36 + 4, name, "end"))
         for one in spans:
             if one.start >= until:
                 continue
-            x, width = left + one.start * scale, max((min(one.end, until) - one.start) * scale - 0.3, 0.15)
+            gap = 0.3 if one.high - one.low == 1 else 0.0
+            x, width = left + one.start * scale, max((min(one.end, until) - one.start) * scale - gap, 0.15)
             y, tall = (top + height * 0.76, height * 0.12) if one.is_thin else (top, height * 0.72)
+            y, tall = y + tall * one.low, tall * (one.high - one.low)
             if one.title:
                 over.append(_box(x, y, width, tall, one.style, one.title))
             else:  # thousands of spans without titles are one path a style
@@ -524,6 +547,10 @@ def gantt(
             if numbered and height >= 14 and width > 8 * len(one.number):
                 over.append(_text(x + width / 2, top + height * 0.36 + 3.5, one.number, style="number"))
     drawn += [_tag("path", class_=style, d="".join(path)) for style, path in paths.items()]
+    for mark in marks:
+        x, top, tall = left + mark.at * scale, 8 + mark.first * height - 2, (mark.last - mark.first) * height * 0.9
+        shape = f"M{x - 4:.1f} {top:.1f}h8l-4 6zM{x:.1f} {top:.1f}v{tall:.1f}"
+        over.append(_tag("path", _tag("title", mark.title), class_=f"moment {mark.style}", d=shape))
     return _svg(_WIDTH, bottom + 24, label, [*drawn, *over])
 
 

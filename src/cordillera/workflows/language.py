@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import zlib
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,17 @@ from cordillera.data.language.chats.corpora import ChatCorpora, prepare_chats
 from cordillera.data.language.corpora import TextCorpora, prepare_corpora, text_identity
 from cordillera.data.language.held_out import held_out_batches
 from cordillera.data.packing.work import DocumentWork
-from cordillera.distributed.fault_tolerance.launcher import ReplicaLauncher, replica_names
+from cordillera.distributed.fault_tolerance.launcher import (
+    ReplicaLauncher,
+    ReplicaService,
+    job_secret,
+    replica_names,
+)
 from cordillera.distributed.fault_tolerance.replica import ReplicaPlace
 from cordillera.distributed.job.environment import place_in_job
 from cordillera.distributed.job.job import Job, join_job
 from cordillera.distributed.job.launch import LaunchConfig, launch
-from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
+from cordillera.distributed.mesh import ProcessMesh
 from cordillera.distributed.planned_mesh import PlannedParallelConfig
 from cordillera.errors import (
     CheckpointError,
@@ -46,10 +51,11 @@ from cordillera.models.language.checkpoints import open_checkpoint, read_model
 from cordillera.models.language.checkpoints.first_sight import compare_with_first_sight
 from cordillera.models.language.checkpoints.sharded import STATE, ShardedFolder
 from cordillera.models.language.checkpoints.source import Source, parameter_shapes
-from cordillera.models.language.flops import flops_per_token, peak_flops
-from cordillera.models.language.llama import draw_weight, parameter_count
+from cordillera.models.language.flops import peak_flops
+from cordillera.models.language.llama import draw_weight
 from cordillera.numerics.formats.precision import compute_dtype
 from cordillera.recipe import LanguageRecipe, PostTrainingRecipe
+from cordillera.reports.language.replicas import write_replicas_page
 from cordillera.reports.language.run import write_language_report
 from cordillera.run import Run, check_recipe, next_folder, recipe_state, write_atomically
 from cordillera.serving.language.language_model import find_model
@@ -65,11 +71,10 @@ from cordillera.training.language.trainer import (
     write_evaluation,
 )
 from cordillera.training.ranking.scoring import select_device
-from cordillera.workflows.language_recipes import check_trainable, with_processes
+from cordillera.workflows.language_recipes import check_trainable, describe, mesh_text, text_line, with_processes
 from cordillera.workflows.post_training.training import (
     KINDS,
     add_reference,
-    chats_line,
     post_trainer,
     read_held_out_reference,
 )
@@ -202,10 +207,10 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, sa
             recipe.name,
             [("model.vocabulary", f"{recipe.model.vocabulary} is less than the {vocabulary} tokens of the tokenizer")],
         )
-    say(f"      {_text_line(recipe, corpora)}")
+    say(f"      {text_line(recipe, corpora)}")
     if not isinstance(corpora, ChatCorpora):
         batches_of(recipe, corpora)  # refuses what does not fit before there are processes and a folder
-    described = _describe(recipe, corpora)
+    described = describe(recipe, corpora)
     if resume:
         run = Run(folder or "")
         with run.lock():
@@ -229,7 +234,7 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, sa
         f"model: {described['parameters']:,} parameters"
         + (f", from {recipe.training.start}" if recipe.training.start else "")
     )
-    say(f"mesh:  {_mesh_text(recipe.parallel)}")
+    say(f"mesh:  {mesh_text(recipe.parallel)}")
     if recipe.training.emulate is not None:
         say(f"emulated: products in {recipe.training.emulate.format}, which takes several times as long")
     return run
@@ -244,20 +249,6 @@ def prepare(recipe: LanguageRecipe) -> TextCorpora | ChatCorpora:
     if isinstance(recipe, PostTrainingRecipe):
         return prepare_chats(recipe.data, KINDS[recipe.objective.name])
     return prepare_corpora(recipe.data)
-
-
-def _text_line(recipe: LanguageRecipe, corpora: TextCorpora | ChatCorpora) -> str:
-    """Return a line on the size of the text, and how often training goes through it."""
-    wanted, per_step = recipe.training.steps, recipe.packing.tokens
-    if isinstance(corpora, ChatCorpora):
-        return chats_line(corpora)
-    learnt = sum(source["tokens"] for source in corpora.facts["sources"])
-    held = sum(part["tokens"] for part in corpora.facts["held_out"])
-    passes = min(wanted * per_step / max(learnt, 1), recipe.data.epochs or math.inf)
-    return (
-        f"{learnt:,} tokens to learn from, {held:,} held out\n"
-        f"      {wanted:,} steps of {per_step:,} tokens go through it {passes:.2g} times"
-    )
 
 
 def _text_of(run: Run) -> list[Any]:
@@ -299,26 +290,6 @@ def _prepare_together(
     if job.size > 1:
         dist.broadcast_object_list(place)
     return Run(place[0]), place[1]
-
-
-def _describe(recipe: LanguageRecipe, corpora: TextCorpora | ChatCorpora) -> dict[str, Any]:
-    objective = {"objective": recipe.objective.name} if isinstance(recipe, PostTrainingRecipe) else {}
-    return {
-        "name": recipe.model.name,
-        **objective,
-        "config": recipe.model.model_dump(mode="json"),
-        "parameters": parameter_count(recipe.model),
-        "flops_per_token": flops_per_token(recipe.model),
-        "mesh": recipe.parallel.model_dump(mode="json", exclude={"table"}),  # its schedule is in the recipe
-        "world": recipe.parallel.world,
-        "data": corpora.facts,
-    }
-
-
-def _mesh_text(parallel: ParallelConfig) -> str:
-    sizes = {name: getattr(parallel, name) for name in ("replicate", "shard", "context", "tensor", "pipeline")}
-    cut = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    return f"{parallel.world} processes, {cut}" if cut else "1 process"
 
 
 def batches_of(recipe: LanguageRecipe, corpora: TextCorpora) -> TextBatches:
@@ -371,13 +342,17 @@ def _launch_replicas(
         deadline_s=recipe.parallel.deadline_s,
         remedy=f"continue it with `cordillera train {run.folder} --resume`",
     )
-    state = recipe_state(recipe)
-    configuration = hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
     arguments = (recipe, str(run.folder))
     launcher = ReplicaLauncher(
-        _launched_replica, world, arguments, tolerance=tolerance, configuration=configuration, folder=run.folder,
-        config=config, hear=from_ranks(on_step, say),
-    )  # fmt: skip
+        _launched_replica,
+        world,
+        arguments,
+        tolerance=tolerance,
+        configuration=_configuration(recipe),
+        folder=run.folder,
+        config=config,
+        hear=from_ranks(on_step, say),
+    )
     begun = max(steps(run.checkpoints), default=0)
     with run.lock():
         run.rewind_metrics(begun)
@@ -387,11 +362,122 @@ def _launch_replicas(
         except BaseException as error:
             why = error.what if isinstance(error, CordilleraError) else type(error).__name__
             run.write_status("failed", max(steps(run.checkpoints), default=0), recipe.training.steps, why)
+            if isinstance(error, CordilleraError):
+                _write_replicas_page(run, say)
             raise
-        if report.evaluation is not None:
-            write_evaluation(run, report.progress.step, report.progress.tokens, report.evaluation)
-        run.write_status(report.ended, report.progress.step, recipe.training.steps)
+        status = run.status()
+        if status is None or status.ended is None:  # the replica that writes failed after the last step
+            if report.evaluation is not None:
+                write_evaluation(run, report.progress.step, report.progress.tokens, report.evaluation)
+            run.write_status(report.ended, report.progress.step, recipe.training.steps)
+        _write_replicas_page(run, say)
     return report
+
+
+def _configuration(recipe: LanguageRecipe) -> str:
+    """Return a digest of all that must be equal on replicas."""
+    text = json.dumps([recipe_state(recipe.model_copy(update={"threads": None})), version("cordillera")])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def coordinate(
+    recipe: LanguageRecipe,
+    folder: Path | str | None = None,
+    *,
+    resume: bool = False,
+    processes: int | None = None,
+    listen: str = "127.0.0.1:0",
+    say: Say = silent,
+) -> Run:
+    """Coordinate replicas that are started elsewhere, until they end; Ctrl-C or SIGTERM lets all stop after a step.
+
+    Args:
+        recipe: Recipe with ``fault_tolerance.replicas`` above 1.
+        folder: Folder of the run, which every replica must reach. Default: one in ``runs``.
+        resume: Whether the run goes on from its newest checkpoint.
+        processes: Number of processes of each replica.
+        listen: ``HOST:PORT`` to listen at; port 0 for one that is free.
+        say: Function called with lines of text.
+
+    Raises:
+        PlanError: If the recipe has no replicas, or the address cannot be used.
+        RunError: If the run is in use.
+    """
+    recipe = with_processes(recipe, processes)
+    if recipe.fault_tolerance.replicas == 1:
+        raise PlanError("is 1", where="fault_tolerance.replicas", remedy="give --replicas N")
+    check_trainable(recipe, folder if resume else None)
+    run = _prepare(recipe, folder, resume, say)
+    host, _, port = listen.rpartition(":")
+    if not port.isdecimal():
+        raise PlanError("has no port", where=listen, remedy="write HOST:PORT, with port 0 for one that is free")
+    service = ReplicaService(
+        run.folder, recipe.fault_tolerance, _configuration(recipe), host=host or "127.0.0.1", port=int(port)
+    )
+    say(f"coordinator: {service.address}")
+    for name in replica_names(recipe.fault_tolerance.replicas):
+        say(f"  -> cordillera train {run.folder} --replica {name} --coordinator {service.address}")
+    begun = max(steps(run.checkpoints), default=0)
+    with run.lock():
+        run.rewind_metrics(begun)
+        run.write_status(None, begun, recipe.training.steps)
+        service.serve(lambda: (status := run.status()) is not None and status.ended is not None)
+        status = run.status()
+        if status is None or status.ended is None:
+            why = "the coordinator was stopped before the replicas had ended"
+            run.write_status("failed", max(steps(run.checkpoints), default=0), recipe.training.steps, why)
+        _write_replicas_page(run, say)
+        if status is not None and status.ended in ("finished", "exhausted"):
+            write_language_report(run)
+    return run
+
+
+def join(
+    run: Run,
+    name: str,
+    coordinator: str,
+    *,
+    on_step: LanguageStepCallback | None = None,
+    say: Say = silent,
+) -> LanguageReport:
+    """Train as one replica of a job that :func:`coordinate` began; Ctrl-C or SIGTERM ends this replica alone.
+
+    Under a launcher (``torchrun``) each of its processes calls this; otherwise the processes are started here.
+
+    Args:
+        run: Run of the job.
+        name: Name of the replica.
+        coordinator: ``HOST:PORT`` of the coordinator.
+
+    Raises:
+        PlanError: If there is no replica of this name, or it cannot take part.
+        PeerError: If the coordinator does not answer.
+    """
+    recipe = recipes.load(run.recipe_file)
+    if not isinstance(recipe, LanguageRecipe) or recipe.fault_tolerance.replicas == 1:
+        raise PlanError("is no run of replicas", where=str(run.folder), remedy="begin it with `cordillera coordinate`")
+    names = replica_names(recipe.fault_tolerance.replicas)
+    if name not in names:
+        raise PlanError(f"there is no replica {name}", where="--replica", remedy=f"one of {', '.join(names)}")
+    place = ReplicaPlace(name, coordinator, job_secret(run.folder), _configuration(recipe), leaves=True)
+    device, parallel = select_device(recipe.device).type, recipe.parallel
+    if place_in_job() is not None or parallel.world == 1:
+        with join_job(device, parallel.deadline_s) as job:
+            return _train(job, recipe, run, True, on_step, say, place)
+    config = LaunchConfig(device_type=device, threads=recipe.threads, deadline_s=parallel.deadline_s)
+    arguments = (place, recipe, str(run.folder))
+    report: LanguageReport = launch(
+        _launched_replica, parallel.world, arguments, config=config, hear=from_ranks(on_step, say)
+    )
+    return report
+
+
+def _write_replicas_page(run: Run, say: Say) -> None:
+    """Write the page of the replicas; how training ended does not depend on it."""
+    try:
+        say(f"replicas: {write_replicas_page(run)}")
+    except CordilleraError as error:
+        say(f"replicas.html was not written: {error}")
 
 
 def _launched_replica(rank: int, place: ReplicaPlace, recipe: LanguageRecipe, folder: str) -> LanguageReport:

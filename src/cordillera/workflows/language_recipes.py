@@ -1,13 +1,19 @@
-"""What is checked, and completed, in the recipe of a language model before there are processes."""
+"""What is checked, completed and said of the recipe of a language model before there are processes."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+from cordillera.data.language.chats.corpora import ChatCorpora
+from cordillera.data.language.corpora import TextCorpora
+from cordillera.distributed.mesh import ParallelConfig
 from cordillera.distributed.planned_mesh import planned_mesh
 from cordillera.errors import CheckpointError, PlanError, RecipeError
 from cordillera.models.language.checkpoints import open_checkpoint
+from cordillera.models.language.flops import flops_per_token
+from cordillera.models.language.llama import parameter_count
 from cordillera.models.language.parallelize import check_fit
 from cordillera.planning.language.plan_file import read_written_plan
 from cordillera.recipe import ON_TOP, LanguageRecipe, PostTrainingRecipe, RankingRecipe
@@ -18,7 +24,7 @@ from cordillera.training.language.engine import check_emulated, check_experts, c
 from cordillera.training.language.followed_plan import check_processes, differences
 from cordillera.training.language.replicated import check_replicated
 from cordillera.training.ranking.scoring import select_device
-from cordillera.workflows.post_training.training import check_post_training
+from cordillera.workflows.post_training.training import chats_line, check_post_training
 
 
 def with_processes(recipe: LanguageRecipe, processes: int | None) -> LanguageRecipe:
@@ -139,13 +145,17 @@ def check_trainable(recipe: LanguageRecipe, folder: Path | str | None) -> None:
     ]
     if too_long:
         raise RecipeError(recipe.name, too_long)
-    if recipe.training.start is None or (folder is not None and steps(Run(folder).checkpoints)):
-        return
-    source = open_checkpoint(find_model(recipe.training.start))
+    if recipe.training.start is not None and (folder is None or not steps(Run(folder).checkpoints)):
+        _check_start(recipe, recipe.training.start)
+
+
+def _check_start(recipe: LanguageRecipe, start: str) -> None:
+    """Refuse a checkpoint to start from that is of another model."""
+    source = open_checkpoint(find_model(start))
     if source.config.scores and not recipe.model.scores:
         raise CheckpointError(
             "is a reward model, which gives scores and no text",
-            where=f"training.start, {recipe.training.start}",
+            where=f"training.start, {start}",
             remedy="start from the model that it began with",
         )
     kept = {name: getattr(recipe.model, name) for name in ("context", *ON_TOP)}
@@ -154,6 +164,42 @@ def check_trainable(recipe: LanguageRecipe, folder: Path | str | None) -> None:
         different = [f"{name} is {own[name]}, there {other[name]}" for name in own if own[name] != other[name]]
         raise CheckpointError(
             f"holds another model: {'; '.join(different)}",
-            where=f"training.start, {recipe.training.start}",
+            where=f"training.start, {start}",
             remedy="leave [model] with its name alone to take the sizes of the checkpoint",
         )
+
+
+def text_line(recipe: LanguageRecipe, corpora: TextCorpora | ChatCorpora) -> str:
+    """Return a line on the size of the text, and how often training goes through it."""
+    wanted, per_step = recipe.training.steps, recipe.packing.tokens
+    if isinstance(corpora, ChatCorpora):
+        return chats_line(corpora)
+    learnt = sum(source["tokens"] for source in corpora.facts["sources"])
+    held = sum(part["tokens"] for part in corpora.facts["held_out"])
+    passes = min(wanted * per_step / max(learnt, 1), recipe.data.epochs or math.inf)
+    return (
+        f"{learnt:,} tokens to learn from, {held:,} held out\n"
+        f"      {wanted:,} steps of {per_step:,} tokens go through it {passes:.2g} times"
+    )
+
+
+def describe(recipe: LanguageRecipe, corpora: TextCorpora | ChatCorpora) -> dict[str, Any]:
+    """Return what ``model.json`` says of a run."""
+    objective = {"objective": recipe.objective.name} if isinstance(recipe, PostTrainingRecipe) else {}
+    return {
+        "name": recipe.model.name,
+        **objective,
+        "config": recipe.model.model_dump(mode="json"),
+        "parameters": parameter_count(recipe.model),
+        "flops_per_token": flops_per_token(recipe.model),
+        "mesh": recipe.parallel.model_dump(mode="json", exclude={"table"}),  # its schedule is in the recipe
+        "world": recipe.parallel.world,
+        "data": corpora.facts,
+    }
+
+
+def mesh_text(parallel: ParallelConfig) -> str:
+    """Return a line on the processes and how the model is divided among them."""
+    sizes = {name: getattr(parallel, name) for name in ("replicate", "shard", "context", "tensor", "pipeline")}
+    cut = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    return f"{parallel.world} processes, {cut}" if cut else "1 process"

@@ -14,11 +14,13 @@ from typing import Any
 
 from cordillera import recipe as recipes
 from cordillera.data.ranking.encoding import Encoder
+from cordillera.distributed.fault_tolerance.events import FOLDER
 from cordillera.embeddings.dynamic_tables import DynamicTables
 from cordillera.embeddings.table_deltas import TableDelta
 from cordillera.errors import CheckpointError, RunError
 from cordillera.recipe import LanguageRecipe, RankingRecipe
 from cordillera.reports.language.comparison import LanguageComparison, compare_language
+from cordillera.reports.language.replicas import write_replicas_page
 from cordillera.reports.language.run import write_language_report
 from cordillera.reports.ranking.comparison import Comparison
 from cordillera.reports.ranking.comparison import compare as compare_ranking
@@ -123,9 +125,11 @@ def compare(runs: Sequence[Run | Path | str]) -> Comparison | LanguageComparison
 
 
 def report(run: Run | Path | str) -> Path:
-    """Write a run's ``report.html`` again and return its path."""
+    """Write a run's ``report.html`` again and return its path; with replicas, ``replicas.html`` as well."""
     run = run if isinstance(run, Run) else Run(run)
     is_language = isinstance(recipes.load(run.recipe_file), LanguageRecipe)
+    if is_language and any((run.folder / FOLDER).glob("*.jsonl")):
+        write_replicas_page(run)
     return write_language_report(run) if is_language else write_report(run)
 
 

@@ -85,11 +85,13 @@ class CoordinatorLog:
                 os.truncate(self.path, sum(len(line) + 1 for line in lines[:-1]))
         if not whole:
             return None
-        where = f"{self.path}, line {len(whole)}"
         remedy = "start the job anew from its newest checkpoint with --resume"
-        try:
-            text = f"{whole[-1].decode()}\n"
+        content: dict[str, Any] = {}
+        for number, line in enumerate(whole, 1):  # one that is damaged says that the file is not to be trusted
+            where = f"{self.path}, line {number}"
+            text = line.decode(errors="replace") + "\n"
             content = parse_sealed(text, where, line=True, required=True, error=CheckpointError, remedy=remedy)
+        try:
             return CoordinatorState(
                 rules,
                 str(content["configuration"]),
@@ -201,7 +203,7 @@ class Coordinator:
         self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
         self._connections: dict[str, _Connection] = {}
         self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
-        self._is_closed = False
+        self._is_closed = self._is_stopping = False
 
     def serve(self) -> None:
         """Answer replicas until :meth:`close` is called."""
@@ -223,6 +225,15 @@ class Coordinator:
                 held = []
             except RunError as error:  # the disk is full: nobody hears of a decision that is not on it
                 self._hear({"kind": "waiting", "why": str(error)})
+
+    @property
+    def replicas(self) -> list[str]:
+        """Names of the replicas that are connected."""
+        return sorted(self._connections)
+
+    def stop(self) -> None:
+        """Ask all replicas to stop after their next step, which is the same for all; from any thread."""
+        self._is_stopping = True
 
     def close(self) -> None:
         """End the service and all connections; from any thread."""
@@ -287,6 +298,7 @@ class Coordinator:
             "members": list(reply.members),
             "donors": dict(reply.donors),
             "addresses": {name: self._connections[name].addresses for name in reply.members},
+            "stop": self._is_stopping,
         }
         for name in reply.members:
             self._send(name, content)

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from cordillera.distributed.fault_tolerance.launcher import replica_names
 from cordillera.distributed.stragglers import Straggler, find_stragglers
 from cordillera.errors import RunError
 
@@ -45,6 +46,7 @@ COORDINATOR = "coordinator"
 """Name of the coordinator among those that fail and report."""
 
 _WAITING = ("ask", "fetch", "connect")
+_OUTCOMES = ("committed", "discarded")
 
 
 class TimeSpan(NamedTuple):
@@ -67,6 +69,7 @@ class StepAttempt:
         seconds: Seconds of its phases, and of ``all``.
         is_useful: Whether it was committed, on the winning lineage.
         is_kept: Whether it was discarded and its gradients were used in a useful step.
+        is_short: Whether it used the gradients of a discarded attempt.
     """
 
     replica: str
@@ -86,6 +89,7 @@ class StepAttempt:
     seconds: Mapping[str, float]
     is_useful: bool = False
     is_kept: bool = False
+    is_short: bool = False
 
     @property
     def contributes(self) -> bool:
@@ -124,7 +128,7 @@ class ReplicaFault:
     """End or disappearance of a replica, or end of the coordinator.
 
     Attributes:
-        at: Time at which it was noticed, in seconds since the job's first event.
+        at: Time of its first record, in seconds since the job's first event.
         replica: Name of the replica, or :data:`COORDINATOR`.
         stall_s: Time between the commits of the steps before and after it, less pauses and the median step; for the
             coordinator, which is needed between steps only, up to the second step after it. In seconds, at least 0;
@@ -207,7 +211,7 @@ def account(events: Iterable[Mapping[str, Any]], replicas: int) -> Goodput:
     """Return the account of a job from its events.
 
     Args:
-        events: Events as :func:`~cordillera.distributed.fault_tolerance.events.read_events` returns them.
+        events: What :func:`~cordillera.distributed.fault_tolerance.events.read_events` returns.
         replicas: Number of replicas that the job is configured for.
 
     Raises:
@@ -220,8 +224,8 @@ def account(events: Iterable[Mapping[str, Any]], replicas: int) -> Goodput:
     attempts = [one for found in history.attempts.values() for one in found]
     useful = [one for one in attempts if one.is_useful]
     step_s = statistics.median(one.seconds["all"] for one in useful) if useful else math.nan
-    normal = _normal_sum(useful)
-    lanes = {name: _walk(history, name, normal, 0.0 if math.isnan(step_s) else step_s) for name in history.names}
+    times = _normal_sum(useful), step_s if useful else 0.0
+    lanes = {name: _walk(history, name, *times) for name in history.names}
     chain = {one.lineage for one in useful}
     return Goodput(
         elapsed_s=history.elapsed,
@@ -233,7 +237,7 @@ def account(events: Iterable[Mapping[str, Any]], replicas: int) -> Goodput:
         degraded_s=math.fsum(lane.degraded for lane in lanes.values()),
         step_s=step_s,
         faults=_faults(history, useful, step_s, lanes),
-        stragglers=find_stragglers(_rates(history, useful)),
+        stragglers=find_stragglers(_rates(useful)),
         attempts=history.attempts,
         epochs=history.epochs,
         launches=history.launches,
@@ -263,8 +267,7 @@ def _time_of(event: Mapping[str, Any]) -> float:
 
 
 def _count(event: Mapping[str, Any], key: str) -> int:
-    is_right = lambda one: isinstance(one, int) and not isinstance(one, bool) and one >= 0  # noqa: E731
-    return int(_value(event, key, is_right, "a count"))
+    return int(_value(event, key, lambda one: type(one) is int and one >= 0, "a count"))
 
 
 def _name(event: Mapping[str, Any], key: str) -> str:
@@ -276,11 +279,8 @@ def _names(event: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(_value(event, key, is_right, "a list of names"))
 
 
-def _seconds(event: Mapping[str, Any]) -> dict[str, float]:
-    value = _value(event, "seconds", lambda one: isinstance(one, Mapping) and "all" in one, "the seconds of phases")
-    for key in value:
-        _value(value, key, lambda one: _is_number(one) and one >= 0, f"a time; {_where(event)}")
-    return dict(value)
+def _is_times(value: Any) -> bool:
+    return isinstance(value, Mapping) and "all" in value and all(_is_number(x) and x >= 0 for x in value.values())
 
 
 class _Mark(NamedTuple):
@@ -314,41 +314,32 @@ class _History:
         """Take over events, in their order."""
         if not events:
             raise RunError("there are no events of replicas", remedy="train with fault_tolerance.replicas above 1")
-        offset, last, is_up, seen = _time_of(events[0]), _time_of(events[0]), False, False
-        names: set[str] = set()
+        offset = last = _time_of(events[0])
+        is_up, self.names = False, tuple(replica_names(self.replicas))
         for event in events:
             kind, writer, at = _name(event, "kind"), _name(event, "writer"), _time_of(event)
             if writer == "launcher" and kind == "coordinator":
                 if is_up:  # another launcher: that before it ended without a word
                     offset += at - last
                     self.launches.append(at - offset)
-                    for name in names:
+                    for name in self.names:
                         self.marks[name].append(_Mark(at - offset, "launch"))
-                is_up = seen = True
+                is_up = True
             elif writer == "launcher" and kind == "coordinator ended":
                 is_up = False
-            if writer == "launcher" and kind == "started":
-                names.add(_name(event, "replica"))
             last = at
             self._take(event, kind, writer, at - offset)
-        if not seen or not names:
-            raise RunError("there are no events of the launcher", where="launcher.jsonl")
-        self.elapsed, self.names = last - offset, tuple(sorted(names))
+        self.elapsed = last - offset
         for name in self.names:
             self.attempts[name] = [one.attempt for one in self.marks[name] if one.attempt is not None]
 
     def check(self) -> None:
         """Check that no replica lacks its events."""
-        if len(self.names) != self.replicas:
-            raise RunError(
-                f"{self.replicas} replicas are configured, {', '.join(self.names)} were started", where="launcher.jsonl"
-            )
         told = {name for found in self.attempts.values() for one in found for name in one.members}
-        for name in sorted(told):
-            if not self.starts[name]:
-                raise RunError(f"{name} was a member of steps, and has no events", where=f"{name}.jsonl")
-        if strangers := sorted(self.starts.keys() - set(self.names) - {COORDINATOR}):
-            raise RunError("the launcher did not start this replica", where=f"{strangers[0]}.jsonl")
+        if silent := sorted(told - self.starts.keys()):
+            raise RunError(f"{silent[0]} was a member of steps, and has no events", where=f"{silent[0]}.jsonl")
+        if strangers := sorted((self.starts.keys() | self.marks.keys()) - set(self.names)):
+            raise RunError(f"is none of {self.replicas} replicas", where=f"{strangers[0]}.jsonl")
 
     def _take(self, event: Mapping[str, Any], kind: str, writer: str, at: float) -> None:
         if writer == "launcher":
@@ -380,27 +371,23 @@ class _History:
                     self.dropped[name].append(begun)
             self.epochs.append(begun)
         elif kind == "rollback":
-            lost, kept = (
-                _value(event, key, lambda one: isinstance(one, Mapping), "a state") for key in ("lost", "kept")
-            )
+            states = (_value(event, key, lambda one: isinstance(one, Mapping), "a state") for key in ("lost", "kept"))
+            lost, kept = states
             self.replaced[str(lost.get("lineage"))] = str(kept.get("lineage"))
             text = f"step {lost.get('step')} was rolled back to step {kept.get('step')}"
             self.messages.append(JobMessage(at, COORDINATOR, text))
-        elif kind == "refused":
-            self.messages.append(JobMessage(at, _name(event, "replica"), f"refused: {_name(event, 'why')}"))
-        elif kind == "waiting":
-            self.messages.append(JobMessage(at, COORDINATOR, f"waiting: {_name(event, 'why')}"))
+        elif kind in ("refused", "waiting"):
+            who = _name(event, "replica") if kind == "refused" else COORDINATOR
+            self.messages.append(JobMessage(at, who, f"{kind}: {_name(event, 'why')}"))
 
     def _attempt(self, event: Mapping[str, Any], writer: str, at: float) -> StepAttempt:
-        outcome = _name(event, "outcome")
-        if outcome not in ("committed", "discarded"):
-            raise RunError(f"outcome is {outcome!r}, not committed or discarded", where=_where(event))
-        is_committed = outcome == "committed"
+        is_committed = _value(event, "outcome", _OUTCOMES.__contains__, " or ".join(_OUTCOMES)) == "committed"
         return StepAttempt(
             writer, at, len(self.launches) - 1, self.starts[writer], is_committed, _count(event, "epoch"),
             _count(event, "step"), _name(event, "parent"), _name(event, "lineage"), _names(event, "participants"),
             _names(event, "members"), _count(event, "first"), _count(event, "iterations"),
-            _count(event, "targets") if is_committed else 0, _seconds(event),
+            _count(event, "targets") if is_committed else 0,
+            dict(_value(event, "seconds", _is_times, "the times of phases and of all")),
         )  # fmt: skip
 
 
@@ -425,9 +412,9 @@ def _mark_useful(history: _History) -> None:
         after: StepAttempt | None = None
         for one in reversed(found):
             one.is_useful = one.is_committed and one.lineage in chain
-            if after is not None and not one.is_committed and one.contributes and (after.is_useful or after.is_kept):
-                is_same = (one.process, one.parent, one.own) == (after.process, after.parent, after.own)
-                one.is_kept = is_same and after.contributes
+            if after is not None and not one.is_committed and one.contributes and after.contributes:
+                after.is_short = (one.process, one.parent, one.own) == (after.process, after.parent, after.own)
+                one.is_kept = after.is_short and (after.is_useful or after.is_kept)
             after = one
 
 
@@ -514,12 +501,13 @@ def _divide(lane: _Lane, one: StepAttempt, dropped: Sequence[EpochBegin], normal
         work = compute = "stalled"
     waiting = sum(seconds.get(phase, 0.0) for phase in _WAITING)
     summing, vote, update = (seconds.get(phase, 0.0) for phase in ("reduce", "vote", "update"))
-    own = max(0.0, seconds["all"] - waiting - summing - vote - update)
+    own = min(seconds.get("compute", 0.0), seconds["all"])
+    rest = max(0.0, seconds["all"] - waiting - own - summing - vote - update)
     useful = 0.0
     for part, time in (
         ("stalled", waiting),
         (compute, own),
-        (work, min(summing, normal)),
+        (work, rest + min(summing, normal)),
         ("stalled", max(0.0, summing - normal) + vote),
         (work, update),
     ):
@@ -573,10 +561,13 @@ def _failures(history: _History, name: str) -> list[tuple[float, str]]:
     records = [one.at for one in marks if one.kind in ("joined", "step")]
     finished = [(one.at, one.kind) for one in marks if one.kind in ("finished", "launch")]
     told = [(one.at, one.why, True) for one in marks if one.kind == "ended"]
+    steps = {one.at for one in marks if one.kind == "step"}
     for begun in history.dropped[name]:
         before = bisect_right(finished, (begun.at, "\U0010ffff"))
         if not before or finished[before - 1][1] != "finished":
-            told.append((begun.at, f"left out of epoch {begun.epoch}, while its process went on", False))
+            place = bisect_left(records, begun.at)
+            went_on = ", while its process went on" if steps.intersection(records[place : place + 1]) else ""
+            told.append((begun.at, f"left out of epoch {begun.epoch}{went_on}", False))
     for _, group in itertools.groupby(sorted(told), key=lambda one: bisect_left(records, one[0])):
         items = list(group)
         ends = [one[:2] for one in items if one[2]]
@@ -591,18 +582,15 @@ def _paused(spans: Sequence[TimeSpan], begin: float, end: float) -> float:
     return math.fsum(min(one.end, end) - max(one.start, begin) for one in inside if one.part == "paused")
 
 
-def _rates(history: _History, useful: Iterable[StepAttempt]) -> list[dict[str, float]]:
+def _rates(useful: Iterable[StepAttempt]) -> list[dict[str, float]]:
     """Return the seconds of computation for a target in each useful step, by replica.
 
     The targets of a replica are those of the step, divided by iterations. What was computed in an attempt before is
     left out.
     """
-    reused = {
-        id(after) for found in history.attempts.values() for one, after in itertools.pairwise(found) if one.is_kept
-    }
     rates: dict[tuple[int, int], dict[str, float]] = defaultdict(dict)
     for one in useful:
         targets = one.targets * len(one.own) / max(1, one.iterations)
-        if targets > 0 and one.seconds.get("compute", 0.0) > 0 and id(one) not in reused:
+        if targets > 0 and one.seconds.get("compute", 0.0) > 0 and not one.is_short:
             rates[one.launch, one.step][one.replica] = one.seconds["compute"] / targets
     return [rates[key] for key in sorted(rates)]

@@ -20,14 +20,16 @@ from typing import Any
 from cordillera.distributed.fault_tolerance.coordinator import Coordinator, CoordinatorLog
 from cordillera.distributed.fault_tolerance.events import FOLDER, EventLog, read_events
 from cordillera.distributed.fault_tolerance.replica import FaultToleranceConfig, ReplicaPlace
+from cordillera.distributed.job.environment import TOKEN
 from cordillera.distributed.job.job import STOPPING
 from cordillera.distributed.job.launch import LaunchConfig, counted_signals, launch, process_context
-from cordillera.errors import CordilleraError, PeerError, RankError
+from cordillera.errors import CordilleraError, PeerError, RankError, RunError
+from cordillera.run import disk_errors
 
 _AGAIN_S = 0.2  # before a replica or a coordinator is started anew
 _LOOK_S = 0.1
 _FINISH_S = 30.0  # longest time from the first replica's end to that of the others
-_COORDINATOR = "coordinator.log"
+_COORDINATOR, _SECRET = "coordinator.log", "secret"
 
 
 @dataclass
@@ -220,6 +222,89 @@ class ReplicaLauncher:
             pipe.close()
             process.kill()
             process.join()
+
+
+def job_secret(folder: Path) -> bytes:
+    """Return the secret of the job of a run, from ``CORDILLERA_JOB_TOKEN`` or else from the run's folder.
+
+    Raises:
+        RunError: If there is none.
+    """
+    path = folder / FOLDER / _SECRET
+    if given := os.environ.get(TOKEN):
+        return given.encode()
+    if not path.is_file():
+        raise RunError(
+            "holds no secret of a job", where=str(path), remedy=f"begin it with `cordillera coordinate`, or set {TOKEN}"
+        )
+    return path.read_bytes()
+
+
+def _write_secret(folder: Path) -> bytes:
+    """Return the secret of a new job; unless the environment has it, it is written for replicas of the same user."""
+    if given := os.environ.get(TOKEN):
+        return given.encode()
+    path, secret = folder / FOLDER / _SECRET, secrets.token_hex(32).encode()
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secret)
+    return secret
+
+
+class ReplicaService:
+    """Coordinator of replicas that are started elsewhere, in this process.
+
+    Args:
+        folder: Folder of the run.
+        tolerance: Number of replicas and deadlines.
+        configuration: Digest of all that must be equal on replicas.
+        host: Address to listen at.
+        port: Port; 0 for one that is free.
+
+    Attributes:
+        address: ``HOST:PORT`` at which it listens.
+
+    Raises:
+        PlanError: If it cannot listen there.
+        RunError: If another coordinator serves the run.
+    """
+
+    def __init__(
+        self, folder: Path, tolerance: FaultToleranceConfig, configuration: str, *, host: str, port: int
+    ) -> None:
+        events = EventLog(folder / FOLDER / "coordinator.jsonl")
+        path = folder / FOLDER / _COORDINATOR
+        log = CoordinatorLog(path)
+        path.unlink(missing_ok=True)  # a job begins with what its checkpoints hold
+        secret = _write_secret(folder)
+        self._coordinator = Coordinator(
+            tolerance.rules,
+            configuration,
+            secret,
+            log=log,
+            host=host,
+            port=port,
+            hear=lambda event: events.write(**event),
+        )
+        self.address = self._coordinator.address
+
+    def serve(self, is_over: Callable[[], bool]) -> None:
+        """Answer replicas until the job is over and they have left, or a second request to stop."""
+        thread = threading.Thread(target=self._coordinator.serve, name="cordillera decisions")
+        with counted_signals() as counted:
+            thread.start()
+            try:
+                while not (is_over() and not self._coordinator.replicas):
+                    time.sleep(_LOOK_S)
+                    if counted():
+                        self._coordinator.stop()
+                        if counted() > 1 or not self._coordinator.replicas:
+                            return
+            finally:
+                self._coordinator.close()
+                thread.join()
 
 
 def _coordinate(

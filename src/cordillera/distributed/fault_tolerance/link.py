@@ -26,10 +26,12 @@ class StepMembers:
     Attributes:
         membership: Who takes part, and from which state.
         addresses: Addresses of all ranks of each member.
+        stop: Whether the job ends with this step.
     """
 
     membership: Membership
     addresses: Mapping[str, Sequence[str]]
+    stop: bool = False
 
 
 _Answer: TypeAlias = StepMembers | PeerError | PlanError
@@ -170,7 +172,7 @@ class CoordinatorLink:
                 with self._lock:
                     is_open, self._asked = self._asked is not None, None
                 if is_open:
-                    self._answers.put(StepMembers(membership, addresses))
+                    self._answers.put(StepMembers(membership, addresses, content["stop"] is True))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise MessageError("the coordinator sent a message that is incomplete") from error
 

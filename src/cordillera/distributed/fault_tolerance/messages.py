@@ -29,7 +29,7 @@ MOST_JSON = 1 << 20
 MOST_BYTES = 1 << 24
 """Largest size of a piece of raw bytes."""
 
-Role = Literal["client", "server"]
+Side = Literal["client", "server"]
 
 
 class MessageError(PeerError):
@@ -142,7 +142,7 @@ class Channel:
             raise
         return channel
 
-    def prove(self, token: bytes, role: Role) -> None:
+    def prove(self, token: bytes, role: Side) -> None:
         """Prove to the other side that this one knows the secret, and have it prove the same.
 
         Raises:
@@ -153,7 +153,7 @@ class Channel:
         challenge = self._text(self.receive(), "challenge")
         self.send({"proof": _proof(token, role, challenge)})
         proof = self._text(self.receive(), "proof")
-        other: Role = "server" if role == "client" else "client"
+        other: Side = "server" if role == "client" else "client"
         if not hmac.compare_digest(proof, _proof(token, other, own)):
             raise MessageError("does not know the secret of this job", where=self.who)
 
@@ -223,5 +223,5 @@ class Channel:
             done += count
 
 
-def _proof(token: bytes, role: Role, challenge: str) -> str:
+def _proof(token: bytes, role: Side, challenge: str) -> str:
     return hmac.new(token, f"{role} {challenge}".encode(), hashlib.sha256).hexdigest()

@@ -10,6 +10,7 @@ Source: FT-HSDP (arXiv 2602.00277), abstract and introduction; protocol and name
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,14 +112,14 @@ class ReplicaPlace:
         coordinator: ``HOST:PORT`` of the coordinator.
         token: Secret of the job.
         configuration: Digest of all that must be equal on replicas.
-        host: Address at which its ranks listen.
+        leaves: Whether a request to stop ends this replica alone, as where each has a launcher of its own.
     """
 
     name: str
     coordinator: str
     token: bytes
     configuration: str
-    host: str = "127.0.0.1"
+    leaves: bool = False
 
 
 class Replica:
@@ -161,10 +162,10 @@ class Replica:
         self._connected: tuple[int, tuple[str, ...]] | None = None
         self._bucket = 0
         self._membership: Membership | None = None
-        self._reducer = AllReduce(place.configuration, place.token, host=place.host)
-        self._provider = StateProvider(
-            state.tensors, state.facts, place.token, host=place.host, deadline_s=config.deadline_s
-        )
+        self._is_last = False
+        host = _own_address(place.coordinator)
+        self._reducer = AllReduce(place.configuration, place.token, host=host)
+        self._provider = StateProvider(state.tensors, state.facts, place.token, host=host, deadline_s=config.deadline_s)
         with self._provider.changing(commit):
             pass
         self._link: CoordinatorLink | None = None
@@ -210,7 +211,7 @@ class Replica:
             membership = found.membership
             why = self._prepare(found)
             if self.agree(why is None):
-                self._membership, self._bucket = membership, 0
+                self._membership, self._bucket, self._is_last = membership, 0, found.stop
                 return membership
             self._discarded = True
 
@@ -253,6 +254,11 @@ class Replica:
         """Whether this replica contributes to the step; if not, it has caught up and takes over what the others sum."""
         assert self._membership is not None
         return self.place.name in self._membership.participants
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the coordinator asks all replicas to stop after the step."""
+        return self._is_last
 
     def add(self, tensor: Tensor) -> bool:
         """Replace a tensor by its sum over the participants; return False if the sum was given up.
@@ -339,6 +345,22 @@ class Replica:
             yield
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
+
+
+def _own_address(coordinator: str) -> str:
+    """Return the address from which this machine reaches the coordinator, at which others reach it.
+
+    Raises:
+        PeerError: If there is no way to it.
+    """
+    host, _, port = coordinator.rpartition(":")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise PeerError(f"cannot be reached ({error})", peer=None, where=f"coordinator {coordinator}") from error
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> int:

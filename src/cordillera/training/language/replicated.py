@@ -35,6 +35,7 @@ from cordillera.training.language.trainer import (
     LanguageProgress,
     LanguageTrainer,
     LanguageWindow,
+    write_evaluation,
 )
 from cordillera.training.optimizers import schedule
 
@@ -60,8 +61,7 @@ class ReplicatedTrainer(LanguageTrainer):
         folder = None if self._own_run is None else self._own_run.folder / FOLDER
         self._events = EventLog(None if folder is None else folder / f"{place.name}.jsonl")
         self._replica: Replica | None = None
-        self._writes = False
-        self._restored = False
+        self._writes = self._restored = self._leaves = False
         self._computed: tuple[tuple[Commit, list[int]], tuple[float, int]] | None = None
         self._flat = torch.empty(0)
         self._held = HeldState(self)  # before the first forward, as gathered weights have tensors of their own
@@ -97,6 +97,10 @@ class ReplicatedTrainer(LanguageTrainer):
         evaluation = None
         if ended != "interrupted" and self.can_evaluate:
             evaluation = self._evaluate()
+        if self.run is not None and not self._leaves:
+            if evaluation is not None:
+                write_evaluation(self.run, **self._place(), found=evaluation)
+            self.recorder.tell(ended, self._position())
         return ended, evaluation
 
     def _steps(self) -> LanguageEnd:
@@ -117,6 +121,8 @@ class ReplicatedTrainer(LanguageTrainer):
                 self._attempt(membership, iterations, began)
             elif self._close(membership):
                 return self.ended
+            if self._leaves:
+                return "interrupted"
 
     def _take_turn(self, membership: Membership) -> None:
         """Let the first participant write records and checkpoints."""
@@ -136,7 +142,7 @@ class ReplicatedTrainer(LanguageTrainer):
             loss, targets = self._backward(head, iterations[place :: len(membership.participants)])
             replica.seconds["compute"] = time.perf_counter() - computing
         found = self._summed(membership, loss, targets)
-        is_well, stop = self._vote(found is not None, 0.0 if found is None else float(found[2]))
+        is_well, stop, leaves = self._vote(found is not None, 0.0 if found is None else float(found[2]))
         facts = {
             "epoch": membership.epoch,
             "step": head.step + 1,
@@ -167,6 +173,7 @@ class ReplicatedTrainer(LanguageTrainer):
             self._count(iterations, report, rate)
             if stop:
                 self.ended = "interrupted"
+        self._leaves = leaves > 0
         self._tell("committed", {**facts, "rate": rate, "targets": report.targets, "loss": report.loss}, began)
         self._after_commit()
 
@@ -210,7 +217,7 @@ class ReplicatedTrainer(LanguageTrainer):
         every = self.tolerance.compare_every
         is_due = every is not None and self.progress.step % every == 0
         digest = digest_of(self._held.weights()) if is_due else 0
-        is_asked = self.watchdog is not None and self.watchdog.should_stop
+        is_asked = replica.is_last or (self._is_asked_here() and not self.place.leaves)
         totals = torch.tensor([loss * targets, targets, is_asked, digest], dtype=torch.float64)
         if not replica.add(totals):
             return None
@@ -241,18 +248,23 @@ class ReplicatedTrainer(LanguageTrainer):
         for gradient, part in zip(gradients, self._flat.split([one.numel() for one in gradients]), strict=True):
             part.view_as(gradient).copy_(gradient)
 
-    def _vote(self, is_well: bool, stop: float) -> tuple[bool, float]:
-        """Return whether all ranks of this replica have their sums, and the largest of what each knows of a stop."""
+    def _is_asked_here(self) -> bool:
+        return self.watchdog is not None and self.watchdog.should_stop
+
+    def _vote(self, is_well: bool, stop: float) -> tuple[bool, float, float]:
+        """Return whether all ranks of this replica have their sums, and whether the job, or this replica, is to end."""
         assert self._replica is not None
         began = time.perf_counter()
         traffic = self.engine.ledger.total()
         self.engine.ledger.clear()
-        numbers = [float(not is_well), stop, traffic.seconds, traffic.exposed_seconds, self._used()]
-        ill, stop, communication, exposed, self._memory = self.engine.mesh.exchange(numbers).amax(0).tolist()
+        leaves = float(self.place.leaves and self._is_asked_here())
+        numbers = [float(not is_well), stop, leaves, traffic.seconds, traffic.exposed_seconds, self._used()]
+        found = self.engine.mesh.exchange(numbers).amax(0).tolist()
+        ill, stop, leaves, communication, exposed, self._memory = found
         self._window.communication += communication
         self._window.exposed += exposed
         self._replica.seconds["vote"] = self._replica.seconds.get("vote", 0.0) + time.perf_counter() - began
-        return ill == 0, stop
+        return ill == 0, stop, leaves
 
     def _tell(self, outcome: str, facts: Mapping[str, Any], began: float) -> None:
         assert self._replica is not None
@@ -321,9 +333,11 @@ class HeldState:
         ]
 
     def weights(self) -> dict[str, Tensor]:
+        """Return this rank's parts of the weights."""
         return {name: local(parameter.data) for name, parameter in self._parameters}
 
     def tensors(self) -> dict[str, Tensor]:
+        """Return this rank's parts of the weights and moments."""
         found = self.weights()
         optimizer = self._trainer.engine.optimizer
         for name, parameter in self._parameters:
@@ -332,10 +346,12 @@ class HeldState:
         return found
 
     def facts(self) -> dict[str, Any]:
+        """Return the position of training."""
         return self._trainer._facts()
 
     @torch.no_grad()
     def install(self, tensors: Mapping[str, Tensor], facts: Any) -> None:
+        """Take over the state of the same rank of another replica."""
         engine = self._trainer.engine
         for stage in engine.stages.values():
             free_weights(stage)

@@ -142,6 +142,7 @@ class LanguageWindow:
     started: float = field(default_factory=time.perf_counter)
 
     def to_state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
         names = (
             *("loss", "targets", "imbalance", "expert_imbalance", "delay", "steps", "gradient_norm", "learning_rate"),
             "measures",

@@ -1,0 +1,420 @@
+"""How long the replicas that are left stand still when one fails, beside torchft and a restart from checkpoints."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from _replica_peers import (
+    BLOCKS,
+    CHECKPOINT_EVERY,
+    DEFAULT,
+    HIDDEN,
+    LAUNCH,
+    MICROBATCHES,
+    REPLICAS,
+    ROWS,
+    SHARDS,
+    TUNED,
+    WIDTH,
+    Cells,
+    PeerJob,
+    PeerUnavailable,
+    TorchftJob,
+    Training,
+    commit_log,
+    import_torchft,
+    processes_of_job,
+    train_hybrid,
+)
+from _results import FinishedPieces
+from _timing import Spread
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from cordillera.distributed.fault_tolerance.coordination import Commit, Membership, initial_commit
+from cordillera.distributed.fault_tolerance.events import FOLDER
+from cordillera.distributed.fault_tolerance.launcher import ReplicaLauncher, replica_names
+from cordillera.distributed.fault_tolerance.replica import FaultToleranceConfig, Replica, ReplicaPlace, digest_of
+from cordillera.distributed.job.job import join_job
+from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
+from cordillera.files import parse_sealed
+
+TOLERANCE = FaultToleranceConfig(replicas=REPLICAS, deadline_s=0.5, grace_s=0.25)
+TARGETS = {"kill_s": 0.5, "freeze_s": TOLERANCE.deadline_s + 0.5, "overhead": 1.03, "rejoin_steps": 1.0, "discarded": 1}
+MEASURED_ELSEWHERE = {"torchft": 5.28, "torchft, tuned": [1.08, 1.36]}  # seconds after a kill, on another machine
+SETTLED = 12  # steps at full strength before a fault and at the end
+BLOCK, BLOCKS_OF_STEPS = 10, 12  # steps of one job, before the other has its turn
+FROZEN_S = 1.0  # after the others go on, until a frozen replica is ended
+LIMIT_S = 60.0
+ROUNDS = 4
+
+FaultKind = Literal["kill", "freeze", "freeze one"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a replica.
+
+    Attributes:
+        kind: ``kill`` ends one rank, ``freeze`` stops all ranks of a replica, ``freeze one`` stops one.
+        victim: Number of the replica.
+        rank: Rank within it.
+        share: When, as a share of a step after a commit of the replica.
+    """
+
+    kind: FaultKind
+    victim: int
+    rank: int
+    share: float
+
+
+# Our replicas
+
+
+class OurRank:
+    """One rank of a replica, which trains until it is asked to end.
+
+    Args:
+        place: How the replica reaches its job.
+        folder: Folder of the log and of the cells.
+    """
+
+    def __init__(self, rank: int, place: ReplicaPlace, folder: str) -> None:
+        self._rank, self._place, self._cells = rank, place, Cells(folder)
+        self._number = replica_names(REPLICAS).index(place.name) * SHARDS + rank
+        self._log = commit_log(folder, place.name, rank)
+        self._mesh = ProcessMesh(ParallelConfig(shard=SHARDS, deadline_s=LAUNCH.deadline_s))
+        self._training = Training(self._mesh.weights, rank, self._enter)
+        self._iteration, self._is_over = 0, False
+        self._computed: tuple[Commit, int] | None = None
+        self._flat = torch.zeros(sum(one.numel() for one in self._training.gradients()) + 1)
+
+    def run(self) -> list[float]:
+        """Train; return the digests of the weights of all ranks at the end."""
+        self._training.backward(0)  # the first one takes longer than others, which would wait for it
+        self._training.optimizer.zero_grad()
+        commit = initial_commit(self._place.configuration)
+        with Replica(self._place, TOLERANCE, self._mesh, self, commit) as replica:
+            self._log.write("joined", step=replica.held.step, processes=processes_of_job())
+            while True:
+                self._enter("waiting")
+                self._cells.wait(replica.held.step + 1)
+                membership = replica.begin()
+                if not self._is_over:
+                    self._attempt(replica, membership)
+                elif replica.agree(replica.add(torch.zeros(1))):
+                    digests = self._mesh.exchange([digest_of(self._training.tensors())])
+                    self._log.write("ended", digests=digests.flatten().tolist())
+                    return digests.flatten().tolist()
+                else:
+                    replica.discard()
+
+    def _attempt(self, replica: Replica, membership: Membership) -> None:
+        head, count = membership.head, len(membership.participants)
+        if replica.contributes:
+            wanted = (head, self._iteration + membership.participants.index(self._place.name))
+            if self._computed != wanted:  # it is there if the same part was computed for a step that was given up
+                self._training.optimizer.zero_grad()
+                self._training.backward(wanted[1])
+            self._computed = wanted
+        self._enter("reduce")
+        gradients = self._training.gradients()
+        parts = self._flat[:-1].split([one.numel() for one in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            part.view_as(gradient).copy_(gradient)
+        self._flat[-1] = self._cells.is_stopping
+        is_summed = replica.add(self._flat)
+        self._enter("vote")
+        if not replica.agree(is_summed):
+            replica.discard()
+            self._tell("discarded", membership, replica)
+            return
+        self._computed = None
+        with replica.committing():
+            for gradient, part in zip(gradients, parts, strict=True):
+                torch.div(part.view_as(gradient), count, out=gradient)
+            self._training.update()
+            self._iteration += count
+            self._is_over = bool(self._flat[-1] > 0)
+        self._tell("committed", membership, replica)
+
+    def _tell(self, outcome: str, membership: Membership, replica: Replica) -> None:
+        count = len(membership.participants)
+        seconds = dict(replica.seconds)
+        self._log.write(
+            "step", outcome=outcome, step=membership.head.step + 1, participants=count, epoch=membership.epoch,
+            members=len(membership.members), seconds=seconds,
+        )  # fmt: skip
+
+    def _enter(self, phase: str) -> None:
+        self._cells.enter(self._number, phase)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return live tensors by name."""
+        return self._training.tensors()
+
+    def facts(self) -> Any:
+        """Return what else is equal on all replicas."""
+        return {"iteration": self._iteration, "is_over": self._is_over}
+
+    def install(self, tensors: Mapping[str, Tensor], facts: Any) -> None:
+        """Take over the state of another replica."""
+        self._training.install(tensors)
+        self._iteration, self._is_over, self._computed = facts["iteration"], facts["is_over"], None
+
+
+def train_ours(rank: int, place: ReplicaPlace, folder: str) -> list[float]:
+    """Train as one rank of a replica."""
+    with join_job():
+        return OurRank(rank, place, folder).run()
+
+
+class OurJob:
+    """A job of replicas, which ends when its cells say so."""
+
+    def __init__(self, folder: Path) -> None:
+        self._cells = Cells(folder)
+        self._launcher = ReplicaLauncher(
+            train_ours, SHARDS, (str(folder),), tolerance=TOLERANCE, configuration="stalls", folder=folder,
+            config=LAUNCH,
+        )  # fmt: skip
+        self._thread = threading.Thread(target=self._launcher.run)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Let the job end, or end its processes if it does not."""
+        self._cells.stop()
+        self._thread.join(20)
+        self._launcher._stop = 2  # signals reach launchers in the main thread only
+        self._thread.join()
+
+
+# Faults
+
+
+class _Job(Protocol):
+    def end(self) -> None: ...
+
+
+class Watch:
+    """What the log of commits of a job says, while it grows."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._read = folder / FOLDER, dict[str, int]()
+        self.events: dict[str, list[dict[str, Any]]] = {}
+
+    def look(self) -> None:
+        """Read what was written since."""
+        for path in self._folder.glob("r[0-9]*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path.stem, 0))
+                whole = file.read().rpartition(b"\n")[0]
+            self._read[path.stem] = self._read.get(path.stem, 0) + len(whole) + bool(whole)
+            for line in whole.decode().splitlines():
+                event = parse_sealed(f"{line}\n", str(path), line=True)
+                self.events.setdefault(path.stem, []).append(event)
+
+    def commits(self, name: str, after: float = 0.0) -> list[dict[str, Any]]:
+        """Return the committed steps that a replica wrote after a time."""
+        found = self.events.get(name, [])
+        return [event for event in found if event.get("outcome") == "committed" and event["at"] > after]
+
+    def processes(self, name: str, after: float = 0.0) -> list[int]:
+        """Return the newest processes of a replica that have joined after a time; none if there are none."""
+        joined = [e for e in self.events.get(name, []) if e["kind"] == "joined" and e["at"] > after]
+        return list(joined[-1]["processes"]) if joined else []
+
+    def until(self, is_so: Callable[[], Any], what: str) -> None:
+        """Look until something is so.
+
+        Raises:
+            TimeoutError: If it is not within a minute.
+        """
+        until = time.monotonic() + LIMIT_S
+        while not is_so():
+            if time.monotonic() > until:
+                raise TimeoutError(f"{what} did not come about within {LIMIT_S:g} s")
+            time.sleep(0.002)
+            self.look()
+
+
+def _normal(watch: Watch, name: str, before: float) -> float:
+    """Return the median seconds of the last steps before a time."""
+    times = [event["at"] for event in watch.commits(name) if event["at"] <= before][-SETTLED:]
+    return statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
+
+
+def _strike(watch: Watch, cells: Cells, names: list[str], fault: Fault) -> dict[str, Any]:
+    """Cause a fault and wait until the job is whole again; return when it came, and where the victim was."""
+    victim = names[fault.victim % len(names)]
+    survivor = names[(fault.victim + 1) % len(names)]
+
+    def is_whole(after: float) -> bool:
+        commits = [watch.commits(name, after)[-SETTLED:] for name in names]
+        return all(len(c) == SETTLED and all(e["participants"] == REPLICAS for e in c) for c in commits)
+
+    began = time.time()
+    watch.until(lambda: is_whole(began), "full strength")
+    normal, count = _normal(watch, victim, time.time()), len(watch.commits(victim))
+    watch.until(lambda: len(watch.commits(victim)) > count, "a step")
+    time.sleep(fault.share * normal)
+    processes = watch.processes(victim)
+    rank = fault.rank if len(names) > 1 else fault.victim * SHARDS + fault.rank
+    phase = cells.phase(fault.victim * SHARDS + fault.rank)
+    at = time.time()
+    for process in processes if fault.kind == "freeze" else processes[rank : rank + 1]:
+        os.kill(process, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+    watch.look()
+    last = watch.commits(survivor)[-1]["step"]
+    if len(names) > 1:
+        watch.until(lambda: any(e["participants"] < REPLICAS for e in watch.commits(survivor, at)), "a step alone")
+    if fault.kind != "kill":
+        time.sleep(FROZEN_S)
+        for process in processes:
+            os.kill(process, signal.SIGKILL)
+    watch.until(lambda: watch.processes(victim, at), "a replacement")
+    joined = time.time()
+    if len(names) == 1:
+        watch.until(lambda: any(e["step"] > last + 1 for e in watch.commits(victim, joined)), "the lost steps")
+    watch.until(lambda: is_whole(joined), "full strength")
+    return {**asdict(fault), "phase": phase, "at": at, "victim": victim, "survivor": survivor}
+
+
+def measured(watch: Watch, struck: Mapping[str, Any], is_restart: bool) -> dict[str, Any]:
+    """Return what a fault cost, from the survivors' log; seconds are from the signal, less a normal step.
+
+    A step that the survivors commit with the victim after the signal does not count as one after the failure.
+    """
+    at, name = struck["at"], struck["survivor"]
+    normal = _normal(watch, name, at)
+    after = watch.commits(name, at)
+    before = watch.commits(name)[: -len(after)]
+    joined = next(e["at"] for e in watch.events[struck["victim"]] if e["kind"] == "joined" and e["at"] > at)
+    found = {key: struck[key] for key in ("kind", "rank", "share", "phase", "survivor")} | {"step_s": normal}
+    if is_restart:
+        last = max(e["step"] for e in watch.commits(name) if e["at"] < joined)
+        first = next(e for e in after if e["at"] > joined)
+        again = next(e for e in after if e["at"] > joined and e["step"] > last)
+        found |= {"stall_s": first["at"] - at - normal, "regained_s": again["at"] - at - normal}
+        return found | {"redone": last - first["step"] + 1, "joined_s": joined - at, "whole_s": again["at"] - at}
+    alone = next(e for e in after if e["participants"] < REPLICAS)
+    whole = next(e for e in after if e["participants"] == REPLICAS and e["at"] > joined)
+    place = after.index(whole)
+    times = [before[-1]["at"], *(e["at"] for e in after[: place + 4])]
+    gaps = {e: b - a for e, (a, b) in enumerate(zip(times, times[1:], strict=False))}
+    first_alone = after.index(alone)
+    failing, later = [gaps[i] for i in range(first_alone + 1)], [g for i, g in gaps.items() if i > first_alone]
+    discarded = [e for e in watch.events[name] if e.get("outcome") == "discarded" and at < e["at"] < whole["at"]]
+    return found | {
+        "stall_s": alone["at"] - at - normal,
+        "gap_s": max(failing) - normal,
+        "joined_s": joined - at,
+        "whole_s": whole["at"] - at,
+        "rejoin_steps": max(later) / normal - 1,
+        "discarded": sum(e["at"] < alone["at"] for e in discarded),
+        "discarded_in_all": len(discarded),
+    }
+
+
+def _names(stack: str) -> list[str]:
+    return ["r0"] if stack == "restart" else replica_names(REPLICAS)
+
+
+def _job(stack: str, folder: Path) -> _Job:
+    if stack == "ours":
+        return OurJob(folder)
+    if stack in ("restart", "native"):
+        return PeerJob(train_hybrid, REPLICAS * SHARDS, ["r0"], (str(folder), stack == "restart"))
+    return TorchftJob(folder, TUNED if stack == "torchft, tuned" else DEFAULT)
+
+
+def faulty_run(stack: str, faults: list[Fault]) -> dict[str, Any]:
+    """Run a job with faults; return what each cost, and whether all replicas held the same weights at the end."""
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        cells, watch = Cells(folder), Watch(folder)
+        cells.allow(1 << 40)
+        job = _job(stack, folder)
+        try:
+            struck = [_strike(watch, cells, _names(stack), fault) for fault in faults]
+        finally:
+            job.end()
+        watch.look()
+        found = [measured(watch, one, stack == "restart") for one in struck]
+        ends = [e["digests"] for events in watch.events.values() for e in events if e["kind"] == "ended"]
+        return {"faults": found, "equal": len(ends) == REPLICAS and ends[0] == ends[1] if stack == "ours" else None}
+
+
+# Without faults
+
+
+def fault_free_run(pairs: int) -> dict[str, list[float]]:
+    """Return the seconds of a step of ours and of native hybrid sharding, in turn, for each pair of blocks of steps."""
+    with tempfile.TemporaryDirectory() as path:
+        folders = {name: Path(path, name) for name in ("ours", "native")}
+        for folder in folders.values():
+            folder.mkdir()
+        cells = {name: Cells(folder) for name, folder in folders.items()}
+        watches = {name: Watch(folder) for name, folder in folders.items()}
+        jobs = {}
+        try:
+            for name, folder in folders.items():
+                jobs[name] = _job(name, folder)
+            found: dict[str, list[float]] = {"ours": [], "native": []}
+            for pair in range(-1, pairs):
+                for name in sorted(found, reverse=bool(pair % 2)):
+                    seconds = _block(cells[name], watches[name], (pair + 2) * BLOCK)
+                    if pair >= 0:
+                        found[name].append(seconds)
+        finally:
+            for job in jobs.values():
+                job.end()
+        return found
+
+
+def _block(cells: Cells, watch: Watch, until: int) -> float:
+    """Let a job train up to a step; return the median seconds between its commits."""
+    cells.allow(until)
+    watch.until(lambda: any(e["step"] >= until for e in watch.commits("r0")), f"step {until}")
+    times = [e["at"] for e in watch.commits("r0") if e["step"] > until - BLOCK]
+    return statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
+
+
+# The part
+
+
+def _plan(rounds: int, quick: bool) -> Iterator[tuple[str, list[Fault]]]:
+    """Return the runs of all stacks, in turn over rounds; the places of faults within a step are spread evenly."""
+    draw = random.Random(0)
+    for number in range(rounds):
+
+        def faults(kinds: list[FaultKind], number: int = number) -> list[Fault]:
+            count = rounds * len(kinds)
+            found = []
+            for place, kind in enumerate(kinds):
+                share = (number * len(kinds) + place + draw.random()) / count
+                found.append(Fault(kind, (number + place) % REPLICAS, (number // 2 + place) % SHARDS, share))
+            return found
+
+        yield "ours", faults(["kill"] if quick else ["kill", "kill"])
+        yield "ours", faults(["freeze"] if quick else ["freeze", "freeze one"])
+        if quick:
+            return
+        yield "torchft, tuned", faults(["kill", "kill"])
+        yield "torchft, tuned", faults(["freeze"])
+        yield "torchft", faults(["kill", "kill"])
+        yield "torchft", faults(["freeze"])
+        yield "restart", faults(["kill"])

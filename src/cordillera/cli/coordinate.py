@@ -1,0 +1,43 @@
+"""``cordillera coordinate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def coordinate(
+    recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, a TOML file, or a run folder with --resume.")],
+    run: Annotated[
+        Path | None, typer.Option("--run", help="Folder that every replica reaches. Default: runs/NAME.")
+    ] = None,
+    replicas: Annotated[int | None, typer.Option("--replicas", min=2, help="Number of replicas.")] = None,
+    nproc: Annotated[int | None, typer.Option("--nproc", min=1, help="Processes of each replica.")] = None,
+    listen: Annotated[
+        str, typer.Option(help="HOST:PORT at which replicas find it; port 0 takes a free one.")
+    ] = "127.0.0.1:0",
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override one key: section.key=value.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
+) -> None:
+    """Coordinate replicas that are started on other machines."""
+    from cordillera.cli._show import console
+    from cordillera.errors import RecipeError
+    from cordillera.recipe import LanguageRecipe, load
+    from cordillera.run import Run
+    from cordillera.workflows.language import coordinate as coordinate_replicas
+
+    out = console()
+    overrides = list(set_ or []) + ([f"fault_tolerance.replicas={replicas}"] if replicas is not None else [])
+    found = load(Run(recipe).recipe_file if resume else recipe, overrides)
+    if not isinstance(found, LanguageRecipe):
+        raise RecipeError(recipe, [("model", "only language models are trained by replicas")])
+    coordinate_replicas(
+        found,
+        recipe if resume else run,
+        resume=resume,
+        processes=nproc,
+        listen=listen,
+        say=lambda text: out.print(text, markup=False),
+    )

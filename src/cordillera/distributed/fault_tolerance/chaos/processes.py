@@ -1,0 +1,173 @@
+"""Processes of a running job, found by the numbers in its events, and signals that reach no other process.
+
+The number of a process is given to another one after its end. Four facts keep a signal from that one:
+
+1. A signal goes through a descriptor of the process (``pidfd_open``), not to a number. The descriptor stands for one
+   process for ever; once this has ended, signals reach nobody.
+2. The descriptor is of the process that wrote its number into an event. It had the number when it wrote; a process that
+   began before that moment and has the number now is therefore the same one.
+3. If the clock was set since, or the folder lies on a machine or in a container where numbers mean something else, that
+   comparison says nothing. So a rank also has the name that its launcher gives it, its parent or the parent of that is
+   the launcher, and the launcher is the process that has the lock of this very run open.
+4. All this was read of the descriptor's process: that still ran after it was read, so nobody else had its number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import signal
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from cordillera.errors import DependencyError, RunError
+
+_NAME = 15  # characters of a process's name that Linux keeps
+_LOCK = ".lock"
+_NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)  # the latter two: the number is of a thread
+
+
+class JobProcess:
+    """A process that runs, or ran: signals reach it or nobody.
+
+    Args:
+        pid: Number of a process.
+
+    Raises:
+        ProcessLookupError: If there is no such process.
+        DependencyError: If the system has no descriptors of processes.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._holders: set[object] = set()
+        try:
+            self._descriptor = os.pidfd_open(pid)
+        except (AttributeError, OSError) as error:
+            if getattr(error, "errno", None) in _NO_PROCESS:
+                raise ProcessLookupError(pid) from error
+            raise DependencyError(
+                "this system has no descriptors of processes (pidfd)", remedy="use Linux 5.3 or later"
+            ) from error
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended; a stopped process runs."""
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return not poll.poll(0)
+
+    def send(self, number: signal.Signals) -> bool:
+        """Send a signal; return False if the process has ended.
+
+        Raises:
+            RunError: If it is of another user.
+        """
+        if not self.is_running:
+            return False
+        try:
+            signal.pidfd_send_signal(self._descriptor, number)
+        except ProcessLookupError:
+            return False
+        except PermissionError as error:
+            raise RunError(f"process {self.pid} belongs to another user") from error
+        return True
+
+    def hold(self, who: object) -> bool:
+        """Stop the process until everybody who holds it has released it; return False if it has ended."""
+        self._holders.add(who)
+        return self.send(signal.SIGSTOP)
+
+    def release(self, who: object) -> None:
+        """Let the process go on, unless somebody else holds it; nothing if ``who`` does not hold it."""
+        if who in self._holders:
+            if len(self._holders) == 1:
+                self.send(signal.SIGCONT)
+            self._holders.discard(who)
+
+
+class _Facts(NamedTuple):
+    name: str
+    parent: int
+    began: float  # seconds since 1970
+
+
+def _facts(pid: int) -> _Facts:
+    """Read what the system knows of a process."""
+    text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    before, _, after = text.rpartition(")")
+    fields = after.split()
+    since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return _Facts(before.partition("(")[2], int(fields[1]), boot + since_boot)
+
+
+def find_process(pid: int, *, written: float, launcher: JobProcess, name: str | None = None) -> JobProcess | None:
+    """Return the process of a job that an event is of, or None if it has ended.
+
+    Args:
+        pid: Its number in the event.
+        written: Time at which the event was written, in seconds since 1970.
+        launcher: Launcher of the job.
+        name: Name that its launcher gives it; None if it gives none.
+    """
+    try:
+        process = JobProcess(pid)
+        found = _facts(pid)
+        parents = (found.parent, _facts(found.parent).parent if found.parent else 0)
+    except (OSError, OverflowError, ValueError, IndexError):
+        return None
+    is_it = found.began <= written and launcher.pid in parents and (name is None or found.name == name[:_NAME])
+    return process if is_it and launcher.is_running and process.is_running else None
+
+
+class JobLock:
+    """The lock of a run, which the launcher of its job has open as long as the job runs.
+
+    Args:
+        folder: Folder of the run.
+
+    Attributes:
+        launcher: Process that has the lock open.
+        taken: Time at which it took the lock, in seconds since 1970.
+
+    Raises:
+        LookupError: If nobody has it open.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / _LOCK
+        try:
+            self.taken = self._path.stat().st_mtime
+            self.launcher = JobProcess(int(self._path.read_text(encoding="ascii")))
+        except (OSError, OverflowError, ValueError) as error:
+            raise LookupError(str(self._path)) from error
+        if not self.is_held:
+            raise LookupError(str(self._path))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the launcher has it open.
+
+        Raises:
+            RunError: If the launcher is of another user.
+        """
+        folder = f"/proc/{self.launcher.pid}/fd"
+        try:
+            wanted, names = self._path.stat(), os.listdir(folder)
+        except PermissionError as error:
+            raise RunError("the job belongs to another user", where=str(self._path.parent)) from error
+        except OSError:
+            return False
+        for name in names:
+            with contextlib.suppress(OSError):
+                if os.path.samestat(wanted, os.stat(f"{folder}/{name}")):
+                    return self.launcher.is_running
+        return False
