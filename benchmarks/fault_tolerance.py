@@ -10,6 +10,7 @@ import typer
 from _all_reduce import all_reduce
 from _program import Program
 from _replica_emulation import emulated
+from _replica_stalls import stalls
 from rich.console import Console
 from rich.table import Table
 
@@ -38,6 +39,7 @@ class Part(str, enum.Enum):
     simulated = "simulated"
     all_reduce = "all-reduce"
     emulated = "emulated"
+    stalls = "stalls"
 
 
 def _row(row: FaultStudyRow) -> dict[str, Any]:
@@ -121,7 +123,7 @@ def simulated(console: Console, quick: bool) -> dict[str, Any]:
 
 main = Program(
     "fault_tolerance",
-    {Part.simulated: simulated, Part.all_reduce: all_reduce, Part.emulated: emulated},
+    {Part.simulated: simulated, Part.all_reduce: all_reduce, Part.emulated: emulated, Part.stalls: stalls},
     "Simulate large jobs with failures, and time what lets the others go on.",
 ).command()
 

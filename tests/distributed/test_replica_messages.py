@@ -391,3 +391,17 @@ def test_events_of_several_writers_are_read_by_time_and_a_cut_off_line_is_left_o
     path.write_bytes(whole.replace(b"committed", b"discarded"))
     with pytest.raises(CordilleraError, match=r"r0\.jsonl, line 2"):
         read_events(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_disk_loses_events_and_says_how_many(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / FOLDER / "r0.jsonl")
+    log.write("joined", step=0)
+    path, log.path = log.path, Path("/dev/full")
+    for step in (1, 2):
+        log.write("step", step=step)
+    log.path = path
+    log.write("step", step=3)
+    log.write("step", step=4)
+    found = [(event["kind"], event.get("step"), event.get("lost")) for event in read_events(tmp_path)]
+    assert found == [("joined", 0, None), ("step", 3, 2), ("step", 4, None)]

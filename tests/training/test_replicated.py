@@ -6,6 +6,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,8 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from cordillera import workflows
+from cordillera.cli.app import app
 from cordillera.data.language.prefetch import IterationsAhead
 from cordillera.distributed.fault_tolerance.events import read_events
 from cordillera.distributed.fault_tolerance.launcher import ReplicaLauncher
@@ -24,7 +28,7 @@ from cordillera.distributed.job.launch import LaunchConfig
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.errors import CordilleraError, DataError, PlanError, RankError
 from cordillera.models.language.checkpoints.sharded import WEIGHTS, ShardedFolder
-from cordillera.recipe import LanguageRecipe, validate
+from cordillera.recipe import LanguageRecipe, dump, validate
 from cordillera.run import Run
 from cordillera.training.checkpoints import folder_of, steps
 from cordillera.training.language.engine import LanguageEngine
@@ -80,6 +84,8 @@ def committed(folder: Path) -> list[dict[str, Any]]:
 
 def last_step(path: Path) -> int:
     """Step of the last event of a replica; reading all of them takes long."""
+    if not path.exists():
+        return 0
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - 2000))
         lines = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"}\n")]
@@ -276,6 +282,61 @@ def test_a_job_that_was_asked_to_stop_goes_on_where_it_stood(recipe: Any) -> Non
     check_history(history, 60)
     found, wanted = weights_of(second.run), replayed(made, history)
     assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+def _command(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "cordillera", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+@pytest.mark.slow
+def test_replicas_that_are_started_by_hand_find_their_coordinator(recipe: Any) -> None:
+    made = recipe(training={"steps": 150, "checkpoint_every": 50})
+    Path("own.toml").write_text(dump(made))
+    coordinator = _command("coordinate", "own.toml", "--run", "run")
+    replicas: dict[str, subprocess.Popen[str]] = {}
+    try:
+        assert coordinator.stdout is not None
+        address = next(line.split()[1] for line in coordinator.stdout if line.startswith("coordinator:"))
+        assert Path("run/replicas/secret").stat().st_mode & 0o077 == 0
+        for name in ("r0", "r1"):
+            replicas[name] = _command("train", "run", "--replica", name, "--coordinator", address, "--quiet")
+        until = time.monotonic() + 60
+        while last_step(Path("run/replicas/r1.jsonl")) < 20 and time.monotonic() < until:
+            time.sleep(0.05)
+        replicas["r1"].terminate()  # it leaves; the other goes on
+        assert "r1: interrupted at step" in replicas["r1"].communicate(timeout=60)[0]
+        replicas["r1"] = _command("train", "run", "--replica", "r1", "--coordinator", address, "--quiet")
+        said = {name: one.communicate(timeout=120)[0] for name, one in replicas.items()}
+        assert "r0: finished at step 150" in said["r0"]
+        assert coordinator.wait(30) == 0
+    finally:
+        for one in (coordinator, *replicas.values()):
+            one.kill()
+            one.wait()
+    history = committed(Path("run"))
+    check_history(history, 150)
+    assert {1, 2} == {len(event["participants"]) for event in history}
+    found, wanted = weights_of(Run("run")), replayed(made, history)
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+    assert Run("run").status().is_complete
+    assert (Path("run") / "evaluation.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--replica", "r7", "--coordinator", "127.0.0.1:9"], "there is no replica r7"),
+        (["--replica", "r0"], "--replica and --coordinator: go together"),
+        (["--replica", "r0", "--coordinator", "127.0.0.1:9"], "holds no secret of a job"),
+    ],
+)
+def test_a_replica_that_cannot_join_says_why(recipe: Any, arguments: list[str], message: str) -> None:
+    Run.create("run", dump(recipe()))
+    found = CliRunner().invoke(app, ["train", "run", *arguments])
+    assert found.exit_code != 0
+    assert message in str(found.exception) + found.output
 
 
 @pytest.mark.slow

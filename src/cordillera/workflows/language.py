@@ -448,6 +448,8 @@ def join(
         run: Run of the job.
         name: Name of the replica.
         coordinator: ``HOST:PORT`` of the coordinator.
+        on_step: Function that draws progress.
+        say: Function called with lines of text.
 
     Raises:
         PlanError: If there is no replica of this name, or it cannot take part.

@@ -1,13 +1,15 @@
 """Events of a job of replicas: one file for each writer, one sealed JSON line for each event.
 
 A replica writes an event for each attempt at a step: ``step`` with ``outcome`` (``committed``, ``discarded``), epoch,
-step, lineage and that before it, participants, first iteration and number of iterations, and the seconds of its phases.
+step, lineage and that before it, participants, first iteration and number of iterations, and the seconds of its phases;
+``joined`` before the first one and ``left`` after the last.
 The launcher writes which processes began and ended, the coordinator every change of members. All have ``at``, seconds
 since 1970.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -32,22 +34,29 @@ class EventLog:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
+        self._lost = 0
         if path is not None:
             with disk_errors(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _end_line(path)
 
     def write(self, kind: str, **content: Any) -> None:
-        """Append an event.
-
-        Raises:
-            RunError: If the disk is full or refuses it.
-        """
+        """Append an event; where the disk is full, training goes on, and the next event says how many were ``lost``."""
         if self.path is None:
             return
-        line = sealed_json({"kind": kind, "at": time.time(), **content}, line=True)
-        with disk_errors(self.path), open(self.path, "ab", buffering=0) as file:
-            file.write(line.encode())
+        if self._lost:
+            content["lost"] = self._lost
+        line = sealed_json({"kind": kind, "at": time.time(), **content}, line=True).encode()
+        try:
+            with open(self.path, "ab", buffering=0) as file:
+                size = file.tell()
+                if file.write(line) != len(line):  # a disk that fills up writes a part first
+                    file.truncate(size)
+                    raise OSError(errno.ENOSPC, "no space")
+        except OSError:
+            self._lost += 1
+        else:
+            self._lost = 0
 
 
 def _end_line(path: Path) -> None:
@@ -70,5 +79,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
         for number, line in enumerate(lines[:-1], 1):
             where = f"{path}, line {number}"
             content = parse_sealed(f"{line}\n", where, line=True, required=True, error=RunError)
+            if not isinstance(content.get("at"), int | float):
+                raise RunError("does not say when it was", where=where)
             found.append({**content, "writer": path.stem})
     return sorted(found, key=lambda event: event["at"])

@@ -352,6 +352,8 @@ class _History:
             self.marks[writer].append(_Mark(at, kind))
         elif kind == "step":
             self.marks[writer].append(_Mark(at, kind, self._attempt(event, writer, at)))
+        elif kind == "left":
+            self.marks[writer].append(_Mark(at, "finished"))
 
     def _take_launcher(self, event: Mapping[str, Any], kind: str, at: float) -> None:
         if kind in ("ended", "finished"):

@@ -131,7 +131,7 @@ class ReplicaLauncher:
                 if not self._is_worth_another(slot):
                     return
                 time.sleep(_AGAIN_S)
-        except Exception as error:  # the disk that takes the events is full
+        except Exception as error:  # such as events that are damaged
             slot.failures.append(error)
         finally:
             slot.is_over = True
@@ -289,6 +289,8 @@ class ReplicaService:
             hear=lambda event: events.write(**event),
         )
         self.address = self._coordinator.address
+        started = EventLog(folder / FOLDER / "launcher.jsonl")
+        started.write("coordinator", process=os.getpid(), port=int(self.address.rpartition(":")[2]))
 
     def serve(self, is_over: Callable[[], bool]) -> None:
         """Answer replicas until the job is over and they have left, or a second request to stop."""
@@ -316,13 +318,14 @@ def _coordinate(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     events = EventLog(Path(log).with_name("coordinator.jsonl"))
 
-    def hear(event: dict[str, Any]) -> None:
-        with contextlib.suppress(CordilleraError):  # a full disk: the decision itself is on the log
-            events.write(**event)
-
     try:
         coordinator = Coordinator(
-            tolerance.rules, configuration, token, log=CoordinatorLog(Path(log)), port=port, hear=hear
+            tolerance.rules,
+            configuration,
+            token,
+            log=CoordinatorLog(Path(log)),
+            port=port,
+            hear=lambda event: events.write(**event),
         )
     except BaseException as error:
         pipe.send(error)

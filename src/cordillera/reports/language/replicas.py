@@ -133,7 +133,10 @@ def _key(found: Goodput) -> list[tuple[str, str]]:
     """Return styles and names of what the timeline shows."""
     key: list[tuple[str, str]] = [(_STYLES[part], part) for part in TIME_PARTS if found.share(part) > 0]
     key += [("f2", "fewer members")] if any(len(one.members) < len(found.times) for one in found.epochs) else []
-    return key + ([("fault", "fault")] if found.faults else [])
+    key += [("fault", "fault")] if found.faults else []
+    if any(one.who == COORDINATOR for one in found.messages):
+        key.append(("event", "message of the coordinator"))
+    return key + ([("resumed", "job resumed")] if len(found.launches) > 1 else [])
 
 
 def _timeline(found: Goodput) -> Markup:

@@ -93,6 +93,7 @@ class ReplicatedTrainer(LanguageTrainer):
             processes = self.engine.mesh.exchange([float(os.getpid())]).flatten().int().tolist()
             self._events.write("joined", step=self.commit.step, epoch=self.commit.epoch, processes=processes)
             ended = self._steps()
+            self._events.write("left", ended=ended, step=self.progress.step)
         self.checkpoints.wait()
         evaluation = None
         if ended != "interrupted" and self.can_evaluate:

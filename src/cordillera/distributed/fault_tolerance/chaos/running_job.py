@@ -122,6 +122,12 @@ class RunningJob:
         if event["kind"] == "started":
             self._names.add(event["replica"])
         elif event["kind"] == "coordinator":
+            if event["process"] == self._lock.launcher.pid:
+                raise RunError(
+                    "its replicas were started elsewhere, so that nothing shows which processes are theirs",
+                    where=str(self.run.folder),
+                    remedy="faults are injected into jobs of `cordillera train --replicas N`",
+                )
             self._coordinator = event["process"], event["at"]
         elif event["kind"] == "joined":
             self.ranks = len(event["processes"])
