@@ -59,10 +59,10 @@ TOLERANCE = FaultToleranceConfig(replicas=REPLICAS, deadline_s=0.5, grace_s=0.25
 TARGETS = {"kill_s": 0.5, "freeze_s": TOLERANCE.deadline_s + 0.5, "overhead": 1.03, "rejoin_steps": 1.0, "discarded": 1}
 MEASURED_ELSEWHERE = {"torchft": 5.28, "torchft, tuned": [1.08, 1.36]}  # seconds after a kill, on another machine
 SETTLED = 12  # steps at full strength before a fault and at the end
-BLOCK, BLOCKS_OF_STEPS = 10, 12  # steps of one job, before the other has its turn
+BLOCK, PAIRS = 10, 8  # steps of one job, before the other has its turn
 FROZEN_S = 1.0  # after the others go on, until a frozen replica is ended
 LIMIT_S = 60.0
-ROUNDS, FREE_RUNS = 4, 3
+ROUNDS = 4
 
 FaultKind = Literal["kill", "freeze", "freeze one"]
 
@@ -438,7 +438,10 @@ def be_apart(function: str, arguments: str, path: str) -> None:
 
 
 def _plan(rounds: int, quick: bool) -> Iterator[tuple[str, list[Fault]]]:
-    """Return the runs of all stacks, in turn over rounds; the places of faults within a step are spread evenly."""
+    """Return the runs of all stacks, in turn over rounds, and in each one without faults.
+
+    The places of faults within a step are spread evenly.
+    """
     draw = random.Random(0)
     for number in range(rounds):
 
@@ -452,13 +455,14 @@ def _plan(rounds: int, quick: bool) -> Iterator[tuple[str, list[Fault]]]:
 
         yield "ours", faults(["kill"] if quick else ["kill", "kill"])
         yield "ours", faults(["freeze"] if quick else ["freeze", "freeze one"])
-        if quick:
-            return
-        yield "torchft, tuned", faults(["kill", "kill"])
-        yield "torchft, tuned", faults(["freeze"])
-        yield "torchft", faults(["kill", "kill"])
-        yield "torchft", faults(["freeze"])
-        yield "restart", faults(["kill"])
+        if not quick:
+            yield "torchft, tuned", faults(["kill", "kill"])
+            yield "torchft, tuned", faults(["freeze"])
+            yield "torchft", faults(["kill"])
+            if number % 2 == 0:
+                yield "torchft", faults(["freeze"])
+            yield "restart", faults(["kill"])
+        yield "ours and native", []
 
 
 def _row(stack: str, kind: str, faults: list[dict[str, Any]]) -> dict[str, Any]:
@@ -514,48 +518,57 @@ def _reached(rows: list[dict[str, Any]], ratio: float, equal: bool) -> dict[str,
     }
 
 
-def _runs(console: Console, quick: bool, pieces: FinishedPieces) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Run all stacks with faults; return the runs, and the stacks that are left out with the reason."""
-    left_out = {}
+def _left_out(console: Console, quick: bool) -> dict[str, str]:
+    """Return the stacks that are left out with the reason."""
     try:
         if not quick:
             check_torchft()
     except PeerUnavailable as error:
-        left_out["torchft"] = str(error)
         console.print(f"torchft: left out, {error}", markup=False)
-    runs = []
-    for stack, faults in _plan(1 if quick else ROUNDS, quick):
-        if stack.startswith("torchft") and left_out:
-            continue
-        key = {"stack": stack, "faults": [asdict(fault) for fault in faults]}
-        run = pieces.get(key)
-        if run is None:
-            try:
-                run = apart("faulty_run", stack, key["faults"])
-            except TimeoutError as error:
-                run = {"faults": [], "equal": False, "failed": str(error)}
-                console.print(f"{stack}, {faults[0].kind}: {error}", markup=False)
-            pieces.add(key, run)
-        runs.append({"stack": stack, **run})
-    return runs, left_out
+        return {"torchft": str(error)}
+    return {}
+
+
+def _run(console: Console, key: dict[str, Any], function: Literal["faulty_run", "fault_free_run"], *given: Any) -> Any:
+    try:
+        return apart(function, *given)
+    except TimeoutError as error:
+        console.print(f"{key}: {error}", markup=False)
+        return {"faults": [], "equal": False, "failed": str(error)}
 
 
 def stalls(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
     """Time how long the others stand still when a replica fails, and what all this costs without failures."""
-    runs, left_out = _runs(console, quick, pieces)
-    free = []
-    for number in range(1 if quick else FREE_RUNS):
-        run = pieces.get({"fault free": number})
+    left_out = _left_out(console, quick)
+    runs: list[dict[str, Any]] = []
+    free: list[dict[str, Any]] = []
+    for stack, faults in _plan(1 if quick else ROUNDS, quick):
+        if stack.startswith("torchft") and left_out:
+            continue
+        key = {"stack": stack, "faults": [asdict(fault) for fault in faults]} if faults else {"fault free": len(free)}
+        run = pieces.get(key)
         if run is None:
-            run = apart("fault_free_run", 2 if quick else BLOCKS_OF_STEPS)
-            pieces.add({"fault free": number}, run)
-        free.append(run)
+            function, *given = (
+                ("faulty_run", stack, key["faults"]) if faults else ("fault_free_run", 2 if quick else PAIRS)
+            )
+            run = _run(console, key, function, *given)
+            pieces.add(key, run)
+        if faults:
+            runs.append({"stack": stack, **run})
+        else:
+            free.append(run)
+    return _report(console, runs, free) | {"left_out": left_out}
+
+
+def _report(console: Console, runs: list[dict[str, Any]], free: list[dict[str, Any]]) -> dict[str, Any]:
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for run in runs:
         for one in run["faults"]:
             groups.setdefault((run["stack"], one["kind"]), []).append(one)
     rows = [_row(stack, kind, found) for (stack, kind), found in groups.items()]
-    ratios = Spread.of([a / b for run in free for a, b in zip(run["ours"], run["native"], strict=True)])
+    ratios = Spread.of(
+        [a / b for run in free if "ours" in run for a, b in zip(run["ours"], run["native"], strict=True)]
+    )
     equal = all(run["equal"] for run in runs if run["stack"] == "ours")
     reached = _reached(rows, ratios.median, equal)
     _print(console, rows)
@@ -579,7 +592,6 @@ def stalls(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, A
         "overhead": ratios.to_json(),
         "fault_free": free,
         "runs": runs,
-        "left_out": left_out,
         "notes": [
             "stall: from the signal to the first step that the others commit without the victim, less a normal step",
             "gap: the longest time between two commits until then, less a normal step",

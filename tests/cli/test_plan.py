@@ -43,6 +43,22 @@ def test_a_plan_is_printed_and_written(cli: Any) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["plan.html", "plan.json", "trace.json"]
 
 
+def test_a_plan_is_charged_what_failures_cost(cli: Any) -> None:
+    assert cli("plan", "llama3-8b", "selene", "--devices", 64, "--only", "placement", "--out", "p").code == 0
+    best = json.loads(Path("p/plan.json").read_text())["plans"][0]
+    options = ("--between", 0.001, "--replicas", 4, "--days", 0.5, "--runs", 2)
+    result = cli("simulate-faults", "--plan", "p/plan.json", *options)
+    assert result.code == 0, result.err
+    assert f"{best['seconds']:.4g} without" in result.out
+    rows = json.loads(cli("simulate-faults", "--plan", "p/plan.json", *options, "--json").out)
+    assert {row["devices"] for row in rows} == {64}
+    assert {row["job"]["step_s"] for row in rows} == {best["seconds"]}
+    worst = f"{best['seconds'] / rows[0]['effective']['value']:.4g}"
+    assert worst in result.out
+    Path("p/plan.json").write_text("{}")
+    assert "plan again" in cli("simulate-faults", "--plan", "p/plan.json").err
+
+
 @pytest.mark.parametrize(("workload", "unit"), [("dlrm-dcnv2", "M samples"), ("gpt-22b", "M tokens")])
 def test_several_clusters_are_compared(cli: Any, workload: str, unit: str) -> None:
     clusters = ("a100-node", "selene")

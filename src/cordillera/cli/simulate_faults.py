@@ -22,8 +22,12 @@ def simulate_faults(
     replicas: Annotated[
         list[int] | None, typer.Option("--replicas", help="Replicas that it is divided into; repeat it. Default: 12.")
     ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="Take devices, replicas and the step from a plan.json of `cordillera plan`."),
+    ] = None,
     between: Annotated[float, typer.Option(help="Minutes between failures of 98,304 devices.")] = 18.0,
-    step: Annotated[float, typer.Option(help="Seconds of a step.")] = 20.0,
+    step: Annotated[float | None, typer.Option(help="Seconds of a step. Default: 20.")] = None,
     detect: Annotated[float, typer.Option(help="Seconds until the others notice a failure.")] = 0.5,
     resume: Annotated[float, typer.Option(help="Seconds from there to their next step.")] = 0.5,
     repair: Annotated[float, typer.Option(help="Seconds until a failed replica, or a stopped job, is back.")] = 600.0,
@@ -50,10 +54,12 @@ def simulate_faults(
     from cordillera.distributed.fault_tolerance.simulator import FaultyJob
     from cordillera.errors import PlanError
     from cordillera.reports.faults import plot_fault_study
-    from cordillera.workflows.scaling import study_faults
+    from cordillera.workflows.scaling import planned_job, study_faults
 
+    planned = None if plan is None else planned_job(plan)
+    step_s = step or (20.0 if planned is None else planned.step_s)
     job = FaultyJob(
-        between_s=60 * between, step_s=step, detect_s=detect, resume_s=resume, repair_s=repair, rejoin_s=rejoin,
+        between_s=60 * between, step_s=step_s, detect_s=detect, resume_s=resume, repair_s=repair, rejoin_s=rejoin,
         consensus_s=consensus, save_s=save, together=together, queue=queue,
     )  # fmt: skip
     if plot is not None and plot.suffix not in (".png", ".svg"):
@@ -62,8 +68,8 @@ def simulate_faults(
     with out.status("simulating") as status:
         rows = study_faults(
             job,
-            devices=devices or [98_304],
-            replicas=replicas or [12],
+            devices=devices or [98_304 if planned is None else planned.devices],
+            replicas=replicas or [12 if planned is None else planned.replicas],
             days=days,
             runs=runs,
             seed=seed,
@@ -74,18 +80,21 @@ def simulate_faults(
     if as_json:
         echo(json.dumps([row.to_dict() for row in rows]), json=True)
         return
-    out.print(_table(rows, runs, days))
+    out.print(_table(rows, runs, days, None if planned is None else job.step_s))
+    if planned is not None:
+        out.print(f"s a step: with its share of what failures cost; {job.step_s:.4g} without")
     if plot is not None:
         out.print(f"plot: {plot}")
 
 
-def _table(rows: Sequence[FaultStudyRow], runs: int, days: float) -> Table:
+def _table(rows: Sequence[FaultStudyRow], runs: int, days: float, step_s: float | None) -> Table:
     from rich.table import Table
 
     title = f"% of the time (simulated, {runs} runs of {days:g} days; 95 % intervals)"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     uses = [name for name in ("redone", "stalled", "absent", "saving") if any(row.shares[name] for row in rows)]
-    for heading in ("devices", "policy", "effective", "formula", *uses):
+    charged = () if step_s is None else ("s a step",)
+    for heading in ("devices", "policy", "effective", "formula", *uses, *charged):
         table.add_column(heading, justify="left" if heading == "policy" else "right")
     for row in rows:
         half = (row.effective.high - row.effective.low) / 2
@@ -95,5 +104,6 @@ def _table(rows: Sequence[FaultStudyRow], runs: int, days: float) -> Table:
             f"{100 * row.effective.value:.1f} ± {100 * half:.1f}",
             f"{100 * row.formula:.1f}",
             *(f"{100 * row.shares[name]:.2f}" for name in uses),
+            *(() if step_s is None else (f"{step_s / row.effective.value:.4g}",)),
         )
     return table

@@ -20,6 +20,7 @@ from cordillera.distributed.fault_tolerance.simulator import FaultyJob, TimeUse,
 from cordillera.distributed.job.environment import place_in_job
 from cordillera.errors import DataError, Interrupted, PlanError, RecipeError, RunError
 from cordillera.models.language.flops import training_flops
+from cordillera.planning.language.plan_file import read_content
 from cordillera.recipe import LanguageRecipe, RankingRecipe
 from cordillera.reports.faults import FaultStudyRow
 from cordillera.reports.ranking.comparison import mean_interval
@@ -252,6 +253,40 @@ def study_faults(
             if on_row is not None:
                 on_row(rows[-1])
     return rows
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """What the failures of a planned job depend on.
+
+    Attributes:
+        devices: Number of devices.
+        replicas: Number of whole copies of the model, each on devices of its own.
+        step_s: Predicted seconds of a step without failures.
+    """
+
+    devices: int
+    replicas: int
+    step_s: float
+
+
+def planned_job(path: str | Path) -> PlannedJob:
+    """Return the job of the best plan of a ``plan.json``, for :func:`study_faults`.
+
+    Args:
+        path: Path of the file, of a language or a recommendation model; the latter has one copy of its tables.
+
+    Raises:
+        PlanError: If the file cannot be read, or is damaged.
+    """
+    content = read_content(path)
+    try:
+        best = content["plans"][0]
+        layout = best.get("layout", {})
+        replicas = int(layout.get("data", 1)) // int(layout.get("shards", layout.get("data", 1)))
+        return PlannedJob(int(content["devices"]), max(1, replicas), float(best["seconds"]))
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise PlanError(f"holds no plan with a step time ({error!r})", where=str(path), remedy="plan again") from error
 
 
 def _formula(job: FaultyJob) -> float:
