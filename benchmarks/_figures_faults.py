@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from _figures import Figures, percent, results, table
+from _figures import Figures, listed, percent, results, table
 
 _JOBS = {
     "published": "published times, recoveries one after the other",
@@ -66,10 +66,77 @@ def checkpoints() -> str:
     return table(["recovery", "a save", "interval", "simulated", "closed form"], rows)
 
 
+_KINDS = {
+    "kill": "a rank is killed",
+    "freeze": "a replica stands still",
+    "freeze one": "a rank stands still",
+}
+
+
+def stalls() -> str:
+    """Return what a failure costs the others, by the library and the kind of failure."""
+    rows = []
+    for row in results("fault_tolerance-stalls")["rows"]:
+        cells = [row["stack"], _KINDS[row["kind"]], str(row["count"])]
+        cells += [f"{row['stall_s'][part]:.2f} s" for part in ("median", "worst")]
+        cells.append(f"{row['regained_s']['median']:.1f} s" if "regained_s" in row else "")
+        cells.append(f"{row['whole_s']['median']:.1f} s" if "whole_s" in row else "")
+        cells.append(f"{row['rejoin_steps']['worst']:.2f}" if "rejoin_steps" in row else "")
+        cells.append(f"{row['discarded']['worst']:.0f}" if "discarded" in row else "")
+        rows.append(cells)
+    headings = ("", "failure", "times", "stall", "worst", "lost steps are regained", "whole again")
+    return table([*headings, "longest step while it rejoins", "steps given up"], rows)
+
+
+def overhead() -> str:
+    """Return how long a step without failures takes, as a multiple of native hybrid sharding's."""
+    one = results("fault_tolerance-stalls")["overhead"]
+    return f"{one['median']:.3f} ({one['low']:.3f} to {one['high']:.3f}, quartiles of {one['count']} pairs)"
+
+
+def sums() -> str:
+    """Return the speed of the all-reduce beside gloo's."""
+    rows = []
+    for row in results("fault_tolerance-all-reduce")["rows"]:
+        cells = [str(row["processes"]), f"{row['mebibytes']} MiB", f"{1e3 * row['gloo']['median']:.1f} ms"]
+        for name in ("memory", "sockets"):
+            ratio = row[f"{name} against gloo"]
+            wanted = row[f"{name} target"]
+            cells += [f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"]
+            cells += [f"{wanted:g}" if wanted else ""]
+        rows.append(cells)
+    return table(["processes", "tensor", "gloo", "memory is", "asked", "sockets are", "asked"], rows)
+
+
+def aborts() -> str:
+    """Return after how long all others have raised an error."""
+    found = results("fault_tolerance-all-reduce")["ends"]
+    worst = max(one["worst_s"] for one in found)
+    times = [f"{1e3 * max(one[kind]['median'] for one in found):.1f} ms after {told}"
+             for kind, told in (("abort", "an abort"), ("kill", "a kill"))]  # fmt: skip
+    return f"{listed(times)} in the median, and {1e3 * worst:.0f} ms at most"
+
+
+def pressed() -> str:
+    """Return effective time of twelve replicas whose time is pressed."""
+    found = results("fault_tolerance-emulated")
+    rows = []
+    for name, one in found["results"].items():
+        low, high = found["targets"][name]
+        asked = f"{low:.2f} to {high:.2f}" if high < 1 else f"{low:.2f} at least"
+        rows.append([name, f"{one['effective']:.3f}", asked, str(one["failures"]), f"{1e3 * one['step_s']:.0f} ms"])
+    return table(["a failure is met by", "effective", "asked", "failures", "a step"], rows)
+
+
 FIGURES: Figures = {
     "faults-policies": policies,
     "faults-replicas": replicas,
     "faults-sizes": sizes,
     "faults-checkpoints": checkpoints,
+    "faults-stalls": stalls,
+    "faults-overhead": overhead,
+    "faults-sums": sums,
+    "faults-aborts": aborts,
+    "faults-pressed": pressed,
     "faults-counts": lambda: f"{min(_found()['failures'])} to {max(_found()['failures'])}",
 }

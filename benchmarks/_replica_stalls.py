@@ -59,10 +59,10 @@ TOLERANCE = FaultToleranceConfig(replicas=REPLICAS, deadline_s=0.5, grace_s=0.25
 TARGETS = {"kill_s": 0.5, "freeze_s": TOLERANCE.deadline_s + 0.5, "overhead": 1.03, "rejoin_steps": 1.0, "discarded": 1}
 MEASURED_ELSEWHERE = {"torchft": 5.28, "torchft, tuned": [1.08, 1.36]}  # seconds after a kill, on another machine
 SETTLED = 12  # steps at full strength before a fault and at the end
-BLOCK, PAIRS = 10, 8  # steps of one job, before the other has its turn
+BLOCK, PAIRS = 10, 7  # steps of one job, before the other has its turn
 FROZEN_S = 1.0  # after the others go on, until a frozen replica is ended
 LIMIT_S = 60.0
-ROUNDS = 4
+ROUNDS = 3
 
 FaultKind = Literal["kill", "freeze", "freeze one"]
 
@@ -453,7 +453,7 @@ def _plan(rounds: int, quick: bool) -> Iterator[tuple[str, list[Fault]]]:
                 found.append(Fault(kind, (number + place) % REPLICAS, (number // 2 + place) % SHARDS, share))
             return found
 
-        yield "ours", faults(["kill"] if quick else ["kill", "kill"])
+        yield "ours", faults(["kill"] if quick else ["kill", "kill", "kill"])
         yield "ours", faults(["freeze"] if quick else ["freeze", "freeze one"])
         if not quick:
             yield "torchft, tuned", faults(["kill", "kill"])
