@@ -149,10 +149,15 @@ def state(process: subprocess.Popen[str]) -> str:
 
 def sleeps(*processes: subprocess.Popen[str]) -> bool:
     """Whether processes that were stopped go on; they run for an instant."""
+    return all(comes(process, "S") for process in processes)
+
+
+def comes(process: subprocess.Popen[str], wanted: str) -> bool:
+    """Whether a process comes into a state; a signal takes an instant."""
     end = time.monotonic() + 5
-    while any(state(process) != "S" for process in processes) and time.monotonic() < end:
+    while state(process) != wanted and time.monotonic() < end:
         time.sleep(0.005)
-    return all(state(process) == "S" for process in processes)
+    return state(process) == wanted
 
 
 class Job:
@@ -160,7 +165,8 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.run = Run.create(folder, "[fault_tolerance]\nreplicas = 2\n")
-        self.processes: dict[str, subprocess.Popen[str]] = {}
+        self.processes: dict[str, subprocess.Popen[str]] = {}  # the newest of each
+        self.started: list[subprocess.Popen[str]] = []
         self.logs = {name: EventLog(folder / "replicas" / f"{name}.jsonl") for name in ("r0", "r1", "launcher")}
 
     def start(self, name: str) -> subprocess.Popen[str]:
@@ -172,6 +178,7 @@ class Job:
             self.logs["launcher"].write("started", replica=name, attempt=1)
             self.logs[name].write("joined", step=0, epoch=0, processes=[process.pid])
         self.processes[name] = process
+        self.started.append(process)
         return process
 
     def step(self, step: int, outcome: str = "committed") -> None:
@@ -190,7 +197,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
         try:
             yield made
         finally:
-            for process in made.processes.values():
+            for process in made.started:
                 process.kill()
                 process.communicate()
 
@@ -268,12 +275,13 @@ def test_a_fault_waits_for_the_successor_of_a_process_that_ended(job: Job) -> No
 
 def test_a_stopped_process_goes_on_when_all_that_stop_it_are_over(job: Job) -> None:
     process, seen = job.processes["r0"], []
-    short, long = (Fault(what="stop", replica="r0", seconds=seconds) for seconds in (0.2, 0.6))
-    threading.Timer(0.4, lambda: seen.append(state(process))).start()
+    short, long = (Fault(what="stop", replica="r0", seconds=seconds) for seconds in (0.2, 1.5))
+    threading.Timer(0.9, lambda: seen.append(state(process))).start()
     assert not injected(job, short, long)
     assert seen == ["T"]
     assert sleeps(process)
-    assert [round(event["seconds"], 1) for event in job.told("fault over")] == [0.2, 0.6]
+    first, second = (event["seconds"] for event in job.told("fault over"))
+    assert 0.2 <= first < 1.5 <= second
 
 
 def test_a_slow_process_runs_in_its_part_of_the_time(job: Job) -> None:
@@ -289,7 +297,7 @@ def test_a_slow_process_runs_in_its_part_of_the_time(job: Job) -> None:
     assert not injected(job, Fault(what="slow", replica="r0", seconds=2.0, factor=4.0))
     is_over.set()
     thread.join()
-    assert 0.6 < seen.count("T") / len(seen) < 0.9
+    assert 0.5 < seen.count("T") / len(seen) < 0.95
     assert sleeps(job.processes["r0"])
     assert sleeps(process)
 
@@ -297,15 +305,17 @@ def test_a_slow_process_runs_in_its_part_of_the_time(job: Job) -> None:
 @pytest.mark.parametrize("what", ["kill-coordinator", "pause-coordinator"])
 def test_the_coordinator_is_found(job: Job, what: Any) -> None:
     process = job.processes["coordinator"]
-    seen: list[str] = []
+    seen: list[Any] = []
     seconds = 0.3 if what == "pause-coordinator" else None
     fault = Fault(what=what, seconds=seconds)
-    assert not injected(job, fault, on_fault=lambda one: seen.append(f"{one.process} {state(process)}"))
+    assert not injected(job, fault, on_fault=lambda one: seen.append(one.process))
+    assert seen == [process.pid]
     if seconds is None:
         assert process.wait(10) == -signal.SIGKILL
     else:
-        assert seen == [f"{process.pid} T"]
         assert sleeps(process)
+        (event,) = job.told("fault over")
+        assert event["seconds"] >= 0.3
 
 
 def test_nothing_stays_stopped_after_an_error(job: Job) -> None:
@@ -363,7 +373,7 @@ def test_events_of_an_earlier_job_are_not_taken_for_those_of_this_one(job: Job) 
     time.sleep(1.1)
     for name in ("r0", "r1"):
         job.processes[name].kill()
-        job.processes[name].communicate()
+        job.processes[name].wait()
         job.start(name)
     found = find_job(job.run.folder)
     assert found.step == 0

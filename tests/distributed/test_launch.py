@@ -33,6 +33,27 @@ DEADLINE_S, MARGIN_S = 8.0, 4.0  # the machine itself may stand still for second
 REMEDY = "continue with --resume"
 
 
+def sleep(rank: int, seconds: float) -> float:
+    """Works without a word to anyone."""
+    with join_job():
+        time.sleep(seconds)
+    return seconds
+
+
+def test_a_process_alone_needs_no_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = job_launch.WatchdogConfig
+    monkeypatch.setattr(job_launch, "WatchdogConfig", lambda deadline_s: plain(deadline_s, join_s=0.5))
+    assert launch(sleep, 1, (3.0,), config=LaunchConfig(deadline_s=1.0)) == 3.0
+    asked = [0]
+
+    def stop() -> int:
+        asked[0] += 1
+        return 1
+
+    assert launch(sleep, 1, (3.0,), config=LaunchConfig(deadline_s=1.0), asked=stop) == 3.0
+    assert asked[0] > 1
+
+
 def behave(rank: int, how: str, folder: str) -> dict[str, Any]:
     """Steps with a collective each, then rank 1 has a bad day while rank 0 waits for it."""
     Path(folder, f"{os.getpid()}.pid").touch()

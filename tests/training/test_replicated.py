@@ -257,6 +257,28 @@ def test_all_replicas_at_once_go_on_from_the_newest_checkpoint(recipe: Any) -> N
 
 
 @pytest.mark.slow
+def test_a_damaged_checkpoint_is_passed_over(recipe: Any) -> None:
+    def damage_and_kill(folder: Path) -> None:
+        newest = folder_of(folder / "checkpoints", steps(folder / "checkpoints")[-1])
+        path = next(newest.glob("*.safetensors"))
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        for replica in ("r0", "r1"):
+            kill(replica)(folder)
+
+    made = recipe(training={"steps": 30, "checkpoint_every": 5, "asynchronous": False})
+    outcome = training(made, "run", [(12, damage_and_kill)])
+    history = committed(Path("run"))
+    check_history(history, 30)
+    events = read_events(Path("run"))
+    assert {event["step"] for event in events if event["kind"] == "damaged"} == {10}
+    assert [event["kept"]["step"] for event in events if event["kind"] == "rollback"] == [5]
+    found, wanted = weights_of(outcome.run), replayed(made, history)
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+@pytest.mark.slow
 def test_a_constant_batch_is_shared_out_among_those_that_are_there(recipe: Any) -> None:
     made = recipe(training={"steps": 60}, fault_tolerance={"batch": "constant"})
     outcome = training(made, "run", [(10, kill("r1"))])

@@ -22,7 +22,7 @@ from cordillera.distributed.fault_tolerance.events import FOLDER, EventLog, read
 from cordillera.distributed.fault_tolerance.replica import FaultToleranceConfig, ReplicaPlace
 from cordillera.distributed.job.environment import TOKEN
 from cordillera.distributed.job.job import STOPPING
-from cordillera.distributed.job.launch import LaunchConfig, counted_signals, launch, process_context
+from cordillera.distributed.job.launch import LaunchConfig, counted_signals, launch, process_context, start_tracker
 from cordillera.errors import CordilleraError, PeerError, RankError, RunError
 from cordillera.run import disk_errors
 
@@ -186,6 +186,7 @@ class ReplicaLauncher:
 
     def _start_coordinator(self) -> None:
         context = process_context("cpu")
+        start_tracker()
         here, there = context.Pipe()
         log = self._folder / FOLDER / _COORDINATOR
         process = context.Process(

@@ -313,9 +313,10 @@ class _Supervisor:
         deaths = [rank for rank in self._ranks if isinstance(rank.outcome, _Death)]
         if verdict is None and deaths:
             verdict = self._death(deaths[0])
-        if verdict is None:
+        is_watched = len(self._ranks) > 1  # one alone writes no heartbeats
+        if verdict is None and is_watched:
             verdict = self._board.judge()
-        if verdict is None and self._is_stopping and self._board.still() > self._config.deadline_s:
+        if verdict is None and is_watched and self._is_stopping and self._board.still() > self._config.deadline_s:
             what = f"no rank moved for {self._config.deadline_s:g} s after they were asked to stop"
             verdict = Verdict((), what, "see what they do")
         if verdict is not None:
@@ -371,12 +372,19 @@ def process_context(device_type: str) -> Any:
     return context
 
 
+def start_tracker() -> None:
+    """Start the process that cleans up after ranks that were killed, without a word on what they left.
+
+    Its start unblocks signals, so it must come before these are blocked.
+    """
+    with _starting, _environment({"PYTHONWARNINGS": "ignore:resource_tracker"}):
+        resource_tracker.ensure_running()
+
+
 def _start(ranks: list[_Rank], size: int, payload: bytes, config: LaunchConfig, port: int, token: str) -> None:
     """Start the processes and append each to ``ranks``, also if a later one fails to start."""
     context = process_context(config.device_type)
-    # its start unblocks signals, so it must come before they are blocked; it cleans up after ranks that were killed
-    with _starting, _environment({"PYTHONWARNINGS": "ignore:resource_tracker"}):
-        resource_tracker.ensure_running()
+    start_tracker()
     threads = config.threads or max(1, usable_cores() // size)
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     job = {

@@ -25,7 +25,7 @@ from cordillera.distributed.fault_tolerance.coordination import Commit, Membersh
 from cordillera.distributed.fault_tolerance.events import FOLDER, EventLog
 from cordillera.distributed.fault_tolerance.replica import FaultToleranceConfig, Replica, ReplicaPlace, digest_of
 from cordillera.distributed.tensor_parallel import local
-from cordillera.errors import PlanError, TrainingError
+from cordillera.errors import CheckpointError, PlanError, TrainingError
 from cordillera.models.language.llama import LlamaConfig
 from cordillera.models.language.parallelize import free_weights
 from cordillera.training.language.engine import LanguageConfig
@@ -67,8 +67,18 @@ class ReplicatedTrainer(LanguageTrainer):
         self._held = HeldState(self)  # before the first forward, as gathered weights have tensors of their own
 
     def resume(self) -> bool:
-        """Restore the newest checkpoint; return False if there is none. Records of the run are left as they are."""
-        state = self.checkpoints.restore(self.engine)
+        """Restore the newest checkpoint that verifies; return False if there is none.
+
+        A damaged one is no reason to end, as another replica may hold the state. Records of the run are left as they
+        are.
+        """
+        state = None
+        for step in reversed(self.checkpoints.steps()):
+            try:
+                state = self.checkpoints.restore(self.engine, step)
+                break
+            except CheckpointError as error:
+                self._events.write("damaged", step=step, why=str(error))
         if state is None:
             return False
         self._take_facts(state)

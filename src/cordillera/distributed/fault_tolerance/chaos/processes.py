@@ -44,6 +44,7 @@ class JobProcess:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._holders: set[object] = set()
+        self._is_killed = False
         try:
             self._descriptor = os.pidfd_open(pid)
         except (AttributeError, OSError) as error:
@@ -59,7 +60,9 @@ class JobProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended; a stopped process runs."""
+        """Whether it has not ended and was not killed through this object; a stopped process runs."""
+        if self._is_killed:  # it ends in a moment, and must not be killed twice in place of its successor
+            return False
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
         return not poll.poll(0)
@@ -78,6 +81,7 @@ class JobProcess:
             return False
         except PermissionError as error:
             raise RunError(f"process {self.pid} belongs to another user") from error
+        self._is_killed = number == signal.SIGKILL
         return True
 
     def hold(self, who: object) -> bool:

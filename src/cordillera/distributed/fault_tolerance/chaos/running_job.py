@@ -152,7 +152,8 @@ class RunningJob:
             found = find_process(told[0], written=told[1], launcher=self._lock.launcher, name=name)
             if found is None:
                 return None
-            self._found = {key: one for key, one in self._found.items() if one.is_running} | {told: found}
+            newest = {*self._ranks.values(), self._coordinator}
+            self._found = {key: one for key, one in self._found.items() if key in newest} | {told: found}
         found = self._found[told]
         return found if found.is_running else None
 
