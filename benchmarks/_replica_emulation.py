@@ -39,7 +39,7 @@ REPLICAS, STEP_S, BETWEEN_S, REPAIR_S = 12, 1 / 3, 18.0, 10.0  # 20 s, 18 min an
 PUBLISHED_STALL_S = 3.0
 FIRST = 0.2  # part of a period after which its failure comes, early enough that the repair ends in the same period
 ELEMENTS = 1 << 18
-SECONDS, SECONDS_QUICK = 240.0, 8.0
+SECONDS, SECONDS_QUICK = 180.0, 8.0
 TARGETS = {"restart": (0.41, 0.47), "published stall": (0.77, 0.83), "ours": (0.88, 1.0)}
 _PACE_S = 0.05
 
