@@ -208,7 +208,7 @@ class CoordinatorState:
 
     @classmethod
     def begin(cls, rules: CoordinationRules, configuration: str) -> CoordinatorState:
-        """Return the state of a job that has not begun."""
+        """Return the state of a job with these ``rules`` and ``configuration`` that has not begun."""
         return cls(rules, configuration, head=initial_commit(configuration))
 
     def live(self, now: float) -> dict[str, ReplicaStatus]:

@@ -41,7 +41,10 @@ class EventLog:
                 _end_line(path)
 
     def write(self, kind: str, **content: Any) -> None:
-        """Append an event; where the disk is full, training goes on, and the next event says how many were ``lost``."""
+        """Append an event of a ``kind`` with its ``content``, values of JSON.
+
+        Where the disk is full, training goes on, and the next event says how many were ``lost``.
+        """
         if self.path is None:
             return
         if self._lost:

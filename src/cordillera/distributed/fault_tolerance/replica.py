@@ -99,7 +99,7 @@ class ReplicatedState(Protocol):
         ...
 
     def install(self, tensors: Mapping[str, Tensor], facts: Any) -> None:
-        """Take over the state of another replica."""
+        """Take over the state of another replica: its ``tensors`` and ``facts``."""
         ...
 
 
