@@ -78,7 +78,6 @@ NOT_RUN = {
     "cordillera watch": "ends with 1, for the samples shown have moved; tests/cli/test_quantize.py runs it",
     "cordillera isoflop": "trains many models; tests/training/test_isoflop_plan.py runs studies of two steps",
     "cordillera bench fault-tolerance": "takes minutes; tests/benchmarks runs it with small sizes",
-    "export CORDILLERA_JOB_TOKEN": "is for the commands below it",
     "cordillera coordinate": "waits for its replicas; tests/training/test_replicated.py runs it with them",
     "cordillera train runs/cluster": "takes other machines; tests/training/test_replicated.py runs it on this one",
     "torchrun": "takes other machines; tests/training/test_replicated.py runs what it starts",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cordillera.reports.faults import FaultStudyRow
 
 
+# Half of its lines are the command's options, which Typer reads from one signature.
 def simulate_faults(
     devices: Annotated[
         list[int] | None, typer.Option("--devices", help="Size of the cluster; repeat it. Default: 98304.")

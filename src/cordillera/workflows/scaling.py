@@ -256,7 +256,7 @@ def study_faults(
 
 
 @dataclass(frozen=True)
-class PlannedJob:
+class PlanSize:
     """What the failures of a planned job depend on.
 
     Attributes:
@@ -270,7 +270,7 @@ class PlannedJob:
     step_s: float
 
 
-def planned_job(path: str | Path) -> PlannedJob:
+def planned_job(path: str | Path) -> PlanSize:
     """Return the job of the best plan of a ``plan.json``, for :func:`study_faults`.
 
     Args:
@@ -284,7 +284,7 @@ def planned_job(path: str | Path) -> PlannedJob:
         best = content["plans"][0]
         layout = best.get("layout", {})
         replicas = int(layout.get("data", 1)) // int(layout.get("shards", layout.get("data", 1)))
-        return PlannedJob(int(content["devices"]), max(1, replicas), float(best["seconds"]))
+        return PlanSize(int(content["devices"]), max(1, replicas), float(best["seconds"]))
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(f"holds no plan with a step time ({error!r})", where=str(path), remedy="plan again") from error
 
