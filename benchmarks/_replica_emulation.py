@@ -214,7 +214,7 @@ def _with_restarts(job: Pressed) -> dict[str, Any]:
                     pass
                 began = began or time.time()
                 while not over.wait(_PACE_S):
-                    ready = Path(folder, "3.pid")
+                    ready = Path(folder, "1.pid")
                     if time.time() > began + (number + FIRST) * BETWEEN_S and ready.exists():
                         os.kill(int(ready.read_text()), signal.SIGKILL)
                         return
