@@ -28,10 +28,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from cordillera.distributed.fault_tolerance.coordination import Membership, initial_commit
+from cordillera.distributed.fault_tolerance.coordination import FaultToleranceConfig, Membership, initial_commit
 from cordillera.distributed.fault_tolerance.events import FOLDER, EventLog, read_events
 from cordillera.distributed.fault_tolerance.launcher import ReplicaLauncher
-from cordillera.distributed.fault_tolerance.replica import FaultToleranceConfig, Replica, ReplicaPlace
+from cordillera.distributed.fault_tolerance.replica import Replica, ReplicaPlace
 from cordillera.distributed.job.job import join_job
 from cordillera.distributed.job.launch import LaunchConfig, launch
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh

@@ -47,10 +47,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from cordillera.distributed.fault_tolerance.coordination import Commit, Membership, initial_commit
+from cordillera.distributed.fault_tolerance.coordination import Commit, FaultToleranceConfig, Membership, initial_commit
 from cordillera.distributed.fault_tolerance.events import FOLDER
 from cordillera.distributed.fault_tolerance.launcher import ReplicaLauncher, replica_names
-from cordillera.distributed.fault_tolerance.replica import FaultToleranceConfig, Replica, ReplicaPlace, digest_of
+from cordillera.distributed.fault_tolerance.replica import Replica, ReplicaPlace, digest_of
 from cordillera.distributed.job.job import join_job
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.files import parse_sealed

@@ -26,7 +26,7 @@ from cordillera.data.language.batches import BatchConfig
 from cordillera.data.language.chats.rows import ChatDataConfig
 from cordillera.data.language.corpora import TextDataConfig
 from cordillera.data.ranking.datasets import DataConfig
-from cordillera.distributed.fault_tolerance.replica import FaultToleranceConfig
+from cordillera.distributed.fault_tolerance.coordination import FaultToleranceConfig
 from cordillera.distributed.planned_mesh import PlannedParallelConfig
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import CordilleraError, DataError, RecipeError, printable

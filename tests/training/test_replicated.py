@@ -21,9 +21,10 @@ from typer.testing import CliRunner
 from cordillera import workflows
 from cordillera.cli.app import app
 from cordillera.data.language.prefetch import IterationsAhead
+from cordillera.distributed.fault_tolerance.coordination import FaultToleranceConfig
 from cordillera.distributed.fault_tolerance.events import read_events
 from cordillera.distributed.fault_tolerance.launcher import ReplicaLauncher
-from cordillera.distributed.fault_tolerance.replica import FaultToleranceConfig, ReplicaPlace
+from cordillera.distributed.fault_tolerance.replica import ReplicaPlace
 from cordillera.distributed.job.launch import LaunchConfig
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.errors import CordilleraError, DataError, PlanError, RankError

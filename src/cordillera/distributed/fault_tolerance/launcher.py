@@ -17,13 +17,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from cordillera.distributed.fault_tolerance.coordination import FaultToleranceConfig
 from cordillera.distributed.fault_tolerance.coordinator import Coordinator, CoordinatorLog
 from cordillera.distributed.fault_tolerance.events import FOLDER, EventLog, read_events
-from cordillera.distributed.fault_tolerance.replica import FaultToleranceConfig, ReplicaPlace
+from cordillera.distributed.fault_tolerance.replica import ReplicaPlace
 from cordillera.distributed.job.environment import TOKEN
 from cordillera.distributed.job.job import STOPPING
 from cordillera.distributed.job.launch import LaunchConfig, counted_signals, launch, process_context, start_tracker
-from cordillera.errors import CordilleraError, PeerError, RankError, RunError
+from cordillera.errors import CordilleraError, PeerError, RunError
 from cordillera.run import disk_errors
 
 _AGAIN_S = 0.2  # before a replica or a coordinator is started anew
@@ -172,7 +173,7 @@ class ReplicaLauncher:
         if isinstance(last, CordilleraError) and not isinstance(last, PeerError):
             self._events.write("given up", replica=slot.name, why=last.what)
             return False  # the same would happen again
-        if not isinstance(last, RankError | PeerError):
+        if not isinstance(last, PeerError):
             return False
         in_a_row = 0
         for event in reversed(read_events(self._folder)):

@@ -149,7 +149,7 @@ class CoordinatorLink:
                     f"the coordinator {error.what}, and no other came within {self._patience_s:g} s",
                     peer=None,
                     where=self._address,
-                    remedy="start it again on its log, then the replicas",
+                    remedy="go on from the newest checkpoint with --resume",
                 )
             )
             return False

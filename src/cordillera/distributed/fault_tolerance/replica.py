@@ -12,17 +12,17 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from cordillera.distributed.fault_tolerance.all_reduce import AllReduce, RingMember
-from cordillera.distributed.fault_tolerance.coordination import Ask, Commit, CoordinationRules, Membership
+from cordillera.distributed.fault_tolerance.coordination import Ask, Commit, FaultToleranceConfig, Membership
 from cordillera.distributed.fault_tolerance.link import CoordinatorLink, StepMembers
 from cordillera.distributed.fault_tolerance.messages import MessageError
 from cordillera.distributed.fault_tolerance.state_transfer import StateProvider, fetch_state
@@ -32,59 +32,6 @@ from cordillera.errors import PeerError
 
 _SHARED_S = 2.0  # between messages to the ranks of a replica that waits
 _BEATS = 4  # signs of life in a lease
-
-
-class FaultToleranceConfig(BaseModel):
-    """Replicas of a model, and what happens when one fails.
-
-    Attributes:
-        replicas: Number of replicas, each with as many processes as ``parallel`` has places; 1 for none.
-        least: Smallest number of replicas that train; with fewer, they wait.
-        deadline_s: Longest time in seconds that replicas wait for each other in a step, after which it is discarded.
-            It must be longer than replicas differ in speed.
-        grace_s: Longest time in seconds that replicas wait before a step for one that is alive and not ready.
-        start_s: Longest time in seconds that replicas wait at the start of a job for all of them.
-        patience_s: Longest time in seconds that replicas go on without a coordinator.
-        batch: What a step is trained on when replicas are absent: ``shrink`` takes one iteration for each replica that
-            is there, ``constant`` takes one for each that is configured and shares them out.
-        rate: Factor of the learning rate for a share ``p`` of the configured iterations: ``none`` (1), ``linear``
-            (``p``), ``sqrt`` (the root of ``p``).
-        compare_every: Steps after which replicas compare digests of their weights; null for never.
-        retries: Number of times in a row that a replica may end without a committed step before it is given up.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    replicas: int = Field(1, ge=1, le=1000)
-    least: int = Field(1, ge=1)
-    deadline_s: float = Field(10.0, gt=0, allow_inf_nan=False)
-    grace_s: float = Field(10.0, gt=0, allow_inf_nan=False)
-    start_s: float = Field(60.0, gt=0, allow_inf_nan=False)
-    patience_s: float = Field(60.0, gt=0, allow_inf_nan=False)
-    batch: Literal["shrink", "constant"] = "shrink"
-    rate: Literal["none", "linear", "sqrt"] = "none"
-    compare_every: int | None = Field(100, ge=1)
-    retries: int = Field(3, ge=0)
-
-    @model_validator(mode="after")
-    def _is_possible(self) -> FaultToleranceConfig:
-        if self.least > self.replicas:
-            raise ValueError(f"least ({self.least}) is more than replicas ({self.replicas})")
-        return self
-
-    @property
-    def rules(self) -> CoordinationRules:
-        """Rules of the coordinator; a replica is absent if it gives no sign of life for ``deadline_s``."""
-        return CoordinationRules(self.replicas, self.least, self.deadline_s, self.grace_s, self.start_s)
-
-    def iterations(self, participants: int) -> int:
-        """Return the number of iterations of a step with a number of participants."""
-        return self.replicas if self.batch == "constant" else participants
-
-    def rate_factor(self, iterations: int) -> float:
-        """Return the factor of the learning rate of a step on a number of iterations; at most 1."""
-        share = min(1.0, iterations / self.replicas)
-        return {"none": 1.0, "linear": share, "sqrt": share**0.5}[self.rate]
 
 
 class ReplicatedState(Protocol):
@@ -365,8 +312,6 @@ def _own_address(coordinator: str) -> str:
 
 def digest_of(tensors: Mapping[str, Tensor]) -> int:
     """Return a digest of 32 bits of the bytes of tensors, in the order of their names."""
-    import zlib
-
     found = 0
     for name in sorted(tensors):
         own = tensors[name].detach()

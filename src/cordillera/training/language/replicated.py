@@ -21,9 +21,9 @@ from torch import Tensor
 
 from cordillera.data.language.batches import TextIteration
 from cordillera.data.language.prefetch import IterationsAhead
-from cordillera.distributed.fault_tolerance.coordination import Commit, Membership, initial_commit
+from cordillera.distributed.fault_tolerance.coordination import Commit, FaultToleranceConfig, Membership, initial_commit
 from cordillera.distributed.fault_tolerance.events import FOLDER, EventLog
-from cordillera.distributed.fault_tolerance.replica import FaultToleranceConfig, Replica, ReplicaPlace, digest_of
+from cordillera.distributed.fault_tolerance.replica import Replica, ReplicaPlace, digest_of
 from cordillera.distributed.tensor_parallel import local
 from cordillera.errors import CheckpointError, PlanError, TrainingError
 from cordillera.models.language.llama import LlamaConfig
@@ -238,26 +238,19 @@ class ReplicatedTrainer(LanguageTrainer):
                 where=f"step {self.progress.step}",
                 remedy="a device computes wrongly, or memory is damaged: look for it, and go on with --resume",
             )
-        self._flatten(gradients)
-        if count > 1:
-            self._flat.mul_(float(targets))
+        # the gradient of one participant alone is not rounded
+        weight, divisor = (float(targets), float(totals[1])) if count > 1 else (1.0, 1.0)
+        sizes = [one.numel() for one in gradients]
+        if self._flat.numel() != sum(sizes):
+            self._flat = torch.empty(sum(sizes))
+        for gradient, part in zip(gradients, self._flat.split(sizes), strict=True):
+            torch.mul(gradient, weight, out=part.view_as(gradient))
         if not replica.add(self._flat):
             return None
-        total = float(totals[1])
-        for gradient, summed in zip(gradients, self._flat.split([one.numel() for one in gradients]), strict=True):
-            if count > 1:
-                torch.div(summed.view_as(gradient), total, out=gradient)
-            else:
-                gradient.copy_(summed.view_as(gradient))
-        totals[0] /= total
+        for gradient, summed in zip(gradients, self._flat.split(sizes), strict=True):
+            torch.div(summed.view_as(gradient), divisor, out=gradient)
+        totals[0] /= totals[1]
         return totals
-
-    def _flatten(self, gradients: Sequence[Tensor]) -> None:
-        size = sum(one.numel() for one in gradients)
-        if self._flat.numel() != size:
-            self._flat = torch.empty(size)
-        for gradient, part in zip(gradients, self._flat.split([one.numel() for one in gradients]), strict=True):
-            part.view_as(gradient).copy_(gradient)
 
     def _is_asked_here(self) -> bool:
         return self.watchdog is not None and self.watchdog.should_stop
@@ -352,7 +345,7 @@ class HeldState:
         found = self.weights()
         optimizer = self._trainer.engine.optimizer
         for name, parameter in self._parameters:
-            for key in _MOMENTS if parameter in optimizer.state else ():
+            for key in _MOMENTS if parameter in optimizer.state else ():  # frozen weights have none
                 found[f"{name}.{key}"] = local(optimizer.state[parameter][key])
         return found
 
@@ -368,10 +361,10 @@ class HeldState:
             free_weights(stage)
         for name, parameter in self._parameters:
             local(parameter.data).copy_(tensors[name])
-            state = engine.optimizer.state[parameter]
             if f"{name}.step" not in tensors:
-                state.clear()
+                engine.optimizer.state.pop(parameter, None)
                 continue
+            state = engine.optimizer.state[parameter]
             if not state:
                 state["step"] = torch.zeros((), device=parameter.device)
                 state |= {key: torch.zeros_like(parameter) for key in _MOMENTS[1:]}
