@@ -128,6 +128,38 @@ def pressed() -> str:
     return table(["a failure is met by", "effective", "asked", "failures", "a step"], rows)
 
 
+def survived() -> str:
+    """Return what jobs went through, by the seed of their faults."""
+    rows = []
+    for one in results("fault_tolerance-survival")["results"]:
+        faults = one["faults"]
+        kinds = ", ".join(f"{faults[kind]} {kind}" for kind in sorted(faults, key=faults.__getitem__, reverse=True))
+        rows.append([
+            str(one["seed"]), f"{sum(faults.values())} ({kinds})", f"{one['steps']:,}", percent(one["alone"]),
+            str(one["discarded"]), str(one["rollbacks"]), f"{one['longest_s']:.1f} s", str(len(one["unexplained"])),
+            "equal to the bit" if one["equal"] else "differs",
+        ])  # fmt: skip
+    headings = ("seed", "faults", "steps", "by one replica alone", "given up", "rolled back to a checkpoint")
+    return table([*headings, "longest time without a step", "ends without a fault", "trained again"], rows)
+
+
+def converged() -> str:
+    """Return final losses without one of the replicas, by the policy."""
+    found = results("fault_tolerance-convergence")
+    rows = []
+    for name, runs in found["results"].items():
+        differences = [one["difference"] for one in runs]
+        rows.append([
+            name, percent(runs[0]["absent"]), f"{runs[0]['tokens']:,}",
+            ", ".join(f"{one['losses'][-1]:.4f}" for one in runs),
+            f"{100 * min(differences):+.2f} to {100 * max(differences):+.2f} %" if name in found["targets"] else "",
+            f"{100 * found['targets'][name]:.1f} %" if name in found["targets"] else "",
+            f"{100 * max(one['excursion'] for one in runs):+.1f} %" if name in found["targets"] else "",
+        ])  # fmt: skip
+    headings = ("policy", "steps without one", "tokens", "final losses", "difference", "asked")
+    return table([*headings, "largest on the way"], rows)
+
+
 FIGURES: Figures = {
     "faults-policies": policies,
     "faults-replicas": replicas,
@@ -138,5 +170,7 @@ FIGURES: Figures = {
     "faults-sums": sums,
     "faults-aborts": aborts,
     "faults-pressed": pressed,
+    "faults-survived": survived,
+    "faults-converged": converged,
     "faults-counts": lambda: f"{min(_found()['failures'])} to {max(_found()['failures'])}",
 }

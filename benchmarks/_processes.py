@@ -31,16 +31,16 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _process(rank: int, size: int, folder: str, work: Callable[[int, str], dict[str, Any]]) -> None:
+def _process(rank: int, size: int, folder: str, work: Callable[[int, str], dict[str, Any]], deadline: float) -> None:
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-        )
+        # A rank that has nothing to do waits for the others as long as they may take.
+        limit = timedelta(seconds=max(60.0, deadline))
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=limit)
         torch.save(work(rank, folder), f"{folder}/{rank}.pt")
         dist.destroy_process_group()
     except BaseException:
@@ -116,7 +116,8 @@ def _said(folder: Path) -> str:
 
 def _run(context: Any, size: int, folder: Path, work: Callable[[int, str], dict[str, Any]], deadline: float) -> Ended:
     processes = [
-        context.Process(target=_process, args=(rank, size, str(folder), work), daemon=True) for rank in range(size)
+        context.Process(target=_process, args=(rank, size, str(folder), work, deadline), daemon=True)
+        for rank in range(size)
     ]
     until = time.monotonic() + deadline
     try:

@@ -9,8 +9,10 @@ from typing import Any
 import typer
 from _all_reduce import all_reduce
 from _program import Program
+from _replica_convergence import convergence
 from _replica_emulation import emulated
 from _replica_stalls import stalls
+from _replica_survival import survival
 from rich.console import Console
 from rich.table import Table
 
@@ -40,6 +42,8 @@ class Part(str, enum.Enum):
     all_reduce = "all-reduce"
     emulated = "emulated"
     stalls = "stalls"
+    survival = "survival"
+    convergence = "convergence"
 
 
 def _row(row: FaultStudyRow) -> dict[str, Any]:
@@ -123,7 +127,14 @@ def simulated(console: Console, quick: bool) -> dict[str, Any]:
 
 main = Program(
     "fault_tolerance",
-    {Part.simulated: simulated, Part.all_reduce: all_reduce, Part.emulated: emulated, Part.stalls: stalls},
+    {
+        Part.simulated: simulated,
+        Part.all_reduce: all_reduce,
+        Part.emulated: emulated,
+        Part.stalls: stalls,
+        Part.survival: survival,
+        Part.convergence: convergence,
+    },
     "Simulate large jobs with failures, and time what lets the others go on.",
 ).command()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from _replica_history import check_history, committed, weights_of
 
 from cordillera import workflows
 from cordillera.distributed.fault_tolerance.chaos.injector import FaultInjector, InjectedFault, flip_bit, mend
@@ -34,7 +37,7 @@ from cordillera.errors import CheckpointError, PlanError, RunError
 from cordillera.run import Run
 from cordillera.training import checkpoints
 from tests.distributed.processes import needs_gloo
-from tests.training.test_replicated import check_history, committed, recipe, replayed, weights_of  # noqa: F401
+from tests.training.test_replicated import recipe, replayed  # noqa: F401
 
 pytestmark = [needs_gloo, pytest.mark.skipif(sys.platform != "linux", reason="signals go through pidfd")]
 
@@ -98,7 +101,7 @@ def test_drawn_faults_are_those_of_their_seed_and_of_their_weights(when: dict[st
 
 def test_the_checkpoint_is_spared_unless_the_plan_names_it() -> None:
     found = drawn(FaultPlan(random=RandomFaults(every_steps=5, count=300)), NAMES, 1)
-    assert {fault.what for fault in found} == set(FAULT_KINDS) - {"corrupt-checkpoint"}
+    assert {fault.what for fault in found} == set(FAULT_KINDS) - {"corrupt-checkpoint", "full-disk"}
 
 
 @pytest.mark.parametrize(
@@ -300,6 +303,85 @@ def test_a_slow_process_runs_in_its_part_of_the_time(job: Job) -> None:
     assert 0.5 < seen.count("T") / len(seen) < 0.95
     assert sleeps(job.processes["r0"])
     assert sleeps(process)
+
+
+CONNECTS = """
+import socket, sys
+own = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+heard, plain = socket.create_server(("127.0.0.1", 0)), socket.socketpair()
+print(heard.getsockname()[1], flush=True)
+print(own.recv(1), flush=True)  # nothing comes until the connection ends
+plain[0].send(b"x")
+print(plain[1].recv(1), heard.accept()[0].recv(1), flush=True)
+"""
+
+
+def test_the_connections_of_a_process_are_cut_and_its_other_sockets_are_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        process = subprocess.Popen([sys.executable, "-c", CONNECTS, port], stdout=subprocess.PIPE, text=True)
+        with process, server.accept()[0] as other:
+            assert process.stdout is not None
+            called = int(process.stdout.readline())
+            assert JobProcess(process.pid).cut() == 1
+            other.settimeout(10)
+            assert other.recv(1) == b""
+            assert process.stdout.readline() == "b''\n"
+            with socket.create_connection(("127.0.0.1", called)) as later:
+                later.send(b"y")
+                assert process.stdout.readline() == "b'x' b'y'\n"
+
+
+WRITES = """
+import sys
+for _ in sys.stdin:
+    try:
+        with open(sys.argv[1], "ab", buffering=0) as file:
+            file.write(b"x" * 100)
+        print("written", flush=True)
+    except OSError as error:
+        print(error.strerror, flush=True)
+"""
+
+
+def test_the_disk_is_full_for_a_process_and_for_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    words = [sys.executable, "-c", WRITES, str(path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def writes() -> str:
+            process.stdin.write("\n")
+            process.stdin.flush()
+            return process.stdout.readline()
+
+        handle = JobProcess(process.pid)
+        assert writes() == "written\n"
+        before = handle.limit_files(0)
+        assert before is not None
+        assert writes() == "File too large\n"
+        path.with_name("other").write_bytes(b"x" * 100)
+        assert handle.limit_files(before) == 0
+        assert writes() == "written\n"
+        assert path.stat().st_size == 200
+        process.stdin.close()
+        process.wait()
+        assert handle.limit_files(0) is None
+
+
+def test_a_cut_and_a_full_disk_come_over_a_process_of_the_job(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, limits = job.processes["r0"], []
+    monkeypatch.setattr(JobProcess, "cut", lambda self: 3 * (self.pid == job.processes["r1"].pid))
+    fill = Fault(what="full-disk", replica="r0", seconds=0.3)
+    before = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+    threading.Timer(0.15, lambda: limits.append(resource.prlimit(process.pid, resource.RLIMIT_FSIZE))).start()
+    assert not injected(job, fill, Fault(what="cut", replica="r1"))
+    assert limits == [(0, before[1])]
+    assert resource.prlimit(process.pid, resource.RLIMIT_FSIZE) == before
+    filled, cut = job.told()
+    assert (filled["what"], filled["seconds"]) == ("full-disk", 0.3)
+    assert (cut["what"], cut["connections"]) == ("cut", 3)
 
 
 @pytest.mark.parametrize("what", ["kill-coordinator", "pause-coordinator"])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from cordillera.distributed.fault_tolerance import events
 from cordillera.distributed.fault_tolerance.coordination import Ask, Commit, CoordinationRules, initial_commit
 from cordillera.distributed.fault_tolerance.coordinator import Coordinator, CoordinatorLog
 from cordillera.distributed.fault_tolerance.events import FOLDER, EventLog, read_events
@@ -394,7 +395,7 @@ def test_events_of_several_writers_are_read_by_time_and_a_cut_off_line_is_left_o
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-def test_a_full_disk_loses_events_and_says_how_many(tmp_path: Path) -> None:
+def test_events_wait_for_space_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = EventLog(tmp_path / FOLDER / "r0.jsonl")
     log.write("joined", step=0)
     path, log.path = log.path, Path("/dev/full")
@@ -402,6 +403,38 @@ def test_a_full_disk_loses_events_and_says_how_many(tmp_path: Path) -> None:
         log.write("step", step=step)
     log.path = path
     log.write("step", step=3)
-    log.write("step", step=4)
-    found = [(event["kind"], event.get("step"), event.get("lost")) for event in read_events(tmp_path)]
-    assert found == [("joined", 0, None), ("step", 3, 2), ("step", 4, None)]
+    assert [event["step"] for event in read_events(tmp_path)] == [0, 1, 2, 3]
+    monkeypatch.setattr(events, "_MOST_WAITING", 2)
+    log.path = Path("/dev/full")
+    for step in (4, 5, 6):
+        log.write("step", step=step)
+    log.path = path
+    log.write("step", step=7)
+    log.write("step", step=8)
+    found = [(event["step"], event.get("lost")) for event in read_events(tmp_path)[4:]]
+    assert found == [(7, 3), (8, None)]
+
+
+def test_no_decision_follows_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of the day is set by two days at each look at it; leases and deadlines follow another one."""
+    real, jumps = time.time, iter(range(10**6))
+    log = EventLog(tmp_path / FOLDER / "r0.jsonl")
+    monkeypatch.setattr(time, "time", lambda: real() + 86_400 * (2 if next(jumps) % 2 else -2))
+    with served(Coordinator(RULES, JOB, TOKEN)) as coordinator:
+        links = {name: link_to(coordinator, name) for name in ("r0", "r1")}
+        head = initial_commit(JOB)
+        for step in range(1, 5):
+            for name, link in links.items():
+                link.ask(Ask(name, head))
+            found = [answer(link).membership for link in links.values()]
+            assert found[0] == found[1]
+            assert found[0].members == ("r0", "r1")
+            head = found[0].result
+            assert head.step == step
+            log.write("step", step=step)
+            time.sleep(RULES.lease_s / 2)
+        for link in links.values():
+            link.close()
+    assert [event["step"] for event in read_events(tmp_path)] == [1, 2, 3, 4]
+    users = [path.name for path in Path(events.__file__).parent.rglob("*.py") if "time.time()" in path.read_text()]
+    assert sorted(users) == ["events.py", "processes.py"]  # of what is read by people, and by the injector of faults

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -16,23 +17,27 @@ from typing import Any
 
 import pytest
 import torch
+from _replica_history import Replay, check_history, committed, weights_of
 from typer.testing import CliRunner
 
 from cordillera import workflows
 from cordillera.cli.app import app
 from cordillera.data.language.prefetch import IterationsAhead
-from cordillera.distributed.fault_tolerance.coordination import FaultToleranceConfig
+from cordillera.distributed.fault_tolerance.chaos.processes import JobProcess
+from cordillera.distributed.fault_tolerance.coordination import FaultToleranceConfig, Membership, initial_commit
 from cordillera.distributed.fault_tolerance.events import read_events
 from cordillera.distributed.fault_tolerance.launcher import ReplicaLauncher
 from cordillera.distributed.fault_tolerance.replica import ReplicaPlace
 from cordillera.distributed.job.launch import LaunchConfig
-from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
-from cordillera.errors import CordilleraError, DataError, PlanError, RankError
-from cordillera.models.language.checkpoints.sharded import WEIGHTS, ShardedFolder
+from cordillera.distributed.mesh import ProcessMesh
+from cordillera.distributed.tensor_parallel import local
+from cordillera.errors import CordilleraError, DataError, PlanError, RankError, RunError
 from cordillera.recipe import LanguageRecipe, dump, validate
 from cordillera.run import Run
 from cordillera.training.checkpoints import folder_of, steps
+from cordillera.training.language.checkpoints import ShardedCheckpoints
 from cordillera.training.language.engine import LanguageEngine
+from cordillera.training.language.replicated import ReplicatedTrainer
 from cordillera.workflows.language import batches_of, prepare
 from tests.distributed.processes import needs_gloo
 
@@ -72,17 +77,6 @@ def processes_of(folder: Path, replica: str) -> list[int]:
     return [int(one) for one in joined[-1]["processes"]]
 
 
-def committed(folder: Path) -> list[dict[str, Any]]:
-    """Steps of the history that ends with the newest commit, each once."""
-    found = [e for e in read_events(folder) if e["kind"] == "step" and e["outcome"] == "committed"]
-    by_lineage = {event["lineage"]: event for event in found}
-    last, history = max(found, key=lambda event: (event["epoch"], event["step"]))["lineage"], []
-    while last in by_lineage:
-        history.append(by_lineage[last])
-        last = by_lineage[last]["parent"]
-    return history[::-1]
-
-
 def last_step(path: Path) -> int:
     """Step of the last event of a replica; reading all of them takes long."""
     if not path.exists():
@@ -118,51 +112,12 @@ def kill(replica: str, rank: int = 0, by: signal.Signals = signal.SIGKILL) -> Ca
     return lambda folder: os.kill(processes_of(folder, replica)[rank], by)
 
 
-def weights_of(run: Run) -> dict[str, torch.Tensor]:
-    folder = ShardedFolder(folder_of(run.checkpoints, steps(run.checkpoints)[-1]))
-    parts, found = folder.parts(WEIGHTS), {}
-    for name, shape in parts.shapes.items():
-        found[name] = torch.empty(shape)
-        parts.read(name, (0,) * len(shape), found[name])
-    return found
-
-
 def replayed(recipe: LanguageRecipe, history: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Weights after the steps of a history, trained one after the other by this process."""
     torch.set_num_threads(1)
-    alone = recipe.model_copy(update={"parallel": ParallelConfig()})
-    engine = LanguageEngine(recipe.training, recipe.model, ProcessMesh(alone.parallel), recipe.seed)
-    iterations = IterationsAhead(batches_of(recipe, prepare(recipe)))
-    for event in history:
-        own, participants = iterations.look(event["iterations"]), event["participants"]
-        assert own[0].number == event["first"]
-        parts, total, loss = [], 0, 0.0
-        for place in range(len(participants)):
-            microbatches = [one for iteration in own[place :: len(participants)] for one in iteration.microbatches]
-            part, targets = engine.backward(microbatches)
-            factor = float(targets) if len(participants) > 1 else 1.0
-            parts.append([one * factor for one in engine.gradients()])
-            total, loss = total + targets, loss + part * targets
-            engine.discard()
-        gradients = engine.gradients()
-        for place, gradient in enumerate(gradients):
-            summed = parts[0][place]
-            for other in parts[1:]:
-                summed = summed + other[place]
-            gradient.copy_(summed / float(total) if len(participants) > 1 else summed)
-        engine.update(loss / total, total, event["rate"])
-        iterations.take(event["iterations"])
-    (stage,) = engine.stages.values()
-    return {name: one.to_local().clone() for name, one in stage.named_parameters()}  # type: ignore[operator]
-
-
-def check_history(history: list[dict[str, Any]], last: int) -> None:
-    """Every step is there once, and every iteration of the text is in one of them."""
-    assert [event["step"] for event in history] == list(range(1, last + 1))
-    first = 0
-    for event in history:
-        assert event["first"] == first
-        first += event["iterations"]
+    replay = Replay(recipe)
+    replay.follow(history)
+    return replay.weights()
 
 
 def test_without_faults_it_is_what_one_process_trains(recipe: Any) -> None:
@@ -227,6 +182,43 @@ def test_a_coordinator_that_is_killed_comes_back_and_no_step_is_lost(recipe: Any
     assert sum(event["kind"] == "coordinator" for event in events) == 3
     assert not [event for event in events if event["kind"] in ("ended", "rollback")]
     assert outcome.report.ended == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replica", ["r0", "r1"])
+def test_cut_connections_are_made_anew(recipe: Any, replica: str) -> None:
+    def cut(folder: Path) -> None:
+        assert JobProcess(processes_of(folder, replica)[0]).cut() >= 2  # to the coordinator and to the other replica
+
+    made = recipe(training={"steps": 60})
+    outcome = training(made, "run", [(10, cut), (30, cut)])
+    history = committed(Path("run"))
+    check_history(history, 60)
+    assert history[-1]["participants"] == ["r0", "r1"]
+    assert not [event for event in read_events(Path("run")) if event["kind"] == "ended"]
+    found, wanted = weights_of(outcome.run), replayed(made, history)
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_in_a_save_ends_its_replica_and_no_step_is_lost(recipe: Any) -> None:
+    """Every file of the replica is full from step 8 on; the checkpoint after step 10 is its first large one."""
+
+    def fill(folder: Path) -> None:
+        first = committed(folder)[-1]["participants"][0]
+        JobProcess(processes_of(folder, first)[0]).limit_files(100_000)
+
+    made = recipe(training={"steps": 200, "checkpoint_every": 10})
+    outcome = training(made, "run", [(8, fill)])
+    history = committed(Path("run"))
+    check_history(history, 200)
+    (ended,) = [event for event in read_events(Path("run")) if event["kind"] == "ended"]
+    assert ended["replica"] == "r0"
+    assert history[-1]["participants"] == ["r0", "r1"]
+    assert steps(outcome.run.checkpoints)[-1] == 200
+    assert not list(outcome.run.checkpoints.glob("*.part*"))
+    found, wanted = weights_of(outcome.run), replayed(made, history)
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
 
 
 @pytest.mark.slow
@@ -388,20 +380,73 @@ def test_without_a_checkpoint_nobody_begins_anew_in_silence(recipe: Any) -> None
 def _dies(rank: int, place: ReplicaPlace, how: str) -> None:
     if how == "error":
         raise DataError("the text is empty", where="text")
+    if how == "full":
+        raise RunError("the disk is full", where=f"checkpoints/{os.getpid()}")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("how", "starts"), [("killed", 3), ("error", 1)])
+@pytest.mark.parametrize(("how", "starts"), [("killed", 3), ("full", 3), ("error", 1)])
 def test_a_replica_that_always_fails_is_given_up(tmp_path: Path, how: str, starts: int) -> None:
     tolerance = FaultToleranceConfig(replicas=2, retries=2)
     launcher = ReplicaLauncher(
         _dies, 1, (how,), tolerance=tolerance, configuration="c", folder=tmp_path, config=LaunchConfig(threads=1)
     )
-    with pytest.raises(DataError if how == "error" else RankError, match=r"the text is empty|SIGKILL"):
+    kind = {"killed": RankError, "full": RunError, "error": DataError}[how]
+    with pytest.raises(kind, match=r"the text is empty|the disk is full|SIGKILL"):
         launcher.run()
     kinds = [event["kind"] for event in read_events(tmp_path)]
     assert kinds.count("started") == kinds.count("ended") == 2 * starts
     assert kinds.count("given up") == 2
+
+
+class Sums:
+    """What a trainer sees of its replica: sums of which some are given up, at their second tensor."""
+
+    contributes, is_last = True, False
+
+    def __init__(self, failures: int) -> None:
+        self.seconds: dict[str, float] = {}
+        self.failures, self.added, self.discarded = failures, 0, 0
+
+    def add(self, tensor: torch.Tensor) -> bool:
+        self.added += 1
+        return self.added % 2 == 1 or self.discarded == self.failures
+
+    def discard(self) -> None:
+        self.discarded += 1
+
+    def committing(self) -> Any:
+        return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize(("name", "backwards"), [("r0", 1), ("r1", 2)])
+def test_a_step_that_is_given_up_leaves_neither_fewer_nor_more_microbatches(
+    recipe: Any, name: str, backwards: int, tmp_path: Path
+) -> None:
+    """Gradients of several microbatches are kept for the next try if it is of the same text, and else made anew."""
+    made = recipe(packing={"tokens": 512}, fault_tolerance={"compare_every": None})
+    mesh = ProcessMesh(made.parallel)
+    engines = [LanguageEngine(made.training, made.model, mesh, made.seed) for _ in range(2)]
+    checkpoints = ShardedCheckpoints(tmp_path / "checkpoints", mesh, False)
+    batches, place = batches_of(made, prepare(made)), ReplicaPlace(name, "", b"", "job")
+    trainer = ReplicatedTrainer(
+        made.training, engines[0], batches, checkpoints, place=place, tolerance=made.fault_tolerance
+    )
+    calls, backward = [], engines[0].backward
+    engines[0].backward = lambda own: (calls.append(len(own)), backward(own))[1]  # type: ignore[method-assign]
+    head = initial_commit("job")
+    trainer._replica = sums = Sums(failures=2)  # type: ignore[assignment]
+    for epoch, members in enumerate([("r0", "r1"), ("r0", "r1"), (name,)], 1):
+        membership = Membership(epoch, head, members, {})
+        trainer._attempt(membership, trainer.ahead.look(len(members)), 0.0)
+    assert sums.discarded == 2
+    assert trainer.progress.step == 1
+    assert len(calls) == backwards
+    assert min(calls) > 1
+    (first,) = IterationsAhead(batches_of(made, prepare(made))).look(1)
+    engines[1].step(first.microbatches, trainer.tolerance.rate_factor(1))
+    for own, other in zip(*(one.stages[0].parameters() for one in engines), strict=True):
+        assert torch.equal(local(own.data), local(other.data))
 
 
 @pytest.mark.parametrize(

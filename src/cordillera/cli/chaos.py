@@ -33,8 +33,8 @@ def chaos(
 ) -> None:
     """Inject faults into a job of replicas while it trains, and print each as it happens.
 
-    Processes are killed, stopped and slowed down, and bits of checkpoints flipped. What was stopped goes on when the
-    command ends. Everything is written to RUN/replicas/chaos.jsonl.
+    Processes are killed, stopped and slowed down, their connections cut and their disk full, and bits of checkpoints
+    flipped. What was stopped goes on when the command ends. Everything is written to RUN/replicas/chaos.jsonl.
     """
     from cordillera.cli._show import console
     from cordillera.distributed.fault_tolerance.chaos.injector import FaultInjector
@@ -100,6 +100,8 @@ def _line(one: InjectedFault) -> str:
     if fault.factor is not None:
         lasts = f" {fault.factor:g} times{lasts}"
     where = f" (process {one.process})" if one.process is not None else ""
-    if one.details:
+    if "connections" in one.details:
+        where = f" (process {one.process}, {one.details['connections']} connections)"
+    if "file" in one.details:
         where = f" ({one.details['file']}, byte {one.details['offset']:,}, bit {one.details['bit']})"
     return f"{one.at:7.1f} s  step {one.step:<6,} {fault.what} {fault.target}{lasts}{where}"

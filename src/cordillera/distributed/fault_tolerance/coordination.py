@@ -183,7 +183,8 @@ class FaultToleranceConfig(BaseModel):
         rate: Factor of the learning rate for a share ``p`` of the configured iterations: ``none`` (1), ``linear``
             (``p``), ``sqrt`` (the root of ``p``).
         compare_every: Steps after which replicas compare digests of their weights; null for never.
-        retries: Number of times in a row that a replica may end without a committed step before it is given up.
+        retries: Number of times in a row that a replica may end without a committed step, or because of the same
+            file that cannot be read or written, before it is given up.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

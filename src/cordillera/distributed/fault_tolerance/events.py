@@ -4,7 +4,7 @@ A replica writes an event for each attempt at a step: ``step`` with ``outcome`` 
 step, lineage and that before it, participants, first iteration and number of iterations, and the seconds of its phases;
 ``joined`` before the first one and ``left`` after the last.
 The launcher writes which processes began and ended, the coordinator every change of members. All have ``at``, seconds
-since 1970.
+since 1970, by a clock that does not jump while a writer lasts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ FOLDER = "replicas"
 """Folder of the files in the folder of a run."""
 
 _MOST_BYTES = 1 << 30
+_MOST_WAITING = 10_000
 
 
 class EventLog:
@@ -34,7 +35,9 @@ class EventLog:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
+        self._waiting: list[bytes] = []
         self._lost = 0
+        self._began = time.time() - time.monotonic()
         if path is not None:
             with disk_errors(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,23 +46,28 @@ class EventLog:
     def write(self, kind: str, **content: Any) -> None:
         """Append an event of a ``kind`` with its ``content``, values of JSON.
 
-        Where the disk is full, training goes on, and the next event says how many were ``lost``.
+        Where the disk is full, training goes on, and events wait until there is space; if there are too many, they
+        are dropped, and the next one says how many were ``lost``.
         """
         if self.path is None:
             return
         if self._lost:
-            content["lost"] = self._lost
-        line = sealed_json({"kind": kind, "at": time.time(), **content}, line=True).encode()
+            content["lost"], self._lost = self._lost, 0
+        line = sealed_json({"kind": kind, "at": self._began + time.monotonic(), **content}, line=True)
+        self._waiting.append(line.encode())
+        lines = b"".join(self._waiting)
         try:
             with open(self.path, "ab", buffering=0) as file:
                 size = file.tell()
-                if file.write(line) != len(line):  # a disk that fills up writes a part first
+                if file.write(lines) != len(lines):  # a disk that fills up writes a part first
                     file.truncate(size)
                     raise OSError(errno.ENOSPC, "no space")
         except OSError:
-            self._lost += 1
+            if len(self._waiting) > _MOST_WAITING:
+                self._lost = len(self._waiting)
+                self._waiting.clear()
         else:
-            self._lost = 0
+            self._waiting.clear()
 
 
 def _end_line(path: Path) -> None:

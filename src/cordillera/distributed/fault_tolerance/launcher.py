@@ -6,6 +6,7 @@ Processes are forked from one that has loaded torch, so that a replica that fail
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import signal
@@ -169,21 +170,30 @@ class ReplicaLauncher:
         """Whether a replica that ended is started again."""
         if self._results or self._stop:
             return False
-        last = slot.failures[-1]
-        if isinstance(last, CordilleraError) and not isinstance(last, PeerError):
-            self._events.write("given up", replica=slot.name, why=last.what)
-            return False  # the same would happen again
-        if not isinstance(last, PeerError):
+        last, most = slot.failures[-1], self._tolerance.retries
+        if not isinstance(last, CordilleraError):
             return False
-        in_a_row = 0
+        if isinstance(last, PeerError):
+            in_a_row = self._starts_without_commit(slot)
+            why = f"{in_a_row} starts without a committed step"
+        elif isinstance(last, RunError):  # a file cannot be written: space may be freed, or another machine have some
+            what = last.what
+            alike = itertools.takewhile(lambda one: getattr(one, "what", "") == what, reversed(slot.failures))
+            in_a_row = sum(1 for _ in alike)
+            why = f"{in_a_row} times in a row: {what}"
+        else:  # the same would happen again
+            in_a_row, why = most + 1, last.what
+        if in_a_row > most:
+            self._events.write("given up", replica=slot.name, why=why)
+        return in_a_row <= most
+
+    def _starts_without_commit(self, slot: _Slot) -> int:
+        found = 0
         for event in reversed(read_events(self._folder)):
             if event["writer"] == slot.name and event.get("outcome") == "committed":
                 break
-            in_a_row += event["kind"] == "started" and event["replica"] == slot.name
-        if in_a_row > self._tolerance.retries:
-            self._events.write("given up", replica=slot.name, why=f"{in_a_row} starts without a committed step")
-            return False
-        return True
+            found += event["kind"] == "started" and event["replica"] == slot.name
+        return found
 
     def _start_coordinator(self) -> None:
         context = process_context("cpu")

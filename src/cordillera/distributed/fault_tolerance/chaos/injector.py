@@ -1,8 +1,7 @@
 """Injection of faults into a running job, and their end.
 
-Nothing in the job helps: processes get signals, and files are written, as a kernel, a machine or a disk that fails
-would have it. A replica that is cut off from the network is not among the faults, as that takes the rights of an
-administrator, and a full disk is not, as it would be full for everybody.
+Nothing in the job helps: processes get signals, their connections are shut down, what they may write is limited, and
+files are written, as a kernel, a machine, a network or a disk that fails would have it.
 """
 
 from __future__ import annotations
@@ -174,7 +173,7 @@ class FaultInjector:
             return None
         kinds: dict[str, Callable[[Fault, JobProcess], Iterator[float]]] = {
             "kill": self._kill, "kill-coordinator": self._kill, "stop": self._stop, "pause-coordinator": self._stop,
-            "slow": self._slow,
+            "slow": self._slow, "cut": self._cut, "full-disk": self._fill,
         }  # fmt: skip
         return kinds[fault.what](fault, process)
 
@@ -204,6 +203,23 @@ class FaultInjector:
                 yield running
                 if time.monotonic() >= until or not hold():
                     return
+
+    def _cut(self, fault: Fault, process: JobProcess) -> Iterator[float]:
+        if count := process.cut():
+            self._tell(fault, process.pid, connections=count)
+            yield 0.0
+
+    def _fill(self, fault: Fault, process: JobProcess) -> Iterator[float]:
+        assert fault.seconds is not None
+        began, before = time.monotonic(), process.limit_files(0)
+        if before is None:
+            return
+        try:
+            self._tell(fault, process.pid)
+            yield fault.seconds
+        finally:
+            process.limit_files(before)
+            self._tell_over(fault, process.pid, began)
 
     @contextlib.contextmanager
     def _held(self, fault: Fault, process: JobProcess) -> Iterator[Callable[[], bool]]:

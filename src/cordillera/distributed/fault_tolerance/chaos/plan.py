@@ -17,14 +17,16 @@ from cordillera.errors import PlanError
 from cordillera.files import TOML_BYTES, parse_toml, read_text
 from cordillera.toml_files import explain, known_keys
 
-FaultKind: TypeAlias = Literal["kill", "stop", "slow", "kill-coordinator", "pause-coordinator", "corrupt-checkpoint"]
+FaultKind: TypeAlias = Literal[
+    "kill", "stop", "slow", "cut", "full-disk", "kill-coordinator", "pause-coordinator", "corrupt-checkpoint"
+]
 
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 """Faults that can be injected."""
 
-_OF_RANKS = ("kill", "stop", "slow")
-_LASTING = ("stop", "slow", "pause-coordinator")  # for a time that must be given
-_AT_ONCE = ("kill", "kill-coordinator")
+_OF_RANKS = ("kill", "stop", "slow", "cut", "full-disk")
+_LASTING = ("stop", "slow", "full-disk", "pause-coordinator")  # for a time that must be given
+_AT_ONCE = ("kill", "cut", "kill-coordinator")
 _MOST_FAULTS = 1_000
 _MOST_SECONDS = 86_400.0
 
@@ -34,9 +36,9 @@ class Fault(BaseModel):
 
     Attributes:
         what: ``kill`` ends a process by SIGKILL. ``stop`` stops it, and lets it go on after ``seconds``. ``slow`` stops
-            it again and again, so that it runs in one part of ``factor`` of the time. ``kill-coordinator`` and
-            ``pause-coordinator`` do the same to the coordinator. ``corrupt-checkpoint`` flips one bit in the newest
-            complete checkpoint.
+            it again and again, so that it runs in one part of ``factor`` of the time. ``cut`` ends its network
+            connections. ``full-disk`` lets it write to no file. ``kill-coordinator`` and ``pause-coordinator`` kill
+            and stop the coordinator. ``corrupt-checkpoint`` flips one bit in the newest complete checkpoint.
         replica: Name of the replica, such as ``r1``; drawn if it is left out.
         rank: Process of the replica; drawn if it is left out.
         at_step: Step after whose commit the fault comes; without it, time counts from the start of the injection.
@@ -94,7 +96,7 @@ class RandomFaults(BaseModel):
         every_s: Mean time between faults in seconds; times between them are exponentially distributed.
         every_steps: Mean number of steps between faults, distributed alike.
         within_s: A fault after a step comes up to this many seconds later, so that it hits any part of a step.
-        kinds: Weight of each kind. Checkpoints are corrupted only where this names ``corrupt-checkpoint``.
+        kinds: Weight of each kind. Disks are full and checkpoints corrupt only where this names them.
         seconds: Shortest and longest time that a fault lasts, in seconds.
         factor: How many times as long a slow process takes.
     """
@@ -106,7 +108,7 @@ class RandomFaults(BaseModel):
     every_steps: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
     within_s: float = Field(1.0, ge=0, le=_MOST_SECONDS, allow_inf_nan=False)
     kinds: dict[FaultKind, float] = {
-        "kill": 1.0, "stop": 1.0, "slow": 1.0, "kill-coordinator": 1.0, "pause-coordinator": 1.0,
+        "kill": 1.0, "stop": 1.0, "slow": 1.0, "cut": 1.0, "kill-coordinator": 1.0, "pause-coordinator": 1.0,
     }  # fmt: skip
     seconds: tuple[float, float] = (1.0, 5.0)
     factor: float = Field(4.0, gt=1, le=1000, allow_inf_nan=False)

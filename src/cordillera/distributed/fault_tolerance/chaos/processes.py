@@ -15,10 +15,13 @@ The number of a process is given to another one after its end. Four facts keep a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
+import resource
 import select
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +30,7 @@ from cordillera.errors import DependencyError, RunError
 
 _NAME = 15  # characters of a process's name that Linux keeps
 _LOCK = ".lock"
+_PIDFD_GETFD = 438  # number of the system call, on all machines
 _NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)  # the latter two: the number is of a thread
 
 
@@ -83,6 +87,62 @@ class JobProcess:
             raise RunError(f"process {self.pid} belongs to another user") from error
         self._is_killed = number == signal.SIGKILL
         return True
+
+    def cut(self) -> int:
+        """End the network connections of the process, as if a machine between had dropped them; return how many.
+
+        Raises:
+            RunError: If the system does not allow it.
+        """
+        found = 0
+        with contextlib.suppress(FileNotFoundError):  # it has ended
+            for entry in os.scandir(f"/proc/{self.pid}/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(entry.path).startswith("socket:"):
+                        found += self._cut(int(entry.name))
+        return found
+
+    def _cut(self, number: int) -> bool:
+        """End a connection of the process; return False if the socket with this number is none."""
+        call = ctypes.CDLL(None, use_errno=True).syscall
+        own = call(_PIDFD_GETFD, self._descriptor, number, 0)
+        if own < 0:
+            code = ctypes.get_errno()
+            if code in (errno.EPERM, errno.ENOSYS):
+                raise RunError(
+                    f"connections of process {self.pid} cannot be cut ({os.strerror(code)})",
+                    remedy="run as the administrator, or set kernel.yama.ptrace_scope to 0",
+                )
+            return False
+        with socket.socket(fileno=own) as shared:
+            is_listening = shared.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if shared.family not in (socket.AF_INET, socket.AF_INET6) or is_listening:
+                return False
+            shared.shutdown(socket.SHUT_RDWR)
+        return True
+
+    def limit_files(self, size: int | None = None) -> int | None:
+        """Limit how large files grow that the process writes: with 0, to it the disk is full.
+
+        Args:
+            size: Bytes; None stands for the most that it is allowed.
+
+        Returns:
+            Limit before; None if the process has ended.
+
+        Raises:
+            RunError: If it is of another user.
+        """
+        try:
+            before, most = resource.prlimit(self.pid, resource.RLIMIT_FSIZE)
+            if self.is_running:
+                resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (most if size is None else size, most))
+                return before
+        except ProcessLookupError:
+            pass
+        except PermissionError as error:
+            raise RunError(f"process {self.pid} belongs to another user") from error
+        return None
 
     def hold(self, who: object) -> bool:
         """Stop the process until everybody who holds it has released it; return False if it has ended."""
