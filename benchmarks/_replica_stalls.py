@@ -453,9 +453,11 @@ def _plan(rounds: int, quick: bool) -> Iterator[tuple[str, list[Fault]]]:
                 found.append(Fault(kind, (number + place) % REPLICAS, (number // 2 + place) % SHARDS, share))
             return found
 
-        yield "ours", faults(["kill"] if quick else ["kill", "kill", "kill"])
-        yield "ours", faults(["freeze"] if quick else ["freeze", "freeze one"])
-        if not quick:
+        if quick:
+            yield "ours", faults(["kill", "freeze"])
+        else:
+            yield "ours", faults(["kill", "kill", "kill"])
+            yield "ours", faults(["freeze", "freeze one"])
             yield "torchft, tuned", faults(["kill", "kill"])
             yield "torchft, tuned", faults(["freeze"])
             yield "torchft", faults(["kill"])

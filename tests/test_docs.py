@@ -89,7 +89,7 @@ SHORTER = {
     "train llama-debug": ["training.steps=4", "data.held_out=0.0005"],
     "train llama-moe": ["training.steps=4", "data.held_out=0.0005"],
     "train smollm2-sft": ["training.steps=1", "packing.tokens=512", "training.evaluation_tokens=100"],
-    "train guard-debug": ["training.steps=4", "training.evaluation_tokens=500"],
+    "train guard-debug": ["training.steps=1", "packing.tokens=512", "training.evaluation_tokens=200"],
     "train arithmetic-sft": ["training.steps=4", "data.held_out=0.001"],
     "train arithmetic-grpo": ["training.steps=2", "data.held_out=0.001"],
     "train histories-hstu": [

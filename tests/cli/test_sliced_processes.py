@@ -109,11 +109,9 @@ def test_a_killed_run_goes_on_over_other_numbers_of_processes_to_the_bits_of_one
     assert "rank 1" in ends(process, 2)
     reached = checkpoints.steps(made / "killed/checkpoints")[-1]
     assert 0 < reached < 122
-    for size in (1, 4):
-        shutil.copytree(made / "killed", made / f"killed, over {size}")
-        said = ends(train(made, f"killed, over {size}", "--resume", "--nproc", size))
-        assert f"resumed at step {reached}" in said
-        same(made / f"killed, over {size}", alone)
+    shutil.copytree(made / "killed", made / "killed, alone")
+    assert f"resumed at step {reached}" in ends(train(made, "killed, alone", "--resume", "--nproc", 1))
+    same(made / "killed, alone", alone)
 
     process = train(made, "killed", "--resume", "--nproc", 3, "--set", "parallel.cuts=['rows']",
                     "--set", "parallel.copied_rows=0")  # fmt: skip

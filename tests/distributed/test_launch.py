@@ -182,7 +182,7 @@ def test_the_result_of_rank_0_comes_back_whatever_strangers_write_into_the_store
 @pytest.mark.slow
 def test_processes_that_start_afresh_end_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with GPUs, and on systems other than Linux."""
-    monkeypatch.setattr(job_launch, "process_context", lambda device_type: multiprocessing.get_context("spawn"))
+    monkeypatch.setattr(job_launch, "process_context", lambda config: multiprocessing.get_context("spawn"))
     result, _ = run("well", tmp_path / "well", 60.0)  # each process loads torch
     assert not isinstance(result, Exception), result
     assert result.pop("heard") == [["from rank", 0], ["from rank", 1]]

@@ -162,7 +162,7 @@ def test_a_stopped_replica_is_left_behind_and_catches_up(recipe: Any) -> None:
         time.sleep(2)
         os.kill(process, signal.SIGCONT)
 
-    outcome = training(recipe(training={"steps": 300}), "run", [(10, stop)])
+    outcome = training(recipe(training={"steps": 150}), "run", [(10, stop)])
     history = committed(Path("run"))
     check_history(history, outcome.report.progress.step)
     assert ["r0"] in [event["participants"] for event in history]

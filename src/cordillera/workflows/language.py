@@ -78,7 +78,7 @@ from cordillera.workflows.post_training.training import (
     post_trainer,
     read_held_out_reference,
 )
-from cordillera.workflows.processes import Say, from_ranks, keep_threads, silent, threads_of, to_launcher
+from cordillera.workflows.processes import LOADED, Say, from_ranks, keep_threads, silent, threads_of, to_launcher
 
 _BEGUN = "run"  # key in the launcher's store of the folder of the run that this job began
 
@@ -313,6 +313,7 @@ def _launch(
         threads=recipe.threads,
         deadline_s=recipe.parallel.deadline_s,
         remedy=f"continue it with `cordillera train {run.folder} --resume`",
+        loaded=LOADED,
     )
     arguments = (recipe, str(run.folder), resume)
     report: LanguageReport = launch(
@@ -341,6 +342,7 @@ def _launch_replicas(
         threads=recipe.threads,
         deadline_s=recipe.parallel.deadline_s,
         remedy=f"continue it with `cordillera train {run.folder} --resume`",
+        loaded=LOADED,
     )
     arguments = (recipe, str(run.folder))
     launcher = ReplicaLauncher(
@@ -466,7 +468,7 @@ def join(
     if place_in_job() is not None or parallel.world == 1:
         with join_job(device, parallel.deadline_s) as job:
             return _train(job, recipe, run, True, on_step, say, place)
-    config = LaunchConfig(device_type=device, threads=recipe.threads, deadline_s=parallel.deadline_s)
+    config = LaunchConfig(device_type=device, threads=recipe.threads, deadline_s=parallel.deadline_s, loaded=LOADED)
     arguments = (place, recipe, str(run.folder))
     report: LanguageReport = launch(
         _launched_replica, parallel.world, arguments, config=config, hear=from_ranks(on_step, say)

@@ -20,6 +20,9 @@ from cordillera.run import Run, write_atomically
 THREADS_FILE = "threads.json"
 """Name of the file in a run's folder that records its number of threads if the recipe does not set one."""
 
+LOADED = ("torch.distributed.fsdp", "numba", "torch._dynamo", "cordillera.training.language.replicated")
+"""Modules that ranks of a training need and take long to load; none of them loads polars, which starts threads."""
+
 Say = Callable[[str], object]
 """Function that takes one line of text."""
 

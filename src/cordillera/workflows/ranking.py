@@ -56,7 +56,7 @@ from cordillera.training.ranking.towers.placing import check_tower_placement, pl
 from cordillera.training.ranking.towers.ranks import TowerRanks
 from cordillera.training.ranking.towers.tables import TowerTables
 from cordillera.training.ranking.trainer import StepCallback, Trainer
-from cordillera.workflows.processes import Say, from_ranks, keep_threads, silent, threads_of, to_launcher
+from cordillera.workflows.processes import LOADED, Say, from_ranks, keep_threads, silent, threads_of, to_launcher
 from cordillera.workflows.trained import (
     card_of,
     in_file,
@@ -464,6 +464,7 @@ def _launch(recipe: RankingRecipe, run: Run, resume: bool, on_step: StepCallback
         threads=recipe.threads,
         deadline_s=recipe.parallel.deadline_s,
         remedy=f"continue it with `cordillera train {run.folder} --resume`",
+        loaded=LOADED,
     )
 
     arguments = (recipe, str(run.folder), resume)

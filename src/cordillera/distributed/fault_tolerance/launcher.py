@@ -196,7 +196,7 @@ class ReplicaLauncher:
         return found
 
     def _start_coordinator(self) -> None:
-        context = process_context("cpu")
+        context = process_context(self._config)
         start_tracker()
         here, there = context.Pipe()
         log = self._folder / FOLDER / _COORDINATOR

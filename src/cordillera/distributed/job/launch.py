@@ -48,7 +48,6 @@ _FIND_S = 20.0  # longest wait for the store in this process to answer
 _FINISH_S = 15.0  # longest time from the result, or from the failure, of a process to its end
 _SAME_S = 1.0  # signals within this time count as one, as a launcher may repeat the terminal's signal
 _LAST_LINES, _LAST_BYTES = 5, 4_000
-_LOADED = ("torch.distributed.fsdp", "numba")  # what takes long to load and starts no threads
 _PREFIX = "cordillera/0/1"  # prefix that join_job uses for the first job of the first attempt
 
 _starting = threading.Lock()  # the environment is shared by all threads
@@ -63,6 +62,8 @@ class LaunchConfig(BaseModel):
         deadline_s: Longest time from the moment at which a process stops, or stands still while others wait for it, to
             the end of the job, in seconds.
         remedy: Advice for errors about a process that ended, for instance the command that resumes the run.
+        loaded: Modules that processes on CPUs need, take long to load and start no threads. They are loaded once,
+            before the processes are forked; the first launch in this process decides which.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -71,6 +72,7 @@ class LaunchConfig(BaseModel):
     threads: int | None = Field(None, ge=1)
     deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)
     remedy: str = "start it again; what was saved is intact"
+    loaded: tuple[str, ...] = ("torch.distributed.fsdp", "numba")
 
 
 class _Done(NamedTuple):
@@ -362,13 +364,13 @@ class _Supervisor:
         return unpack(first.outcome, None if len(alike) == len(self._ranks) else named(alike), sorted(others))
 
 
-def process_context(device_type: str) -> Any:
+def process_context(config: LaunchConfig) -> Any:
     """Return the way to start processes: afresh with GPUs or on other systems, where libraries do not allow a fork."""
-    if device_type != "cpu" or sys.platform != "linux":
+    if config.device_type != "cpu" or sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     util.get_temp_dir()  # ranks know it from now on
-    context.set_forkserver_preload([__name__, *_LOADED])
+    context.set_forkserver_preload([__name__, *config.loaded])
     return context
 
 
@@ -383,7 +385,7 @@ def start_tracker() -> None:
 
 def _start(ranks: list[_Rank], size: int, payload: bytes, config: LaunchConfig, port: int, token: str) -> None:
     """Start the processes and append each to ``ranks``, also if a later one fails to start."""
-    context = process_context(config.device_type)
+    context = process_context(config)
     start_tracker()
     threads = config.threads or max(1, usable_cores() // size)
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import scipy
 from numpy.typing import NDArray
+from scipy.special import ndtri, stdtrit
 
 from cordillera.training.ranking.metrics import binary_entropy, cross_entropy, grouped_auc, sigmoid
 
@@ -84,9 +84,8 @@ def metric_intervals(
         errors[name] = value, math.sqrt(variance)
     if clustered and (gauc := _grouped_estimate(logits, positive, weights, codes)) is not None:
         errors["gauc"] = gauc
-    quantile = float(
-        scipy.stats.t.ppf((1 + level) / 2, count - 1) if clustered else scipy.stats.norm.ppf((1 + level) / 2)
-    )
+    place = (1 + level) / 2
+    quantile = float(stdtrit(count - 1, place) if clustered else ndtri(place))  # as t.ppf and norm.ppf of scipy.stats
     bounds = {name: _bounds(name, value, error, quantile) for name, (value, error) in errors.items()}
     return {name: ends for name, ends in bounds.items() if ends is not None}
 
