@@ -29,6 +29,7 @@ def faulty_job(replicas: int = 3, steps: int = 60, every: int = 20) -> SampleJob
     for step in range(steps):
         if step % every == every // 2:
             job.attempt("discarded")
+            job.tell("chaos", "fault", replica=job.names[step // every % replicas], what="kill", process=7)
             job.kill(job.names[step // every % replicas], f"{EVIL} at {step}")
         if step % every == every // 2 + 4:
             job.rejoin(job.names[step // every % replicas])
@@ -37,6 +38,7 @@ def faulty_job(replicas: int = 3, steps: int = 60, every: int = 20) -> SampleJob
             job.pause()
     job.roll_back()
     job.attempt()
+    job.tell("chaos", "fault", replica=None, what="corrupt-checkpoint", file="step-000000001/state.json")
     job.tell("coordinator", "refused", replica=job.names[0], why=f"{EVIL} refused")
     job.finish()
     return job
@@ -69,6 +71,9 @@ def test_the_page_has_every_replica_and_fault_and_escapes_texts(tmp_path: Path) 
     for name in job.names:
         assert name in text
     assert len([one for tag, one in page.tags if tag == "path" and "fault" in str(one.get("class"))]) == 3
+    assert len([one for tag, one in page.tags if tag == "path" and "injected" in str(one.get("class"))]) == 4
+    assert text.count("injected: kill") == 6  # in the table of messages, and each mark
+    assert "injected: corrupt-checkpoint" in text
     assert "2.00 times" in text
     for tag, attributes in page.tags:
         if tag == "svg":

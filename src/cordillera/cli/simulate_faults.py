@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -82,10 +82,27 @@ def simulate_faults(
         echo(json.dumps([row.to_dict() for row in rows]), json=True)
         return
     out.print(_table(rows, runs, days, None if planned is None else job.step_s))
+    for line in _chosen(rows):
+        out.print(line)
     if planned is not None:
         out.print(f"s a step: with its share of what failures cost; {job.step_s:.4g} without")
     if plot is not None:
         out.print(f"plot: {plot}")
+
+
+def _chosen(rows: Sequence[FaultStudyRow]) -> Iterator[str]:
+    """Yield the number of replicas and the interval of checkpoints that lose least, by the size of the cluster."""
+    for devices in dict.fromkeys(row.devices for row in rows):
+        of_size = [row for row in rows if row.devices == devices]
+        counts = [row for row in of_size if row.job.policy == "replicas"]
+        best = max(counts, key=lambda row: row.effective.value)
+        alike = [str(row.job.replicas) for row in counts if row.effective.high >= best.effective.low and row != best]
+        if len(counts) > 1:
+            others = f"; {', '.join(alike)} are within its interval" if alike else ""
+            yield f"{devices:,} devices: {best.job.replicas} replicas lose least{others}"
+        restart = next((row.job for row in of_size if row.job.policy == "restart" and row.job.save_s), None)
+        if restart is not None:
+            yield f"{devices:,} devices: a restart loses least with checkpoints every {restart.interval_s / 60:.1f} min"
 
 
 def _table(rows: Sequence[FaultStudyRow], runs: int, days: float, step_s: float | None) -> Table:

@@ -45,6 +45,9 @@ TIME_PARTS: tuple[TimePart, ...] = ("useful", "redone", "stalled", "paused", "ab
 COORDINATOR = "coordinator"
 """Name of the coordinator among those that fail and report."""
 
+INJECTED = "injected: "
+"""Beginning of messages of `cordillera chaos`."""
+
 _WAITING = ("ask", "fetch", "connect")
 _OUTCOMES = ("committed", "discarded")
 
@@ -161,7 +164,7 @@ class Goodput:
         attempts: Attempts of each replica in order.
         epochs: Beginnings of epochs in order.
         launches: Times at which the job began (0) and was resumed, in seconds.
-        messages: Rollbacks, refusals, and replicas that were given up.
+        messages: Rollbacks, refusals, replicas that were given up, and injected faults.
     """
 
     elapsed_s: float
@@ -243,9 +246,6 @@ def account(events: Iterable[Mapping[str, Any]], replicas: int) -> Goodput:
         launches=history.launches,
         messages=history.messages,
     )
-
-
-# Events
 
 
 def _where(event: Mapping[str, Any]) -> str:
@@ -354,6 +354,8 @@ class _History:
             self.marks[writer].append(_Mark(at, kind, self._attempt(event, writer, at)))
         elif kind == "left":
             self.marks[writer].append(_Mark(at, "finished"))
+        elif kind == "fault":
+            self.messages.append(JobMessage(at, event.get("replica") or COORDINATOR, INJECTED + _name(event, "what")))
 
     def _take_launcher(self, event: Mapping[str, Any], kind: str, at: float) -> None:
         if kind in ("ended", "finished"):
@@ -373,8 +375,7 @@ class _History:
                     self.dropped[name].append(begun)
             self.epochs.append(begun)
         elif kind == "rollback":
-            states = (_value(event, key, lambda one: isinstance(one, Mapping), "a state") for key in ("lost", "kept"))
-            lost, kept = states
+            lost, kept = (_value(event, k, lambda one: isinstance(one, Mapping), "a state") for k in ("lost", "kept"))
             self.replaced[str(lost.get("lineage"))] = str(kept.get("lineage"))
             text = f"step {lost.get('step')} was rolled back to step {kept.get('step')}"
             self.messages.append(JobMessage(at, COORDINATOR, text))

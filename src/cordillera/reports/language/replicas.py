@@ -15,6 +15,7 @@ from markupsafe import Markup
 from cordillera.distributed.fault_tolerance.events import read_events
 from cordillera.distributed.fault_tolerance.goodput import (
     COORDINATOR,
+    INJECTED,
     TIME_PARTS,
     Goodput,
     ReplicaFault,
@@ -134,7 +135,9 @@ def _key(found: Goodput) -> list[tuple[str, str]]:
     key: list[tuple[str, str]] = [(_STYLES[part], part) for part in TIME_PARTS if found.share(part) > 0]
     key += [("f2", "fewer members")] if any(len(one.members) < len(found.times) for one in found.epochs) else []
     key += [("fault", "fault")] if found.faults else []
-    if any(one.who == COORDINATOR for one in found.messages):
+    if any(one.text.startswith(INJECTED) for one in found.messages):
+        key.append(("injected", "injected fault"))
+    if any(one.who == COORDINATOR and not one.text.startswith(INJECTED) for one in found.messages):
         key.append(("event", "message of the coordinator"))
     return key + ([("resumed", "job resumed")] if len(found.launches) > 1 else [])
 
@@ -151,7 +154,10 @@ def _timeline(found: Goodput) -> Markup:
         row = len(names) if one.replica == COORDINATOR else names.index(one.replica)
         marks.append(Mark(row, row + 1, one.at, "fault", f"{one.replica}, {duration(one.at)}: {one.what}"))
     for at, who, text in found.messages:
-        if who == COORDINATOR:
+        row = names.index(who) if who in names else len(names)
+        if text.startswith(INJECTED):
+            marks.append(Mark(row, row + 1, at, "injected", f"{who}, {duration(at)}: {text}"))
+        elif who == COORDINATOR:
             marks.append(Mark(len(names), len(rows), at, "event", f"{duration(at)}: {text}"))
     height = 34.0 if len(rows) <= 8 else 24.0 if len(rows) <= 16 else 18.0
     label = f"Time of {len(names)} replicas over {duration(whole)}, with {len(found.faults)} faults"
