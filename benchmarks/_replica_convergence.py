@@ -54,7 +54,7 @@ def recipe(seed: int, steps: int) -> LanguageRecipe:
         "device": "cpu",
         "seed": seed,
         "data": {"path": "python-library", "tokenizer": "bytes"},
-        "packing": {"tokens": 1024, "context": 256, "microbatches": 4},
+        "packing": {"tokens": 512, "context": 256, "microbatches": 2},
         "model": {"name": "llama", **sizes},
         "training": {"steps": steps, "warmup_steps": steps // 10, "learning_rate": 3e-3, "evaluation_tokens": 16_384},
         "fault_tolerance": {"replicas": REPLICAS},
