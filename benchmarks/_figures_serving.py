@@ -4,41 +4,6 @@ from __future__ import annotations
 
 from _figures import Figures, results, table
 
-
-def _milliseconds(one: dict[str, float]) -> str:
-    return f"{1e3 * one['p50']:.0f}, {1e3 * one['p99']:.0f} ms"
-
-
-def arrivals() -> str:
-    """Return rates and times of requests that arrive at random."""
-    rows = [
-        [
-            str(row["texts"]),
-            f"{row['tokens_per_s']['off']:.1f}",
-            f"{row['tokens_per_s']['ngram']:.1f}",
-            f"{row['ngram_over_off']:.2f}",
-            f"{row['over_transformers']:.2f}",
-            f"{row['first_ngram']['p50']:.2f}, {row['first_ngram']['p99']:.2f} s",
-            _milliseconds(row["between_off"]),
-            _milliseconds(row["between_ngram"]),
-        ]
-        for row in results("serving-arrivals")["results"]
-    ]
-    return table(
-        [
-            "texts at a time",
-            "off, tokens/s",
-            "drafts, tokens/s",
-            "drafts over off",
-            "over transformers, one by one",
-            "first token (p50, p99)",
-            "between tokens, off (p50, p99)",
-            "with drafts",
-        ],
-        rows,
-    )
-
-
 _WAYS = {
     "single": "the model alone, row after row",
     "batched": "in one process, batched",
@@ -66,10 +31,6 @@ def _fp8(kind: str) -> str:
 
 
 FIGURES: Figures = {
-    "serving-arrivals": arrivals,
-    "serving-requests": lambda: str(results("serving-arrivals")["requests"]),
-    "serving-tokens": lambda: str(results("serving-arrivals")["new_tokens"]),
-    "serving-gap": lambda: f"{results('serving-arrivals')['gap']:g}",
     "serving-scores": scores,
     "soak-answers": lambda: f"{results('serving-soak')['answered']:,}",
     "soak-minutes": lambda: f"{results('serving-soak')['seconds'] / 60:.0f}",

@@ -16,17 +16,6 @@ needs_weights = pytest.mark.skipif(
 
 
 @pytest.mark.slow
-@pytest.mark.peer
-@needs_weights
-@needs_prompts
-def test_requests_that_arrive_at_random_are_timed_beside_transformers(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    found = part_of(serving, "arrivals", tmp_path)
-    assert [row["texts"] for row in found["results"]] == [1, 2, 4, 8, 16]
-    assert all(row["ngram_over_off"] > 0 and row["first_ngram"]["p50"] > 0 for row in found["results"])
-
-
-@pytest.mark.slow
 def test_scores_of_requests_are_timed_beside_single_ones(tmp_path: Path) -> None:
     found = part_of(serving, "scores", tmp_path)
     assert list(found["contenders"]) == ["single", "batched", "http", "http, unbatched"]

@@ -170,7 +170,9 @@ def test_the_command_prints_draws_and_writes_json(tmp_path: Path) -> None:
     rows = json.loads(ran.output)
     assert [row["job"]["policy"] for row in rows] == ["restart", "replicas", "decoupled"]
     assert rows[1]["job"]["replicas"] == 3
-    ran = CliRunner().invoke(app, [*some, "--replicas", "2", "--replicas", "16", "--save", "30"], env={"COLUMNS": "200"})
+    ran = CliRunner().invoke(
+        app, [*some, "--replicas", "2", "--replicas", "16", "--save", "30"], env={"COLUMNS": "200"}
+    )
     assert "98,304 devices: 16 replicas lose least\n" in ran.output
     every = best_checkpoint_interval(FaultyJob().between_s, 30.0) / 60
     assert f"a restart loses least with checkpoints every {every:.1f} min" in ran.output
