@@ -160,30 +160,36 @@ class Replica:
             if self.agree(why is None):
                 self._membership, self._bucket, self._is_last = membership, 0, found.stop
                 return membership
-            self._discarded = True
+            self.discard()
 
     def _prepare(self, found: StepMembers) -> str | None:
-        """Connect and catch up; return why this rank cannot go on in this epoch, or None."""
-        membership = found.membership
-        fetched, why = None, ""
-        if self.place.name in membership.donors:
+        """Connect and catch up; return why this rank cannot go on in this epoch, or None.
+
+        The others do not wait for the state: they compute while it is fetched.
+        """
+        membership, why = found.membership, None
+        with self._timing("connect"):
+            try:
+                self._connect(found)
+            except PeerError as error:
+                why = str(error)
+        if self.place.name not in membership.donors:
+            return why
+        fetched = None
+        if why is None:
             with self._timing("fetch"):
                 try:
                     donor = found.addresses[membership.donors[self.place.name]][2 * self.mesh.rank + 1]
                     fetched = fetch_state(donor, self.place.token, membership.head, self.config.deadline_s)
                 except (MessageError, LookupError) as error:
                     why = str(error)
-            if not self.agree(fetched is not None):  # all ranks install it, or none
-                return why if fetched is None else "another rank did not catch up"
-            assert fetched is not None
-            with self._provider.changing(membership.head):
-                self._state.install(*fetched)
-            self.held, self._restored = membership.head, False
-        with self._timing("connect"):
-            try:
-                self._connect(found)
-            except PeerError as error:
-                return str(error)
+        if not self.agree(fetched is not None):  # all ranks install it, or none
+            self._reducer.abort("a replica that was behind did not catch up")
+            return why or "another rank did not catch up"
+        assert fetched is not None
+        with self._provider.changing(membership.head):
+            self._state.install(*fetched)
+        self.held, self._restored = membership.head, False
         return None
 
     def _connect(self, found: StepMembers) -> None:
