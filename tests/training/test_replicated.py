@@ -26,7 +26,7 @@ from cordillera.data.language.prefetch import IterationsAhead
 from cordillera.distributed.fault_tolerance.chaos.processes import JobProcess
 from cordillera.distributed.fault_tolerance.coordination import FaultToleranceConfig, Membership, initial_commit
 from cordillera.distributed.fault_tolerance.events import read_events
-from cordillera.distributed.fault_tolerance.launcher import ReplicaLauncher
+from cordillera.distributed.fault_tolerance.launcher import ReplicaLauncher, job_identity
 from cordillera.distributed.fault_tolerance.replica import ReplicaPlace
 from cordillera.distributed.job.launch import LaunchConfig
 from cordillera.distributed.mesh import ProcessMesh
@@ -269,6 +269,39 @@ def test_a_damaged_checkpoint_is_passed_over(recipe: Any) -> None:
     assert [event["kept"]["step"] for event in events if event["kind"] == "rollback"] == [5]
     found, wanted = weights_of(outcome.run), replayed(made, history)
     assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("damaged", "kept"), [(1, 12), (2, 10)])
+def test_the_newest_checkpoint_of_any_disk_that_verifies_wins(recipe: Any, damaged: int, kept: int) -> None:
+    """All replicas save after step 12 to disks of their own, one of them after step 10 to the run's folder."""
+
+    def damage_and_kill(folder: Path) -> None:
+        for path in sorted(Path("disks").glob("*/r?/step-*12/weights*"))[:damaged]:
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 1
+            path.write_bytes(content)
+        for replica in ("r0", "r1"):
+            kill(replica)(folder)
+
+    training_keys = {"steps": 40, "checkpoint_every": 10, "asynchronous": False}
+    made = recipe(training=training_keys, fault_tolerance={"local_folder": "disks", "local_every": 12})
+    outcome = training(made, "run", [(13, damage_and_kill)])
+    history = committed(Path("run"))
+    check_history(history, 40)
+    events = read_events(Path("run"))
+    assert [event["kept"]["step"] for event in events if event["kind"] == "rollback"] == [kept]
+    found, wanted = weights_of(outcome.run), replayed(made, history)
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+    assert not list(Path("disks").iterdir())  # the run's folder has the last step
+
+
+def test_a_new_run_in_the_folder_of_an_old_one_is_another(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first = job_identity(folder)
+    assert job_identity(folder) == first
+    (folder / "replicas" / "identity").unlink()
+    assert job_identity(folder) != first
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from cordillera.data.packing.work import DocumentWork
 from cordillera.distributed.fault_tolerance.launcher import (
     ReplicaLauncher,
     ReplicaService,
+    job_identity,
     job_secret,
     replica_names,
 )
@@ -557,8 +558,13 @@ def _trainer(
     batches = batches_of(recipe, corpora)
     common |= {"held_out": held_out.microbatches, "held_out_bytes": held_out.bytes}
     if place is not None:
-        tolerance = recipe.fault_tolerance
-        return ReplicatedTrainer(recipe.training, engine, batches, place=place, tolerance=tolerance, **common)
+        tolerance, local = recipe.fault_tolerance, None
+        if tolerance.local_folder is not None:
+            folder = Path(tolerance.local_folder, f"{run.folder.name}-{job_identity(run.folder)}", place.name)
+            local = ShardedCheckpoints(folder, mesh, recipe.training.asynchronous)
+        return ReplicatedTrainer(
+            recipe.training, engine, batches, place=place, tolerance=tolerance, local=local, **common
+        )
     return LanguageTrainer(recipe.training, engine, batches, **common)
 
 

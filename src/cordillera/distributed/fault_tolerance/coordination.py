@@ -185,6 +185,9 @@ class FaultToleranceConfig(BaseModel):
         compare_every: Steps after which replicas compare digests of their weights; null for never.
         retries: Number of times in a row that a replica may end without a committed step, or because of the same
             file that cannot be read or written, before it is given up.
+        local_folder: Folder on a disk of each machine, in which every replica also saves checkpoints of its own, more
+            often than there are checkpoints in the run's folder; null for none. A replica is then on one machine.
+        local_every: Steps between these.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -199,6 +202,8 @@ class FaultToleranceConfig(BaseModel):
     rate: Literal["none", "linear", "sqrt"] = "none"
     compare_every: int | None = Field(100, ge=1)
     retries: int = Field(3, ge=0)
+    local_folder: str | None = None
+    local_every: int = Field(10, ge=1)
 
     @model_validator(mode="after")
     def _is_possible(self) -> FaultToleranceConfig:

@@ -26,12 +26,12 @@ from cordillera.distributed.job.environment import TOKEN
 from cordillera.distributed.job.job import STOPPING
 from cordillera.distributed.job.launch import LaunchConfig, counted_signals, launch, process_context, start_tracker
 from cordillera.errors import CordilleraError, PeerError, RunError
-from cordillera.run import disk_errors
+from cordillera.run import disk_errors, write_atomically
 
 _AGAIN_S = 0.2  # before a replica or a coordinator is started anew
 _LOOK_S = 0.1
 _FINISH_S = 30.0  # longest time from the first replica's end to that of the others
-_COORDINATOR, _SECRET = "coordinator.log", "secret"
+_COORDINATOR, _SECRET, _IDENTITY = "coordinator.log", "secret", "identity"
 
 
 @dataclass
@@ -250,6 +250,24 @@ def job_secret(folder: Path) -> bytes:
             "holds no secret of a job", where=str(path), remedy=f"begin it with `cordillera coordinate`, or set {TOKEN}"
         )
     return path.read_bytes()
+
+
+def job_identity(folder: Path) -> str:
+    """Return what tells a run from every other one, also from one that had the same folder; made when first asked for.
+
+    Raises:
+        RunError: If it cannot be written.
+    """
+    path = folder / FOLDER / _IDENTITY
+    if not path.exists():
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write_atomically(path, secrets.token_hex(8), new=True)
+        except RunError:
+            if not path.exists():  # else another replica was first
+                raise
+    return path.read_text(encoding="ascii")
 
 
 def _write_secret(folder: Path) -> bytes:

@@ -10,6 +10,7 @@ Source: FT-HSDP (arXiv 2602.00277), abstract and introduction; the ledger and th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from cordillera.distributed.tensor_parallel import local
 from cordillera.errors import CheckpointError, PlanError, TrainingError
 from cordillera.models.language.llama import LlamaConfig
 from cordillera.models.language.parallelize import free_weights
+from cordillera.training.language.checkpoints import ShardedCheckpoints
 from cordillera.training.language.engine import LanguageConfig
 from cordillera.training.language.trainer import (
     LanguageEnd,
@@ -48,11 +50,19 @@ class ReplicatedTrainer(LanguageTrainer):
     Args:
         place: How the replica reaches its job.
         tolerance: Replicas, deadlines and what a step is trained on.
+        local: Checkpoints of this replica alone, on a disk of its machine.
     """
 
-    def __init__(self, *arguments: Any, place: ReplicaPlace, tolerance: FaultToleranceConfig, **others: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        place: ReplicaPlace,
+        tolerance: FaultToleranceConfig,
+        local: ShardedCheckpoints | None = None,
+        **others: Any,
+    ) -> None:
         super().__init__(*arguments, **others, reads_ahead=False)
-        self.place, self.tolerance = place, tolerance
+        self.place, self.tolerance, self.local = place, tolerance, local
         self.ahead = self.batches = IterationsAhead(self.batches.batches)
         self.commit: Commit = initial_commit(place.configuration)
         self.ended: LanguageEnd | None = None
@@ -67,15 +77,17 @@ class ReplicatedTrainer(LanguageTrainer):
         self._held = HeldState(self)  # before the first forward, as gathered weights have tensors of their own
 
     def resume(self) -> bool:
-        """Restore the newest checkpoint that verifies; return False if there is none.
+        """Restore the newest checkpoint that verifies, on the disk of this machine or in the run's folder.
 
         A damaged one is no reason to end, as another replica may hold the state. Records of the run are left as they
         are.
         """
         state = None
-        for step in reversed(self.checkpoints.steps()):
+        tiers = [self.checkpoints, *([self.local] if self.local is not None else [])]
+        found = [(step, number) for number, tier in enumerate(tiers) for step in tier.steps()]
+        for step, number in sorted(found, reverse=True):
             try:
-                state = self.checkpoints.restore(self.engine, step)
+                state = tiers[number].restore(self.engine, step)
                 break
             except CheckpointError as error:
                 self._events.write("damaged", step=step, why=str(error))
@@ -96,7 +108,7 @@ class ReplicatedTrainer(LanguageTrainer):
             self._held,
             self.commit,
             restored=self._restored,
-            durable=max(self.checkpoints.steps(), default=0),
+            durable=self._durable(),
             watchdog=self.watchdog,
         ) as replica:
             self._replica = replica
@@ -105,6 +117,12 @@ class ReplicatedTrainer(LanguageTrainer):
             ended = self._steps()
             self._events.write("left", ended=ended, step=self.progress.step)
         self.checkpoints.wait()
+        if self.local is not None and not self._leaves:  # the run's folder holds the same now
+            self.local.wait()
+            self.local.prune(set())
+            for folder in (self.local.folder, self.local.folder.parent):
+                with contextlib.suppress(OSError):  # other replicas have theirs there
+                    folder.rmdir()
         evaluation = None
         if ended != "interrupted" and self.can_evaluate:
             evaluation = self._evaluate()
@@ -286,6 +304,9 @@ class ReplicatedTrainer(LanguageTrainer):
             self._evaluate()
         if self._writes and not is_last and self._is_due(config.checkpoint_every):
             self._save()
+        elif self.local is not None and not is_last and self._is_due(self.tolerance.local_every):
+            self.local.save(self.engine, self._state())
+            self.local.prune(set(self.local.steps()[-2:]))  # the newest may be damaged
         self._window.started += time.perf_counter() - paused
         if self.on_step is not None and self._writes:
             self.on_step(record, self.progress, config.steps)
@@ -304,9 +325,14 @@ class ReplicatedTrainer(LanguageTrainer):
             return False
         return True
 
-    def _more_state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         assert self._replica is not None
-        return {"commit": asdict(self._replica.held)}
+        return super()._state() | {"commit": asdict(self._replica.held)}
+
+    def _durable(self) -> int:
+        """Return the step of the newest checkpoint."""
+        local = [] if self.local is None else self.local.steps()
+        return max([*self.checkpoints.steps(), *local], default=0)
 
     def _facts(self) -> dict[str, Any]:
         return {

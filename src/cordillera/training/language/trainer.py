@@ -465,25 +465,23 @@ class LanguageTrainer:
         self.recorder.draw({"validation/loss": found.loss}, self.progress.step)
         return found
 
-    def _save(self) -> None:
-        began = time.perf_counter()
-        state = {
+    def _state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside weights and moments."""
+        return {
             **self._place(),
             "progress": asdict(self.progress),
             "window": self._window.to_state(),
             "batches": self.batches.state_dict(),
             "owes_evaluation": self._owes_evaluation,
             "recipe": self.recipe,
-            **self._more_state(),
         }
-        self.checkpoints.save(self.engine, state)
+
+    def _save(self) -> None:
+        began = time.perf_counter()
+        self.checkpoints.save(self.engine, self._state())
         self._prune()
         self._record("checkpoint", seconds=time.perf_counter() - began, bytes=self.checkpoints.bytes)
         self.recorder.tell(None, self._position())
-
-    def _more_state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds beside the state of every training."""
-        return {}
 
     def _prune(self) -> None:
         """Remove all but the newest checkpoints; one that is being written does not count yet.
