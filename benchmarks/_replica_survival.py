@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import statistics
 import subprocess
@@ -21,6 +22,7 @@ from _results import FinishedPieces
 from rich.console import Console
 from rich.table import Table
 
+import cordillera
 from cordillera.distributed.fault_tolerance.events import read_events
 from cordillera.recipe import LanguageRecipe, dump, validate
 from cordillera.run import Run
@@ -67,10 +69,13 @@ def plan(seed: int, count: int) -> str:
 
 
 def _command(folder: Path, name: str, *words: str) -> subprocess.Popen[bytes]:
+    """Start a command of the code that this process has loaded."""
+    source = str(Path(cordillera.__file__).parents[1])
     with open(folder / f"{name}.log", "wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "cordillera", *words], cwd=folder, stdout=log, stderr=subprocess.STDOUT
-        )
+            [sys.executable, "-m", "cordillera", *words],
+            cwd=folder, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": source},
+        )  # fmt: skip
 
 
 def job(folder: Path, seed: int, count: int) -> dict[str, Any]:
@@ -91,12 +96,14 @@ def job(folder: Path, seed: int, count: int) -> dict[str, Any]:
             raise RuntimeError("\n".join((folder / f"{name}.log").read_text() for name in ("train", "chaos")))
         time.sleep(EVERY_S)
         training.send_signal(signal.SIGINT)
-        ended = training.wait(_ENDS_S)
+        training.wait(_ENDS_S)
     finally:
         training.kill()
         training.wait()
     history = committed(folder / "run")
-    found = {**judged(read_events(folder / "run")), "seconds": time.perf_counter() - began, "exit_code": ended}
+    found = {**judged(read_events(folder / "run")), "seconds": time.perf_counter() - began}
+    if sum(found["faults"].values()) < count:
+        raise RuntimeError(f"{found['faults']} of {count} faults: " + (folder / "train.log").read_text())
     check_history(history, len(history))
     torch.set_num_threads(1)
     replay = Replay(made)
