@@ -358,16 +358,21 @@ def test_the_disk_is_full_for_a_process_and_for_no_other(tmp_path: Path) -> None
 
         handle = JobProcess(process.pid)
         assert writes() == "written\n"
-        before = handle.limit_files(0)
-        assert before is not None
+        before = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+        assert handle.fill_disk("one")
+        assert handle.fill_disk("other")
         assert writes() == "File too large\n"
         path.with_name("other").write_bytes(b"x" * 100)
-        assert handle.limit_files(before) == 0
+        handle.empty_disk("one")
+        assert writes() == "File too large\n"
+        handle.empty_disk("other")
         assert writes() == "written\n"
         assert path.stat().st_size == 200
+        assert resource.prlimit(process.pid, resource.RLIMIT_FSIZE) == before
         process.stdin.close()
         process.wait()
-        assert handle.limit_files(0) is None
+        assert not handle.fill_disk("one")
+        handle.empty_disk("one")
 
 
 def test_a_cut_and_a_full_disk_come_over_a_process_of_the_job(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

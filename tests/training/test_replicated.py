@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -206,7 +207,9 @@ def test_a_disk_that_is_full_in_a_save_ends_its_replica_and_no_step_is_lost(reci
 
     def fill(folder: Path) -> None:
         first = committed(folder)[-1]["participants"][0]
-        JobProcess(processes_of(folder, first)[0]).limit_files(100_000)
+        process = processes_of(folder, first)[0]
+        _, most = resource.prlimit(process, resource.RLIMIT_FSIZE)
+        resource.prlimit(process, resource.RLIMIT_FSIZE, (100_000, most))
 
     made = recipe(training={"steps": 200, "checkpoint_every": 10})
     outcome = training(made, "run", [(8, fill)])

@@ -211,14 +211,14 @@ class FaultInjector:
 
     def _fill(self, fault: Fault, process: JobProcess) -> Iterator[float]:
         assert fault.seconds is not None
-        began, before = time.monotonic(), process.limit_files(0)
-        if before is None:
+        began, who = time.monotonic(), object()
+        if not process.fill_disk(who):
             return
         try:
             self._tell(fault, process.pid)
             yield fault.seconds
         finally:
-            process.limit_files(before)
+            process.empty_disk(who)
             self._tell_over(fault, process.pid, began)
 
     @contextlib.contextmanager

@@ -48,6 +48,8 @@ class JobProcess:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._holders: set[object] = set()
+        self._fillers: set[object] = set()
+        self._file_limit: int | None = None  # before it was filled
         self._is_killed = False
         try:
             self._descriptor = os.pidfd_open(pid)
@@ -121,22 +123,34 @@ class JobProcess:
             shared.shutdown(socket.SHUT_RDWR)
         return True
 
-    def limit_files(self, size: int | None = None) -> int | None:
-        """Limit how large files grow that the process writes: with 0, to it the disk is full.
-
-        Args:
-            size: Bytes; None stands for the most that it is allowed.
+    def fill_disk(self, who: object) -> bool:
+        """Let the process write to no file until everybody who called this has emptied the disk.
 
         Returns:
-            Limit before; None if the process has ended.
+            False if the process has ended.
 
         Raises:
             RunError: If it is of another user.
         """
+        self._fillers.add(who)
+        before = self._limit_files(0)
+        if self._file_limit is None:
+            self._file_limit = before
+        return before is not None
+
+    def empty_disk(self, who: object) -> None:
+        """Let the process write as before, unless somebody else has filled its disk."""
+        self._fillers.discard(who)
+        if not self._fillers and self._file_limit is not None:
+            self._limit_files(self._file_limit)
+            self._file_limit = None
+
+    def _limit_files(self, size: int) -> int | None:
+        """Limit the size of files that the process writes; return the limit before, or None if it has ended."""
         try:
             before, most = resource.prlimit(self.pid, resource.RLIMIT_FSIZE)
             if self.is_running:
-                resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (most if size is None else size, most))
+                resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (size, most))
                 return before
         except ProcessLookupError:
             pass
