@@ -21,7 +21,7 @@ from cordillera.recipe import LanguageRecipe, validate
 from cordillera.training.optimizers import schedule
 
 REPLICAS, SEEDS = 4, (1, 2, 3)
-STEPS, STEPS_QUICK, EVALUATIONS = 300, 6, 20
+STEPS, STEPS_QUICK, EVALUATIONS = 400, 6, 20
 PRESENT, ABSENT, BLOCKS = 90, 365, 2  # of a thousand steps: with all replicas and without one, in turn
 TARGETS = {"shrink": 0.01, "shrink, sqrt": 0.01, "constant": 0.003}  # difference in final loss
 
@@ -49,14 +49,14 @@ POLICIES = {
 
 def recipe(seed: int, steps: int) -> LanguageRecipe:
     """Return the recipe: a model of bytes on the source files of Python's standard library."""
-    sizes = {"layers": 4, "hidden": 160, "heads": 5, "kv_heads": 5, "ffn": 448, "vocabulary": 264, "context": 256}
+    sizes = {"layers": 2, "hidden": 96, "heads": 3, "kv_heads": 3, "ffn": 256, "vocabulary": 264, "context": 1024}
     content: dict[str, Any] = {
         "device": "cpu",
         "seed": seed,
         "data": {"path": "python-library", "tokenizer": "bytes"},
-        "packing": {"tokens": 512, "context": 256, "microbatches": 2},
+        "packing": {"tokens": 2048, "context": 1024, "microbatches": 2},
         "model": {"name": "llama", **sizes},
-        "training": {"steps": steps, "warmup_steps": steps // 10, "learning_rate": 3e-3, "evaluation_tokens": 16_384},
+        "training": {"steps": steps, "warmup_steps": steps // 10, "learning_rate": 3e-3, "evaluation_tokens": 32_768},
         "fault_tolerance": {"replicas": REPLICAS},
     }
     found = validate(content)
