@@ -1,6 +1,8 @@
 """What a replica that is absent most of the time costs in loss, by what the others train on and at which rate.
 
-The steps of replicas are trained by one process, which gives the same weights to the bit (``--part survival``).
+The steps of replicas are trained by one process, which gives the same weights to the bit (``--part survival``). The
+model is so small that it has learnt nearly all it can when training ends, as the models of the paper have: in the
+middle of its training, any model is behind by what the text that it has not seen would have taught.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from cordillera.recipe import LanguageRecipe, validate
 from cordillera.training.optimizers import schedule
 
 REPLICAS, SEEDS = 4, (1, 2, 3)
-STEPS, STEPS_QUICK, EVALUATIONS = 400, 6, 20
+STEPS, STEPS_QUICK, EVALUATIONS = 2500, 6, 20
 PRESENT, ABSENT, BLOCKS = 90, 365, 2  # of a thousand steps: with all replicas and without one, in turn
 TARGETS = {"shrink": 0.01, "shrink, sqrt": 0.01, "constant": 0.003}  # difference in final loss
 
@@ -49,14 +51,14 @@ POLICIES = {
 
 def recipe(seed: int, steps: int) -> LanguageRecipe:
     """Return the recipe: a model of bytes on the source files of Python's standard library."""
-    sizes = {"layers": 2, "hidden": 96, "heads": 3, "kv_heads": 3, "ffn": 256, "vocabulary": 264, "context": 1024}
+    sizes = {"layers": 1, "hidden": 32, "heads": 1, "kv_heads": 1, "ffn": 96, "vocabulary": 264, "context": 1024}
     content: dict[str, Any] = {
         "device": "cpu",
         "seed": seed,
         "data": {"path": "python-library", "tokenizer": "bytes"},
-        "packing": {"tokens": 2048, "context": 1024, "microbatches": 2},
+        "packing": {"tokens": 1024, "context": 1024, "microbatches": 1},
         "model": {"name": "llama", **sizes},
-        "training": {"steps": steps, "warmup_steps": steps // 10, "learning_rate": 3e-3, "evaluation_tokens": 32_768},
+        "training": {"steps": steps, "warmup_steps": steps // 10, "learning_rate": 1e-2, "evaluation_tokens": 32_768},
         "fault_tolerance": {"replicas": REPLICAS},
     }
     found = validate(content)
