@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import statistics
@@ -12,13 +11,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from _replica_history import Replay, check_history, committed, weights_of
-from _results import FinishedPieces
 from rich.console import Console
 from rich.table import Table
 
@@ -28,7 +27,7 @@ from cordillera.recipe import LanguageRecipe, dump, validate
 from cordillera.run import Run
 
 SEEDS, FAULTS, LEAST_STEPS = (1, 2, 3), 200, 1000
-EVERY_S, SECONDS, FACTOR = 3.0, (0.2, 2.0), 4.0
+EVERY_S, SECONDS, FACTOR = 3.0, (0.2, 4.0), 4.0
 KINDS = {
     "kill": 3.0, "stop": 2.0, "slow": 1.0, "cut": 2.0, "full-disk": 1.0, "kill-coordinator": 1.0,
     "pause-coordinator": 1.0, "corrupt-checkpoint": 0.5,
@@ -51,7 +50,7 @@ def recipe(seed: int) -> LanguageRecipe:
             "steps": 10**6, "log_every": 100, "evaluate_every": None, "checkpoint_every": 50, "keep_checkpoints": 3,
         },
         "fault_tolerance": {
-            "replicas": 2, "deadline_s": 1.0, "compare_every": 1, "start_s": 20.0, "retries": 1000,
+            "replicas": 2, "deadline_s": 2.0, "compare_every": 1, "start_s": 20.0, "retries": 1000,
         },
     }  # fmt: skip
     found = validate(content)
@@ -78,12 +77,16 @@ def _command(folder: Path, name: str, *words: str) -> subprocess.Popen[bytes]:
         )  # fmt: skip
 
 
-def job(folder: Path, seed: int, count: int) -> dict[str, Any]:
-    """Run one job with its faults in ``folder``, and return what its events and its weights say."""
+def run(folder: Path, seed: int, count: int) -> None:
+    """Run one job with its faults in ``folder``.
+
+    Raises:
+        RuntimeError: If it did not survive them.
+    """
     made, seconds = recipe(seed), (count + 30) * EVERY_S + 120
+    folder.mkdir()
     (folder / "recipe.toml").write_text(dump(made))
     (folder / "plan.toml").write_text(plan(seed, count))
-    began = time.perf_counter()
     training = _command(folder, "train", "train", "recipe.toml", "--run", "run", "--quiet")
     try:
         chaos = _command(folder, "chaos", "chaos", "run", "--plan", "plan.toml", "--wait", "60")
@@ -93,23 +96,34 @@ def job(folder: Path, seed: int, count: int) -> dict[str, Any]:
             chaos.kill()
             chaos.wait()
         if code or training.poll() is not None:
-            raise RuntimeError("\n".join((folder / f"{name}.log").read_text() for name in ("train", "chaos")))
+            raise RuntimeError(_said(folder))
         time.sleep(EVERY_S)
         training.send_signal(signal.SIGINT)
         training.wait(_ENDS_S)
     finally:
         training.kill()
         training.wait()
-    history = committed(folder / "run")
-    found = {**judged(read_events(folder / "run")), "seconds": time.perf_counter() - began}
+
+
+def _said(folder: Path) -> str:
+    return "\n".join((folder / f"{name}.log").read_text() for name in ("train", "chaos"))
+
+
+def examined(folder: Path, seed: int, count: int) -> dict[str, Any]:
+    """Return what the events of a job say, and whether one process trains the same weights.
+
+    Raises:
+        RuntimeError: If there were fewer faults than planned.
+    """
+    history, found = committed(folder / "run"), judged(read_events(folder / "run"))
     if sum(found["faults"].values()) < count:
-        raise RuntimeError(f"{found['faults']} of {count} faults: " + (folder / "train.log").read_text())
+        raise RuntimeError(f"{found['faults']} of {count} faults: {_said(folder)}")
     check_history(history, len(history))
     torch.set_num_threads(1)
-    replay = Replay(made)
+    replay = Replay(recipe(seed))
     replay.follow(history)
     wanted, weights = replay.weights(), weights_of(Run(folder / "run"))
-    found |= {"steps": len(history), "tokens_once": True, "alone": _alone(history)}
+    found |= {"steps": len(history), "alone": _alone(history)}
     return {**found, "equal": all(torch.equal(weights[name], one) for name, one in wanted.items())}
 
 
@@ -147,7 +161,7 @@ def unexplained(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def survival(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
+def survival(console: Console, quick: bool) -> dict[str, Any]:
     """Let jobs meet their faults, and train their histories again in one process."""
     seeds, count = (SEEDS[:1], 5) if quick else (SEEDS, FAULTS)
     table = Table(title=f"2 replicas and {count} random faults (measured)", title_justify="left")
@@ -155,18 +169,18 @@ def survival(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str,
     for heading in headings:
         table.add_column(heading)
     results = []
-    for seed in seeds:
-        key = {"seed": seed, "faults": count, "every_s": EVERY_S, "kinds": json.dumps(KINDS)}
-        if (found := pieces.get(key)) is None:
-            with tempfile.TemporaryDirectory() as folder:
-                found = job(Path(folder), seed, count)
-            pieces.add(key, found)
-        results.append({"seed": seed, **found})
-        table.add_row(
-            str(seed), str(sum(found["faults"].values())), f"{found['steps']:,}", f"{found['alone']:.0%}",
-            str(found["discarded"]), str(found["rollbacks"]), f"{found['longest_s']:.1f} s",
-            str(len(found["unexplained"])), "equal to the bit" if found["equal"] else "DIFFERS",
-        )  # fmt: skip
+    with tempfile.TemporaryDirectory() as shared, ThreadPoolExecutor(len(seeds)) as pool:
+        folders = {seed: Path(shared, str(seed)) for seed in seeds}
+        for done in [pool.submit(run, folder, seed, count) for seed, folder in folders.items()]:
+            done.result()
+        for seed, folder in folders.items():
+            found = examined(folder, seed, count)
+            results.append({"seed": seed, **found})
+            table.add_row(
+                str(seed), str(sum(found["faults"].values())), f"{found['steps']:,}", f"{found['alone']:.0%}",
+                str(found["discarded"]), str(found["rollbacks"]), f"{found['longest_s']:.1f} s",
+                str(len(found["unexplained"])), "equal to the bit" if found["equal"] else "DIFFERS",
+            )  # fmt: skip
     console.print(table)
     return {
         "evidence": "measured",
@@ -177,6 +191,7 @@ def survival(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str,
         "results": results,
         "notes": [
             "two replicas of one process each; every step compares digests of all weights",
+            "all jobs run at the same time on this machine",
             "the replay trains the committed steps in one process, from the seed of the weights on",
         ],
     }

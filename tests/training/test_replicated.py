@@ -253,6 +253,31 @@ def test_all_replicas_at_once_go_on_from_the_newest_checkpoint(recipe: Any) -> N
 
 
 @pytest.mark.slow
+def test_a_replica_that_was_left_behind_goes_on_when_the_other_is_lost(recipe: Any) -> None:
+    """It holds less than was committed, and is neither given up nor trusted with more than it holds."""
+
+    def leave_behind(folder: Path) -> None:
+        left, other = (processes_of(folder, replica)[0] for replica in ("r0", "r1"))
+        os.kill(left, signal.SIGSTOP)
+        reached, until = last_step(folder / "replicas" / "r1.jsonl"), time.monotonic() + 60
+        while last_step(folder / "replicas" / "r1.jsonl") < reached + 10 and time.monotonic() < until:
+            time.sleep(0.02)
+        os.kill(other, signal.SIGKILL)
+        os.kill(left, signal.SIGCONT)
+
+    made = recipe(training={"steps": 60, "checkpoint_every": 5, "asynchronous": False})
+    outcome = training(made, "run", [(12, leave_behind)])
+    history = committed(Path("run"))
+    check_history(history, 60)
+    kinds = [event["kind"] for event in read_events(Path("run"))]
+    assert "rollback" in kinds
+    assert "given up" not in kinds
+    assert history[-1]["participants"] == ["r0", "r1"]
+    found, wanted = weights_of(outcome.run), replayed(made, history)
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(recipe: Any) -> None:
     def damage_and_kill(folder: Path) -> None:
         newest = folder_of(folder / "checkpoints", steps(folder / "checkpoints")[-1])

@@ -124,10 +124,15 @@ class Membership:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Answer to a replica that cannot take part, with the reason."""
+    """Answer to a replica that cannot take part, with the reason.
+
+    Attributes:
+        again: Whether it can once it has restored a checkpoint, for which it is started anew.
+    """
 
     replica: str
     reason: str
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -296,8 +301,9 @@ def decide(
 
     A commit becomes the head if it was made in the current epoch. One of an older epoch that is reported only now is
     void: the current epoch began without it. If nobody who asks holds the head, training goes on from the one before,
-    and the loss is recorded. If nobody holds that one either, training goes on from the newest checkpoint once all
-    replicas have restored one, or ``start_s`` after the first; replicas that have not are refused.
+    and the loss is recorded. If nobody holds that one either, training goes on from the newest state that is no older
+    than a checkpoint, or was restored from one, once all replicas have asked, or all live ones and ``start_s`` have
+    passed. Without such a state replicas are refused, to restore a checkpoint if there is one.
 
     Args:
         state: State so far.
@@ -346,21 +352,22 @@ def _form(state: CoordinatorState, now: float) -> tuple[CoordinatorState, list[R
     if len(asked) < rules.least or not _is_complete(state, live, asked, now):
         return state, []
     reason, replies, epoch = None, [], state.epoch
-    states = {ask.state for ask in asked.values()}
+    states, durable = {ask.state for ask in asked.values()}, max(ask.durable for ask in asked.values())
+    able = [ask.state for ask in asked.values() if ask.restored or ask.state.step >= max(1, durable)]
     if state.head not in states and state.previous in states:
         replies.append(Rollback(state.head, state.previous))
         state, epoch = replace(state, head=state.previous, previous=None), epoch + 1
-    elif state.head not in states and all(ask.restored for ask in asked.values()):
+    elif state.head not in states and able:
         first = min(one.since for one in live.values())
-        if len(asked) < rules.replicas and now < first + rules.start_s:
-            return state, []
-        replies.append(Rollback(state.head, max(states)))
-        state, epoch = replace(state, head=max(states), previous=None), epoch + 1
+        if len(asked) < len(live) or (len(asked) < rules.replicas and now < first + rules.start_s):
+            return state, []  # one that is live, or comes back, may hold more
+        replies.append(Rollback(state.head, max(able)))
+        state, epoch = replace(state, head=max(able), previous=None), epoch + 1
     elif state.head not in states:
         held = max(one.step for one in states)
-        remedy = "restore a checkpoint" if any(ask.durable for ask in asked.values()) else "there is no checkpoint"
+        remedy = "restore a checkpoint" if durable else "there is no checkpoint"
         reason = f"step {state.head.step} was committed, and replicas hold step {held} at most; {remedy}"
-    if state.head.step == 0 < (durable := max(ask.durable for ask in asked.values())):
+    if state.head.step == 0 < durable:
         reason = f"there are fresh weights only, and a checkpoint of step {durable}; resume from it"
     connected = {
         name: replace(one, asked=None, since=math.inf) if name in asked else one
@@ -368,7 +375,8 @@ def _form(state: CoordinatorState, now: float) -> tuple[CoordinatorState, list[R
     }
     state = replace(state, epoch=epoch, connected=connected)
     if reason is not None:
-        return state, [*replies, *(Refusal(name, reason) for name in sorted(asked))]
+        again = state.head.step > 0 < durable
+        return state, [*replies, *(Refusal(name, reason, again) for name in sorted(asked))]
     members = tuple(sorted(asked))
     holders = [name for name in members if asked[name].state == state.head]
     donors = {

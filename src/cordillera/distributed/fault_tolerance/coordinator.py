@@ -281,7 +281,7 @@ class Coordinator:
         why = "its configuration differs from that of the job"
         self._hear({"kind": "refused", "replica": connection.replica, "why": why})
         with contextlib.suppress(MessageError):
-            connection.channel.send({"kind": "refused", "why": why})
+            connection.channel.send({"kind": "refused", "why": why, "again": False})
 
     def _answer(self, reply: Reply) -> None:
         if isinstance(reply, Rollback):
@@ -289,7 +289,7 @@ class Coordinator:
             return
         if isinstance(reply, Refusal):
             self._hear({"kind": "refused", "replica": reply.replica, "why": reply.reason})
-            self._send(reply.replica, {"kind": "refused", "why": reply.reason})
+            self._send(reply.replica, {"kind": "refused", "why": reply.reason, "again": reply.again})
             return
         content = {
             "kind": "membership",

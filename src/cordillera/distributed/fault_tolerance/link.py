@@ -159,7 +159,9 @@ class CoordinatorLink:
         try:
             kind = content["kind"]
             if kind == "refused":
-                self._answers.put(PlanError(f"cannot take part: {content['why']}", where=self._replica))
+                what = f"cannot take part: {content['why']}"
+                error = PeerError(what, peer=None, where=self._replica) if content["again"] else None
+                self._answers.put(error or PlanError(what, where=self._replica))
             elif kind == "replaced":
                 self._is_closed.set()
                 what = "another process has taken the place of this replica"

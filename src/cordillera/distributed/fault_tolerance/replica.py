@@ -13,7 +13,7 @@ import contextlib
 import socket
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -79,7 +79,7 @@ class Replica:
         state: State of this rank.
         commit: Commit that the state is of.
         restored: Whether the state was read from the newest checkpoint.
-        durable: Step of the newest checkpoint.
+        durable: Function that returns the step of the newest checkpoint.
         watchdog: Watchdog that follows what this rank waits for.
 
     Attributes:
@@ -99,12 +99,12 @@ class Replica:
         commit: Commit,
         *,
         restored: bool = False,
-        durable: int = 0,
+        durable: Callable[[], int] = lambda: 0,
         watchdog: Watchdog | None = None,
     ) -> None:
         self.place, self.config, self.mesh, self.held = place, config, mesh, commit
         self.seconds: dict[str, float] = {}
-        self.durable = durable
+        self._durable, self._newest = durable, durable()
         self._state, self._watchdog, self._restored, self._discarded = state, watchdog, restored, False
         self._connected: tuple[int, tuple[str, ...]] | None = None
         self._bucket = 0
@@ -255,7 +255,9 @@ class Replica:
         """Ask the coordinator on the first rank; wait for its answer on all of them."""
         self._at("waiting for other replicas")
         if self._link is not None:
-            self._link.ask(Ask(self.place.name, self.held, self._discarded, self.durable, self._restored))
+            if self._discarded:  # others may have gone on without this replica
+                self._newest = self._durable()
+            self._link.ask(Ask(self.place.name, self.held, self._discarded, self._newest, self._restored))
         while True:
             found: Any = None
             if self._link is not None:

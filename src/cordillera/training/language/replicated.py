@@ -108,7 +108,7 @@ class ReplicatedTrainer(LanguageTrainer):
             self._held,
             self.commit,
             restored=self._restored,
-            durable=self._durable(),
+            durable=self._durable,
             watchdog=self.watchdog,
         ) as replica:
             self._replica = replica
