@@ -27,7 +27,7 @@ from cordillera.recipe import LanguageRecipe, dump, validate
 from cordillera.run import Run
 
 SEEDS, FAULTS, LEAST_STEPS = (1, 2, 3), 200, 1000
-EVERY_S, SECONDS, FACTOR = 3.0, (0.2, 4.0), 4.0
+EVERY_S, SECONDS, FACTOR = 2.5, (0.2, 4.0), 4.0
 KINDS = {
     "kill": 3.0, "stop": 2.0, "slow": 1.0, "cut": 2.0, "full-disk": 1.0, "kill-coordinator": 1.0,
     "pause-coordinator": 1.0, "corrupt-checkpoint": 0.5,
@@ -47,7 +47,7 @@ def recipe(seed: int) -> LanguageRecipe:
         "packing": {"tokens": 1024, "context": 256, "microbatches": 4},
         "model": {"name": "llama", **sizes},
         "training": {
-            "steps": 10**6, "log_every": 100, "evaluate_every": None, "checkpoint_every": 50, "keep_checkpoints": 3,
+            "steps": 10**6, "log_every": 100, "evaluate_every": None, "checkpoint_every": 25, "keep_checkpoints": 3,
         },
         "fault_tolerance": {
             "replicas": 2, "deadline_s": 2.0, "compare_every": 1, "start_s": 20.0, "retries": 1000,
@@ -89,6 +89,11 @@ def run(folder: Path, seed: int, count: int) -> None:
     (folder / "plan.toml").write_text(plan(seed, count))
     training = _command(folder, "train", "train", "recipe.toml", "--run", "run", "--quiet")
     try:
+        until = time.monotonic() + 120
+        while not list(folder.glob("run/checkpoints/step-*")):  # before, nothing goes on when all replicas are lost
+            if time.monotonic() > until or training.poll() is not None:
+                raise RuntimeError(_said(folder))
+            time.sleep(0.1)
         chaos = _command(folder, "chaos", "chaos", "run", "--plan", "plan.toml", "--wait", "60")
         try:
             code = chaos.wait(seconds)
@@ -106,7 +111,7 @@ def run(folder: Path, seed: int, count: int) -> None:
 
 
 def _said(folder: Path) -> str:
-    return "\n".join((folder / f"{name}.log").read_text() for name in ("train", "chaos"))
+    return "\n".join(path.read_text() for path in sorted(folder.glob("*.log")))
 
 
 def examined(folder: Path, seed: int, count: int) -> dict[str, Any]:

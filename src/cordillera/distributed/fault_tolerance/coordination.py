@@ -301,9 +301,9 @@ def decide(
 
     A commit becomes the head if it was made in the current epoch. One of an older epoch that is reported only now is
     void: the current epoch began without it. If nobody who asks holds the head, training goes on from the one before,
-    and the loss is recorded. If nobody holds that one either, training goes on from the newest state that is no older
-    than a checkpoint, or was restored from one, once all replicas have asked, or all live ones and ``start_s`` have
-    passed. Without such a state replicas are refused, to restore a checkpoint if there is one.
+    and the loss is recorded. If nobody holds that one either, all replicas are awaited, or all live ones for
+    ``start_s``. Then training goes on from the newest state that is no older than a checkpoint, or was restored from
+    one; without such a state they are refused, to restore a checkpoint if there is one.
 
     Args:
         state: State so far.
@@ -357,13 +357,14 @@ def _form(state: CoordinatorState, now: float) -> tuple[CoordinatorState, list[R
     if state.head not in states and state.previous in states:
         replies.append(Rollback(state.head, state.previous))
         state, epoch = replace(state, head=state.previous, previous=None), epoch + 1
-    elif state.head not in states and able:
+    elif state.head not in states:
         first = min(one.since for one in live.values())
         if len(asked) < len(live) or (len(asked) < rules.replicas and now < first + rules.start_s):
             return state, []  # one that is live, or comes back, may hold more
-        replies.append(Rollback(state.head, max(able)))
-        state, epoch = replace(state, head=max(able), previous=None), epoch + 1
-    elif state.head not in states:
+        if able:
+            replies.append(Rollback(state.head, max(able)))
+            state, epoch = replace(state, head=max(able), previous=None), epoch + 1
+    if state.head not in states:
         held = max(one.step for one in states)
         remedy = "restore a checkpoint" if durable else "there is no checkpoint"
         reason = f"step {state.head.step} was committed, and replicas hold step {held} at most; {remedy}"
