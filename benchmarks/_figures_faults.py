@@ -128,21 +128,6 @@ def pressed() -> str:
     return table(["a failure is met by", "effective", "asked", "failures", "a step"], rows)
 
 
-def survived() -> str:
-    """Return what jobs went through, by the seed of their faults."""
-    rows = []
-    for one in results("fault_tolerance-survival")["results"]:
-        faults = one["faults"]
-        kinds = ", ".join(f"{faults[kind]} {kind}" for kind in sorted(faults, key=faults.__getitem__, reverse=True))
-        rows.append([
-            str(one["seed"]), f"{sum(faults.values())} ({kinds})", f"{one['steps']:,}", percent(one["alone"]),
-            str(one["discarded"]), str(one["rollbacks"]), f"{one['longest_s']:.1f} s", str(len(one["unexplained"])),
-            "equal to the bit" if one["equal"] else "differs",
-        ])  # fmt: skip
-    headings = ("seed", "faults", "steps", "by one replica alone", "given up", "rolled back to a checkpoint")
-    return table([*headings, "longest time without a step", "ends without a fault", "trained again"], rows)
-
-
 def converged() -> str:
     """Return final losses without one of the replicas, by the policy."""
     found = results("fault_tolerance-convergence")
@@ -170,7 +155,6 @@ FIGURES: Figures = {
     "faults-sums": sums,
     "faults-aborts": aborts,
     "faults-pressed": pressed,
-    "faults-survived": survived,
     "faults-converged": converged,
     "faults-counts": lambda: f"{min(_found()['failures'])} to {max(_found()['failures'])}",
 }

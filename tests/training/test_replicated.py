@@ -242,7 +242,7 @@ def test_all_replicas_at_once_go_on_from_the_newest_checkpoint(recipe: Any) -> N
         for replica in ("r0", "r1"):
             kill(replica)(folder)
 
-    made = recipe(training={"steps": 40, "checkpoint_every": 5, "asynchronous": False})
+    made = recipe(training={"steps": 40, "checkpoint_every": 10, "asynchronous": False})
     outcome = training(made, "run", [(12, all_at_once)])
     history = committed(Path("run"))
     check_history(history, 40)
@@ -288,13 +288,13 @@ def test_a_damaged_checkpoint_is_passed_over(recipe: Any) -> None:
         for replica in ("r0", "r1"):
             kill(replica)(folder)
 
-    made = recipe(training={"steps": 30, "checkpoint_every": 5, "asynchronous": False})
-    outcome = training(made, "run", [(12, damage_and_kill)])
+    made = recipe(training={"steps": 40, "checkpoint_every": 8, "asynchronous": False})
+    outcome = training(made, "run", [(17, damage_and_kill)])
     history = committed(Path("run"))
-    check_history(history, 30)
+    check_history(history, 40)
     events = read_events(Path("run"))
-    assert {event["step"] for event in events if event["kind"] == "damaged"} == {10}
-    assert [event["kept"]["step"] for event in events if event["kind"] == "rollback"] == [5]
+    assert {event["step"] for event in events if event["kind"] == "damaged"} == {16}
+    assert [event["kept"]["step"] for event in events if event["kind"] == "rollback"] == [8]
     found, wanted = weights_of(outcome.run), replayed(made, history)
     assert all(torch.equal(found[name], wanted[name]) for name in found)
 
