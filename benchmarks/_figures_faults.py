@@ -135,7 +135,7 @@ def converged() -> str:
     for name, runs in found["results"].items():
         differences = [one["difference"] for one in runs]
         rows.append([
-            name, percent(runs[0]["absent"]), f"{runs[0]['tokens']:,}",
+            name, percent(runs[0]["absent"], ".0f"), f"{runs[0]['tokens']:,}",
             ", ".join(f"{one['losses'][-1]:.4f}" for one in runs),
             f"{100 * min(differences):+.2f} to {100 * max(differences):+.2f} %" if name in found["targets"] else "",
             f"{100 * found['targets'][name]:.1f} %" if name in found["targets"] else "",
