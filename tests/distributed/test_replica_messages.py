@@ -194,7 +194,7 @@ def test_strangers_do_not_hold_up_the_service() -> None:
 
 
 def test_the_newer_of_two_processes_of_one_name_stays() -> None:
-    with served(Coordinator(RULES, JOB, TOKEN)) as coordinator:
+    with served(Coordinator(CoordinationRules(2, start_s=60.0), JOB, TOKEN)) as coordinator:
         old = link_to(coordinator, "r0")
         old.ask(Ask("r0", initial_commit(JOB)))
         new = link_to(coordinator, "r0")
@@ -392,6 +392,19 @@ def test_events_of_several_writers_are_read_by_time_and_a_cut_off_line_is_left_o
     path.write_bytes(whole.replace(b"committed", b"discarded"))
     with pytest.raises(CordilleraError, match=r"r0\.jsonl, line 2"):
         read_events(tmp_path)
+
+
+def test_threads_write_each_event_once(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / FOLDER / "launcher.jsonl")
+    threads = [
+        threading.Thread(target=lambda n=n: [log.write("step", step=k, own=n) for k in range(50)]) for n in "abcd"
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = [(event["own"], event["step"]) for event in read_events(tmp_path)]
+    assert sorted(found) == [(n, k) for n in "abcd" for k in range(50)]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ _MOST_WAITING = 10_000
 
 
 class EventLog:
-    """Writer of one file of events.
+    """Writer of one file of events; several threads may write.
 
     Args:
         path: File, which is appended to; None for a writer that writes nothing.
@@ -35,6 +36,7 @@ class EventLog:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
+        self._lock = threading.Lock()
         self._waiting: list[bytes] = []
         self._lost = 0
         self._began = time.time() - time.monotonic()
@@ -51,23 +53,24 @@ class EventLog:
         """
         if self.path is None:
             return
-        if self._lost:
-            content["lost"], self._lost = self._lost, 0
-        line = sealed_json({"kind": kind, "at": self._began + time.monotonic(), **content}, line=True)
-        self._waiting.append(line.encode())
-        lines = b"".join(self._waiting)
-        try:
-            with open(self.path, "ab", buffering=0) as file:
-                size = file.tell()
-                if file.write(lines) != len(lines):  # a disk that fills up writes a part first
-                    file.truncate(size)
-                    raise OSError(errno.ENOSPC, "no space")
-        except OSError:
-            if len(self._waiting) > _MOST_WAITING:
-                self._lost = len(self._waiting)
+        with self._lock:
+            if self._lost:
+                content["lost"], self._lost = self._lost, 0
+            line = sealed_json({"kind": kind, "at": self._began + time.monotonic(), **content}, line=True)
+            self._waiting.append(line.encode())
+            lines = b"".join(self._waiting)
+            try:
+                with open(self.path, "ab", buffering=0) as file:
+                    size = file.tell()
+                    if file.write(lines) != len(lines):  # a disk that fills up writes a part first
+                        file.truncate(size)
+                        raise OSError(errno.ENOSPC, "no space")
+            except OSError:
+                if len(self._waiting) > _MOST_WAITING:
+                    self._lost = len(self._waiting)
+                    self._waiting.clear()
+            else:
                 self._waiting.clear()
-        else:
-            self._waiting.clear()
 
 
 def _end_line(path: Path) -> None:
