@@ -1,8 +1,7 @@
 """What a replica that is absent most of the time costs in loss, by what the others train on and at which rate.
 
 The steps of replicas are trained by one process, which gives the same weights to the bit (``--part survival``). The
-model is so small that it has learnt nearly all it can when training ends, as the models of the paper have: in the
-middle of its training, any model is behind by what the text that it has not seen would have taught.
+model is small and trained for minutes: with fewer tokens it is also behind by what they would have taught.
 """
 
 from __future__ import annotations

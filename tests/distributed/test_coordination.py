@@ -253,7 +253,11 @@ class World:
         self.state, replies = decide(before, messages, self.now)
         assert self.state.epoch >= before.epoch
         rolled = [reply for reply in replies if isinstance(reply, Rollback)]
-        assert rolled or self.state.head.step >= before.head.step
+        if rolled:  # to a state that somebody holds
+            assert self.state.head == rolled[-1].kept
+            assert self.state.head in [one.state for one in self.workers.values()]
+        else:
+            assert self.state.head.step >= before.head.step
         for reply in replies:
             if isinstance(reply, Membership):
                 self._check(reply)

@@ -427,7 +427,7 @@ def test_events_wait_for_space_on_a_full_disk(tmp_path: Path, monkeypatch: pytes
     log.write("step", step=7)
     log.write("step", step=8)
     found = [(event["step"], event.get("lost")) for event in read_events(tmp_path)[4:]]
-    assert found == [(7, 3), (8, None)]
+    assert found == [(4, None), (5, None), (7, 1), (8, None)]
 
 
 def test_no_decision_follows_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -376,7 +376,7 @@ def _form(state: CoordinatorState, now: float) -> tuple[CoordinatorState, list[R
     }
     state = replace(state, epoch=epoch, connected=connected)
     if reason is not None:
-        again = state.head.step > 0 < durable
+        again = durable > 0 and state.head.step > 0
         return state, [*replies, *(Refusal(name, reason, again) for name in sorted(asked))]
     members = tuple(sorted(asked))
     holders = [name for name in members if asked[name].state == state.head]

@@ -48,14 +48,14 @@ class EventLog:
     def write(self, kind: str, **content: Any) -> None:
         """Append an event of a ``kind`` with its ``content``, values of JSON.
 
-        Where the disk is full, training goes on, and events wait until there is space; if there are too many, they
-        are dropped, and the next one says how many were ``lost``.
+        Where the disk is full, training goes on, and events wait until there is space. If too many wait, later ones
+        are dropped, and the first one after them says how many were ``lost``.
         """
         if self.path is None:
             return
         with self._lock:
             if self._lost:
-                content["lost"], self._lost = self._lost, 0
+                content["lost"] = self._lost
             line = sealed_json({"kind": kind, "at": self._began + time.monotonic(), **content}, line=True)
             self._waiting.append(line.encode())
             lines = b"".join(self._waiting)
@@ -67,10 +67,11 @@ class EventLog:
                         raise OSError(errno.ENOSPC, "no space")
             except OSError:
                 if len(self._waiting) > _MOST_WAITING:
-                    self._lost = len(self._waiting)
-                    self._waiting.clear()
+                    self._waiting.pop()
+                    self._lost += 1
             else:
                 self._waiting.clear()
+                self._lost = 0
 
 
 def _end_line(path: Path) -> None:

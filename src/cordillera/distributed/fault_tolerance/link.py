@@ -160,8 +160,10 @@ class CoordinatorLink:
             kind = content["kind"]
             if kind == "refused":
                 what = f"cannot take part: {content['why']}"
-                error = PeerError(what, peer=None, where=self._replica) if content["again"] else None
-                self._answers.put(error or PlanError(what, where=self._replica))
+                if content["again"]:
+                    self._answers.put(PeerError(what, peer=None, where=self._replica))
+                else:
+                    self._answers.put(PlanError(what, where=self._replica))
             elif kind == "replaced":
                 self._is_closed.set()
                 what = "another process has taken the place of this replica"

@@ -97,7 +97,7 @@ class JobProcess:
             RunError: If the system does not allow it.
         """
         found = 0
-        with contextlib.suppress(FileNotFoundError):  # it has ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
             for entry in os.scandir(f"/proc/{self.pid}/fd"):
                 with contextlib.suppress(OSError):
                     if os.readlink(entry.path).startswith("socket:"):
@@ -146,7 +146,10 @@ class JobProcess:
             self._file_limit = None
 
     def _limit_files(self, size: int) -> int | None:
-        """Limit the size of files that the process writes; return the limit before, or None if it has ended."""
+        """Limit the size of files that the process writes; return the limit before, or None if it has ended.
+
+        There is no such call for a descriptor: that the process runs is looked up just before.
+        """
         try:
             before, most = resource.prlimit(self.pid, resource.RLIMIT_FSIZE)
             if self.is_running:
