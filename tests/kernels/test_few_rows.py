@@ -23,7 +23,7 @@ def _drawn(rows: int, inner: int, outputs: int, seed: int = 0) -> tuple[Tensor, 
 
 @contextlib.contextmanager
 def _by(way: str) -> Iterator[None]:
-    """Compute by AMX, by AVX-512's tiles, or by plain loops."""
+    """Compute by AMX, by tiles of vectors, or by plain loops."""
     if not {"amx": bf16_amx.available, "tiles": bf16_tiles.available, "loops": lambda: True}[way]():
         pytest.skip(f"this processor has no instructions for {way}")
     with pytest.MonkeyPatch.context() as patch:

@@ -24,7 +24,7 @@ WAYS = ["amx", "tiles", "loops"]
 
 @contextlib.contextmanager
 def _by(way: str) -> Iterator[None]:
-    """Compute by AMX, by AVX-512's tiles, or without either."""
+    """Compute by AMX, by tiles of vectors, or without either."""
     if not {"amx": bf16_amx.available, "tiles": bf16_tiles.available, "loops": lambda: True}[way]():
         pytest.skip(f"this processor has no instructions for {way}")
     with pytest.MonkeyPatch.context() as patch:

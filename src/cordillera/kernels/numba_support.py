@@ -1,4 +1,4 @@
-"""Tools of kernels compiled by Numba: numbers of 16 and 32 bits, threads, tensors as arrays.
+"""Tools of kernels compiled by Numba: instructions, numbers of 16 and 32 bits, threads, tensors as arrays.
 
 Kernels divide their work over ``threads`` such that no result depends on their number.
 """
@@ -9,6 +9,7 @@ import threading
 from functools import lru_cache
 from typing import Any
 
+import llvmlite.binding
 import numba
 import numpy as np
 import torch
@@ -23,6 +24,25 @@ _SMALL = 4096  # values below which waking other threads costs more than it save
 
 # Numba's own thread pool (where neither TBB nor OpenMP is found) may be entered by only one thread at a time.
 _lock = threading.Lock()
+
+
+@lru_cache(maxsize=1)
+def _instructions() -> frozenset[str]:
+    if numba.config.CPU_FEATURES is not None:
+        return frozenset(one[1:] for one in numba.config.CPU_FEATURES.split(",") if one.startswith("+"))
+    try:
+        found = llvmlite.binding.get_host_cpu_features()
+    except RuntimeError:
+        return frozenset()
+    return frozenset(name for name, is_there in found.items() if is_there)
+
+
+def has_instructions(*names: str) -> bool:
+    """Return whether Numba compiles for a processor with all of these, by LLVM's names of them.
+
+    It is this processor, or the one that the variables ``NUMBA_CPU_NAME`` and ``NUMBA_CPU_FEATURES`` describe.
+    """
+    return _instructions().issuperset(names)
 
 
 def _from_bits(builder: Any, bits: Any) -> Any:

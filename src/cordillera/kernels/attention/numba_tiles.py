@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -17,9 +16,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cordillera.kernels.compiling import compiled
+from cordillera.kernels.numba_support import has_instructions
 
 # The tile's sums take half of the vector registers: of 32 wide ones with AVX-512, of 16 narrow ones without.
-_IS_WIDE = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+_IS_WIDE = has_instructions("avx512f")
 _LANES = 16 if _IS_WIDE else 8
 ROWS = 8 if _IS_WIDE else 4  # queries at a time
 COLUMNS = 2 * _LANES  # keys at a time

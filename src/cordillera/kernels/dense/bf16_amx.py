@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -21,7 +20,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cordillera.kernels.compiling import compiled
-from cordillera.kernels.numba_support import narrow
+from cordillera.kernels.numba_support import has_instructions, narrow
 
 OUTPUTS = 16  # rows of a tile of weights
 COLUMNS = 16  # rows of the input that one tile takes
@@ -41,11 +40,7 @@ def available() -> bool:
     """Return whether the processor has the instructions and the system lets this process use them."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
-    try:
-        features = llvmlite.binding.get_host_cpu_features()
-    except RuntimeError:
-        return False
-    if not (features.get("amx-tile") and features.get("amx-bf16")):
+    if not has_instructions("amx-tile", "amx-bf16", "avx512bf16"):
         return False
     return int(ctypes.CDLL(None).syscall(_SYSTEM_CALL, _REQUEST, _TILES)) == 0
 

@@ -1,7 +1,8 @@
-"""Tiles of products of bfloat16 rows, by the instructions of AVX-512 that multiply and add pairs of bfloat16.
+"""Tiles of products of bfloat16 rows, by the vector instructions of x86 processors.
 
-``vdpbf16ps`` adds to each of sixteen float32 sums the products of two pairs. Each sum is made of the same additions in
-the same order, whatever tile it is part of.
+AVX-512's ``vdpbf16ps`` adds to each of sixteen float32 sums the products of two pairs of bfloat16. Where it is missing,
+AVX2 and FMA add to each of eight sums one product at a time. Each sum is made of the same additions in the same order,
+whatever tile it is part of.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-import llvmlite.binding
 import torch
 from llvmlite import ir
 from numba import types
@@ -17,20 +17,26 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cordillera.kernels.compiling import compiled
+from cordillera.kernels.numba_support import has_instructions, widen_to_single
 
-_LANES = 16  # sums in a register
-STEP = 2 * _LANES  # inputs that one instruction takes
-SIDE = 4  # rows, and outputs, of a tile: 16 of 32 registers hold sums
+STEP = 32  # inputs that are taken at a time
+SIDE = 4  # rows, and outputs, of a tile
+
+
+@lru_cache(maxsize=1)
+def multiplies_pairs() -> bool:
+    """Return whether this processor multiplies bfloat16 numbers."""
+    return has_instructions("avx512bf16") and torch.cpu._is_avx512_bf16_supported()
 
 
 @lru_cache(maxsize=1)
 def available() -> bool:
     """Return whether this processor has the instructions; without them, nothing in this file may be compiled."""
-    try:
-        features = llvmlite.binding.get_host_cpu_features()
-    except RuntimeError:
-        return False
-    return bool(features.get("avx512bf16")) and torch.cpu._is_avx512_bf16_supported()
+    return multiplies_pairs() or has_instructions("avx2", "fma", "f16c")
+
+
+# Half of the registers, of which AVX-512 has 32 and AVX2 has 16, hold sums.
+_LANES, _ROWS = (16, 4) if multiplies_pairs() else (8, 2)  # sums in a register; rows that are computed at once
 
 
 def _tile(rows: int, outputs: int) -> Any:
@@ -42,44 +48,41 @@ def _tile(rows: int, outputs: int) -> Any:
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             x, x_row, weight, weight_row, steps, out, out_row = arguments
-            multiply = builder.module.declare_intrinsic(
-                "llvm.x86.avx512bf16.dpbf16ps.512", (), ir.FunctionType(_VECTOR, [_VECTOR, _PAIRS, _PAIRS])
-            )
-
-            def load(base: Any, stride: Any, number: int, step: Any) -> Any:
-                start = builder.add(base, builder.mul(stride, _WIDE(number)))
-                place = builder.add(start, builder.mul(step, _WIDE(64)))
-                return builder.load(builder.inttoptr(place, _PAIRS.as_pointer()), align=1)
-
+            vectors = builder.mul(steps, _WIDE(STEP // (2 * _LANES)))
             byte = ir.IntType(8).as_pointer()
             fetch = builder.module.declare_intrinsic(
                 "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, _WORD, _WORD, _WORD])
             )
 
-            def prefetch(base: Any, stride: Any, number: int, step: Any) -> None:
+            def place(base: Any, stride: Any, number: int, step: Any, size: int) -> Any:
                 start = builder.add(base, builder.mul(stride, _WIDE(number)))
-                place = builder.add(start, builder.mul(step, _WIDE(64)))
-                builder.call(fetch, [builder.inttoptr(place, byte), _WORD(0), _WORD(3), _WORD(1)])
+                return builder.add(start, builder.mul(step, _WIDE(size)))
 
-            sums = [cgutils.alloca_once(builder, _VECTOR) for _ in range(rows * outputs)]
-            for slot in sums:
-                builder.store(ir.Constant(_VECTOR, [0.0] * _LANES), slot)
-            with cgutils.for_range(builder, steps, intp=_WIDE) as loop:
-                weights = [load(weight, weight_row, o, loop.index) for o in range(outputs)]
-                if outputs > 1:  # the next weights: with many rows, too much is computed before they are asked for
+            def compute(first: int, count: int) -> None:
+                """Add the instructions for so many rows from the first on."""
+                sums = [cgutils.alloca_once(builder, _VECTOR) for _ in range(count * outputs)]
+                for slot in sums:
+                    builder.store(ir.Constant(_VECTOR, [0.0] * _LANES), slot)
+                with cgutils.for_range(builder, vectors, intp=_WIDE) as loop:
+                    own = [_inputs(builder, place(x, x_row, first + r, loop.index, 64)) for r in range(count)]
+                    if outputs > 1 and not first:  # the next weights: with many rows, they are asked for too late
+                        for o in range(outputs, 2 * outputs):
+                            following = builder.inttoptr(place(weight, weight_row, o, loop.index, 4 * _LANES), byte)
+                            builder.call(fetch, [following, _WORD(0), _WORD(3), _WORD(1)])
                     for o in range(outputs):
-                        prefetch(weight, weight_row, outputs + o, loop.index)
-                for r in range(rows):
-                    own = load(x, x_row, r, loop.index)
-                    for o in range(outputs):
-                        slot = sums[r * outputs + o]
-                        builder.store(builder.call(multiply, [builder.load(slot), own, weights[o]]), slot)
-            found = _to_bfloat(builder, _over_lanes(builder, [builder.load(slot) for slot in sums]))
-            kind = ir.IntType(16 * outputs)  # the outputs of a row, stored at once
-            parts = builder.bitcast(found, ir.VectorType(kind, _LANES // outputs))
-            for r in range(rows):
-                place = builder.inttoptr(builder.add(out, builder.mul(out_row, _WIDE(r))), kind.as_pointer())
-                builder.store(builder.extract_element(parts, _WORD(r)), place, align=2)
+                        weights = _weights(builder, place(weight, weight_row, o, loop.index, 4 * _LANES))
+                        for r in range(count):
+                            slot = sums[r * outputs + o]
+                            builder.store(_add_products(builder, builder.load(slot), own[r], weights), slot)
+                found = _to_bfloat(builder, _over_lanes(builder, [builder.load(slot) for slot in sums]))
+                kind = ir.IntType(16 * outputs)  # the outputs of a row, stored at once
+                parts = builder.bitcast(found, ir.VectorType(kind, _LANES // outputs))
+                for r in range(count):
+                    to = builder.inttoptr(place(out, out_row, first + r, _WIDE(0), 0), kind.as_pointer())
+                    builder.store(builder.extract_element(parts, _WORD(r)), to, align=2)
+
+            for first in range(0, rows, _ROWS):
+                compute(first, min(_ROWS, rows - first))
             return context.get_dummy_value()
 
         return types.none(*[types.int64] * 7), generate
@@ -91,8 +94,39 @@ _WORD, _WIDE = ir.IntType(32), ir.IntType(64)
 _VECTOR, _PAIRS = ir.VectorType(ir.FloatType(), _LANES), ir.VectorType(_WORD, _LANES)
 
 
+def _load(builder: Any, place: Any, kind: Any) -> Any:
+    return builder.load(builder.inttoptr(place, kind.as_pointer()), align=1)
+
+
+def _inputs(builder: Any, place: Any) -> list[Any]:
+    """Vectors of the inputs at an address, bfloat16, or as :func:`lay_out` stores them."""
+    if multiplies_pairs():
+        return [_load(builder, place, _PAIRS)]
+    return [_load(builder, builder.add(place, _WIDE(4 * _LANES * half)), _VECTOR) for half in range(2)]
+
+
+def _weights(builder: Any, place: Any) -> list[Any]:
+    """Vectors of as many weights."""
+    words = _load(builder, place, _PAIRS)
+    if multiplies_pairs():
+        return [words]
+    shift, mask = (ir.Constant(_PAIRS, [number] * _LANES) for number in (16, 0xFFFF0000))
+    return [builder.bitcast(half, _VECTOR) for half in (builder.shl(words, shift), builder.and_(words, mask))]
+
+
+def _add_products(builder: Any, total: Any, left: list[Any], right: list[Any]) -> Any:
+    """Add to sums the products of inputs."""
+    is_paired = multiplies_pairs()
+    name = "llvm.x86.avx512bf16.dpbf16ps.512" if is_paired else "llvm.fma.v8f32"
+    kinds = [_VECTOR, _PAIRS, _PAIRS] if is_paired else [_VECTOR] * 3
+    multiply = builder.module.declare_intrinsic(name, (), ir.FunctionType(_VECTOR, kinds))
+    for a, b in zip(left, right, strict=True):
+        total = builder.call(multiply, [total, a, b] if is_paired else [a, b, total])
+    return total
+
+
 def _over_lanes(builder: Any, vectors: list[Any]) -> Any:
-    """Return a vector of the sums over the lanes of up to sixteen vectors.
+    """Return a vector of the sums over the lanes of vectors, of which there are no more than lanes.
 
     Of each, the second half is added to the first, its second quarter to the first, and so on, two vectors at a time.
     """
@@ -111,17 +145,34 @@ def _over_lanes(builder: Any, vectors: list[Any]) -> Any:
 
 def _to_bfloat(builder: Any, values: Any) -> Any:
     """Bits of the bfloat16 nearest to each float32, halves to even; NaN stays NaN."""
-
-    def every(number: int) -> Any:
-        return ir.Constant(_PAIRS, [number] * _LANES)
-
-    bits = builder.bitcast(values, _PAIRS)
-    upper = builder.lshr(bits, every(16))
-    odd = builder.and_(upper, every(1))
-    rounded = builder.lshr(builder.add(builder.add(bits, every(0x7FFF)), odd), every(16))
-    is_nan = builder.fcmp_unordered("uno", values, values)
-    chosen = builder.select(is_nan, builder.or_(upper, every(0x40)), rounded)
+    shift, quiet = (ir.Constant(_PAIRS, [number] * _LANES) for number in (16, 0x40))
+    rounded = builder.lshr(rounded_words(builder, values), shift)
+    nan = builder.or_(builder.lshr(builder.bitcast(values, _PAIRS), shift), quiet)
+    chosen = builder.select(builder.fcmp_unordered("uno", values, values), nan, rounded)
     return builder.trunc(chosen, ir.VectorType(ir.IntType(16), _LANES))
+
+
+def rounded_words(builder: Any, values: Any) -> Any:
+    """Words whose upper halves are the bfloat16 nearest to each float32; some NaN become other numbers."""
+    words = ir.VectorType(_WORD, values.type.count)
+    half, one, shift = (ir.Constant(words, [number] * words.count) for number in (0x7FFF, 1, 16))
+    bits = builder.bitcast(values, words)
+    return builder.add(builder.add(bits, half), builder.and_(builder.lshr(bits, shift), one))
+
+
+@compiled()
+def lay_out(x: Any, out: Any) -> None:
+    """Store rows ``bfloat16 [rows, inner]`` as tiles take them where :func:`multiplies_pairs` is False.
+
+    Args:
+        out: ``float32 [rows, at least inner]``, of each sixteen inputs first the even, then the odd ones.
+    """
+    rows, inner = x.shape
+    for row in range(rows):
+        for start in range(0, inner, 16):
+            for i in range(8):
+                out[row, start + i] = widen_to_single(x[row, start + 2 * i])
+                out[row, start + 8 + i] = widen_to_single(x[row, start + 2 * i + 1])
 
 
 _tiles = {(rows, outputs): _tile(rows, outputs) for rows in range(1, SIDE + 1) for outputs in (1, SIDE)}
@@ -151,7 +202,7 @@ def tile_of_four(
     """Compute the products of 1 to 4 rows with four outputs; ``x``, ``weight`` and ``out`` are addresses.
 
     Args:
-        x: Address of ``bfloat16 [rows, 32 steps]``, rows ``x_row`` bytes apart.
+        x: Address of ``bfloat16 [rows, 32 steps]``, or of what :func:`lay_out` made of it, rows ``x_row`` bytes apart.
         weight: Address of ``bfloat16 [4, 32 steps]``, rows ``weight_row`` bytes apart.
         out: Address of ``bfloat16 [rows, 4]``, rows ``out_row`` bytes apart.
     """

@@ -22,7 +22,15 @@ from torch.nn import functional as F
 
 from cordillera.kernels.compiling import compiled
 from cordillera.kernels.dense.bf16_amx import available as amx_available
-from cordillera.kernels.dense.bf16_tiles import SIDE, STEP, available, tile_of_four, tile_of_one
+from cordillera.kernels.dense.bf16_tiles import (
+    SIDE,
+    STEP,
+    available,
+    lay_out,
+    multiplies_pairs,
+    tile_of_four,
+    tile_of_one,
+)
 from cordillera.kernels.dense.tiled_products import WHOLE, multiply, takes
 from cordillera.kernels.numba_support import array, narrow, pool, threads_for, widen_to_single
 from cordillera.kernels.repeatable import LEAST_ROWS
@@ -48,23 +56,23 @@ def _products(x: Any, weight: Any, out: Any, threads: int) -> None:
 
 @compiled(parallel=True)
 def _products_by_tiles(x: Any, weight: Any, out: Any, threads: int) -> None:
-    """The same by :mod:`~cordillera.kernels.dense.bf16_tiles`."""
+    """The same by :mod:`~cordillera.kernels.dense.bf16_tiles`, of rows as its tiles take them."""
     rows, inner = x.shape
-    outputs, of_row, steps = weight.shape[0], 2 * inner, inner // STEP
+    outputs, x_row, of_row, steps = weight.shape[0], x.itemsize * inner, 2 * inner, inner // STEP
     of_x, of_weight, of_out = np.int64(x.ctypes.data), np.int64(weight.ctypes.data), np.int64(out.ctypes.data)
     blocks = (outputs + SIDE - 1) // SIDE
     for chunk in numba.prange(threads):
         for block in range(blocks * chunk // threads, blocks * (chunk + 1) // threads):
             first = SIDE * block
             for row in range(0, rows, SIDE):
-                some, own = min(SIDE, rows - row), of_x + row * of_row
+                some, own = min(SIDE, rows - row), of_x + row * x_row
                 place = of_out + 2 * (row * outputs + first)
                 if first + SIDE <= outputs:
-                    tile_of_four(some, own, of_row, of_weight + first * of_row, of_row, steps, place, 2 * outputs)
+                    tile_of_four(some, own, x_row, of_weight + first * of_row, of_row, steps, place, 2 * outputs)
                 else:
                     for i in range(outputs - first):
                         of_one = of_weight + (first + i) * of_row
-                        tile_of_one(some, own, of_row, of_one, of_row, steps, place + 2 * i, 2 * outputs)
+                        tile_of_one(some, own, x_row, of_one, of_row, steps, place + 2 * i, 2 * outputs)
 
 
 def few_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -90,7 +98,9 @@ def _multiply(x: Tensor, weight: Any) -> Tensor:
             multiply(x, np.array([(weight.ctypes.data, 0, WHOLE, len(weight))], np.int64), out, by_amx=True)
             return out
         by_tiles = is_even and available()
-        rows, found = array(x) if by_tiles else x.float().numpy(), array(out)
+        rows, found = array(x) if by_tiles and multiplies_pairs() else x.float().numpy(), array(out)
+        if by_tiles and not multiplies_pairs():
+            lay_out(array(x), rows)
         with pool(threads):
             (_products_by_tiles if by_tiles else _products)(rows, weight, found, threads)
     return out

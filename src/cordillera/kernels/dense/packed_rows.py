@@ -1,9 +1,9 @@
 """Linear layers whose weights are codes of four or eight bits in groups of 32 inputs, with a scale each.
 
 A weight is ``code * scale + least``, rounded to bfloat16 as it is read; products are those of
-:mod:`~cordillera.kernels.dense.few_rows` with these weights, to the bit, where the processor multiplies bfloat16
-numbers. Codes are those of GGUF's formats Q4_0, Q4_1 and Q8_0, so that such a file's weights are neither rounded again
-nor unpacked in memory. A pass over few rows then reads a third or a half of the bytes.
+:mod:`~cordillera.kernels.dense.few_rows` with these weights, to the bit, on x86 processors with AVX2. Codes are those
+of GGUF's formats Q4_0, Q4_1 and Q8_0, so that such a file's weights are neither rounded again nor unpacked in memory. A
+pass over few rows then reads a third or a half of the bytes.
 """
 
 from __future__ import annotations

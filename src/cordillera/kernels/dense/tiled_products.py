@@ -6,6 +6,7 @@ result has the same bits whatever rows and weights are beside it, and those of t
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numba
@@ -30,7 +31,7 @@ from cordillera.kernels.dense.bf16_amx import (
     store_rounded,
     tile_shapes,
 )
-from cordillera.kernels.dense.bf16_tiles import SIDE, tile_of_four
+from cordillera.kernels.dense.bf16_tiles import SIDE, lay_out, multiplies_pairs, rounded_words, tile_of_four
 from cordillera.kernels.numba_support import array, borrowed, pool, threads_for
 
 GROUP = 32
@@ -59,51 +60,107 @@ def _at(builder: Any, base: Any, step: Any, size: int, offset: int, kind: Any) -
 
 @intrinsic
 def _widen_scales(typing_context: Any, scales: Any, groups: Any, out: Any) -> Any:
-    """Convert the float16 pairs of groups at an address, a multiple of eight, to float32 at another."""
+    """Convert the float16 pairs of groups at an address, a multiple of eight, to float32 at another.
+
+    NaN get the bits of which :func:`_rounded` makes NaN.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         scales, groups, out = arguments
         halves = ir.VectorType(ir.HalfType(), _LANES)
         with cgutils.for_range(builder, builder.lshr(groups, _WIDE(3)), intp=_WIDE) as loop:
             found = builder.load(_at(builder, scales, loop.index, 32, 0, halves), align=2)
-            builder.store(builder.fpext(found, _SINGLES), _at(builder, out, loop.index, 64, 0, _SINGLES), align=4)
+            wide = builder.fpext(found, _SINGLES)
+            is_nan = builder.fcmp_unordered("uno", wide, wide)
+            wide = builder.select(is_nan, ir.Constant(_SINGLES, [math.nan] * _LANES), wide)
+            builder.store(wide, _at(builder, out, loop.index, 64, 0, _SINGLES), align=4)
         return context.get_dummy_value()
 
     return types.none(*[types.int64] * 3), generate
 
 
+def _declared(builder: Any, name: str, result: Any, given: list[Any]) -> Any:
+    return builder.module.declare_intrinsic(name, (), ir.FunctionType(result, given))
+
+
+def _mixed(builder: Any, first: Any, second: Any, places: list[int]) -> Any:
+    """Choose elements of two vectors, those of the second counted after those of the first."""
+    return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_WORD, len(places)), places))
+
+
+def _beside(builder: Any, first: Any, second: Any) -> Any:
+    return _mixed(builder, first, second, [*range(2 * first.type.count)])
+
+
+def _rounded(builder: Any, values: Any) -> Any:
+    """The bfloat16 numbers nearest to sixteen float32."""
+    if multiplies_pairs():
+        name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
+        return builder.call(_declared(builder, name, _SHORTS, [_SINGLES]), [values])
+    shift = ir.Constant(_WORDS, [16] * _LANES)
+    return builder.trunc(builder.lshr(rounded_words(builder, values), shift), _SHORTS)
+
+
+# Codes in vectors of a table: in one, or in the order in which halves of registers of AVX2 can be put together.
+_TABLE = ([*range(16)],) if multiplies_pairs() else ([*range(4), *range(8, 12)], [*range(4, 8), *range(12, 16)])
+
+
+def _chosen(builder: Any, table: list[Any], codes: Any) -> Any:
+    """Choose of sixteen float32, rounded, those whose numbers are the lower, then the upper halves of sixteen bytes.
+
+    Args:
+        table: Vectors with the float32 of :data:`_TABLE`.
+    """
+    if multiplies_pairs():
+        both, weights = builder.zext(codes, _SHORTS), _rounded(builder, table[0])
+        mask, shift = (ir.Constant(_SHORTS, [number] * _LANES) for number in (15, 4))
+        places = _beside(builder, builder.and_(both, mask), builder.lshr(both, shift))
+        choose = _declared(builder, "llvm.x86.avx512.permvar.hi.512", _ALL, [_ALL, _ALL])
+        return builder.call(choose, [_beside(builder, weights, weights), places])
+    lines, longs = ir.VectorType(_BYTE, GROUP), ir.VectorType(_WIDE, 4)
+    shuffle = _declared(builder, "llvm.x86.avx2.pshuf.b", lines, [lines, lines])
+    # bytes 2 of four words, then their bytes 3, in each half of a register
+    upper = ir.Constant(lines, [*(4 * n + 2 for n in range(4)), *(4 * n + 3 for n in range(4)), *[128] * 8] * 2)
+    parts = []
+    for values in table:
+        found = builder.call(shuffle, [builder.bitcast(rounded_words(builder, values), lines), upper])
+        parts.append(builder.bitcast(found, ir.VectorType(_WORD, 8)))
+    bytes_of_table = builder.bitcast(_mixed(builder, *parts, [0, 8, 1, 9, 4, 12, 5, 13]), longs)
+    # eight codes in each of four parts, of which the second and the fourth choose by their upper halves
+    twice = builder.bitcast(codes, ir.VectorType(_WIDE, 2))
+    places = builder.lshr(_mixed(builder, twice, twice, [0, 0, 1, 1]), ir.Constant(longs, [0, 4, 0, 4]))
+    places = builder.and_(builder.bitcast(places, lines), ir.Constant(lines, [15] * GROUP))
+    low, high = (
+        builder.call(shuffle, [builder.bitcast(_mixed(builder, bytes_of_table, bytes_of_table, of), lines), places])
+        for of in ([0, 2, 0, 2], [1, 3, 1, 3])
+    )
+    in_turn = [place + n for start in (0, 16, 8, 24) for n in range(start, start + 8) for place in (0, GROUP)]
+    return builder.bitcast(_mixed(builder, low, high, in_turn), _ALL)
+
+
 def _unpacked(builder: Any, bits: int, codes: Any, scales: Any, group: Any) -> Any:
     """Unpack a group of codes of so many bits, by its scale and least weight in float32; both begin at addresses."""
-
-    def declared(name: str, result: Any, given: list[Any]) -> Any:
-        return builder.module.declare_intrinsic(name, (), ir.FunctionType(result, given))
-
-    narrowed = declared("llvm.x86.avx512bf16.cvtneps2bf16.512", _SHORTS, [_SINGLES])
-    chosen = declared("llvm.x86.avx512.permvar.hi.512", _ALL, [_ALL, _ALL])
 
     def load(offset: int) -> Any:
         return builder.load(_at(builder, codes, group, 4 * bits, offset, _BYTES), align=1)
 
-    def every(offset: int) -> Any:
-        """The scale or the least weight, in each lane."""
-        value = builder.load(_at(builder, scales, group, 8, offset, ir.FloatType()), align=4)
-        one = builder.insert_element(ir.Constant(_SINGLES, ir.Undefined), value, _WORD(0))
-        return builder.shuffle_vector(one, one, ir.Constant(_WORDS, [0] * _LANES))
-
     def weights(numbers: Any) -> Any:
         """Products and sums are rounded apart, as in float32 arithmetic of other libraries."""
-        return builder.call(narrowed, [builder.fadd(builder.fmul(numbers, every(0)), every(4))])
-
-    def beside(first: Any, second: Any) -> Any:
-        return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_WORD, GROUP), [*range(GROUP)]))
+        count = numbers.type.count
+        found = numbers
+        for offset, compute in ((0, builder.fmul), (4, builder.fadd)):  # the scale, the least weight
+            value = builder.load(_at(builder, scales, group, 8, offset, ir.FloatType()), align=4)
+            one = builder.insert_element(ir.Constant(numbers.type, ir.Undefined), value, _WORD(0))
+            found = compute(found, _mixed(builder, one, one, [0] * count))
+        return found
 
     if bits == 4:  # the weights of all sixteen codes, of which the codes choose
-        table = weights(ir.Constant(_SINGLES, [float(code) for code in range(_LANES)]))
-        both = builder.zext(load(0), _SHORTS)
-        mask, shift = (ir.Constant(_SHORTS, [number] * _LANES) for number in (15, 4))
-        places = beside(builder.and_(both, mask), builder.lshr(both, shift))
-        return builder.call(chosen, [beside(table, table), places])
-    return beside(*(weights(builder.sitofp(builder.sext(load(place), _WORDS), _SINGLES)) for place in (0, 16)))
+        table = [
+            ir.Constant(ir.VectorType(ir.FloatType(), len(some)), [float(code) for code in some]) for some in _TABLE
+        ]
+        return _chosen(builder, [weights(numbers) for numbers in table], load(0))
+    found = (weights(builder.sitofp(builder.sext(load(place), _WORDS), _SINGLES)) for place in (0, 16))
+    return _beside(builder, *(_rounded(builder, one) for one in found))
 
 
 def _unpack(bits: int) -> Any:
@@ -213,6 +270,15 @@ def _tiled(
         _eight_of_one(own, scales, memory, x, x_row, more, more_row, steps, out, out_more)
 
 
+_BY_PAIRS = multiplies_pairs()
+
+
+@compiled()
+def _laid_out(rows: int) -> int:
+    """Number of rows that are laid out for tiles without AMX."""
+    return 0 if _BY_PAIRS else rows
+
+
 @compiled()
 def _parts(rows: int, inner: int) -> tuple[int, ...]:
     """Bytes before parts of a thread's memory, and of all; tiles load slowly across the cache lines they begin with."""
@@ -222,7 +288,8 @@ def _parts(rows: int, inner: int) -> tuple[int, ...]:
     halves = others + 128 * second
     pairs = halves + 2 * OUTPUTS * COLUMNS
     more = pairs + (2 * inner * first + 63) // 64 * 64
-    return weights, sums, others, halves, pairs, more, more + (2 * inner * second + 63) // 64 * 64
+    rows_laid_out = more + (2 * inner * second + 63) // 64 * 64
+    return weights, sums, others, halves, pairs, more, rows_laid_out, rows_laid_out + 4 * inner * _laid_out(rows)
 
 
 def scratch_memory(threads: int, rows: int, inner: int) -> Any:
@@ -236,7 +303,7 @@ def scratch_memory(threads: int, rows: int, inner: int) -> Any:
 @compiled()
 def scratch_of(memory: Any, rows: int, inner: int) -> Any:
     """Return the arrays of a thread's memory."""
-    weights, sums, others, halves, pairs, more, _ = _parts(rows, inner)
+    weights, sums, others, halves, pairs, more, wide, end = _parts(rows, inner)
     first, second = min(rows, COLUMNS), max(1, rows - COLUMNS)
     return (
         memory[:weights],  # unpacked weights
@@ -246,13 +313,17 @@ def scratch_of(memory: Any, rows: int, inner: int) -> Any:
         memory[halves:pairs].view(np.uint16),
         memory[pairs : pairs + 2 * inner * first].view(np.int32).reshape((inner // 2, first)),  # of inputs, as above
         memory[more : more + 2 * inner * second].view(np.int32).reshape((inner // 2, second)),
+        memory[wide:end].view(np.float32).reshape((_laid_out(rows), inner)),
     )
 
 
 @compiled()
 def pair_rows(x: Any, scratch: Any, shapes: Any) -> None:
-    """Lay rows ``bfloat16 [rows, inner]`` as AMX's tiles take them, before :func:`outputs_of`."""
-    if shapes is not None:
+    """Lay rows ``bfloat16 [rows, inner]`` as tiles take them, before :func:`outputs_of`."""
+    if shapes is None:
+        if not _BY_PAIRS:
+            lay_out(x, scratch[7])
+    else:
         pairs, more = scratch[5], scratch[6]
         rows, words = len(x), x.view(np.int32)
         first = min(rows, COLUMNS)
@@ -274,7 +345,7 @@ def outputs_of(layer: Any, block: Any, x: Any, scratch: Any, out: Any, start: An
         scratch: Arrays of :func:`scratch_of`.
         out: One row of ``bfloat16``.
     """
-    weight, wide, sums, others, halves, pairs, more = scratch
+    weight, wide, sums, others, halves, pairs, more, laid_out = scratch
     (rows, inner), bits = x.shape, layer[2]
     groups = inner // GROUP
     place, of_row = OUTPUTS * block * groups, np.int64(2 * inner)
@@ -284,12 +355,14 @@ def outputs_of(layer: Any, block: Any, x: Any, scratch: Any, out: Any, start: An
         if bits != WHOLE:
             unpack_groups(bits, own, scales, OUTPUTS * groups, of_wide, of_unpacked)
             own = of_unpacked
-        of_x, of_out = np.int64(x.ctypes.data), np.int64(out.ctypes.data)
+        of_x, x_row, of_out = np.int64(x.ctypes.data), of_row, np.int64(out.ctypes.data)
+        if not _BY_PAIRS:
+            of_x, x_row = np.int64(laid_out.ctypes.data), np.int64(4 * laid_out.shape[1])
         for row in range(0, rows, SIDE):
             for i in range(0, OUTPUTS, SIDE):
-                to, of_rows = of_out + 2 * (start + row * stride + i), of_x + row * of_row
+                to, of_rows = of_out + 2 * (start + row * stride + i), of_x + row * x_row
                 some, weights = min(SIDE, rows - row), own + i * of_row
-                tile_of_four(some, of_rows, of_row, weights, of_row, steps, to, np.int64(2 * stride))
+                tile_of_four(some, of_rows, x_row, weights, of_row, steps, to, np.int64(2 * stride))
     else:
         first, of_sums, of_others = min(rows, COLUMNS), np.int64(sums.ctypes.data), np.int64(others.ctypes.data)
         second, of_x, of_more = rows - first, np.int64(pairs.ctypes.data), np.int64(more.ctypes.data)
@@ -339,7 +412,7 @@ def multiply(x: Tensor, layers: Any, out: Tensor, *, by_amx: bool) -> None:
         x: ``bfloat16 [rows, inner]``, contiguous.
         layers: Descriptions of weights, as in :func:`products`.
         out: Contiguous memory of the results.
-        by_amx: Whether AMX is used, else AVX-512 for bfloat16.
+        by_amx: Whether AMX is used, else :mod:`~cordillera.kernels.dense.bf16_tiles`.
     """
     threads = threads_for(int(layers[:, 3].sum()) * x.shape[1])
     shapes = tile_shapes(len(x)) if by_amx else None

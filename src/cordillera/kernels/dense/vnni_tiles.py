@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-import llvmlite.binding
 import torch
 from llvmlite import ir
 from numba import types
@@ -18,6 +17,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from cordillera.kernels.compiling import compiled
+from cordillera.kernels.numba_support import has_instructions
 
 _LANES = 16  # sums in a register
 _BLOCKS = 4  # registers of weights that are read in turn
@@ -28,11 +28,7 @@ ROWS = 6  # rows of a tile: 24 of 32 registers hold sums
 @lru_cache(maxsize=1)
 def available() -> bool:
     """Return whether this processor has the instructions; without them, nothing in this file may be compiled."""
-    try:
-        features = llvmlite.binding.get_host_cpu_features()
-    except RuntimeError:
-        return False
-    return bool(features.get("avx512vnni")) and torch.cpu._is_vnni_supported()
+    return has_instructions("avx512vnni") and torch.cpu._is_vnni_supported()
 
 
 def _tile(rows: int) -> Any:

@@ -51,8 +51,7 @@ def pack_rows(weight: Tensor, bits: int) -> PackedRows:
 class PackedLinear(nn.Module):
     """Linear layer without bias whose weight is packed, for bfloat16 inputs on a CPU and without gradients.
 
-    Its results are those of a bfloat16 layer with the unpacked weights, to the bit where the processor multiplies
-    bfloat16 numbers.
+    Its results are those of a bfloat16 layer with the unpacked weights, to the bit on x86 processors with AVX2.
 
     Args:
         packed: Weight.
