@@ -94,6 +94,30 @@ def overhead() -> str:
     return f"{one['median']:.3f} ({one['low']:.3f} to {one['high']:.3f}, quartiles of {one['count']} pairs)"
 
 
+_FAULTS = {
+    "kill": "killed",
+    "stop": "stopped",
+    "slow": "slowed",
+    "cut": "cut off",
+    "full-disk": "disk full",
+    "kill-coordinator": "coordinator killed",
+    "pause-coordinator": "stopped",
+    "corrupt-checkpoint": "checkpoints damaged",
+}
+
+
+def survived() -> str:
+    """Return what hundreds of random faults did to jobs of two replicas."""
+    rows = []
+    for one in results("fault_tolerance-survival")["results"]:
+        cells = [str(one["seed"]), *(str(one["faults"].get(kind, 0)) for kind in _FAULTS), f"{one['steps']:,}"]
+        cells += [percent(one["alone"], ".0f"), str(one["discarded"]), str(one["rollbacks"])]
+        cells += [f"{one['longest_s']:.1f} s", str(len(one["unexplained"]))]
+        rows.append([*cells, "equal to the bit" if one["equal"] else "other weights"])
+    headings = ("steps", "by one replica", "attempts given up", "rollbacks", "longest without a step")
+    return table(["seed", *_FAULTS.values(), *headings, "ended without a fault", "replayed"], rows)
+
+
 def sums() -> str:
     """Return the speed of the all-reduce beside gloo's."""
     rows = []
@@ -152,6 +176,9 @@ FIGURES: Figures = {
     "faults-checkpoints": checkpoints,
     "faults-stalls": stalls,
     "faults-overhead": overhead,
+    "faults-survived": survived,
+    "faults-survived-each": lambda: str(results("fault_tolerance-survival")["faults"]),
+    "faults-survived-every": lambda: f"{results('fault_tolerance-survival')['every_s']:g}",
     "faults-sums": sums,
     "faults-aborts": aborts,
     "faults-pressed": pressed,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
@@ -36,7 +37,8 @@ def available() -> bool:
 
 
 # Half of the registers, of which AVX-512 has 32 and AVX2 has 16, hold sums.
-_LANES, _ROWS = (16, 4) if multiplies_pairs() else (8, 2)  # sums in a register; rows that are computed at once
+_BY_PAIRS = multiplies_pairs()
+_LANES, _ROWS = (16, 4) if _BY_PAIRS else (8, 2)  # sums in a register; rows that are computed at once
 
 
 def _tile(rows: int, outputs: int) -> Any:
@@ -44,19 +46,20 @@ def _tile(rows: int, outputs: int) -> Any:
 
     @intrinsic
     def generated(
-        typing_context: Any, x: Any, x_row: Any, weight: Any, weight_row: Any, steps: Any, out: Any, out_row: Any
-    ) -> Any:
+        typing_context: Any, x: Any, x_row: Any, weight: Any, weight_row: Any, steps: Any, out: Any, out_row: Any,
+        ahead: Any, ahead_step: Any,
+    ) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            x, x_row, weight, weight_row, steps, out, out_row = arguments
+            x, x_row, weight, weight_row, steps, out, out_row, ahead, ahead_step = arguments
             vectors = builder.mul(steps, _WIDE(STEP // (2 * _LANES)))
             byte = ir.IntType(8).as_pointer()
             fetch = builder.module.declare_intrinsic(
                 "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, _WORD, _WORD, _WORD])
             )
 
-            def place(base: Any, stride: Any, number: int, step: Any, size: int) -> Any:
+            def place(base: Any, stride: Any, number: int, step: Any, size: Any) -> Any:
                 start = builder.add(base, builder.mul(stride, _WIDE(number)))
-                return builder.add(start, builder.mul(step, _WIDE(size)))
+                return builder.add(start, builder.mul(step, size))
 
             def compute(first: int, count: int) -> None:
                 """Add the instructions for so many rows from the first on."""
@@ -64,13 +67,13 @@ def _tile(rows: int, outputs: int) -> Any:
                 for slot in sums:
                     builder.store(ir.Constant(_VECTOR, [0.0] * _LANES), slot)
                 with cgutils.for_range(builder, vectors, intp=_WIDE) as loop:
-                    own = [_inputs(builder, place(x, x_row, first + r, loop.index, 64)) for r in range(count)]
-                    if outputs > 1 and not first:  # the next weights: with many rows, they are asked for too late
-                        for o in range(outputs, 2 * outputs):
-                            following = builder.inttoptr(place(weight, weight_row, o, loop.index, 4 * _LANES), byte)
-                            builder.call(fetch, [following, _WORD(0), _WORD(3), _WORD(1)])
+                    own = [_inputs(builder, place(x, x_row, first + r, loop.index, _WIDE(64))) for r in range(count)]
+                    done = builder.add(loop.index, builder.mul(vectors, _WIDE(first // _ROWS)))
+                    for o in range(outputs if outputs > 1 else 0):
+                        following = builder.inttoptr(place(ahead, weight_row, o, done, ahead_step), byte)
+                        builder.call(fetch, [following, _WORD(0), _WORD(3), _WORD(1)])
                     for o in range(outputs):
-                        weights = _weights(builder, place(weight, weight_row, o, loop.index, 4 * _LANES))
+                        weights = _weights(builder, place(weight, weight_row, o, loop.index, _WIDE(4 * _LANES)))
                         for r in range(count):
                             slot = sums[r * outputs + o]
                             builder.store(_add_products(builder, builder.load(slot), own[r], weights), slot)
@@ -78,14 +81,14 @@ def _tile(rows: int, outputs: int) -> Any:
                 kind = ir.IntType(16 * outputs)  # the outputs of a row, stored at once
                 parts = builder.bitcast(found, ir.VectorType(kind, _LANES // outputs))
                 for r in range(count):
-                    to = builder.inttoptr(place(out, out_row, first + r, _WIDE(0), 0), kind.as_pointer())
+                    to = builder.inttoptr(place(out, out_row, first + r, _WIDE(0), _WIDE(0)), kind.as_pointer())
                     builder.store(builder.extract_element(parts, _WORD(r)), to, align=2)
 
             for first in range(0, rows, _ROWS):
                 compute(first, min(_ROWS, rows - first))
             return context.get_dummy_value()
 
-        return types.none(*[types.int64] * 7), generate
+        return types.none(*[types.int64] * 9), generate
 
     return generated
 
@@ -181,36 +184,59 @@ _tile_1_4, _tile_2_4, _tile_3_4, _tile_4_4 = (_tiles[rows, SIDE] for rows in ran
 
 
 @compiled()
+def fetched(weight: Any, weight_row: Any, outputs: Any, row: Any, rows: Any) -> tuple[Any, Any]:
+    """Return what a tile fetches meanwhile: the address, and how far it goes on with each register of weights.
+
+    The weights of the next outputs, of which each tile of rows that needs the present ones fetches its share; asked for
+    all at once, by the first rows, they would be waited for.
+
+    Args:
+        weight: Address of the tile's first weights.
+        outputs: Number of outputs after which the next ones begin.
+        row: First row of the tile.
+        rows: Number of rows of all tiles.
+    """
+    following = weight + outputs * weight_row
+    if _BY_PAIRS:
+        return following, np.int64(64)
+    shares = (rows + _ROWS - 1) // _ROWS
+    return following + row // _ROWS * weight_row // shares, (32 + shares - 1) // shares
+
+
+@compiled()
 def tile_of_one(
     rows: Any, x: Any, x_row: Any, weight: Any, weight_row: Any, steps: Any, out: Any, out_row: Any
 ) -> None:
     """Compute the products of 1 to 4 rows with one output, as :func:`tile_of_four`."""
+    none = np.int64(0)
     if rows == 4:
-        _tile_4_1(x, x_row, weight, weight_row, steps, out, out_row)
+        _tile_4_1(x, x_row, weight, weight_row, steps, out, out_row, none, none)
     elif rows == 3:
-        _tile_3_1(x, x_row, weight, weight_row, steps, out, out_row)
+        _tile_3_1(x, x_row, weight, weight_row, steps, out, out_row, none, none)
     elif rows == 2:
-        _tile_2_1(x, x_row, weight, weight_row, steps, out, out_row)
+        _tile_2_1(x, x_row, weight, weight_row, steps, out, out_row, none, none)
     else:
-        _tile_1_1(x, x_row, weight, weight_row, steps, out, out_row)
+        _tile_1_1(x, x_row, weight, weight_row, steps, out, out_row, none, none)
 
 
 @compiled()
 def tile_of_four(
-    rows: Any, x: Any, x_row: Any, weight: Any, weight_row: Any, steps: Any, out: Any, out_row: Any
-) -> None:
+    rows: Any, x: Any, x_row: Any, weight: Any, weight_row: Any, steps: Any, out: Any, out_row: Any, ahead: Any,
+    ahead_step: Any,
+) -> None:  # fmt: skip
     """Compute the products of 1 to 4 rows with four outputs; ``x``, ``weight`` and ``out`` are addresses.
 
     Args:
         x: Address of ``bfloat16 [rows, 32 steps]``, or of what :func:`lay_out` made of it, rows ``x_row`` bytes apart.
         weight: Address of ``bfloat16 [4, 32 steps]``, rows ``weight_row`` bytes apart.
         out: Address of ``bfloat16 [rows, 4]``, rows ``out_row`` bytes apart.
+        ahead: What :func:`fetched` returns, like the last argument.
     """
     if rows == 4:
-        _tile_4_4(x, x_row, weight, weight_row, steps, out, out_row)
+        _tile_4_4(x, x_row, weight, weight_row, steps, out, out_row, ahead, ahead_step)
     elif rows == 3:
-        _tile_3_4(x, x_row, weight, weight_row, steps, out, out_row)
+        _tile_3_4(x, x_row, weight, weight_row, steps, out, out_row, ahead, ahead_step)
     elif rows == 2:
-        _tile_2_4(x, x_row, weight, weight_row, steps, out, out_row)
+        _tile_2_4(x, x_row, weight, weight_row, steps, out, out_row, ahead, ahead_step)
     else:
-        _tile_1_4(x, x_row, weight, weight_row, steps, out, out_row)
+        _tile_1_4(x, x_row, weight, weight_row, steps, out, out_row, ahead, ahead_step)

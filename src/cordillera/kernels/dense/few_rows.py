@@ -26,6 +26,7 @@ from cordillera.kernels.dense.bf16_tiles import (
     SIDE,
     STEP,
     available,
+    fetched,
     lay_out,
     multiplies_pairs,
     tile_of_four,
@@ -66,9 +67,10 @@ def _products_by_tiles(x: Any, weight: Any, out: Any, threads: int) -> None:
             first = SIDE * block
             for row in range(0, rows, SIDE):
                 some, own = min(SIDE, rows - row), of_x + row * x_row
-                place = of_out + 2 * (row * outputs + first)
+                place, weights = of_out + 2 * (row * outputs + first), of_weight + first * of_row
                 if first + SIDE <= outputs:
-                    tile_of_four(some, own, x_row, of_weight + first * of_row, of_row, steps, place, 2 * outputs)
+                    ahead, step = fetched(weights, of_row, SIDE, row, rows)
+                    tile_of_four(some, own, x_row, weights, of_row, steps, place, 2 * outputs, ahead, step)
                 else:
                     for i in range(outputs - first):
                         of_one = of_weight + (first + i) * of_row

@@ -31,7 +31,7 @@ from cordillera.kernels.dense.bf16_amx import (
     store_rounded,
     tile_shapes,
 )
-from cordillera.kernels.dense.bf16_tiles import SIDE, lay_out, multiplies_pairs, rounded_words, tile_of_four
+from cordillera.kernels.dense.bf16_tiles import SIDE, fetched, lay_out, multiplies_pairs, rounded_words, tile_of_four
 from cordillera.kernels.numba_support import array, borrowed, pool, threads_for
 
 GROUP = 32
@@ -362,7 +362,10 @@ def outputs_of(layer: Any, block: Any, x: Any, scratch: Any, out: Any, start: An
             for i in range(0, OUTPUTS, SIDE):
                 to, of_rows = of_out + 2 * (start + row * stride + i), of_x + row * x_row
                 some, weights = min(SIDE, rows - row), own + i * of_row
-                tile_of_four(some, of_rows, x_row, weights, of_row, steps, to, np.int64(2 * stride))
+                ahead, step = weights, np.int64(0)  # what has been unpacked is not fetched
+                if bits == WHOLE:
+                    ahead, step = fetched(weights, of_row, OUTPUTS, row, rows)
+                tile_of_four(some, of_rows, x_row, weights, of_row, steps, to, np.int64(2 * stride), ahead, step)
     else:
         first, of_sums, of_others = min(rows, COLUMNS), np.int64(sums.ctypes.data), np.int64(others.ctypes.data)
         second, of_x, of_more = rows - first, np.int64(pairs.ctypes.data), np.int64(more.ctypes.data)
