@@ -21,14 +21,14 @@ from torch import Tensor
 
 from cordillera.kernels.attention.numba_tiles import FAST, ZERO, exp2
 from cordillera.kernels.compiling import compiled
-from cordillera.kernels.numba_support import array, narrow, pool, threads_for, widen_to_single
+from cordillera.kernels.numba_support import array, has_instructions, narrow, pool, threads_for, widen_to_single
 
 MOST_TOKENS = 16
 """Largest number of new tokens of a sequence for which this kernel is made."""
 
 _LANES = 16  # queries at a time
-_KEYS = 8  # keys at a time
-_ROWS = 4  # queries whose outputs are kept in registers
+# Keys at a time, and queries whose outputs are kept in registers, of which AVX-512 has 32 and AVX2 has 16.
+_KEYS, _ROWS = (8, 4) if has_instructions("avx512f") else (4, 2)
 _COLUMNS = 32  # numbers of them; divides the width of a head
 _LEAST = np.float32(-126.0)
 _LOG2_E = 1.4426950408889634
@@ -83,7 +83,7 @@ def _score_tile(keys: int) -> Any:
 
 
 def _value_tile(is_half: bool) -> Any:
-    """Make a function that adds ``weights[:, r] @ values`` of four queries to 32 columns, ``float32 [4, 32]``.
+    """Make a function that adds ``weights[:, r] @ values`` of some queries to 32 columns, ``float32 [rows, 32]``.
 
     Weights are ``float32 [count, 16]``, values rows ``stride`` bytes apart.
     """
@@ -135,7 +135,7 @@ def _score(q: Any, keys: Any, group: Any, table: Any, wide: Any, scores: Any) ->
     """Fill ``scores [m, 16]`` with the products of the first ``m`` keys with the queries ``q [width, 16]``.
 
     Args:
-        wide: Memory for some keys in float32, ``[8, width]``: each of their numbers is multiplied with a vector.
+        wide: Memory for some keys in float32, ``[keys, width]``: each of their numbers is multiplied with a vector.
     """
     width, total, page = len(q), len(scores), keys.shape[2]
     stride = 4 * width
@@ -169,7 +169,7 @@ def _attend(
         cached: Number of keys before the new ones.
         seen: Which new tokens each of them sees, ``bool [n, n]``.
         heads: Number of queries of a token.
-        wide: ``float32 [8, width]``, overwritten, as ``scores [cached + n, 16]``.
+        wide: ``float32 [keys, width]``, overwritten, as ``scores [cached + n, 16]``.
         out: ``float32 [16, width]``.
     """
     width, new = len(q), len(seen)
