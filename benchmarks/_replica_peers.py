@@ -36,13 +36,14 @@ from cordillera.distributed.fault_tolerance.events import FOLDER, EventLog
 from cordillera.distributed.job.job import join_job
 from cordillera.distributed.job.launch import LaunchConfig, launch
 from cordillera.distributed.tensor_parallel import local
+from cordillera.workflows.processes import LOADED
 
 REPLICAS, SHARDS = 2, 2
 WIDTH, HIDDEN, BLOCKS = 256, 1024, 4
 ROWS, MICROBATCHES = 32, 1  # of a rank and step
 CHECKPOINT_EVERY = 10  # steps
 PHASES = ("waiting", "forward", "backward", "reduce", "vote", "update")
-LAUNCH = LaunchConfig(threads=1, deadline_s=60.0)
+LAUNCH = LaunchConfig(threads=1, deadline_s=60.0, loaded=LOADED)  # ranks of all stacks find the same modules loaded
 TORCHFT = Path(os.environ.get("CORDILLERA_TORCHFT") or Path(__file__).resolve().parent.parent / ".peers" / "torchft")
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
