@@ -228,6 +228,7 @@ def test_a_tokenizer_of_another_model_is_refused(cli, folder, tmp_path):
     assert f"tokens, the model has {config['vocab_size']}" in done.err
 
 
+@pytest.mark.slow
 @pytest.mark.peer
 @pytest.mark.skipif(not SMOLLM2.is_file(), reason="the weights are not here (cordillera data get smollm2)")
 def test_smollm2_answers(cli, monkeypatch):

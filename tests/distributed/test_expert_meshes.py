@@ -115,6 +115,7 @@ def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["evaluated"][0] == pytest.approx(total, rel=1e-5)
 
 
+@pytest.mark.slow
 @needs_gloo
 def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
     """Tokens go to the ranks of their experts, or the weights of experts to all ranks; three steps."""

@@ -73,6 +73,7 @@ def test_a_seed_gives_the_same_run() -> None:
     assert simulate_faults(FaultyJob(), DAY, 3) != simulate_faults(FaultyJob(), DAY, 4)
 
 
+@pytest.mark.slow
 def test_published_rates_of_98304_devices() -> None:
     """44 % with restarts of ten minutes, 80 % with a stall of three (FT-HSDP, abstract)."""
     assert mean_effective(FaultyJob("restart", queue=True)) == pytest.approx(0.44, abs=0.03)
@@ -103,6 +104,7 @@ def test_failures_come_as_often_as_those_of_llama_3() -> None:
         assert abs(simulate_faults(job, LLAMA3_DAYS * DAY, seed).failures - sum(LLAMA3_CAUSES.values())) <= 61
 
 
+@pytest.mark.slow
 def test_a_job_whose_replicas_have_all_failed_loses_what_its_last_checkpoint_lacks() -> None:
     job = FaultyJob(replicas=1, between_s=20_000.0, interval_s=1_000.0)
     use = simulate_faults(job, 200 * DAY, 1)

@@ -40,6 +40,7 @@ def sleep(rank: int, seconds: float) -> float:
     return seconds
 
 
+@pytest.mark.slow
 def test_a_process_alone_needs_no_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = job_launch.WatchdogConfig
     monkeypatch.setattr(job_launch, "WatchdogConfig", lambda deadline_s: plain(deadline_s, join_s=0.5))

@@ -64,6 +64,20 @@ def test_weights_are_codes_times_scales(way: str, bits: int, outputs: int, group
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bits", [4, 8])
+def test_scales_that_are_not_finite_give_weights_that_are_not(way: str, bits: int) -> None:
+    packed = drawn(16, 8, bits)
+    odd = np.array([0x7FFF, 0xFFFF, 0x7E00, 0x7C00, 0xFC00, 0x7C01], np.uint16).view(np.float16)  # NaN and infinities
+    packed.scales[:6, :, 0] = packed.scales[6:12, :, 1] = torch.from_numpy(odd)[:, None]
+    with _by(way):
+        found = unpacked(packed)
+    with np.errstate(invalid="ignore"):
+        wanted = torch.from_numpy(by_definition(packed)).bfloat16()
+    assert not wanted[:12].isfinite().all(1).any()
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("bits", [4, 8])
 @settings(max_examples=25, deadline=None)
 @given(
     rows=st.integers(0, 9) | st.sampled_from([15, 16, 17, 31, 32, 33, 40]),

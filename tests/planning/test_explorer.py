@@ -124,6 +124,7 @@ def test_layouts_differ_only_in_what_is_searched(free: tuple, changes: dict, all
     assert explorer._allowed(replace(base, **changes), base, free) is allowed
 
 
+@pytest.mark.slow
 def test_one_host_needs_no_network() -> None:
     best = Explorer(workloads.load("gpt-22b"), topology.load("a100-node")).explore(keep=2).best
     assert best.layout.devices == 8

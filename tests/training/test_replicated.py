@@ -448,6 +448,7 @@ def _dies(rank: int, place: ReplicaPlace, how: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "starts"), [("killed", 3), ("full", 3), ("error", 1)])
 def test_a_replica_that_always_fails_is_given_up(tmp_path: Path, how: str, starts: int) -> None:
     tolerance = FaultToleranceConfig(replicas=2, retries=2)

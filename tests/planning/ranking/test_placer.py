@@ -46,6 +46,7 @@ def planned(tables: dict[str, TableProfile], size: int, **keys: Any) -> PlannedP
         return None
 
 
+@pytest.mark.slow
 @given(tables=some_tables, size=few_ranks, slack=st.floats(1.0, 3.0), cuts=st.sampled_from(["", "c", "r", "cr"]))
 @settings(max_examples=25, deadline=None)
 def test_tables_are_covered_and_memory_suffices(

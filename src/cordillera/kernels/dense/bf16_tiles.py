@@ -187,20 +187,19 @@ _tile_1_4, _tile_2_4, _tile_3_4, _tile_4_4 = (_tiles[rows, SIDE] for rows in ran
 def fetched(weight: Any, weight_row: Any, outputs: Any, row: Any, rows: Any) -> tuple[Any, Any]:
     """Return what a tile fetches meanwhile: the address, and how far it goes on with each register of weights.
 
-    The weights of the next outputs, of which each tile of rows that needs the present ones fetches its share; asked for
-    all at once, by the first rows, they would be waited for.
+    These are the weights of the next outputs, of which each tile of rows that needs the present ones fetches its share;
+    asked for by the first rows alone, they would be waited for.
 
     Args:
         weight: Address of the tile's first weights.
-        outputs: Number of outputs after which the next ones begin.
+        outputs: Number of outputs after which the next ones begin; tiles of all rows need the present ones in turn.
         row: First row of the tile.
         rows: Number of rows of all tiles.
     """
-    following = weight + outputs * weight_row
-    if _BY_PAIRS:
-        return following, np.int64(64)
+    if _BY_PAIRS:  # those of the next tile, which are asked for by all rows
+        return weight + SIDE * weight_row, np.int64(64)
     shares = (rows + _ROWS - 1) // _ROWS
-    return following + row // _ROWS * weight_row // shares, (32 + shares - 1) // shares
+    return weight + outputs * weight_row + row // _ROWS * weight_row // shares, (32 + shares - 1) // shares
 
 
 @compiled()
