@@ -101,7 +101,7 @@ _FAULTS = {
     "cut": "cut off",
     "full-disk": "disk full",
     "kill-coordinator": "coordinator killed",
-    "pause-coordinator": "stopped",
+    "pause-coordinator": "coordinator stopped",
     "corrupt-checkpoint": "checkpoints damaged",
 }
 
