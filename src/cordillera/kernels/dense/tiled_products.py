@@ -121,11 +121,13 @@ def _chosen(builder: Any, table: list[Any], codes: Any) -> Any:
     shuffle = _declared(builder, "llvm.x86.avx2.pshuf.b", lines, [lines, lines])
     # bytes 2 of four words, then their bytes 3, in each half of a register
     upper = ir.Constant(lines, [*(4 * n + 2 for n in range(4)), *(4 * n + 3 for n in range(4)), *[128] * 8] * 2)
-    parts = []
-    for values in table:
-        found = builder.call(shuffle, [builder.bitcast(rounded_words(builder, values), lines), upper])
-        parts.append(builder.bitcast(found, ir.VectorType(_WORD, 8)))
-    bytes_of_table = builder.bitcast(_mixed(builder, *parts, [0, 8, 1, 9, 4, 12, 5, 13]), longs)
+    first, second = (
+        builder.call(shuffle, [builder.bitcast(rounded_words(builder, values), lines), upper]) for values in table
+    )
+    words = ir.VectorType(_WORD, 8)
+    order = [0, 8, 1, 9, 4, 12, 5, 13]
+    mixed = _mixed(builder, builder.bitcast(first, words), builder.bitcast(second, words), order)
+    bytes_of_table = builder.bitcast(mixed, longs)
     # eight codes in each of four parts, of which the second and the fourth choose by their upper halves
     twice = builder.bitcast(codes, ir.VectorType(_WIDE, 2))
     places = builder.lshr(_mixed(builder, twice, twice, [0, 0, 1, 1]), ir.Constant(longs, [0, 4, 0, 4]))
