@@ -6,6 +6,7 @@ and the transfer of the state are real.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -138,8 +139,9 @@ def _fail_now_and_then(folder: str, job: Pressed, is_over: threading.Event) -> i
             continue
         victim = generator.choice(sorted(joined))
         Path(folder, f"{victim}.due").write_text(str(time.time() + REPAIR_S))
-        os.kill(int(joined[victim].read_text()), signal.SIGKILL)
-        joined[victim].unlink()
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and its launcher starts a new one
+            os.kill(int(joined[victim].read_text()), signal.SIGKILL)
+        joined[victim].unlink(missing_ok=True)
         killed += 1
     return killed
 

@@ -102,12 +102,22 @@ def run(folder: Path, seed: int, count: int) -> None:
             chaos.wait()
         if code or training.poll() is not None:
             raise RuntimeError(_said(folder))
-        time.sleep(EVERY_S)
+        _wait_until_whole(folder, time.time(), time.monotonic() + _ENDS_S)
         training.send_signal(signal.SIGINT)
         training.wait(_ENDS_S)
     finally:
         training.kill()
         training.wait()
+
+
+def _wait_until_whole(folder: Path, after: float, until: float) -> None:
+    """Wait for a step that both replicas commit after a time."""
+    while time.monotonic() < until:
+        time.sleep(1)
+        events = [event for event in read_events(folder / "run") if event["at"] > after]
+        if any(e.get("outcome") == "committed" and len(e["participants"]) == 2 for e in events):
+            return
+    raise RuntimeError(f"no step of both replicas after the last fault: {_said(folder)}")
 
 
 def _said(folder: Path) -> str:
