@@ -6,7 +6,6 @@ and the transfer of the state are real.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -138,11 +137,14 @@ def _fail_now_and_then(folder: str, job: Pressed, is_over: threading.Event) -> i
         if time.time() < began + (killed + FIRST) * BETWEEN_S:
             continue
         victim = generator.choice(sorted(joined))
-        Path(folder, f"{victim}.due").write_text(str(time.time() + REPAIR_S))
-        with contextlib.suppress(ProcessLookupError):  # it has ended, and its launcher starts a new one
+        due = Path(folder, f"{victim}.due")
+        due.write_text(str(time.time() + REPAIR_S))
+        try:
             os.kill(int(joined[victim].read_text()), signal.SIGKILL)
+            killed += 1
+        except ProcessLookupError:  # it has ended by itself, as at the end of the job: that is no failure
+            due.unlink(missing_ok=True)
         joined[victim].unlink(missing_ok=True)
-        killed += 1
     return killed
 
 

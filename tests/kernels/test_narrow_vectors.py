@@ -21,5 +21,5 @@ def test_products_without_instructions_for_bfloat16() -> None:
     files = [folder / f"test_{name}.py" for name in ("few_rows", "packed_rows", "decoder_rows")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)]
     settings = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": _FEATURES}
-    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=280)
     assert not done.returncode, done.stdout + done.stderr
