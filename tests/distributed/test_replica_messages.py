@@ -15,12 +15,20 @@ import pytest
 import torch
 
 from cordillera.distributed.fault_tolerance import events
-from cordillera.distributed.fault_tolerance.coordination import Ask, Commit, CoordinationRules, initial_commit
+from cordillera.distributed.fault_tolerance.coordination import (
+    Ask,
+    Commit,
+    CoordinationRules,
+    FaultToleranceConfig,
+    initial_commit,
+)
 from cordillera.distributed.fault_tolerance.coordinator import Coordinator, CoordinatorLog
 from cordillera.distributed.fault_tolerance.events import FOLDER, EventLog, read_events
 from cordillera.distributed.fault_tolerance.link import CoordinatorLink, StepMembers
 from cordillera.distributed.fault_tolerance.messages import MOST_JSON, Channel, MessageError, Unpacker, packed
+from cordillera.distributed.fault_tolerance.replica import Replica, ReplicaPlace
 from cordillera.distributed.fault_tolerance.state_transfer import StateProvider, fetch_state
+from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.errors import CheckpointError, CordilleraError, PeerError, PlanError, RunError
 
 TOKEN, JOB = b"secret", "configuration"
@@ -165,6 +173,40 @@ def test_a_replica_that_ends_is_not_awaited_for_its_lease() -> None:
         assert answer(one).membership.members == ("r0",)
         assert time.monotonic() - began < 1.0
         one.close()
+
+
+class NoState:
+    """State without tensors."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def facts(self) -> Any:
+        return None
+
+    def install(self, tensors: Any, facts: Any) -> None:
+        raise AssertionError("nobody has another state")
+
+
+@pytest.mark.parametrize("saved_s", [None, 0.0, 0.3], ids=["never", "before it asks", "while it waits"])
+def test_a_replica_does_not_train_from_a_checkpoint_once_there_is_a_newer_one(saved_s: float | None) -> None:
+    """The others may have gone on, saved and left, while it restored the one before."""
+    tolerance = FaultToleranceConfig(replicas=2, deadline_s=1.0, start_s=1.0)
+    checkpoints, restored = [75], Commit(3, 75, "restored")
+    with served(Coordinator(tolerance.rules, JOB, TOKEN)) as coordinator:
+        place = ReplicaPlace("r1", coordinator.address, TOKEN, JOB)
+        mesh, newest = ProcessMesh(ParallelConfig()), lambda: max(checkpoints)
+        with Replica(place, tolerance, mesh, NoState(), restored, restored=75, durable=newest) as replica:
+            if saved_s is not None:
+                threading.Timer(saved_s, checkpoints.append, [83]).start()
+                time.sleep(0.1)
+                with pytest.raises(PeerError, match="step 75, and a newer checkpoint"):
+                    replica.begin()
+                return
+            assert replica.begin().head == restored
+            with replica.committing():
+                checkpoints.append(76)  # its own one
+            assert replica.begin().head.step == 76
 
 
 def test_another_configuration_or_secret_is_refused_by_name() -> None:

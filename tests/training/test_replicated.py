@@ -362,6 +362,26 @@ def test_a_job_that_was_asked_to_stop_goes_on_where_it_stood(recipe: Any) -> Non
     assert all(torch.equal(found[name], wanted[name]) for name in found)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("later_s", [0.2, 1.0])
+def test_a_job_that_is_stopped_while_a_replica_starts_again_ends_as_it_was_saved(recipe: Any, later_s: float) -> None:
+    def kill_and_stop(folder: Path) -> None:
+        kill("r1")(folder)
+        time.sleep(later_s)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    made = recipe(training={"steps": 60, "checkpoint_every": 15})
+    first = training(made, "run", [(20, kill_and_stop)])
+    reached, before = first.report.progress.step, committed(Path("run"))
+    assert first.report.ended == "interrupted"
+    assert (before[-1]["step"], steps(first.run.checkpoints)[-1]) == (reached, reached)
+    second = workflows.train(first.run)
+    history = before + [event for event in committed(Path("run")) if event["step"] > reached]
+    check_history(history, 60)
+    found, wanted = weights_of(second.run), replayed(made, history)
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
 def _command(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "cordillera", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

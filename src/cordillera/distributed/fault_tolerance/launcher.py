@@ -43,6 +43,7 @@ class _Slot:
     failures: list[BaseException] = field(default_factory=list)
     starts: int = 0
     is_over: bool = False
+    is_late: bool = False  # another one finished before it had trained
 
 
 def replica_names(count: int) -> list[str]:
@@ -121,6 +122,8 @@ class ReplicaLauncher:
                 raise KeyboardInterrupt
             self._keep_coordinator()
             if self._results:
+                for slot in slots:
+                    slot.is_late = slot.is_late or not (slot.is_over or self._has_trained(slot))
                 until = min(until, time.monotonic() + self._tolerance.deadline_s + _FINISH_S)
             if time.monotonic() > until:  # a replica that stands still does not hold up the others
                 return
@@ -149,7 +152,7 @@ class ReplicaLauncher:
                 (place, *self._arguments),
                 config=self._config,
                 hear=self._heard,
-                asked=lambda: self._stop,
+                asked=lambda: 2 if slot.is_late else self._stop,
             )
         except BaseException as error:
             slot.failures.append(error)
@@ -186,6 +189,10 @@ class ReplicaLauncher:
         if in_a_row > most:
             self._events.write("given up", replica=slot.name, why=why)
         return in_a_row <= most
+
+    def _has_trained(self, slot: _Slot) -> bool:
+        """Whether this start of a replica has committed a step."""
+        return self._starts_without_commit(slot) == 0
 
     def _starts_without_commit(self, slot: _Slot) -> int:
         found = 0

@@ -78,7 +78,8 @@ class Replica:
         mesh: Mesh of the processes of this replica.
         state: State of this rank.
         commit: Commit that the state is of.
-        restored: Whether the state was read from the newest checkpoint.
+        restored: Step of the newest checkpoint when the state was read from one; None if it was not. Once there is a
+            newer one, the state is too old to train from.
         durable: Function that returns the step of the newest checkpoint.
         watchdog: Watchdog that follows what this rank waits for.
 
@@ -98,7 +99,7 @@ class Replica:
         state: ReplicatedState,
         commit: Commit,
         *,
-        restored: bool = False,
+        restored: int | None = None,
         durable: Callable[[], int] = lambda: 0,
         watchdog: Watchdog | None = None,
     ) -> None:
@@ -156,6 +157,14 @@ class Replica:
             with self._timing("ask"):
                 found = self._ask()
             membership = found.membership
+            # others may have gone on, saved a checkpoint and left while this replica waited
+            if self._restored is not None and not self.agree(membership.head != self.held or not self._is_outdated()):
+                raise PeerError(
+                    f"holds step {self.held.step}, and a newer checkpoint was saved since it was restored",
+                    peer=None,
+                    where=self.place.name,
+                    remedy="go on from the newest checkpoint with --resume",
+                )
             why = self._prepare(found)
             if self.agree(why is None):
                 self._membership, self._bucket, self._is_last = membership, 0, found.stop
@@ -189,7 +198,7 @@ class Replica:
         assert fetched is not None
         with self._provider.changing(membership.head):
             self._state.install(*fetched)
-        self.held, self._restored = membership.head, False
+        self.held, self._restored = membership.head, None
         return None
 
     def _connect(self, found: StepMembers) -> None:
@@ -245,7 +254,7 @@ class Replica:
         assert self._membership is not None
         with self._timing("update"), self._provider.changing(self._membership.result):
             yield
-        self.held, self._discarded, self._restored = self._membership.result, False, False
+        self.held, self._discarded, self._restored = self._membership.result, False, None
 
     def discard(self) -> None:
         """Give the step up; its samples are trained in a later one."""
@@ -257,7 +266,8 @@ class Replica:
         if self._link is not None:
             if self._discarded:  # others may have gone on without this replica
                 self._newest = self._durable()
-            self._link.ask(Ask(self.place.name, self.held, self._discarded, self._newest, self._restored))
+            is_restored = self._restored is not None and not self._is_outdated()
+            self._link.ask(Ask(self.place.name, self.held, self._discarded, self._newest, is_restored))
         while True:
             found: Any = None
             if self._link is not None:
@@ -272,6 +282,13 @@ class Replica:
                 raise found
             if isinstance(found, StepMembers):
                 return found
+
+    def _is_outdated(self) -> bool:
+        """Whether the state was restored from a checkpoint, and a newer one was saved since."""
+        if self._restored is None:
+            return False
+        self._newest = self._durable()
+        return self._newest > self._restored
 
     def _shared(self, value: Any) -> Any:
         """Return the first rank's value on all ranks of this replica."""

@@ -71,7 +71,8 @@ class ReplicatedTrainer(LanguageTrainer):
         folder = None if self._own_run is None else self._own_run.folder / FOLDER
         self._events = EventLog(None if folder is None else folder / f"{place.name}.jsonl")
         self._replica: Replica | None = None
-        self._writes = self._restored = self._leaves = False
+        self._writes = self._leaves = False
+        self._restored: int | None = None
         self._computed: tuple[tuple[Commit, list[int]], tuple[float, int]] | None = None
         self._flat = torch.empty(0)
         self._held = HeldState(self)  # before the first forward, as gathered weights have tensors of their own
@@ -82,7 +83,7 @@ class ReplicatedTrainer(LanguageTrainer):
         A damaged one is no reason to end, as another replica may hold the state. Records of the run are left as they
         are.
         """
-        state = None
+        state, newest = None, self._durable()
         tiers = [self.checkpoints, *([self.local] if self.local is not None else [])]
         found = [(step, number) for number, tier in enumerate(tiers) for step in tier.steps()]
         for step, number in sorted(found, reverse=True):
@@ -96,7 +97,7 @@ class ReplicatedTrainer(LanguageTrainer):
         self._take_facts(state)
         first = self.commit.follow(0, [])
         self.commit = Commit(**state["commit"]) if "commit" in state else Commit(0, state["step"], first.lineage)
-        self._restored = True
+        self._restored = newest
         return True
 
     def _train(self) -> tuple[LanguageEnd, LanguageEvaluation | None]:
