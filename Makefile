@@ -2,7 +2,8 @@
 #
 #   make demo     train Wukong on MovieLens-100K and write its report
 #   make test     run the tests that take minutes together
-#   make test-all run the long tests too: meshes, documentation commands, benchmarks, kills
+#   make test-all run the long tests too: meshes, documentation commands, kills
+#   make test-benchmarks  run the long tests of benchmarks, each with few points
 #   make check    format, lint, types, layers, names, figures of the documentation
 #   make figures  write the figures of the documentation from benchmarks/results/
 #   make docs     build the documentation into site/
@@ -36,7 +37,7 @@ environment = test -x $(1)/bin/pip || $(PYTHON) -m venv $(1) > /dev/null 2>&1 ||
   { $(PYTHON) -m venv --clear --without-pip $(1) && $(PYTHON) -m pip --quiet --python $(1)/bin/python install pip; }
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check figures docs peers format hooks clean
+.PHONY: help demo test test-all test-benchmarks check figures docs peers format hooks clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -49,6 +50,9 @@ test: $(VENV)/.test
 
 test-all: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --all -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_FLAGS)
+
+test-benchmarks: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --benchmarks tests/benchmarks -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_FLAGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -34,6 +34,7 @@ if str(BENCHMARKS) not in sys.path:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Fuzzers take a few inputs in each run of the tests, and as many as wanted when asked; so do long tests."""
     parser.addoption("--all", action="store_true", help="run the long tests too (`make test-all`)")
+    parser.addoption("--benchmarks", action="store_true", help="run those of benchmarks (`make test-benchmarks`)")
     parser.addoption("--fuzz", type=int, default=0, metavar="N", help="inputs of each fuzzer (default: its own number)")
 
 
@@ -58,15 +59,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long tests run when asked: by ``--all``, ``--fuzz``, or by name.
+    """Long tests run when asked: by ``--all`` or ``--fuzz``, those of benchmarks by ``--benchmarks``, each by name.
 
     What takes long begins first, so that no process waits long for the last; one process keeps the files' order.
     """
-    named = any("::" in str(argument) for argument in config.args)
-    if not (config.getoption("--all") or config.getoption("--fuzz") or config.getoption("markexpr") or named):
-        left_out = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    if not (config.getoption("markexpr") or any("::" in str(argument) for argument in config.args)):
+        long = config.getoption("--all") or config.getoption("--fuzz")
+
+        def is_asked(item: pytest.Item) -> bool:
+            is_long, of_benchmarks = item.get_closest_marker("slow"), item.nodeid.startswith("tests/benchmarks/")
+            return not is_long or bool(config.getoption("--benchmarks") if of_benchmarks else long)
+
+        config.hook.pytest_deselected(items=[item for item in items if not is_asked(item)])
+        items[:] = [item for item in items if is_asked(item)]
     if not hasattr(config, "workerinput"):
         return
     turns: dict[str, int] = {}

@@ -23,7 +23,7 @@ from cordillera.workflows.trained import load_model, recipe_of
 from tests.cli.conftest import write_log
 from tests.cli.test_kills import CLOCKED
 from tests.cli.test_language_commands import ranks_of, wait_for_step
-from tests.cli.test_ranking_processes import RECIPE, ends, needs_processes, train
+from tests.cli.test_ranking_processes import RECIPE, ends, needs_processes, train, trained
 from tests.distributed.processes import needs_gloo
 
 
@@ -40,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(made: Path) -> Path:
     """An uninterrupted run in one process."""
-    ends(train(made, "sliced.toml", "--run", "alone"))
+    trained(made, "sliced.toml", "--run", "alone")
     return made / "alone"
 
 
@@ -89,7 +89,7 @@ def test_what_slices_cannot_do_is_refused_before_anything_starts(
 @pytest.mark.parametrize(("processes", "codec"), [(2, "distinct"), (4, "raw")])
 def test_many_processes_end_at_the_bits_of_one(made: Path, alone: Path, processes: int, codec: str) -> None:
     name = f"over {processes}"
-    ends(train(made, "sliced.toml", "--run", name, "--nproc", processes, "--set", f"parallel.codec='{codec}'"))
+    trained(made, "sliced.toml", "--run", name, "--nproc", processes, "--set", f"parallel.codec='{codec}'")
     same(made / name, alone)
     placement = Placement.read(made / name / ranking.PLACEMENT_FILE)
     assert (placement.size, placement.pooled) == (processes, ())
@@ -110,7 +110,7 @@ def test_a_killed_run_goes_on_over_other_numbers_of_processes_to_the_bits_of_one
     reached = checkpoints.steps(made / "killed/checkpoints")[-1]
     assert 0 < reached < 122
     shutil.copytree(made / "killed", made / "killed, alone")
-    assert f"resumed at step {reached}" in ends(train(made, "killed, alone", "--resume", "--nproc", 1))
+    assert f"resumed at step {reached}" in trained(made, "killed, alone", "--resume", "--nproc", 1)
     same(made / "killed, alone", alone)
 
     process = train(made, "killed", "--resume", "--nproc", 3, "--set", "parallel.cuts=['rows']",
@@ -120,7 +120,7 @@ def test_a_killed_run_goes_on_over_other_numbers_of_processes_to_the_bits_of_one
     assert f"resumed at step {reached}" in ends(process, 130)
     (step,) = checkpoints.steps(made / "killed/checkpoints")[-1:]
     prioritised = ("--set", "parallel.exchange='prioritised'")
-    assert f"resumed at step {step}" in ends(train(made, "killed", "--resume", "--nproc", 2, *prioritised))
+    assert f"resumed at step {step}" in trained(made, "killed", "--resume", "--nproc", 2, *prioritised)
     same(made / "killed", alone)
 
 

@@ -21,7 +21,7 @@ from cordillera.workflows import ranking
 from cordillera.workflows.trained import load_model, recipe_of
 from tests.cli.conftest import write_log
 from tests.cli.test_language_commands import wait_for_step
-from tests.cli.test_ranking_processes import RECIPE, ends, ne, needs_processes, none_starts, same_bits, train
+from tests.cli.test_ranking_processes import RECIPE, ends, ne, needs_processes, none_starts, same_bits, train, trained
 from tests.distributed.processes import needs_gloo
 
 __all__ = ["none_starts"]
@@ -67,14 +67,14 @@ def learnt(run: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.timeout(1200)
 @needs_processes
 def test_two_hosts_of_two_processes_end_where_one_process_does_and_resume_to_the_same_bits(made: Path) -> None:
-    said = ends(train(made, "small.toml", "--run", "whole", *FOUR))
+    said = trained(made, "small.toml", "--run", "whole", *FOUR)
     assert "tables: over 4 processes, 3 whole, bags of 3 summed by their holders" in said
     placement = Placement.read(made / "whole" / ranking.PLACEMENT_FILE)
     ranks = {part.table: part.ranks[0] for part in placement.parts}
     assert sorted([ranks["seen"], ranks["user"]]) == [0, 1]
     assert ranks["device"] in (2, 3)
     assert "tower 1, which host 1 computes" in (made / "whole" / "placement.txt").read_text()
-    ends(train(made, "small.toml", "--run", "alone"))
+    trained(made, "small.toml", "--run", "alone")
     assert ne(made / "whole") == pytest.approx(ne(made / "alone"), abs=1e-6)
     ours, theirs = learnt(made / "whole"), learnt(made / "alone")
     assert ours.keys() == theirs.keys()
@@ -91,14 +91,10 @@ def test_two_hosts_of_two_processes_end_where_one_process_does_and_resume_to_the
     assert "everything is saved" in ends(process, 130)
     for name in ("other", "one"):
         shutil.copytree(made / "stopped", made / name)
-    assert "resumed at step" in ends(train(made, "stopped", "--resume"))
+    assert "resumed at step" in trained(made, "stopped", "--resume")
     same_bits(made / "stopped", made / "whole")
-    ends(
-        train(
-            made, "other", "--resume", "--nproc", 3, "--set", "parallel.exchange='plain'", "--set", "parallel.hosts=1"
-        )
-    )
-    ends(train(made, "one", "--resume", "--nproc", 1))
+    trained(made, "other", "--resume", "--nproc", 3, "--set", "parallel.exchange='plain'", "--set", "parallel.hosts=1")
+    trained(made, "one", "--resume", "--nproc", 1)
     for name in ("other", "one"):
         assert ne(made / name) == pytest.approx(ne(made / "alone"), abs=1e-6)
 
@@ -108,10 +104,10 @@ def test_two_hosts_of_two_processes_end_where_one_process_does_and_resume_to_the
 @pytest.mark.timeout(1200)
 def test_towers_without_modules_have_the_bits_of_the_plain_exchange_of_their_placement(made: Path) -> None:
     identity = ("--set", "model.towers.kind='identity'", *FOUR)
-    ends(train(made, "small.toml", "--run", "identity", *identity))
+    trained(made, "small.toml", "--run", "identity", *identity)
     plain = ("--set", "parallel.exchange='plain'", "--set", "parallel.pool='bags'")
     placed = ("--set", "parallel.placement='identity/placement.json'")
-    ends(train(made, "small.toml", "--run", "plain", *identity, *plain, *placed))
+    trained(made, "small.toml", "--run", "plain", *identity, *plain, *placed)
     ours, theirs = learnt(made / "identity"), learnt(made / "plain")
     assert ours.keys() == theirs.keys()
     assert [key for key, tensor in ours.items() if not torch.equal(tensor, theirs[key])] == []

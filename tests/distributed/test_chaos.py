@@ -548,12 +548,12 @@ def test_a_run_without_replicas_and_one_that_is_missing_are_refused(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_random_faults_change_no_step_of_a_job(recipe: Any) -> None:  # noqa: F811
-    made = recipe(training={"steps": 270, "checkpoint_every": 50})
+    made = recipe(training={"steps": 200, "checkpoint_every": 50})
     how = RandomFaults(
-        count=6, every_steps=35, within_s=0.3, seconds=(0.3, 2.0), factor=3.0,
+        count=4, every_steps=35, within_s=0.3, seconds=(0.3, 2.0), factor=3.0,
         kinds={"kill": 3, "stop": 2, "slow": 1, "kill-coordinator": 2, "pause-coordinator": 1},
     )  # fmt: skip
-    plan, found = FaultPlan(seed=116, random=how), {}
+    plan, found = FaultPlan(seed=122, random=how), {}
 
     def inject() -> None:
         job = find_job(Path("run"), 60)
@@ -567,7 +567,7 @@ def test_random_faults_change_no_step_of_a_job(recipe: Any) -> None:  # noqa: F8
     finally:
         thread.join(60)
     history = committed(Path("run"))
-    check_history(history, 270)
+    check_history(history, 200)
     assert outcome.report.ended == "finished"
     events = read_events(Path("run"))
     done = [event for event in events if event["kind"] == "fault"]

@@ -45,7 +45,7 @@ MODEL = LlamaConfig(layers=4, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary
 TIED = MODEL.model_copy(update={"tied": True})
 TRAINING = LanguageConfig(learning_rate=3e-3, clip=0.8, loss_rows=7)
 UNCLIPPED = TRAINING.model_copy(update={"clip": None})
-STEPS = 20
+STEPS = 8
 PRECISIONS = ("fp32", "bf16")
 HELD_OUT = (77, 3)  # seed and microbatches of what is evaluated
 
