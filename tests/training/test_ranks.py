@@ -45,7 +45,7 @@ def trainer_of(
     loader: MemoryLoader | None = None,
     validation: MemoryLoader | None = None,
     sizes: dict[str, Any] | None = None,
-    balance: SampleBalance = "none",
+    division: SampleBalance = "none",
     **config: Any,
 ) -> Trainer:
     """A trainer in one process, or with ``links`` as one of several, on the run of a name."""
@@ -65,7 +65,7 @@ def trainer_of(
         parts = [TablePart(table, *box, (rank,)) for table in shapes for rank, box in enumerate(boxes)]
         network.tables = ShardedEmbeddingTables.of(network.tables, Placement(2, shapes, tuple(parts)), links)
         watchdog: Any = types.SimpleNamespace(at=lambda where: None, should_stop=False)
-        ranks = ManyRanks(network.tables, watchdog, balance, of_sample=3.0)
+        ranks = ManyRanks(network.tables, watchdog, division, of_sample=3.0)
     return Trainer(
         TrainingConfig(**{"precision": "fp32", "epochs": 2, "log_every": 3, **config}),
         network,
@@ -122,8 +122,10 @@ ALIKE: dict[str, Callable[[], dict[str, Any]]] = {
     "patience": lambda: {"validation": getting_worse(), "patience": 2, "evaluate_every": 2, "epochs": 3},
     "progressive": lambda: {"progressive": True, "epochs": 1, "progressive_window": 50},
     "bfloat16": lambda: {"precision": "bf16", "epochs": 1},
-    "equal numbers of ids": lambda: {"sizes": {"dropout": 0.3}, "gradient_clip": 0.5, "balance": "fixed"},
-    "any numbers of samples": lambda: {"sizes": {"dropout": 0.3}, "balance": "variable", "progressive": True},
+    "equal numbers of ids": lambda: {"sizes": {"dropout": 0.3}, "gradient_clip": 0.5, "division": "fixed"},
+    "any numbers of samples": lambda: {"sizes": {"dropout": 0.3}, "division": "variable", "progressive": True},
+    "balanced tasks": lambda: {"balance": {"mode": "min-norm"}, "task_weights": {"buy": 100.0}, "epochs": 1},
+    "balanced tasks of experts": lambda: {"model": "ple", "sizes": {"mlp": (8,)}, "balance": {"mode": "equal"}},
     "no tables": lambda: {"features": DENSE, "sizes": {"interaction": "cat"}, "epochs": 1},
 }
 """Trainings that end alike on one and on two processes."""

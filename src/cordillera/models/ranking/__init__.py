@@ -16,6 +16,8 @@ from cordillera.models.ranking.dnn import DNN, DNNConfig
 from cordillera.models.ranking.fm import FM, FMConfig
 from cordillera.models.ranking.lr import LR, LRConfig
 from cordillera.models.ranking.mods import apply_mods, weights_sum
+from cordillera.models.ranking.multitask.mmoe import MMoE, MMoEConfig
+from cordillera.models.ranking.multitask.ple import PLE, PLEConfig
 from cordillera.models.ranking.rankmixer import RankMixer, RankMixerConfig
 from cordillera.models.ranking.sequence import HSTUConfig, HSTUModel, TargetAttentionConfig, TargetAttentionModel
 from cordillera.models.ranking.wukong import Wukong, WukongConfig
@@ -29,6 +31,8 @@ MODELS: dict[str, type[Any]] = {
     "dhen": DHEN,
     "wukong": Wukong,
     "rankmixer": RankMixer,
+    "mmoe": MMoE,
+    "ple": PLE,
     "target-attention": TargetAttentionModel,
     "hstu": HSTUModel,
 }
@@ -42,6 +46,8 @@ ModelConfig = Annotated[
     | DHENConfig
     | WukongConfig
     | RankMixerConfig
+    | MMoEConfig
+    | PLEConfig
     | TargetAttentionConfig
     | HSTUConfig,
     Field(discriminator="name"),

@@ -35,10 +35,12 @@ class DNNConfig(TrunkConfig):
     name: Literal["dnn"] = "dnn"
 
 
-class DNN(DeepModel):
-    """MLP over the dense inputs and the flattened embeddings."""
+class FlatModel(DeepModel):
+    """Model whose trunk reads the dense inputs and the flattened embeddings as one vector.
 
-    Config: type[TrunkConfig] = DNNConfig
+    Attributes:
+        inputs: Length of that vector.
+    """
 
     def __init__(self, config: TrunkConfig, features: FeatureSpec, tables: TablesConfig) -> None:
         super().__init__(config, features, tables)
@@ -50,13 +52,24 @@ class DNN(DeepModel):
         )
         self.dense_vectors = config.dense_vectors
         num_raw = 0 if config.dense_vectors else len(features.dense)
-        inputs = self.embed.outputs * config.embedding_dim + num_raw
-        self.mlp = MLP(inputs, config.mlp, norm=config.norm, dropout=config.dropout)
+        self.inputs = self.embed.outputs * config.embedding_dim + num_raw
+
+    def flatten(self, dense: Tensor, embeddings: Tensor) -> Tensor:
+        """Join the inputs ``dense [B, num_dense]`` and ``embeddings [B, F, d]`` to ``[B, inputs]``."""
+        if self.dense_vectors:
+            return self.embed(dense, embeddings).flatten(1)
+        return torch.cat([dense.to(embeddings.dtype), embeddings.flatten(1)], dim=1)
+
+
+class DNN(FlatModel):
+    """MLP over the dense inputs and the flattened embeddings."""
+
+    Config: type[TrunkConfig] = DNNConfig
+
+    def __init__(self, config: TrunkConfig, features: FeatureSpec, tables: TablesConfig) -> None:
+        super().__init__(config, features, tables)
+        self.mlp = MLP(self.inputs, config.mlp, norm=config.norm, dropout=config.dropout)
         self.heads = self.make_heads(self.mlp.outputs)
 
     def represent(self, dense: Tensor, embeddings: Tensor) -> Tensor:
-        if self.dense_vectors:
-            x = self.embed(dense, embeddings).flatten(1)  # [B, (num_dense + F) * d]
-        else:
-            x = torch.cat([dense.to(embeddings.dtype), embeddings.flatten(1)], dim=1)  # [B, num_dense + F * d]
-        return self.mlp(x)  # [B, r]
+        return self.mlp(self.flatten(dense, embeddings))  # [B, r]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,17 @@ from cordillera.models.ranking.interactions import MLP
 
 
 class Heads(nn.Module):
-    """One tower for each task on a shared representation, linear without ``hidden``: ``[B, inputs] -> [B, tasks]``."""
+    """One tower for each task on a shared representation, linear without ``hidden``: ``[B, r] -> [B, tasks]``.
+
+    Args:
+        inputs: Width of what a tower reads.
+
+    Attributes:
+        share: Function that returns the representation once for each task, whose gradients it joins; None for the
+            representation itself.
+    """
+
+    share: Callable[[Tensor], Sequence[Tensor]] | None = None
 
     def __init__(self, tasks: Sequence[str], inputs: int, hidden: Sequence[int] = (), dropout: float = 0.0) -> None:
         super().__init__()
@@ -19,4 +29,15 @@ class Heads(nn.Module):
         self.towers = nn.ModuleList(MLP(inputs, hidden, 1, dropout=dropout) for _ in self.tasks)
 
     def forward(self, representation: Tensor) -> Tensor:
-        return torch.cat([tower(representation) for tower in self.towers], dim=1)
+        parts: Sequence[Tensor] = [representation] * len(self.tasks)
+        if self.share is not None and torch.is_grad_enabled():
+            parts = self.share(representation)
+        return torch.cat([self.towers[task](self.select(task, part)) for task, part in enumerate(parts)], dim=1)
+
+    def select(self, task: int, representation: Tensor) -> Tensor:
+        """Return what the tower of a task reads of the representation ``[B, r]``: all of it, or the ``[B, inputs]``."""
+        return representation
+
+    def of_task(self, task: int) -> Iterator[nn.Parameter]:
+        """Iterate over the parameters of which only one task's logit depends."""
+        return self.towers[task].parameters()

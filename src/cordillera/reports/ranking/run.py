@@ -11,6 +11,7 @@ from cordillera.numbers import compact
 from cordillera.reports import page
 from cordillera.reports.charts import LINEAR, POINTS, Axis, Figure, Series, figure, framed, padded
 from cordillera.reports.page import duration, fixed, part
+from cordillera.reports.ranking.balance import balance
 from cordillera.reports.ranking.material import METRICS, Material, interval_text, share_of_time
 from cordillera.reports.ranking.placement import placed_tables
 from cordillera.reports.ranking.scores import scores, segments
@@ -25,7 +26,7 @@ _MEANINGS = {
 _MODELS = {
     "lr": "Logistic regression", "fm": "Factorisation machine", "dnn": "DNN", "dlrm": "DLRM", "dcn": "DCN-V2",
     "dhen": "DHEN", "wukong": "Wukong", "rankmixer": "RankMixer", "target-attention": "Target attention",
-    "hstu": "HSTU",
+    "hstu": "HSTU", "mmoe": "MMoE", "ple": "PLE",
 }  # fmt: skip
 
 
@@ -49,6 +50,7 @@ def render(run: Run) -> str:
         lede=f"{_model_name(material) or 'model'} on {data}" + (f". {description}" if description else ""),
         results=_results(material),
         learning=_learning(material),
+        balance=balance(material),
         progressive=_progressive(material),
         scores=scores(material.evaluation),
         segments=segments(material.evaluation),

@@ -13,6 +13,7 @@ from cordillera.distributed.codecs.coders import CodecName
 from cordillera.numerics.emulation.emulation import EmulationConfig
 from cordillera.numerics.formats.precision import Precision
 from cordillera.planning.ranking.placer import PlacementConfig
+from cordillera.training.ranking.tasks.loss_balance import BalanceConfig
 
 DecayRate: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
@@ -54,6 +55,7 @@ class TrainingConfig(BaseModel):
         probe_marginals: Whether to also keep quantiles of each input, for layers of up to 2048 inputs, from which
             ``cordillera probe`` draws inputs with the observed tails and zeros.
         emulate: Number format of hardware to emulate; needs ``precision = "fp32"``.
+        balance: How gradients of several tasks are balanced on the representation that they share.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -82,6 +84,7 @@ class TrainingConfig(BaseModel):
     probe_every: int = Field(0, ge=0)
     probe_marginals: bool = False
     emulate: EmulationConfig | None = None
+    balance: BalanceConfig = BalanceConfig()
 
     @model_validator(mode="after")
     def _emulates_from_float32(self) -> TrainingConfig:
@@ -89,6 +92,14 @@ class TrainingConfig(BaseModel):
             raise ValueError("layers of compiled code cannot be listened to: set compile = false, or probe_every = 0")
         if self.emulate is not None:
             self.emulate.check(self.precision, self.compile)
+        return self
+
+    @model_validator(mode="after")
+    def _balances_whole_batches(self) -> TrainingConfig:
+        if self.balance.mode != "none":
+            for key, is_set in {"slices": self.slices > 1, "compile": self.compile, "emulate": self.emulate}.items():
+                if is_set:
+                    raise ValueError(f"balance.mode = '{self.balance.mode}' does not go with {key}")
         return self
 
     @model_validator(mode="after")

@@ -78,6 +78,10 @@ class OneRank:
         """
         return sum(losses)
 
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """Sum ``tensor`` over the ranks, in place, in the midst of a backward pass, and return it."""
+        return tensor
+
     def traffic(self) -> Traffic:
         """Return the bytes that this rank has sent since the last call, and the seconds for which it waited."""
         return Traffic()
@@ -310,6 +314,10 @@ class ManyRanks(OneRank):
             for gradient, part in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
                 gradient.copy_(part.view_as(gradient))
         return float(numbers[0])
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """Sum ``tensor`` over the ranks, in place, and return it."""
+        return self.links.all_reduce("balance", tensor.contiguous())
 
     def traffic(self) -> Traffic:
         """Return the bytes that this rank has sent since the last call, and the seconds for which it waited."""

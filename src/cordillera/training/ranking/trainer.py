@@ -19,7 +19,6 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel
 from torch import Tensor
-from torch.nn import functional
 
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.data.ranking.loader import Loader
@@ -38,6 +37,7 @@ from cordillera.training.ranking.metrics import ProgressiveMetrics, RankingMetri
 from cordillera.training.ranking.ranks import OneRank
 from cordillera.training.ranking.scoring import autocast, emulated, load_weights, scorer
 from cordillera.training.ranking.sharded_dense import cut_like, whole
+from cordillera.training.ranking.tasks.loss_balance import LossBalancer, heads_to_balance, task_losses
 from cordillera.training.recorder import RunRecorder
 
 _LEARNT = ("model.", "optimizer.", "storage.")  # prefixes of tensors that must be finite
@@ -81,14 +81,8 @@ def weighted_loss(
     Returns:
         The scalar loss and the total weight of the samples. With zero total weight the loss is zero.
     """
-    losses = functional.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none")
-    if task_weights is not None:
-        losses = losses * task_weights
-    losses = losses.sum(1)
-    if weights is None:
-        return losses.mean(), float(losses.numel())
-    total = float(weights.sum())
-    return (losses * weights).sum() / (total or 1.0), total
+    losses, total = task_losses(logits, labels, weights, task_weights)
+    return losses.sum(), total
 
 
 class Trainer:
@@ -140,6 +134,11 @@ class Trainer:
             self_test(device.type)
             self.storage = WeightStorage(config.emulate, self._stored_weights())
         self.loss_scale = None if config.emulate is None else config.emulate.make_loss_scale()
+        self.balancer: LossBalancer | None = None
+        if config.balance.mode != "none":
+            heads = heads_to_balance(model.heads)
+            self.balancer = LossBalancer(config.balance, self.tasks, self.ranks.add_up)
+            heads.share = self.balancer.share
         self.probe: Probe | None = None
         if config.probe_every:
             looks = ProbeConfig(interval=config.probe_every, weights=False, marginals=config.probe_marginals)
@@ -182,6 +181,8 @@ class Trainer:
             state["recipe"] = recipe_state(self.recipe)
         if self.loss_scale is not None:
             state["loss_scale"] = self.loss_scale.state_dict()
+        if self.balancer is not None:
+            state["balance"] = self.balancer.state_dict()
         if self.probe is not None:
             state["probe"], more = checkpoints.pack(self.probe.state_dict(), "probe")
             tensors |= more
@@ -251,6 +252,8 @@ class Trainer:
         self._window = _RankingWindow(**checkpoint.state["window"])
         if self.loss_scale is not None and "loss_scale" in checkpoint.state:
             self.loss_scale.load_state_dict(checkpoint.state["loss_scale"])
+        if self.balancer is not None and "balance" in checkpoint.state:
+            self.balancer.load_state_dict(checkpoint.state["balance"])
         if self.probe is not None and "probe" in checkpoint.state:
             self.probe.load_state_dict(checkpoints.unpack(checkpoint.state["probe"], checkpoint.tensors))
         if self.progressive is not None and "progressive" in checkpoint.state:
@@ -397,10 +400,9 @@ class Trainer:
                 moved = samples.to(self.device, non_blocking=True)
                 with autocast(self.device, config.precision), self.ranks.computing(progress.step, batch, part):
                     logits = self.model(moved)
-                loss, weight = self._loss(logits, moved, batch)
-                loss.backward()
+                of_tasks, weight = self._losses(logits, moved, batch)
+                losses.append(self._differentiate(of_tasks))
                 self.ranks.keep(self.dense.values())
-                losses.append(float(loss.detach()))
         value = self.ranks.sum_step(self.dense.values(), losses, self._stop)
         if not math.isfinite(value):
             self._refuse(value, batch)
@@ -419,16 +421,37 @@ class Trainer:
         window.exposed += traffic.exposed_seconds
         window.sent += traffic.bytes
 
-    def _loss(self, logits: Tensor, own: RankingBatch, batch: RankingBatch) -> tuple[Tensor, float]:
-        """Return the part of the loss of a batch that its ``own`` samples make, and the weight of the batch."""
+    def _losses(self, logits: Tensor, own: RankingBatch, batch: RankingBatch) -> tuple[Tensor, float]:
+        """Return the parts of the tasks' losses that the ``own`` samples of a batch make, and its weight."""
         assert own.labels is not None
         if not self.ranks.divides:
-            return weighted_loss(logits, own.labels, own.weights, self._task_weights)
+            return task_losses(logits, own.labels, own.weights, self._task_weights)
         whole = float(len(batch) if batch.weights is None else batch.weights.sum())
         if not len(own):
-            return logits.float().sum(), whole
-        loss, weight = weighted_loss(logits, own.labels, own.weights, self._task_weights)
-        return loss * (weight / (whole or 1.0)), whole
+            return logits.float().sum(0), whole
+        losses, weight = task_losses(logits, own.labels, own.weights, self._task_weights)
+        return losses * (weight / (whole or 1.0)), whole
+
+    def _differentiate(self, losses: Tensor) -> float:
+        """Compute gradients of the tasks' losses; return their sum, without tasks that the balancer leaves out."""
+        if self.balancer is None:
+            loss = losses.sum()
+            loss.backward()
+            return float(loss.detach())
+        self.balancer.expect(losses)
+        losses.sum().backward()
+        left_out = self.balancer.newest.is_left_out
+        if left_out.any():
+            names = [task for task, is_out in zip(self.tasks, left_out, strict=True) if is_out]
+            place = {"step": self.progress.step + 1, "epoch": self.progress.epoch}
+            self.recorder.log({"kind": "left out", **place, "tasks": names})
+            if left_out.all():
+                return math.nan
+            heads = heads_to_balance(self.model.heads)
+            for task in left_out.nonzero()[0]:
+                for parameter in heads.of_task(int(task)):
+                    parameter.grad = None
+        return float(losses.detach()[torch.from_numpy(~left_out).to(losses.device)].sum())
 
     def _overflows(self, products: EmulatedProducts, loss: float) -> bool:
         """Adapt the loss scale; return whether gradients were infinite with it, in which case they are dropped."""
@@ -494,6 +517,8 @@ class Trainer:
         }
         if self.ranks.size > 1:
             record |= {"exposed_fraction": window.exposed / seconds, "sent_bytes": window.sent}
+        if self.balancer is not None:
+            record["balance"] = self.balancer.record()
         self.recorder.log(record)
         drawn = ("loss", "gradient_norm", "learning_rate", "examples_per_second")
         self.recorder.draw({f"train/{key}": float(record[key]) for key in drawn}, progress.step)

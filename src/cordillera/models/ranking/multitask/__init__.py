@@ -1,0 +1,1 @@
+"""Models whose tasks share a part of their trunks."""

@@ -1,0 +1,1 @@
+"""Training of several tasks on one shared representation."""
