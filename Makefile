@@ -77,7 +77,7 @@ hooks: $(VENV)/.dev
 
 # FuxiCTR's wheel holds its library and layers; most of its models are in its repository.
 peers: $(VENV)/.test .peers/FuxiCTR/.complete .peers/calculon/.complete .peers/torchtitan/.complete .peers/vllm/.complete .peers/torchft/.complete
-	$(INSTALL) fuxictr==2.3.10 pandas psutil accelerate==1.15.0 trl==1.16.0
+	$(INSTALL) fuxictr==2.3.10 pandas psutil accelerate==1.15.0 trl==1.16.0 torchjd==0.18.0 qpsolvers==4.13.0 quadprog==0.1.14
 
 .peers/FuxiCTR/.complete:
 	rm -rf .peers/FuxiCTR

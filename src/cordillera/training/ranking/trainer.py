@@ -134,11 +134,7 @@ class Trainer:
             self_test(device.type)
             self.storage = WeightStorage(config.emulate, self._stored_weights())
         self.loss_scale = None if config.emulate is None else config.emulate.make_loss_scale()
-        self.balancer: LossBalancer | None = None
-        if config.balance.mode != "none":
-            heads = heads_to_balance(model.heads)
-            self.balancer = LossBalancer(config.balance, self.tasks, self.ranks.add_up)
-            heads.share = self.balancer.share
+        self.balancer = self._made_balancer()
         self.probe: Probe | None = None
         if config.probe_every:
             looks = ProbeConfig(interval=config.probe_every, weights=False, marginals=config.probe_marginals)
@@ -161,6 +157,15 @@ class Trainer:
         )
         if config.compile:
             model.score = torch.compile(model.score)  # type: ignore[method-assign]
+
+    def _made_balancer(self) -> LossBalancer | None:
+        """Return the balancer of the tasks, between the model's representation and its heads."""
+        if self.config.balance.mode == "none":
+            return None
+        heads = heads_to_balance(self.model.heads)
+        balancer = LossBalancer(self.config.balance, self.tasks, self.ranks.add_up)
+        heads.share = balancer.share
+        return balancer
 
     def _stored_weights(self) -> dict[str, Tensor]:
         """Return the weights for which number formats are chosen: matrices and tables, but no biases or norms."""

@@ -31,7 +31,7 @@ class MMoEConfig(TrunkConfig):
     experts: int = Field(4, ge=1, le=1024)
 
 
-def mixed(outputs: Tensor, gate: nn.Linear, inputs: Tensor) -> Tensor:
+def mixed(outputs: Tensor, gate: nn.Module, inputs: Tensor) -> Tensor:
     """Return the mean of expert ``outputs [B, n, w]`` by the softmax of a gate on ``inputs [B, i]``: ``[B, w]``."""
     return torch.einsum("bn,bnw->bw", torch.softmax(gate(inputs), dim=1).to(outputs.dtype), outputs)
 

@@ -64,7 +64,7 @@ class ExtractionLevel(nn.Module):
     def outputs(self, of_tasks: Sequence[Tensor], shared: Tensor) -> tuple[list[Tensor], Tensor]:
         """Return the outputs ``[B, n, w]`` of each task's experts and of shared ones, from their inputs ``[B, i]``."""
         found = [
-            torch.stack([expert(x) for expert in experts], dim=1)
+            torch.stack([expert(x) for expert in experts.children()], dim=1)
             for experts, x in zip(self.of_tasks, of_tasks, strict=True)
         ]
         return found, torch.stack([expert(shared) for expert in self.shared], dim=1)
@@ -129,6 +129,8 @@ class PLE(FlatModel):
         of_tasks, shared = [x] * len(self.features.tasks), x
         for level in self.levels[:-1]:
             of_tasks, shared = level(of_tasks, shared)
-        own, common = self.levels[-1].outputs(of_tasks, shared)
+        last = self.levels[-1]
+        assert isinstance(last, ExtractionLevel)
+        own, common = last.outputs(of_tasks, shared)
         parts = [part for outputs, x in zip(own, of_tasks, strict=True) for part in (outputs.flatten(1), x)]
         return torch.cat([common.flatten(1), *(part.to(common.dtype) for part in parts)], dim=1)

@@ -87,7 +87,7 @@ def task_losses(
 
 
 @dataclass
-class _Window:
+class _BalanceSums:
     """Sums over steps since the last record."""
 
     magnitudes: list[float]
@@ -98,13 +98,13 @@ class _Window:
     left_out: list[int]
 
     @classmethod
-    def of(cls, tasks: int) -> _Window:
+    def of(cls, tasks: int) -> _BalanceSums:
         square = [[0.0] * tasks for _ in range(tasks)]
         return cls([0.0] * tasks, [0.0] * tasks, [0] * tasks, square, [[0] * tasks for _ in range(tasks)], [0] * tasks)
 
 
 @dataclass
-class Balance:
+class GradientFactors:
     """What one step's gradients are multiplied with.
 
     Attributes:
@@ -149,8 +149,8 @@ class LossBalancer:
         self._preference = preference / preference.sum()
         self._averages, self._updates = np.zeros(count), np.zeros(count, dtype=np.int64)
         self._is_finite = torch.ones(count, dtype=torch.bool)
-        self._window = _Window.of(count)
-        self.newest = Balance(np.ones(count), np.zeros(count, dtype=np.bool_))
+        self._window = _BalanceSums.of(count)
+        self.newest = GradientFactors(np.ones(count), np.zeros(count, dtype=np.bool_))
 
     def expect(self, losses: Tensor) -> None:
         """Take note of the losses ``[tasks]`` of the next backward pass, which leaves out those that are not finite."""
@@ -158,7 +158,7 @@ class LossBalancer:
 
     def share(self, representation: Tensor) -> Sequence[Tensor]:
         """Return the representation ``[B, r]`` once for each task; their gradients meet in :meth:`combine`."""
-        found: tuple[Tensor, ...] = _Shared.apply(self, representation)
+        found: tuple[Tensor, ...] = _JoinedGradients.apply(self, representation)
         return found
 
     def combine(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -175,12 +175,12 @@ class LossBalancer:
             flat = flat[torch.from_numpy(kept).to(flat.device)]
         return (factors @ flat).view_as(gradients[0]).to(gradients[0].dtype)
 
-    def _balance(self, products: NDArray[np.float64]) -> Balance:
+    def _balance(self, products: NDArray[np.float64]) -> GradientFactors:
         """Update the averages of magnitudes with the products of a step, and return its factors."""
         squares = products.diagonal()
         is_finite = np.isfinite(squares)
         present = is_finite & (np.where(is_finite, squares, 0.0) > 0.0)
-        balance = Balance(np.zeros(len(squares)), ~is_finite)
+        balance = GradientFactors(np.zeros(len(squares)), ~is_finite)
         self._window.left_out = [a + int(b) for a, b in zip(self._window.left_out, ~is_finite, strict=True)]
         if not present.any():
             return balance
@@ -238,7 +238,7 @@ class LossBalancer:
 
         A task without any gradient in these steps is not in it.
         """
-        window, self._window = self._window, _Window.of(len(self.tasks))
+        window, self._window = self._window, _BalanceSums.of(len(self.tasks))
         seen = [(place, task) for place, task in enumerate(self.tasks) if window.steps[place]]
         cosines = {
             f"{self.tasks[two]}, {self.tasks[one]}": window.cosines[one][two] / window.both[one][two]
@@ -265,10 +265,10 @@ class LossBalancer:
         """Go on from :meth:`state_dict`."""
         self._averages = np.array(state["averages"], dtype=np.float64)
         self._updates = np.array(state["updates"], dtype=np.int64)
-        self._window = _Window(**state["window"])
+        self._window = _BalanceSums(**state["window"])
 
 
-class _Shared(torch.autograd.Function):
+class _JoinedGradients(torch.autograd.Function):
     """The representation for each task forward, the balanced sum of gradients backward."""
 
     @staticmethod

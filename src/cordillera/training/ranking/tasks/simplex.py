@@ -26,7 +26,8 @@ def min_norm_weights(products: NDArray[np.float64]) -> NDArray[np.float64]:
     if size <= 0.0:
         return np.full(count, 1 / count)
     first = int(products.diagonal().argmin())
-    weights, chosen = np.zeros(count), [first]
+    weights: NDArray[np.float64] = np.zeros(count)
+    chosen = [first]
     weights[first] = 1.0
     for _ in range(10 * count * count):
         slopes = products @ weights
