@@ -44,7 +44,7 @@ def min_norm_weights(products: NDArray[np.float64]) -> NDArray[np.float64]:
             held = weights[chosen]
             falling = found <= _CLOSE
             reach = float((held[falling] / np.maximum(held[falling] - found[falling], 1e-300)).min())
-            held = held + min(reach, 1.0) * (found - held)
+            held += min(reach, 1.0) * (found - held)
             weights[:] = 0.0
             chosen = [one for one, weight in zip(chosen, held, strict=True) if weight > _CLOSE]
             weights[chosen] = held[held > _CLOSE]
