@@ -59,8 +59,7 @@ def _affine_weights(products: NDArray[np.float64]) -> NDArray[np.float64]:
     system[:count, :count], system[count, count] = products / scale, 0.0
     right = np.zeros(count + 1)
     right[count] = 1.0
-    found: NDArray[np.float64] = np.linalg.lstsq(system, right, rcond=1e-14)[0][:count]
-    return found
+    return np.asarray(np.linalg.lstsq(system, right, rcond=1e-14)[0][:count], dtype=np.float64)
 
 
 def preferred_weights(
