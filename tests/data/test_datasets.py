@@ -14,6 +14,7 @@ from cordillera.data.ranking.cache import SPLITS, ClickDataset, open_splits
 from cordillera.data.ranking.datasets import DataConfig, configure, prepare
 from cordillera.data.ranking.exports import export
 from cordillera.data.ranking.features import RankingBatch, Schema
+from cordillera.data.ranking.loader import Loader
 from cordillera.data.ranking.logs import click_logs
 from cordillera.data.ranking.rows import raw_rows, read_rows
 from cordillera.errors import DataError
@@ -248,6 +249,22 @@ def test_a_bad_value_in_a_random_split_is_named_too(tmp_path: Path, frame: pl.Da
         broken = frame.with_columns(price=pl.when(pl.col("row") == row).then(float("inf")).otherwise(pl.col("price")))
         text = _refused(write(broken, tmp_path / "log.csv"), schema, tmp_path, "infinite", split="random")
         assert f"line {row + 2}, column 'price'" in text
+
+
+def test_labels_that_are_not_known_are_left_blank_if_the_schema_says_so(
+    tmp_path: Path, frame: pl.DataFrame, schema: Schema
+) -> None:
+    some = frame.with_columns(buy=pl.when(pl.col("row") % 3 > 0).then(pl.col("buy")))
+    path = write(some, tmp_path / "log.csv")
+    text = _refused(path, schema, tmp_path, "a label is blank, labels must be 0 or 1")
+    assert "data.schema.missing_labels = true" in text
+    splits = prepare(config(path, schema.model_copy(update={"missing_labels": True}), tmp_path), progress=False)
+    facts, labels = splits.facts, torch.cat([batch.labels for batch in Loader(splits.train, 100).epoch()])
+    known = ~labels.isnan()
+    assert known[:, 0].all()
+    assert int(known[:, 1].sum()) == pytest.approx(2 * len(labels) / 3, abs=1)
+    assert facts["positives"]["train"]["buy"] == pytest.approx(float(labels[known[:, 1], 1].mean()))
+    assert facts["positives"]["train"]["click"] == pytest.approx(float(labels[:, 0].mean()))
 
 
 def test_empty_files_are_refused(tmp_path: Path, frame: pl.DataFrame, schema: Schema) -> None:

@@ -41,6 +41,17 @@ def test_metrics_are_those_of_the_whole_split_however_it_is_batched() -> None:
     assert a.examples_per_second == pytest.approx(900 / a.seconds)
 
 
+def test_samples_without_a_label_count_for_other_tasks_alone() -> None:
+    logits, labels = click_data(0, 900, 2)
+    some = labels.astype(np.float32)
+    some[::3, 1] = np.nan
+    found = evaluate(identity, batches(logits, some, 100), ["x", "y"], segments={"s": (np.arange(900) % 2, ["a", "b"])})
+    whole = evaluate(identity, batches(logits, labels, 100), ["x", "y"])
+    known = np.arange(900) % 3 > 0
+    assert found.tasks["x"] == whole.tasks["x"]
+    assert found.metrics()["y"] == compute(logits[known, 1], labels[known, 1])
+
+
 def test_an_evaluation_survives_json_with_what_is_undefined() -> None:
     logits, labels = click_data(0, 60, 2)
     labels[:, 1] = 0

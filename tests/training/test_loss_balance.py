@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -250,6 +251,56 @@ def test_a_trainer_leaves_out_a_task_and_says_so(make_trainer: Any) -> None:
     assert logged[0]["balance"]["left_out"] == {"buy": 3}
     assert math.isfinite(logged[0]["loss"])
     assert all(bool(torch.isfinite(one).all()) for one in heads.of_task(0))
+
+
+def test_a_missing_label_adds_nothing_to_its_task() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits, weights = torch.randn(24, 2, generator=generator), torch.rand(24, generator=generator)
+    labels = labels_of(2)
+    some = labels.clone()
+    some[::3, 1] = math.nan
+    logits.requires_grad_()
+    losses, total = task_losses(logits, some, weights, torch.tensor([1.0, 3.0]))
+    known = torch.arange(24) % 3 > 0
+    each = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+    expected = torch.stack([(each[:, 0] * weights).sum(), 3 * (each[:, 1] * weights)[known].sum()]) / weights.sum()
+    torch.testing.assert_close(losses, expected)
+    assert total == pytest.approx(float(weights.sum()))
+    losses.sum().backward()
+    assert logits.grad is not None
+    assert float(logits.grad[::3, 1].abs().max()) == 0.0
+
+
+def without_some_labels(number: int, batch: Any) -> Any:
+    labels = batch.labels.clone()
+    labels[number % 3 :: 3, 1] = math.nan
+    if number % 4 == 1:
+        labels[:, 0] = math.nan
+    return replace(batch, labels=labels)
+
+
+@pytest.mark.parametrize("mode", ["none", *MODES])
+def test_a_training_with_missing_labels_goes_on_and_resumes(make_trainer: Any, mode: str) -> None:
+    loader = MemoryLoader(10)
+    loader.spoil = without_some_labels
+    options = {"model": "mmoe", "loader": loader, "balance": {"mode": mode}, "progressive": True, "checkpoint_every": 4}
+    whole = make_trainer("whole", **options)
+    whole.validation.spoil = without_some_labels
+    assert whole.fit().ended == "finished"
+    records = [r for r in whole.run.metrics() if r["kind"] == "evaluation"]
+    assert all(r["tasks"]["buy"]["examples"] == 128 for r in records)  # of 192
+    assert all(r["tasks"]["click"]["examples"] == 128 for r in records)
+    assert not [r for r in whole.run.metrics() if r["kind"] == "left out"]
+    first = make_trainer("parts", **options)
+    first.validation.spoil = without_some_labels
+    first.on_step = lambda record, progress, total: first.stop() if progress.step == 7 else None
+    first.fit()
+    second = make_trainer("parts", **options)
+    second.validation.spoil = without_some_labels
+    second.resume()
+    second.fit()
+    ours, theirs = second.model.state_dict(), whole.model.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_all_tasks_that_are_not_finite_end_the_training(make_trainer: Any) -> None:

@@ -94,6 +94,19 @@ def ending_with_one_sample() -> MemoryLoader:
     return loader
 
 
+def with_missing_labels() -> MemoryLoader:
+    """A loader of batches some of whose labels are missing, on the second rank all of one task."""
+    loader = MemoryLoader(5, 33, weights=True)
+
+    def spoil(number: int, batch: RankingBatch) -> RankingBatch:
+        assert batch.labels is not None
+        batch.labels[15:, number % 2] = torch.nan
+        return batch
+
+    loader.spoil = spoil
+    return loader
+
+
 def getting_worse() -> MemoryLoader:
     """Samples of validation with labels that contradict those of training."""
     loader = MemoryLoader(2, 41, seed=5)
@@ -126,6 +139,7 @@ ALIKE: dict[str, Callable[[], dict[str, Any]]] = {
     "any numbers of samples": lambda: {"sizes": {"dropout": 0.3}, "division": "variable", "progressive": True},
     "balanced tasks": lambda: {"balance": {"mode": "min-norm"}, "task_weights": {"buy": 100.0}, "epochs": 1},
     "balanced tasks of experts": lambda: {"model": "ple", "sizes": {"mlp": (8,)}, "balance": {"mode": "equal"}},
+    "missing labels": lambda: {"loader": with_missing_labels(), "balance": {"mode": "equal"}, "epochs": 1},
     "no tables": lambda: {"features": DENSE, "sizes": {"interaction": "cat"}, "epochs": 1},
 }
 """Trainings that end alike on one and on two processes."""

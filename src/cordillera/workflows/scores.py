@@ -88,6 +88,8 @@ def scored(
                 remedy="look for weights or features that are not finite, or too large for a kernel",
             )  # fmt: skip
         assert batch.labels is not None
+        if bool(batch.labels.isnan().any()):
+            raise DataError("labels are missing", where="data", remedy="choose tasks all of whose labels are known")
         positive = batch.labels.numpy() > 0.5
         losses = cross_entropy(logits.double().numpy().reshape(-1), positive.reshape(-1)).reshape(positive.shape)
         parts["losses"].append(losses.sum(1))

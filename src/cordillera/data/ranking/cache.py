@@ -18,6 +18,7 @@ import numpy as np
 from cordillera.data.files import checksum, disk_errors, write_bytes
 from cordillera.data.ranking.encoding import EncodedRows, Encoder, assemble
 from cordillera.data.ranking.features import FeatureSpec, RankingBatch
+from cordillera.data.ranking.logs.columns import MISSING
 from cordillera.errors import DataError
 from cordillera.files import read_sealed, sealed_json
 from cordillera.jagged import offsets_of, ragged_positions
@@ -68,6 +69,7 @@ class CacheWriter:
         self.rows = dict.fromkeys(SPLITS, 0)
         self.entries: dict[str, int] = {}
         self.positives = {split: [0] * len(schema.labels) for split in SPLITS}
+        self.labelled = {split: [0] * len(schema.labels) for split in SPLITS}
         self.times: dict[str, list[int]] = {}
         self.ordered = dict.fromkeys(SPLITS, True)
         self.blanks: dict[str, int] = {}
@@ -112,8 +114,8 @@ class CacheWriter:
     def _count(self, split: str, rows: EncodedRows) -> None:
         self.rows[split] += len(rows)
         if rows.labels is not None:
-            sums = rows.labels.sum(axis=0, dtype=np.int64)
-            self.positives[split] = [old + int(new) for old, new in zip(self.positives[split], sums, strict=True)]
+            for counts, found in ((self.positives, rows.labels == 1), (self.labelled, rows.labels != MISSING)):
+                counts[split] = [old + int(new) for old, new in zip(counts[split], found.sum(axis=0), strict=True)]
         if rows.timestamps is not None and len(rows):
             low, high = int(rows.timestamps.min()), int(rows.timestamps.max())
             known = self.times.get(split)
@@ -191,6 +193,7 @@ class CacheWriter:
             "columns": [[column.suffix, column.dtype, column.width] for column in self.columns],
             "files": files,
             "positives": self.positives,
+            "labelled": self.labelled,
             "times": self.times,
             "blanks": self.blanks,
             "unseen": self.unseen,
@@ -404,11 +407,15 @@ def open_splits(folder: Path, tasks: tuple[str, ...] | None = None, *, verify: b
         return count / rows if rows else None
 
     rows = meta["rows"]
+    labelled = meta.get("labelled") or {split: [rows[split]] * len(known) for split in SPLITS}
     facts = {
         **meta["facts"],
         "rows": rows,
         "positives": {
-            split: {task: rate(count, rows[split]) for task, count in zip(known, meta["positives"][split], strict=True)}
+            split: {
+                task: rate(count, total)
+                for task, count, total in zip(known, meta["positives"][split], labelled[split], strict=True)
+            }
             for split in SPLITS
         },
         "blanks": {name: rate(count, sum(rows.values())) for name, count in meta["blanks"].items()},

@@ -325,10 +325,13 @@ class Splitter:
 
 
 def _key(config: DataConfig, log: ClickLog, format: int = FORMAT) -> str:
+    schema = log.schema.model_dump(mode="json")
+    if not schema["missing_labels"]:  # copies from before there was this key stay valid
+        del schema["missing_labels"]
     choices = {
         "format": format,
         "log": log.fingerprint(),
-        "schema": log.schema.model_dump(mode="json"),
+        "schema": schema,
         "split": _split_kind(config, log.schema),
         "fractions": config.fractions,
         "seed": config.split_seed,
@@ -503,10 +506,11 @@ def _check(config: DataConfig, writer: CacheWriter, name: str) -> None:
             where=name,
             remedy="give rows weights above 0, or take the weight out of the schema",
         )
-    for task, positives in zip(writer.encoder.schema.labels, writer.positives["train"], strict=True):
-        if positives in (0, writer.rows["train"]):
+    counts = zip(writer.encoder.schema.labels, writer.positives["train"], writer.labelled["train"], strict=True)
+    for task, positives, labelled in counts:
+        if positives in (0, labelled):
             raise DataError(
-                f"all {writer.rows['train']} training labels of '{task}' are {int(positives > 0)}: one class only",
+                f"all {labelled} training labels of '{task}' are {int(positives > 0)}: one class only",
                 where=name,
                 remedy="check how the label is made, or how the rows are split; a model needs both classes",
             )

@@ -26,6 +26,7 @@ from cordillera.data.ranking.features import (
     SparseFeature,
 )
 from cordillera.data.ranking.logs.columns import (
+    MISSING,
     WHOLE,
     RowPlace,
     column_of,
@@ -161,10 +162,13 @@ def assemble(
     def tensor(column: np.ndarray | None, kind: type) -> torch.Tensor | None:
         return None if column is None else torch.from_numpy(np.array(column, dtype=kind))
 
+    targets = tensor(labels, np.float32)
+    if targets is not None:
+        targets.masked_fill_(targets == MISSING, torch.nan)
     return RankingBatch(
         dense=torch.from_numpy(np.array(dense, dtype=np.float32)),
         sparse=JaggedBatch(keys, torch.from_numpy(values), offsets, one_hot=not lists),
-        labels=tensor(labels, np.float32),
+        labels=targets,
         weights=tensor(weights, np.float32),
         groups=tensor(groups, np.int64),
         timestamps=tensor(timestamps, np.int64),
@@ -377,7 +381,9 @@ class Encoder:
         if labels:
             targets = np.empty((len(frame), len(schema.labels)), dtype=np.uint8)
             for index, label in enumerate(schema.labels):
-                targets[:, index] = labels_of(column_of(frame, label, place), label, place)
+                targets[:, index] = labels_of(
+                    column_of(frame, label, place), label, place, may_miss=schema.missing_labels
+                )
             if schema.weight is not None:
                 weights = weights_of(column_of(frame, schema.weight, place), schema.weight, place)
         if schema.group is not None and (labels or schema.group in frame.columns):

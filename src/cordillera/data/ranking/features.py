@@ -95,6 +95,7 @@ class Schema(_Frozen):
         categorical: Columns of single ids.
         lists: Columns of lists of ids.
         labels: Columns of 0 or 1, one per task.
+        missing_labels: Whether labels may be blank: such a sample counts for its other tasks alone.
         weight: Column of sample weights, at least 0. Default: all ones.
         timestamp: Integer column (seconds) that orders samples for time-ordered splits and progressive evaluation.
         group: Column by which GAUC groups samples (usually the user).
@@ -106,6 +107,7 @@ class Schema(_Frozen):
     categorical: tuple[CategoricalFeature, ...] = ()
     lists: tuple[ListFeature, ...] = ()
     labels: tuple[str, ...] = Field(min_length=1)
+    missing_labels: bool = False
     weight: str | None = None
     timestamp: str | None = None
     group: str | None = None
@@ -192,7 +194,7 @@ class RankingBatch:
     Attributes:
         dense: Dense values, ``float32 [B, num_dense]``; ``[B, 0]`` if there are none.
         sparse: Table-local row numbers, ``int64``, with keys in the order of ``FeatureSpec.sparse``.
-        labels: Zeros and ones, ``float32 [B, tasks]``; None when predicting.
+        labels: Zeros and ones, ``float32 [B, tasks]``, NaN where one is missing; None when predicting.
         weights: Sample weights, ``float32 [B]``, or None for ones.
         groups: Group numbers for GAUC, ``int64 [B]``, or None.
         timestamps: Seconds, ``int64 [B]``, or None.

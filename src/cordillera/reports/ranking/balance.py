@@ -39,7 +39,8 @@ def balance(material: Material) -> dict[str, Any]:
     caption = "Below 0, a step for one task alone makes the other worse."
     if len(opposed) > _COLOURS:
         caption += f" The {_COLOURS} most opposed of {len(opposed)} pairs."
-    axis, levels = Axis((-1.0, 1.0)), [(0.0, "")]
+    most = max([0.1, *(1.2 * abs(value) for line in lines for value in line.ys if math.isfinite(value))])
+    axis, levels = Axis((-most, most)), [(0.0, "")]
     charts.append(figure("Cosines between tasks", lines, (*x, "cosine"), caption, y=axis, levels=levels))
     return {"text": _text(records, cosines, opposed), "charts": charts}
 

@@ -318,7 +318,10 @@ class _Samples(NamedTuple):
     rows: NDArray[np.int64]
 
     def of_task(self, task: int) -> tuple[_Floats, NDArray[Any], _Floats | None, NDArray[Any] | None]:
-        return self.logits[:, task].astype(np.float64), self.labels[:, task], self.weights, self.groups
+        """Return the samples that have a label of a task."""
+        known = ~np.isnan(self.labels[:, task])
+        samples = self if known.all() else self.take(np.flatnonzero(known))
+        return samples.logits[:, task].astype(np.float64), samples.labels[:, task], samples.weights, samples.groups
 
     def take(self, chosen: NDArray[np.int64]) -> _Samples:
         return _Samples(*(None if column is None else column[chosen] for column in self))  # type: ignore[arg-type]

@@ -366,6 +366,21 @@ class RankingMetrics:
         self._scores.add(*table)
 
 
+def of_task(
+    task: int, logits: TensorOrArray, labels: TensorOrArray, weights: TensorOrArray | None, groups: TensorOrArray | None
+) -> tuple[TensorOrArray, TensorOrArray, TensorOrArray | None, TensorOrArray | None]:
+    """Return a task's logits and labels, of ``[B, tasks]`` each, with weights and groups, of samples that have a label.
+
+    Missing labels are NaN.
+    """
+    column = labels[:, task]
+    known = ~(column.isnan() if isinstance(column, Tensor) else np.isnan(column))
+    if bool(known.all()):
+        return logits[:, task], labels[:, task], weights, groups
+    weights, groups = (None if one is None else one[known] for one in (weights, groups))
+    return logits[known, task], labels[known, task], weights, groups
+
+
 class ProgressiveMetrics:
     """Metrics of a stream on which a model predicts first and trains afterwards, so that every sample is unseen.
 
@@ -415,12 +430,8 @@ class ProgressiveMetrics:
         while start < len(x):
             stop = min(len(x), start + self.window - self._seen % self.window)
             for column, task in enumerate(self.tasks):
-                part = (
-                    x[start:stop, column],
-                    y[start:stop, column],
-                    None if w is None else w[start:stop],
-                    None if g is None else g[start:stop],
-                )
+                weights, groups = (None if one is None else one[start:stop] for one in (w, g))
+                part = of_task(column, x[start:stop], y[start:stop], weights, groups)
                 self._open[task].update(*part)
                 self.cumulative[task].update(*part)
             self._seen += stop - start

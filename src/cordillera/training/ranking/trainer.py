@@ -33,7 +33,7 @@ from cordillera.run import Run, check_recipe, disk_errors, recipe_state
 from cordillera.training import checkpoints
 from cordillera.training.optimizers import build_adamw, dense_parameters, embedding_tables, schedule
 from cordillera.training.ranking.config import Progress, TrainingConfig, TrainingOutcome
-from cordillera.training.ranking.metrics import ProgressiveMetrics, RankingMetrics
+from cordillera.training.ranking.metrics import ProgressiveMetrics, RankingMetrics, of_task
 from cordillera.training.ranking.ranks import OneRank
 from cordillera.training.ranking.scoring import autocast, emulated, load_weights, scorer
 from cordillera.training.ranking.sharded_dense import cut_like, whole
@@ -543,7 +543,7 @@ class Trainer:
             if batch.labels is None:
                 raise TrainingError("the validation split has no labels", where="validation")
             for column, task in enumerate(self.tasks):
-                metrics[task].update(logits[:, column], batch.labels[:, column], batch.weights, batch.groups)
+                metrics[task].update(*of_task(column, logits, batch.labels, batch.weights, batch.groups))
         results = {task: metric.compute() for task, metric in metrics.items()}
         record = {
             "kind": "evaluation",

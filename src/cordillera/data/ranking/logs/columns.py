@@ -17,6 +17,9 @@ from cordillera.errors import DataError
 WEIGHTS = (1e-30, 1e30)
 """Smallest and largest sample weight other than 0; sums of such weights fit into float32."""
 
+MISSING = 255
+"""Stored label of a sample whose label is not known."""
+
 WHOLE = r"^(?:0|-?[1-9]\d*)$"
 """Regular expression of whole numbers without leading zeros."""
 
@@ -260,19 +263,25 @@ def flatten(
     return text.filter(pl.Series(keep)).filter(pl.Series(recent)), np.minimum(counts, feature.max_length)
 
 
-def labels_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
-    """Convert a column of labels, 0 or 1, to ``uint8 [N]``."""
+def labels_of(series: pl.Series, name: str, place: RowPlace, *, may_miss: bool = False) -> np.ndarray:
+    """Convert a column of labels, 0 or 1, to ``uint8 [N]``; blank ones are :data:`MISSING` where they ``may_miss``."""
     values, blank = numbers_of(series, name, place)
-    wrong = blank | ((values != 0) & (values != 1))
+    wrong = ~blank & (values != 0) & (values != 1)
+    if not may_miss:
+        wrong |= blank
     if wrong.any():
         row = first_of(wrong)
         shown = "blank" if blank[row] else f"{values[row]:g}"
         raise DataError(
             f"a label is {shown}, labels must be 0 or 1",
             where=place.at(row, name),
-            remedy="make the column 0/1 (1 for a click, a purchase, a like) or take the row out",
+            remedy=(
+                "set data.schema.missing_labels = true if some are not known, or take the row out"
+                if blank[row]
+                else "make the column 0/1 (1 for a click, a purchase, a like) or take the row out"
+            ),
         )
-    return values.astype(np.uint8)
+    return np.where(blank, MISSING, values).astype(np.uint8)
 
 
 def weights_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:

@@ -68,16 +68,21 @@ def task_losses(
 ) -> tuple[Tensor, float]:
     """Compute each task's mean binary cross-entropy over samples.
 
+    A sample without a label of a task counts with a loss of 0, so that losses of parts of a batch add up to its own.
+
     Args:
         logits: ``[B, tasks]``; converted to float32.
-        labels: ``float32 [B, tasks]`` of zeros and ones.
+        labels: ``float32 [B, tasks]`` of zeros and ones; NaN where one is missing.
         weights: ``float32 [B]`` sample weights; None for ones.
         task_weights: ``float32 [tasks]``; None for ones.
 
     Returns:
         Losses ``float32 [tasks]`` and the total weight of the samples. With zero total weight losses are zero.
     """
+    is_missing = labels.isnan()
+    labels = labels.masked_fill(is_missing, 0.0)
     losses = functional.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none")
+    losses = losses.masked_fill(is_missing, 0.0)
     if task_weights is not None:
         losses = losses * task_weights
     if weights is None:
