@@ -18,9 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from _replica_history import check_history, committed, weights_of
 
-from cordillera import workflows
 from cordillera.distributed.fault_tolerance.chaos.injector import FaultInjector, InjectedFault, flip_bit, mend
 from cordillera.distributed.fault_tolerance.chaos.plan import (
     FAULT_KINDS,
@@ -37,7 +35,6 @@ from cordillera.errors import CheckpointError, PlanError, RunError
 from cordillera.run import Run
 from cordillera.training import checkpoints
 from tests.distributed.processes import needs_gloo
-from tests.training.test_replicated import recipe, replayed  # noqa: F401
 
 pytestmark = [needs_gloo, pytest.mark.skipif(sys.platform != "linux", reason="signals go through pidfd")]
 
@@ -540,41 +537,3 @@ def test_a_run_without_replicas_and_one_that_is_missing_are_refused(tmp_path: Pa
     other.write_status("finished", 12, 12)
     with pytest.raises(RunError, match="its job is over: finished at step 12"):
         find_job(other.folder, 0.3)
-
-
-# A real job
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_random_faults_change_no_step_of_a_job(recipe: Any) -> None:  # noqa: F811
-    made = recipe(training={"steps": 200, "checkpoint_every": 50})
-    how = RandomFaults(
-        count=4, every_steps=35, within_s=0.3, seconds=(0.3, 2.0), factor=3.0,
-        kinds={"kill": 3, "stop": 2, "slow": 1, "kill-coordinator": 2, "pause-coordinator": 1},
-    )  # fmt: skip
-    plan, found = FaultPlan(seed=122, random=how), {}
-
-    def inject() -> None:
-        job = find_job(Path("run"), 60)
-        faults = drawn(plan, job.replicas, job.ranks)
-        found["left"], found["all"] = FaultInjector(job, faults).inject(), faults
-
-    thread = threading.Thread(target=inject)
-    thread.start()
-    try:
-        outcome = workflows.train(made, "run")
-    finally:
-        thread.join(60)
-    history = committed(Path("run"))
-    check_history(history, 200)
-    assert outcome.report.ended == "finished"
-    events = read_events(Path("run"))
-    done = [event for event in events if event["kind"] == "fault"]
-    assert found["left"] == []
-    assert Counter(event["what"] for event in done) == Counter(fault.what for fault in found["all"])
-    assert len({event["what"] for event in done}) >= 3
-    kills = sum(event["what"] == "kill" for event in done)
-    assert sum(event["kind"] == "ended" for event in events) == kills
-    wanted, weights = replayed(made, history), weights_of(outcome.run)
-    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)

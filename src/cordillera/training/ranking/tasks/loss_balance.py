@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -91,21 +91,21 @@ def task_losses(
     return (losses * weights[:, None]).sum(0) / (total or 1.0), total
 
 
-@dataclass
 class _BalanceSums:
-    """Sums over steps since the last record."""
+    """Sums over steps since the last record, of tasks and of pairs of them."""
 
-    magnitudes: list[float]
-    factors: list[float]
-    steps: list[int]
-    cosines: list[list[float]]
-    both: list[list[int]]
-    left_out: list[int]
+    def __init__(self, tasks: int) -> None:
+        self.magnitudes, self.factors, self.steps, self.left_out = (np.zeros(tasks) for _ in range(4))
+        self.cosines, self.both = np.zeros((tasks, tasks)), np.zeros((tasks, tasks))
+
+    def to_state(self) -> dict[str, Any]:
+        return {name: values.tolist() for name, values in self.__dict__.items()}
 
     @classmethod
-    def of(cls, tasks: int) -> _BalanceSums:
-        square = [[0.0] * tasks for _ in range(tasks)]
-        return cls([0.0] * tasks, [0.0] * tasks, [0] * tasks, square, [[0] * tasks for _ in range(tasks)], [0] * tasks)
+    def from_state(cls, state: dict[str, Any]) -> _BalanceSums:
+        found = cls(0)
+        found.__dict__ |= {name: np.array(values, dtype=np.float64) for name, values in state.items()}
+        return found
 
 
 @dataclass
@@ -118,7 +118,7 @@ class GradientFactors:
     """
 
     factors: NDArray[np.float64]
-    is_left_out: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+    is_left_out: NDArray[np.bool_]
 
 
 class LossBalancer:
@@ -154,7 +154,7 @@ class LossBalancer:
         self._preference = preference / preference.sum()
         self._averages, self._updates = np.zeros(count), np.zeros(count, dtype=np.int64)
         self._is_finite = torch.ones(count, dtype=torch.bool)
-        self._window = _BalanceSums.of(count)
+        self._window = _BalanceSums(count)
         self.newest = GradientFactors(np.ones(count), np.zeros(count, dtype=np.bool_))
 
     def expect(self, losses: Tensor) -> None:
@@ -186,7 +186,7 @@ class LossBalancer:
         is_finite = np.isfinite(squares)
         present = is_finite & (np.where(is_finite, squares, 0.0) > 0.0)
         balance = GradientFactors(np.zeros(len(squares)), ~is_finite)
-        self._window.left_out = [a + int(b) for a, b in zip(self._window.left_out, ~is_finite, strict=True)]
+        self._window.left_out += ~is_finite
         if not present.any():
             return balance
         config, at = self.config, np.flatnonzero(present)
@@ -199,7 +199,12 @@ class LossBalancer:
         scale = scale or float(averages.mean())  # also before the first gradient of that task
         balanced = scale * (weights * len(at)) / averages
         balance.factors[at] = balanced if config.share == 1.0 else config.share * balanced + (1 - config.share)
-        self._note(at, averages, magnitudes, balance.factors[at], products)
+        window, pairs = self._window, np.ix_(at, at)
+        window.magnitudes[at] += averages
+        window.factors[at] += balance.factors[at]
+        window.steps[at] += 1
+        window.cosines[pairs] += products[pairs] / np.outer(magnitudes, magnitudes)
+        window.both[pairs] += 1
         return balance
 
     def _weights(self, products: NDArray[np.float64], at: NDArray[np.intp]) -> NDArray[np.float64]:
@@ -220,42 +225,22 @@ class LossBalancer:
             return 0.0
         return float(self._averages[place] / (1 - self.config.decay ** self._updates[place]))
 
-    def _note(
-        self,
-        at: NDArray[np.intp],
-        averages: NDArray[np.float64],
-        magnitudes: NDArray[np.float64],
-        factors: NDArray[np.float64],
-        products: NDArray[np.float64],
-    ) -> None:
-        window = self._window
-        for place, one in enumerate(at):
-            window.magnitudes[one] += float(averages[place])
-            window.factors[one] += float(factors[place])
-            window.steps[one] += 1
-            for other, two in enumerate(at[:place]):
-                cosine = float(products[one, two]) / float(magnitudes[place] * magnitudes[other])
-                window.cosines[one][two] += cosine
-                window.both[one][two] += 1
-
     def record(self) -> dict[str, Any]:
         """Return means over the steps since the last call: magnitudes, factors and cosines by task, and tasks left out.
 
         A task without any gradient in these steps is not in it.
         """
-        window, self._window = self._window, _BalanceSums.of(len(self.tasks))
+        window, self._window = self._window, _BalanceSums(len(self.tasks))
         seen = [(place, task) for place, task in enumerate(self.tasks) if window.steps[place]]
-        cosines = {
-            f"{self.tasks[two]}, {self.tasks[one]}": window.cosines[one][two] / window.both[one][two]
-            for one in range(len(self.tasks))
-            for two in range(one)
-            if window.both[one][two]
-        }
+        pairs = [(one, two) for two in range(len(self.tasks)) for one in range(two) if window.both[one, two]]
         return {
-            "magnitudes": {task: window.magnitudes[place] / window.steps[place] for place, task in seen},
-            "factors": {task: window.factors[place] / window.steps[place] for place, task in seen},
-            "cosines": cosines,
-            "left_out": {task: count for task, count in zip(self.tasks, window.left_out, strict=True) if count},
+            "magnitudes": {task: float(window.magnitudes[place] / window.steps[place]) for place, task in seen},
+            "factors": {task: float(window.factors[place] / window.steps[place]) for place, task in seen},
+            "cosines": {
+                f"{self.tasks[one]}, {self.tasks[two]}": float(window.cosines[one, two] / window.both[one, two])
+                for one, two in pairs
+            },
+            "left_out": {task: int(count) for task, count in zip(self.tasks, window.left_out, strict=True) if count},
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -263,14 +248,14 @@ class LossBalancer:
         return {
             "averages": self._averages.tolist(),
             "updates": self._updates.tolist(),
-            "window": dict(self._window.__dict__),
+            "window": self._window.to_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
         self._averages = np.array(state["averages"], dtype=np.float64)
         self._updates = np.array(state["updates"], dtype=np.int64)
-        self._window = _BalanceSums(**state["window"])
+        self._window = _BalanceSums.from_state(state["window"])
 
 
 class _JoinedGradients(torch.autograd.Function):
