@@ -31,6 +31,7 @@ from cordillera.models.ranking.towers import TowersConfig
 from cordillera.numerics.emulation.emulation import EmulationConfig
 from cordillera.recipe import LanguageRecipe, RankingRecipe, field_descriptions, shipped
 from cordillera.training.language.objectives import DraftingConfig, GroupsConfig, PreferencesConfig
+from cordillera.training.ranking.tasks.loss_balance import BalanceConfig
 
 ROOT = Path(__file__).parent.parent
 FEATURES = {
@@ -70,6 +71,8 @@ def _section(name: str) -> type[BaseModel]:
         return HistoriesConfig
     if name == "training.emulate":
         return EmulationConfig
+    if name == "training.balance":
+        return BalanceConfig
     if name == "tables.dynamic":
         return DynamicRowsConfig
     if name == "model.towers":
