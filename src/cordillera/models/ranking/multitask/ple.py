@@ -62,7 +62,7 @@ class ExtractionLevel(nn.Module):
             self.gates.extend(nn.Linear(inputs, width, bias=False) for width in widths)
 
     def outputs(self, of_tasks: Sequence[Tensor], shared: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return the outputs ``[B, n, w]`` of each task's experts and of shared ones, from their inputs ``[B, i]``."""
+        """Return outputs ``[B, n, w]`` of each task and shared; inputs ``[B, i]`` are ``of_tasks`` and ``shared``."""
         found = [
             torch.stack([expert(x) for expert in experts.children()], dim=1)
             for experts, x in zip(self.of_tasks, of_tasks, strict=True)
@@ -70,7 +70,7 @@ class ExtractionLevel(nn.Module):
         return found, torch.stack([expert(shared) for expert in self.shared], dim=1)
 
     def forward(self, of_tasks: Sequence[Tensor], shared: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return the next level's inputs ``[B, w]`` of each task and shared."""
+        """Return the next level's inputs ``[B, w]``; those of this one are ``of_tasks`` and ``shared``."""
         own, common = self.outputs(of_tasks, shared)
         following = [
             mixed(torch.cat([outputs, common], dim=1), gate, x)

@@ -271,7 +271,7 @@ class _JoinedGradients(torch.autograd.Function):
         return None, ctx.balancer.combine(gradients)
 
 
-def heads_to_balance(heads: torch.nn.Module, where: str = "model.name") -> Heads:
+def heads_to_balance(heads: torch.nn.Module) -> Heads:
     """Return the heads of a model, if tasks share its representation.
 
     Raises:
@@ -280,7 +280,7 @@ def heads_to_balance(heads: torch.nn.Module, where: str = "model.name") -> Heads
     if not isinstance(heads, Heads):
         raise TrainingError(
             "its tasks share no representation whose gradients could be balanced",
-            where=where,
+            where="model.name",
             remedy="choose another model, or training.balance.mode = 'none'",
         )
     return heads
