@@ -87,7 +87,7 @@ POST_TRAINING = {
     "draft": {},
 }
 
-USUAL = [("file", 1), ("dynamic", 1), ("language", 1), ("sft", 1)]
+USUAL = [("ranking", 1), ("file", 1), ("dynamic", 1), ("language", 1), ("sft", 1)]
 
 LANGUAGE = """
 seed = 3
@@ -275,7 +275,7 @@ def test_a_training_that_is_killed_at_any_moment_goes_on_as_if_it_never_was(
 ):
     wanted = -(-fuzz_inputs(0) // 4) or 1
     if (kind, processes) not in USUAL and not fuzz_inputs(0):
-        pytest.skip("takes long; give --fuzz N")
+        pytest.skip("its trainer is killed as another kind, or its processes load for long; give --fuzz N")
     rng = random.Random(os.environ.get("KILLS_SEED", "1"))
     more = ["--nproc", str(processes)] if processes > 1 else []
     trainings = Trainings(loaded, tmp_path, write_recipe(tmp_path, kind), *more)

@@ -286,7 +286,7 @@ def test_two_processes_end_where_one_does_and_so_they_do_with_any_placement(made
 @needs_gloo
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("dense", "hosts"), [("full", 1)])
+@pytest.mark.parametrize(("dense", "hosts"), [("full", 1), ("hybrid", 2)])
 def test_sharded_dense_weights_end_where_whole_ones_do(made: Path, whole: Path, dense: str, hosts: int) -> None:
     """With two hosts of one process, all weights are copies that FSDP keeps equal."""
     given = ("--set", f"parallel.dense='{dense}'", "--set", f"parallel.hosts={hosts}", "--nproc", 2)

@@ -143,10 +143,13 @@ def test_a_server_with_little_time_to_stop_ends_in_time_and_its_clients_notice(
 
 
 @pytest.mark.slow
-def test_a_server_that_still_reads_its_model_can_be_stopped(start: Callable[..., Server], folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_still_reads_its_model_can_be_stopped(
+    start: Callable[..., Server], folder: Path, number: signal.Signals
+) -> None:
     server = start(folder)
     eventually(lambda: "reads small" in server.said, "it does not start", SECONDS)
-    server.process.send_signal(signal.SIGTERM)
+    server.process.send_signal(number)
     assert server.ends() != 0 or "stopped" in server.said
     assert "Traceback" not in server.said
 

@@ -19,6 +19,8 @@ from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import TrainingError
 from cordillera.models.ranking import MODELS, build
 from cordillera.models.ranking.heads import Heads
+from cordillera.reports.ranking.balance import balance
+from cordillera.reports.ranking.material import Material
 from cordillera.training.ranking.config import TrainingConfig
 from cordillera.training.ranking.tasks.loss_balance import BalanceConfig, LossBalancer, heads_to_balance, task_losses
 from cordillera.training.ranking.tasks.simplex import min_norm_weights, preferred_weights
@@ -251,6 +253,56 @@ def test_a_trainer_leaves_out_a_task_and_says_so(make_trainer: Any) -> None:
     assert logged[0]["balance"]["left_out"] == {"buy": 3}
     assert math.isfinite(logged[0]["loss"])
     assert all(bool(torch.isfinite(one).all()) for one in heads.of_task(0))
+    shown = balance(Material(trainer.run))
+    assert "buy was left out of 9 steps" in shown["text"]
+
+
+def test_the_report_names_tasks_that_conflict(make_trainer: Any) -> None:
+    loader = MemoryLoader(10)
+    loader.spoil = lambda number, batch: replace(
+        batch, labels=torch.stack([batch.labels[:, 0], 1 - batch.labels[:, 0]], 1)
+    )
+    trainer = make_trainer(model="dnn", loader=loader, balance={"mode": "equal"})
+    heads = trainer.model.heads
+    heads.towers[1].load_state_dict(heads.towers[0].state_dict())
+    trainer.fit()
+    shown = balance(Material(trainer.run))
+    assert shown["text"].startswith("Conflicting tasks: click and buy (mean cosine -")
+    assert [one.heading for one in shown["charts"]] == [
+        "Magnitudes of gradients", "Factors of gradients", "Cosines between tasks",
+    ]  # fmt: skip
+
+
+def mean_by_gate(outputs: list[Tensor], gate: torch.nn.Module, inputs: Tensor) -> Tensor:
+    shares = torch.softmax(gate(inputs), dim=1)
+    return sum(shares[:, [place]] * output for place, output in enumerate(outputs))  # type: ignore[return-value]
+
+
+def test_experts_and_gates_are_those_of_the_papers() -> None:
+    (batch,) = MemoryLoader(1, 24).epoch()
+    mmoe = model_of("mmoe", experts=3).double()
+    embeddings = mmoe.look_up(batch).double()
+    x = mmoe.flatten(batch.dense.double(), embeddings)
+    outputs = [expert(x) for expert in mmoe.experts]
+    expected = [
+        tower(mean_by_gate(outputs, gate, x)) for tower, gate in zip(mmoe.heads.towers, mmoe.heads.gates, strict=True)
+    ]
+    torch.testing.assert_close(mmoe.score(batch.dense.double(), embeddings), torch.cat(expected, 1))
+
+    ple = model_of("ple", shared_experts=2, task_experts=3, levels=2).double()
+    embeddings = ple.look_up(batch).double()
+    x = ple.flatten(batch.dense.double(), embeddings)
+    first, last = ple.levels
+    shared = [expert(x) for expert in first.shared]
+    own = [[expert(x) for expert in experts] for experts in first.of_tasks]
+    inputs = [mean_by_gate([*own[task], *shared], first.gates[task], x) for task in range(2)]
+    common = mean_by_gate([*own[0], *own[1], *shared], first.gates[2], x)
+    shared = [expert(common) for expert in last.shared]
+    expected = []
+    for task in range(2):
+        outputs = [*(expert(inputs[task]) for expert in last.of_tasks[task]), *shared]
+        expected.append(ple.heads.towers[task](mean_by_gate(outputs, ple.heads.gates[task], inputs[task])))
+    torch.testing.assert_close(ple.score(batch.dense.double(), embeddings), torch.cat(expected, 1))
 
 
 def test_a_missing_label_adds_nothing_to_its_task() -> None:

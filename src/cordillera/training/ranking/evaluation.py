@@ -20,7 +20,7 @@ from cordillera.files import parse_json
 from cordillera.intervals import wilson_interval
 from cordillera.run import RunStatus
 from cordillera.training.ranking.metric_intervals import interval_unit, metric_intervals
-from cordillera.training.ranking.metrics import RankingMetrics, sigmoid
+from cordillera.training.ranking.metrics import RankingMetrics, of_task, sigmoid
 
 SegmentColumns: TypeAlias = Mapping[str, tuple[Any, Sequence[str]]]
 SegmentFunction: TypeAlias = Callable[[RankingBatch], Mapping[str, Sequence[Any]]]
@@ -319,9 +319,8 @@ class _Samples(NamedTuple):
 
     def of_task(self, task: int) -> tuple[_Floats, NDArray[Any], _Floats | None, NDArray[Any] | None]:
         """Return the samples that have a label of a task."""
-        known = ~np.isnan(self.labels[:, task])
-        samples = self if known.all() else self.take(np.flatnonzero(known))
-        return samples.logits[:, task].astype(np.float64), samples.labels[:, task], samples.weights, samples.groups
+        logits, labels, weights, groups = of_task(task, self.logits, self.labels, self.weights, self.groups)
+        return logits.astype(np.float64), labels, weights, groups
 
     def take(self, chosen: NDArray[np.int64]) -> _Samples:
         return _Samples(*(None if column is None else column[chosen] for column in self))  # type: ignore[arg-type]

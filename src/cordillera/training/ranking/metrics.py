@@ -368,7 +368,7 @@ class RankingMetrics:
 
 def of_task(
     task: int, logits: TensorOrArray, labels: TensorOrArray, weights: TensorOrArray | None, groups: TensorOrArray | None
-) -> tuple[TensorOrArray, TensorOrArray, TensorOrArray | None, TensorOrArray | None]:
+) -> tuple[Any, Any, Any, Any]:
     """Return a task's logits and labels, of ``[B, tasks]`` each, with weights and groups, of samples that have a label.
 
     Missing labels are NaN.

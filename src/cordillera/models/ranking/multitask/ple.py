@@ -6,7 +6,7 @@ recommendations, sections 4.1 and 4.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from cordillera.data.ranking.features import FeatureSpec
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.models.ranking.dnn import FlatModel, TrunkConfig
-from cordillera.models.ranking.heads import Heads
 from cordillera.models.ranking.interactions import MLP
-from cordillera.models.ranking.multitask.mmoe import mixed
+from cordillera.models.ranking.multitask.mmoe import GatedHeads, mixed
 
 
 class PLEConfig(TrunkConfig):
@@ -79,7 +78,7 @@ class ExtractionLevel(nn.Module):
         return following, mixed(torch.cat([*own, common], dim=1), self.gates[-1], shared)
 
 
-class ExtractionHeads(Heads):
+class ExtractionHeads(GatedHeads):
     """Heads on the last level: the representation holds shared experts, and of each task its experts and gate input.
 
     Args:
@@ -88,25 +87,15 @@ class ExtractionHeads(Heads):
     """
 
     def __init__(self, config: PLEConfig, tasks: Sequence[str], width: int, inputs: int) -> None:
-        super().__init__(tasks, width, config.head_mlp, config.dropout)
-        self.width, self.shared, self.own = width, config.shared_experts, config.task_experts
-        self.inputs = inputs
-        experts = self.shared + self.own
-        self.gates = nn.ModuleList(nn.Linear(inputs, experts, bias=False) for _ in self.tasks)
+        experts = config.shared_experts + config.task_experts
+        super().__init__(tasks, experts, width, inputs, config.head_mlp, config.dropout)
+        self.shared, self.own = config.shared_experts * width, config.task_experts * width
+        self.block = self.own + inputs
 
     def select(self, task: int, representation: Tensor) -> Tensor:
-        start, block = self.shared * self.width, self.own * self.width + self.inputs
-        own = representation[:, start + task * block : start + (task + 1) * block]
-        experts = torch.cat([own[:, : self.own * self.width], representation[:, :start]], dim=1)
-        return mixed(
-            experts.unflatten(1, (self.own + self.shared, self.width)),
-            self.gates[task],
-            own[:, self.own * self.width :],
-        )
-
-    def of_task(self, task: int) -> Iterator[nn.Parameter]:
-        yield from super().of_task(task)
-        yield from self.gates[task].parameters()
+        block = representation[:, self.shared + task * self.block :][:, : self.block]
+        experts = [block[:, : self.own], representation[:, : self.shared], block[:, self.own :]]
+        return super().select(task, torch.cat(experts, dim=1))
 
 
 class PLE(FlatModel):
