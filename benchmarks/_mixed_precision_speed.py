@@ -23,7 +23,7 @@ from cordillera.models.ranking.dlrm import DLRMConfig
 from cordillera.training.optimizers import build_adamw
 from cordillera.training.ranking.config import TrainingConfig
 from cordillera.training.ranking.scoring import autocast
-from cordillera.training.ranking.trainer import weighted_loss
+from cordillera.training.ranking.tasks.losses import weighted_loss
 
 EMBEDDING_DIM = 64
 BATCH_SIZE = 4096

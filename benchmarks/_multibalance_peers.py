@@ -26,7 +26,8 @@ from cordillera.recipe import RankingRecipe
 from cordillera.run import Run
 from cordillera.training.ranking.metrics import RankingMetrics
 from cordillera.training.ranking.scoring import scorer
-from cordillera.training.ranking.tasks.loss_balance import BalanceConfig, LossBalancer, heads_to_balance, task_losses
+from cordillera.training.ranking.tasks.loss_balance import BalanceConfig, LossBalancer, heads_to_balance
+from cordillera.training.ranking.tasks.losses import task_losses
 from cordillera.training.ranking.trainer import Trainer
 from cordillera.workflows.trained import model_of
 

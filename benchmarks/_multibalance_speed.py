@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from cordillera.models.ranking.heads import Heads
 from cordillera.models.ranking.interactions import MLP
-from cordillera.training.ranking.tasks.loss_balance import BalanceConfig, LossBalancer, task_losses
+from cordillera.training.ranking.tasks.loss_balance import BalanceConfig, LossBalancer
+from cordillera.training.ranking.tasks.losses import task_losses
 
 TASKS, BATCH, INPUTS, TRUNK, HEAD = (2, 4, 8, 16), 1024, 256, (1024, 512, 256), (32,)
 ROUNDS, CALLS = 31, 4

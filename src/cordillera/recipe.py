@@ -191,6 +191,15 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise RecipeError("--set", [(key, error.what)]) from error
 
 
+def apply_override(content: dict[str, Any], override: str) -> None:
+    """Set the key of ``a.b=value`` in the content of a file.
+
+    Raises:
+        RecipeError: If it is no such text, or a part of the key is a value.
+    """
+    _apply(content, *parse_override(override))
+
+
 def _apply(content: dict[str, Any], key: str, value: Any) -> None:
     *parents, last = key.split(".")
     if len(parents) >= TOML_DEPTH:

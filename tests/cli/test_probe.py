@@ -23,7 +23,7 @@ from cordillera.numerics.sites import sites
 from cordillera.recipe import load
 from cordillera.run import Run
 from cordillera.training import checkpoints
-from cordillera.training.ranking.trainer import weighted_loss
+from cordillera.training.ranking.tasks.losses import weighted_loss
 from cordillera.workflows.scores import some_batches
 from cordillera.workflows.trained import load_model
 

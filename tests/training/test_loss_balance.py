@@ -22,7 +22,8 @@ from cordillera.models.ranking.heads import Heads
 from cordillera.reports.ranking.balance import balance
 from cordillera.reports.ranking.material import Material
 from cordillera.training.ranking.config import TrainingConfig
-from cordillera.training.ranking.tasks.loss_balance import BalanceConfig, LossBalancer, heads_to_balance, task_losses
+from cordillera.training.ranking.tasks.loss_balance import BalanceConfig, LossBalancer, heads_to_balance
+from cordillera.training.ranking.tasks.losses import task_losses
 from cordillera.training.ranking.tasks.simplex import min_norm_weights, preferred_weights
 
 from .conftest import FEATURES, MemoryLoader

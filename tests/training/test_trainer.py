@@ -14,7 +14,7 @@ from cordillera.training import checkpoints
 from cordillera.training.optimizers import dense_parameters, embedding_tables, schedule
 from cordillera.training.ranking.config import TrainingConfig
 from cordillera.training.ranking.scoring import best_checkpoint, load_weights, scorer
-from cordillera.training.ranking.trainer import weighted_loss
+from cordillera.training.ranking.tasks.losses import weighted_loss
 
 from .conftest import MemoryLoader
 

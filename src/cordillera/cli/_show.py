@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from cordillera.training.language.trainer import LanguageEvaluation, LanguageProgress
     from cordillera.training.ranking.config import Progress as TrainingProgress
     from cordillera.training.ranking.evaluation import Evaluation
+    from cordillera.training.ranking.teachers.augmentation import AugmentationProgress
     from cordillera.workflows.quantization import Quantized
 
 
@@ -142,6 +143,18 @@ def answering_progress(out: Console, *, quiet: bool = False) -> Iterator[Callabl
             bar.update(task, completed=done, description="answering")
 
         yield on_answer
+
+
+@contextlib.contextmanager
+def augmentation_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[Any, Callable[[str], object]]]:
+    """Draw the number of rows read and written; yield ``on_step`` and ``say``."""
+    with _progress(out, quiet) as (bar, task, say):
+
+        def on_step(progress: AugmentationProgress) -> None:
+            read, written = progress.counts.get("events", 0), progress.counts.get("examples", 0)
+            bar.update(task, description=f"augmenting  {read:,} events read  {written:,} examples written")
+
+        yield on_step, say
 
 
 def _note(record: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ import typer
 
 from cordillera.cli import (
     answers,
+    augment,
     bench,
     chaos,
     compare,
@@ -70,6 +71,7 @@ app.command("report")(report.report)
 app.command("compare")(compare.compare)
 app.command("sweep")(sweep.sweep)
 app.command("isoflop")(isoflop.isoflop)
+app.command("augment")(augment.augment)
 app.command("inject")(inject.inject)
 app.command("generate")(generate.generate)
 app.command("serve")(serve.serve)

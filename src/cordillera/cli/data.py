@@ -149,7 +149,7 @@ def _feature_table(splits: Splits) -> Table:
         table.add_column(
             heading, justify="right" if heading in ("rows", "blank", "unseen") else "left", overflow="fold"
         )
-    for dense in schema.dense:
+    for dense in schema.numbers:
         blank = _share(facts["blanks"].get(dense.name))
         table.add_row(printable(dense.name), "dense", dense.transform, "", "", blank, "")
     encodings = {feature.name: feature.encoding for feature in (*schema.categorical, *schema.lists)}

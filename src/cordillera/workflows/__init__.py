@@ -18,14 +18,17 @@ if TYPE_CHECKING:
     from cordillera.workflows.runs import apply_delta, compare, evaluate, make_delta, report, train
     from cordillera.workflows.scaling import Sweep, isoflop, sweep
     from cordillera.workflows.serving.server import ServerConfig, serve
+    from cordillera.workflows.streams.augmentation import AugmentationOutcome, augment
     from cordillera.workflows.trained import load_model, model_of
 
 __all__ = [
+    "AugmentationOutcome",
     "LanguageOutcome",
     "Outcome",
     "ServerConfig",
     "Sweep",
     "apply_delta",
+    "augment",
     "average",
     "best_of",
     "compare",
@@ -51,6 +54,7 @@ _WHERE = {
     "runs": ("apply_delta", "compare", "evaluate", "make_delta", "report", "train"),
     "scaling": ("Sweep", "isoflop", "sweep"),
     "serving.server": ("ServerConfig", "serve"),
+    "streams.augmentation": ("AugmentationOutcome", "augment"),
     "trained": ("load_model", "model_of"),
 }
 

@@ -50,6 +50,8 @@ def _columns(features: FeatureSpec, present: dict[str, bool]) -> list[_StoredCol
     for index in range(len(lists)):
         columns += [_StoredColumn(f"list{index}", wide, None), _StoredColumn(f"list{index}-offsets", "int64")]
     kinds = {"weights": "float32", "groups": "int64", "timestamps": "int64"}
+    if present["teacher"]:
+        columns.append(_StoredColumn("teacher", "float32", len(features.tasks)))
     return columns + [_StoredColumn(name, kind) for name, kind in kinds.items() if present[name]]
 
 
@@ -63,6 +65,7 @@ class CacheWriter:
             "weights": schema.weight is not None,
             "groups": schema.group is not None,
             "timestamps": schema.timestamp is not None,
+            "teacher": schema.teacher is not None,
         }
         self.columns = _columns(encoder.features, present)
         self.files: dict[str, BinaryIO] = {}
@@ -96,6 +99,7 @@ class CacheWriter:
             "weights": rows.weights,
             "groups": rows.groups,
             "timestamps": rows.timestamps,
+            "teacher": rows.teacher,
         }
         first = self.rows[split] == 0
         for index, (values, offsets) in enumerate(rows.lists):
@@ -259,11 +263,11 @@ class ClickDataset:
             path = folder / f"{split}-{suffix}.bin"
             flat = np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype=dtype)
             arrays[suffix] = flat.view(np.ndarray)
-            if suffix in ("dense", "ids", "labels"):
+            if suffix in ("dense", "ids", "labels", "teacher"):
                 arrays[suffix] = arrays[suffix].reshape(self._rows, width)
         self._dense, self._ids, self._labels = arrays["dense"], arrays["ids"], arrays["labels"]
         self._weights, self._groups = arrays.get("weights"), arrays.get("groups")
-        self._timestamps = arrays.get("timestamps")
+        self._timestamps, self._teacher = arrays.get("timestamps"), arrays.get("teacher")
         count = sum(feature.is_list for feature in spec.sparse)
         self._lists = [(arrays[f"list{index}"], arrays[f"list{index}-offsets"]) for index in range(count)]
 
@@ -273,7 +277,15 @@ class ClickDataset:
     @property
     def labels(self) -> np.ndarray:
         """Labels, ``uint8 [N, tasks]``."""
-        return self._labels if self._tasks is None else self._labels[:, self._tasks]
+        return self._of_tasks(self._labels)
+
+    @property
+    def teacher(self) -> np.ndarray | None:
+        """Logits of a teacher, ``float32 [N, tasks]``, NaN where it has none; None without a teacher."""
+        return None if self._teacher is None else self._of_tasks(self._teacher)
+
+    def _of_tasks(self, column: np.ndarray) -> np.ndarray:
+        return column if self._tasks is None else column[:, self._tasks]
 
     @property
     def timestamps(self) -> np.ndarray | None:
@@ -312,17 +324,17 @@ class ClickDataset:
             # The positions are known to be inside; "clip" avoids a second check.
             return column[rows] if isinstance(rows, slice) else column.take(rows, axis=0, mode="clip")
 
-        labels = read(self._labels)
         return assemble(
             self.features,
             read(self._dense),
             read(self._ids),
             lists,
-            labels if self._tasks is None else labels[:, self._tasks],
+            self._of_tasks(read(self._labels)),
             None if self._weights is None else read(self._weights),
             None if self._groups is None else read(self._groups),
             None if self._timestamps is None else read(self._timestamps),
             positions,
+            None if self._teacher is None else self._of_tasks(read(self._teacher)),
         )
 
     def segments(self, name: str) -> tuple[np.ndarray, list[str]]:

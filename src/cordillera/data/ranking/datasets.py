@@ -326,8 +326,12 @@ class Splitter:
 
 def _key(config: DataConfig, log: ClickLog, format: int = FORMAT) -> str:
     schema = log.schema.model_dump(mode="json")
-    if not schema["missing_labels"]:  # copies from before there was this key stay valid
-        del schema["missing_labels"]
+    for added in ("missing_labels", "teacher"):  # copies from before there were these keys stay valid
+        if not schema[added]:
+            del schema[added]
+    for feature in schema["dense"]:
+        if feature["width"] == 1:
+            del feature["width"]
     choices = {
         "format": format,
         "log": log.fingerprint(),

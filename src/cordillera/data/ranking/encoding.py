@@ -39,8 +39,10 @@ from cordillera.data.ranking.logs.columns import (
     labels_of,
     refuse_large,
     splitmix64,
+    teacher_of,
     timestamps_of,
     weights_of,
+    with_numbers,
     without_point,
 )
 from cordillera.errors import DataError
@@ -70,6 +72,7 @@ class EncodedRows:
         weights: Sample weights, ``float32 [N]``, or None.
         groups: ``int64 [N]``, or None.
         timestamps: Seconds, ``int64 [N]``, or None.
+        teacher: Logits of a teacher, ``float32 [N, tasks]``, NaN where it has none; or None.
         blanks: Number of blank values by column.
     """
 
@@ -81,6 +84,7 @@ class EncodedRows:
     weights: np.ndarray | None = None
     groups: np.ndarray | None = None
     timestamps: np.ndarray | None = None
+    teacher: np.ndarray | None = None
     blanks: dict[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -105,14 +109,14 @@ class EncodedRows:
             some(self.weights),
             some(self.groups),
             some(self.timestamps),
+            some(self.teacher),
         )
 
     def batch(self) -> RankingBatch:
         """Return all rows as one batch."""
         lists = [(values, np.diff(offsets)) for values, offsets in self.lists]
-        return assemble(
-            self.features, self.dense, self.ids, lists, self.labels, self.weights, self.groups, self.timestamps
-        )
+        columns = (self.labels, self.weights, self.groups, self.timestamps)
+        return assemble(self.features, self.dense, self.ids, lists, *columns, teacher=self.teacher)
 
 
 _one_hot_offsets: dict[int, torch.Tensor] = {}
@@ -136,12 +140,13 @@ def assemble(
     groups: np.ndarray | None = None,
     timestamps: np.ndarray | None = None,
     rows: np.ndarray | None = None,
+    teacher: np.ndarray | None = None,
 ) -> RankingBatch:
     """Make a batch; everything is copied, so the arrays may be memory maps.
 
-    Arrays are ``dense [B, num_dense]``, ``ids [B, single ids]``, ``labels [B, tasks]``, and ``weights``, ``groups``,
-    ``timestamps`` (seconds) and ``rows`` (positions in the split), each ``[B]``. ``lists`` holds values ``[T]`` and
-    lengths ``[B]`` of each list feature of ``features``.
+    Arrays are ``dense [B, num_dense]``, ``ids [B, single ids]``, ``labels`` and ``teacher [B, tasks]``, and
+    ``weights``, ``groups``, ``timestamps`` (seconds) and ``rows`` (positions in the split), each ``[B]``. ``lists``
+    holds values ``[T]`` and lengths ``[B]`` of each list feature of ``features``.
     """
     size, singles = ids.shape
     total = size * singles + sum(len(values) for values, _ in lists)
@@ -173,6 +178,7 @@ def assemble(
         groups=tensor(groups, np.int64),
         timestamps=tensor(timestamps, np.int64),
         rows=tensor(rows, np.int64),
+        teacher=tensor(teacher, np.float32),
     )
 
 
@@ -283,7 +289,7 @@ class Encoder:
                 tables[name] = feature.num_embeddings or ANY_ID
         sparse = [SparseFeature(f.name, f.table or f.name) for f in schema.categorical]
         sparse += [SparseFeature(f.name, f.table or f.name, f.pooling, is_list=True) for f in schema.lists]
-        self.features = FeatureSpec(tuple(f.name for f in schema.dense), tuple(sparse), tables, schema.labels)
+        self.features = FeatureSpec(tuple(f.name for f in schema.numbers), tuple(sparse), tables, schema.labels)
         self._lookup = {
             name: pl.DataFrame({"value": values, "row": np.arange(1, len(values) + 1, dtype=np.int64)})
             for name, values in vocabularies.items()
@@ -297,7 +303,7 @@ class Encoder:
     def needs_fit(schema: Schema) -> bool:
         """Return whether a schema needs numbers from rows: a vocabulary, a scale, or the mean that fills blanks."""
         return any(f.encoding == "vocabulary" for f in (*schema.categorical, *schema.lists)) or any(
-            f.transform != "none" or f.missing == "mean" for f in schema.dense
+            f.transform != "none" or f.missing == "mean" for f in schema.numbers
         )
 
     @classmethod
@@ -310,13 +316,14 @@ class Encoder:
         Raises:
             DataError: a missing column, a wrong type, an infinite value; with file, row and column.
         """
-        dense = {feature.name: _DenseFit(feature) for feature in schema.dense}
+        dense = {feature.name: _DenseFit(feature) for feature in schema.numbers}
         counts: dict[str, _ValueCounts] = {}
         singles = {f.table or f.name for f in schema.categorical}
         rows = 0
         for chunk in chunks:
             frame, place = chunk if isinstance(chunk, tuple) else (chunk, RowPlace("training rows", rows + 1))
-            for number in schema.dense:
+            frame = with_numbers(frame, schema, place)
+            for number in schema.numbers:
                 dense[number.name].update(*dense_of(column_of(frame, number.name, place), number, place))
             for single in schema.categorical:
                 if single.encoding == "vocabulary":
@@ -360,8 +367,9 @@ class Encoder:
         """
         place = RowPlace(where) if isinstance(where, str) else where
         schema, blanks = self.schema, {}
-        dense = np.empty((len(frame), len(schema.dense)), dtype=np.float32)
-        for index, number in enumerate(schema.dense):
+        frame, numbers = with_numbers(frame, schema, place), schema.numbers
+        dense = np.empty((len(frame), len(numbers)), dtype=np.float32)
+        for index, number in enumerate(numbers):
             values, blank = dense_of(column_of(frame, number.name, place), number, place)
             blanks[number.name] = int(blank.sum())
             dense[:, index] = self._dense_values(number, values, blank, place)
@@ -377,7 +385,7 @@ class Encoder:
             blanks[feature.name] = int((lengths == 0).sum())
             entry_rows = np.repeat(np.arange(len(frame)), lengths)
             lists.append((self._rows(flat, feature, place, entry_rows)[0], offsets_of(lengths)))
-        targets = weights = groups = timestamps = None
+        targets = weights = groups = timestamps = teacher = None
         if labels:
             targets = np.empty((len(frame), len(schema.labels)), dtype=np.uint8)
             for index, label in enumerate(schema.labels):
@@ -390,7 +398,11 @@ class Encoder:
             groups = groups_of(column_of(frame, schema.group, place), schema.group, place)
         if schema.timestamp is not None and (labels or schema.timestamp in frame.columns):
             timestamps = timestamps_of(column_of(frame, schema.timestamp, place), schema.timestamp, place)
-        return EncodedRows(self.features, dense, ids, tuple(lists), targets, weights, groups, timestamps, blanks=blanks)
+        if labels and schema.teacher is not None:
+            teacher = teacher_of(frame, schema.teacher, schema.labels, timestamps, place)
+        return EncodedRows(
+            self.features, dense, ids, tuple(lists), targets, weights, groups, timestamps, teacher, blanks
+        )
 
     def index(self) -> Encoder:
         """Index the vocabularies, so that encoding a few rows does not read them whole, and return the encoder.

@@ -6,6 +6,7 @@ vocabularies are fitted: the names and sizes, in order. A ``RankingBatch`` is on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -38,11 +39,14 @@ class DenseFeature(_ColumnFeature):
             transform), or ``refuse`` (an error that names row and column).
         nan: Treatment of NaN: ``refuse`` (an error that names row and column) or ``missing`` (the same as a blank).
             Infinity is always an error.
+        width: Number of numbers per sample. If it is more than 1, the column holds lists of so many numbers, or rows of
+            8-bit numbers (``cordillera augment``), and each of the numbers is transformed as a column of its own.
     """
 
     transform: Literal["none", "log", "standardise", "quantile"] = "log"
     missing: Literal["mean", "zero", "refuse"] = "mean"
     nan: Literal["refuse", "missing"] = "refuse"
+    width: int = Field(1, ge=1, le=2**12)
 
 
 class CategoricalFeature(_ColumnFeature):
@@ -87,6 +91,21 @@ class ListFeature(CategoricalFeature):
     pooling: Literal["sum", "mean"] = "mean"
 
 
+class TeacherColumns(_Frozen):
+    """Columns with what a teacher said of the samples; blank where it said nothing.
+
+    Attributes:
+        scores: Column of the teacher's score by label; labels that are not named have none.
+        kind: ``logit``, or ``probability``, whose logits are limited to -20 and 20.
+        learnt_until: Integer column (seconds) with the time of the newest label that the teacher had learnt from. A
+            score whose teacher knew labels later than the sample's timestamp is an error. Default: not checked.
+    """
+
+    scores: dict[str, str] = Field(min_length=1)
+    kind: Literal["logit", "probability"] = "logit"
+    learnt_until: str | None = None
+
+
 class Schema(_Frozen):
     """Roles of a log's columns.
 
@@ -101,6 +120,7 @@ class Schema(_Frozen):
         group: Column by which GAUC groups samples (usually the user).
         ids: Columns that ``predict`` writes beside the scores.
         segments: Categorical features by which reports break metrics down.
+        teacher: Columns with the scores of a teacher, for ``training.teacher``.
     """
 
     dense: tuple[DenseFeature, ...] = ()
@@ -113,6 +133,20 @@ class Schema(_Frozen):
     group: str | None = None
     ids: tuple[str, ...] = ()
     segments: tuple[str, ...] = ()
+    teacher: TeacherColumns | None = None
+
+    @model_validator(mode="after")
+    def _teaches_labels(self) -> Schema:
+        if self.teacher is None:
+            return self
+        if unknown := sorted(set(self.teacher.scores) - set(self.labels)):
+            raise ValueError(f"teacher.scores names what is no label: {unknown}")
+        features = {feature.name for feature in (*self.dense, *self.categorical, *self.lists)}
+        if both := sorted(set(self.teacher.scores.values()) & (features | set(self.labels))):
+            raise ValueError(f"scores of the teacher cannot be features or labels as well: {both}")
+        if self.teacher.learnt_until is not None and self.timestamp is None:
+            raise ValueError("teacher.learnt_until is compared with timestamps: name the timestamp column")
+        return self
 
     @model_validator(mode="after")
     def _names_fit(self) -> Schema:
@@ -146,11 +180,28 @@ class Schema(_Frozen):
         return self
 
     @property
+    def numbers(self) -> tuple[DenseFeature, ...]:
+        """Dense features of one number each: those of a feature ``f`` of several are ``f[0]``, ``f[1]`` and so on."""
+        found: list[DenseFeature] = []
+        for feature in self.dense:
+            names = [feature.name] if feature.width == 1 else [f"{feature.name}[{i}]" for i in range(feature.width)]
+            found += [feature if name == feature.name else _one_of(feature, name) for name in names]
+        return tuple(found)
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """Names of all columns that training reads, without duplicates."""
         bookkeeping = (name for name in (self.weight, self.timestamp, self.group) if name is not None)
         features = (feature.name for feature in (*self.dense, *self.categorical, *self.lists))
-        return tuple(dict.fromkeys((*features, *self.labels, *bookkeeping)))
+        taught: tuple[str, ...] = ()
+        if self.teacher is not None:
+            times = () if self.teacher.learnt_until is None else (self.teacher.learnt_until,)
+            taught = (*self.teacher.scores.values(), *times)
+        return tuple(dict.fromkeys((*features, *self.labels, *bookkeeping, *taught)))
+
+
+def _one_of(feature: DenseFeature, name: str) -> DenseFeature:
+    return feature.model_copy(update={"name": name, "width": 1})
 
 
 @dataclass(frozen=True)
@@ -199,6 +250,7 @@ class RankingBatch:
         groups: Group numbers for GAUC, ``int64 [B]``, or None.
         timestamps: Seconds, ``int64 [B]``, or None.
         rows: Positions of the samples in their data set, ``int64 [B]``, or None.
+        teacher: Logits of a teacher, ``float32 [B, tasks]``, NaN where it has none; None without a teacher.
     """
 
     dense: Tensor
@@ -208,9 +260,17 @@ class RankingBatch:
     groups: Tensor | None = None
     timestamps: Tensor | None = None
     rows: Tensor | None = None
+    teacher: Tensor | None = None
 
     def __len__(self) -> int:
         return self.dense.shape[0]
+
+    def select(self, cut: Callable[[Tensor], Tensor], sparse: JaggedBatch) -> RankingBatch:
+        """Return some of the samples: ``cut`` selects them from a tensor ``[B, ...]``, ``sparse`` holds their ids."""
+        names = ("labels", "weights", "groups", "timestamps", "rows", "teacher")
+        columns = {name: getattr(self, name) for name in names}
+        cuts = {name: None if column is None else cut(column) for name, column in columns.items()}
+        return RankingBatch(cut(self.dense), sparse, **cuts)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> RankingBatch:
         """Move everything that models and losses read to a device; groups, timestamps and rows stay in place.
@@ -224,4 +284,5 @@ class RankingBatch:
             sparse=self.sparse.to(device, non_blocking=non_blocking),
             labels=None if self.labels is None else self.labels.to(device, non_blocking=non_blocking),
             weights=None if self.weights is None else self.weights.to(device, non_blocking=non_blocking),
+            teacher=None if self.teacher is None else self.teacher.to(device, non_blocking=non_blocking),
         )

@@ -19,7 +19,7 @@ def ablatable(encoder: Encoder) -> list[str]:
     """Return the features that have an absent value: all except single ids that are row numbers themselves."""
     schema = encoder.schema
     singles = [feature.name for feature in schema.categorical if feature.encoding != "identity"]
-    return [*(number.name for number in schema.dense), *singles, *(entries.name for entries in schema.lists)]
+    return [*(number.name for number in schema.numbers), *singles, *(entries.name for entries in schema.lists)]
 
 
 def ablated(rows: EncodedRows, encoder: Encoder) -> EncodedRows:
@@ -31,7 +31,7 @@ def ablated(rows: EncodedRows, encoder: Encoder) -> EncodedRows:
         first = names.index(name) * count
         return slice(first, first + count)
 
-    for index, number in enumerate(schema.dense):
+    for index, number in enumerate(schema.numbers):
         found.dense[part(number.name), index] = encoder.dense_state[number.name]["fill"]
     for index, single in enumerate(schema.categorical):
         if single.name in names:

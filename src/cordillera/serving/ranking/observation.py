@@ -26,7 +26,7 @@ class Observer:
         self._layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | StoredLinear)}
         self._fills = {
             features.dense.index(one.name): float(np.float32(encoder.dense_state[one.name]["fill"]))
-            for one in schema.dense
+            for one in schema.numbers
             if one.missing != "refuse"
         }
         coded = {one.name for one in (*schema.categorical, *schema.lists) if one.encoding != "identity"}

@@ -190,7 +190,7 @@ class RowReader:
     def example(self) -> dict[str, Any]:
         """Return a row that the model scores, as a JSON object."""
         found: dict[str, Any] = {}
-        for number in self.schema.dense:
+        for number in self.schema.numbers:
             state = self.encoder.dense_state[number.name]
             value = state.get("mean", state.get("fill", 0.0))
             if number.transform == "quantile":
@@ -230,7 +230,7 @@ class RowReader:
         return int(first) if table in self.encoder.whole and len(first) < 16 else first
 
     def _features(self) -> list[DenseFeature | CategoricalFeature]:
-        return [*self.schema.dense, *self.schema.categorical, *self.schema.lists]
+        return [*self.schema.numbers, *self.schema.categorical, *self.schema.lists]
 
     def _check_count(self, count: int) -> None:
         if not count:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
@@ -14,6 +15,7 @@ from cordillera.numerics.emulation.emulation import EmulationConfig
 from cordillera.numerics.formats.precision import Precision
 from cordillera.planning.ranking.placer import PlacementConfig
 from cordillera.training.ranking.tasks.loss_balance import BalanceConfig
+from cordillera.training.ranking.teachers.distillation import TeacherConfig
 
 DecayRate: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
@@ -56,6 +58,7 @@ class TrainingConfig(BaseModel):
             ``cordillera probe`` draws inputs with the observed tails and zeros.
         emulate: Number format of hardware to emulate; needs ``precision = "fp32"``.
         balance: How gradients of several tasks are balanced on the representation that they share.
+        teacher: How the scores of a teacher are learnt.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -85,6 +88,7 @@ class TrainingConfig(BaseModel):
     probe_marginals: bool = False
     emulate: EmulationConfig | None = None
     balance: BalanceConfig = BalanceConfig()
+    teacher: TeacherConfig = TeacherConfig()
 
     @model_validator(mode="after")
     def _emulates_from_float32(self) -> TrainingConfig:
@@ -95,11 +99,15 @@ class TrainingConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _balances_whole_batches(self) -> TrainingConfig:
-        if self.balance.mode != "none":
-            for key, is_set in {"slices": self.slices > 1, "compile": self.compile, "emulate": self.emulate}.items():
-                if is_set:
-                    raise ValueError(f"balance.mode = '{self.balance.mode}' does not go with {key}")
+    def _gradients_meet_on_whole_batches(self) -> TrainingConfig:
+        wanted = {"balance.mode": self.balance.mode, "teacher.head": self.teacher.head}
+        others = {"slices": self.slices > 1, "compile": self.compile, "emulate": self.emulate}
+        for setting, value in wanted.items():
+            for key, is_set in others.items():
+                if value != "none" and is_set:
+                    raise ValueError(f"{setting} = '{value}' does not go with {key}")
+        if self.balance.mode != "none" and self.teacher.head == "serving":
+            raise ValueError("the tasks that are balanced are those of labels: set teacher.head = 'auxiliary'")
         return self
 
     @model_validator(mode="after")
@@ -188,6 +196,40 @@ class Progress:
     def from_state(cls, state: dict[str, Any]) -> Progress:
         """Restore the progress from :meth:`to_state`."""
         return cls(**{**state, "best": math.inf if state["best"] is None else state["best"]})
+
+
+@dataclass
+class LogWindow:
+    """Sums since the last log record; they are saved in checkpoints, times are not.
+
+    Attributes:
+        loss: Sum of losses against labels, times weights.
+        teacher: Sum of losses against a teacher's scores, with their factors, times weights.
+        adapter: Sum of losses of an adapter of these scores, times weights.
+        weight: Sum of sample weights.
+        gradient_norm: Norm of the dense gradients of the newest step.
+        examples: Number of samples.
+        timed: Number of samples since ``started``.
+        started: Time of the window's begin, in seconds.
+        waiting: Seconds for which the step waited for data.
+        exposed: Seconds for which it waited for other ranks.
+        sent: Bytes that this rank has sent.
+    """
+
+    loss: float = 0.0
+    teacher: float = 0.0
+    adapter: float = 0.0
+    weight: float = 0.0
+    gradient_norm: float = 0.0
+    examples: int = 0
+    timed: int = 0
+    started: float = field(default_factory=time.perf_counter)
+    waiting: float = 0.0
+    exposed: float = 0.0
+    sent: int = 0
+
+    def to_state(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in ("loss", "teacher", "adapter", "weight", "examples")}
 
 
 @dataclass

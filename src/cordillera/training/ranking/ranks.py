@@ -11,7 +11,6 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -287,19 +286,7 @@ class ManyRanks(OneRank):
         else:
             sparse = take_samples(batch.sparse, samples.numpy())
 
-        def cut(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.index_select(0, samples)
-
-        return replace(
-            batch,
-            dense=batch.dense.index_select(0, samples),
-            sparse=sparse,
-            labels=cut(batch.labels),
-            weights=cut(batch.weights),
-            groups=cut(batch.groups),
-            timestamps=cut(batch.timestamps),
-            rows=cut(batch.rows),
-        )
+        return batch.select(lambda tensor: tensor.index_select(0, samples), sparse)
 
     def sum_step(self, parameters: Iterable[Tensor], losses: Sequence[float], stop: threading.Event) -> float:
         """Sum gradients, and beside them the losses and requests to stop."""
@@ -367,17 +354,4 @@ class ManyRanks(OneRank):
 
 def cut_samples(batch: RankingBatch, first: int, end: int) -> RankingBatch:
     """Return the samples from ``first`` up to ``end`` of a batch."""
-
-    def cut(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor[first:end]
-
-    return replace(
-        batch,
-        dense=batch.dense[first:end],
-        sparse=slice_samples(batch.sparse, first, end),
-        labels=cut(batch.labels),
-        weights=cut(batch.weights),
-        groups=cut(batch.groups),
-        timestamps=cut(batch.timestamps),
-        rows=cut(batch.rows),
-    )
+    return batch.select(lambda tensor: tensor[first:end], slice_samples(batch.sparse, first, end))

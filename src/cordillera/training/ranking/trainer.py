@@ -13,7 +13,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -32,57 +31,23 @@ from cordillera.numerics.formats.cast_checks import self_test
 from cordillera.run import Run, check_recipe, disk_errors, recipe_state
 from cordillera.training import checkpoints
 from cordillera.training.optimizers import build_adamw, dense_parameters, embedding_tables, schedule
-from cordillera.training.ranking.config import Progress, TrainingConfig, TrainingOutcome
+from cordillera.training.ranking.config import LogWindow, Progress, TrainingConfig, TrainingOutcome
 from cordillera.training.ranking.metrics import ProgressiveMetrics, RankingMetrics, of_task
 from cordillera.training.ranking.ranks import OneRank
 from cordillera.training.ranking.scoring import autocast, emulated, load_weights, scorer
 from cordillera.training.ranking.sharded_dense import cut_like, whole
-from cordillera.training.ranking.tasks.loss_balance import LossBalancer, heads_to_balance, task_losses
+from cordillera.training.ranking.tasks.loss_balance import LossBalancer, heads_to_balance
+from cordillera.training.ranking.tasks.losses import task_losses
+from cordillera.training.ranking.teachers.distillation import Distiller, TeacherLosses
 from cordillera.training.recorder import RunRecorder
 
-_LEARNT = ("model.", "optimizer.", "storage.")  # prefixes of tensors that must be finite
+_LEARNT = ("model.", "optimizer.", "storage.", "teacher.")  # prefixes of tensors that must be finite
 
 TRAINING_PROBE = "training-probe.safetensors"
 """File in a run's folder with statistics of the inputs of linear layers during training."""
 
 
-@dataclass
-class _RankingWindow:
-    """Sums since the last log record; they are saved in checkpoints, times are not."""
-
-    loss: float = 0.0
-    weight: float = 0.0
-    gradient_norm: float = 0.0
-    examples: int = 0
-    timed: int = 0
-    started: float = field(default_factory=time.perf_counter)
-    waiting: float = 0.0
-    exposed: float = 0.0
-    sent: int = 0
-
-    def to_state(self) -> dict[str, float]:
-        return {"loss": self.loss, "weight": self.weight, "examples": self.examples}
-
-
 StepCallback = Callable[[dict[str, Any], Progress, int], None]
-
-
-def weighted_loss(
-    logits: Tensor, labels: Tensor, weights: Tensor | None, task_weights: Tensor | None
-) -> tuple[Tensor, float]:
-    """Compute the mean binary cross-entropy over samples, summed over tasks.
-
-    Args:
-        logits: ``[B, tasks]``; converted to float32.
-        labels: ``float32 [B, tasks]`` of zeros and ones.
-        weights: ``float32 [B]`` sample weights; None for ones.
-        task_weights: ``float32 [tasks]``; None for ones.
-
-    Returns:
-        The scalar loss and the total weight of the samples. With zero total weight the loss is zero.
-    """
-    losses, total = task_losses(logits, labels, weights, task_weights)
-    return losses.sum(), total
 
 
 class Trainer:
@@ -135,12 +100,13 @@ class Trainer:
             self.storage = WeightStorage(config.emulate, self._stored_weights())
         self.loss_scale = None if config.emulate is None else config.emulate.make_loss_scale()
         self.balancer = self._made_balancer()
+        self.distiller = self._made_distiller()
         self.probe: Probe | None = None
         if config.probe_every:
             looks = ProbeConfig(interval=config.probe_every, weights=False, marginals=config.probe_marginals)
             self.probe = Probe(model, looks)
         self.progress = Progress()
-        self._window = _RankingWindow()
+        self._window = LogWindow()
         epochs = config.epochs * len(training)
         self.total_steps = epochs if config.max_steps is None else min(epochs, config.max_steps)
         self.progressive = ProgressiveMetrics(self.tasks, config.progressive_window) if config.progressive else None
@@ -167,6 +133,15 @@ class Trainer:
         heads.share = balancer.share
         return balancer
 
+    def _made_distiller(self) -> Distiller | None:
+        config = self.config
+        if config.teacher.head == "none":
+            return None
+        adamw = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
+        return Distiller(
+            config.teacher, self.model.heads, len(self.tasks), adamw | {"weight_decay": config.weight_decay}
+        )
+
     def _stored_weights(self) -> dict[str, Tensor]:
         """Return the weights for which number formats are chosen: matrices and tables, but no biases or norms."""
         matrices: dict[str, Tensor] = {name: weight for name, weight in self.dense.items() if weight.dim() >= 2}
@@ -180,6 +155,8 @@ class Trainer:
                 tensors[f"optimizer.{names[id(parameter)]}.{key}"] = whole(torch.as_tensor(value))
         if self.storage is not None:
             tensors |= {f"storage.{name}": kept for name, kept in self.storage.state_dict().items()}
+        if self.distiller is not None:
+            tensors |= self.distiller.tensors()
         tensors |= checkpoints.random_state()
         state = {**self.progress.to_state(), "total_steps": self.total_steps, "window": self._window.to_state()}
         if self.recipe is not None:
@@ -253,8 +230,10 @@ class Trainer:
             self.storage.load_state_dict(
                 {k[len(prefix) :]: v for k, v in checkpoint.tensors.items() if k.startswith(prefix)}
             )
+        if self.distiller is not None:
+            self.distiller.load_tensors(checkpoint.tensors)
         self.progress = Progress.from_state({k: checkpoint.state[k] for k in Progress().__dict__})
-        self._window = _RankingWindow(**checkpoint.state["window"])
+        self._window = LogWindow(**checkpoint.state["window"])
         if self.loss_scale is not None and "loss_scale" in checkpoint.state:
             self.loss_scale.load_state_dict(checkpoint.state["loss_scale"])
         if self.balancer is not None and "balance" in checkpoint.state:
@@ -348,7 +327,7 @@ class Trainer:
                     self._step(batch, own, self._window)
                     record = {}
                     if self._is_due(config.log_every):
-                        record, self._window = self._log(self._window), _RankingWindow()
+                        record, self._window = self._log(self._window), LogWindow()
                     last = progress.step >= self.total_steps
                     end_of_epoch = progress.batch >= len(self.training)
                     if end_of_epoch:
@@ -380,7 +359,7 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return self.progress.step % every == 0
 
-    def _step(self, batch: RankingBatch, own: Sequence[RankingBatch], window: _RankingWindow) -> None:
+    def _step(self, batch: RankingBatch, own: Sequence[RankingBatch], window: LogWindow) -> None:
         progress, config = self.progress, self.config
         if batch.labels is None:
             raise TrainingError("the batch has no labels", where="training")
@@ -399,18 +378,25 @@ class Trainer:
         )
         if self.probe is not None:
             self.probe.step()
-        losses, weight = [], 0.0
+        losses, taught, weight = [], torch.zeros(2, dtype=torch.float64), 0.0
         with emulated(config.emulate, progress.step, self.loss_scale) as products:
             for part, samples in enumerate(own):
-                moved = samples.to(self.device, non_blocking=True)
+                moved, of_teacher = samples.to(self.device, non_blocking=True), None
                 with autocast(self.device, config.precision), self.ranks.computing(progress.step, batch, part):
-                    logits = self.model(moved)
-                of_tasks, weight = self._losses(logits, moved, batch)
-                losses.append(self._differentiate(of_tasks))
+                    if self.distiller is None:
+                        logits = self.model(moved)
+                    else:
+                        logits, of_teacher = self._taught(self.distiller, moved, batch)
+                of_tasks, weight = self._losses(logits, moved.labels, moved, batch)
+                losses.append(self._differentiate(of_tasks, of_teacher))
+                if of_teacher is not None:
+                    taught += torch.stack([one.detach().double().sum().cpu() for one in of_teacher])
                 self.ranks.keep(self.dense.values())
-        value = self.ranks.sum_step(self.dense.values(), losses, self._stop)
-        if not math.isfinite(value):
-            self._refuse(value, batch)
+        value = self.ranks.sum_step(self._summed(), losses, self._stop)
+        if self.distiller is not None:
+            taught = self.ranks.add_up(taught)
+        if not math.isfinite(value + float(taught.sum())):
+            self._refuse(value + float(taught.sum()), batch)
         if self.probe is not None:
             self.probe.close()
         if self.loss_scale is None or products is None or not self._overflows(products, value):
@@ -419,6 +405,8 @@ class Trainer:
         progress.batch += 1
         progress.examples += len(batch)
         window.loss += value * weight
+        window.teacher += float(taught[0]) * weight
+        window.adapter += float(taught[1]) * weight
         window.weight += weight
         window.examples += len(batch)
         window.timed += len(batch)
@@ -426,25 +414,39 @@ class Trainer:
         window.exposed += traffic.exposed_seconds
         window.sent += traffic.bytes
 
-    def _losses(self, logits: Tensor, own: RankingBatch, batch: RankingBatch) -> tuple[Tensor, float]:
+    def _summed(self) -> list[Tensor]:
+        """Return the parameters whose gradients are summed over ranks."""
+        return [*self.dense.values(), *(() if self.distiller is None else self.distiller.parameters())]
+
+    def _taught(self, distiller: Distiller, own: RankingBatch, batch: RankingBatch) -> tuple[Tensor, TeacherLosses]:
+        """Return the logits of the ``own`` samples of a batch, and the losses against the scores of the teacher."""
+        representation = self.model.represent(own.dense, self.model.look_up(own))
+        logits = self.model.heads(representation)
+        mean = lambda scores, targets: self._losses(scores, targets, own, batch)[0]  # noqa: E731
+        return logits, distiller.losses(representation, logits, own, mean)
+
+    def _losses(
+        self, logits: Tensor, targets: Tensor | None, own: RankingBatch, batch: RankingBatch
+    ) -> tuple[Tensor, float]:
         """Return the parts of the tasks' losses that the ``own`` samples of a batch make, and its weight."""
-        assert own.labels is not None
+        assert targets is not None
         if not self.ranks.divides:
-            return task_losses(logits, own.labels, own.weights, self._task_weights)
+            return task_losses(logits, targets, own.weights, self._task_weights)
         whole = float(len(batch) if batch.weights is None else batch.weights.sum())
         if not len(own):
             return logits.float().sum(0), whole
-        losses, weight = task_losses(logits, own.labels, own.weights, self._task_weights)
+        losses, weight = task_losses(logits, targets, own.weights, self._task_weights)
         return losses * (weight / (whole or 1.0)), whole
 
-    def _differentiate(self, losses: Tensor) -> float:
-        """Compute gradients of the tasks' losses; return their sum, without tasks that the balancer leaves out."""
+    def _differentiate(self, losses: Tensor, taught: TeacherLosses | None) -> float:
+        """Compute gradients of all losses; return the sum of the tasks', without those that the balancer leaves out."""
+        loss = losses.sum()
+        whole = loss if taught is None else loss + taught.student.sum() + taught.adapter.sum()
         if self.balancer is None:
-            loss = losses.sum()
-            loss.backward()
+            whole.backward()
             return float(loss.detach())
         self.balancer.expect(losses)
-        losses.sum().backward()
+        whole.backward()
         left_out = self.balancer.newest.is_left_out
         if left_out.any():
             names = [task for task, is_out in zip(self.tasks, left_out, strict=True) if is_out]
@@ -470,7 +472,7 @@ class Trainer:
         self.loss_scale.update(products.overflowed)
         return products.overflowed
 
-    def _change_weights(self, factor: float, window: _RankingWindow) -> None:
+    def _change_weights(self, factor: float, window: LogWindow) -> None:
         config = self.config
         if config.gradient_clip is not None:
             window.gradient_norm = self.ranks.clip(self.dense.values(), config.gradient_clip)
@@ -480,6 +482,8 @@ class Trainer:
             group["lr"] = config.learning_rate * factor
         self._update(factor)
         self.optimizer.zero_grad(set_to_none=True)
+        if self.distiller is not None:
+            self.distiller.update(config.learning_rate * factor, config.gradient_clip)
 
     def _update(self, factor: float) -> None:
         rows = None
@@ -505,7 +509,7 @@ class Trainer:
             remedy=self._way_on(),
         )
 
-    def _log(self, window: _RankingWindow) -> dict[str, Any]:
+    def _log(self, window: LogWindow) -> dict[str, Any]:
         seconds = time.perf_counter() - window.started
         progress = self.progress
         record = {
@@ -524,6 +528,8 @@ class Trainer:
             record |= {"exposed_fraction": window.exposed / seconds, "sent_bytes": window.sent}
         if self.balancer is not None:
             record["balance"] = self.balancer.record()
+        if self.distiller is not None and window.weight:
+            record |= {"teacher_loss": window.teacher / window.weight, "adapter_loss": window.adapter / window.weight}
         self.recorder.log(record)
         drawn = ("loss", "gradient_norm", "learning_rate", "examples_per_second")
         self.recorder.draw({f"train/{key}": float(record[key]) for key in drawn}, progress.step)

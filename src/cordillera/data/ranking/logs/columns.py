@@ -5,17 +5,22 @@ Every function raises a DataError that names the file, the row and the column of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import polars as pl
+from scipy.special import logit
 
-from cordillera.data.ranking.features import DenseFeature, ListFeature
+from cordillera.data.ranking.features import DenseFeature, ListFeature, Schema, TeacherColumns
 from cordillera.errors import DataError
 
 WEIGHTS = (1e-30, 1e30)
 """Smallest and largest sample weight other than 0; sums of such weights fit into float32."""
+
+MOST_LOGIT = 1e4
+"""Largest magnitude of a teacher's logit."""
 
 MISSING = 255
 """Stored label of a sample whose label is not known."""
@@ -170,6 +175,65 @@ def dense_of(series: pl.Series, feature: DenseFeature, place: RowPlace) -> tuple
     return values, blank
 
 
+def with_numbers(frame: pl.DataFrame, schema: Schema, place: RowPlace) -> pl.DataFrame:
+    """Return a frame in which every number of a dense feature of several has a column of its own.
+
+    Raises:
+        DataError: a list is not of the feature's width, or a row of 8-bit numbers is damaged.
+    """
+    for feature in schema.dense:
+        if feature.width > 1 and f"{feature.name}[0]" not in frame.columns:
+            values, blank = _vectors_of(column_of(frame, feature.name, place), feature, place)
+            columns = [pl.Series(f"{feature.name}[{i}]", values[:, i]) for i in range(feature.width)]
+            if blank.any():
+                columns = [column.set(pl.Series(blank), None) for column in columns]
+            frame = frame.with_columns(columns)
+    return frame
+
+
+def _vectors_of(series: pl.Series, feature: DenseFeature, place: RowPlace) -> tuple[np.ndarray, np.ndarray]:
+    """Read ``float64 [N, width]``, zeros where there is none, and the blanks ``bool [N]``."""
+    width, name, blank = feature.width, feature.name, series.is_null().to_numpy()
+    values = np.zeros((len(series), width))
+    given = series.drop_nulls()
+    if series.dtype == pl.Binary:
+        size = width + 8  # codes, scale and bias
+        wrong = (given.bin.size() != size).to_numpy()
+        _refuse_width(wrong, blank, f"{size} bytes, a row of {width} numbers of 8 bits", name, place)
+        if len(given):
+            rows = np.frombuffer(b"".join(given.to_list()), dtype=np.uint8).reshape(-1, size)
+            scales = rows[:, width:].copy().view(np.float32).astype(np.float64)
+            values[~blank] = (rows[:, :width] * scales[:, :1] + scales[:, 1:]).astype(np.float32)
+        return values, blank
+    if isinstance(series.dtype, pl.Array):
+        given = given.arr.to_list()
+    if given.dtype != pl.List and len(given):
+        raise DataError(
+            f"column '{name}' holds {series.dtype}, not lists of {width} numbers",
+            where=place.source,
+            remedy="give a list column, or width = 1",
+        )
+    if len(given):
+        _refuse_width((given.list.len() != width).to_numpy(), blank, f"{width} numbers", name, place)
+        at = np.repeat(np.flatnonzero(~blank), width)
+        entries, missing = numbers_of(given.explode(), name, place.of_rows(at))
+        if missing.any():
+            raise DataError(
+                "a list has a blank among its numbers", where=place.at(at[first_of(missing)], name),
+                remedy="leave the whole list blank, or give all numbers",
+            )  # fmt: skip
+        values[~blank] = entries.reshape(-1, width)
+    return values, blank
+
+
+def _refuse_width(wrong: np.ndarray, blank: np.ndarray, wanted: str, name: str, place: RowPlace) -> None:
+    if wrong.any():
+        row = np.flatnonzero(~blank)[first_of(wrong)]
+        raise DataError(
+            f"the value is not of {wanted}", where=place.at(row, name), remedy="correct the value, or the width"
+        )
+
+
 def refuse_large(results: np.ndarray, values: np.ndarray, name: str, place: RowPlace) -> None:
     """Refuse results of a transform of ``values``, both ``float64 [N]``, that do not fit into float32."""
     large = np.abs(results) > _LARGEST
@@ -298,6 +362,57 @@ def weights_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
             remedy="give every row a weight, 1 for an ordinary one",
         )
     return values.astype(np.float32)
+
+
+def teacher_of(
+    frame: pl.DataFrame,
+    columns: TeacherColumns,
+    labels: Sequence[str],
+    timestamps: np.ndarray | None,
+    place: RowPlace,
+) -> np.ndarray:
+    """Read a teacher's logits ``float32 [N, tasks]``, NaN where it has none.
+
+    Args:
+        labels: Names of the tasks.
+        timestamps: Seconds of the samples, to compare with ``learnt_until``.
+
+    Raises:
+        DataError: a score is not finite, a probability lies outside of [0, 1], or the teacher had learnt from labels
+            that are later than the sample.
+    """
+    found = np.full((len(frame), len(labels)), np.nan, dtype=np.float32)
+    for task, label in enumerate(labels):
+        name = columns.scores.get(label)
+        if name is None:
+            continue
+        values, blank = numbers_of(column_of(frame, name, place), name, place)
+        low, high = (0.0, 1.0) if columns.kind == "probability" else (-MOST_LOGIT, MOST_LOGIT)
+        wrong = ~blank & ~((values >= low) & (values <= high))
+        if wrong.any():
+            row = first_of(wrong)
+            raise DataError(
+                f"a teacher's score is {values[row]:g}, {columns.kind} values lie from {low:g} to {high:g}",
+                where=place.at(row, name),
+                remedy="leave it blank where the teacher has no score, or correct data.schema.teacher.kind",
+            )
+        if columns.kind == "probability":
+            values = np.clip(logit(values), -20.0, 20.0)
+        found[:, task] = np.where(blank, np.nan, values)
+    if columns.learnt_until is not None and timestamps is not None:
+        name = columns.learnt_until
+        series = column_of(frame, name, place)
+        known = np.flatnonzero(~np.isnan(found).all(axis=1))
+        times = timestamps_of(series[known], name, place.of_rows(known))
+        late = times > timestamps[known]
+        if late.any():
+            row = first_of(late)
+            raise DataError(
+                f"the teacher had learnt from labels until {times[row]}, the sample is of {timestamps[known][row]}",
+                where=place.at(known[row], name),
+                remedy="score samples with a teacher that knew no later labels; such scores hold what is to be learnt",
+            )
+    return found
 
 
 def timestamps_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:

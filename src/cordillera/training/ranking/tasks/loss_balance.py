@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
-from torch.nn import functional
 
 from cordillera.errors import TrainingError
 from cordillera.models.ranking.heads import Heads
@@ -61,34 +60,6 @@ class BalanceConfig(BaseModel):
             if wrong := sorted(name for name, weight in self.preference.items() if weight <= 0):
                 raise ValueError(f"preference must be above 0; it is not for {wrong}")
         return self
-
-
-def task_losses(
-    logits: Tensor, labels: Tensor, weights: Tensor | None, task_weights: Tensor | None
-) -> tuple[Tensor, float]:
-    """Compute each task's mean binary cross-entropy over samples.
-
-    A sample without a label of a task counts with a loss of 0, so that losses of parts of a batch add up to its own.
-
-    Args:
-        logits: ``[B, tasks]``; converted to float32.
-        labels: ``float32 [B, tasks]`` of zeros and ones; NaN where one is missing.
-        weights: ``float32 [B]`` sample weights; None for ones.
-        task_weights: ``float32 [tasks]``; None for ones.
-
-    Returns:
-        Losses ``float32 [tasks]`` and the total weight of the samples. With zero total weight losses are zero.
-    """
-    is_missing = labels.isnan()
-    labels = labels.masked_fill(is_missing, 0.0)
-    losses = functional.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none")
-    losses = losses.masked_fill(is_missing, 0.0)
-    if task_weights is not None:
-        losses = losses * task_weights
-    if weights is None:
-        return losses.mean(0), float(len(losses))
-    total = float(weights.sum())
-    return (losses * weights[:, None]).sum(0) / (total or 1.0), total
 
 
 class _BalanceSums:

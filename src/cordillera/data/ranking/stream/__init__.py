@@ -1,0 +1,1 @@
+"""Streams of events and of labels that arrive after them, joined in time order."""

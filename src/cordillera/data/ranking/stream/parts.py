@@ -1,0 +1,151 @@
+"""The folder in which joined streams are written, so that every example is in it once, whatever ends the process.
+
+``STREAM/part-NNNNNNNN.parquet`` holds what commit ``N`` has completed, ``state/NNNNNNNN/`` all that the next one needs.
+A commit writes its parts under other names, then the state, and renames the parts last. Whoever opens the folder
+finishes the renames of the newest state and removes what belongs to none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from cordillera.data.files import checksum, disk_errors, folder_beside, write_bytes
+from cordillera.errors import DataError
+from cordillera.files import read_sealed, sealed_json
+
+_PART = re.compile(r"^(\.?)part-(\d{8})\.parquet(\.tmp)?$")
+_REMEDY = "delete the folder and augment again"
+
+
+class StreamFolder:
+    """Parts and state of joined streams.
+
+    Args:
+        folder: Folder, which is created if need be.
+        streams: Names of the streams.
+
+    Attributes:
+        step: Number of the newest commit; 0 before the first one.
+    """
+
+    def __init__(self, folder: Path, streams: tuple[str, ...]) -> None:
+        self.folder, self.streams, self.step = folder, streams, 0
+        with disk_errors(folder):
+            for name in ("state", *streams):
+                (folder / name).mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder in the region.
+
+        Raises:
+            DataError: If another process holds it.
+        """
+        with disk_errors(self.folder):
+            descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise DataError(
+                    "another process writes into it", where=str(self.folder), remedy="wait until it has ended"
+                ) from None
+            yield
+        finally:
+            os.close(descriptor)
+
+    def restore(self) -> tuple[dict[str, pl.DataFrame], dict[str, Any]] | None:
+        """Read the newest state and bring the parts into its order; None before the first commit.
+
+        Raises:
+            DataError: If the state or a part is damaged or missing.
+        """
+        steps = sorted(int(path.name) for path in (self.folder / "state").iterdir() if path.name.isdigit())
+        self.step = steps[-1] if steps else 0
+        if not steps:
+            self._tidy()
+            return None
+        place = self._state(self.step)
+        state = read_sealed(place / "state.json", required=True, remedy=_REMEDY)
+        frames = {}
+        for name, digest in state["frames"].items():
+            path = place / f"{name}.parquet"
+            if not path.is_file() or checksum(path) != digest:
+                raise DataError("is missing or damaged", where=str(path), remedy=_REMEDY)
+            frames[name] = pl.read_parquet(path, glob=False)
+        self._reveal(state["parts"])
+        self._tidy()
+        return frames, state["content"]
+
+    def commit(
+        self, frames: Mapping[str, pl.DataFrame], content: Mapping[str, Any], parts: Mapping[str, pl.DataFrame]
+    ) -> None:
+        """Write the examples that are complete, by stream, and what waits, all of it or nothing.
+
+        Args:
+            frames: What waits.
+            content: More of the state, as JSON values.
+            parts: Examples by stream; empty ones are not written.
+
+        Raises:
+            DataError: If the disk is full or cannot be written.
+        """
+        step = self.step + 1
+        written = [stream for stream, frame in parts.items() if len(frame)]
+        for stream in written:
+            hidden = self._hidden(stream, step)
+            with disk_errors(hidden), open(hidden, "wb") as file:
+                parts[stream].write_parquet(file)
+                file.flush()
+                os.fsync(file.fileno())
+        with folder_beside(self._state(step)) as beside:
+            digests = {}
+            for name, frame in frames.items():
+                path = beside / f"{name}.parquet"
+                with disk_errors(path):
+                    frame.write_parquet(path)
+                digests[name] = checksum(path)
+            state = {"frames": digests, "parts": written, "content": dict(content)}
+            write_bytes(beside / "state.json", sealed_json(state).encode())
+        self.step = step
+        self._reveal(written)
+        shutil.rmtree(self._state(step - 1), ignore_errors=True)
+
+    def _state(self, step: int) -> Path:
+        return self.folder / "state" / f"{step:08d}"
+
+    def _part(self, stream: str, step: int) -> Path:
+        return self.folder / stream / f"part-{step:08d}.parquet"
+
+    def _hidden(self, stream: str, step: int) -> Path:
+        return self.folder / stream / f".part-{step:08d}.parquet.tmp"
+
+    def _reveal(self, streams: list[str]) -> None:
+        """Give the parts of the newest commit their names."""
+        for stream in streams:
+            hidden, part = self._hidden(stream, self.step), self._part(stream, self.step)
+            with disk_errors(part):
+                if hidden.exists():
+                    os.replace(hidden, part)
+            if not part.exists():
+                raise DataError("the newest part is missing", where=str(part), remedy=_REMEDY)
+
+    def _tidy(self) -> None:
+        """Remove parts and states that belong to no commit."""
+        for stream in self.streams:
+            for path in (self.folder / stream).iterdir():
+                match = _PART.match(path.name)
+                if match and (match[3] or int(match[2]) > self.step):
+                    path.unlink()
+        for path in (self.folder / "state").iterdir():
+            if path.name.isdigit() and int(path.name) < self.step:
+                shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""Operations on streams of events."""
