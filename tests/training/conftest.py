@@ -75,7 +75,9 @@ def make_trainer(tmp_path: Path):
         if model in ("target-attention", "hstu"):
             sizes |= {"candidate": "id", "mlp": (8,)}
         rule = TablesConfig.model_validate({"name": "rowwise_adagrad", "learning_rate": 0.05, **(tables or {})})
-        network = build(MODELS[model].Config(**sizes), FEATURES, rule)
+        kind = MODELS[model].Config
+        sizes = {key: value for key, value in sizes.items() if key in kind.model_fields}
+        network = build(kind(**sizes), FEATURES, rule)
         folder = tmp_path / name
         run = Run(folder) if folder.exists() else Run.create(folder, "name = 'test'\n")
         return Trainer(

@@ -107,6 +107,19 @@ def with_missing_labels() -> MemoryLoader:
     return loader
 
 
+def with_teacher() -> MemoryLoader:
+    """A loader of batches with a teacher's logits, some of which are missing."""
+    loader = MemoryLoader(5, 33, weights=True)
+
+    def spoil(number: int, batch: RankingBatch) -> RankingBatch:
+        logits = torch.randn(33, 2, generator=torch.Generator().manual_seed(number))
+        logits[20:, number % 2] = torch.nan
+        return replace(batch, teacher=logits)
+
+    loader.spoil = spoil
+    return loader
+
+
 def getting_worse() -> MemoryLoader:
     """Samples of validation with labels that contradict those of training."""
     loader = MemoryLoader(2, 41, seed=5)
@@ -139,6 +152,13 @@ ALIKE: dict[str, Callable[[], dict[str, Any]]] = {
     "any numbers of samples": lambda: {"sizes": {"dropout": 0.3}, "division": "variable", "progressive": True},
     "balanced tasks": lambda: {"balance": {"mode": "min-norm"}, "task_weights": {"buy": 100.0}, "epochs": 1},
     "balanced tasks of experts": lambda: {"model": "ple", "sizes": {"mlp": (8,)}, "balance": {"mode": "equal"}},
+    "a teacher": lambda: {
+        "loader": with_teacher(),
+        "teacher": {"head": "auxiliary", "adapter": True, "weight": 3.0},
+        "sizes": {"dropout": 0.3},
+        "gradient_clip": 0.5,
+        "epochs": 1,
+    },
     "missing labels": lambda: {"loader": with_missing_labels(), "balance": {"mode": "equal"}, "epochs": 1},
     "no tables": lambda: {"features": DENSE, "sizes": {"interaction": "cat"}, "epochs": 1},
 }

@@ -60,6 +60,11 @@ class Material:
         }
 
     @property
+    def metrics_by_task(self) -> dict[str, dict[str, float]]:
+        """Metrics of the evaluated split by task; empty without an evaluation."""
+        return {} if self.evaluation is None else self.evaluation.metrics()
+
+    @property
     def tasks(self) -> list[str]:
         """Names of the tasks."""
         if self.evaluation is not None:

@@ -15,6 +15,7 @@ from cordillera.reports.ranking.balance import balance
 from cordillera.reports.ranking.material import METRICS, Material, interval_text, share_of_time
 from cordillera.reports.ranking.placement import placed_tables
 from cordillera.reports.ranking.scores import scores, segments
+from cordillera.reports.ranking.teacher import progressive, teacher
 from cordillera.run import Run
 from cordillera.training.ranking.evaluation import TaskEvaluation, number
 
@@ -51,7 +52,8 @@ def render(run: Run) -> str:
         results=_results(material),
         learning=_learning(material),
         balance=balance(material),
-        progressive=_progressive(material),
+        teacher=teacher(material),
+        progressive=progressive(material),
         scores=scores(material.evaluation),
         segments=segments(material.evaluation),
         placed=placed_tables(run),
@@ -164,24 +166,6 @@ def _learning(material: Material) -> list[Figure | None]:
                 y=Axis(padded([*values, bayes], 0.2)),
                 levels=[(1.0, "base rate"), (bayes, "Bayes-optimal")],
                 mark=(best["examples"], marked, ring) if best and math.isfinite(marked) else None,
-            )
-        )
-    return charts
-
-
-def _progressive(material: Material) -> list[Figure | None]:
-    charts = []
-    for task in material.progressive[-1]["tasks"] if material.progressive else ():
-        xs = [record["end"] for record in material.progressive]
-        ys = [record["tasks"].get(task, {}).get("ne", math.nan) for record in material.progressive]
-        charts.append(
-            figure(
-                task,
-                [Series("NE", "s1", xs, ys)],
-                ("examples of the stream", "NE"),
-                "NE of each window, predicted before training on it.",
-                y=Axis(padded(ys, 0.12)),
-                levels=[(1.0, "base rate")],
             )
         )
     return charts

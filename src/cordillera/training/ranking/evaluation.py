@@ -99,6 +99,7 @@ class Evaluation:
         unit: Unit that the intervals treat as independent: ``sample`` or ``group``.
         step: Number of training steps behind the evaluated weights; None if unknown.
         steps: Number of steps of the whole training; None if unknown.
+        teacher: Metrics by task of a teacher's scores, on the samples that have one; empty without a teacher.
     """
 
     split: str
@@ -111,6 +112,7 @@ class Evaluation:
     unit: str = "sample"
     step: int | None = None
     steps: int | None = None
+    teacher: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def age(self, status: RunStatus | None, *, keeps_best: bool) -> str:
         """Return a warning that a run of this ``status`` was trained on after this evaluation, else an empty text.
@@ -163,6 +165,7 @@ class Evaluation:
                 unit=_text(raw["unit"]),
                 step=None if raw.get("step") is None else _count(raw["step"]),
                 steps=None if raw.get("steps") is None else _count(raw["steps"]),
+                teacher={_text(task): _numbers(values) for task, values in raw.get("teacher", {}).items()},
             )
         except (KeyError, TypeError, AttributeError, ValueError, DataError) as error:
             what = error.what if isinstance(error, DataError) else repr(error)
@@ -305,17 +308,35 @@ def evaluate(
         segments=broken_down,
         level=level,
         unit=interval_unit(samples.groups),
+        teacher=_metrics_of_teacher(samples, tasks),
     )
 
 
+def _metrics_of_teacher(samples: _Samples, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return the metrics of a teacher's scores by task; tasks without any are left out."""
+    found = {}
+    for place, task in enumerate(tasks if samples.teacher is not None else ()):
+        assert samples.teacher is not None
+        known = samples.take(np.flatnonzero(~np.isnan(samples.teacher[:, place])))
+        if len(known.rows) and known.teacher is not None:
+            metrics = RankingMetrics()
+            metrics.update(*known._replace(logits=known.teacher).of_task(place))
+            found[task] = metrics.compute()
+    return found
+
+
 class _Samples(NamedTuple):
-    """Scored samples: logits and labels ``[B, tasks]``, weights and groups ``[B]`` or None, rows of the data set."""
+    """Scored samples: logits and labels ``[B, tasks]``, weights and groups ``[B]`` or None, rows of the data set.
+
+    The logits of a teacher are ``[B, tasks]``, NaN where it has none, or None.
+    """
 
     logits: NDArray[Any]
     labels: NDArray[Any]
     weights: _Floats | None
     groups: NDArray[Any] | None
     rows: NDArray[np.int64]
+    teacher: NDArray[Any] | None = None
 
     def of_task(self, task: int) -> tuple[_Floats, NDArray[Any], _Floats | None, NDArray[Any] | None]:
         """Return the samples that have a label of a task."""
@@ -356,6 +377,8 @@ def _score_all(
                 parts["weights"].append(batch.weights.cpu().to(torch.float64).numpy())
             if batch.groups is not None:
                 parts["groups"].append(batch.groups.cpu().numpy())
+            if batch.teacher is not None:
+                parts["teacher"].append(batch.teacher.cpu().numpy())
             rows = np.arange(seen, seen + size) if batch.rows is None else batch.rows.cpu().numpy()
             parts["rows"].append(rows)
             if segments is not None:
@@ -371,8 +394,8 @@ def _score_all(
         np.concatenate([np.empty(0, np.int64), *parts["rows"]]),
     )
     _refuse_non_finite(samples.logits, samples.rows, tasks, split)
-    weights, groups = (_optional(parts[name], seen, name, split) for name in ("weights", "groups"))
-    return samples._replace(weights=weights, groups=groups), named, seconds
+    weights, groups, teacher = (_optional(parts[name], seen, name, split) for name in ("weights", "groups", "teacher"))
+    return samples._replace(weights=weights, groups=groups, teacher=teacher), named, seconds
 
 
 def _keep(dtype: torch.dtype) -> torch.dtype:
@@ -383,7 +406,7 @@ def _optional(chunks: list[NDArray[Any]], size: int, name: str, split: str) -> N
     if not chunks:
         return None
     whole = np.concatenate(chunks)
-    if whole.shape != (size,):
+    if len(whole) != size:
         raise DataError(f"{name} must come with every batch or with none", where=f"evaluation on {split}")
     return whole
 

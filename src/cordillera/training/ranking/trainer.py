@@ -38,7 +38,7 @@ from cordillera.training.ranking.scoring import autocast, emulated, load_weights
 from cordillera.training.ranking.sharded_dense import cut_like, whole
 from cordillera.training.ranking.tasks.loss_balance import LossBalancer, heads_to_balance
 from cordillera.training.ranking.tasks.losses import task_losses
-from cordillera.training.ranking.teachers.distillation import Distiller, TeacherLosses
+from cordillera.training.ranking.teachers.distillation import Distiller, TeacherLosses, beside_teacher, of_teacher
 from cordillera.training.recorder import RunRecorder
 
 _LEARNT = ("model.", "optimizer.", "storage.", "teacher.")  # prefixes of tensors that must be finite
@@ -109,7 +109,8 @@ class Trainer:
         self._window = LogWindow()
         epochs = config.epochs * len(training)
         self.total_steps = epochs if config.max_steps is None else min(epochs, config.max_steps)
-        self.progressive = ProgressiveMetrics(self.tasks, config.progressive_window) if config.progressive else None
+        shown = self.tasks if self.distiller is None else (*self.tasks, *map(of_teacher, self.tasks))
+        self.progressive = ProgressiveMetrics(shown, config.progressive_window) if config.progressive else None
         self._stop = threading.Event()
         unknown = sorted(set(config.task_weights or {}) - set(self.tasks))
         if unknown:
@@ -364,8 +365,10 @@ class Trainer:
         if batch.labels is None:
             raise TrainingError("the batch has no labels", where="training")
         if self.progressive is not None:
-            logits = self._scorer()(batch)
-            for window_metrics in self.progressive.update(logits, batch.labels, batch.weights, batch.groups):
+            predictions = self._scorer()(batch), batch.labels
+            if batch.teacher is not None and self.distiller is not None:
+                predictions = beside_teacher(predictions[0], batch)
+            for window_metrics in self.progressive.update(*predictions, batch.weights, batch.groups):
                 self.recorder.log(
                     {"kind": "progressive", "step": progress.step + 1, "epoch": progress.epoch, **window_metrics}
                 )

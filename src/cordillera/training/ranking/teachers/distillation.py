@@ -241,6 +241,20 @@ class Distiller(nn.Module):
                 self.optimizer.state[weight] = {key: one.clone().to(weight.device) for key, one in moments.items()}
 
 
+def of_teacher(task: str) -> str:
+    """Return the name under which progressive metrics show a teacher's scores of a task."""
+    return f"{task} (teacher)"
+
+
+def beside_teacher(logits: Tensor, batch: RankingBatch) -> tuple[Tensor, Tensor]:
+    """Return predictions of a batch and, as further tasks, its teacher's scores, with labels: ``[B, 2 * tasks]``."""
+    assert batch.teacher is not None
+    assert batch.labels is not None
+    is_missing = batch.teacher.isnan()
+    scores = torch.cat([logits, batch.teacher.masked_fill(is_missing, 0.0)], dim=1)
+    return scores, torch.cat([batch.labels, batch.labels.masked_fill(is_missing, torch.nan)], dim=1)
+
+
 @contextlib.contextmanager
 def _apart_from_dropout(device: torch.device) -> Iterator[None]:
     """Draw random numbers in the region without changing those that the student draws afterwards."""
