@@ -26,6 +26,7 @@ import _figures_precision
 import _figures_ranking
 import _figures_serving
 import _figures_tasks
+import _figures_teachers
 import _figures_zionex
 from _figures import Figures
 
@@ -33,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FIGURES: Figures = {
     **_figures_ranking.FIGURES,
     **_figures_tasks.FIGURES,
+    **_figures_teachers.FIGURES,
     **_figures_precision.FIGURES,
     **_figures_language.FIGURES,
     **_figures_planning.FIGURES,

@@ -28,6 +28,7 @@ from cordillera.training.ranking.metrics import RankingMetrics
 from cordillera.training.ranking.scoring import scorer
 from cordillera.training.ranking.tasks.loss_balance import BalanceConfig, LossBalancer, heads_to_balance
 from cordillera.training.ranking.tasks.losses import task_losses
+from cordillera.training.ranking.teachers.distillation import TeacherLosses
 from cordillera.training.ranking.trainer import Trainer
 from cordillera.workflows.trained import model_of
 
@@ -156,7 +157,7 @@ class _OfLosses(Trainer):
         self._own = torch.optim.Adam(own, lr=self.config.learning_rate) if own else None
         return self
 
-    def _differentiate(self, losses: Tensor) -> float:
+    def _differentiate(self, losses: Tensor, taught: TeacherLosses | None) -> float:
         self._scalarizer(losses).backward()
         return float(losses.detach().sum())
 

@@ -19,9 +19,10 @@ from pydantic import BaseModel
 from cordillera.data.language.chats.rows import ChatDataConfig
 from cordillera.data.language.cleaning import CleaningConfig
 from cordillera.data.language.corpora import TextSourceConfig
-from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, ListFeature, Schema
+from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, ListFeature, Schema, TeacherColumns
 from cordillera.data.ranking.logs.histories import HistoriesConfig
 from cordillera.data.ranking.logs.synthetic import SyntheticConfig
+from cordillera.data.ranking.stream.config import EventStreamConfig, JoinConfig
 from cordillera.embeddings.dynamic_ids import DynamicRowsConfig
 from cordillera.models.language.adapters import AdapterConfig
 from cordillera.models.language.draft_model import DraftConfig
@@ -32,6 +33,10 @@ from cordillera.numerics.emulation.emulation import EmulationConfig
 from cordillera.recipe import LanguageRecipe, RankingRecipe, field_descriptions, shipped
 from cordillera.training.language.objectives import DraftingConfig, GroupsConfig, PreferencesConfig
 from cordillera.training.ranking.tasks.loss_balance import BalanceConfig
+from cordillera.training.ranking.teachers.augmentation import AugmentationConfig
+from cordillera.training.ranking.teachers.distillation import TeacherConfig
+from cordillera.training.ranking.teachers.past import PastConfig
+from cordillera.training.ranking.teachers.versions import LearningTeacherConfig
 
 ROOT = Path(__file__).parent.parent
 FEATURES = {
@@ -39,6 +44,12 @@ FEATURES = {
     "schema.dense": DenseFeature,
     "schema.categorical": CategoricalFeature,
     "schema.lists": ListFeature,
+    "schema.teacher": TeacherColumns,
+    "streams": AugmentationConfig,
+    "streams.join": JoinConfig,
+    "streams.stream": EventStreamConfig,
+    "streams.teacher": LearningTeacherConfig,
+    "streams.past": PastConfig,
 }
 
 
@@ -73,6 +84,8 @@ def _section(name: str) -> type[BaseModel]:
         return EmulationConfig
     if name == "training.balance":
         return BalanceConfig
+    if name == "training.teacher":
+        return TeacherConfig
     if name == "tables.dynamic":
         return DynamicRowsConfig
     if name == "model.towers":

@@ -67,6 +67,7 @@ NOT_RUN = {
     "cordillera bench moe": "takes minutes; tests/benchmarks runs it with small sizes",
     "cordillera bench speculation": "takes minutes; tests/benchmarks runs it with few prompts",
     "cordillera bench post-training": "takes minutes; tests/benchmarks runs it with few steps",
+    "cordillera bench exfm": "takes minutes; tests/benchmarks runs it with few steps",
     "cordillera bench multibalance": "takes minutes; tests/benchmarks runs it with few steps",
     "cordillera bench serving": "takes minutes; tests/benchmarks runs it with few requests",
     "cordillera train smollm2-sft --run runs/own": "takes minutes; tests/training/test_post_training.py has such rows",

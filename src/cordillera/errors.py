@@ -49,18 +49,19 @@ class CordilleraError(Exception):
 
 
 class RecipeError(CordilleraError):
-    """A recipe, or an override of it, is not valid.
+    """A recipe, another file of settings, or an override, is not valid.
 
     Args:
         source: Name or path of the recipe.
         problems: All mistakes, as pairs of a dotted path (``model.layers``) and what is wrong there.
+        kind: Kind of the file.
     """
 
-    def __init__(self, source: str, problems: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, source: str, problems: Sequence[tuple[str, str]], kind: str = "recipe") -> None:
         self.problems = list(problems)
         count = "1 mistake" if len(self.problems) == 1 else f"{len(self.problems)} mistakes"
         listing = "\n".join(f"  {path}: {message}" for path, message in self.problems)
-        super().__init__(f"{count} in the recipe\n{listing}", where=source)
+        super().__init__(f"{count} in the {kind}\n{listing}", where=source)
 
 
 class DataError(CordilleraError):

@@ -192,7 +192,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def apply_override(content: dict[str, Any], override: str) -> None:
-    """Set the key of ``a.b=value`` in the content of a file.
+    """Set a key in the content of a file by an ``override`` such as ``a.b=value``.
 
     Raises:
         RecipeError: If it is no such text, or a part of the key is a value.

@@ -1,9 +1,11 @@
 """The training loop: interrupted runs equal uninterrupted ones, and bad numbers stop it before they spread."""
 
+import json
 import math
 import os
 import signal
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -347,3 +349,22 @@ def test_the_schedule_is_torchs(decay):
     for end in range(warmup + 1, warmup + 4):  # however short the decay is
         assert schedule(end, end, warmup=warmup, decay=decay, floor=floor) == pytest.approx(floor)
     assert [schedule(step, total, warmup=warmup, decay="none") for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
+
+
+def test_progressive_metrics_of_data_without_groups_are_saved_and_resumed(make_trainer):
+    def trainer_of(name):
+        loader = MemoryLoader(10)
+        loader.spoil = lambda number, batch: replace(batch, groups=None)
+        return make_trainer(name, loader=loader, progressive=True, progressive_window=100, checkpoint_every=4)
+
+    whole = trainer_of("whole")
+    whole.fit()
+    first = trainer_of("parts")
+    first.on_step = lambda record, progress, total: first.stop() if progress.step == 7 else None
+    first.fit()
+    second = trainer_of("parts")
+    assert second.resume()
+    second.fit()
+    assert json.dumps(records(whole.run)) == json.dumps(records(second.run))  # NaN differs from itself
+    texts = [json.dumps(run.read_json("progressive.json")) for run in (whole.run, second.run)]
+    assert texts[0] == texts[1]

@@ -30,6 +30,7 @@ def augment(
     """Join labels that arrive late with their events, let a teacher score each once, and write Parquet for students."""
     from cordillera import workflows
     from cordillera.cli._show import augmentation_progress, console, evaluation_table, training_progress
+    from cordillera.run import next_folder
     from cordillera.workflows.streams.augmentation import load_streams, student_recipes
 
     out, config = console(), load_streams(file, set_ or ())
@@ -45,7 +46,8 @@ def augment(
     for stream, recipe in recipes.items():
         with training_progress(out, quiet=quiet) as (on_student, say):
             say(f"student of {stream}")
-            student = workflows.train(recipe, Path(config.out) / stream / "run", on_step=on_student, say=say)
+            folder = next_folder(Path(config.out) / stream, "run")
+            student = workflows.train(recipe, folder, on_step=on_student, say=say)
         if student.report.ended == "interrupted":
             out.print("interrupted; everything is saved")
             out.print(f"  -> continue with: cordillera train {student.run.folder} --resume", markup=False)

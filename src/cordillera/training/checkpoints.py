@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -241,7 +242,8 @@ def pack(value: Any, path: str) -> tuple[Any, dict[str, Tensor]]:
     """Separate nested dicts and lists (``value``) into plain JSON values and tensors, named after ``path``.
 
     Returns:
-        The value with every tensor replaced by ``{"__tensor__": name}``, and the tensors by name.
+        The value with every tensor replaced by ``{"__tensor__": name}`` and every number that is not finite by
+        ``{"__number__": text}``, and the tensors by name.
     """
     if isinstance(value, Tensor):
         return {"__tensor__": path}, {path: value}
@@ -259,6 +261,8 @@ def pack(value: Any, path: str) -> tuple[Any, dict[str, Tensor]]:
             plain.append(packed)
             tensors |= more
         return plain, tensors
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"__number__": repr(value)}, tensors
     return value, tensors
 
 
@@ -267,6 +271,8 @@ def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, dict):
         if set(value) == {"__tensor__"}:
             return tensors[value["__tensor__"]].clone()
+        if set(value) == {"__number__"}:
+            return float(value["__number__"])
         return {key: unpack(entry, tensors) for key, entry in value.items()}
     if isinstance(value, list):
         return [unpack(entry, tensors) for entry in value]

@@ -313,6 +313,8 @@ def _check_together(recipe: RankingRecipe) -> None:
         if getattr(recipe.model, key, None) == "batch":
             why = "'batch' is for training in one process, without slices: set 'layer' or 'none'"
             problems.append((f"model.{key}", why))
+    if training.teacher.head == "auxiliary" and recipe.parallel.dense != "replicated":
+        problems.append(("parallel.dense", "auxiliary heads of a teacher are whole: set 'replicated'"))
     if recipe.device != "cpu" and (recipe.device != "auto" or select_device("auto").type != "cpu"):
         problems.append(("device", "several processes, and slices, train on CPUs: set device = 'cpu'"))
     if training.slices > 1:

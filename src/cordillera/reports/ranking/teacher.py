@@ -32,7 +32,7 @@ def teacher(material: Material) -> dict[str, Any]:
     charts: list[Figure | None] = []
     for title, key, caption in (
         ("Loss against the teacher", "teacher_loss", "With its factors; samples without a score count with 0."),
-        ("Loss of the adapter", "adapter_loss", "Of corrected scores against labels; samples without a score count with 0."),
+        ("Loss of the adapter", "adapter_loss", "Of corrected scores, against labels; others count with 0."),
     ):
         values = [number(record.get(key)) for record in records]
         if not any(math.isfinite(value) and value > 0 for value in values):

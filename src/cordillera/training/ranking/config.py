@@ -229,6 +229,7 @@ class LogWindow:
     sent: int = 0
 
     def to_state(self) -> dict[str, float]:
+        """Return the sums, as JSON values."""
         return {name: getattr(self, name) for name in ("loss", "teacher", "adapter", "weight", "examples")}
 
 

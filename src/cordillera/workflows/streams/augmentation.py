@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 
 from cordillera import recipe as recipes
 from cordillera.data.ranking.encoding import Encoder
+from cordillera.data.ranking.stream.config import EventStreamConfig
 from cordillera.data.ranking.stream.parts import StreamFolder
 from cordillera.errors import DataError, RecipeError
 from cordillera.files import TOML_BYTES, parse_toml, read_text
@@ -51,14 +53,18 @@ def load_streams(source: Path | str, overrides: Iterable[str] = ()) -> Augmentat
     try:
         content = parse_toml(read_text(Path(source), limit=TOML_BYTES), str(source))
     except DataError as error:
-        raise RecipeError(error.where or str(source), [("file", error.what)]) from error
+        raise RecipeError(error.where or str(source), [("file", error.what)], "file of streams") from error
     for override in overrides:
         recipes.apply_override(content, override)
     try:
         return AugmentationConfig.model_validate(content)
     except ValidationError as error:
         found: Any = [_as_written(entry) for entry in error.errors(include_url=False)]
-        raise RecipeError(str(source), explain(found, _known_keys, "file")) from error
+        teacher = content.get("teacher")
+        model = teacher.get("model") if isinstance(teacher, dict) else None
+        name = model.get("name") if isinstance(model, dict) else None
+        problems = explain(found, partial(_known_keys, name), "file")
+        raise RecipeError(str(source), problems, "file of streams") from error
 
 
 def _as_written(entry: Any) -> dict[str, Any]:
@@ -71,7 +77,12 @@ def _as_written(entry: Any) -> dict[str, Any]:
     return {**entry, "loc": tuple(location)}
 
 
-def _known_keys(path: Any) -> list[str]:
+def _known_keys(model: Any, path: Sequence[Any]) -> list[str]:
+    """Return the keys at a place, where ``model`` is the name of the teacher's."""
+    if list(path[:2]) == ["teacher", "model"] and model in MODELS:
+        return known_keys(MODELS[model].Config, path[2:])
+    if len(path) > 1 and path[0] == "streams":
+        return known_keys(EventStreamConfig, path[2:])
     return known_keys(AugmentationConfig, path)
 
 

@@ -27,6 +27,8 @@ from cordillera.data.ranking.logs.columns import (
 from cordillera.data.ranking.stream.config import JoinConfig
 from cordillera.errors import DataError
 
+_EARLY_S = 86_400  # by which a label may be earlier than its event and is found to be
+
 END = 2**61
 """Watermark at which no more rows come."""
 
@@ -214,9 +216,13 @@ class LabelJoin:
         return events
 
     def _forget_labels(self, watermark: int) -> None:
-        """Drop labels whose event would be complete by now, had it come."""
+        """Drop labels whose event would be complete by now, had it come.
+
+        They are kept for a while longer, so that a label which is earlier than its event is found.
+        """
         if len(self.labels):
-            kept = self.labels.filter(pl.col(self.time) >= watermark - self.config.window_s)
+            early = max(self.config.window_s, _EARLY_S)
+            kept = self.labels.filter(pl.col(self.time) >= watermark - self.config.window_s - early)
             self.counts["labels_without_event"] += len(self.labels) - len(kept)
             self.labels = kept
 

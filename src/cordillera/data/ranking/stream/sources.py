@@ -55,6 +55,14 @@ class FileSource:
             self._done.append([str(path), path.stat().st_size, self._offset])
             self._offset, self._chunks = 0, None
 
+    def check(self) -> None:
+        """Check that there is a file.
+
+        Raises:
+            DataError: If there is none.
+        """
+        expand_paths(self._paths)
+
     def _following(self) -> Path | None:
         """Return the file that is read, or the next one."""
         try:

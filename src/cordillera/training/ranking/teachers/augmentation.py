@@ -155,6 +155,9 @@ class Augmentation:
         Raises:
             DataError: If a file is wrong; what was read before it is saved.
         """
+        for _, are_events, source in self.sources.values():
+            if finish or (are_events and not self.progress.counts):
+                source.check()
         ended: set[str] = set()
         while len(ended) < len(self.sources):
             # the source that holds the watermark back; without it nothing can be completed
