@@ -168,6 +168,7 @@ class Distiller(nn.Module):
             representation: What the heads read, ``[B, r]``.
             logits: Those of the serving heads, ``[B, tasks]``.
             samples: The samples, with labels and the teacher's logits.
+            mean: Function that computes the mean loss of logits against targets.
 
         Raises:
             TrainingError: If the samples have no scores of a teacher.
@@ -247,7 +248,10 @@ def of_teacher(task: str) -> str:
 
 
 def beside_teacher(logits: Tensor, batch: RankingBatch) -> tuple[Tensor, Tensor]:
-    """Return predictions of a batch and, as further tasks, its teacher's scores, with labels: ``[B, 2 * tasks]``."""
+    """Return predictions and, as further tasks, scores of the teacher of a ``batch``, with labels: ``[B, 2 * tasks]``.
+
+    The predictions are ``logits [B, tasks]``.
+    """
     assert batch.teacher is not None
     assert batch.labels is not None
     is_missing = batch.teacher.isnan()

@@ -87,7 +87,7 @@ class StreamTeacher(Protocol):
         ...
 
     def load_state(self, frames: dict[str, pl.DataFrame], state: dict[str, Any]) -> None:
-        """Go on from :meth:`to_state`."""
+        """Go on from ``frames`` and ``state`` of :meth:`to_state`."""
         ...
 
 
@@ -195,7 +195,7 @@ class LearningTeacher:
         self.versions.append({"examples": learnt, "learnt_until": until, "published": published})
 
     def score(self, events: pl.DataFrame, times: NDArray[np.int64]) -> pl.DataFrame:
-        """Return events with the scores of the version of their time."""
+        """Return events with the scores of the version of their time; ``times`` are their timestamps in seconds."""
         published = [version["published"] for version in self.versions]
         number = np.searchsorted(np.array(published, dtype=np.int64), times, side="right")
         until = np.array([0, *(version["learnt_until"] for version in self.versions)])[number]
@@ -231,7 +231,7 @@ class LearningTeacher:
         return {"unlearnt": self._waiting}, {"versions": self.versions, "calls": self.calls}
 
     def load_state(self, frames: dict[str, pl.DataFrame], state: dict[str, Any]) -> None:
-        """Go on from :meth:`to_state`; versions that were published since are made again."""
+        """Go on from ``frames`` and ``state`` of :meth:`to_state`; versions published since are made again."""
         self._waiting, self.versions, self.calls = frames["unlearnt"], list(state["versions"]), dict(state["calls"])
         self._learner, self._scoring = None, {}
 
@@ -336,7 +336,7 @@ class FixedTeacher:
         """Ignore the examples."""
 
     def score(self, events: pl.DataFrame, times: NDArray[np.int64]) -> pl.DataFrame:
-        """Return events with the model's scores.
+        """Return events with the model's scores; ``times`` are their timestamps in seconds.
 
         Raises:
             DataError: If the model was trained on samples that are later than an event.
@@ -357,5 +357,5 @@ class FixedTeacher:
         return {}, {"calls": self.calls}
 
     def load_state(self, frames: dict[str, pl.DataFrame], state: dict[str, Any]) -> None:
-        """Go on from :meth:`to_state`."""
+        """Go on from ``frames`` and ``state`` of :meth:`to_state`."""
         self.calls = dict(state["calls"])
