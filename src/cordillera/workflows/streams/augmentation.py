@@ -157,6 +157,14 @@ def _teacher(config: AugmentationConfig, folder: StreamFolder) -> StreamTeacher:
             where=str(run.folder),
             remedy=f"labels are {list(config.schema_.labels)}; train the teacher with data.tasks of these",
         )
+    own = encoder.schema
+    names = {feature.name for feature in (*own.dense, *own.categorical, *own.lists)}
+    if absent := sorted(names - set(config.schema_.columns) - set(config.schema_.ids)):
+        raise DataError(
+            f"reads {absent}, which are no columns of the streams",
+            where=str(run.folder),
+            remedy="name them in the streams' schema, or train a teacher on columns that are there",
+        )
     _, model, checkpoint = load_model_with_checkpoint(run, replace(encoder.features, tasks=tasks), torch.device("cpu"))
     times = card["data"]["facts"].get("times", {}).get("train")
     scoring = ScoringModel(encoder, model, tasks, recipe.training.precision, embeds)
