@@ -145,7 +145,7 @@ def same(left: pl.DataFrame, right: pl.DataFrame) -> None:
     for name in left.columns:
         one, other = left[name], right[name]
         if one.dtype.is_float():
-            bits = {pl.Float32: pl.UInt32, pl.Float64: pl.UInt64}[one.dtype.base_type()]
+            bits = pl.UInt32 if one.dtype == pl.Float32 else pl.UInt64
             one, other = one.reinterpret(dtype=bits), other.reinterpret(dtype=bits)
         assert one.to_list() == other.to_list(), name
 
@@ -184,7 +184,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
 # Chunks and times -----------------------------------------------------------------------------------------------------
 
 
-# FAILS for LARGER: products of few rows are rounded in another way than those of many.
 @pytest.mark.parametrize("model", [MODEL, LARGER], ids=["tiny", "larger"])
 def test_scores_do_not_depend_on_chunks_to_the_bit(whole: Run, tmp_path: Path, model: dict[str, Any]) -> None:
     outs = [(whole.out, whole.progress)] if model is MODEL else []
@@ -304,9 +303,9 @@ def version_of(out: Path, number: int, model: dict[str, Any] = MODEL) -> Scoring
 
 def embeddings_of(out: Path, every: pl.DataFrame) -> dict[str, NDArray[np.float64]]:
     """The representation of every scored event by the version that scored it."""
-    found = {}
+    found: dict[str, NDArray[np.float64]] = {}
     for (number,), part in every.drop_nulls("teacher_version").group_by("teacher_version"):
-        version = version_of(out, int(number))  # type: ignore[call-overload]
+        version = version_of(out, int(number))
         batch = version.encoder.encode(part, labels=False).batch()
         with torch.inference_mode():
             shared = version.model.represent(batch.dense, version.model.look_up(batch))
@@ -359,7 +358,6 @@ def test_past_events_are_those_whose_labels_were_complete_before(
     assert largest == most if most < 10 else largest > 5
 
 
-# FAILS: bytes of one row are not copied, and their scale lies at an odd place.
 @pytest.mark.parametrize("width", [4, 5, 7])
 def test_the_past_may_hold_one_event_of_any_width(width: int) -> None:
     values = np.arange(width, dtype=np.uint8)
@@ -498,7 +496,6 @@ def test_a_teacher_that_diverges_is_one_error_and_leaves_the_folder_as_it_was(tm
     assert 0 < len(all_written(out)) < EVERY
 
 
-# FAILS: the encoder that a call without a commit left is not replaced, and scores rows of another one's model.
 def test_what_a_failed_first_call_left_is_not_used(tmp_path: Path) -> None:
     """Its settings may be corrected, as nothing was saved under them."""
     events_of(500).drop("known").write_parquet(tmp_path / "events.parquet")
@@ -616,7 +613,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self").exists(), reason="only Li
 def test_an_augmentation_that_is_killed_at_any_moment_goes_on_as_if_it_never_was(
     tmp_path: Path, loaded: Loaded, moments: str, fuzz_inputs: Callable[[int], int]
 ) -> None:
-    rng, wanted = random.Random(1), fuzz_inputs(20 if moments == "clock" else 10)
+    rng, wanted = random.Random(1), fuzz_inputs(20 if moments == "clock" else 6)
     streams = write_streams(events_of(600), tmp_path)
     of_run = {"chunk": 60, "teacher": {"model": MODEL}}
     loaded.go(settings(tmp_path, streams, "first", **of_run))  # may compile, which those after it do not
@@ -655,7 +652,6 @@ def test_an_augmentation_that_is_killed_at_any_moment_goes_on_as_if_it_never_was
         runs += 1
 
 
-# FAILS: versions that were being written stay under the name of the process that was killed.
 @needs_proc
 @pytest.mark.slow
 def test_kills_leave_nothing_that_nobody_would_miss(tmp_path: Path, loaded: Loaded) -> None:

@@ -117,14 +117,14 @@ def folder_beside(final: Path) -> Iterator[Path]:
         yield beside
         with disk_errors(final):
             for name in os.listdir(beside):
-                _sync(beside / name)
-            _sync(beside)
+                sync(beside / name)
+            sync(beside)
             try:
                 os.rename(beside, final)
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-            _sync(final.parent)
+            sync(final.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
         os.close(lock)
@@ -161,7 +161,8 @@ def _remove_abandoned(parent: Path) -> None:
                 os.close(descriptor)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Flush a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -132,7 +132,7 @@ def dequantize_rows(rows: Tensor, bits: int, dim: int, *, name: str = "rows") ->
         )
     kind = torch.float32 if bits == 8 else torch.float16
     width = size - 2 * kind.itemsize
-    parameters = rows[:, width:].contiguous().view(kind).double()
+    parameters = rows[:, width:].clone(memory_format=torch.contiguous_format).view(kind).double()
     _refuse(~torch.isfinite(parameters).all(1, keepdim=True), None, "scale or bias is not finite", name)
     codes = rows[:, :width] if bits == 8 else unpack_codes(rows[:, :width], bits)[:, :dim]
     return (codes.double() * parameters[:, :1] + parameters[:, 1:]).float()

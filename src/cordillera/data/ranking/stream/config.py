@@ -70,3 +70,5 @@ def check_stream_schema(schema: Schema) -> None:
         raise ValueError("labels find their event by its id: name its column first in schema.ids")
     if schema.teacher is not None:
         raise ValueError("the scores of a teacher are made here: leave schema.teacher to the students' recipes")
+    if made := sorted(name for name in {*schema.columns, *schema.ids} if name.startswith(("teacher_", "__join_"))):
+        raise ValueError(f"columns that begin with 'teacher_' or '__join_' are made here: {made}")

@@ -58,11 +58,12 @@ class LabelJoin:
         assert schema.timestamp is not None
         self.schema, self.streams, self.config = schema, tuple(streams), config
         self.id, self.time = schema.ids[0], schema.timestamp
+        self._early_s = max(config.window_s, _EARLY_S)
         self.unscored, self.scored, self.labels = pl.DataFrame(), pl.DataFrame(), pl.DataFrame()
         self.counts: Counter[str] = Counter()
         features = [feature.name for feature in (*schema.dense, *schema.categorical, *schema.lists)]
         others = [name for name in (*schema.ids[1:], schema.group, schema.weight) if name is not None]
-        self._kept = list(dict.fromkeys((*features, *others)))
+        self._kept = [name for name in dict.fromkeys((*features, *others)) if name not in (self.id, self.time)]
 
     def add_events(
         self, stream: str, frame: pl.DataFrame, place: RowPlace, watermark: int, label_timestamp: str | None = None
@@ -85,7 +86,7 @@ class LabelJoin:
         new = new.with_columns(column_of(frame, name, place) for name in self._kept)
         new = new.with_columns(pl.lit(name == stream).alias(_MEMBER + name) for name in self.streams)
         order = pl.lit(self.streams.index(stream), dtype=pl.Int32).alias(_ORDER)
-        new = new.with_columns(order, pl.lit(place.source).alias(_FILE), _rows_of(place, len(frame)))
+        new = new.with_columns(order, *_places_of(place, len(frame)))
         held = [name for name in self.schema.labels if name in frame.columns]
         if held:
             known = times if label_timestamp is None else self._times(frame, label_timestamp, place)
@@ -93,9 +94,27 @@ class LabelJoin:
         is_late = times < watermark
         self.counts["events"] += len(new)
         self.counts["late_events"] += int(is_late.sum())
+        self._refuse_other_times(new)
         new = new.filter(~is_late)
         self.unscored = self._merged(_concat([self.unscored, new], place))
         return latest
+
+    def _refuse_other_times(self, events: pl.DataFrame) -> None:
+        """Refuse ids of events that wait for their labels, with another time."""
+        if not len(self.scored):
+            return
+        waiting = self.scored.select(self.id, pl.col(self.time).alias(_EVENT))
+        both = events.join(waiting, on=self.id, how="inner").filter(pl.col(self.time) != pl.col(_EVENT))
+        if len(both):
+            row = both.sort(_FILE, _ROW).row(0, named=True)
+            self._refuse_times(row[self.id], sorted((row[_EVENT], row[self.time])), row[_FILE], row[_ROW])
+
+    def _refuse_times(self, name: str, times: Sequence[int], file: str, row: int) -> None:
+        raise DataError(
+            f"the event '{name}' has the times {times[0]} and {times[1]}",
+            where=f"{file} {row}, column '{self.time}'",
+            remedy=f"'{self.id}' must name one event, with the same time in every stream",
+        )
 
     def _merged(self, events: pl.DataFrame) -> pl.DataFrame:
         """Return one row for each id, with the streams of all of its rows."""
@@ -106,11 +125,8 @@ class LabelJoin:
         if (found[_TIMES] > 1).any():
             wrong = found.filter(pl.col(_TIMES) > 1)[self.id].sort()[0]
             rows = events.filter(pl.col(self.id) == wrong).sort(self.time)
-            raise DataError(
-                f"the event '{wrong}' has the times {rows[self.time][0]} and {rows[self.time][-1]}",
-                where=f"{rows[_FILE][-1]}, row {rows[_ROW][-1]}, column '{self.time}'",
-                remedy=f"'{self.id}' must name one event, with the same time in every stream",
-            )
+            times = rows[self.time].to_list()
+            self._refuse_times(wrong, (times[0], times[-1]), rows[_FILE][-1], rows[_ROW][-1])
         kept = events.sort(_ORDER, _FILE, _ROW).unique(self.id, keep="first", maintain_order=True)
         self.counts["duplicates"] += len(events) - len(kept)
         names = [_MEMBER + name for name in self.streams]
@@ -150,7 +166,7 @@ class LabelJoin:
                 found = labels_of(column_of(frame, name, place), name, place, may_miss=True)
                 values = pl.Series(found).replace(255, None)
             new = new.with_columns(values.alias(name))
-        new = new.with_columns(pl.lit(place.source).alias(_FILE), _rows_of(place, len(frame)))
+        new = new.with_columns(*_places_of(place, len(frame)))
         known = pl.any_horizontal(pl.col(name).is_not_null() for name in self.schema.labels)
         new = new.filter(known if keep is None else known & pl.Series(keep))
         self.counts["labels"] += len(new)
@@ -194,12 +210,14 @@ class LabelJoin:
         else:
             keys = events.select(self.id, pl.col(self.time).alias(_EVENT))
             hits = self.labels.join(keys, on=self.id, how="inner")
+            # labels of long before their event may have been forgotten, and count as those of none
+            hits = hits.filter(pl.col(self.time) >= pl.col(_EVENT) - self._early_s)
             early = hits.filter(pl.col(self.time) < pl.col(_EVENT))
             if len(early):
                 row = early.sort(_FILE, _ROW).row(0, named=True)
                 raise DataError(
                     f"the label of event '{row[self.id]}' is of {row[self.time]}, the event of {row[_EVENT]}",
-                    where=f"{row[_FILE]}, row {row[_ROW]}, column '{self.time}'",
+                    where=f"{row[_FILE]} {row[_ROW]}, column '{self.time}'",
                     remedy="a label that is known before its event is a leak; correct the times",
                 )
             inside = hits.filter(pl.col(self.time) <= pl.col(_EVENT) + config.window_s)
@@ -221,8 +239,8 @@ class LabelJoin:
         They are kept for a while longer, so that a label which is earlier than its event is found.
         """
         if len(self.labels):
-            early = max(self.config.window_s, _EARLY_S)
-            kept = self.labels.filter(pl.col(self.time) >= watermark - self.config.window_s - early)
+            oldest = watermark - self.config.window_s - self._early_s
+            kept = self.labels.filter(pl.col(self.time) >= oldest)
             self.counts["labels_without_event"] += len(self.labels) - len(kept)
             self.labels = kept
 
@@ -265,8 +283,11 @@ def plain(frame: pl.DataFrame) -> pl.DataFrame:
     return frame.drop([name for name in frame.columns if name.startswith(_OWN)])
 
 
-def _rows_of(place: RowPlace, count: int) -> pl.Series:
-    return pl.Series(_ROW, np.arange(place.first_row, place.first_row + count, dtype=np.int64))
+def _places_of(place: RowPlace, count: int) -> list[pl.Expr | pl.Series]:
+    """Return columns with the places of rows: file and unit, and number."""
+    kept = np.arange(count) if place.kept is None else place.kept
+    file = pl.lit(f"{place.source}, {place.unit}").alias(_FILE)
+    return [file, pl.Series(_ROW, (place.first_row + kept).astype(np.int64))]
 
 
 def _concat(frames: Sequence[pl.DataFrame], place: RowPlace) -> pl.DataFrame:

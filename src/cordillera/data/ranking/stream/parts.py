@@ -18,7 +18,7 @@ from typing import Any
 
 import polars as pl
 
-from cordillera.data.files import checksum, disk_errors, folder_beside, write_bytes
+from cordillera.data.files import checksum, disk_errors, folder_beside, sync, write_bytes
 from cordillera.errors import DataError
 from cordillera.files import read_sealed, sealed_json
 
@@ -67,7 +67,7 @@ class StreamFolder:
         """Read the newest state and bring the parts into its order; None before the first commit.
 
         Raises:
-            DataError: If the state or a part is damaged or missing.
+            DataError: If the state is damaged, or a part of the newest commit is missing.
         """
         steps = sorted(int(path.name) for path in (self.folder / "state").iterdir() if path.name.isdigit())
         self.step = steps[-1] if steps else 0
@@ -136,6 +136,7 @@ class StreamFolder:
             with disk_errors(part):
                 if hidden.exists():
                     os.replace(hidden, part)
+                sync(part.parent)
             if not part.exists():
                 raise DataError("the newest part is missing", where=str(part), remedy=_REMEDY)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import polars as pl
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from cordillera.data.files import folder_beside
@@ -20,6 +21,7 @@ from cordillera.data.ranking.features import RankingBatch, Schema
 from cordillera.data.ranking.stream.join import plain
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import DataError, TrainingError
+from cordillera.kernels.repeatable import BLOCK
 from cordillera.models.ranking import ModelConfig, build
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.formats.precision import Precision
@@ -70,6 +72,12 @@ class LearningTeacherConfig(BaseModel):
     precision: Precision = "fp32"
     seed: int = Field(1, ge=0, lt=2**63)
 
+    @model_validator(mode="after")
+    def _has_tables_in_memory(self) -> LearningTeacherConfig:
+        if self.tables.storage == "file":
+            raise ValueError("tables.storage = 'file' is for `cordillera train`: set 'memory'")
+        return self
+
 
 class StreamTeacher(Protocol):
     """What augmentation asks of a teacher."""
@@ -119,15 +127,18 @@ class ScoringModel:
         logits, rows = [], []
         for start in range(0, len(events), SCORED_ROWS):
             part = events.slice(start, SCORED_ROWS)
-            batch = self.encoder.encode(part, where="events of a stream", labels=False).batch()
+            encoded = self.encoder.encode(part, where="events of a stream", labels=False)
+            # rows are computed in whole blocks, so that their last bits do not depend on how many there are
+            count, own = -(-len(part) // BLOCK) * BLOCK, np.arange(len(part))
+            batch = encoded.take(np.concatenate([own, np.full(count - len(part), len(part) - 1)])).batch()
             with autocast(torch.device("cpu"), self.precision):
                 shared = self.model.represent(batch.dense, self.model.look_up(batch))
-                found = self.model.heads(shared).float()
+                found = self.model.heads(shared).float()[: len(part)]
             if not found.isfinite().all():
                 raise TrainingError("the teacher's score of an event is not finite", where="augmentation")
             logits.append(found)
             if self.embeds:
-                rows.append(quantize_rows(shared.float(), 8).numpy())
+                rows.append(quantize_rows(shared.float()[: len(part)], 8).numpy())
         joined = torch.cat(logits).numpy() if logits else np.zeros((0, len(self.tasks)), np.float32)
         series = [pl.Series(score_column(task), joined[:, place]) for place, task in enumerate(self.tasks)]
         if self.embeds:
@@ -164,6 +175,8 @@ class LearningTeacher:
     ) -> None:
         assert schema.timestamp is not None
         self.embeds = embeds
+        for left in folder.glob(".step-*.tmp"):  # of processes that were killed
+            shutil.rmtree(left, ignore_errors=True)
         self.config, self.schema, self.window_s, self.folder = config, schema, window_s, folder
         self.versions: list[dict[str, int]] = []
         self.calls: dict[str, int] = {}
@@ -266,9 +279,9 @@ class _Learner:
         if learnt is None:
             assert first is not None
             encoder = Encoder.fit(schema, [first])
-            if not (folder / "encoder").exists():
-                with folder_beside(folder / "encoder") as beside:
-                    encoder.save(beside)
+            shutil.rmtree(folder / "encoder", ignore_errors=True)  # of a call that ended before it was saved
+            with folder_beside(folder / "encoder") as beside:
+                encoder.save(beside)
             return cls(config, encoder)
         learner = cls(config, Encoder.load(folder / "encoder"))
         checkpoint = checkpoints.load(checkpoints.folder_of(folder, learnt))
