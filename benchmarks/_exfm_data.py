@@ -85,6 +85,7 @@ class Students:
                 "epochs": self.epochs,
                 "learning_rate": 2e-3,
                 "precision": "fp32",
+                "decay": "none" if self.progressive else "linear",  # so that the last weights have settled
                 "progressive": self.progressive,
                 "progressive_window": 2_000,
                 "teacher": {**(teacher or {}), **({"head": "none"} if teacher is None else {})},
