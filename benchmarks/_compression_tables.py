@@ -19,7 +19,7 @@ from cordillera.embeddings.tables import TablesConfig
 from cordillera.models.ranking import build
 from cordillera.models.ranking.dlrm import DLRMConfig
 from cordillera.training.optimizers import build_adamw
-from cordillera.training.ranking.trainer import weighted_loss
+from cordillera.training.ranking.tasks.losses import weighted_loss
 
 KAGGLE = [
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652),

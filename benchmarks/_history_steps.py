@@ -40,7 +40,7 @@ from cordillera.models.ranking.sequence import (
 )
 from cordillera.recipe import RankingRecipe
 from cordillera.training.optimizers import build_adamw, embedding_tables
-from cordillera.training.ranking.trainer import weighted_loss
+from cordillera.training.ranking.tasks.losses import weighted_loss
 
 REQUESTS, ROUNDS, ASKED, WITHIN = 64, 5, 2.5, 1e-5
 CANDIDATES = 32  # of a request

@@ -23,7 +23,7 @@ from cordillera.reports.ranking.comparison import mean_interval
 from cordillera.training.optimizers import build_adamw
 from cordillera.training.ranking.metrics import RankingMetrics
 from cordillera.training.ranking.scoring import scorer
-from cordillera.training.ranking.trainer import weighted_loss
+from cordillera.training.ranking.tasks.losses import weighted_loss
 
 EMBEDDING_DIM = 64
 BATCH_SIZE = 512

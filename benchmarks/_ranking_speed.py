@@ -45,7 +45,8 @@ from cordillera.run import Run
 from cordillera.training.optimizers import build_adamw
 from cordillera.training.ranking.config import TrainingConfig
 from cordillera.training.ranking.scoring import autocast
-from cordillera.training.ranking.trainer import Trainer, weighted_loss
+from cordillera.training.ranking.tasks.losses import weighted_loss
+from cordillera.training.ranking.trainer import Trainer
 
 EMBEDDING_DIM = 16
 BATCH_SIZE = 4096

@@ -79,7 +79,7 @@ RENAMED = {
     "_ColumnFeature": "_Column",
     "_LanguageWindow": "_Window",
     "_ProbedModel": "_Seen",
-    "_RankingWindow": "_Window",
+    "LogWindow": "_Window",
     "_SeenBeat": "_Seen",
     "_StoredColumn": "_Column",
     "_ValueCounts": "_Counts",

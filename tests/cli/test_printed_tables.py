@@ -302,7 +302,7 @@ def test_splits_are_listed_with_their_rows_shares_and_times() -> None:
 
 def test_features_are_listed_with_their_encoding_table_and_gaps() -> None:
     schema = SimpleNamespace(
-        dense=[SimpleNamespace(name="price", transform="log")],
+        numbers=[SimpleNamespace(name="price", transform="log")],
         categorical=[SimpleNamespace(name="user", encoding="hash")],
         lists=[SimpleNamespace(name="seen", encoding="identity")],
     )
