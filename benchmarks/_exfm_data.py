@@ -88,7 +88,7 @@ class Students:
                 "decay": "none" if self.progressive else "linear",  # so that the last weights have settled
                 "progressive": self.progressive,
                 "progressive_window": 2_000,
-                "teacher": {**(teacher or {}), **({"head": "none"} if teacher is None else {})},
+                "teacher": teacher or {"head": "none"},
                 "max_steps": 4 if quick else None,
             },
         }

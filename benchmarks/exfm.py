@@ -9,14 +9,12 @@ by what they are given), ``streams`` (augmentation of MovieLens' streams: calls 
 from __future__ import annotations
 
 import enum
-import json
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
 import typer
 from _exfm_data import DELAY_S, TASK, WINDOW_S, Students, adult, drifting, movielens, movielens_frame, write_streams
@@ -28,6 +26,7 @@ from rich.console import Console
 from scipy import stats
 
 from cordillera import workflows
+from cordillera.training.ranking.teachers.distillation import of_teacher
 
 SEEDS, DRIFT_SEEDS = 5, 10
 OFFSETS = (0.0, 1.0)
@@ -72,11 +71,14 @@ def _trained(
             outcome = workflows.train(recipe, Path(folder) / "run")
             assert isinstance(outcome, workflows.Outcome)
             assert outcome.evaluation is not None
-            metrics, of_teacher = outcome.evaluation.tasks[TASK].metrics, outcome.evaluation.teacher.get(TASK, {})
+            metrics, scores = outcome.evaluation.tasks[TASK].metrics, outcome.evaluation.teacher.get(TASK, {})
             found = {name: metrics[name] for name in ("ne", "auc", "calibration")}
-            found |= {f"teacher_{name}": of_teacher[name] for name in found if of_teacher}
+            found |= {f"teacher_{name}": scores[name] for name in found if scores}
             if students.progressive:
-                found["progressive_ne"] = json.loads((outcome.run.folder / "progressive.json").read_text())[TASK]["ne"]
+                stream = outcome.run.read_json("progressive.json")
+                found["progressive_ne"] = stream[TASK]["ne"]
+                if teacher is not None:
+                    found["teacher_progressive_ne"] = stream[of_teacher(TASK)]["ne"]
         pieces.add(key, found)
         said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
         console.print(f"  {(path or students.path).stem}, {teacher or 'no teacher'}, seed {seed}: {said}")
@@ -102,8 +104,8 @@ def _bias(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, An
                 results.append({"data": name, "offset": offset, "method": method, **values})
                 means = {key: statistics.fmean(of_seeds) for key, of_seeds in values.items()}
                 rows.append([name, f"{offset:+g}", method, *(f"{mean:.4f}" for mean in means.values())])
-            of_teacher = _trained(console, pieces, students, AUXILIARY, 1, quick, path)
-            values = {key: [of_teacher[f"teacher_{key}"]] for key in ("ne", "auc", "calibration")}
+            itself = _trained(console, pieces, students, AUXILIARY, 1, quick, path)
+            values = {key: [itself[f"teacher_{key}"]] for key in ("ne", "auc", "calibration")}
             results.append({"data": name, "offset": offset, "method": "the teacher itself", **values})
             rows.append([name, f"{offset:+g}", "the teacher itself", *(f"{one[0]:.4f}" for one in values.values())])
     heads = ["data", "logits off by", "method", "test NE", "AUC", "calibration"]
@@ -171,9 +173,8 @@ def _transfer(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str
             base = nes
         gains = [before - after for before, after in zip(base, nes, strict=True)]
         results.append({"kind": kind.strip(), "ne": nes, "test_ne": [one["ne"] for one in found], "gains": gains})
-    frame = pl.read_parquet(students.path, glob=False)
-    of_teacher = _trained(console, pieces, students, AUXILIARY, 1, quick)["teacher_ne"]
-    whole = _progressive_ne(students, frame)
+    teacher_itself = _trained(console, pieces, students, AUXILIARY, 1, quick)
+    whole, on_test = teacher_itself["teacher_progressive_ne"], teacher_itself["teacher_ne"]
     for one in results:
         start = next(other for other in reversed(results[: results.index(one) + 1]) if other["kind"][:3] != "...")
         gain = statistics.fmean(start["ne"]) - whole
@@ -182,7 +183,7 @@ def _transfer(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str
         rows.append(
             [one["kind"], f"{statistics.fmean(one['ne']):.4f}", f"{statistics.fmean(one['test_ne']):.4f}", shown]
         )
-    rows.append(["the teacher itself", f"{whole:.4f}", f"{of_teacher:.4f}", ""])
+    rows.append(["the teacher itself", f"{whole:.4f}", f"{on_test:.4f}", ""])
     heads = ["student", "NE before training on a sample", "test NE", "share of the teacher's gain"]
     print_rows(console, "MovieLens-100K, dramas", heads, rows, "measured")
     notes = [f"{SEEDS} seeds; the teacher's gain is that over the student without it, in NE of the whole stream"]
@@ -190,20 +191,9 @@ def _transfer(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str
     return {
         "evidence": "measured",
         "results": results,
-        "teacher": {"ne": whole, "test_ne": of_teacher},
+        "teacher": {"ne": whole, "test_ne": on_test},
         "notes": notes,
     }
-
-
-def _progressive_ne(students: Students, frame: pl.DataFrame) -> float:
-    """Return the NE of the teacher's scores on the rows that students train on."""
-    from cordillera.training.ranking.metrics import RankingMetrics
-
-    rows = round(students.fractions[0] * len(frame))
-    metrics = RankingMetrics()
-    part = frame.sort("timestamp", maintain_order=True).head(rows)
-    metrics.update(part["teacher_label"].to_numpy().astype(np.float64), part[TASK].to_numpy())
-    return float(metrics.compute()["ne"])
 
 
 def _streams(console: Console, quick: bool) -> dict[str, Any]:

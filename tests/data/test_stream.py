@@ -25,6 +25,7 @@ from pydantic import ValidationError
 
 from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, Schema, TeacherColumns
 from cordillera.data.ranking.logs.columns import RowPlace
+from cordillera.data.ranking.stream import sources as stream_sources
 from cordillera.data.ranking.stream.config import EventStreamConfig, JoinConfig
 from cordillera.data.ranking.stream.join import END, LabelJoin
 from cordillera.data.ranking.stream.parts import StreamFolder
@@ -1016,3 +1017,15 @@ def test_a_file_without_rows_is_no_error(tmp_path: Path) -> None:
     work = Work(tmp_path, 5, chunk=3, streams={"home": {"events": str(tmp_path / "*.parquet")}})
     assert work.go().counts["events"] == 8
     assert [row["event"] for row in work.examples("home")] == [f"e{i}" for i in range(1, 9)]
+
+
+def test_files_are_listed_once_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A year of hourly files would otherwise be listed thousands of times."""
+    for name in range(20):
+        write(events_of("abc"), tmp_path / f"{name:02d}.parquet")
+    listed: list[Any] = []
+    expand = stream_sources.expand_paths
+    monkeypatch.setattr(stream_sources, "expand_paths", lambda paths: listed.append(paths) or expand(paths))
+    source = source_of(str(tmp_path), 2)
+    rest_of(source)
+    assert len(listed) == 2  # at the begin, and for files that came meanwhile

@@ -466,6 +466,10 @@ def test_a_fixed_teacher_refuses_events_from_before_its_training(whole: Run, tmp
         teacher.score(early, early["time"].to_numpy())
     assert raised.value.where == "the run"
     assert teacher.calls == {"3": len(later)}
+    with_window = FixedTeacher(version, 3, until - 60, "the run", 60)
+    assert set(with_window.score(later, later["time"].to_numpy())["teacher_learnt_until"]) == {until}
+    with pytest.raises(DataError, match=f"was trained on samples until {until - 60}, an event is of {until - 1}"):
+        with_window.score(early, early["time"].to_numpy())
     without = FixedTeacher(version, 3, None, "the run").score(early, early["time"].to_numpy())
     assert without["teacher_learnt_until"].null_count() == len(early)
     content = settings(tmp_path, whole.streams, chunk=100)

@@ -249,9 +249,10 @@ def test_auxiliary_heads_learn_the_teacher(make_trainer: Any) -> None:
     assert least < losses[-1] < 1.05 * least < losses[0]
 
 
-def test_batches_without_a_teacher_are_refused(make_trainer: Any) -> None:
+@pytest.mark.parametrize("progressive", [False, True])
+def test_batches_without_a_teacher_are_refused(make_trainer: Any, progressive: bool) -> None:
     with pytest.raises(TrainingError, match="no scores of a teacher"):
-        make_trainer(teacher=AUXILIARY).fit()
+        make_trainer(teacher=AUXILIARY, progressive=progressive).fit()
 
 
 def test_a_teacher_that_is_not_finite_ends_the_training(make_trainer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -53,6 +54,43 @@ def build_adamw(
     ordered = sorted(groups.items(), key=lambda item: item[0][0])  # matrices first
     kind = Muon if muon else torch.optim.AdamW
     return kind([group for _, group in ordered], lr=learning_rate, betas=betas, eps=eps, fused=True)
+
+
+def moments_of(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], prefix: str = "optimizer."
+) -> dict[str, Tensor]:
+    """Return what an optimizer keeps of named ``parameters``, under the names ``PREFIX NAME.KEY`` of checkpoints."""
+    return {
+        f"{prefix}{name}.{key}": torch.as_tensor(value)
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_moments(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    prefix: str = "optimizer.",
+    cut: Callable[[Tensor, Tensor], Tensor] = lambda parameter, moment: moment,
+) -> None:
+    """Restore what :func:`moments_of` returned; others among the ``tensors`` are ignored.
+
+    Args:
+        optimizer: Optimizer of the parameters.
+        parameters: Parameters by name.
+        tensors: Tensors of a checkpoint, of which copies are made.
+        prefix: Begin of the moments' names.
+        cut: Function that returns the part of a moment that belongs to what this process holds of a parameter.
+    """
+    for name, parameter in parameters.items():
+        begin = f"{prefix}{name}."
+        moments = {key.removeprefix(begin): one for key, one in tensors.items() if key.startswith(begin)}
+        if moments:
+            # AdamW's fused kernel needs moments on the parameter's device and the step count as a tensor.
+            optimizer.state[parameter] = {
+                key: cut(parameter, one.clone().to(parameter.device)) for key, one in moments.items()
+            }
 
 
 class Muon(torch.optim.AdamW):

@@ -112,6 +112,14 @@ class EncodedRows:
             some(self.teacher),
         )
 
+    def take_blocks(self, rows: np.ndarray, block: int, least: int = 0) -> EncodedRows:
+        """Return the rows at the given positions, and copies of the last one up to a whole number of blocks of rows.
+
+        There are at least ``least`` rows.
+        """
+        count = -(-max(len(rows), least) // block) * block
+        return self.take(np.concatenate([rows, np.full(count - len(rows), rows[-1])]))
+
     def batch(self) -> RankingBatch:
         """Return all rows as one batch."""
         lists = [(values, np.diff(offsets)) for values, offsets in self.lists]
@@ -290,6 +298,7 @@ class Encoder:
         sparse = [SparseFeature(f.name, f.table or f.name) for f in schema.categorical]
         sparse += [SparseFeature(f.name, f.table or f.name, f.pooling, is_list=True) for f in schema.lists]
         self.features = FeatureSpec(tuple(f.name for f in schema.numbers), tuple(sparse), tables, schema.labels)
+        self._numbers = schema.numbers
         self._lookup = {
             name: pl.DataFrame({"value": values, "row": np.arange(1, len(values) + 1, dtype=np.int64)})
             for name, values in vocabularies.items()
@@ -367,7 +376,7 @@ class Encoder:
         """
         place = RowPlace(where) if isinstance(where, str) else where
         schema, blanks = self.schema, {}
-        frame, numbers = with_numbers(frame, schema, place), schema.numbers
+        frame, numbers = with_numbers(frame, schema, place), self._numbers
         dense = np.empty((len(frame), len(numbers)), dtype=np.float32)
         for index, number in enumerate(numbers):
             values, blank = dense_of(column_of(frame, number.name, place), number, place)

@@ -131,9 +131,7 @@ class RowScorer:
     def _in_blocks(self, rows: EncodedRows, part: NDArray[np.int64]) -> EncodedRows:
         """Take rows by their positions, followed by copies of the last one up to a whole number of blocks."""
         block = BLOCK if self.fixed is None else self.fixed
-        least = len(part) + bool(self._histories)
-        total = -(-least // block) * block
-        found = rows.take(np.concatenate([part, np.full(total - len(part), part[-1])]))
+        found = rows.take_blocks(part, block, least=len(part) + bool(self._histories))
         return self._with_whole_histories(found, len(part)) if self._histories else found
 
     def _with_whole_histories(self, rows: EncodedRows, own: int) -> EncodedRows:

@@ -30,7 +30,14 @@ from cordillera.numerics.emulation.weight_storage import WeightStorage
 from cordillera.numerics.formats.cast_checks import self_test
 from cordillera.run import Run, check_recipe, disk_errors, recipe_state
 from cordillera.training import checkpoints
-from cordillera.training.optimizers import build_adamw, dense_parameters, embedding_tables, schedule
+from cordillera.training.optimizers import (
+    build_adamw,
+    dense_parameters,
+    embedding_tables,
+    load_moments,
+    moments_of,
+    schedule,
+)
 from cordillera.training.ranking.config import LogWindow, Progress, TrainingConfig, TrainingOutcome
 from cordillera.training.ranking.metrics import ProgressiveMetrics, RankingMetrics, of_task
 from cordillera.training.ranking.ranks import OneRank
@@ -41,7 +48,8 @@ from cordillera.training.ranking.tasks.losses import task_losses
 from cordillera.training.ranking.teachers.distillation import Distiller, TeacherLosses, beside_teacher, of_teacher
 from cordillera.training.recorder import RunRecorder
 
-_LEARNT = ("model.", "optimizer.", "storage.", "teacher.")  # prefixes of tensors that must be finite
+# prefixes of tensors that must be finite
+_LEARNT = ("model.", "optimizer.", "storage.", "teacher.", "teacher_optimizer.")
 
 TRAINING_PROBE = "training-probe.safetensors"
 """File in a run's folder with statistics of the inputs of linear layers during training."""
@@ -150,10 +158,7 @@ class Trainer:
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {f"model.{name}": whole(tensor) for name, tensor in self.ranks.state_of(self.model).items()}
-        names = {id(parameter): name for name, parameter in self.dense.items()}
-        for parameter, moments in self.optimizer.state.items():
-            for key, value in moments.items():
-                tensors[f"optimizer.{names[id(parameter)]}.{key}"] = whole(torch.as_tensor(value))
+        tensors |= {name: whole(one) for name, one in moments_of(self.optimizer, self.dense).items()}
         if self.storage is not None:
             tensors |= {f"storage.{name}": kept for name, kept in self.storage.state_dict().items()}
         if self.distiller is not None:
@@ -218,14 +223,7 @@ class Trainer:
         self.ranks.together(lambda: load_weights(self.model, checkpoint))
         if weights_only:
             return
-        for name, parameter in self.dense.items():
-            prefix = f"optimizer.{name}."
-            moments = {k[len(prefix) :]: v for k, v in checkpoint.tensors.items() if k.startswith(prefix)}
-            if moments:
-                # AdamW's fused kernel needs moments on the parameter's device and the step count as a tensor.
-                self.optimizer.state[parameter] = {
-                    k: cut_like(parameter, v.clone().to(self.device)) for k, v in moments.items()
-                }
+        load_moments(self.optimizer, self.dense, checkpoint.tensors, cut=cut_like)
         if self.storage is not None:
             prefix = "storage."
             self.storage.load_state_dict(
@@ -366,7 +364,7 @@ class Trainer:
             raise TrainingError("the batch has no labels", where="training")
         if self.progressive is not None:
             predictions = self._scorer()(batch), batch.labels
-            if batch.teacher is not None and self.distiller is not None:
+            if self.distiller is not None:
                 predictions = beside_teacher(predictions[0], batch)
             for window_metrics in self.progressive.update(*predictions, batch.weights, batch.groups):
                 self.recorder.log(
@@ -384,16 +382,16 @@ class Trainer:
         losses, taught, weight = [], torch.zeros(2, dtype=torch.float64), 0.0
         with emulated(config.emulate, progress.step, self.loss_scale) as products:
             for part, samples in enumerate(own):
-                moved, of_teacher = samples.to(self.device, non_blocking=True), None
+                moved, against_teacher = samples.to(self.device, non_blocking=True), None
                 with autocast(self.device, config.precision), self.ranks.computing(progress.step, batch, part):
                     if self.distiller is None:
                         logits = self.model(moved)
                     else:
-                        logits, of_teacher = self._taught(self.distiller, moved, batch)
+                        logits, against_teacher = self._taught(self.distiller, moved, batch)
                 of_tasks, weight = self._losses(logits, moved.labels, moved, batch)
-                losses.append(self._differentiate(of_tasks, of_teacher))
-                if of_teacher is not None:
-                    taught += torch.stack([one.detach().double().sum().cpu() for one in of_teacher])
+                losses.append(self._differentiate(of_tasks, against_teacher))
+                if against_teacher is not None:
+                    taught += torch.stack([one.detach().double().sum().cpu() for one in against_teacher])
                 self.ranks.keep(self.dense.values())
         value = self.ranks.sum_step(self._summed(), losses, self._stop)
         if self.distiller is not None:

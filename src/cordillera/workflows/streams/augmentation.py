@@ -168,4 +168,5 @@ def _teacher(config: AugmentationConfig, folder: StreamFolder) -> StreamTeacher:
     _, model, checkpoint = load_model_with_checkpoint(run, replace(encoder.features, tasks=tasks), torch.device("cpu"))
     times = card["data"]["facts"].get("times", {}).get("train")
     scoring = ScoringModel(encoder, model, tasks, recipe.training.precision, embeds)
-    return FixedTeacher(scoring, checkpoint.step, times[1] if times else None, str(run.folder))
+    trained_until = times[1] if times else None
+    return FixedTeacher(scoring, checkpoint.step, trained_until, str(run.folder), config.join.window_s)

@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,11 @@ class StreamFolder:
                 raise DataError(
                     "another process writes into it", where=str(self.folder), remedy="wait until it has ended"
                 ) from None
+            except OSError as error:
+                warnings.warn(
+                    f"{self.folder}: this file system has no locks ({error.strerror}); start one process at a time",
+                    stacklevel=3,
+                )
             yield
         finally:
             os.close(descriptor)

@@ -37,6 +37,7 @@ class FileSource:
         self.name = name
         self.latest: int | None = None
         self._paths, self._schema, self._format, self._rows = paths, schema, format, rows
+        self._files: tuple[Path, ...] = ()  # as they were listed last
         self._done: list[list[Any]] = []  # name, bytes and rows of files that were read to their end
         self._begun, self._offset = "", 0  # name of the file that is read, and number of its rows that were read
         self._chunks: Iterator[RowChunk] | None = None
@@ -94,13 +95,19 @@ class FileSource:
         expand_paths(self._paths)
 
     def _following(self) -> Path | None:
-        """Return the file that is read, or the next one."""
+        """Return the file that is read, or the next one; None after the last one."""
+        if len(self._files) <= len(self._done):
+            self._files = self._listed()  # more may have come
+        return self._files[len(self._done)] if len(self._files) > len(self._done) else None
+
+    def _listed(self) -> tuple[Path, ...]:
+        """Return all files, after comparing them with those that were read."""
         try:
             paths = expand_paths(self._paths)
         except DataError:
             if self._done or self._begun:
                 raise
-            return None  # no file has come yet
+            return ()  # no file has come yet
         names = [str(path) for path in paths]
         read = [*self._done, *([[self._begun, None, 0]] if self._begun else [])]
         for place, (name, size, _) in enumerate(read):
@@ -117,7 +124,7 @@ class FileSource:
                     where=name,
                     remedy="restore it; write new rows to new files",
                 )
-        return paths[len(self._done)] if len(paths) > len(self._done) else None
+        return paths
 
     def _pieces(self, path: Path) -> Iterator[RowChunk]:
         """Iterate over the rows of a file that were not read yet, in pieces."""
@@ -138,7 +145,7 @@ class FileSource:
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`to_state`."""
         self._done, self.latest = [list(one) for one in state["done"]], state["latest"]
-        self._begun, self._offset, self._chunks = state["begun"], state["offset"], None
+        self._begun, self._offset, self._chunks, self._files = state["begun"], state["offset"], None, ()
 
 
 def _is_empty(path: Path) -> bool:

@@ -8,7 +8,7 @@ and the protocol of commits are ours.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -243,7 +243,7 @@ class Augmentation:
             "teacher": state,
             "sources": {title: source.to_state() for title, (_, _, source) in self.sources.items()},
             "watermark": self.watermark,
-            "progress": progress.__dict__ | {"awaited": ""},
+            "progress": asdict(progress) | {"awaited": ""},
         }
         self.folder.commit(frames | {f"teacher_{name}": one for name, one in of_teacher.items()}, content, parts)
 

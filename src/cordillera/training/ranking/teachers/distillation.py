@@ -25,6 +25,9 @@ from cordillera.data.ranking.features import RankingBatch
 from cordillera.errors import CheckpointError, TrainingError
 from cordillera.models.ranking.heads import Heads
 from cordillera.models.ranking.interactions import MLP
+from cordillera.training.optimizers import load_moments, moments_of
+
+_MOMENTS = "teacher_optimizer."
 
 Width = Annotated[int, Field(ge=1, le=2**12)]
 
@@ -173,13 +176,8 @@ class Distiller(nn.Module):
         Raises:
             TrainingError: If the samples have no scores of a teacher.
         """
-        config, teacher = self.config, samples.teacher
-        if teacher is None or samples.labels is None:
-            raise TrainingError(
-                "the samples have no scores of a teacher",
-                where="training.teacher",
-                remedy="name their columns in data.schema.teacher, or set training.teacher.head = 'none'",
-            )
+        config, teacher = self.config, _scores_of(samples)
+        assert samples.labels is not None
         targets = (config.label_scale * teacher.sigmoid()).clamp(max=1.0)  # NaN stays NaN
         none = torch.zeros(logits.shape[1], device=logits.device)
         if not self.copies:
@@ -213,11 +211,10 @@ class Distiller(nn.Module):
         self.optimizer.zero_grad(set_to_none=True)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all weights and moments, by names that begin with ``teacher.``."""
+        """Return all weights and moments, by names that begin with ``teacher.`` and ``teacher_optimizer.``."""
         found = {f"teacher.{name}": weight for name, weight in self.state_dict().items()}
-        for name, weight in self.named_parameters():
-            moments = self.optimizer.state.get(weight, {}) if self.optimizer is not None else {}
-            found |= {f"teacher.{name}:{key}": torch.as_tensor(value) for key, value in moments.items()}
+        if self.optimizer is not None:
+            found |= moments_of(self.optimizer, dict(self.named_parameters()), _MOMENTS)
         return found
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
@@ -228,18 +225,25 @@ class Distiller(nn.Module):
         """
         saved = {name.removeprefix("teacher."): one for name, one in tensors.items() if name.startswith("teacher.")}
         try:
-            self.load_state_dict({name: one for name, one in saved.items() if ":" not in name})
+            self.load_state_dict(saved)
         except RuntimeError as error:
             raise CheckpointError(
                 f"holds other heads for a teacher: {str(error).splitlines()[-1].strip()}",
                 where="training.teacher",
                 remedy="use the recipe that stands in the run's folder",
             ) from error
-        for name, weight in self.named_parameters():
-            prefix = f"{name}:"
-            moments = {key.removeprefix(prefix): one for key, one in saved.items() if key.startswith(prefix)}
-            if moments and self.optimizer is not None:
-                self.optimizer.state[weight] = {key: one.clone().to(weight.device) for key, one in moments.items()}
+        if self.optimizer is not None:
+            load_moments(self.optimizer, dict(self.named_parameters()), tensors, _MOMENTS)
+
+
+def _scores_of(samples: RankingBatch) -> Tensor:
+    if samples.teacher is None:
+        raise TrainingError(
+            "the samples have no scores of a teacher",
+            where="training.teacher",
+            remedy="name their columns in data.schema.teacher, or set training.teacher.head = 'none'",
+        )
+    return samples.teacher
 
 
 def of_teacher(task: str) -> str:
@@ -251,11 +255,14 @@ def beside_teacher(logits: Tensor, batch: RankingBatch) -> tuple[Tensor, Tensor]
     """Return predictions and, as further tasks, scores of the teacher of a ``batch``, with labels: ``[B, 2 * tasks]``.
 
     The predictions are ``logits [B, tasks]``.
+
+    Raises:
+        TrainingError: If the samples have no scores of a teacher.
     """
-    assert batch.teacher is not None
     assert batch.labels is not None
-    is_missing = batch.teacher.isnan()
-    scores = torch.cat([logits, batch.teacher.masked_fill(is_missing, 0.0)], dim=1)
+    teacher = _scores_of(batch)
+    is_missing = teacher.isnan()
+    scores = torch.cat([logits, teacher.masked_fill(is_missing, 0.0)], dim=1)
     return scores, torch.cat([batch.labels, batch.labels.masked_fill(is_missing, torch.nan)], dim=1)
 
 

@@ -27,7 +27,7 @@ from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.formats.precision import Precision
 from cordillera.numerics.quantization.rows import quantize_rows
 from cordillera.training import checkpoints
-from cordillera.training.optimizers import build_adamw, embedding_tables
+from cordillera.training.optimizers import build_adamw, embedding_tables, load_moments, moments_of
 from cordillera.training.ranking.scoring import autocast, load_weights
 from cordillera.training.ranking.tasks.losses import weighted_loss
 
@@ -128,9 +128,8 @@ class ScoringModel:
         for start in range(0, len(events), SCORED_ROWS):
             part = events.slice(start, SCORED_ROWS)
             encoded = self.encoder.encode(part, where="events of a stream", labels=False)
-            # rows are computed in whole blocks, so that their last bits do not depend on how many there are
-            count, own = -(-len(part) // BLOCK) * BLOCK, np.arange(len(part))
-            batch = encoded.take(np.concatenate([own, np.full(count - len(part), len(part) - 1)])).batch()
+            # so that the last bits of a row do not depend on how many there are
+            batch = encoded.take_blocks(np.arange(len(part)), BLOCK).batch()
             with autocast(torch.device("cpu"), self.precision):
                 shared = self.model.represent(batch.dense, self.model.look_up(batch))
                 found = self.model.heads(shared).float()[: len(part)]
@@ -286,11 +285,7 @@ class _Learner:
         learner = cls(config, Encoder.load(folder / "encoder"))
         checkpoint = checkpoints.load(checkpoints.folder_of(folder, learnt))
         load_weights(learner.model, checkpoint)
-        for name, parameter in learner.model.named_parameters():
-            prefix = f"optimizer.{name}:"
-            moments = {k.removeprefix(prefix): v for k, v in checkpoint.tensors.items() if k.startswith(prefix)}
-            if moments:
-                learner.optimizer.state[parameter] = {key: value.clone() for key, value in moments.items()}
+        load_moments(learner.optimizer, dict(learner.model.named_parameters()), checkpoint.tensors)
         learner.random = {name: one for name, one in checkpoint.tensors.items() if name in learner.random}
         return learner
 
@@ -322,9 +317,7 @@ class _Learner:
 
     def save(self, folder: Path, learnt: int) -> None:
         tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in self.model.state_dict().items()}
-        for name, parameter in self.model.named_parameters():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"optimizer.{name}:{key}"] = torch.as_tensor(value)
+        tensors |= moments_of(self.optimizer, dict(self.model.named_parameters()))
         checkpoints.save(folder, tensors | self.random, {"step": learnt})
 
 
@@ -334,15 +327,19 @@ class FixedTeacher:
     Args:
         model: Model with its encoder.
         version: Its number.
-        learnt_until: Time of the newest sample that it was trained on, in seconds; None if that is unknown.
+        trained_until: Time of the newest sample that it was trained on, in seconds; None if that is unknown.
         name: Name for errors.
+        window_s: Seconds after a sample in which its labels came, and which the model may thus know.
 
     Attributes:
         calls: Number of events scored, by version.
     """
 
-    def __init__(self, model: ScoringModel, version: int, learnt_until: int | None, name: str) -> None:
-        self.model, self.version, self.learnt_until, self.name = model, version, learnt_until, name
+    def __init__(
+        self, model: ScoringModel, version: int, trained_until: int | None, name: str, window_s: int = 0
+    ) -> None:
+        self.model, self.version, self.trained_until, self.name = model, version, trained_until, name
+        self.learnt_until = None if trained_until is None else trained_until + window_s
         self.calls: dict[str, int] = {}
 
     def learn(self, examples: pl.DataFrame) -> None:
@@ -352,13 +349,13 @@ class FixedTeacher:
         """Return events with the model's scores; ``times`` are their timestamps in seconds.
 
         Raises:
-            DataError: If the model was trained on samples that are later than an event.
+            DataError: If the model may have learnt from labels that are later than an event.
         """
         if self.learnt_until is not None and len(times) and times.min() < self.learnt_until:
             raise DataError(
-                f"the teacher was trained on samples until {self.learnt_until}, an event is of {times.min()}",
+                f"the teacher was trained on samples until {self.trained_until}, an event is of {times.min()}",
                 where=self.name,
-                remedy="let a teacher that was trained before the events score them",
+                remedy="score events with a teacher whose samples had all their labels (join.window_s) before them",
             )
         self.calls[str(self.version)] = self.calls.get(str(self.version), 0) + len(events)
         until = pl.lit(self.learnt_until, dtype=pl.Int64).alias(LEARNT_UNTIL)
