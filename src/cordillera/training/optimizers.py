@@ -59,7 +59,7 @@ def build_adamw(
 def moments_of(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], prefix: str = "optimizer."
 ) -> dict[str, Tensor]:
-    """Return what an optimizer keeps of named ``parameters``, under the names ``PREFIX NAME.KEY`` of checkpoints."""
+    """Return what an optimizer keeps of named ``parameters``, by ``prefix``, name of the parameter, and key."""
     return {
         f"{prefix}{name}.{key}": torch.as_tensor(value)
         for name, parameter in parameters.items()

@@ -113,7 +113,7 @@ class EncodedRows:
         )
 
     def take_blocks(self, rows: np.ndarray, block: int, least: int = 0) -> EncodedRows:
-        """Return the rows at the given positions, and copies of the last one up to a whole number of blocks of rows.
+        """Return the rows at the given positions, and copies of the last one up to a multiple of ``block`` rows.
 
         There are at least ``least`` rows.
         """
