@@ -197,10 +197,15 @@ def apply_override(content: dict[str, Any], override: str) -> None:
     Raises:
         RecipeError: If it is no such text, or a part of the key is a value.
     """
-    _apply(content, *parse_override(override))
+    set_key(content, *parse_override(override))
 
 
-def _apply(content: dict[str, Any], key: str, value: Any) -> None:
+def set_key(content: dict[str, Any], key: str, value: Any) -> None:
+    """Set the key ``a.b`` in the content of a file.
+
+    Raises:
+        RecipeError: If a part of the key is a value.
+    """
     *parents, last = key.split(".")
     if len(parents) >= TOML_DEPTH:
         raise RecipeError("--set", [(key[:80], f"has more than {TOML_DEPTH} parts")])
@@ -259,7 +264,7 @@ def load(source: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) 
     content.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(name).stem).lstrip("._-") or "run")
     pairs = overrides.items() if isinstance(overrides, Mapping) else map(parse_override, overrides)
     for key, value in pairs:
-        _apply(content, key, value)
+        set_key(content, key, value)
     return validate(content, name)
 
 

@@ -38,6 +38,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "dense_mlp": (6,),
     },
     "rankmixer": {"embedding_dim": 4, "tokens": 3, "width": 6, "expansion": 2},
+    "graph": {"embedding_dim": 4},
 }  # fmt: skip
 DEEP = sorted(set(SMALL) - {"lr", "fm"})
 

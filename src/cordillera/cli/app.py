@@ -29,6 +29,7 @@ from cordillera.cli import (
     quantize,
     recipe,
     report,
+    search,
     serve,
     simulate_faults,
     sweep,
@@ -69,6 +70,7 @@ app.command("quantize")(quantize.quantize)
 app.command("watch")(watch.watch)
 app.command("report")(report.report)
 app.command("compare")(compare.compare)
+app.command("search")(search.search)
 app.command("sweep")(sweep.sweep)
 app.command("isoflop")(isoflop.isoflop)
 app.command("augment")(augment.augment)

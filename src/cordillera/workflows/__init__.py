@@ -1,4 +1,4 @@
-"""Operations on recipes and runs as functions: train, evaluate, predict, report, compare, sweep, isoflop, serve.
+"""Operations on recipes and runs as functions: train, evaluate, predict, report, compare, sweep, search, serve.
 
 The command line calls these and adds nothing but drawing. Modules are imported when they are used, because planning
 does without torch, which takes seconds to import.
@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cordillera.workflows.architectures.search import SearchConfig, SearchOutcome, search
     from cordillera.workflows.language import LanguageOutcome
     from cordillera.workflows.post_training.answers import best_of, judge
     from cordillera.workflows.post_training.averaging import average
@@ -25,6 +26,8 @@ __all__ = [
     "AugmentationOutcome",
     "LanguageOutcome",
     "Outcome",
+    "SearchConfig",
+    "SearchOutcome",
     "ServerConfig",
     "Sweep",
     "apply_delta",
@@ -40,12 +43,14 @@ __all__ = [
     "model_of",
     "predict",
     "report",
+    "search",
     "serve",
     "sweep",
     "train",
 ]
 
 _WHERE = {
+    "architectures.search": ("SearchConfig", "SearchOutcome", "search"),
     "language": ("LanguageOutcome",),
     "post_training.answers": ("best_of", "judge"),
     "post_training.averaging": ("average",),

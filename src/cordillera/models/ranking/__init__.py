@@ -14,6 +14,8 @@ from cordillera.models.ranking.dhen import DHEN, DHENConfig
 from cordillera.models.ranking.dlrm import DLRM, DLRMConfig
 from cordillera.models.ranking.dnn import DNN, DNNConfig
 from cordillera.models.ranking.fm import FM, FMConfig
+from cordillera.models.ranking.graphs.config import GraphConfig
+from cordillera.models.ranking.graphs.graph import Graph
 from cordillera.models.ranking.lr import LR, LRConfig
 from cordillera.models.ranking.mods import apply_mods, weights_sum
 from cordillera.models.ranking.multitask.mmoe import MMoE, MMoEConfig
@@ -33,6 +35,7 @@ MODELS: dict[str, type[Any]] = {
     "rankmixer": RankMixer,
     "mmoe": MMoE,
     "ple": PLE,
+    "graph": Graph,
     "target-attention": TargetAttentionModel,
     "hstu": HSTUModel,
 }
@@ -48,6 +51,7 @@ ModelConfig = Annotated[
     | RankMixerConfig
     | MMoEConfig
     | PLEConfig
+    | GraphConfig
     | TargetAttentionConfig
     | HSTUConfig,
     Field(discriminator="name"),

@@ -1,0 +1,130 @@
+"""``cordillera search``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cordillera.workflows import SearchOutcome
+    from cordillera.workflows.architectures.search import Candidate
+
+
+def search(
+    recipe: Annotated[str, typer.Argument(help="A shipped recipe's name or a TOML file.")],
+    space: Annotated[str, typer.Option("--space", help="A shipped search space's name or a TOML file.")],
+    searcher: Annotated[
+        str, typer.Option(help="evolution, predictor, random, grid (all), or optuna's tpe or nsga2.")
+    ] = "evolution",
+    goal: Annotated[str, typer.Option(help="ne: the lowest NE; front: the front of NE and FLOPs.")] = "front",
+    trials: Annotated[int, typer.Option(min=0, help="Number of architectures to try.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Proposals made before their results are known.")] = 4,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes, of one thread each. Default: one for each core.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each architecture.")] = 1,
+    sample: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the data that an architecture is first trained on.")
+    ] = 0.01,
+    most_flops: Annotated[
+        int | None, typer.Option("--most-flops", min=1, help="Most forward FLOPs an example.")
+    ] = None,
+    most_parameters: Annotated[
+        int | None, typer.Option("--most-parameters", min=1, help="Most parameters outside of the tables.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the searcher.")] = 0,
+    proposals: Annotated[
+        Path | None, typer.Option("--proposals", help="Architectures to try first, JSON lines; '-' reads stdin.")
+    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override one key: section.key=value.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--run", help="Folder of the search. Default: runs/NAME-search.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
+) -> None:
+    """Search for the architecture of a ranking model, judged by the validation split.
+
+    A search that was stopped goes on where it was.
+    """
+    from cordillera import workflows
+    from cordillera.cli._show import console
+    from cordillera.errors import PlanError
+    from cordillera.files import read_text
+    from cordillera.workflows.architectures.search import read_proposals
+    from cordillera.workflows.architectures.trials import TrialConfig
+
+    if goal not in ("ne", "front"):
+        raise PlanError(f"must be ne or front, got {goal!r}", where="--goal")
+    out = console()
+    given = []
+    if proposals is not None:
+        text = sys.stdin.read() if str(proposals) == "-" else read_text(proposals)
+        given = read_proposals(text, "stdin" if str(proposals) == "-" else str(proposals))
+    trial = TrialConfig(most_flops=most_flops, most_parameters=most_parameters, sample=sample, seeds=seeds)
+    config = workflows.SearchConfig.model_validate(
+        {"searcher": searcher, "goal": goal, "trials": trials, "batch": batch, "seed": seed, "trial": trial}
+    )
+
+    def say(text: str) -> None:
+        if not quiet:
+            out.print(text, markup=False)
+
+    best: list[float] = []
+
+    def show(candidate: Candidate, planned: int) -> None:
+        if candidate.trial.is_finished:
+            best.append(min([candidate.trial.ne, *best[-1:]]))
+        say(_line(candidate, planned, best[-1] if best else None))
+
+    outcome = workflows.search(
+        recipe,
+        space,
+        config,
+        overrides=set_ or (),
+        proposals=given,
+        folder=folder,
+        workers=workers,
+        on_candidate=show,
+        say=say,
+    )
+    _print(out, outcome)
+
+
+def _line(candidate: Candidate, planned: int, best: float | None) -> str:
+    trial = candidate.trial
+    head = f"[{candidate.number + 1}/{planned}] {candidate.name}"
+    if not trial.is_finished:
+        return f"{head}  died: {trial.stage}: {trial.why}"
+    record = "  best so far" if best == trial.ne else ""
+    return f"{head}  NE {trial.ne:.4f}  {trial.flops:,} FLOPs  {trial.seconds:.1f} s{record}"
+
+
+def _print(out: Console, outcome: SearchOutcome) -> None:
+    from collections import Counter
+
+    from cordillera.cli._show import titled_table
+
+    died = Counter(one.trial.stage for one in outcome.candidates if not one.trial.is_finished)
+    finished = len(outcome.candidates) - sum(died.values())
+    out.print(f"{len(outcome.candidates):,} architectures tried, {finished:,} trained")
+    for stage, count in died.items():
+        out.print(f"{count:,} died at stage {stage}")
+    if outcome.is_exhausted:
+        out.print("the space has no further architecture")
+    table = titled_table(
+        "front of NE and FLOPs", "architecture", right=("NE (validation)", "95 % interval", "FLOPs", "parameters")
+    )
+    for one in outcome.front:
+        trial = one.trial
+        interval = f"{trial.low:.4f} to {trial.high:.4f}" if trial.low == trial.low else ""
+        table.add_row(one.name, f"{trial.ne:.4f}", interval, f"{trial.flops:,}", f"{trial.parameters:,}")
+    out.print(table)
+    if outcome.best is not None:
+        out.print(f"recipes: {outcome.folder / 'front'}", markup=False)
+        path = outcome.folder / "front" / f"{outcome.best.name}.toml"
+        out.print(f"  -> train the best with: cordillera train {path}", markup=False)

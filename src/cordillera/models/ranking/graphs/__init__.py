@@ -1,0 +1,1 @@
+"""Ranking models described by a graph of operations."""

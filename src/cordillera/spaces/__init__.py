@@ -1,0 +1,1 @@
+"""Search spaces that ship with the library, one TOML file each."""

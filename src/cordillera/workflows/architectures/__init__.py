@@ -1,0 +1,1 @@
+"""Search for architectures: trials of candidates, and the search itself."""

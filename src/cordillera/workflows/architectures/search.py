@@ -1,0 +1,313 @@
+"""Search for the architecture of a ranking model: candidates proposed, tried, recorded and compared."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cordillera import recipe as recipes
+from cordillera.data.ranking.datasets import prepare
+from cordillera.errors import DataError, Interrupted, RecipeError, RunError
+from cordillera.files import parse_json
+from cordillera.recipe import RankingRecipe
+from cordillera.run import Run, write_atomically
+from cordillera.training.ranking.architecture_search.searchers import Goal, Score, Searcher, front, make_searcher
+from cordillera.training.ranking.architecture_search.space import Genome, SearchSpace, SpaceConfig, load_space
+from cordillera.workflows.architectures.trials import Trial, TrialConfig, with_overrides
+from cordillera.workflows.architectures.workers import TrialWorkers
+from cordillera.workflows.processes import Say, silent
+
+SEARCH_FILE = "search.json"
+"""File in a search's folder with its settings."""
+
+FRONT_FOLDER = "front"
+"""Folder in a search's folder with a recipe of each architecture of the front."""
+
+
+class SearchConfig(BaseModel):
+    """Settings of a search.
+
+    Attributes:
+        searcher: Name of the searcher: ``evolution``, ``predictor``, ``random``, ``grid``, ``tpe`` or ``nsga2``.
+        goal: ``ne``: the lowest NE; ``front``: the front of NE and FLOPs.
+        trials: Number of proposals of the searcher; it may end earlier, if the space has fewer architectures.
+        batch: Number of proposals that are made before their results are known; the path depends on it.
+        seed: Seed of the searcher.
+        trial: Settings of every trial.
+        most_seconds: Time after which a trial is given up.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    searcher: str = "evolution"
+    goal: Goal = "front"
+    trials: int = Field(64, ge=0, le=10**6)
+    batch: int = Field(4, ge=1, le=1024)
+    seed: int = Field(0, ge=0)
+    trial: TrialConfig = TrialConfig()
+    most_seconds: float = Field(3600.0, gt=0)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A candidate on record.
+
+    Attributes:
+        number: Place in the search, from 0.
+        name: Name of the architecture, 16 hexadecimal digits.
+        origin: ``search`` or ``proposal``.
+        overrides: Keys of the recipe with their values.
+        trial: Result of its trial.
+    """
+
+    number: int
+    name: str
+    origin: str
+    overrides: dict[str, Any]
+    trial: Trial
+
+    @property
+    def score(self) -> Score:
+        """NE and FLOPs."""
+        return Score(self.trial.ne, self.trial.flops)
+
+
+@dataclass
+class SearchOutcome:
+    """Result of :func:`search`: its folder, its candidates in order, and those of the front, by FLOPs.
+
+    ``is_exhausted`` says whether the space has no further architecture.
+    """
+
+    folder: Path
+    candidates: list[Candidate]
+    front: list[Candidate]
+    is_exhausted: bool = False
+    best: Candidate | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.best = min(self.front, key=lambda one: one.trial.ne, default=None)
+
+
+OnCandidate = Callable[[Candidate, int], None]
+
+
+def search(
+    source: str | Path,
+    space: str | Path | SpaceConfig,
+    config: SearchConfig | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    proposals: Sequence[Mapping[str, Any]] = (),
+    folder: Path | str | None = None,
+    workers: int | None = None,
+    on_candidate: OnCandidate | None = None,
+    say: Say = silent,
+) -> SearchOutcome:
+    """Search for architectures of a recipe's model, judged by the validation split; the test split is not read.
+
+    A search that was stopped is continued by the same call, and takes the path that it would have taken: trials on
+    record are not made again. Results do not depend on the number of workers.
+
+    Args:
+        source: Name of a shipped recipe or a path.
+        space: Search space, or its file.
+        config: Settings; None for the defaults.
+        overrides: Overrides ``section.key=value`` of the recipe.
+        proposals: Candidates from outside, tried first: each the keys ``section.key`` with their values, such as
+            ``{"model": {...}}``.
+        folder: Folder of the search. Default: ``runs/NAME-search``.
+        workers: Number of processes, of one thread each. Default: one for each core.
+        on_candidate: Function called with every candidate in order, and the planned number of candidates.
+        say: Function called with one line of text at each stage.
+
+    Raises:
+        RecipeError: If the recipe or the space is not valid, or not of a ranking model.
+        PlanError: If there is no such searcher, or the space has one architecture only.
+        RunError: If the folder holds another search, or another process writes it.
+        Interrupted: After Ctrl-C; all finished trials are saved.
+    """
+    config = config or SearchConfig()
+    settings = load_space(space) if isinstance(space, str | Path) else space
+    recipe = recipes.load(source, overrides)
+    if not isinstance(recipe, RankingRecipe):
+        raise RecipeError(str(source), [("model.name", "a search is for ranking models")])
+    content = recipe.model_dump(mode="json", exclude_none=True)
+    made = SearchSpace(settings, content["model"])
+    searcher = make_searcher(config.searcher, made, config.seed, config.goal)
+    _check_keys(content, made.overrides((0,) * len(made.genes)), settings)
+    described = {
+        "space": settings.model_dump(mode="json", exclude_none=True),
+        "config": config.model_dump(mode="json", exclude={"trials"}),
+        "proposals": [_name(one) for one in proposals],
+    }
+    run = _open(Path(folder) if folder is not None else Path("runs") / f"{recipe.name}-search", recipe, described)
+    with run.lock():
+        say(f"data: {recipe.data.label}")
+        splits = prepare(recipe.data)
+        if not len(splits.validation):
+            raise DataError("a search needs a validation split", where="data.fractions", remedy="give it a share")
+        say(f"space: {made.size:,} genomes of {len(made.genes)} genes; searcher: {config.searcher}")
+        found = _Search(run, made, searcher, config, content, proposals)
+        with TrialWorkers(workers or os.cpu_count() or 1, content, config.trial, config.most_seconds) as pool:
+            try:
+                for candidate in found.candidates(pool):
+                    if on_candidate is not None:
+                        on_candidate(candidate, len(proposals) + config.trials)
+            except KeyboardInterrupt:
+                raise Interrupted(
+                    f"{len(found.done)} trials are saved", where=str(run.folder), remedy="give the same command again"
+                ) from None
+        return _finish(run, content, found)
+
+
+def _check_keys(content: dict[str, Any], overrides: dict[str, Any], settings: SpaceConfig) -> None:
+    """Refuse a space whose keys the recipe does not know; values are the candidates' own matter."""
+    try:
+        with_overrides(content, overrides)
+    except RecipeError as error:
+        named = [(key, why) for key, why in error.problems if key in settings.choices and "unknown" in why]
+        if named:
+            raise RecipeError("space", named, "search space") from error
+
+
+def _name(overrides: Mapping[str, Any]) -> str:
+    text = json.dumps(overrides, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _open(folder: Path, recipe: RankingRecipe, described: dict[str, Any]) -> Run:
+    """Make the folder of a search, or open that of the same search."""
+    text = recipes.dump(recipe)
+    if not (folder / "recipe.toml").is_file():
+        run = Run.create(folder, text)
+        run.write_json(SEARCH_FILE, described)
+        return run
+    run = Run(folder)
+    if not (folder / SEARCH_FILE).is_file():
+        if run.status() is not None:
+            raise RunError("holds no search", where=str(folder), remedy="choose another --run folder")
+        run.write_json(SEARCH_FILE, described)  # it was killed in between
+    saved = run.read_json(SEARCH_FILE)
+    differs = [key for key, value in described.items() if saved.get(key) != json.loads(json.dumps(value))]
+    if run.recipe_file.read_text() != text:
+        differs.append("recipe")
+    if differs:
+        what = " and ".join(sorted(differs))
+        raise RunError(f"holds a search of another {what}", where=str(folder), remedy="choose another --run folder")
+    return run
+
+
+class _Search:
+    """One pass over the candidates of a search, those on record and new ones."""
+
+    def __init__(
+        self,
+        run: Run,
+        space: SearchSpace,
+        searcher: Searcher,
+        config: SearchConfig,
+        content: dict[str, Any],
+        proposals: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self.run, self.space, self.searcher, self.config = run, space, searcher, config
+        self.content, self.proposals = content, proposals
+        self.record = {entry["number"]: entry for entry in run.metrics() if entry.get("kind") == "candidate"}
+        self.done: list[Candidate] = []
+        self.is_exhausted = False
+
+    def candidates(self, pool: TrialWorkers) -> Iterator[Candidate]:
+        """Yield candidates in order."""
+        given = [(_name(one), dict(one)) for one in self.proposals]
+        if given:
+            yield from self._tried("proposal", given, pool)
+        proposed = 0
+        while proposed < self.config.trials:
+            genomes: list[Genome] = []
+            while len(genomes) < min(self.config.batch, self.config.trials - proposed):
+                genome = self.searcher.ask()
+                if genome is None:
+                    self.is_exhausted = True
+                    break
+                genomes.append(genome)
+            if not genomes:
+                break
+            proposed += len(genomes)
+            batch = [(self.space.identify(genome), self.space.overrides(genome)) for genome in genomes]
+            for genome, candidate in zip(genomes, self._tried("search", batch, pool), strict=True):
+                self.searcher.tell(genome, candidate.score)
+                yield candidate
+
+    def _tried(self, origin: str, batch: list[tuple[str, dict[str, Any]]], pool: TrialWorkers) -> Iterator[Candidate]:
+        start, results = len(self.done), {}
+        for place, (name, _) in enumerate(batch):
+            entry = self.record.get(start + place)
+            if entry is not None:
+                if entry["name"] != name:
+                    raise RunError(
+                        f"candidate {start + place} on record is {entry['name']}, the search proposes {name}",
+                        where=str(self.run.folder),
+                        remedy="it was made by another version of this program: choose another --run folder",
+                    )
+                results[place] = Trial.from_dict(entry)
+        todo = [place for place in range(len(batch)) if place not in results]
+        for index, trial in pool.try_all([batch[place][1] for place in todo]):
+            place = todo[index]
+            results[place] = trial
+            name, overrides = batch[place]
+            head = {"kind": "candidate", "number": start + place, "name": name, "origin": origin}
+            self.run.log({**head, "overrides": overrides, **trial.to_dict()})
+        for place, (name, overrides) in enumerate(batch):
+            self.done.append(Candidate(start + place, name, origin, overrides, results[place]))
+            yield self.done[-1]
+
+
+def _finish(run: Run, content: dict[str, Any], found: _Search) -> SearchOutcome:
+    """Write the recipes of the front."""
+    finished = [one for one in found.done if one.trial.is_finished]
+    best = [finished[index] for index in front([one.score for one in finished])]
+    folder = run.folder / FRONT_FOLDER
+    folder.mkdir(exist_ok=True)
+    wanted = set()
+    for one in best:
+        recipe = with_overrides(content, one.overrides)
+        trial = one.trial
+        text = (
+            f"Found by a search: NE {trial.ne:.4f} on the validation split, {trial.flops:,} FLOPs an example, "
+            f"architecture {one.name}."
+        )
+        path = folder / f"{one.name}.toml"
+        write_atomically(path, recipes.dump(recipe.model_copy(update={"description": text})))
+        wanted.add(path.name)
+    for path in folder.glob("*.toml"):  # of before the search went on
+        if path.name not in wanted:
+            path.unlink()
+    return SearchOutcome(run.folder, found.done, best, found.is_exhausted)
+
+
+def read_proposals(text: str, where: str) -> list[dict[str, Any]]:
+    """Read candidates from outside, one JSON object of recipe keys a line.
+
+    Raises:
+        DataError: If a line is not a JSON object, or sets keys of other sections than model, training and tables.
+    """
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        place = f"{where}, line {number}"
+        content = parse_json(line, place)
+        if not isinstance(content, dict) or not content:
+            raise DataError("is not a JSON object", where=place, remedy='write {"model": {"name": "graph", ...}}')
+        for key in content:
+            if key.partition(".")[0] not in ("model", "training", "tables"):
+                raise DataError(f"sets {key!r}, no key of model, training or tables", where=place)
+        found.append(content)
+    return found
