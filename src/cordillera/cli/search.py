@@ -37,6 +37,12 @@ def search(
     most_parameters: Annotated[
         int | None, typer.Option("--most-parameters", min=1, help="Most parameters outside of the tables.")
     ] = None,
+    supernet: Annotated[
+        Path | None, typer.Option("--supernet", help="Run of a supernet, whose weights replace training.")
+    ] = None,
+    fine_tune: Annotated[
+        int, typer.Option("--fine-tune", min=0, help="Steps of training from the supernet's weights.")
+    ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the searcher.")] = 0,
     proposals: Annotated[
         Path | None, typer.Option("--proposals", help="Architectures to try first, JSON lines; '-' reads stdin.")
@@ -65,7 +71,14 @@ def search(
     if proposals is not None:
         text = sys.stdin.read() if str(proposals) == "-" else read_text(proposals)
         given = read_proposals(text, "stdin" if str(proposals) == "-" else str(proposals))
-    trial = TrialConfig(most_flops=most_flops, most_parameters=most_parameters, sample=sample, seeds=seeds)
+    trial = TrialConfig(
+        most_flops=most_flops,
+        most_parameters=most_parameters,
+        sample=sample,
+        seeds=seeds,
+        supernet=None if supernet is None else str(supernet.resolve()),
+        fine_tune=fine_tune,
+    )
     config = workflows.SearchConfig.model_validate(
         {"searcher": searcher, "goal": goal, "trials": trials, "batch": batch, "seed": seed, "trial": trial}
     )

@@ -16,6 +16,7 @@ from cordillera.models.ranking.dnn import DNN, DNNConfig
 from cordillera.models.ranking.fm import FM, FMConfig
 from cordillera.models.ranking.graphs.config import GraphConfig
 from cordillera.models.ranking.graphs.graph import Graph
+from cordillera.models.ranking.graphs.supernet import Supernet, SupernetConfig
 from cordillera.models.ranking.lr import LR, LRConfig
 from cordillera.models.ranking.mods import apply_mods, weights_sum
 from cordillera.models.ranking.multitask.mmoe import MMoE, MMoEConfig
@@ -36,6 +37,7 @@ MODELS: dict[str, type[Any]] = {
     "mmoe": MMoE,
     "ple": PLE,
     "graph": Graph,
+    "supernet": Supernet,
     "target-attention": TargetAttentionModel,
     "hstu": HSTUModel,
 }
@@ -52,6 +54,7 @@ ModelConfig = Annotated[
     | MMoEConfig
     | PLEConfig
     | GraphConfig
+    | SupernetConfig
     | TargetAttentionConfig
     | HSTUConfig,
     Field(discriminator="name"),

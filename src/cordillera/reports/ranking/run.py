@@ -28,6 +28,7 @@ _MODELS = {
     "lr": "Logistic regression", "fm": "Factorisation machine", "dnn": "DNN", "dlrm": "DLRM", "dcn": "DCN-V2",
     "dhen": "DHEN", "wukong": "Wukong", "rankmixer": "RankMixer", "target-attention": "Target attention",
     "hstu": "HSTU", "mmoe": "MMoE", "ple": "PLE", "graph": "Graph of operations",
+    "supernet": "Supernet",
 }  # fmt: skip
 
 

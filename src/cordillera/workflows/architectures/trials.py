@@ -7,6 +7,7 @@ import math
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,17 @@ from cordillera import recipe as recipes
 from cordillera.data.ranking.cache import Splits
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.data.ranking.loader import Loader
-from cordillera.errors import CordilleraError, Interrupted
+from cordillera.errors import CordilleraError, Interrupted, RunError
 from cordillera.models import flops
 from cordillera.models.ranking.base import RankingModel
+from cordillera.models.ranking.graphs.config import GraphConfig
+from cordillera.models.ranking.graphs.supernet import Supernet
 from cordillera.recipe import RankingRecipe
 from cordillera.run import Run
 from cordillera.training.ranking.evaluation import evaluate as evaluate_split
 from cordillera.training.ranking.scoring import scorer
 from cordillera.training.ranking.trainer import Trainer
-from cordillera.workflows.trained import model_of
+from cordillera.workflows.trained import load_model, model_of, recipe_of, splits_of
 
 STAGES = ("settings", "shape", "budget", "reach", "future", "sample", "training")
 """Stages of a trial, in order; a candidate that is not ``finished`` ended at one of them."""
@@ -45,6 +48,8 @@ class TrialConfig(BaseModel):
         sample: Share of the training split that a candidate is first trained on; 0 to leave this stage out.
         sample_ne: Largest NE of the validation split after that, unless it is below that of the untrained model; 1 is
             the NE of the constant base rate.
+        supernet: Run of a supernet, whose weights stand for training from the beginning; None to train.
+        fine_tune: Number of steps of training from the supernet's weights.
         seeds: Number of trainings, with the recipe's seed and those after it; the NE is their mean.
     """
 
@@ -54,6 +59,8 @@ class TrialConfig(BaseModel):
     most_parameters: int | None = Field(None, ge=1)
     sample: float = Field(0.01, ge=0, le=1)
     sample_ne: float = Field(1.2, gt=0)
+    supernet: str | None = None
+    fine_tune: int = Field(0, ge=0, le=10**9)
     seeds: int = Field(1, ge=1, le=100)
 
 
@@ -142,12 +149,14 @@ def _stages(
             raise _Died("budget", f"{sizes[name]:,} {name}, of at most {most:,}")
     _check_reach(recipe, splits, batch)
     _check_future(recipe, splits, batch)
-    if config.sample:
+    if config.sample and config.supernet is None:
         _check_sample(recipe, splits, config)
-    found = [
-        _train(recipe.model_copy(update={"seed": recipe.seed + number}), splits, "training")
-        for number in range(config.seeds)
-    ]
+    found = []
+    for number in range(config.seeds):
+        of_seed = recipe.model_copy(update={"seed": recipe.seed + number})
+        found.append(
+            _train(of_seed, splits, "training") if config.supernet is None else _inherit(of_seed, splits, config)
+        )
     all_ne = tuple(ne for ne, _ in found)
     low, high = found[0][1]
     return Trial(
@@ -269,9 +278,38 @@ def _check_future(recipe: RankingRecipe, splits: Splits, batch: RankingBatch) ->
         raise _Died("future", "the score of a sample depends on later samples in training, as with batch norm")
 
 
-def _train(recipe: RankingRecipe, splits: Splits, stage: str) -> tuple[float, tuple[float, float]]:
-    """Train a candidate and return its NE on the validation split, with an interval."""
-    model = _build(recipe, splits, stage)
+@cache
+def _supernet(folder: str, device: str = "cpu") -> Supernet:
+    run = Run(folder)
+    recipe = recipe_of(run)
+    _, model = load_model(run, splits_of(run, recipe).features, torch.device(device))
+    if not isinstance(model, Supernet):
+        raise RunError(f"is a run of {recipe.model.name}, not of a supernet", where=folder)
+    return model
+
+
+def _inherit(recipe: RankingRecipe, splits: Splits, config: TrialConfig) -> tuple[float, tuple[float, float]]:
+    """Return the NE of a candidate with the weights of a supernet, after fine-tuning if there is any."""
+    assert config.supernet is not None
+    if not isinstance(recipe.model, GraphConfig):
+        raise _Died("training", f"the supernet has no weights of {recipe.model.name}")
+    net, model = _supernet(config.supernet), _build(recipe, splits, "training")
+    try:
+        weights = net.stand_alone(recipe.model)
+        model.load_state_dict({**weights, **{f"tables.{name}": one for name, one in net.tables.state_dict().items()}})
+    except (KeyError, RuntimeError) as error:
+        raise _Died("training", f"the supernet has no weights of it: {_first_line(error)}") from error
+    if not config.fine_tune:
+        return _evaluate(model, recipe, splits)
+    steps = recipe.training.model_copy(update={"max_steps": config.fine_tune})
+    return _train(recipe.model_copy(update={"training": steps}), splits, "training", model)
+
+
+def _train(
+    recipe: RankingRecipe, splits: Splits, stage: str, model: RankingModel | None = None
+) -> tuple[float, tuple[float, float]]:
+    """Train a candidate, or a ``model`` of it, and return its NE on the validation split, with an interval."""
+    model = model or _build(recipe, splits, stage)
     data = recipe.data
     shuffle = "none" if recipe.training.progressive else data.shuffle
     with tempfile.TemporaryDirectory(prefix="trial-") as folder:

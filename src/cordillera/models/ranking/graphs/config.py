@@ -92,12 +92,12 @@ class GraphConfig(DeepConfig):
     """Settings of a model that is a graph of operations.
 
     Attributes:
-        nodes: Nodes, in any order.
+        nodes: Nodes, in any order; without any, the heads read inputs only.
         output: Names of the nodes that the heads read: vectors and flattened embeddings, joined in this order.
     """
 
     name: Literal["graph"] = "graph"
-    nodes: tuple[NodeConfig, ...] = Field(_DEFAULT, min_length=1, max_length=1024)
+    nodes: tuple[NodeConfig, ...] = Field(_DEFAULT, max_length=1024)
     output: tuple[str, ...] = Field(("deep",), min_length=1)
 
     @model_validator(mode="after")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from cordillera.data.ranking.features import FeatureSpec
@@ -9,14 +11,19 @@ from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import DataError
 from cordillera.models.ranking.base import DeepModel
 from cordillera.models.ranking.graphs.config import DENSE, EMBEDDINGS, GraphConfig
-from cordillera.models.ranking.graphs.nodes import OPS, Axis, GraphNode, Value, flat_axis, join_flat
+from cordillera.models.ranking.graphs.nodes import OPS, Axis, Value, flat_axis, join_flat
 
 
-class Graph(DeepModel):
-    """Model whose dense part is the graph of its configuration.
+class GraphBody(nn.Module):
+    """Nodes of a graph: ``[B, num_dense]`` and ``[B, F, d]`` into ``[B, r]``, what the heads read.
 
     Nodes that read nothing for lack of features of a kind, such as embeddings without categorical features, are left
     out, and so are those that read these only. A gate needs both of its inputs.
+
+    Args:
+        config: Settings of the graph.
+        num_dense: Number of dense features.
+        num_sparse: Number ``F`` of embedded features.
 
     Attributes:
         output_axis: What the representation is made up of.
@@ -25,16 +32,14 @@ class Graph(DeepModel):
         DataError: If nothing of the output is left.
     """
 
-    Config = GraphConfig
-
-    def __init__(self, config: GraphConfig, features: FeatureSpec, tables: TablesConfig) -> None:
-        super().__init__(config, features, tables)
+    def __init__(self, config: GraphConfig, num_dense: int, num_sparse: int) -> None:
+        super().__init__()
         d = config.embedding_dim
         values: dict[str, Value] = {}
-        if features.dense:
-            values[DENSE] = Value(DENSE, None, len(features.dense))
-        if features.sparse:
-            values[EMBEDDINGS] = Value(EMBEDDINGS, len(features.sparse), d)
+        if num_dense:
+            values[DENSE] = Value(DENSE, None, num_dense)
+        if num_sparse:
+            values[EMBEDDINGS] = Value(EMBEDDINGS, num_sparse, d)
         self.nodes = nn.ModuleDict()
         self.reads: dict[str, list[str]] = {}
         for node in config.ordered():
@@ -47,18 +52,33 @@ class Graph(DeepModel):
             self.reads[node.name], values[node.name] = reads, made.value
         self.output = [name for name in config.output if name in values]
         if not self.output:
-            kind = "dense" if not features.dense else "categorical or list"
+            kind = "dense" if not num_dense else "categorical or list"
             raise DataError(
                 f"the output of the graph reads nothing: there are no {kind} features",
                 where="model.output",
                 remedy="name nodes that read the features there are",
             )
         self.output_axis: Axis = flat_axis([values[name] for name in self.output])
-        self.heads = self.make_heads(sum(size for _, size in self.output_axis))
 
-    def represent(self, dense: Tensor, embeddings: Tensor) -> Tensor:
+    def forward(self, dense: Tensor, embeddings: Tensor, gates: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Compute the representation; values of nodes that ``gates`` names are multiplied by a number."""
         values = {DENSE: dense.to(embeddings.dtype), EMBEDDINGS: embeddings}
         for name, node in zip(self.reads, self.nodes.values(), strict=True):
-            assert isinstance(node, GraphNode)
             values[name] = node([values[one] for one in self.reads[name]])
+            if gates is not None and name in gates:
+                values[name] = values[name] * gates[name]
         return join_flat([values[name] for name in self.output])  # [B, r]
+
+
+class Graph(DeepModel):
+    """Model whose dense part is the graph of its configuration; see :class:`GraphBody`."""
+
+    Config = GraphConfig
+
+    def __init__(self, config: GraphConfig, features: FeatureSpec, tables: TablesConfig) -> None:
+        super().__init__(config, features, tables)
+        self.body = GraphBody(config, len(features.dense), len(features.sparse))
+        self.heads = self.make_heads(sum(size for _, size in self.body.output_axis))
+
+    def represent(self, dense: Tensor, embeddings: Tensor) -> Tensor:
+        return self.body(dense, embeddings)  # [B, r]
