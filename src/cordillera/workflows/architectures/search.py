@@ -16,6 +16,7 @@ from cordillera import recipe as recipes
 from cordillera.data.ranking.datasets import prepare
 from cordillera.errors import DataError, Interrupted, RecipeError, RunError
 from cordillera.files import parse_json
+from cordillera.models.ranking.graphs.nasrec import from_nasrec, is_nasrec
 from cordillera.recipe import RankingRecipe
 from cordillera.run import Run, write_atomically
 from cordillera.training.ranking.architecture_search.searchers import Goal, Score, Searcher, front, make_searcher
@@ -293,7 +294,7 @@ def _finish(run: Run, content: dict[str, Any], found: _Search) -> SearchOutcome:
 
 
 def read_proposals(text: str, where: str) -> list[dict[str, Any]]:
-    """Read candidates from outside, one JSON object of recipe keys a line.
+    """Read candidates from outside: one JSON object of recipe keys a line, or an architecture that NASRec published.
 
     Raises:
         DataError: If a line is not a JSON object, or sets keys of other sections than model, training and tables.
@@ -306,6 +307,9 @@ def read_proposals(text: str, where: str) -> list[dict[str, Any]]:
         content = parse_json(line, place)
         if not isinstance(content, dict) or not content:
             raise DataError("is not a JSON object", where=place, remedy='write {"model": {"name": "graph", ...}}')
+        if is_nasrec(content):
+            found.append({"model": from_nasrec(content, place).model_dump(mode="json", exclude_none=True)})
+            continue
         for key in content:
             if key.partition(".")[0] not in ("model", "training", "tables"):
                 raise DataError(f"sets {key!r}, no key of model, training or tables", where=place)

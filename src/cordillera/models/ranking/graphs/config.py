@@ -109,8 +109,10 @@ class GraphConfig(DeepConfig):
         for name in (DENSE, EMBEDDINGS):
             if name in by_name:
                 raise ValueError(f"{name!r} is the name of an input; call the node otherwise")
-        for reader, inputs in [*((node.name, node.inputs) for node in self.nodes), ("output", self.output)]:
-            _check_names(reader, inputs, [*by_name, DENSE, EMBEDDINGS])
+        known = [*by_name, DENSE, EMBEDDINGS]
+        for node in self.nodes:
+            _check_names(node.name, node.inputs, known, may_repeat=node.op in ("gate", "sum"))
+        _check_names("output", self.output, known)
         order = self.ordered()
         read = set(self.output).union(*(node.inputs for node in order))
         if unread := [name for name in by_name if name not in read]:
@@ -138,13 +140,13 @@ class GraphConfig(DeepConfig):
             raise ValueError(f"nodes read each other in a cycle: {' -> '.join(error.args[1])}") from None
 
 
-def _check_names(reader: str, inputs: tuple[str, ...], known: list[str]) -> None:
+def _check_names(reader: str, inputs: tuple[str, ...], known: list[str], *, may_repeat: bool = False) -> None:
     for name in inputs:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"{reader}: there is no node {name!r}{hint}")
-    if len(set(inputs)) < len(inputs):
+    if len(set(inputs)) < len(inputs) and not may_repeat:
         raise ValueError(f"{reader}: reads {next(name for name in inputs if inputs.count(name) > 1)!r} twice")
 
 
