@@ -141,3 +141,4 @@ def _print(out: Console, outcome: SearchOutcome) -> None:
         out.print(f"recipes: {outcome.folder / 'front'}", markup=False)
         path = outcome.folder / "front" / f"{outcome.best.name}.toml"
         out.print(f"  -> train the best with: cordillera train {path}", markup=False)
+    out.print(f"report: {outcome.report}", markup=False)

@@ -37,22 +37,26 @@ def _tag(name: str, /, *children: str, **attributes: object) -> Markup:
     return Markup("<{0}{1}>{2}</{0}>").format(name, told, Markup().join(children))
 
 
-def _text(x: float, y: float, text: str, anchor: str = "middle", style: str = "tick") -> Markup:
+def write_text(x: float, y: float, text: str, anchor: str = "middle", style: str = "tick") -> Markup:
+    """Return a ``text`` at a place of a drawing."""
     return _tag("text", text, class_=style, x=x, y=y, text_anchor=anchor)
 
 
-def _line(x: tuple[float, float], y: tuple[float, float], style: str) -> Markup:
+def stroke(x: tuple[float, float], y: tuple[float, float], style: str) -> Markup:
+    """Return a straight line between two places of a drawing."""
     return _tag("line", class_=style, x1=x[0], x2=x[1], y1=y[0], y2=y[1])
 
 
-def _box(x: float, y: float, width: float, height: float, style: str, title: str = "", /, **more: object) -> Markup:
+def box(x: float, y: float, width: float, height: float, style: str, title: str = "", /, **more: object) -> Markup:
+    """Return a rectangle, with a ``title`` to hover over."""
     shape = {"class_": style, "x": x, "y": y, "width": width, "height": height}
     return _tag("rect", *([_tag("title", title)] if title else []), **shape, **more)
 
 
-def _svg(width: float, height: float, label: str, parts: Iterable[str]) -> Markup:
+def drawing(width: float, height: float, label: str, parts: Iterable[str], **more: object) -> Markup:
+    """Return a drawing of ``parts``, with a ``label`` for readers who cannot see it."""
     frame = f"0 0 {width:g} {height:g}"
-    return _tag("svg", *parts, viewBox=frame, role="img", aria_label=label, style=f"--width:{width:g}px")
+    return _tag("svg", *parts, viewBox=frame, role="img", aria_label=label, style=f"--width:{width:g}px", **more)
 
 
 # Axes
@@ -203,14 +207,14 @@ class Chart:
         frame = []
         for value, name in [(mark, text(mark)) for mark in marks] if y.ticks is None else y.ticks:
             at = self.y(value)
-            frame += [_line((self.left, end), (at, at), "grid"), _text(self.left - 7, at + 4, name, "end")]
+            frame += [stroke((self.left, end), (at, at), "grid"), write_text(self.left - 7, at + 4, name, "end")]
         for value, name in [(one, compact(one)) for one in nice_ticks(*x.limits)] if x.ticks is None else x.ticks:
             at = self.x(value)
-            frame += [_line((at, at), (base, base + 4), "axis"), _text(at, base + 17, name)]
+            frame += [stroke((at, at), (base, base + 4), "axis"), write_text(at, base + 17, name)]
         frame += [
-            _line((self.left, end), (base, base), "axis"),
-            _text((self.left + end) / 2, height - 6, labels[0], style="label"),
-            _text(self.left - 48, 11, labels[1], "start", "label"),
+            stroke((self.left, end), (base, base), "axis"),
+            write_text((self.left + end) / 2, height - 6, labels[0], style="label"),
+            write_text(self.left - 48, 11, labels[1], "start", "label"),
         ]
         self._frame = frame
 
@@ -248,7 +252,7 @@ class Chart:
         """Draw vertical intervals at ``xs`` from ``lows`` to ``highs``."""
         for a, low, high in zip(xs, lows, highs, strict=True):
             if math.isfinite(low) and math.isfinite(high):
-                self._parts.append(_line((self.x(a), self.x(a)), (self.y(low), self.y(high)), "whisker s0"))
+                self._parts.append(stroke((self.x(a), self.x(a)), (self.y(low), self.y(high)), "whisker s0"))
 
     def steps(self, edges: Sequence[float], heights: Sequence[float], style: str = "s0") -> None:
         """Draw the filled outline of a histogram of ``heights`` between neighbouring ``edges`` in a ``style``."""
@@ -265,38 +269,38 @@ class Chart:
         base, end = self._height - self.bottom, self.width - self.right
         if y is not None and self._y[0] <= y <= self._y[1]:
             at = self.y(y)
-            self._parts.append(_line((self.left, end), (at, at), "rule"))
-            self._parts += [_text(end - 2, at - 5, text, "end", "note")] if text else []
+            self._parts.append(stroke((self.left, end), (at, at), "rule"))
+            self._parts += [write_text(end - 2, at - 5, text, "end", "note")] if text else []
         if x is not None and self._x[0] <= x <= self._x[1]:
             at = self.x(x)
             anchor, beside = ("end", -5) if at > self.width * 0.6 else ("start", 5)
-            self._parts.append(_line((at, at), (self.top, base), "rule"))
-            self._parts += [_text(at + beside, self.top + 10, text, anchor, "note")] if text else []
+            self._parts.append(stroke((at, at), (self.top, base), "rule"))
+            self._parts += [write_text(at + beside, self.top + 10, text, anchor, "note")] if text else []
 
     def diagonal(self) -> None:
         """Draw the line of equal values on both axes."""
         low, high = max(self._x[0], self._y[0]), min(self._x[1], self._y[1])
-        self._parts.append(_line((self.x(low), self.x(high)), (self.y(low), self.y(high)), "rule"))
+        self._parts.append(stroke((self.x(low), self.x(high)), (self.y(low), self.y(high)), "rule"))
 
     def mark(self, x: float, y: float, text: str) -> None:
         """Mark the point ``(x, y)`` with a ring and a ``text``."""
         a, b = self.x(x), self.y(y)
         at = b + 21 if b + 26 < self._height - self.bottom else b - 11
         anchor = "end" if a > self.width * 0.72 else "start" if a < self.width * 0.28 else "middle"
-        self._parts += [_tag("circle", class_="mark", cx=a, cy=b, r=5.5), _text(a, at, text, anchor, "callout")]
+        self._parts += [_tag("circle", class_="mark", cx=a, cy=b, r=5.5), write_text(a, at, text, anchor, "callout")]
 
     def name(self, x: float, y: float, text: str) -> None:
         """Write a ``text`` beside the point ``(x, y)``."""
         a, b = self.x(x), self.y(y)
         is_right = a > self.width * 0.72
-        self._parts.append(_text(a + (-6 if is_right else 6), b - 4, text, "end" if is_right else "start"))
+        self._parts.append(write_text(a + (-6 if is_right else 6), b - 4, text, "end" if is_right else "start"))
 
     def svg(self, number: int) -> Markup:
         """Return the drawing, clipped to its frame; ``number`` is unique on the page."""
         inner = self.width - self.left - self.right + 8, self._height - self.top - self.bottom + 8
-        clip = _tag("clipPath", _box(self.left - 1, self.top - 7, *inner, "clip"), id=f"c{number}")
+        clip = _tag("clipPath", box(self.left - 1, self.top - 7, *inner, "clip"), id=f"c{number}")
         drawn = _tag("g", *self._parts, clip_path=f"url(#c{number})") if self._parts else ""
-        return _svg(self.width, self._height, self._label, [clip, *self._frame, drawn])
+        return drawing(self.width, self._height, self._label, [clip, *self._frame, drawn])
 
 
 @dataclass(frozen=True)
@@ -427,9 +431,9 @@ def interval_strip(
         low, high = limits
         return 4 + (min(max(number, low), high) - low) / (high - low) * 112
 
-    parts = [_line((at(reference), at(reference)), (1, 17), "rule")]
+    parts = [stroke((at(reference), at(reference)), (1, 17), "rule")]
     if interval and all(math.isfinite(end) for end in interval):
-        parts.append(_line((at(interval[0]), at(interval[1])), (9, 9), "whisker s0"))
+        parts.append(stroke((at(interval[0]), at(interval[1])), (9, 9), "whisker s0"))
     if math.isfinite(value):
         parts.append(_tag("circle", class_="dot s0", cx=at(value), cy=9, r=3.5))
     return _tag("svg", *parts, class_="strip", viewBox="0 0 120 18", aria_hidden="true")
@@ -445,7 +449,7 @@ def stacked_bar(label: str, parts: Sequence[tuple[str, float]]) -> Markup:
     whole, at, boxes = math.fsum(size for _, size in shown), 0.0, []
     for style, size in shown:
         width = 1000 * size / whole
-        boxes.append(_box(at, 0, width, 10, style))
+        boxes.append(box(at, 0, width, 10, style))
         at += width
     frame = {"class_": "bar", "viewBox": "0 0 1000 10", "preserveAspectRatio": "none"}
     return _tag("svg", *boxes, **frame, role="img", aria_label=label)
@@ -471,16 +475,16 @@ def bars(
     drawn = []
     for row, ((name, values), total) in enumerate(zip(rows, totals, strict=True)):
         x, y = left, 4 + row * height
-        drawn.append(_text(left - 8, y + height * 0.37 + 4, name, "end"))
+        drawn.append(write_text(left - 8, y + height * 0.37 + 4, name, "end"))
         for number, (part, title) in enumerate(names.items()):
             value = max(values.get(part, 0.0), 0.0)
-            drawn.append(_box(x, y, value * scale, height * 0.74, f"f{number}", f"{title}: {text(value)}"))
+            drawn.append(box(x, y, value * scale, height * 0.74, f"f{number}", f"{title}: {text(value)}"))
             x += value * scale
-        drawn.append(_text(max(x, edge) + 6, y + height * 0.37 + 4, text(total), "start"))
+        drawn.append(write_text(max(x, edge) + 6, y + height * 0.37 + 4, text(total), "start"))
     if limit is not None:
-        drawn += [_line((edge, edge), (2, bottom), "limit"), _text(edge, bottom + 12, limit[0])]
+        drawn += [stroke((edge, edge), (2, bottom), "limit"), write_text(edge, bottom + 12, limit[0])]
         bottom += 16
-    return _svg(_WIDTH, bottom, label, drawn)
+    return drawing(_WIDTH, bottom, label, drawn)
 
 
 class Span(NamedTuple):
@@ -529,10 +533,10 @@ def gantt(
     quarters = [(part * until, _time_text(part * until, until)) for part in (0.0, 0.25, 0.5, 0.75, 1.0)]
     for at, text in quarters if ticks is None else ticks:
         x = left + at * scale
-        drawn += [_line((x, x), (4, bottom), "grid"), _text(x, bottom + 16, text)]
+        drawn += [stroke((x, x), (4, bottom), "grid"), write_text(x, bottom + 16, text)]
     for row, (name, spans) in enumerate(rows):
         top = 8 + row * height
-        over.append(_text(left - 8, top + height * 0.36 + 4, name, "end"))
+        over.append(write_text(left - 8, top + height * 0.36 + 4, name, "end"))
         for one in spans:
             if one.start >= until:
                 continue
@@ -541,17 +545,17 @@ def gantt(
             y, tall = (top + height * 0.76, height * 0.12) if one.is_thin else (top, height * 0.72)
             y, tall = y + tall * one.low, tall * (one.high - one.low)
             if one.title:
-                over.append(_box(x, y, width, tall, one.style, one.title))
+                over.append(box(x, y, width, tall, one.style, one.title))
             else:  # thousands of spans without titles are one path a style
                 paths.setdefault(one.style, []).append(f"M{x:.2f} {y:.1f}h{width:.2f}v{tall:.1f}h{-width:.2f}z")
             if numbered and height >= 14 and width > 8 * len(one.number):
-                over.append(_text(x + width / 2, top + height * 0.36 + 3.5, one.number, style="number"))
+                over.append(write_text(x + width / 2, top + height * 0.36 + 3.5, one.number, style="number"))
     drawn += [_tag("path", class_=style, d="".join(path)) for style, path in paths.items()]
     for mark in marks:
         x, top, tall = left + mark.at * scale, 8 + mark.first * height - 2, (mark.last - mark.first) * height * 0.9
         shape = f"M{x - 4:.1f} {top:.1f}h8l-4 6zM{x:.1f} {top:.1f}v{tall:.1f}"
         over.append(_tag("path", _tag("title", mark.title), class_=f"moment {mark.style}", d=shape))
-    return _svg(_WIDTH, bottom + 24, label, [*drawn, *over])
+    return drawing(_WIDTH, bottom + 24, label, [*drawn, *over])
 
 
 def heat_map(label: str, rows: Mapping[str, Mapping[int, float]], groups: Mapping[int, str]) -> Markup:
@@ -565,22 +569,22 @@ def heat_map(label: str, rows: Mapping[str, Mapping[int, float]], groups: Mappin
 
     def cell(x: float, y: float, side: float, rate: float, title: str = "") -> None:
         shade = 0.0 if rate <= 0 else 0.08 + 0.92 * max(0.0, 1 - math.log10(rate) / powers[0])
-        drawn.append(_box(x, y, side, side, "cell", title, style=f"fill-opacity:{shade:.3f}"))
+        drawn.append(box(x, y, side, side, "cell", title, style=f"fill-opacity:{shade:.3f}"))
 
     for group, members in itertools.groupby(range(len(columns)), key=lambda i: groups[columns[i]]):
         places = list(members)
         start, wide = left + size * places[0], size * len(places)
-        drawn.append(_text(start + wide / 2, 12, group if len(group) * 6 < wide else group[0], style="label"))
-        drawn += [_line((start, start), (2, bottom), "axis")] if places[0] else []
-    drawn += [_text(left + size * (i + 0.5), top - 6, str(column)) for i, column in enumerate(columns)]
+        drawn.append(write_text(start + wide / 2, 12, group if len(group) * 6 < wide else group[0], style="label"))
+        drawn += [stroke((start, start), (2, bottom), "axis")] if places[0] else []
+    drawn += [write_text(left + size * (i + 0.5), top - 6, str(column)) for i, column in enumerate(columns)]
     for row, (name, rates) in enumerate(rows.items()):
         y = top + size * row
-        drawn.append(_text(left - 8, y + 17, name, "end"))
+        drawn.append(write_text(left - 8, y + 17, name, "end"))
         for i, column in enumerate(columns):
             if not math.isnan(rate := rates.get(column, math.nan)):
                 cell(left + size * i + 1, y + 1, size - 2, rate, f"{name}, {column}: {rate:.3g}")
     for i, power in enumerate(powers):
         cell(left + 92 * i, bottom + 14, 18, 10.0**power)
-        drawn.append(_text(left + 92 * i + 24, bottom + 28, f"{100 * 10.0**power:g} %", "start"))
+        drawn.append(write_text(left + 92 * i + 24, bottom + 28, f"{100 * 10.0**power:g} %", "start"))
     width = left + size * max(32, len(columns)) + 2  # so that maps of narrow formats have the same scale
-    return _svg(width, bottom + 44, label, drawn)
+    return drawing(width, bottom + 44, label, drawn)

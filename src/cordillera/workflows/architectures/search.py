@@ -18,6 +18,8 @@ from cordillera.errors import DataError, Interrupted, RecipeError, RunError
 from cordillera.files import parse_json
 from cordillera.models.ranking.graphs.nasrec import from_nasrec, is_nasrec
 from cordillera.recipe import RankingRecipe
+from cordillera.reports import page
+from cordillera.reports.ranking.architectures import search_page
 from cordillera.run import Run, write_atomically
 from cordillera.training.ranking.architecture_search.searchers import Goal, Score, Searcher, front, make_searcher
 from cordillera.training.ranking.architecture_search.space import Genome, SearchSpace, SpaceConfig, load_space
@@ -82,14 +84,21 @@ class Candidate:
 
 @dataclass
 class SearchOutcome:
-    """Result of :func:`search`: its folder, its candidates in order, and those of the front, by FLOPs.
+    """Result of :func:`search`.
 
-    ``is_exhausted`` says whether the space has no further architecture.
+    Attributes:
+        folder: Folder of the search.
+        candidates: Candidates in order.
+        front: Those that no other dominates, by FLOPs.
+        report: Page that draws them.
+        is_exhausted: Whether the space has no further architecture.
+        best: The one of the lowest NE; None if none was trained.
     """
 
     folder: Path
     candidates: list[Candidate]
     front: list[Candidate]
+    report: Path
     is_exhausted: bool = False
     best: Candidate | None = field(init=False)
 
@@ -271,7 +280,7 @@ class _Search:
 
 
 def _finish(run: Run, content: dict[str, Any], found: _Search) -> SearchOutcome:
-    """Write the recipes of the front."""
+    """Write the recipes and the page of the front."""
     finished = [one for one in found.done if one.trial.is_finished]
     best = [finished[index] for index in front([one.score for one in finished])]
     folder = run.folder / FRONT_FOLDER
@@ -290,7 +299,28 @@ def _finish(run: Run, content: dict[str, Any], found: _Search) -> SearchOutcome:
     for path in folder.glob("*.toml"):  # of before the search went on
         if path.name not in wanted:
             path.unlink()
-    return SearchOutcome(run.folder, found.done, best, found.is_exhausted)
+    config = found.config
+    settings = {
+        "searcher": config.searcher,
+        "goal": config.goal,
+        "seed": config.seed,
+        "batch": config.batch,
+        "genomes": f"{found.space.size:,}",
+        **config.trial.model_dump(mode="json", exclude_none=True),
+    }
+    entries = [
+        {
+            **one.trial.to_dict(),
+            "name": one.name,
+            "number": one.number,
+            "origin": one.origin,
+            "overrides": one.overrides,
+        }
+        for one in found.done
+    ]
+    described = f"search by {config.searcher} on {content['data'].get('dataset') or 'own data'}"
+    text = search_page(run.name, described, entries, [one.name for one in best], settings)
+    return SearchOutcome(run.folder, found.done, best, page.write(run, text), found.is_exhausted)
 
 
 def read_proposals(text: str, where: str) -> list[dict[str, Any]]:

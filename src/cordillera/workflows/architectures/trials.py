@@ -19,7 +19,7 @@ from cordillera import recipe as recipes
 from cordillera.data.ranking.cache import Splits
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.data.ranking.loader import Loader
-from cordillera.errors import CordilleraError, Interrupted, RunError
+from cordillera.errors import CordilleraError, Interrupted, RecipeError, RunError
 from cordillera.models import flops
 from cordillera.models.ranking.base import RankingModel
 from cordillera.models.ranking.graphs.config import GraphConfig
@@ -204,6 +204,8 @@ def with_overrides(content: dict[str, Any], overrides: dict[str, Any]) -> Rankin
 
 
 def _first_line(error: Exception) -> str:
+    if isinstance(error, RecipeError):
+        return "; ".join(f"{key}: {why}" for key, why in error.problems)[:300]
     lines = str(error).strip().splitlines()
     return " ".join(line.strip() for line in lines[:3])[:300]
 

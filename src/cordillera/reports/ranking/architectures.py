@@ -1,0 +1,182 @@
+"""Page of an architecture search: the front of NE and FLOPs, where candidates died, and the best graphs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup
+from pydantic import ValidationError
+
+from cordillera.models.ranking.graphs.config import DENSE, EMBEDDINGS, GraphConfig
+from cordillera.reports import page
+from cordillera.reports.charts import Axis, Figure, Series, box, drawing, figure, padded, stroke, write_text
+
+_DRAWN = 3  # graphs of the front
+_ROOM = 0.05
+_WIDTH, _HEIGHT, _GAP_X, _GAP_Y = 132.0, 40.0, 22.0, 34.0
+
+_MEANINGS = {
+    "settings": "no valid recipe",
+    "shape": "could not be built, or gave wrong scores",
+    "budget": "more FLOPs or parameters than allowed",
+    "reach": "no gradient reaches some feature",
+    "future": "the score of a sample depends on later samples",
+    "sample": "worse than without training after a small share of the data",
+    "training": "training failed",
+    "process": "its process ended, or took too long",
+}
+
+
+def search_page(
+    name: str, description: str, entries: Sequence[Mapping[str, Any]], front: Sequence[str], settings: Mapping[str, Any]
+) -> str:
+    """Return the HTML page of a search.
+
+    Args:
+        name: Name of the search.
+        description: What is searched, in a sentence.
+        entries: Candidates in order: ``name``, ``origin``, ``overrides`` and the fields of a trial.
+        front: Names of the candidates of the front, by FLOPs.
+        settings: Settings by name.
+    """
+    finished = [one for one in entries if one["stage"] == "finished"]
+    by_name = {one["name"]: one for one in finished}
+    best = [by_name[one] for one in front]
+    died = Counter(one["stage"] for one in entries if one["stage"] != "finished")
+    return page.fill(
+        "architectures",
+        name=name,
+        lede=description,
+        tiles=_tiles(entries, finished, best),
+        charts=[_front_chart(finished, best), _path(entries)],
+        front=[_row(one) for one in reversed(best)],
+        graphs=[(one["name"], _told(one), drawn) for one in reversed(best) if (drawn := _drawn(one))][:_DRAWN],
+        deaths=[(f"{stage}: {count:,}", _death(entries, stage)) for stage, count in died.items()],
+        settings=[(key.replace("_", " "), page.plain(value)) for key, value in settings.items()],
+    )
+
+
+def _tiles(
+    entries: Sequence[Mapping[str, Any]], finished: Sequence[Mapping[str, Any]], best: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, str, str, str]]:
+    tiles = [
+        ("tried", f"{len(entries):,}", "", "architectures"),
+        ("trained", f"{len(finished):,}", "", "the others died"),
+    ]
+    if best:
+        lowest = min(best, key=lambda one: one["ne"])
+        tiles.append(("lowest NE", f"{lowest['ne']:.4f}", _interval(lowest), "validation split; chosen by it"))
+    seconds = math.fsum(one.get("seconds", 0.0) for one in entries)
+    return [*tiles, ("time of trials", page.duration(seconds), "", "of one thread each")]
+
+
+def _interval(entry: Mapping[str, Any]) -> str:
+    low, high = entry.get("low"), entry.get("high")
+    return "" if low is None or high is None else f"{low:.4f} to {high:.4f}"
+
+
+def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        entry["name"], f"{entry['ne']:.4f}", _interval(entry), f"{entry['flops']:,}", f"{entry['parameters']:,}",
+        entry["origin"],
+    )  # fmt: skip
+
+
+def _told(entry: Mapping[str, Any]) -> str:
+    return f"NE {entry['ne']:.4f}, {entry['flops']:,} FLOPs an example"
+
+
+def _death(entries: Sequence[Mapping[str, Any]], stage: str) -> str:
+    """Return what dying at a stage means, with the first candidate's reason."""
+    first = next(one for one in entries if one["stage"] == stage)
+    return f"{_MEANINGS.get(stage, 'died')}; the first: {first.get('why', '')}"
+
+
+def _front_chart(finished: Sequence[Mapping[str, Any]], best: Sequence[Mapping[str, Any]]) -> Figure | None:
+    known = [one for one in finished if one["flops"] > 0]
+    if not known or not best:
+        return None
+    titles = [f"{one['name']}: {_told(one)}" for one in known]
+    # the worst few are far away, and would hide the differences that matter
+    lowest, values = min(one["ne"] for one in known), sorted(one["ne"] for one in known)
+    top = max(values[int(0.9 * (len(values) - 1))], lowest + 1e-3)
+    low, high = padded([lowest, top])
+    flops = [one["flops"] for one in known]
+    series = [
+        Series("front", "s0", [one["flops"] for one in best], [one["ne"] for one in best], "both"),
+        Series("other architectures", "s1", flops, [one["ne"] for one in known], "dots", titles),
+    ]
+    left_out = sum(one["ne"] > high for one in known)
+    caption = "Lower and further left is better." + (f" Above the top: {left_out:,}." if left_out else "")
+    x = Axis.log(min(flops) / (1 + _ROOM), max(flops) * (1 + _ROOM))
+    return figure("NE and FLOPs", series, ("FLOPs an example", "NE"), caption, x=x, y=Axis((low, high)))
+
+
+def _path(entries: Sequence[Mapping[str, Any]]) -> Figure | None:
+    numbers, lowest, least = [], [], math.inf
+    for one in entries:
+        least = min(least, one.get("ne", math.inf))
+        if math.isfinite(least):
+            numbers.append(float(one["number"] + 1))
+            lowest.append(least)
+    if len(numbers) < 2:
+        return None
+    low, high = padded([min(lowest), max(max(lowest), min(lowest) + 1e-3)])
+    series = [Series("lowest NE so far", "s0", numbers, lowest)]
+    caption = "Lowest NE on the validation split among all tried until then."
+    return figure("Progress", series, ("architectures tried", "NE"), caption, y=Axis((low, high)))
+
+
+def _drawn(entry: Mapping[str, Any]) -> Markup | None:
+    """Return a drawing of a candidate that is a graph, else None."""
+    model = entry["overrides"].get("model")
+    if not isinstance(model, Mapping) or model.get("name") != "graph":
+        return None
+    try:
+        return draw_graph(GraphConfig.model_validate(model))
+    except ValidationError:
+        return None
+
+
+def draw_graph(config: GraphConfig) -> Markup:
+    """Return a drawing of a graph, inputs at the top, each node below those that it reads."""
+    depth: dict[str, int] = {DENSE: 0, EMBEDDINGS: 0}
+    for node in config.ordered():
+        depth[node.name] = 1 + max(depth[name] for name in node.inputs)
+    last = 1 + max(depth.values())
+    edges = [(name, node.name) for node in config.nodes for name in node.inputs]
+    edges += [(name, "heads") for name in config.output]
+    used = {name for edge in edges for name in edge}
+    levels: dict[int, list[str]] = {}
+    for name, level in {**depth, "heads": last}.items():
+        if name in used:
+            levels.setdefault(level, []).append(name)
+    widest = max(len(names) for names in levels.values())
+    width = widest * (_WIDTH + _GAP_X) + _GAP_X
+    places: dict[str, tuple[float, float]] = {}
+    for row, level in enumerate(sorted(levels)):
+        names = levels[level]
+        start = (width - len(names) * (_WIDTH + _GAP_X) + _GAP_X) / 2
+        for column, name in enumerate(names):
+            places[name] = start + column * (_WIDTH + _GAP_X), 8 + row * (_HEIGHT + _GAP_Y)
+    sizes = {
+        node.name: f"{node.op}, width {node.width}" if node.gives_vector else f"{node.op}, {node.rows} rows"
+        for node in config.nodes
+    }
+    parts: list[Markup] = []
+    for source, target in edges:
+        (x1, y1), (x2, y2) = places[source], places[target]
+        parts.append(stroke((x1 + _WIDTH / 2, x2 + _WIDTH / 2), (y1 + _HEIGHT, y2), "axis"))
+    vectors = {DENSE, *(node.name for node in config.nodes if node.gives_vector)}
+    for name, (x, y) in places.items():
+        style = "s3" if name == "heads" else "s0" if name in vectors else "s2"
+        parts.append(box(x, y, _WIDTH, _HEIGHT, f"node {style}", sizes.get(name, name)))
+        parts.append(write_text(x + _WIDTH / 2, y + (17 if name in sizes else 24), name, style="callout"))
+        if name in sizes:
+            parts.append(write_text(x + _WIDTH / 2, y + 32, sizes[name]))
+    height = 16 + len(levels) * (_HEIGHT + _GAP_Y) - _GAP_Y
+    told = "; ".join(f"{node.name} is {sizes[node.name]} of {', '.join(node.inputs)}" for node in config.ordered())
+    return drawing(width, height, f"Graph: {told}; heads read {', '.join(config.output)}", parts, class_="graph")
