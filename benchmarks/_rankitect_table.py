@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from _results import RESULTS
 from rich.console import Console
+from scipy.stats import kendalltau
 
 from cordillera import recipe as recipes
 from cordillera import workflows
@@ -86,6 +87,12 @@ class ArchitectureTable:
         ranked = sorted(self.scores, key=lambda name: self.scores[name].ne)
         self.top = set(ranked[: max(1, round(TOP * len(ranked)))])
         self.best = self.scores[ranked[0]].ne
+
+        self.of_seeds = [ne for _, _, ne, _, _ in content["rows"] if len(ne) > 1]
+
+    def tau_of_seeds(self) -> float:
+        """Return Kendall's rank correlation of NE of the first and the second seed, what noise leaves of an order."""
+        return float(kendalltau(*zip(*(ne[:2] for ne in self.of_seeds), strict=True))[0])
 
     def until_top(self, searcher: str, seed: int) -> tuple[int, list[float]]:
         """Return after how many evaluations a searcher met the best percent, and its regret after each evaluation."""

@@ -1,8 +1,8 @@
 """Architecture search: ``cordillera bench rankitect`` or ``python benchmarks/rankitect.py``.
 
-Parts: ``table`` (all architectures of a small space, trained twice on a synthetic log; half an hour) and ``searchers``
-(how soon each searcher meets the best percent of that table, over 50 seeds). Each writes
-``results/rankitect-PART.json``.
+Parts: ``table`` (all architectures of a small space, trained twice on a synthetic log; an hour), ``searchers`` (how
+soon each searcher meets the best percent of that table, over 50 seeds) and ``shared`` (how well a supernet's weights
+rank the table's architectures). Each writes ``results/rankitect-PART.json``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import enum
 
 import typer
 from _program import Program
+from _rankitect_shared import shared
 from _rankitect_table import judged, table
 
 
@@ -19,14 +20,15 @@ class Part(str, enum.Enum):
 
     table = "table"
     searchers = "searchers"
+    shared = "shared"
 
 
 main = Program(
     "rankitect",
-    {Part.table: table, Part.searchers: judged},
-    "Search for architectures: a table of a small space, and how soon searchers find its best.",
-    short=(Part.searchers,),
-    all_help="Also measure the table, which takes half an hour.",
+    {Part.table: table, Part.searchers: judged, Part.shared: shared},
+    "Search for architectures: a table of a small space, how soon searchers find its best, and shared weights.",
+    short=(Part.searchers, Part.shared),
+    all_help="Also measure the table, which takes an hour.",
 ).command()
 
 

@@ -28,6 +28,8 @@ from cordillera.models.language.adapters import AdapterConfig
 from cordillera.models.language.draft_model import DraftConfig
 from cordillera.models.language.moe import ExpertsConfig, ExpertTraining
 from cordillera.models.ranking import MODELS
+from cordillera.models.ranking.graphs.blocks import BlocksConfig
+from cordillera.models.ranking.graphs.config import NodeConfig
 from cordillera.models.ranking.towers import TowersConfig
 from cordillera.numerics.emulation.emulation import EmulationConfig
 from cordillera.recipe import LanguageRecipe, RankingRecipe, field_descriptions, shipped
@@ -90,6 +92,10 @@ def _section(name: str) -> type[BaseModel]:
         return DynamicRowsConfig
     if name == "model.towers":
         return TowersConfig
+    if name == "model.nodes":
+        return NodeConfig
+    if name == "space.blocks":
+        return BlocksConfig
     if name.startswith("model."):
         return MODELS[name.removeprefix("model.")].Config
     annotation = RankingRecipe.model_fields[name].annotation
