@@ -325,8 +325,8 @@ def _kinds(blocks: BlocksConfig) -> list[tuple[str, str, bool, bool]]:
     vectors: list[str] = list(blocks.vector)
     rows: list[str] = list(blocks.embeddings)
     pairs = [(vectors[place % len(vectors)], rows[place % len(rows)]) for place in range(count)]
-    of_each = [(op for op in ops if is_none == (op == "none")) for ops in (vectors, rows) for is_none in (True, False)]
-    no_vector, vector, no_rows, some_rows = (next(found, None) for found in of_each)
+    of_each = [[op for op in ops if is_none == (op == "none")] for ops in (vectors, rows) for is_none in (True, False)]
+    no_vector, vector, no_rows, some_rows = (next(iter(found), None) for found in of_each)
     for of_vector, of_rows in itertools.product((no_vector, vector), (no_rows, some_rows)):
         if of_vector is not None and of_rows is not None:
             pairs.append((of_vector, of_rows))
