@@ -148,9 +148,15 @@ class Supernet(DeepModel):
             self.shared[_key(name)] = nn.Parameter(values[torch.randint(len(values), shape)])
 
     def weights_of(self, cut: _Cut) -> dict[str, Tensor]:
-        """Cut the weights of an architecture out of the shared ones; gradients go back into these."""
+        """Cut the weights of an architecture out of the shared ones; gradients go back into these.
+
+        Raises:
+            KeyError: If there are none of a node's.
+        """
         found = {}
         for name, axes in cut.axes().items():
+            if _key(name) not in self.shared:
+                raise KeyError(name)
             weight = self.shared[_key(name)]
             for place, (axis, starts) in enumerate(zip(axes, self.layout[name], strict=True)):
                 parts = [weight.narrow(place, starts[part], size) for part, size in axis]
