@@ -233,7 +233,7 @@ class Supernet(DeepModel):
                 chances = functional.softmax(self.preferences[place], 0)
                 noise = torch.from_numpy(random.gumbel(size=len(gene.values)))
                 index = int((chances.detach().double().log() + noise).argmax())
-                factors[gene.name] = 1 + chances[index] - chances[index].detach()
+                factors[gene.name] = 1 + (chances[index] - chances[index].detach())
             values[gene.name] = gene.values[index]
         return values, factors
 
