@@ -148,9 +148,15 @@ class Supernet(DeepModel):
             self.shared[_key(name)] = nn.Parameter(values[torch.randint(len(values), shape)])
 
     def weights_of(self, cut: _Cut) -> dict[str, Tensor]:
-        """Cut the weights of an architecture out of the shared ones; gradients go back into these."""
+        """Cut the weights of an architecture out of the shared ones; gradients go back into these.
+
+        Raises:
+            KeyError: If there are none of a node's.
+        """
         found = {}
         for name, axes in cut.axes().items():
+            if _key(name) not in self.shared:
+                raise KeyError(name)
             weight = self.shared[_key(name)]
             for place, (axis, starts) in enumerate(zip(axes, self.layout[name], strict=True)):
                 parts = [weight.narrow(place, starts[part], size) for part, size in axis]
@@ -227,7 +233,7 @@ class Supernet(DeepModel):
                 chances = functional.softmax(self.preferences[place], 0)
                 noise = torch.from_numpy(random.gumbel(size=len(gene.values)))
                 index = int((chances.detach().double().log() + noise).argmax())
-                factors[gene.name] = 1 + chances[index] - chances[index].detach()
+                factors[gene.name] = 1 + (chances[index] - chances[index].detach())
             values[gene.name] = gene.values[index]
         return values, factors
 
@@ -325,8 +331,8 @@ def _kinds(blocks: BlocksConfig) -> list[tuple[str, str, bool, bool]]:
     vectors: list[str] = list(blocks.vector)
     rows: list[str] = list(blocks.embeddings)
     pairs = [(vectors[place % len(vectors)], rows[place % len(rows)]) for place in range(count)]
-    of_each = [(op for op in ops if is_none == (op == "none")) for ops in (vectors, rows) for is_none in (True, False)]
-    no_vector, vector, no_rows, some_rows = (next(found, None) for found in of_each)
+    of_each = [[op for op in ops if is_none == (op == "none")] for ops in (vectors, rows) for is_none in (True, False)]
+    no_vector, vector, no_rows, some_rows = (next(iter(found), None) for found in of_each)
     for of_vector, of_rows in itertools.product((no_vector, vector), (no_rows, some_rows)):
         if of_vector is not None and of_rows is not None:
             pairs.append((of_vector, of_rows))
