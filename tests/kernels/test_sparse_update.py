@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cordillera.data.ranking.features import FeatureSpec, SparseFeature
+from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.errors import DependencyError, TrainingError
 from cordillera.kernels.embeddings.update import (
     SparseOptimizer,
@@ -130,6 +132,15 @@ def test_gpus_sum_rows_of_many_positions_as_cpus_do(optimizer: str, width: int) 
         found.append(weight.cpu())
     assert torch.equal(found[1], found[2])
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tables_of_a_gpu_may_name_its_back_end() -> None:
+    """They are made on the CPU, and then moved."""
+    features = FeatureSpec((), (SparseFeature("a", "a"),), {"a": 10}, ("click",))
+    tables = EmbeddingTables(features, 4, TablesConfig(backend="triton"))
+    assert tables.cuda().backend == "triton"
 
 
 @pytest.mark.slow

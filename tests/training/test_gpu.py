@@ -67,6 +67,6 @@ def test_language_models_learn(name: str, tmp_path: Path) -> None:
     assert isinstance(recipe, LanguageRecipe)
     outcome = language.train(recipe, tmp_path / "whole")
     losses = _losses(tmp_path / "whole")
-    assert losses[0] == pytest.approx(math.log(264), rel=0.02)
+    assert losses[0] == pytest.approx(math.log(264), rel=0.1)
     assert losses[-1] < losses[0] - 0.5
     assert math.isfinite(outcome.report.evaluation.loss)

@@ -36,12 +36,12 @@ def unavailable() -> str | None:
 
 
 @triton.jit
-def _tanh(x: Any) -> Any:
+def _tanh(x: tl.tensor) -> tl.tensor:
     return 2 * tl.sigmoid(2 * x) - 1
 
 
 @triton.jit
-def _share(x: Any, KIND: tl.constexpr) -> Any:
+def _share(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     """Function of single scores."""
     if KIND == 1:
         found = x
@@ -65,7 +65,7 @@ def _share(x: Any, KIND: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _slope(x: Any, KIND: tl.constexpr) -> Any:
+def _slope(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     """Derivative of the function of single scores."""
     if KIND == 1:
         found = tl.zeros_like(x) + 1
@@ -94,12 +94,13 @@ def _slope(x: Any, KIND: tl.constexpr) -> Any:
 # One piece, as Triton compiles it: loads, the loop over keys of each range, stores.
 @triton.jit
 def _forward(
-    q: Any, k: Any, v: Any, out: Any, ends: Any, q_starts: Any, q_lengths: Any, rows: Any, of_keys: Any, k_starts:
-    Any, k_lengths: Any, ranges: Any, factors: Any, bias: Any, scale: Any, q_row: Any, q_head: Any, k_row: Any,
-    k_head: Any, v_row: Any, v_head: Any, bias_b: Any, bias_h: Any, bias_i: Any, bias_j: Any, heads: Any, group:
-    Any, KIND: tl.constexpr, RANGED: tl.constexpr, BIASED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BM:
-    tl.constexpr, BN: tl.constexpr, COUNT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, out: tl.tensor, ends: tl.tensor, q_starts: tl.tensor,
+    q_lengths: tl.tensor, rows: tl.tensor, of_keys: tl.tensor, k_starts: tl.tensor, k_lengths: tl.tensor,
+    ranges: tl.tensor, factors: tl.tensor, bias: tl.tensor, scale: tl.tensor, q_row: tl.tensor, q_head: tl.tensor,
+    k_row: tl.tensor, k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor, bias_b: tl.tensor, bias_h: tl.tensor,
+    bias_i: tl.tensor, bias_j: tl.tensor, heads: tl.tensor, group: tl.tensor, KIND: tl.constexpr,
+    RANGED: tl.constexpr, BIASED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, COUNT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count, row = tl.load(q_lengths + b), tl.load(rows + b)
@@ -163,8 +164,9 @@ def _forward(
 
 @triton.jit
 def _both_slopes(
-    x: Any, shares_gradient: Any, seen: Any, ends: Any, along: Any, factor: Any, KIND: tl.constexpr,
-) -> Any:  # fmt: skip
+    x: tl.tensor, shares_gradient: tl.tensor, seen: tl.tensor, ends: tl.tensor, along: tl.tensor, factor: tl.tensor,
+    KIND: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Shares, and gradients of the scores."""
     if KIND == 0:
         shares = tl.where(seen, tl.exp2(x * 1.4426950408889634 - ends), 0.0)
@@ -177,12 +179,13 @@ def _both_slopes(
 
 @triton.jit
 def _backward_queries(
-    q: Any, k: Any, v: Any, dout: Any, ends: Any, along: Any, dq: Any, q_starts: Any, q_lengths: Any, rows: Any,
-    of_keys: Any, k_starts: Any, k_lengths: Any, ranges: Any, factors: Any, bias: Any, scale: Any, q_row: Any,
-    q_head: Any, k_row: Any, k_head: Any, v_row: Any, v_head: Any, bias_b: Any, bias_h: Any, bias_i: Any, bias_j:
-    Any, heads: Any, group: Any, KIND: tl.constexpr, RANGED: tl.constexpr, BIASED: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COUNT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, dout: tl.tensor, ends: tl.tensor, along: tl.tensor, dq: tl.tensor,
+    q_starts: tl.tensor, q_lengths: tl.tensor, rows: tl.tensor, of_keys: tl.tensor, k_starts: tl.tensor,
+    k_lengths: tl.tensor, ranges: tl.tensor, factors: tl.tensor, bias: tl.tensor, scale: tl.tensor, q_row: tl.tensor,
+    q_head: tl.tensor, k_row: tl.tensor, k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor, bias_b: tl.tensor,
+    bias_h: tl.tensor, bias_i: tl.tensor, bias_j: tl.tensor, heads: tl.tensor, group: tl.tensor, KIND: tl.constexpr,
+    RANGED: tl.constexpr, BIASED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, COUNT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count, row = tl.load(q_lengths + b), tl.load(rows + b)
@@ -236,11 +239,13 @@ def _backward_queries(
 
 @triton.jit
 def _backward_keys(
-    q: Any, k: Any, v: Any, dout: Any, ends: Any, along: Any, dk: Any, dv: Any, begins: Any, readers: Any, q_starts:
-    Any, q_lengths: Any, rows: Any, k_starts: Any, k_lengths: Any, ranges: Any, factors: Any, bias: Any, scale: Any,
-    q_row: Any, q_head: Any, k_row: Any, k_head: Any, v_row: Any, v_head: Any, bias_b: Any, bias_h: Any, bias_i:
-    Any, bias_j: Any, heads: Any, group: Any, groups: Any, KIND: tl.constexpr, RANGED: tl.constexpr, BIASED:
-    tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COUNT: tl.constexpr,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, dout: tl.tensor, ends: tl.tensor, along: tl.tensor, dk: tl.tensor,
+    dv: tl.tensor, begins: tl.tensor, readers: tl.tensor, q_starts: tl.tensor, q_lengths: tl.tensor, rows: tl.tensor,
+    k_starts: tl.tensor, k_lengths: tl.tensor, ranges: tl.tensor, factors: tl.tensor, bias: tl.tensor,
+    scale: tl.tensor, q_row: tl.tensor, q_head: tl.tensor, k_row: tl.tensor, k_head: tl.tensor, v_row: tl.tensor,
+    v_head: tl.tensor, bias_b: tl.tensor, bias_h: tl.tensor, bias_i: tl.tensor, bias_j: tl.tensor, heads: tl.tensor,
+    group: tl.tensor, groups: tl.tensor, KIND: tl.constexpr, RANGED: tl.constexpr, BIASED: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COUNT: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     tile, g, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)

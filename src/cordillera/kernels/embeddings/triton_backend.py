@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -42,9 +42,10 @@ def unsupported(optimizer: str, dtype: torch.dtype, device: str) -> str | None:
 
 @triton.jit
 def _update(
-    distinct: Any, starts: Any, order: Any, sources: Any, grad: Any, value_weights: Any, weight: Any, first_state: Any,
-    second_state: Any, numbers: Any, DIM: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr, WEIGHTED: tl.constexpr,
-    DECAYS: tl.constexpr, PIECES: tl.constexpr,
+    distinct: tl.tensor, starts: tl.tensor, order: tl.tensor, sources: tl.tensor, grad: tl.tensor,
+    value_weights: tl.tensor, weight: tl.tensor, first_state: tl.tensor, second_state: tl.tensor, numbers: tl.tensor,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr, WEIGHTED: tl.constexpr, DECAYS: tl.constexpr,
+    PIECES: tl.constexpr,
 ) -> None:  # fmt: skip
     segment = tl.program_id(0)
     row = tl.load(distinct + segment)
