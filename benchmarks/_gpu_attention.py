@@ -172,24 +172,28 @@ class RaggedBatch:
         return torch.autograd.grad(way(), self.tensors, self.gradient)
 
 
-def _checked(ragged: RaggedBatch, ways: dict[str, Callable[[], Tensor]], allowed: float) -> dict[str, float]:
-    """Return the relative error of each way; those that cannot run leave ``ways``, all others compute the same."""
+def _errors(ragged: RaggedBatch, ways: dict[str, Callable[[], Tensor]], allowed: float) -> dict[str, dict[str, float]]:
+    """Return the relative errors of each way's output and gradients; ways that cannot run leave ``ways``.
+
+    Outputs are compared with products in float64, gradients with those of our kernels.
+    """
     wanted, errors = ragged.reference(), {}
-    gradients = ragged.both(ragged.ours)
+    gradients = torch.cat([one.flatten() for one in ragged.both(ragged.ours)]).float()
     for name, way in list(ways.items()):
         try:
             found = ragged.forward(way)[: len(wanted)].double()
-            others = ragged.both(way)
-        except (RuntimeError, ValueError, ImportError) as error:
+            others = torch.cat([one.flatten() for one in ragged.both(way)]).float()
+        except Exception as error:
             if name == "ours":
                 raise
             print(f"{name}: left out, {str(error)[:300]}")
             del ways[name]
             continue
-        errors[name] = float((found - wanted).norm() / wanted.norm())
-        assert errors[name] < allowed, (name, errors)
-        for ours, theirs in zip(gradients, others, strict=True):
-            assert float((ours.float() - theirs.float()).norm() / theirs.float().norm()) < 2 * allowed, name
+        errors[name] = {
+            "output": float((found - wanted).norm() / wanted.norm()),
+            "gradients": float((others - gradients).norm() / gradients.norm()),
+        }
+    assert errors["ours"]["output"] < allowed, errors
     return errors
 
 
@@ -200,7 +204,7 @@ def _row(batch: Batch, dtype: str, rounds: int) -> dict[str, Any]:
     share = lengths / ragged.longest
     row: dict[str, Any] = asdict(batch) | {
         "dtype": dtype, "tokens": int(lengths.sum()), "fill": float(share.mean()),
-        "fill_squared": float(share.square().mean()), "errors": _checked(ragged, ways, ALLOWED[dtype]),
+        "fill_squared": float(share.square().mean()), "errors": _errors(ragged, ways, ALLOWED[dtype]),
     }  # fmt: skip
     pairs = float((lengths * (lengths + 1) / 2 if batch.is_causal else lengths.square()).sum())
     products = {"forward": 2, "both": 7}  # with the two of the forward that the backward makes again, or one of them

@@ -62,7 +62,7 @@ RANKING: dict[str, ModelConfig] = {
         embedding_dim=64, layers=3, fmb_embeddings=16, lcb_embeddings=16, rank=24, fmb_mlp=(1024,), top_mlp=(512, 256)
     ),
 }
-RANKING_ROWS, RANKING_BATCH = 500_000, 16384
+RANKING_ROWS, RANKING_BATCH = 100_000, 16384
 
 Step = Callable[[], object]
 

@@ -20,7 +20,7 @@ from cordillera.kernels import triton_experts  # noqa: E402
 from cordillera.kernels.attention import triton_jagged  # noqa: E402
 from cordillera.kernels.embeddings import triton_backend  # noqa: E402
 
-HOPPER = GPUTarget("cuda", 90, 32)
+HOPPER, SHARED = GPUTarget("cuda", 90, 32), 160 * 2**10  # bytes of shared memory that an A100 has too
 INTEGERS = {"q_starts", "q_lengths", "rows", "of_keys", "k_starts", "k_lengths", "begins", "readers"}
 OTHERS = {"ranges": "*i32", "scale": "fp32"}
 SINGLE = {"ends", "along", "factors", "dq", "dk", "dv"}
@@ -33,6 +33,7 @@ def compiled(kernel: Any, constants: dict[str, Any], types: dict[str, str], warp
     places = {(place,): constants[name] for place, name in enumerate(kernel.arg_names) if name in constants}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places)
     done = triton.compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": stages})
+    assert done.metadata.shared <= SHARED
     return str(done.asm["ptx"])
 
 
@@ -53,6 +54,8 @@ def attention_cases() -> Iterator[tuple[str, torch.dtype, int, int, bool, bool]]
         yield kernel, torch.bfloat16, 64, 0, True, False
         yield kernel, torch.float32, 32, 3, True, True
         yield kernel, torch.float16, 128, 0, False, True
+        yield kernel, torch.float32, 128, 0, False, False
+        yield kernel, torch.bfloat16, 256, 0, True, False
 
 
 @pytest.mark.parametrize(("name", "dtype", "width", "kind", "ranged", "biased"), list(attention_cases()))
