@@ -19,7 +19,7 @@ from cordillera.data.ranking.features import FeatureSpec
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.jagged import JaggedBatch
 
-ROUNDS, BATCHES = 9, 4
+ROUNDS, BATCHES = 7, 4
 RATE, EPS = 0.01, 1e-8
 AGREEMENT = 1e-5  # difference of a lookup after two updates, relative to our own
 RULES = ("sgd", "adagrad")
