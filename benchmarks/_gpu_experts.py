@@ -19,7 +19,7 @@ from torch.nn import functional
 from cordillera.kernels.memory_meter import SavedBytes
 from cordillera.kernels.moe import POLICIES, SavingPolicy, expert_mlp
 
-ROUNDS = 7
+ROUNDS = 9
 ALLOWED = 3e-2  # relative to the loop over experts, in bfloat16
 PEERS = ("grouped", "loop", "capacity")
 

@@ -33,14 +33,16 @@ def _left_out(part: Any) -> str | None:
     return without_gpu()
 
 
+PARTS = {
+    Part.attention: measure_attention,
+    Part.experts: measure_experts,
+    Part.embeddings: measure_embeddings,
+    Part.training: measure_training,
+}
+
 main = Program(
     "gpu",
-    {
-        Part.attention: measure_attention,
-        Part.experts: measure_experts,
-        Part.embeddings: measure_embeddings,
-        Part.training: measure_training,
-    },
+    PARTS,
     "Compare attention, experts, embedding tables and training steps with those of torch, on one GPU.",
     left_out=_left_out,
 ).command()

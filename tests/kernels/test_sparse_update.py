@@ -94,7 +94,6 @@ def test_every_back_end_equals_the_dense_optimizer_on_touched_rows(
     weight = start.to(device, copy=True)
     need(backend, rule, weight)
     reference, state = DenseReference(rule, start), init_state(rule, weight)
-    before = weight.clone()
     seen = torch.zeros(30, dtype=torch.bool)
     for step in (1, 2, 3):
         rows, offsets = bags(generator, 25, 12)
@@ -108,8 +107,7 @@ def test_every_back_end_equals_the_dense_optimizer_on_touched_rows(
     torch.testing.assert_close(weight.double().cpu(), reference.weight, rtol=0, atol=tolerance)
     for name, value in state.items():
         torch.testing.assert_close(value.double().cpu(), reference.state[name], rtol=3e-7, atol=1e-7)
-    weight = weight.cpu()
-    assert torch.equal(weight[~seen], before[~seen]), "rows that no bag names must not move"
+    assert torch.equal(weight.cpu()[~seen], start[~seen]), "rows that no bag names must not move"
 
 
 @pytest.mark.gpu
