@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import _figures_exchange
 import _figures_faults
+import _figures_gpu
 import _figures_kernels
 import _figures_language
 import _figures_planning
@@ -42,6 +43,7 @@ FIGURES: Figures = {
     **_figures_faults.FIGURES,
     **_figures_zionex.FIGURES,
     **_figures_kernels.FIGURES,
+    **_figures_gpu.FIGURES,
     **_figures_serving.FIGURES,
     **_figures_post_training.FIGURES,
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import platform
+import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 LIBRARIES = (
     "cordillera",
     "torch",
+    "triton",
     "fbgemm-gpu-cpu",
     "numba",
     "numpy",
@@ -26,6 +29,7 @@ LIBRARIES = (
     "llama-cpp-python",
 )
 CHECKOUT = Path(__file__).resolve().parent.parent
+ARCHIVED = CHECKOUT / "benchmarks" / "_archived_commit.txt"
 
 
 def _processor() -> str:
@@ -52,6 +56,39 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip()
 
 
+def _commit() -> tuple[str | None, bool | None]:
+    """Return the commit of the checkout and whether files differ from it.
+
+    ``git archive`` writes its commit into a file of the copy, and copies nothing that is not committed.
+    """
+    found = _git("rev-parse", "HEAD")
+    if found is None:
+        archived = ARCHIVED.read_text().strip() if ARCHIVED.exists() else ""
+        return (archived, False) if re.fullmatch(r"[0-9a-f]{40}", archived) else (None, None)
+    # results of parts measured just before are not changes of code
+    changes = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)benchmarks/results")
+    return found, None if changes is None else bool(changes)
+
+
+def _gpu() -> dict[str, Any] | None:
+    """Describe the GPU that is measured; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    driver = None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        said = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+        driver = said.split("\n")[0].strip()
+    return {
+        "name": found.name,
+        "memory_bytes": found.total_memory,
+        "multiprocessors": found.multi_processor_count,
+        "cuda": torch.version.cuda,
+        "driver": driver,
+    }
+
+
 def busy() -> float | None:
     """Return the mean number of running processes over the last minute, including this one; None if unknown."""
     try:
@@ -63,8 +100,8 @@ def busy() -> float | None:
 def fingerprint() -> dict[str, Any]:
     """Describe this machine and this code for JSON, so that a figure can be judged and measured again.
 
-    Keys are processor, cores, threads, memory in bytes, operating system, Python, the versions of installed libraries,
-    date in UTC, the commit of the checkout and whether files differed from it.
+    Keys are processor, cores, threads, memory in bytes, GPU, operating system, Python, the versions of installed
+    libraries, date in UTC, the commit of the checkout and whether files differed from it.
     """
     libraries = {}
     for name in LIBRARIES:
@@ -72,19 +109,19 @@ def fingerprint() -> dict[str, Any]:
             libraries[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             libraries[name] = None
-    # results of parts measured just before are not changes of code
-    changes = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)benchmarks/results")
+    commit, changed = _commit()
     return {
         "processor": _processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_bytes": _memory_bytes(),
+        "gpu": _gpu(),
         "load": busy(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "libraries": libraries,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": None if changes is None else bool(changes),
+        "commit": commit,
+        "uncommitted_changes": changed,
     }

@@ -332,8 +332,9 @@ def test_gpus_compute_what_cpus_do_without_being_waited_for(policy: str, dtype: 
         found = run(there, moved, policy)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    error = max(error, 1e-2) if policy == "AB8" else error  # a code may be the next, as products differ in the last bit
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.cpu(), other, atol=error * float(other.abs().max()), rtol=0)
+        torch.testing.assert_close(one.detach().cpu(), other, atol=error * float(other.detach().abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize(

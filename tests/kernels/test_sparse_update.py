@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cordillera.data.ranking.features import FeatureSpec, SparseFeature
+from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.errors import DependencyError, TrainingError
 from cordillera.kernels.embeddings.update import (
     SparseOptimizer,
@@ -86,24 +88,57 @@ def test_every_back_end_equals_the_dense_optimizer_on_touched_rows(
 ) -> None:
     """Duplicates within and over bags, empty bags, three steps."""
     generator = torch.Generator().manual_seed(3)
-    weight = torch.rand(30, 5, generator=generator) * 0.4 - 0.2
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    start = torch.rand(30, 5, generator=generator) * 0.4 - 0.2
     rule = SparseOptimizer(name=optimizer, eps=1e-6, weight_decay=decay)
+    weight = start.to(device, copy=True)
     need(backend, rule, weight)
-    reference, state = DenseReference(rule, weight), init_state(rule, weight)
-    before = weight.clone()
+    reference, state = DenseReference(rule, start), init_state(rule, weight)
     seen = torch.zeros(30, dtype=torch.bool)
     for step in (1, 2, 3):
         rows, offsets = bags(generator, 25, 12)
         seen[rows] = True
         grad = torch.randn(12, 5, generator=generator)
         factors = torch.rand(rows.numel(), generator=generator) if weighted else None
-        sparse_update(rule, weight, state, rows, offsets, grad, factors, learning_rate=RATE, step=step, backend=backend)
+        given = [None if one is None else one.to(device) for one in (rows, offsets, grad, factors)]
+        sparse_update(rule, weight, state, *given, learning_rate=RATE, step=step, backend=backend)
         reference.step(rows, offsets, grad, factors, step)
     tolerance = 1e-7 if backend != "fbgemm" else 2e-7  # FBGEMM sums in float32
-    torch.testing.assert_close(weight.double(), reference.weight, rtol=0, atol=tolerance)
+    torch.testing.assert_close(weight.double().cpu(), reference.weight, rtol=0, atol=tolerance)
     for name, value in state.items():
-        torch.testing.assert_close(value.double(), reference.state[name], rtol=3e-7, atol=1e-7)
-    assert torch.equal(weight[~seen], before[~seen]), "rows that no bag names must not move"
+        torch.testing.assert_close(value.double().cpu(), reference.state[name], rtol=3e-7, atol=1e-7)
+    assert torch.equal(weight.cpu()[~seen], start[~seen]), "rows that no bag names must not move"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("width", [1, 48, 128])
+def test_gpus_sum_rows_of_many_positions_as_cpus_do(optimizer: str, width: int) -> None:
+    """Also bit for bit again."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.cat([torch.zeros(3000, dtype=torch.int64), torch.randint(0, 500, (5000,), generator=generator)])
+    rows = rows[torch.randperm(len(rows), generator=generator)]
+    offsets = torch.arange(0, len(rows) + 1, 4)
+    grad = torch.randn(len(offsets) - 1, width, generator=generator)
+    start, rule = torch.randn(500, width, generator=generator), SparseOptimizer(name=optimizer)
+    found = []
+    for device in ("cpu", "cuda", "cuda"):
+        weight = start.to(device, copy=True)
+        given = [one.to(device) for one in (rows, offsets, grad)]
+        sparse_update(rule, weight, init_state(rule, weight), *given, learning_rate=RATE, step=1)
+        found.append(weight.cpu())
+    assert torch.equal(found[1], found[2])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tables_of_a_gpu_may_name_its_back_end() -> None:
+    """They are made on the CPU, and then moved."""
+    features = FeatureSpec((), (SparseFeature("a", "a"),), {"a": 10}, ("click",))
+    tables = EmbeddingTables(features, 4, TablesConfig(backend="triton"))
+    assert tables.cuda().backend == "triton"
 
 
 @pytest.mark.slow

@@ -218,7 +218,8 @@ class EmbeddingTables(nn.Module):
             draw_rows(weight[start : start + rows], rows, init, generator)
         self.weight = nn.Parameter(weight)
         self._make_state(weight)
-        choose_backend(self.config.backend, self.config, weight)  # complain now rather than after the first batch
+        # complain now rather than after the first batch; on GPUs, where it is moved, if that is meant
+        choose_backend(self.config.backend, self.config, weight, "cuda" if self.config.backend == "triton" else None)
 
     def _make_state(self, weight: Tensor) -> None:
         for name, tensor in init_state(self.config, weight).items():

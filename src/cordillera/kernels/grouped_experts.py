@@ -10,7 +10,11 @@ them out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -59,9 +63,8 @@ def grouped_forward(
     Arguments are those of :func:`~cordillera.kernels.moe.expert_mlp`, with what :func:`sorted_index` returns.
     """
     of_experts = partial(grouped_mm, offs=offsets[1:].int())
-    rows = x.index_select(0, slots // gates.shape[1])
-    a, b = of_experts(rows, w1), None if w2 is None else of_experts(rows, w2)
-    y = activated(a, b)
+    a, b = _products(x, gates, slots, w1, w2, of_experts)
+    y = _fused().activated(a, b) if _has_fused(x) else activated(a, b)
     return _combined(of_experts(y, w3), gates, slots, offsets).to(x.dtype), a, b, y
 
 
@@ -74,21 +77,53 @@ def grouped_backward(
     ``products`` are the two with ``x`` that :func:`grouped_forward` returns, or None to compute them again.
     """
     of_experts = partial(grouped_mm, offs=offsets[1:].int())
-    tokens, gate = slots // gates.shape[1], gates.reshape(-1).index_select(0, slots)[:, None]
-    rows, incoming = x.index_select(0, tokens), dout.index_select(0, tokens)
+    tokens, idle = slots // gates.shape[1], (offsets.diff() == 0)[:, None, None]
     if products is None:
-        products = of_experts(rows, w1), None if w2 is None else of_experts(rows, w2)
-    y, da, db, sums = differentiated(*products, of_experts(incoming, w3.mT))
-    sums = torch.where(_is_routed(slots, offsets), sums, 0.0).to(gates.dtype)
-    dgates = torch.empty_like(sums).index_copy_(0, slots.long(), sums)
-    rows, incoming = (rows * gate).to(x.dtype), (incoming * gate).to(x.dtype)
-    idle = (offsets.diff() == 0)[:, None, None]
-    dw1, dw3 = of_experts(rows.T, da).masked_fill_(idle, 0), of_experts(y.T, incoming).masked_fill_(idle, 0)
-    dw2, drows = None, of_experts(da, w1.mT)
+        products = _products(x, gates, slots, w1, w2, of_experts)
+    incoming = dout.index_select(0, tokens)
+    y, da, db, sums = _differentiated(*products, of_experts(incoming, w3.mT), gates, slots, offsets)
+    del products
+    dgates = torch.empty_like(sums).index_copy_(0, slots.long(), sums).to(gates.dtype)
+    dw3 = of_experts(y.T, incoming).masked_fill_(idle, 0)
+    del y, incoming  # before the next are made, as they are large
+    rows, dw2 = x.index_select(0, tokens), None
+    dw1 = of_experts(rows.T, da).masked_fill_(idle, 0)
     if w2 is not None:
         dw2 = of_experts(rows.T, db).masked_fill_(idle, 0)
+    del rows
+    drows = of_experts(da, w1.mT)
+    if w2 is not None:
         drows += of_experts(db, w2.mT)
-    return _combined(drows, gates, slots, offsets).to(x.dtype), dgates.view(gates.shape), dw1, dw3, dw2
+    return _combined(drows, None, slots, offsets, gates.shape[1]).to(x.dtype), dgates.view(gates.shape), dw1, dw3, dw2
+
+
+def _has_fused(x: Tensor) -> bool:
+    """Whether what lies between products runs in one pass, in Triton."""
+    return x.is_cuda and find_spec("triton") is not None
+
+
+def _fused() -> ModuleType:
+    return import_module("cordillera.kernels.triton_experts")
+
+
+def _products(
+    x: Tensor, gates: Tensor, slots: Tensor, w1: Tensor, w2: Tensor | None, of_experts: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """Products of the routed tokens with ``w1`` and ``w2``."""
+    rows = x.index_select(0, slots // gates.shape[1])
+    return of_experts(rows, w1), None if w2 is None else of_experts(rows, w2)
+
+
+def _differentiated(
+    a: Tensor, b: Tensor | None, u: Tensor, gates: Tensor, slots: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Input of ``w3`` and gradients of ``a`` and ``b``, times the weights of the choices; and gradients of these."""
+    if _has_fused(a):
+        found: tuple[Tensor, Tensor, Tensor, Tensor] = _fused().differentiated(a, b, u, gates, slots, offsets[-1])
+        return found
+    gate = gates.reshape(-1).index_select(0, slots)
+    y, da, db, sums = differentiated(a, b, u, gate)
+    return (y * gate[:, None]).to(a.dtype), da, db, torch.where(_is_routed(slots, offsets), sums, 0.0)
 
 
 def _places(slots: Tensor) -> Tensor:
@@ -102,12 +137,19 @@ def _is_routed(slots: Tensor, offsets: Tensor) -> Tensor:
     return torch.arange(len(slots), device=slots.device) < offsets[-1]
 
 
-def _combined(rows: Tensor, gates: Tensor, slots: Tensor, offsets: Tensor) -> Tensor:
-    """Sum the weighted ``rows [L * k, d]`` of each token in the order of its choices, ``[L, d]``, in 32 bits."""
-    places = _places(slots).view(gates.shape)
+def _combined(rows: Tensor, gates: Tensor | None, slots: Tensor, offsets: Tensor, choices: int | None = None) -> Tensor:
+    """Sum the ``rows [L * k, d]`` of each token in the order of its ``choices``, ``[L, d]``, in 32 bits.
+
+    They are weighted by ``gates [L, k]``, or not at all without.
+    """
+    places = _places(slots).view(-1, gates.shape[1] if gates is not None else choices or 1)
+    if _has_fused(rows):
+        summed: Tensor = _fused().combined(rows, gates, places, offsets[-1])
+        return summed
     routed = (places < offsets[-1])[..., None]
-    out = torch.zeros(len(gates), rows.shape[1], device=rows.device)
-    for choice in range(gates.shape[1]):
-        row = rows.index_select(0, places[:, choice]).float() * gates[:, choice, None].float()
+    out = torch.zeros(len(places), rows.shape[1], device=rows.device)
+    for choice in range(places.shape[1]):
+        row = rows.index_select(0, places[:, choice]).float()
+        row = row if gates is None else row * gates[:, choice, None].float()
         out += torch.where(routed[:, choice], row, 0.0)
     return out

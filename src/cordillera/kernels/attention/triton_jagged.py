@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 _LOG2E = 1.4426950408889634
 _LN2 = 0.6931471805599453
+# Queries and keys of a tile, warps, and stages of the loop: among the fastest on an H200.
+_TILES = {
+    "narrow": {"forward": (64, 32, 4, 3), "queries": (64, 32, 4, 3), "keys": (64, 64, 4, 2)},
+    "wide": {"forward": (64, 64, 4, 1), "queries": (64, 64, 4, 1), "keys": (64, 32, 4, 1)},
+}
 
 
 def _interpreted() -> bool:
@@ -34,12 +39,12 @@ def unavailable() -> str | None:
 
 
 @triton.jit
-def _tanh(x: Any) -> Any:
+def _tanh(x: tl.tensor) -> tl.tensor:
     return 2 * tl.sigmoid(2 * x) - 1
 
 
 @triton.jit
-def _share(x: Any, KIND: tl.constexpr) -> Any:
+def _share(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     """Function of single scores."""
     if KIND == 1:
         found = x
@@ -63,7 +68,7 @@ def _share(x: Any, KIND: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _slope(x: Any, KIND: tl.constexpr) -> Any:
+def _slope(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     """Derivative of the function of single scores."""
     if KIND == 1:
         found = tl.zeros_like(x) + 1
@@ -92,11 +97,13 @@ def _slope(x: Any, KIND: tl.constexpr) -> Any:
 # One piece, as Triton compiles it: loads, the loop over keys of each range, stores.
 @triton.jit
 def _forward(
-    q: Any, k: Any, v: Any, out: Any, ends: Any, q_starts: Any, q_lengths: Any, rows: Any, of_keys: Any, k_starts:
-    Any, k_lengths: Any, ranges: Any, factors: Any, bias: Any, scale: Any, q_row: Any, q_head: Any, k_row: Any,
-    k_head: Any, v_row: Any, v_head: Any, bias_b: Any, bias_h: Any, bias_i: Any, bias_j: Any, heads: Any, group:
-    Any, KIND: tl.constexpr, RANGED: tl.constexpr, BIASED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BM:
-    tl.constexpr, BN: tl.constexpr, COUNT: tl.constexpr,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, out: tl.tensor, ends: tl.tensor, q_starts: tl.tensor,
+    q_lengths: tl.tensor, rows: tl.tensor, of_keys: tl.tensor, k_starts: tl.tensor, k_lengths: tl.tensor,
+    ranges: tl.tensor, factors: tl.tensor, bias: tl.tensor, scale: tl.tensor, q_row: tl.tensor, q_head: tl.tensor,
+    k_row: tl.tensor, k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor, bias_b: tl.tensor, bias_h: tl.tensor,
+    bias_i: tl.tensor, bias_j: tl.tensor, heads: tl.tensor, group: tl.tensor, KIND: tl.constexpr,
+    RANGED: tl.constexpr, BIASED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, COUNT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count, row = tl.load(q_lengths + b), tl.load(rows + b)
@@ -131,7 +138,7 @@ def _forward(
             at = start + j.to(tl.int64)
             keys = tl.load(k + at[:, None] * k_row + (h // group) * k_head + columns[None, :], mask=there, other=0.0)
             values = tl.load(v + at[:, None] * v_row + (h // group) * v_head + columns[None, :], mask=there, other=0.0)
-            x = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+            x = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
             seen = (j[None, :] >= low[:, None]) & (j[None, :] < high[:, None]) & inside[:, None]
             if BIASED:
                 added = bias + b * bias_b + h * bias_h + i[:, None] * bias_i + j[None, :] * bias_j
@@ -147,7 +154,7 @@ def _forward(
                 highest = most
             else:
                 shares = tl.where(seen, _share(x, KIND) * factor[:, None], 0.0)
-            sums += tl.dot(shares.to(values.dtype), values, input_precision="ieee")
+            sums += tl.dot(shares.to(values.dtype), values, input_precision=PRECISION)
     places = (row + i.to(tl.int64)) * heads + h
     if KIND == 0:
         total = tl.where(total > 0, total, 1.0)  # NaN of a row becomes that of its shares
@@ -160,8 +167,9 @@ def _forward(
 
 @triton.jit
 def _both_slopes(
-    x: Any, shares_gradient: Any, seen: Any, ends: Any, along: Any, factor: Any, KIND: tl.constexpr,
-) -> Any:  # fmt: skip
+    x: tl.tensor, shares_gradient: tl.tensor, seen: tl.tensor, ends: tl.tensor, along: tl.tensor, factor: tl.tensor,
+    KIND: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Shares, and gradients of the scores."""
     if KIND == 0:
         shares = tl.where(seen, tl.exp2(x * 1.4426950408889634 - ends), 0.0)
@@ -174,11 +182,13 @@ def _both_slopes(
 
 @triton.jit
 def _backward_queries(
-    q: Any, k: Any, v: Any, dout: Any, ends: Any, along: Any, dq: Any, q_starts: Any, q_lengths: Any, rows: Any,
-    of_keys: Any, k_starts: Any, k_lengths: Any, ranges: Any, factors: Any, bias: Any, scale: Any, q_row: Any,
-    q_head: Any, k_row: Any, k_head: Any, v_row: Any, v_head: Any, bias_b: Any, bias_h: Any, bias_i: Any, bias_j:
-    Any, heads: Any, group: Any, KIND: tl.constexpr, RANGED: tl.constexpr, BIASED: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COUNT: tl.constexpr,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, dout: tl.tensor, ends: tl.tensor, along: tl.tensor, dq: tl.tensor,
+    q_starts: tl.tensor, q_lengths: tl.tensor, rows: tl.tensor, of_keys: tl.tensor, k_starts: tl.tensor,
+    k_lengths: tl.tensor, ranges: tl.tensor, factors: tl.tensor, bias: tl.tensor, scale: tl.tensor, q_row: tl.tensor,
+    q_head: tl.tensor, k_row: tl.tensor, k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor, bias_b: tl.tensor,
+    bias_h: tl.tensor, bias_i: tl.tensor, bias_j: tl.tensor, heads: tl.tensor, group: tl.tensor, KIND: tl.constexpr,
+    RANGED: tl.constexpr, BIASED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, COUNT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count, row = tl.load(q_lengths + b), tl.load(rows + b)
@@ -219,24 +229,28 @@ def _backward_queries(
             at = start + j.to(tl.int64)
             keys = tl.load(k + at[:, None] * k_row + (h // group) * k_head + columns[None, :], mask=there, other=0.0)
             values = tl.load(v + at[:, None] * v_row + (h // group) * v_head + columns[None, :], mask=there, other=0.0)
-            x = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+            x = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
             seen = (j[None, :] >= low[:, None]) & (j[None, :] < high[:, None]) & inside[:, None]
             if BIASED:
                 added = bias + b * bias_b + h * bias_h + i[:, None] * bias_i + j[None, :] * bias_j
                 x += tl.load(added, mask=seen, other=0.0).to(tl.float32)
-            of_shares = tl.dot(incoming, tl.trans(values), input_precision="ieee")
+            of_shares = tl.dot(incoming, tl.trans(values), input_precision=PRECISION)
             _, slopes = _both_slopes(x, of_shares, seen, own_ends[:, None], own_along[:, None], factor[:, None], KIND)
-            sums += tl.dot(slopes.to(keys.dtype), keys, input_precision="ieee")
+            sums += tl.dot(slopes.to(keys.dtype), keys, input_precision=PRECISION)
     tl.store(dq + places[:, None] * D + columns[None, :], sums * scale, mask=both)
 
 
+# One piece, as Triton compiles it: loads, the tiles of queries that see a key, the loop over these, stores.
 @triton.jit
 def _backward_keys(
-    q: Any, k: Any, v: Any, dout: Any, ends: Any, along: Any, dk: Any, dv: Any, begins: Any, readers: Any, q_starts:
-    Any, q_lengths: Any, rows: Any, k_starts: Any, k_lengths: Any, ranges: Any, factors: Any, bias: Any, scale: Any,
-    q_row: Any, q_head: Any, k_row: Any, k_head: Any, v_row: Any, v_head: Any, bias_b: Any, bias_h: Any, bias_i:
-    Any, bias_j: Any, heads: Any, group: Any, groups: Any, KIND: tl.constexpr, RANGED: tl.constexpr, BIASED:
-    tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COUNT: tl.constexpr,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, dout: tl.tensor, ends: tl.tensor, along: tl.tensor, dk: tl.tensor,
+    dv: tl.tensor, begins: tl.tensor, readers: tl.tensor, q_starts: tl.tensor, q_lengths: tl.tensor, rows: tl.tensor,
+    k_starts: tl.tensor, k_lengths: tl.tensor, ranges: tl.tensor, factors: tl.tensor, bias: tl.tensor,
+    scale: tl.tensor, q_row: tl.tensor, q_head: tl.tensor, k_row: tl.tensor, k_head: tl.tensor, v_row: tl.tensor,
+    v_head: tl.tensor, bias_b: tl.tensor, bias_h: tl.tensor, bias_i: tl.tensor, bias_j: tl.tensor, heads: tl.tensor,
+    group: tl.tensor, groups: tl.tensor, KIND: tl.constexpr, RANGED: tl.constexpr, BIASED: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COUNT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     tile, g, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, length = tl.load(k_starts + s), tl.load(k_lengths + s)
@@ -253,19 +267,32 @@ def _backward_keys(
     for reader in range(begin, end):
         b = tl.load(readers + reader)
         count, row, q_start = tl.load(q_lengths + b), tl.load(rows + b), tl.load(q_starts + b)
-        for i0 in range(0, count, BM):
-            i = i0 + tl.arange(0, BM)
-            inside = i < count
-            if RANGED:
-                seen = (j[None, :] < 0) & inside[:, None]
+        first, last = 0, count.to(tl.int32)
+        if RANGED:  # tiles of queries that see a key: none of the loop below is skipped, so that its loads can be ahead
+            first, last = count.to(tl.int32), 0
+            for i0 in range(0, count.to(tl.int32), BM):
+                i = i0 + tl.arange(0, BM)
+                sees = tl.zeros([BM], tl.int32)
                 for n in tl.static_range(COUNT):
                     own = ranges + ((row + i.to(tl.int64)) * COUNT + n) * 2
-                    low, high = tl.load(own, mask=inside, other=0), tl.load(own + 1, mask=inside, other=0)
-                    seen = seen | ((j[None, :] >= low[:, None]) & (j[None, :] < high[:, None]))
-            else:
-                seen = (j < length)[None, :] & inside[:, None]
-            any_seen = tl.max(tl.max(seen.to(tl.int32), 1), 0)
-            for h in range(g * group, tl.where(any_seen > 0, (g + 1) * group, g * group)):
+                    low, high = tl.load(own, mask=i < count, other=0), tl.load(own + 1, mask=i < count, other=0)
+                    low, high = tl.maximum(low, tile * BN), tl.minimum(high, tile * BN + BN)
+                    sees = tl.where(low < high, 1, sees)
+                any_sees = tl.max(sees, 0) > 0
+                first = tl.where(any_sees, tl.minimum(first, i0), first)
+                last = tl.where(any_sees, i0 + BM, last)
+        for h in range(g * group, (g + 1) * group):
+            for i0 in range(first, last, BM):
+                i = i0 + tl.arange(0, BM)
+                inside = i < count
+                if RANGED:
+                    seen = (j[None, :] < 0) & inside[:, None]
+                    for n in tl.static_range(COUNT):
+                        own = ranges + ((row + i.to(tl.int64)) * COUNT + n) * 2
+                        low, high = tl.load(own, mask=inside, other=0), tl.load(own + 1, mask=inside, other=0)
+                        seen = seen | ((j[None, :] >= low[:, None]) & (j[None, :] < high[:, None]))
+                else:
+                    seen = (j < length)[None, :] & inside[:, None]
                 both = inside[:, None] & in_width
                 places = (q_start + i.to(tl.int64))[:, None] * q_row + h * q_head + columns[None, :]
                 queries = tl.load(q + places, mask=both, other=0.0)
@@ -278,28 +305,43 @@ def _backward_keys(
                 else:
                     own_ends = tl.load(ends + places, mask=inside, other=0.0)
                     own_along = tl.load(along + places, mask=inside, other=0.0)
-                x = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+                x = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
                 if BIASED:
                     added = bias + b * bias_b + h * bias_h + i[:, None] * bias_i + j[None, :] * bias_j
                     x += tl.load(added, mask=seen, other=0.0).to(tl.float32)
-                of_shares = tl.dot(incoming, tl.trans(values), input_precision="ieee")
+                of_shares = tl.dot(incoming, tl.trans(values), input_precision=PRECISION)
                 shares, slopes = _both_slopes(
                     x, of_shares, seen, own_ends[:, None], own_along[:, None], factor[:, None], KIND
                 )
-                of_values += tl.dot(tl.trans(shares.to(incoming.dtype)), incoming, input_precision="ieee")
-                of_keys += tl.dot(tl.trans(slopes.to(queries.dtype)), queries, input_precision="ieee")
+                of_values += tl.dot(tl.trans(shares.to(incoming.dtype)), incoming, input_precision=PRECISION)
+                of_keys += tl.dot(tl.trans(slopes.to(queries.dtype)), queries, input_precision=PRECISION)
     places = (start + j.to(tl.int64)) * groups + g
     tl.store(dk + places[:, None] * D + columns[None, :], of_keys * scale, mask=there)
     tl.store(dv + places[:, None] * D + columns[None, :], of_values, mask=there)
 
 
-def _settings(q: Tensor, call: JaggedCall) -> dict[str, Any]:
-    small = _interpreted()
+def _settings(q: Tensor, call: JaggedCall, kernel: str) -> dict[str, Any]:
+    """Constants of a kernel, one of those in ``_TILES``."""
+    width = max(16, triton.next_power_of_2(q.shape[2]))
+    rows, keys, warps, stages = (16, 16, 4, 1) if _interpreted() else _tiles(kernel, q.dtype, width)
     return {
         "KIND": SCORES.index(call.score), "RANGED": call.ranges is not None, "BIASED": call.bias is not None,
-        "D": q.shape[2], "WIDTH": max(16, triton.next_power_of_2(q.shape[2])), "BM": 16 if small else 64,
-        "BN": 16 if small else 64, "COUNT": RANGES if call.ranges is not None else 1,
+        "D": q.shape[2], "WIDTH": width, "BM": rows, "BN": keys, "COUNT": RANGES if call.ranges is not None else 1,
+        "PRECISION": _precision(q), "num_warps": warps, "num_stages": stages,
     }  # fmt: skip
+
+
+def _tiles(kernel: str, dtype: torch.dtype, width: int) -> tuple[int, int, int, int]:
+    """Queries and keys of a tile, warps, and stages of the loop, for heads of ``width`` numbers."""
+    fits = width <= 128 if dtype != torch.float32 else width <= 64
+    return _TILES["wide" if dtype == torch.float32 else "narrow"][kernel] if fits else (32, 32, 4, 1)
+
+
+def _precision(q: Tensor) -> str:
+    """How products of float32 are made: of three in TF32, which are about as exact, or of one where torch may."""
+    if q.dtype != torch.float32 or _interpreted() or torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 
 
 def _strides(q: Tensor, k: Tensor, v: Tensor, call: JaggedCall) -> tuple[Any, ...]:
@@ -321,7 +363,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: JaggedCall, scale: float) -> 
     out = torch.zeros((call.out_rows, *q.shape[1:]), dtype=q.dtype, device=q.device)
     rows = call.out_rows if call.score == "softmax" else 0
     ends = torch.full((rows, q.shape[1]), -torch.inf, device=q.device)
-    settings = _settings(q, call)
+    settings = _settings(q, call, "forward")
     grid = (triton.cdiv(call.longest_q, settings["BM"]), q.shape[1], len(call.rows))
     if all(grid):
         _forward[grid](
@@ -351,7 +393,7 @@ def backward(
         ends = ends.masked_fill(ends == -torch.inf, 0.0)
     dq = torch.zeros(out.shape, device=q.device)
     dk, dv = torch.zeros(k.shape, device=q.device), torch.zeros(v.shape, device=q.device)
-    settings, heads = _settings(q, call), q.shape[1]
+    settings, heads = _settings(q, call, "queries"), q.shape[1]
     starts = (call.q_starts, call.q_lengths, call.rows)
     keys = (call.k_starts, call.k_lengths)
     grid = (triton.cdiv(call.longest_q, settings["BM"]), heads, len(call.rows))
@@ -363,6 +405,7 @@ def backward(
     readers = call.of_keys.argsort(stable=True)
     bounds = torch.arange(len(call.k_starts) + 1, device=q.device)
     begins = torch.searchsorted(call.of_keys[readers].contiguous(), bounds)
+    settings = _settings(q, call, "keys")
     grid = (triton.cdiv(call.longest_k, settings["BN"]), k.shape[1], len(call.k_starts))
     if all(grid):
         _backward_keys[grid](

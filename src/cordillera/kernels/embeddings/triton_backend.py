@@ -1,6 +1,7 @@
 """Exact sparse update on GPUs, in Triton: torch sorts the ids, then one program reduces and updates one distinct row.
 
-No atomics: one program sums a row's gradients in ascending position, in float64, so results repeat bit for bit.
+No atomics: one program sums a row's gradients in float64, some neighbouring positions at a time, so results repeat bit
+for bit. One position at a time, the most frequent row of a batch would be waited for.
 Numbers such as ``beta2`` are passed in a float64 tensor, because Triton would round a Python float to float32.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from cordillera.kernels.embeddings.update import Update
 
 _RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
+_PIECES = 16  # positions that are loaded at once
 
 
 def _interpreted() -> bool:
@@ -40,9 +42,10 @@ def unsupported(optimizer: str, dtype: torch.dtype, device: str) -> str | None:
 
 @triton.jit
 def _update(
-    distinct: Any, starts: Any, order: Any, sources: Any, grad: Any, value_weights: Any, weight: Any, first_state: Any,
-    second_state: Any, numbers: Any, DIM: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr, WEIGHTED: tl.constexpr,
-    DECAYS: tl.constexpr,
+    distinct: tl.tensor, starts: tl.tensor, order: tl.tensor, sources: tl.tensor, grad: tl.tensor,
+    value_weights: tl.tensor, weight: tl.tensor, first_state: tl.tensor, second_state: tl.tensor, numbers: tl.tensor,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr, WEIGHTED: tl.constexpr, DECAYS: tl.constexpr,
+    PIECES: tl.constexpr,
 ) -> None:  # fmt: skip
     segment = tl.program_id(0)
     row = tl.load(distinct + segment)
@@ -50,13 +53,15 @@ def _update(
     columns = tl.arange(0, BLOCK)
     inside = columns < DIM
     reduced = tl.zeros([BLOCK], dtype=tl.float64)
-    for i in range(first, last):
-        position = tl.load(order + i)
-        source = tl.load(sources + position)
-        piece = tl.load(grad + source + columns, mask=inside, other=0.0).to(tl.float32).to(tl.float64)
+    for i in range(first, last, PIECES):
+        at = i + tl.arange(0, PIECES)
+        position = tl.load(order + at, mask=at < last, other=0)
+        source = tl.load(sources + position, mask=at < last, other=0)
+        both = (at < last)[:, None] & inside[None, :]
+        pieces = tl.load(grad + source[:, None] + columns[None, :], mask=both, other=0.0).to(tl.float32).to(tl.float64)
         if WEIGHTED:
-            piece = piece * tl.load(value_weights + position).to(tl.float64)
-        reduced += piece
+            pieces *= tl.load(value_weights + position, mask=at < last, other=0.0).to(tl.float64)[:, None]
+        reduced += tl.sum(pieces, 0)
     learning_rate, eps = tl.load(numbers), tl.load(numbers + 1)
     target = weight + row * DIM + columns
     old = tl.load(target, mask=inside, other=0.0).to(tl.float64)
@@ -127,5 +132,6 @@ def update(call: Update) -> None:
         distinct, starts, order, sources, grad,
         sources if value_weights is None else value_weights.detach().contiguous(), weight, stored[0], stored[1],
         numbers, DIM=dim, BLOCK=triton.next_power_of_2(dim), RULE=_RULES[optimizer.name],
-        WEIGHTED=value_weights is not None, DECAYS=optimizer.weight_decay != 0, num_warps=1,
+        WEIGHTED=value_weights is not None, DECAYS=optimizer.weight_decay != 0,
+        PIECES=_PIECES, num_warps=1,
     )  # fmt: skip

@@ -203,21 +203,25 @@ def sum_gradients(
     return sums
 
 
-def choose_backend(backend: EmbeddingBackend, optimizer: SparseOptimizer, weight: Tensor) -> str:
+def choose_backend(
+    backend: EmbeddingBackend, optimizer: SparseOptimizer, weight: Tensor, device: str | None = None
+) -> str:
     """Resolve ``backend`` for an optimizer and a table to ``torch``, ``numba``, ``fbgemm`` or ``triton``.
 
     Args:
         backend: Name of a back end, or ``auto``, as in :func:`sparse_update`.
         optimizer: The rule.
         weight: The table; only its dtype and device are read.
+        device: Type of the device that the table will be moved to; None if it stays.
 
     Raises:
         DependencyError: the named back end cannot update this table by this rule.
     """
+    device = device or weight.device.type
     if backend == "auto":
-        candidates = ("triton",) if weight.device.type == "cuda" else ("numba", "fbgemm")
-        return next((name for name in candidates if _obstacle(name, optimizer, weight) is None), "torch")
-    obstacle = _obstacle(backend, optimizer, weight)
+        candidates = ("triton",) if device == "cuda" else ("numba", "fbgemm")
+        return next((name for name in candidates if _obstacle(name, optimizer, weight.dtype, device) is None), "torch")
+    obstacle = _obstacle(backend, optimizer, weight.dtype, device)
     if obstacle is not None:
         raise DependencyError(
             obstacle, where=f"tables.backend = {backend!r}", remedy="use backend = 'auto', or see `cordillera doctor`"
@@ -241,11 +245,11 @@ def _unavailable(name: str) -> str | None:
     return reason
 
 
-def _obstacle(name: str, optimizer: SparseOptimizer, weight: Tensor) -> str | None:
+def _obstacle(name: str, optimizer: SparseOptimizer, dtype: torch.dtype, device: str) -> str | None:
     """Why a back end cannot run this optimizer on this table, or None if it can."""
     if name == "fbgemm" and optimizer.weight_decay:
         return "FBGEMM's exact updates on CPUs know no weight decay"
-    return _misfit(name, optimizer.name, weight.dtype, weight.device.type)
+    return _misfit(name, optimizer.name, dtype, device)
 
 
 @cache
