@@ -25,7 +25,8 @@ FEATURES = FeatureSpec(
 )
 
 
-POOLING = [name for name, kind in MODELS.items() if kind.pools_all]
+# a supernet divides every batch among architectures, and is trained in one process
+POOLING = [name for name, kind in MODELS.items() if kind.pools_all and name != "supernet"]
 """Models whose tables may be any: others read rows of histories."""
 
 

@@ -296,9 +296,9 @@ def _check_together(recipe: RankingRecipe) -> None:
         problems.append(("tables.storage", "'file' is for training in one process: set 'memory' and cache = 0"))
     elif recipe.tables.are_encoded:
         problems.append(("tables", "rows in few bits and caches are of one process: set rows = 'fp32', cache = 0"))
-    for key in ("plan", "emulate", "probe_every", "compile"):
-        if getattr(training, key):
-            problems.append((f"training.{key}", "is for training in one process, without slices"))
+    alone = [f"training.{key}" for key in ("plan", "emulate", "probe_every", "compile") if getattr(training, key)]
+    alone += ["model.name"] if recipe.model.name == "supernet" else []  # which divides batches by itself
+    problems += [(key, "is for training in one process, without slices") for key in alone]
     if recipe.parallel.exchange == "prioritised" and recipe.parallel.copies > 1:
         problems.append(("parallel.copies", "prioritised exchange knows no copies: set 1, or exchange = 'plain'"))
     if recipe.parallel.exchange == "prioritised" and recipe.parallel.pool == "bags":
