@@ -25,6 +25,7 @@ import _figures_planning
 import _figures_post_training
 import _figures_precision
 import _figures_ranking
+import _figures_search
 import _figures_serving
 import _figures_tasks
 import _figures_teachers
@@ -44,6 +45,7 @@ FIGURES: Figures = {
     **_figures_zionex.FIGURES,
     **_figures_kernels.FIGURES,
     **_figures_gpu.FIGURES,
+    **_figures_search.FIGURES,
     **_figures_serving.FIGURES,
     **_figures_post_training.FIGURES,
 }

@@ -38,25 +38,31 @@ TOP = 0.01
 SEARCHERS = ("random", "evolution", "predictor", "tpe", "nsga2")
 
 
-def table(console: Console, folder: Path) -> dict[str, Any]:
+def _model() -> dict[str, Any]:
+    """Return the recipe's model with its defaults, as a search names architectures."""
+    return recipes.validate(RECIPE).model.model_dump(mode="json", exclude_none=True)
+
+
+def table(console: Console, quick: bool, folder: Path) -> dict[str, Any]:
     """Train every architecture of the shipped space ``small`` on a synthetic log; an interrupted one is continued."""
-    recipe = recipes.validate(RECIPE)
+    content = {**RECIPE, "data": {**RECIPE["data"], "synthetic": {"rows": 4_000}}} if quick else RECIPE
+    recipe = recipes.validate(content)
     assert isinstance(recipe, RankingRecipe)
     path = folder / "recipe.toml"
     path.write_text(recipes.dump(recipe))
     config = workflows.SearchConfig(
-        searcher="grid", goal="ne", trials=10**6, batch=64, trial=TrialConfig(sample=0, seeds=SEEDS)
+        searcher="grid", goal="ne", trials=4 if quick else 10**6, batch=64, trial=TrialConfig(sample=0, seeds=SEEDS)
     )
     outcome = workflows.search(
         path,
         "small",
         config,
-        folder=RESULTS / "quick" / "rankitect-table",
+        folder=folder / "search" if quick else RESULTS / "quick" / "rankitect-table",
         on_candidate=lambda one, _: console.print(f"  {one.number} {one.name} {one.trial.stage} {one.trial.ne:.4f}"),
     )
     space = load_space("small")
     by_name = {one.name: one for one in outcome.candidates}
-    made, rows = SearchSpace(space, RECIPE["model"]), []
+    made, rows = SearchSpace(space, _model()), []
     for genome in made.enumerate():
         found = by_name.pop(made.identify(genome), None)
         if found is not None:
@@ -67,7 +73,7 @@ def table(console: Console, folder: Path) -> dict[str, Any]:
     console.print(f"{len(rows)} architectures; the best has NE {best.trial.ne:.4f}")
     return {
         "evidence": "measured",
-        "recipe": RECIPE,
+        "recipe": content,
         "space": space.model_dump(mode="json"),
         "genomes": made.size,
         "columns": ["genome", "name", "NE of seeds", "FLOPs", "parameters"],
@@ -79,7 +85,7 @@ class ArchitectureTable:
     """NE and FLOPs of all architectures of a space, read from the result file."""
 
     def __init__(self, content: dict[str, Any]) -> None:
-        self.space = SearchSpace(SpaceConfig.model_validate(content["space"]), content["recipe"]["model"])
+        self.space = SearchSpace(SpaceConfig.model_validate(content["space"]), _model())
         self.scores = {
             name: Score(math.fsum(ne) / len(ne) if ne else math.inf, flops) for _, name, ne, flops, _ in content["rows"]
         }

@@ -104,6 +104,8 @@ class EvolutionSearcher(Searcher):
     """Regularised evolution: the oldest die, children are mutations of the best of a few.
 
     Source: Real et al. 2019 (arXiv 1802.01548), section 3.1; its use for recommendation: Zhang et al. 2023 (NASRec).
+    With the goal ``front``, those of the front do not die. The defaults met the best percent soonest on random
+    landscapes of pairwise effects, for searches of some tens to hundreds of trials.
 
     Args:
         population: Number of newest results that may become parents; the first proposals, a half of it, are random.
@@ -111,13 +113,15 @@ class EvolutionSearcher(Searcher):
     """
 
     def __init__(
-        self, space: SearchSpace, seed: int = 0, goal: Goal = "ne", *, population: int = 24, tournament: int = 12
+        self, space: SearchSpace, seed: int = 0, goal: Goal = "ne", *, population: int = 8, tournament: int = 8
     ) -> None:
         super().__init__(space, seed, goal)
         self.population, self.tournament = population, tournament
 
     def propose(self) -> Genome | None:
         alive = [one for one in self.results[-self.population :] if math.isfinite(one[1].ne)]
+        if self.goal == "front":
+            alive += [self.results[index] for index in front([score for _, score in self.results])]
         if len(self.results) < self.population // 2 or not alive:
             return None
         limit = self.limit()

@@ -1,0 +1,62 @@
+"""``cordillera bench rankitect`` with few trials: every part runs and writes what the docs quote."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import rankitect
+from _rankitect_table import SEARCHERS, read_table
+
+from tests.benchmarks.conftest import part_of
+
+
+@pytest.mark.slow
+def test_a_table_has_the_ne_of_every_seed(tmp_path: Path) -> None:
+    found = part_of(rankitect, "table", tmp_path)
+    assert len(found["rows"]) == 4
+    for genome, name, ne, flops, parameters in found["rows"]:
+        assert len(genome) == 8
+        assert len(name) == 16
+        assert len(ne) == 2
+        assert all(0.5 < one < 2 for one in ne)
+        assert flops > 0
+        assert parameters > 0
+
+
+def test_the_committed_table_is_of_the_whole_space() -> None:
+    found = read_table()
+    names = {found.space.identify(genome) for genome in found.space.enumerate()}
+    assert set(found.scores) == names
+    assert len(names) >= 300
+    assert all(math.isfinite(score.ne) and score.flops > 0 for score in found.scores.values())
+    assert len(found.top) == round(len(names) / 100)
+
+
+@pytest.mark.parametrize("searcher", ["evolution", "predictor"])
+def test_searchers_beat_random_search_on_the_table(searcher: str) -> None:
+    found, repeats = read_table(), 6
+    expected = (len(found.scores) + 1) / (len(found.top) + 1)  # of random search without repetition
+    counts = [found.until_top(searcher, seed)[0] for seed in range(repeats)]
+    assert all(counts)
+    assert sum(counts) / repeats < expected / 2
+
+
+def test_searchers_are_judged_by_the_table(tmp_path: Path) -> None:
+    found = part_of(rankitect, "searchers", tmp_path)
+    assert [one["searcher"] for one in found["results"]] == list(SEARCHERS)
+    for one in found["results"]:
+        assert all(1 <= count <= found["architectures"] for count in one["evaluations"])
+        regret = list(one["regret"].values())
+        assert regret == sorted(regret, reverse=True)
+
+
+@pytest.mark.slow
+def test_shared_weights_are_compared_with_the_table(tmp_path: Path) -> None:
+    found = part_of(rankitect, "shared", tmp_path)
+    assert found["equal"]["equal"] == found["equal"]["compared"] > 0
+    assert [one["steps"] for one in found["results"]][0] == 0
+    for one in found["results"]:
+        assert -1 <= one["tau"] <= 1
+        assert len(one["shared"]) == len(one["alone"]) == one["architectures"]
