@@ -68,6 +68,7 @@ NOT_RUN = {
     "cordillera bench speculation": "takes minutes; tests/benchmarks runs it with few prompts",
     "cordillera bench post-training": "takes minutes; tests/benchmarks runs it with few steps",
     "cordillera bench exfm": "takes minutes; tests/benchmarks runs it with few steps",
+    "cordillera bench rankitect": "takes minutes; tests/benchmarks runs it with few trials",
     "cordillera bench multibalance": "takes minutes; tests/benchmarks runs it with few steps",
     "cordillera bench serving": "takes minutes; tests/benchmarks runs it with few requests",
     "cordillera train smollm2-sft --run runs/own": "takes minutes; tests/training/test_post_training.py has such rows",
@@ -102,6 +103,7 @@ SHORTER = {
         "data.histories.median=20",
     ],
     "sweep": ["training.max_steps=3"],
+    "search": ["training.max_steps=3"],
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 import rankitect
 from _rankitect_table import SEARCHERS, read_table
 
-from tests.benchmarks.conftest import part_of
+from tests.benchmarks.programs import part_of
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ def test_searchers_are_judged_by_the_table(tmp_path: Path) -> None:
 def test_shared_weights_are_compared_with_the_table(tmp_path: Path) -> None:
     found = part_of(rankitect, "shared", tmp_path)
     assert found["equal"]["equal"] == found["equal"]["compared"] > 0
-    assert [one["steps"] for one in found["results"]][0] == 0
+    assert next(one["steps"] for one in found["results"]) == 0
     for one in found["results"]:
         assert -1 <= one["tau"] <= 1
         assert len(one["shared"]) == len(one["alone"]) == one["architectures"]
