@@ -160,6 +160,7 @@ def search(
     }
     run = _open(Path(folder) if folder is not None else Path("runs") / f"{recipe.name}-search", recipe, described)
     with run.lock():
+        run.rewind_metrics(0)  # keeps all records, but not the part of a line that a killed process left
         say(f"data: {recipe.data.label}")
         splits = prepare(recipe.data)
         if not len(splits.validation):
