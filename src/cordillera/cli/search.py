@@ -22,12 +22,12 @@ def search(
         str, typer.Option(help="evolution, predictor, random, grid (all), or optuna's tpe or nsga2.")
     ] = "evolution",
     goal: Annotated[str, typer.Option(help="ne: the lowest NE; front: the front of NE and FLOPs.")] = "front",
-    trials: Annotated[int, typer.Option(min=0, help="Number of architectures to try.")] = 64,
-    batch: Annotated[int, typer.Option(min=1, help="Proposals made before their results are known.")] = 4,
+    trials: Annotated[int, typer.Option(min=0, max=10**6, help="Number of architectures to try.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, max=1024, help="Proposals made before their results are known.")] = 4,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes, of one thread each. Default: one for each core.")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each architecture.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Trainings of each architecture.")] = 1,
     sample: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the data that an architecture is first trained on.")
     ] = 0.01,
@@ -41,7 +41,7 @@ def search(
         Path | None, typer.Option("--supernet", help="Run of a supernet, whose weights replace training.")
     ] = None,
     fine_tune: Annotated[
-        int, typer.Option("--fine-tune", min=0, help="Steps of training from the supernet's weights.")
+        int, typer.Option("--fine-tune", min=0, max=10**9, help="Steps of training from the supernet's weights.")
     ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the searcher.")] = 0,
     proposals: Annotated[

@@ -1,0 +1,565 @@
+"""``cordillera search``: its record, its path after a stop, candidates that die, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cordillera import recipe as recipes
+from cordillera import workflows
+from cordillera.data.ranking.cache import Splits
+from cordillera.data.ranking.datasets import prepare
+from cordillera.errors import DataError, Interrupted, RunError
+from cordillera.run import Run
+from cordillera.training.ranking.architecture_search.searchers import front
+from cordillera.workflows.architectures import search as module
+from cordillera.workflows.architectures.search import Candidate, read_proposals
+from cordillera.workflows.architectures.trials import Trial, TrialConfig, try_candidate
+from cordillera.workflows.architectures.workers import TrialWorkers
+
+RECIPE = """
+seed = 1
+threads = 1
+device = "cpu"
+
+[data]
+dataset = "synthetic"
+batch_size = 64
+
+[data.synthetic]
+rows = 1500
+dense = 3
+categorical = 3
+lists = 1
+largest_vocabulary = 20
+
+[model]
+name = "dnn"
+embedding_dim = 4
+mlp = [4]
+
+[training]
+learning_rate = 0.01
+precision = "fp32"
+"""
+SPACE = """
+[blocks]
+count = 2
+vector = ["linear", "cross"]
+widths = [4, 8]
+embeddings = ["none", "mix"]
+rows = [2]
+connections = "chain"
+"""
+SOURCE = Path(__file__).parents[2] / "src"
+MARK = "CORDILLERA_TEST_OF_SEARCH"  # in the environment of all that a search starts
+LINEAR = {"name": "a", "op": "linear", "inputs": ["dense", "embeddings"], "width": 4}
+
+
+def graph(*nodes: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    content = {"name": "graph", "embedding_dim": 4, "nodes": list(nodes), "output": [nodes[-1]["name"]]}
+    return {"model": {**content, **changes}}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    """A recipe and a space, by path."""
+    (tmp_path / "tiny.toml").write_text(RECIPE)
+    (tmp_path / "space.toml").write_text(SPACE)
+    return str(tmp_path / "tiny.toml"), str(tmp_path / "space.toml")
+
+
+def entries(folder: Path) -> list[dict[str, Any]]:
+    return sorted(Run(folder).metrics(), key=lambda one: one["number"])
+
+
+def without_clock(folder: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in one.items() if key != "seconds"} for one in entries(folder)]
+
+
+# The search, with trials that take no time
+
+
+class InstantWorkers:
+    """Trials whose results are made of the candidates' text; the last of a batch is finished first."""
+
+    tried: list[str]
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __enter__(self) -> InstantWorkers:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def try_all(self, candidates: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Trial]]:
+        for index in reversed(range(len(candidates))):
+            text = json.dumps(candidates[index], sort_keys=True)
+            number = int(hashlib.sha256(text.encode()).hexdigest()[:8], 16)
+            self.tried.append(text)
+            if number % 5 == 0:
+                yield index, Trial("reach", "no gradient reaches C1", flops=7)
+            else:
+                ne = 0.8 + number % 97 / 1000
+                yield index, Trial("finished", "", ne, ne - 0.1, ne + 0.1, (ne,), 1_000 + number % 13, 5, 0.1)
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Candidates that are tried, by workers that need no time."""
+    found: list[str] = []
+    monkeypatch.setattr(module, "TrialWorkers", InstantWorkers)
+    monkeypatch.setattr(InstantWorkers, "tried", found, raising=False)
+    return found
+
+
+def settings(**changes: Any) -> workflows.SearchConfig:
+    return workflows.SearchConfig.model_validate({"trials": 11, "batch": 4, "searcher": "predictor", **changes})
+
+
+def test_a_search_leaves_a_record_and_the_recipes_of_its_front(files: Any, tried: list[str], tmp_path: Path) -> None:
+    shown: list[tuple[int, int]] = []
+
+    def show(candidate: Candidate, planned: int) -> None:
+        shown.append((candidate.number, planned))
+
+    outcome = workflows.search(*files, settings(), folder=tmp_path / "run", on_candidate=show)
+    assert shown == [(number, 11) for number in range(11)]
+    record = entries(tmp_path / "run")
+    assert [one["number"] for one in record] == list(range(11))
+    assert {one["origin"] for one in record} == {"search"}
+    assert len({one["name"] for one in record}) == 11
+    for entry, candidate in zip(record, outcome.candidates, strict=True):
+        assert (entry["name"], entry["overrides"]) == (candidate.name, candidate.overrides)
+        assert dataclasses.astuple(Trial.from_dict(entry))[:3] == dataclasses.astuple(candidate.trial)[:3]
+    finished = [one for one in outcome.candidates if one.trial.is_finished]
+    assert 0 < len(finished) < 11
+    assert outcome.front == [finished[index] for index in front([one.score for one in finished])]
+    assert outcome.best == min(finished, key=lambda one: one.trial.ne)
+    recipes_of = sorted((tmp_path / "run" / "front").iterdir())
+    assert [path.stem for path in recipes_of] == sorted(one.name for one in outcome.front)
+    by_name = {one.name: one for one in outcome.front}
+    for path in recipes_of:
+        recipe = recipes.load(path)
+        candidate = by_name[path.stem]
+        assert recipe.model.name == "graph"
+        assert list(recipe.model.output) == candidate.overrides["model"]["output"]
+        assert [node.name for node in recipe.model.nodes] == [
+            one["name"] for one in candidate.overrides["model"]["nodes"]
+        ]
+        assert recipe.data == recipes.load(files[0]).data
+        assert f"NE {candidate.trial.ne:.4f} on the validation split" in recipe.description
+    assert outcome.report.is_file()
+
+
+@pytest.mark.parametrize("searcher", ["evolution", "predictor", "random", "grid"])
+@pytest.mark.parametrize("kept", [0, 1, 4, 6, 10])
+def test_a_search_goes_on_where_it_was(files: Any, tried: list[str], tmp_path: Path, searcher: str, kept: int) -> None:
+    config = settings(searcher=searcher)
+    whole = workflows.search(*files, config, folder=tmp_path / "whole")
+    workflows.search(*files, config, folder=tmp_path / "cut")
+    path = tmp_path / "cut" / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    torn = lines[kept][:40] if kept else ""  # it was killed while it wrote a line
+    path.write_text("".join(lines[:kept]) + torn)
+    tried.clear()
+    again = workflows.search(*files, config, folder=tmp_path / "cut")
+    assert len(tried) == 11 - kept
+    assert [one.name for one in again.candidates] == [one.name for one in whole.candidates]
+    assert without_clock(tmp_path / "cut") == without_clock(tmp_path / "whole")
+    tried.clear()
+    workflows.search(*files, config, folder=tmp_path / "cut")
+    assert tried == []
+
+
+def test_a_search_may_be_given_more_trials_or_fewer(files: Any, tried: list[str], tmp_path: Path) -> None:
+    first = workflows.search(*files, settings(), folder=tmp_path / "run")
+    more = workflows.search(*files, settings(trials=16), folder=tmp_path / "run")
+    assert [one.name for one in more.candidates[:11]] == [one.name for one in first.candidates]
+    assert len(more.candidates) == len(tried) == 16
+    fewer = workflows.search(*files, settings(trials=3), folder=tmp_path / "run")
+    assert [one.name for one in fewer.candidates] == [one.name for one in first.candidates[:3]]
+    kept = {path.stem for path in (tmp_path / "run" / "front").iterdir()}
+    assert kept == {one.name for one in fewer.front}
+    assert len(tried) == 16
+
+
+def test_a_search_ends_with_its_space(files: Any, tried: list[str], tmp_path: Path) -> None:
+    space = tmp_path / "few.toml"
+    space.write_text('[choices]\n"model.mlp" = [[4], [8], [16]]\n"training.learning_rate" = [0.1, 0.01]\n')
+    outcome = workflows.search(files[0], space, settings(trials=50), folder=tmp_path / "run")
+    assert len(outcome.candidates) == len(tried) == 6
+    assert outcome.is_exhausted
+    assert not workflows.search(files[0], space, settings(trials=2), folder=tmp_path / "run").is_exhausted
+    for path in (tmp_path / "run" / "front").iterdir():
+        assert recipes.load(path).model.name == "dnn"
+
+
+def test_another_search_in_the_folder_is_refused(files: Any, tried: list[str], tmp_path: Path) -> None:
+    recipe, space = files
+    other = tmp_path / "other.toml"
+    other.write_text(SPACE.replace("[4, 8]", "[4, 16]"))
+    folder = tmp_path / "run"
+    workflows.search(recipe, space, settings(), folder=folder)
+    record = (folder / "metrics.jsonl").read_bytes()
+    different: list[tuple[str, dict[str, Any]]] = [
+        ("recipe", {"overrides": ["model.dropout=0.5"]}),
+        ("recipe", {"overrides": ["data.synthetic.rows=1600"]}),
+        ("space", {"space": other}),
+        ("config", {"config": settings(searcher="random")}),
+        ("config", {"config": settings(seed=1)}),
+        ("config", {"config": settings(batch=3)}),
+        ("config", {"config": settings(trial=TrialConfig(most_flops=10**9))}),
+        ("proposals", {"proposals": [graph(LINEAR)]}),
+        ("config and recipe and space", {"space": other, "config": settings(goal="ne"), "overrides": ["seed=2"]}),
+    ]
+    for what, changes in different:
+        given = {"source": recipe, "space": space, "config": settings(), "folder": folder, **changes}
+        with pytest.raises(RunError, match=rf"holds a search of another {what}\n") as error:
+            workflows.search(given.pop("source"), given.pop("space"), given.pop("config"), **given)
+        assert error.value.where == str(folder)
+        assert (folder / "metrics.jsonl").read_bytes() == record
+    with Run(folder).lock(), pytest.raises(RunError, match="another process"):
+        workflows.search(recipe, space, settings(), folder=folder)
+    lines = [json.loads(line) for line in record.decode().splitlines()]
+    for line in lines:
+        del line["seal"]
+    (folder / "metrics.jsonl").unlink()
+    for line in lines:
+        Run(folder).log({**line, "name": "0" * 16} if line["number"] == 2 else line)
+    with pytest.raises(RunError, match="candidate 2 on record is 0000000000000000, the search proposes"):
+        workflows.search(recipe, space, settings(), folder=folder)
+
+
+def test_a_folder_of_a_training_is_refused(cli: Any, files: Any, tried: list[str], tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "trained", recipes.dump(recipes.load(files[0])))
+    run.write_status("finished", 1, 1)
+    result = cli("search", *files[:1], "--space", files[1], "--run", tmp_path / "trained")
+    assert result.code == 2
+    assert "holds no search" in result.err
+
+
+def test_proposals_are_tried_first(cli: Any, files: Any, tried: list[str], tmp_path: Path) -> None:
+    proposals = [graph(LINEAR), {"model.mlp": [7]}, graph({**LINEAR, "inputs": ["zzz"]})]
+    (tmp_path / "given.jsonl").write_text("\n\n".join(map(json.dumps, proposals)) + "\n")
+    arguments = ("search", files[0], "--space", files[1], "--proposals", tmp_path / "given.jsonl", "--run", "run")
+    result = cli(*arguments, "--trials", 4)
+    assert result.code == 0, result.err
+    assert "[1/7]" in result.out
+    assert "[7/7]" in result.out
+    record = entries(tmp_path / "run")
+    assert [one["origin"] for one in record] == ["proposal"] * 3 + ["search"] * 4
+    assert [one["overrides"] for one in record[:3]] == proposals
+    alone = cli("search", files[0], "--space", files[1], "--run", "alone", "--trials", 4, "--quiet")
+    assert alone.code == 0
+    assert [one["name"] for one in entries(tmp_path / "alone")] == [one["name"] for one in record[3:]]
+    assert "[1/" not in alone.out
+
+
+def test_a_search_without_a_survivor_says_so(
+    cli: Any, files: Any, tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = Trial("budget", "4,000 flops, of at most 10")
+    monkeypatch.setattr(
+        InstantWorkers, "try_all", lambda self, some: iter([(place, dead) for place in range(len(some))])
+    )
+    for searcher in ("evolution", "predictor"):
+        result = cli("search", files[0], "--space", files[1], "--trials", 20, "--run", searcher, "--searcher", searcher)
+        assert result.code == 0, result.err
+        assert "died: budget: 4,000 flops, of at most 10" in result.out
+        assert "20 architectures tried, 0 trained" in result.out
+        assert "20 died at stage budget" in result.out
+        assert "train the best with" not in result.out
+
+
+def test_ctrl_c_between_trials_says_how_to_go_on(files: Any, tried: list[str], tmp_path: Path) -> None:
+    def interrupt(candidate: Candidate, planned: int) -> None:
+        if candidate.number == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match="6 trials are saved") as error:
+        workflows.search(*files, settings(), folder=tmp_path / "run", on_candidate=interrupt)
+    assert error.value.remedy == "give the same command again"
+    assert len(workflows.search(*files, settings(), folder=tmp_path / "run").candidates) == len(tried) == 11
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--searcher", "evolutoin"], "there is no searcher 'evolutoin'; choose one of random, grid, evolution"),
+        (["--goal", "nee"], "must be ne or front, got 'nee'"),
+        (["--space", "smal"], "is neither a shipped space (blocks, small) nor a file"),
+        (["--set", "model.mlpp=[3]"], "did you mean 'mlp'?"),
+        (["--set", "data.fractions=[0.9, 0.0, 0.1]"], "needs a validation split"),
+        (["--proposals", "absent.jsonl"], "absent.jsonl"),
+        (["--trials", "-1"], "--trials"),
+        (["--trials", "2000000"], "--trials"),
+        (["--batch", "5000"], "--batch"),
+        (["--seeds", "1000"], "--seeds"),
+        (["--fine-tune", "2000000000"], "--fine-tune"),
+        (["--sample", "1.5"], "--sample"),
+        (["--workers", "0"], "--workers"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_named(cli: Any, files: Any, tried: list[str], arguments: list[str], message: str) -> None:
+    result = cli("search", files[0], *([] if "--space" in arguments else ["--space", files[1]]), *arguments)
+    assert result.code == 2
+    assert message in " ".join((result.out + result.err).split())
+    assert "Traceback" not in result.err
+    assert not tried
+
+
+def test_a_space_that_the_recipe_does_not_know_is_refused(
+    cli: Any, files: Any, tried: list[str], tmp_path: Path
+) -> None:
+    for name, content, message in (
+        ("key", '[choices]\n"model.mlpp" = [[3], [4]]\n', "model.mlpp: is not a key here; did you mean 'mlp'?"),
+        ("single", '[choices]\n"model.mlp" = [[3]]\n', "the space has one architecture only"),
+        ("empty", "", "is empty: give [blocks], [choices] or both"),
+    ):
+        path = tmp_path / f"{name}.toml"
+        path.write_text(content)
+        result = cli("search", files[0], "--space", path, "--trials", 1)
+        assert result.code == 2
+        assert message in " ".join(result.err.split())
+    language = cli("search", "llama-debug", "--space", files[1])
+    assert language.code == 2
+    assert "a search is for ranking models" in language.err
+    path = tmp_path / "kinds.toml"
+    path.write_text('[choices]\n"model.name" = ["dnn", "dcn"]\n"model.cross_layers" = [1, 2]\n')
+    assert not tried
+    assert cli("search", files[0], "--space", path, "--trials", 1).code == 0  # keys of one kind of model only
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"model": {"name": "graph"}}\n{"model": \n', "given, line 2"),
+        ("[1, 2]\n", "given, line 1: is not a JSON object"),
+        ("{}\n", "given, line 1: is not a JSON object"),
+        ('\n\n{"data": {"batch_size": 3}}\n', "given, line 3: sets 'data', no key of model, training or tables"),
+        ('{"seed": 3}\n', "given, line 1: sets 'seed'"),
+    ],
+)
+def test_a_line_that_is_no_proposal_is_named(text: str, message: str) -> None:
+    with pytest.raises(DataError) as error:
+        read_proposals(text, "given")
+    assert message in str(error.value)
+
+
+# Trials
+
+
+@functools.cache
+def material() -> tuple[dict[str, Any], Splits]:
+    recipe = recipes.validate({**recipes.parse_toml(RECIPE, "recipe")})
+    return recipe.model_dump(mode="json", exclude_none=True), prepare(recipe.data)
+
+
+def attempt(overrides: dict[str, Any], **config: Any) -> Trial:
+    content, splits = material()
+    splits = dataclasses.replace(splits, test=None)  # the test split is not read
+    return try_candidate(content, overrides, splits, TrialConfig.model_validate({"sample": 0, **config}))
+
+
+CYCLE = ({**LINEAR, "inputs": ["b"]}, {**LINEAR, "name": "b", "inputs": ["a", "dense"]})
+ONLY_DENSE = {**LINEAR, "inputs": ["dense"]}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "config", "stage", "why"),
+    [
+        (graph({**LINEAR, "op": "lineer"}), {}, "settings", "model.nodes[0].op: input should be 'linear'"),
+        (graph({**LINEAR, "op": "none"}), {}, "settings", "model.nodes[0].op: input should be 'linear'"),
+        (graph(*CYCLE), {}, "settings", "nodes read each other in a cycle"),
+        (graph({**LINEAR, "width": 0}), {}, "settings", "model.nodes[0].width: input should be greater than or equal"),
+        (graph({**LINEAR, "width": "wide"}), {}, "settings", "model.nodes[0].width: input should be a valid integer"),
+        ({"model": {"name": "gpt"}}, {}, "settings", "model.name: must be one of"),
+        ({"model": 3}, {}, "settings", "model"),
+        ({"model.mlp.deep": 3}, {}, "settings", "'mlp' is a value, not a section"),
+        ({"training.epochs": -1}, {}, "settings", "training.epochs"),
+        (graph(LINEAR), {"most_flops": 100}, "budget", " flops, of at most 100"),
+        (graph(LINEAR), {"most_parameters": 10}, "budget", " parameters, of at most 10"),
+        (graph(ONLY_DENSE), {}, "reach", "no gradient reaches C1, C2, C3, L1"),
+        (graph({**LINEAR, "inputs": ["embeddings"]}), {}, "reach", "no gradient reaches I1, I2, I3"),
+        ({"model.norm": "batch"}, {}, "future", "depends on later samples in training, as with batch norm"),
+        ({"training.learning_rate": 30.0}, {"sample": 0.5, "sample_ne": 0.5}, "sample", "steps on 640 rows"),
+    ],
+)  # fmt: skip
+def test_a_candidate_dies_where_it_should(
+    overrides: dict[str, Any], config: dict[str, Any], stage: str, why: str
+) -> None:
+    trial = attempt(overrides, **config)
+    assert trial.stage == stage, trial
+    assert why in trial.why
+    assert trial.ne == float("inf")
+    assert not trial.is_finished
+    assert Trial.from_dict(json.loads(json.dumps(trial.to_dict()))).ne == float("inf")
+    assert (trial.flops > 0) == (stage not in ("settings", "shape"))
+
+
+def test_a_candidate_within_its_budget_is_trained() -> None:
+    free = attempt(graph(LINEAR))
+    assert free.is_finished
+    assert free.low < free.ne < free.high
+    bound = attempt(graph(LINEAR), most_flops=free.flops, most_parameters=free.parameters, sample=0.1)
+    assert dataclasses.replace(bound, seconds=free.seconds) == free
+    several = attempt(graph(LINEAR), seeds=3)
+    assert several.ne_of_seeds[0] == free.ne
+    assert len(set(several.ne_of_seeds)) == 3
+    assert several.ne == pytest.approx(sum(several.ne_of_seeds) / 3, rel=1e-12)
+    again = Trial.from_dict(json.loads(json.dumps({**several.to_dict(), "kind": "candidate"})))
+    assert again == several
+
+
+def test_a_dense_tower_in_a_candidate_may_have_dropout() -> None:
+    assert attempt(graph(LINEAR, dropout=0.5)).is_finished
+
+
+# With processes
+
+
+@pytest.mark.slow
+def test_the_number_of_workers_changes_nothing(cli: Any, files: Any, tmp_path: Path) -> None:
+    arguments = ("search", files[0], "--space", files[1], "--trials", 5, "--batch", 3, "--searcher", "random")
+    for workers in (1, 2):
+        result = cli(*arguments, "--workers", workers, "--run", f"with-{workers}")
+        assert result.code == 0, result.err
+    assert without_clock(tmp_path / "with-1") == without_clock(tmp_path / "with-2")
+    assert {one["stage"] for one in entries(tmp_path / "with-1")} == {"finished"}
+    (best, *_) = sorted((tmp_path / "with-1" / "front").iterdir())
+    trained = cli("train", best, "--run", "trained")
+    assert trained.code == 0, trained.out + trained.err
+    validation = Run(tmp_path / "trained").metrics()
+    assert validation
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_fails_one_trial(files: Any) -> None:
+    content, _ = material()
+    with TrialWorkers(1, content, TrialConfig(sample=0), 300) as workers:
+        candidates = [graph({**LINEAR, "width": width}) for width in (4, 5, 6)]
+        trials: dict[int, Trial] = {}
+        found = workers.try_all([{**candidates[0], "training.epochs": 10**4}, *candidates[1:]])
+        timer = threading.Timer(8.0, lambda: os.kill(workers._workers[0].process.pid or 0, signal.SIGKILL))
+        timer.start()
+        for index, trial in found:
+            trials[index] = trial
+        timer.join()
+        assert sorted(trials) == [0, 1, 2]
+        assert (trials[0].stage, trials[0].why) == ("process", "its process ended with signal 9")
+        assert trials[1].is_finished
+        assert trials[2].is_finished
+
+
+@pytest.mark.slow
+def test_a_trial_that_takes_too_long_is_given_up() -> None:
+    content, _ = material()
+    with TrialWorkers(1, content, TrialConfig(sample=0), 6.0) as workers:
+        candidates = [{**graph(LINEAR), "training.epochs": 10**4}]
+        ((index, trial),) = workers.try_all(candidates)
+    assert (index, trial.stage, trial.why) == (0, "process", "was not finished after 6 s")
+
+
+def started(folder: Path, *arguments: object) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(SOURCE),
+        MARK: str(folder),
+        "CORDILLERA_CACHE": str(folder / "cache"),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "cordillera", *map(str, arguments)],
+        cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_for_lines(path: Path, count: int, process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 120
+    while not path.is_file() or path.read_bytes().count(b"\n") < count:
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def left_over(folder: Path) -> list[int]:
+    """Processes that a search started and that still run."""
+    mark, found = f"{MARK}={folder}".encode(), []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_search_that_is_stopped_goes_on(cli: Any, files: Any, tmp_path: Path, number: signal.Signals) -> None:
+    arguments = ("search", files[0], "--space", files[1], "--trials", 8, "--batch", 3, "--workers", 1, "--set",
+                 "data.synthetic.rows=6000")  # fmt: skip
+    process = started(tmp_path, *arguments, "--run", "stopped")
+    wait_for_lines(tmp_path / "stopped" / "metrics.jsonl", 2, process)
+    if number == signal.SIGKILL:
+        process.kill()
+        process.communicate(timeout=60)
+    else:
+        os.killpg(process.pid, number)  # as Ctrl-C does
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert "trials are saved" in " ".join(err.split())
+        assert "Traceback" not in err
+    until = time.monotonic() + 60
+    while left_over(tmp_path) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert not left_over(tmp_path)
+    before = entries(tmp_path / "stopped")
+    assert 2 <= len(before) < 8
+    for folder in ("stopped", "whole"):
+        result = cli(*arguments, "--run", folder)
+        assert result.code == 0, result.err
+    after = {one["number"]: one for one in entries(tmp_path / "stopped")}
+    assert [after[one["number"]] for one in before] == before
+    assert without_clock(tmp_path / "stopped") == without_clock(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_trials_may_inherit_the_weights_of_a_supernet(cli: Any, files: Any, tmp_path: Path) -> None:
+    net = tmp_path / "net.toml"
+    blocks = SPACE.replace("[blocks]", "[model.blocks]")
+    net.write_text(RECIPE.replace('name = "dnn"', 'name = "supernet"').replace("mlp = [4]\n", "") + blocks)
+    trained = cli("train", net, "--run", "net")
+    assert trained.code == 0, trained.out + trained.err
+    (tmp_path / "given.jsonl").write_text(json.dumps(graph({**LINEAR, "op": "cross"})) + "\n")
+    result = cli("search", files[0], "--space", files[1], "--trials", 3, "--workers", 1, "--run", "run",
+                 "--supernet", "net", "--proposals", "given.jsonl")  # fmt: skip
+    assert result.code == 0, result.err
+    foreign, *others = entries(tmp_path / "run")
+    assert foreign["stage"] == "training"
+    assert "the supernet has no weights of it" in foreign["why"]
+    assert {one["stage"] for one in others} == {"finished"}
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="every trial dies with its process instead")
+def test_a_supernet_that_is_not_there_is_named(cli: Any, files: Any) -> None:
+    result = cli("search", files[0], "--space", files[1], "--trials", 1, "--workers", 1, "--supernet", "nothing")
+    assert result.code == 2
+    assert "nothing" in result.err
