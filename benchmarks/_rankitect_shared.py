@@ -20,7 +20,7 @@ from cordillera.models.ranking.graphs.supernet import Supernet
 from cordillera.recipe import RankingRecipe
 from cordillera.run import Run
 from cordillera.training.ranking.architecture_search.space import SearchSpace, load_space
-from cordillera.workflows.architectures.trials import Trial, TrialConfig, try_candidate, with_overrides
+from cordillera.workflows.architectures.trials import SearchTrial, TrialConfig, try_candidate, with_overrides
 from cordillera.workflows.trained import load_model, recipe_of, splits_of
 
 EPOCHS = 12
@@ -58,7 +58,7 @@ def shared(console: Console, quick: bool, folder: Path) -> dict[str, Any]:
     results = []
     for steps, count in ((0, len(chosen)), (STEPS, 3 if quick else FINE_TUNED)):
         config = TrialConfig(supernet=str(run), fine_tune=steps, sample=0)
-        trials: list[Trial] = []
+        trials: list[SearchTrial] = []
         for name in chosen[:count]:
             trials.append(try_candidate(content, found.space.overrides(found.genomes[name]), splits, config))
         alone = [found.scores[name].ne for name in chosen[:count]]

@@ -16,7 +16,7 @@ from scipy.stats import kendalltau
 from cordillera import recipe as recipes
 from cordillera import workflows
 from cordillera.recipe import RankingRecipe
-from cordillera.training.ranking.architecture_search.searchers import Score, make_searcher
+from cordillera.training.ranking.architecture_search.searchers import SearchScore, make_searcher
 from cordillera.training.ranking.architecture_search.space import Genome, SearchSpace, SpaceConfig, load_space
 from cordillera.workflows.architectures.trials import TrialConfig
 
@@ -87,7 +87,8 @@ class ArchitectureTable:
     def __init__(self, content: dict[str, Any]) -> None:
         self.space = SearchSpace(SpaceConfig.model_validate(content["space"]), _model())
         self.scores = {
-            name: Score(math.fsum(ne) / len(ne) if ne else math.inf, flops) for _, name, ne, flops, _ in content["rows"]
+            name: SearchScore(math.fsum(ne) / len(ne) if ne else math.inf, flops)
+            for _, name, ne, flops, _ in content["rows"]
         }
         self.genomes: dict[str, Genome] = {name: tuple(genome) for genome, name, *_ in content["rows"]}
         ranked = sorted(self.scores, key=lambda name: self.scores[name].ne)

@@ -26,8 +26,8 @@ from cordillera.errors import DataError, Interrupted, RunError
 from cordillera.run import Run
 from cordillera.training.ranking.architecture_search.searchers import front
 from cordillera.workflows.architectures import search as module
-from cordillera.workflows.architectures.search import Candidate, read_proposals
-from cordillera.workflows.architectures.trials import Trial, TrialConfig, try_candidate
+from cordillera.workflows.architectures.search import SearchCandidate, read_proposals
+from cordillera.workflows.architectures.trials import SearchTrial, TrialConfig, try_candidate
 from cordillera.workflows.architectures.workers import TrialWorkers
 
 RECIPE = """
@@ -105,16 +105,19 @@ class InstantWorkers:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def try_all(self, candidates: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Trial]]:
+    def try_all(self, candidates: Sequence[dict[str, Any]]) -> Iterator[tuple[int, SearchTrial]]:
         for index in reversed(range(len(candidates))):
             text = json.dumps(candidates[index], sort_keys=True)
             number = int(hashlib.sha256(text.encode()).hexdigest()[:8], 16)
             self.tried.append(text)
             if number % 5 == 0:
-                yield index, Trial("reach", "no gradient reaches C1", flops=7)
+                yield index, SearchTrial("reach", "no gradient reaches C1", flops=7)
             else:
                 ne = 0.8 + number % 97 / 1000
-                yield index, Trial("finished", "", ne, ne - 0.1, ne + 0.1, (ne,), 1_000 + number % 13, 5, 0.1)
+                yield (
+                    index,
+                    SearchTrial("finished", "", ne, ne - 0.1, ne + 0.1, (ne,), 1_000 + number % 13, 5, 0.1),
+                )
 
 
 @pytest.fixture
@@ -133,7 +136,7 @@ def settings(**changes: Any) -> workflows.SearchConfig:
 def test_a_search_leaves_a_record_and_the_recipes_of_its_front(files: Any, tried: list[str], tmp_path: Path) -> None:
     shown: list[tuple[int, int]] = []
 
-    def show(candidate: Candidate, planned: int) -> None:
+    def show(candidate: SearchCandidate, planned: int) -> None:
         shown.append((candidate.number, planned))
 
     outcome = workflows.search(*files, settings(), folder=tmp_path / "run", on_candidate=show)
@@ -144,7 +147,7 @@ def test_a_search_leaves_a_record_and_the_recipes_of_its_front(files: Any, tried
     assert len({one["name"] for one in record}) == 11
     for entry, candidate in zip(record, outcome.candidates, strict=True):
         assert (entry["name"], entry["overrides"]) == (candidate.name, candidate.overrides)
-        assert dataclasses.astuple(Trial.from_dict(entry))[:3] == dataclasses.astuple(candidate.trial)[:3]
+        assert dataclasses.astuple(SearchTrial.from_dict(entry))[:3] == dataclasses.astuple(candidate.trial)[:3]
     finished = [one for one in outcome.candidates if one.trial.is_finished]
     assert 0 < len(finished) < 11
     assert outcome.front == [finished[index] for index in front([one.score for one in finished])]
@@ -272,7 +275,7 @@ def test_proposals_are_tried_first(cli: Any, files: Any, tried: list[str], tmp_p
 def test_a_search_without_a_survivor_says_so(
     cli: Any, files: Any, tried: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dead = Trial("budget", "4,000 flops, of at most 10")
+    dead = SearchTrial("budget", "4,000 flops, of at most 10")
     monkeypatch.setattr(
         InstantWorkers, "try_all", lambda self, some: iter([(place, dead) for place in range(len(some))])
     )
@@ -286,7 +289,7 @@ def test_a_search_without_a_survivor_says_so(
 
 
 def test_ctrl_c_between_trials_says_how_to_go_on(files: Any, tried: list[str], tmp_path: Path) -> None:
-    def interrupt(candidate: Candidate, planned: int) -> None:
+    def interrupt(candidate: SearchCandidate, planned: int) -> None:
         if candidate.number == 5:
             raise KeyboardInterrupt
 
@@ -372,7 +375,7 @@ def material() -> tuple[dict[str, Any], Splits]:
     return recipe.model_dump(mode="json", exclude_none=True), prepare(recipe.data)
 
 
-def attempt(overrides: dict[str, Any], **config: Any) -> Trial:
+def attempt(overrides: dict[str, Any], **config: Any) -> SearchTrial:
     content, splits = material()
     splits = dataclasses.replace(splits, test=None)  # the test split is not read
     return try_candidate(content, overrides, splits, TrialConfig.model_validate({"sample": 0, **config}))
@@ -410,7 +413,7 @@ def test_a_candidate_dies_where_it_should(
     assert why in trial.why
     assert trial.ne == float("inf")
     assert not trial.is_finished
-    assert Trial.from_dict(json.loads(json.dumps(trial.to_dict()))).ne == float("inf")
+    assert SearchTrial.from_dict(json.loads(json.dumps(trial.to_dict()))).ne == float("inf")
     assert (trial.flops > 0) == (stage not in ("settings", "shape"))
 
 
@@ -424,7 +427,7 @@ def test_a_candidate_within_its_budget_is_trained() -> None:
     assert several.ne_of_seeds[0] == free.ne
     assert len(set(several.ne_of_seeds)) == 3
     assert several.ne == pytest.approx(sum(several.ne_of_seeds) / 3, rel=1e-12)
-    again = Trial.from_dict(json.loads(json.dumps({**several.to_dict(), "kind": "candidate"})))
+    again = SearchTrial.from_dict(json.loads(json.dumps({**several.to_dict(), "kind": "candidate"})))
     assert again == several
 
 
@@ -455,7 +458,7 @@ def test_a_worker_that_is_killed_fails_one_trial(files: Any) -> None:
     content, _ = material()
     with TrialWorkers(1, content, TrialConfig(sample=0), 300) as workers:
         candidates = [graph({**LINEAR, "width": width}) for width in (4, 5, 6)]
-        trials: dict[int, Trial] = {}
+        trials: dict[int, SearchTrial] = {}
         found = workers.try_all([{**candidates[0], "training.epochs": 10**4}, *candidates[1:]])
         timer = threading.Timer(8.0, lambda: os.kill(workers._workers[0].process.pid or 0, signal.SIGKILL))
         timer.start()

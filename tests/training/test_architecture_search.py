@@ -19,8 +19,8 @@ from cordillera.errors import PlanError, RecipeError
 from cordillera.training.ranking.architecture_search.regression import GaussianProcess, expected_improvement
 from cordillera.training.ranking.architecture_search.searchers import (
     SEARCHERS,
-    Score,
     Searcher,
+    SearchScore,
     front,
     hypervolume,
     make_searcher,
@@ -224,27 +224,27 @@ def flops_of(space: SearchSpace, genome: Genome) -> int:
     return 1_000 * (1 + sum(genome))
 
 
-Judge = Callable[[SearchSpace, Genome], Score]
+Judge = Callable[[SearchSpace, Genome], SearchScore]
 
 
-def alive(space: SearchSpace, genome: Genome) -> Score:
-    return Score(ne_of(space, genome), flops_of(space, genome))
+def alive(space: SearchSpace, genome: Genome) -> SearchScore:
+    return SearchScore(ne_of(space, genome), flops_of(space, genome))
 
 
-def all_dead(space: SearchSpace, genome: Genome) -> Score:
-    return Score(math.nan if sum(genome) % 2 else math.inf)
+def all_dead(space: SearchSpace, genome: Genome) -> SearchScore:
+    return SearchScore(math.nan if sum(genome) % 2 else math.inf)
 
 
-def some_dead(space: SearchSpace, genome: Genome) -> Score:
+def some_dead(space: SearchSpace, genome: Genome) -> SearchScore:
     return all_dead(space, genome) if sum(genome) % 3 else alive(space, genome)
 
 
-def unknown_flops(space: SearchSpace, genome: Genome) -> Score:
-    return Score(ne_of(space, genome))
+def unknown_flops(space: SearchSpace, genome: Genome) -> SearchScore:
+    return SearchScore(ne_of(space, genome))
 
 
-def equal(space: SearchSpace, genome: Genome) -> Score:
-    return Score(0.9, 1_000)
+def equal(space: SearchSpace, genome: Genome) -> SearchScore:
+    return SearchScore(0.9, 1_000)
 
 
 def run(searcher: Searcher, judge: Judge, trials: int, batch: int = 1) -> list[Genome]:
@@ -301,7 +301,12 @@ def test_a_searcher_is_a_function_of_its_seed_and_of_results(name: str, goal: An
         assert len(genome) == 5
         assert all(type(index) is int and 0 <= index < 4 for index in genome)
     if name in ("evolution", "predictor", "tpe"):  # they learn; NSGA-II does after its first 50
-        other = run(make_searcher(name, space, 5, goal), lambda space, genome: Score(-ne_of(space, genome), 9), 26, 4)
+        other = run(
+            make_searcher(name, space, 5, goal),
+            lambda space, genome: SearchScore(-ne_of(space, genome), 9),
+            26,
+            4,
+        )
         assert other != paths[0]
 
 
@@ -312,7 +317,7 @@ def test_a_search_played_again_from_its_record_goes_on_where_it_was(name: str) -
     record = {space.identify(genome): some_dead(space, genome) for genome in whole[:16]}
     asked: list[Genome] = []
 
-    def judge(space: SearchSpace, genome: Genome) -> Score:
+    def judge(space: SearchSpace, genome: Genome) -> SearchScore:
         if space.identify(genome) in record:
             return record[space.identify(genome)]
         asked.append(genome)
@@ -379,9 +384,9 @@ def test_a_parent_is_the_best_of_the_newest_and_never_a_dead_one(monkeypatch: py
     mutate = space.mutate
     monkeypatch.setattr(space, "mutate", lambda genome, *others: parents.append(genome) or mutate(genome, *others))
     searcher = make_searcher("evolution", space, 0, "ne")
-    results = {(place % 4, place // 4 % 4, place // 16, 0): Score(1.0 - 0.01 * place) for place in range(40)}
-    results |= {(place % 4, place // 4 % 4, place // 16, 1): Score(math.nan) for place in range(10)}
-    results[(3, 3, 3, 3)] = Score(0.1)  # the best of all, but too old below
+    results = {(place % 4, place // 4 % 4, place // 16, 0): SearchScore(1.0 - 0.01 * place) for place in range(40)}
+    results |= {(place % 4, place // 4 % 4, place // 16, 1): SearchScore(math.nan) for place in range(10)}
+    results[(3, 3, 3, 3)] = SearchScore(0.1)  # the best of all, but too old below
     for genome, score in sorted(results.items(), key=lambda one: one[1].ne != 0.1):
         searcher.tell(genome, score)
     for _ in range(40):
@@ -394,10 +399,10 @@ def test_a_parent_is_the_best_of_the_newest_and_never_a_dead_one(monkeypatch: py
 
 
 def test_nan_is_worse_than_all() -> None:
-    assert Score(math.nan).ne == math.inf
-    assert front([Score(math.nan, 1), Score(math.inf, 2), Score(2.0, 3)]) == [2]
-    assert front([Score(math.nan, 1), Score(math.inf, 2)]) == []
-    assert hypervolume([Score(math.nan, 1), Score(math.inf, 1)], ne=2.0, flops=10) == 0
+    assert SearchScore(math.nan).ne == math.inf
+    assert front([SearchScore(math.nan, 1), SearchScore(math.inf, 2), SearchScore(2.0, 3)]) == [2]
+    assert front([SearchScore(math.nan, 1), SearchScore(math.inf, 2)]) == []
+    assert hypervolume([SearchScore(math.nan, 1), SearchScore(math.inf, 1)], ne=2.0, flops=10) == 0
 
 
 def test_wrong_names_and_single_architectures_are_refused() -> None:
@@ -410,17 +415,17 @@ def test_wrong_names_and_single_architectures_are_refused() -> None:
 # Fronts
 
 scores = st.lists(
-    st.builds(Score, st.sampled_from([0.5, 0.75, 0.8, 0.9, 1.0, 1.5, math.nan, math.inf]), st.integers(0, 8)),
+    st.builds(SearchScore, st.sampled_from([0.5, 0.75, 0.8, 0.9, 1.0, 1.5, math.nan, math.inf]), st.integers(0, 8)),
     max_size=12,
 )
 
 
-def dominates(one: Score, other: Score) -> bool:
+def dominates(one: SearchScore, other: SearchScore) -> bool:
     return one.ne <= other.ne and one.flops <= other.flops and (one.ne, one.flops) != (other.ne, other.flops)
 
 
 @given(scores)
-def test_a_front_is_what_nothing_dominates(found: list[Score]) -> None:
+def test_a_front_is_what_nothing_dominates(found: list[SearchScore]) -> None:
     expected = [
         index
         for index, score in enumerate(found)
@@ -432,7 +437,7 @@ def test_a_front_is_what_nothing_dominates(found: list[Score]) -> None:
 
 
 @given(scores, st.sampled_from([0.6, 0.9, 1.2, 2.0]), st.sampled_from([1.5, 4.0, 5.5, 20.0]))
-def test_a_hypervolume_is_the_area_of_all_that_is_dominated(found: list[Score], ne: float, flops: float) -> None:
+def test_a_hypervolume_is_the_area_of_all_that_is_dominated(found: list[SearchScore], ne: float, flops: float) -> None:
     """Cut into cells between the figures of all scores."""
     lines = sorted({ne, *(score.ne for score in found if score.ne < ne)})
     columns = sorted({flops, *(max(1, score.flops) for score in found if score.flops < flops)})

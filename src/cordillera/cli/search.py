@@ -12,14 +12,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from cordillera.workflows import SearchOutcome
-    from cordillera.workflows.architectures.search import Candidate
+    from cordillera.workflows.architectures.search import SearchCandidate
 
 
+# One piece: an argument for each option.
 def search(
     recipe: Annotated[str, typer.Argument(help="A shipped recipe's name or a TOML file.")],
     space: Annotated[str, typer.Option("--space", help="A shipped search space's name or a TOML file.")],
     searcher: Annotated[
-        str, typer.Option(help="evolution, predictor, random, grid (all), or optuna's tpe or nsga2.")
+        str, typer.Option(help="evolution, predictor, random, grid (all), learnt, or optuna's tpe or nsga2.")
     ] = "evolution",
     goal: Annotated[str, typer.Option(help="ne: the lowest NE; front: the front of NE and FLOPs.")] = "front",
     trials: Annotated[int, typer.Option(min=0, max=10**6, help="Number of architectures to try.")] = 64,
@@ -71,17 +72,18 @@ def search(
     if proposals is not None:
         text = sys.stdin.read() if str(proposals) == "-" else read_text(proposals)
         given = read_proposals(text, "stdin" if str(proposals) == "-" else str(proposals))
+    run = None if supernet is None else str(supernet.resolve())
     trial = TrialConfig(
         most_flops=most_flops,
         most_parameters=most_parameters,
         sample=sample,
         seeds=seeds,
-        supernet=None if supernet is None else str(supernet.resolve()),
+        supernet=None if searcher == "learnt" else run,
         fine_tune=fine_tune,
     )
-    config = workflows.SearchConfig.model_validate(
-        {"searcher": searcher, "goal": goal, "trials": trials, "batch": batch, "seed": seed, "trial": trial}
-    )
+    chances = run if searcher == "learnt" else None
+    settings = {"searcher": searcher, "chances": chances, "goal": goal, "trials": trials, "batch": batch, "seed": seed}
+    config = workflows.SearchConfig.model_validate({**settings, "trial": trial})
 
     def say(text: str) -> None:
         if not quiet:
@@ -89,7 +91,7 @@ def search(
 
     best: list[float] = []
 
-    def show(candidate: Candidate, planned: int) -> None:
+    def show(candidate: SearchCandidate, planned: int) -> None:
         if candidate.trial.is_finished:
             best.append(min([candidate.trial.ne, *best[-1:]]))
         say(_line(candidate, planned, best[-1] if best else None))
@@ -108,7 +110,7 @@ def search(
     _print(out, outcome)
 
 
-def _line(candidate: Candidate, planned: int, best: float | None) -> str:
+def _line(candidate: SearchCandidate, planned: int, best: float | None) -> str:
     trial = candidate.trial
     head = f"[{candidate.number + 1}/{planned}] {candidate.name}"
     if not trial.is_finished:

@@ -14,16 +14,23 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cordillera import recipe as recipes
 from cordillera.data.ranking.datasets import prepare
-from cordillera.errors import DataError, Interrupted, RecipeError, RunError
+from cordillera.errors import DataError, Interrupted, PlanError, RecipeError, RunError
 from cordillera.files import parse_json
 from cordillera.models.ranking.graphs.nasrec import from_nasrec, is_nasrec
 from cordillera.recipe import RankingRecipe
 from cordillera.reports import page
 from cordillera.reports.ranking.architectures import search_page
 from cordillera.run import Run, write_atomically
-from cordillera.training.ranking.architecture_search.searchers import Goal, Score, Searcher, front, make_searcher
+from cordillera.training.ranking.architecture_search.searchers import (
+    Goal,
+    LearntSearcher,
+    Searcher,
+    SearchScore,
+    front,
+    make_searcher,
+)
 from cordillera.training.ranking.architecture_search.space import Genome, SearchSpace, SpaceConfig, load_space
-from cordillera.workflows.architectures.trials import Trial, TrialConfig, with_overrides
+from cordillera.workflows.architectures.trials import SearchTrial, TrialConfig, load_supernet, with_overrides
 from cordillera.workflows.architectures.workers import TrialWorkers
 from cordillera.workflows.processes import Say, silent
 
@@ -38,7 +45,9 @@ class SearchConfig(BaseModel):
     """Settings of a search.
 
     Attributes:
-        searcher: Name of the searcher: ``evolution``, ``predictor``, ``random``, ``grid``, ``tpe`` or ``nsga2``.
+        searcher: Name of the searcher: ``evolution``, ``predictor``, ``random``, ``grid``, ``tpe``, ``nsga2`` or
+            ``learnt``.
+        chances: Run of a supernet with learnt draws, for the searcher ``learnt``.
         goal: ``ne``: the lowest NE; ``front``: the front of NE and FLOPs.
         trials: Number of proposals of the searcher; it may end earlier, if the space has fewer architectures.
         batch: Number of proposals that are made before their results are known; the path depends on it.
@@ -50,6 +59,7 @@ class SearchConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     searcher: str = "evolution"
+    chances: str | None = None
     goal: Goal = "front"
     trials: int = Field(64, ge=0, le=10**6)
     batch: int = Field(4, ge=1, le=1024)
@@ -59,7 +69,7 @@ class SearchConfig(BaseModel):
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SearchCandidate:
     """A candidate on record.
 
     Attributes:
@@ -74,12 +84,12 @@ class Candidate:
     name: str
     origin: str
     overrides: dict[str, Any]
-    trial: Trial
+    trial: SearchTrial
 
     @property
-    def score(self) -> Score:
+    def score(self) -> SearchScore:
         """NE and FLOPs."""
-        return Score(self.trial.ne, self.trial.flops)
+        return SearchScore(self.trial.ne, self.trial.flops)
 
 
 @dataclass
@@ -96,17 +106,17 @@ class SearchOutcome:
     """
 
     folder: Path
-    candidates: list[Candidate]
-    front: list[Candidate]
+    candidates: list[SearchCandidate]
+    front: list[SearchCandidate]
     report: Path
     is_exhausted: bool = False
-    best: Candidate | None = field(init=False)
+    best: SearchCandidate | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.best = min(self.front, key=lambda one: one.trial.ne, default=None)
 
 
-OnCandidate = Callable[[Candidate, int], None]
+OnCandidate = Callable[[SearchCandidate, int], None]
 
 
 def search(
@@ -151,7 +161,7 @@ def search(
         raise RecipeError(str(source), [("model.name", "a search is for ranking models")])
     content = recipe.model_dump(mode="json", exclude_none=True)
     made = SearchSpace(settings, content["model"])
-    searcher = make_searcher(config.searcher, made, config.seed, config.goal)
+    searcher = _make_searcher(config, made)
     _check_keys(content, made.overrides((0,) * len(made.genes)), settings)
     described = {
         "space": settings.model_dump(mode="json", exclude_none=True),
@@ -166,7 +176,7 @@ def search(
         if not len(splits.validation):
             raise DataError("a search needs a validation split", where="data.fractions", remedy="give it a share")
         say(f"space: {made.size:,} genomes of {len(made.genes)} genes; searcher: {config.searcher}")
-        found = _Search(run, made, searcher, config, content, proposals)
+        found = _OpenSearch(run, made, searcher, config, content, proposals)
         with TrialWorkers(workers or os.cpu_count() or 1, content, config.trial, config.most_seconds) as pool:
             try:
                 for candidate in found.candidates(pool):
@@ -177,6 +187,16 @@ def search(
                     f"{len(found.done)} trials are saved", where=str(run.folder), remedy="give the same command again"
                 ) from None
         return _finish(run, content, found)
+
+
+def _make_searcher(config: SearchConfig, space: SearchSpace) -> Searcher:
+    if config.searcher != "learnt":
+        return make_searcher(config.searcher, space, config.seed, config.goal)
+    chances = {} if config.chances is None else load_supernet(config.chances).chances()
+    if not chances:
+        remedy = "train one with model.draw = 'learnt', and name its run"
+        raise PlanError("'learnt' needs a supernet that has learnt to draw", where="--supernet", remedy=remedy)
+    return LearntSearcher(space, config.seed, config.goal, chances=chances)
 
 
 def _check_keys(content: dict[str, Any], overrides: dict[str, Any], settings: SpaceConfig) -> None:
@@ -221,7 +241,7 @@ def _open(folder: Path, recipe: RankingRecipe, described: dict[str, Any]) -> Run
     return run
 
 
-class _Search:
+class _OpenSearch:
     """One pass over the candidates of a search, those on record and new ones."""
 
     def __init__(
@@ -236,10 +256,10 @@ class _Search:
         self.run, self.space, self.searcher, self.config = run, space, searcher, config
         self.content, self.proposals = content, proposals
         self.record = {entry["number"]: entry for entry in run.metrics() if entry.get("kind") == "candidate"}
-        self.done: list[Candidate] = []
+        self.done: list[SearchCandidate] = []
         self.is_exhausted = False
 
-    def candidates(self, pool: TrialWorkers) -> Iterator[Candidate]:
+    def candidates(self, pool: TrialWorkers) -> Iterator[SearchCandidate]:
         """Yield candidates in order."""
         given = [(_name(one), dict(one)) for one in self.proposals]
         if given:
@@ -261,7 +281,9 @@ class _Search:
                 self.searcher.tell(genome, candidate.score)
                 yield candidate
 
-    def _tried(self, origin: str, batch: list[tuple[str, dict[str, Any]]], pool: TrialWorkers) -> Iterator[Candidate]:
+    def _tried(
+        self, origin: str, batch: list[tuple[str, dict[str, Any]]], pool: TrialWorkers
+    ) -> Iterator[SearchCandidate]:
         start, results = len(self.done), {}
         for place, (name, _) in enumerate(batch):
             entry = self.record.get(start + place)
@@ -272,7 +294,7 @@ class _Search:
                         where=str(self.run.folder),
                         remedy="it was made by another version of this program: choose another --run folder",
                     )
-                results[place] = Trial.from_dict(entry)
+                results[place] = SearchTrial.from_dict(entry)
         todo = [place for place in range(len(batch)) if place not in results]
         for index, trial in pool.try_all([batch[place][1] for place in todo]):
             place = todo[index]
@@ -281,11 +303,11 @@ class _Search:
             head = {"kind": "candidate", "number": start + place, "name": name, "origin": origin}
             self.run.log({**head, "overrides": overrides, **trial.to_dict()})
         for place, (name, overrides) in enumerate(batch):
-            self.done.append(Candidate(start + place, name, origin, overrides, results[place]))
+            self.done.append(SearchCandidate(start + place, name, origin, overrides, results[place]))
             yield self.done[-1]
 
 
-def _finish(run: Run, content: dict[str, Any], found: _Search) -> SearchOutcome:
+def _finish(run: Run, content: dict[str, Any], found: _OpenSearch) -> SearchOutcome:
     """Write the recipes and the page of the front."""
     finished = [one for one in found.done if one.trial.is_finished]
     best = [finished[index] for index in front([one.score for one in finished])]

@@ -65,7 +65,7 @@ class TrialConfig(BaseModel):
 
 
 @dataclass(frozen=True)
-class Trial:
+class SearchTrial:
     """Result of a trial.
 
     Attributes:
@@ -101,7 +101,7 @@ class Trial:
         return {key: one for key, one in values.items() if not (isinstance(one, float) and not math.isfinite(one))}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Trial:
+    def from_dict(cls, values: dict[str, Any]) -> SearchTrial:
         """Read the output of :meth:`to_dict`; other keys are ignored."""
         known = {key: value for key, value in values.items() if key in cls.__dataclass_fields__ and value is not None}
         if "ne_of_seeds" in known:
@@ -117,7 +117,9 @@ class _Died(Exception):
         self.stage, self.why = stage, why
 
 
-def try_candidate(content: dict[str, Any], overrides: dict[str, Any], splits: Splits, config: TrialConfig) -> Trial:
+def try_candidate(
+    content: dict[str, Any], overrides: dict[str, Any], splits: Splits, config: TrialConfig
+) -> SearchTrial:
     """Try a candidate; errors of it are a result, not an exception.
 
     Args:
@@ -131,13 +133,13 @@ def try_candidate(content: dict[str, Any], overrides: dict[str, Any], splits: Sp
     try:
         result = _stages(content, overrides, splits, config, sizes)
     except _Died as died:
-        result = Trial(died.stage, died.why, flops=sizes.get("flops", 0), parameters=sizes.get("parameters", 0))
+        result = SearchTrial(died.stage, died.why, flops=sizes.get("flops", 0), parameters=sizes.get("parameters", 0))
     return replace(result, seconds=time.perf_counter() - began)
 
 
 def _stages(
     content: dict[str, Any], overrides: dict[str, Any], splits: Splits, config: TrialConfig, sizes: dict[str, int]
-) -> Trial:
+) -> SearchTrial:
     try:
         recipe = with_overrides(content, overrides)
     except CordilleraError as error:
@@ -159,7 +161,7 @@ def _stages(
         )
     all_ne = tuple(ne for ne, _ in found)
     low, high = found[0][1]
-    return Trial(
+    return SearchTrial(
         "finished",
         ne=math.fsum(all_ne) / len(all_ne),
         low=low,
@@ -281,10 +283,15 @@ def _check_future(recipe: RankingRecipe, splits: Splits, batch: RankingBatch) ->
 
 
 @cache
-def _supernet(folder: str, device: str = "cpu") -> Supernet:
+def load_supernet(folder: str) -> Supernet:
+    """Return the supernet of a run.
+
+    Raises:
+        RunError: If it is a run of another model.
+    """
     run = Run(folder)
     recipe = recipe_of(run)
-    _, model = load_model(run, splits_of(run, recipe).features, torch.device(device))
+    _, model = load_model(run, splits_of(run, recipe).features, torch.device("cpu"))
     if not isinstance(model, Supernet):
         raise RunError(f"is a run of {recipe.model.name}, not of a supernet", where=folder)
     return model
@@ -295,7 +302,7 @@ def _inherit(recipe: RankingRecipe, splits: Splits, config: TrialConfig) -> tupl
     assert config.supernet is not None
     if not isinstance(recipe.model, GraphConfig):
         raise _Died("training", f"the supernet has no weights of {recipe.model.name}")
-    net, model = _supernet(config.supernet), _build(recipe, splits, "training")
+    net, model = load_supernet(config.supernet), _build(recipe, splits, "training")
     try:
         weights = net.stand_alone(recipe.model)
         model.load_state_dict({**weights, **{f"tables.{name}": one for name, one in net.tables.state_dict().items()}})
@@ -352,4 +359,4 @@ def _evaluate(model: RankingModel, recipe: RankingRecipe, splits: Splits) -> tup
     return ne, (sum(low for low, _ in bounds) / len(bounds), sum(high for _, high in bounds) / len(bounds))
 
 
-__all__ = ["STAGES", "Trial", "TrialConfig", "try_candidate", "with_overrides"]
+__all__ = ["STAGES", "SearchTrial", "TrialConfig", "load_supernet", "try_candidate", "with_overrides"]

@@ -15,7 +15,7 @@ import torch
 from cordillera import recipe as recipes
 from cordillera.data.ranking.datasets import prepare
 from cordillera.recipe import RankingRecipe
-from cordillera.workflows.architectures.trials import Trial, TrialConfig, try_candidate
+from cordillera.workflows.architectures.trials import SearchTrial, TrialConfig, try_candidate
 
 _GRACE_S = 10.0
 
@@ -35,7 +35,7 @@ def _work(pipe: Connection, content: dict[str, Any], config: TrialConfig) -> Non
         pipe.send(try_candidate(content, overrides, splits, config))
 
 
-class _Worker:
+class _TrialWorker:
     def __init__(self, content: dict[str, Any], config: TrialConfig) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, other = context.Pipe()
@@ -63,7 +63,7 @@ class TrialWorkers:
 
     def __init__(self, count: int, content: dict[str, Any], config: TrialConfig, most_seconds: float) -> None:
         self.count, self.content, self.config, self.most_seconds = count, content, config, most_seconds
-        self._workers: list[_Worker] = []
+        self._workers: list[_TrialWorker] = []
 
     def __enter__(self) -> TrialWorkers:
         return self
@@ -73,7 +73,7 @@ class TrialWorkers:
             worker.stop()
         self._workers = []
 
-    def try_all(self, candidates: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Trial]]:
+    def try_all(self, candidates: Sequence[dict[str, Any]]) -> Iterator[tuple[int, SearchTrial]]:
         """Yield the index and the trial of each candidate as it finishes."""
         waiting = list(reversed(range(len(candidates))))
         while waiting or any(worker.number is not None for worker in self._workers):
@@ -90,7 +90,7 @@ class TrialWorkers:
     def _fill(self, waiting: list[int], candidates: Sequence[dict[str, Any]]) -> None:
         self._workers = [worker for worker in self._workers if worker.process.is_alive() or worker.number is not None]
         while len(self._workers) < min(self.count, len(self._workers) + len(waiting)):
-            self._workers.append(_Worker(self.content, self.config))
+            self._workers.append(_TrialWorker(self.content, self.config))
         for worker in self._workers:
             if worker.number is None and waiting:
                 number = waiting.pop()
@@ -100,19 +100,19 @@ class TrialWorkers:
                 except OSError:  # it died while it had nothing to do: the next turn sees that
                     continue
 
-    def _result(self, worker: _Worker, is_ready: bool) -> Trial | None:
+    def _result(self, worker: _TrialWorker, is_ready: bool) -> SearchTrial | None:
         seconds = time.monotonic() - worker.since
         if is_ready:
             try:
                 result = worker.pipe.recv()
-                assert isinstance(result, Trial)
+                assert isinstance(result, SearchTrial)
                 return result
             except (EOFError, OSError):
                 worker.stop()
                 code = worker.process.exitcode or 0
                 how = f"signal {-code}" if code < 0 else f"exit status {code}"
-                return Trial("process", f"its process ended with {how}", seconds=seconds)
+                return SearchTrial("process", f"its process ended with {how}", seconds=seconds)
         if seconds > self.most_seconds:
             worker.stop()
-            return Trial("process", f"was not finished after {self.most_seconds:g} s", seconds=seconds)
+            return SearchTrial("process", f"was not finished after {self.most_seconds:g} s", seconds=seconds)
         return None

@@ -11,7 +11,7 @@ from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import DataError
 from cordillera.models.ranking.base import DeepModel
 from cordillera.models.ranking.graphs.config import DENSE, EMBEDDINGS, GraphConfig
-from cordillera.models.ranking.graphs.nodes import OPS, Axis, Value, flat_axis, join_flat
+from cordillera.models.ranking.graphs.nodes import OPS, AxisParts, Value, flat_axis, join_flat
 
 
 class GraphBody(nn.Module):
@@ -58,7 +58,7 @@ class GraphBody(nn.Module):
                 where="model.output",
                 remedy="name nodes that read the features there are",
             )
-        self.output_axis: Axis = flat_axis([values[name] for name in self.output])
+        self.output_axis: AxisParts = flat_axis([values[name] for name in self.output])
 
     def forward(self, dense: Tensor, embeddings: Tensor, gates: Mapping[str, Tensor] | None = None) -> Tensor:
         """Compute the representation; values of nodes that ``gates`` names are multiplied by a number."""

@@ -27,7 +27,7 @@ from cordillera.models.ranking.interactions import (
 )
 from cordillera.models.ranking.rankmixer import RankMixerBlock, RankMixerConfig
 
-Axis = tuple[tuple[str, int], ...]
+AxisParts = tuple[tuple[str, int], ...]
 """Dimension of a parameter: names of what it is made up of, with the length of each; the node's own part is ``""``."""
 
 _RANK = 8
@@ -48,20 +48,20 @@ class Value:
         return self.width if self.rows is None else self.rows * self.width
 
 
-def _own(size: int) -> Axis:
+def _own(size: int) -> AxisParts:
     return (("", size),)
 
 
-def _length(axis: Axis) -> int:
+def _length(axis: AxisParts) -> int:
     return sum(size for _, size in axis)
 
 
-def flat_axis(values: Sequence[Value]) -> Axis:
+def flat_axis(values: Sequence[Value]) -> AxisParts:
     """Return the dimension of values that are flattened and joined."""
     return tuple((value.name, value.size) for value in values)
 
 
-def _rows_axis(values: Sequence[Value], times: int = 1) -> Axis:
+def _rows_axis(values: Sequence[Value], times: int = 1) -> AxisParts:
     return tuple((value.name, (value.rows or 0) * times) for value in values)
 
 
@@ -96,7 +96,7 @@ class GraphNode(nn.Module):
 
     def __init__(self, config: NodeConfig, inputs: Sequence[Value], embedding_dim: int, dropout: float) -> None:
         super().__init__()
-        self.axes: dict[str, tuple[Axis, ...]] = {}
+        self.axes: dict[str, tuple[AxisParts, ...]] = {}
         self.embedding_dim = embedding_dim
         if config.gives_vector:
             self.value = Value(config.name, None, config.width or 0)
@@ -127,12 +127,12 @@ class GraphNode(nn.Module):
             x = functional.relu(x)
         return self.dropout(x)
 
-    def linear(self, name: str, inputs: Axis, outputs: Axis) -> nn.Linear:
+    def linear(self, name: str, inputs: AxisParts, outputs: AxisParts) -> nn.Linear:
         """Make a linear layer of this name, and tell its dimensions."""
         self.axes |= {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
         return nn.Linear(_length(inputs), _length(outputs))
 
-    def compress(self, name: str, inputs: Axis, outputs: Axis) -> LinearCompression:
+    def compress(self, name: str, inputs: AxisParts, outputs: AxisParts) -> LinearCompression:
         """Make linear combinations of embeddings of this name, and tell their dimensions."""
         self.axes[f"{name}.weight"] = (outputs, inputs)
         return LinearCompression(_length(inputs), _length(outputs))

@@ -26,7 +26,7 @@ from cordillera.models.ranking.base import DeepConfig, DeepModel
 from cordillera.models.ranking.graphs.blocks import BlocksConfig, block_genes, graph_of
 from cordillera.models.ranking.graphs.config import GraphConfig, digest
 from cordillera.models.ranking.graphs.graph import GraphBody
-from cordillera.models.ranking.graphs.nodes import Axis, GraphNode
+from cordillera.models.ranking.graphs.nodes import AxisParts, GraphNode
 from cordillera.models.ranking.heads import Heads
 
 _FLOPS_SAMPLES = 256
@@ -79,11 +79,11 @@ class _Cut(nn.Module):
     def forward(self, dense: Tensor, embeddings: Tensor, gates: Mapping[str, Tensor] | None = None) -> Tensor:
         return self.heads(self.body(dense, embeddings, gates))
 
-    def axes(self) -> dict[str, tuple[Axis, ...]]:
+    def axes(self) -> dict[str, tuple[AxisParts, ...]]:
         """Return the dimensions of all parameters, by name."""
         found = {}
         for name, parameter in self.named_parameters():
-            known: tuple[Axis, ...] | None = None
+            known: tuple[AxisParts, ...] | None = None
             parts = name.split(".")
             if parts[0] == "body":
                 node = self.body.nodes[parts[2]]
@@ -254,6 +254,13 @@ class Supernet(DeepModel):
         excess = functional.relu(self.expected_flops() / self.config.flops - 1)
         joined: Tensor = _WithLoss.apply(found, self.config.flops_weight * excess)
         return joined
+
+    def chances(self) -> dict[str, list[float]]:
+        """Return the learnt probabilities of the values of each decision, by its name; empty with uniform draws."""
+        if self.preferences is None:
+            return {}
+        pairs = zip(self.genes, self.preferences, strict=True)
+        return {gene.name: functional.softmax(one.detach().double(), 0).tolist() for gene, one in pairs}
 
     def most_likely(self) -> GraphConfig:
         """Return the architecture of the value of each decision that is preferred most."""

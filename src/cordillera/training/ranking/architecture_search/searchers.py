@@ -7,7 +7,7 @@ played again from its record takes the same path.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ _POOL = 2_000
 
 
 @dataclass(frozen=True)
-class Score:
+class SearchScore:
     """NE of an architecture (infinite if it died or is not a number) and forward FLOPs an example (0 if unknown)."""
 
     ne: float
@@ -49,7 +49,7 @@ class Searcher:
         self.space, self.goal = space, goal
         self.random = np.random.default_rng([seed, 7])
         self.seen: set[str] = set()
-        self.results: list[tuple[Genome, Score]] = []
+        self.results: list[tuple[Genome, SearchScore]] = []
 
     def ask(self) -> Genome | None:
         """Propose a genome of an architecture that was not proposed before; None if there is none left."""
@@ -60,7 +60,7 @@ class Searcher:
             self.seen.add(self.space.identify(genome))
         return genome
 
-    def tell(self, genome: Genome, score: Score) -> None:
+    def tell(self, genome: Genome, score: SearchScore) -> None:
         """Learn the result of a proposal."""
         self.results.append((genome, score))
 
@@ -150,7 +150,7 @@ class PredictorSearcher(Searcher):
         self.first = first
         self._waiting: list[Genome] = []
 
-    def tell(self, genome: Genome, score: Score) -> None:
+    def tell(self, genome: Genome, score: SearchScore) -> None:
         super().tell(genome, score)
         if genome in self._waiting:
             self._waiting.remove(genome)
@@ -196,6 +196,37 @@ class PredictorSearcher(Searcher):
         return [genome for name, genome in unique.items() if name not in self.seen]
 
 
+class LearntSearcher(Searcher):
+    """Proposes by the probabilities that a supernet has learnt: the most likely architecture first, then drawn ones.
+
+    Args:
+        chances: Probabilities of the values of genes, by the gene's name; other genes are drawn uniformly.
+
+    Raises:
+        PlanError: If they are of another space.
+    """
+
+    def __init__(
+        self, space: SearchSpace, seed: int = 0, goal: Goal = "ne", *, chances: Mapping[str, Sequence[float]]
+    ) -> None:
+        super().__init__(space, seed, goal)
+        self.chances = {gene.name: np.full(len(gene.values), 1 / len(gene.values)) for gene in space.genes}
+        for name, values in chances.items():
+            if len(self.chances.get(name, ())) != len(values):
+                raise PlanError(f"the supernet decides about {name}, this space does not", where="--supernet")
+            self.chances[name] = np.asarray(values, dtype=np.float64) / sum(values)
+
+    def propose(self) -> Genome | None:
+        likely = tuple(int(self.chances[gene.name].argmax()) for gene in self.space.genes)
+        if not self.is_seen(likely):
+            return likely
+        for _ in range(_TRIES):
+            drawn = tuple(int(self.random.choice(len(one), p=one)) for one in self.chances.values())
+            if not self.is_seen(drawn):
+                return drawn
+        return None
+
+
 class OptunaSearcher(Searcher):
     """A sampler of optuna: its tree-structured Parzen estimator, or NSGA-II.
 
@@ -218,7 +249,7 @@ class OptunaSearcher(Searcher):
         samplers = optuna.samplers
         made = samplers.TPESampler(seed=seed) if sampler == "tpe" else samplers.NSGAIISampler(seed=seed)
         self.study = optuna.create_study(directions=["minimize"] * (1 + (goal == "front")), sampler=made)
-        self._values: dict[str, Score] = {}
+        self._values: dict[str, SearchScore] = {}
         self._trials: dict[str, Any] = {}
 
     def propose(self) -> Genome | None:
@@ -240,7 +271,7 @@ class OptunaSearcher(Searcher):
                 self._tell(trial, self._values[name])
         return None
 
-    def tell(self, genome: Genome, score: Score) -> None:
+    def tell(self, genome: Genome, score: SearchScore) -> None:
         super().tell(genome, score)
         name = self.space.identify(genome)
         self._values[name] = score
@@ -248,7 +279,7 @@ class OptunaSearcher(Searcher):
         if trial is not None:
             self._tell(trial, score)
 
-    def _tell(self, trial: Any, score: Score) -> None:
+    def _tell(self, trial: Any, score: SearchScore) -> None:
         import optuna
 
         if math.isfinite(score.ne):
@@ -276,13 +307,15 @@ def make_searcher(name: str, space: SearchSpace, seed: int = 0, goal: Goal = "ne
         DependencyError: If it needs optuna, which is not installed.
     """
     if name not in SEARCHERS:
-        raise PlanError(f"there is no searcher {name!r}; choose one of {', '.join(SEARCHERS)}", where="--searcher")
+        raise PlanError(
+            f"there is no searcher {name!r}; choose one of {', '.join(SEARCHERS)}, learnt", where="--searcher"
+        )
     if not space.genes:
         raise PlanError("the space has one architecture only", where="--space", remedy="give a key several values")
     return SEARCHERS[name](space, seed, goal)
 
 
-def front(scores: Sequence[Score]) -> list[int]:
+def front(scores: Sequence[SearchScore]) -> list[int]:
     """Return the indices of the scores that no other dominates in NE and FLOPs, in the order of FLOPs.
 
     Of equal scores the first is returned.
@@ -297,7 +330,7 @@ def front(scores: Sequence[Score]) -> list[int]:
     return found
 
 
-def hypervolume(scores: Sequence[Score], *, ne: float, flops: float) -> float:
+def hypervolume(scores: Sequence[SearchScore], *, ne: float, flops: float) -> float:
     """Return the area that scores dominate, in units of NE times the natural logarithm of FLOPs.
 
     Args:
