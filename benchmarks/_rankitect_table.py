@@ -55,7 +55,7 @@ def table(console: Console, folder: Path) -> dict[str, Any]:
     )
     space = load_space("small")
     by_name = {one.name: one for one in outcome.candidates}
-    made, rows = SearchSpace(space, RECIPE["model"]), []
+    made, rows = SearchSpace(space, recipe.model.model_dump(mode="json", exclude_none=True)), []
     for genome in made.enumerate():
         found = by_name.pop(made.identify(genome), None)
         if found is not None:
