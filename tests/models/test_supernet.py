@@ -507,7 +507,7 @@ def test_the_most_likely_architecture_is_that_of_the_largest_preferences(make_fe
 # FLOPs
 
 
-@pytest.mark.parametrize("space", ["small", "chain"])
+@pytest.mark.parametrize("space", ["small", pytest.param("chain", marks=pytest.mark.slow)])
 def test_expected_flops_are_near_the_mean_of_those_counted(
     make_features: MakeFeatures, make_batch: MakeBatch, space: str
 ) -> None:
@@ -521,6 +521,16 @@ def test_expected_flops_are_near_the_mean_of_those_counted(
     assert net.expected_flops().item() == pytest.approx(np.mean(counted), rel=0.1, abs=5 * error)
 
 
+def test_a_space_of_one_architecture_has_its_flops(make_features: MakeFeatures, make_batch: MakeBatch) -> None:
+    features, blocks = make_features(), block_space("linear", "mix", count=1)
+    net = make(blocks, features, draw="learnt", flops=1)
+    assert not net.genes
+    model = build(net.most_likely(), features, SGD)
+    assert net.expected_flops().item() == pytest.approx(count(model, make_batch(features, 1)).forward_flops)
+    net.train().score(*inputs(features)).sum().backward()
+
+
+@pytest.mark.slow
 def test_too_many_flops_are_a_loss(make_features: MakeFeatures) -> None:
     features = make_features()
     dense, embeddings = inputs(features, 8)
@@ -552,6 +562,7 @@ def test_too_many_flops_are_a_loss(make_features: MakeFeatures) -> None:
         ({"mods": ("no-bias",)}, "mods: a supernet has none"),
         ({"flops": 100}, "flops: needs draw = 'learnt'"),
         ({"paths": 0}, "greater than or equal to 1"),
+        ({"embedding_dim": 6, "blocks": {"rows": (2, 4)}}, r"blocks.rows \(4\) must divide embedding_dim \(6\)"),
         ({"blocks": {"vector": ()}}, "vector: name at least one"),
         ({"blocks": {"widths": (4, 4)}}, "widths: names a value twice"),
         ({"blocks": {"vector": ("none",), "embeddings": ("none",)}}, "vector and embeddings: both are none"),

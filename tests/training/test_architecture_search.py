@@ -19,6 +19,8 @@ from cordillera.errors import PlanError, RecipeError
 from cordillera.training.ranking.architecture_search.regression import GaussianProcess, expected_improvement
 from cordillera.training.ranking.architecture_search.searchers import (
     SEARCHERS,
+    EvolutionSearcher,
+    LearntSearcher,
     Searcher,
     SearchScore,
     front,
@@ -383,7 +385,7 @@ def test_a_parent_is_the_best_of_the_newest_and_never_a_dead_one(monkeypatch: py
     parents: list[Genome] = []
     mutate = space.mutate
     monkeypatch.setattr(space, "mutate", lambda genome, *others: parents.append(genome) or mutate(genome, *others))
-    searcher = make_searcher("evolution", space, 0, "ne")
+    searcher = EvolutionSearcher(space, 0, "ne", population=24, tournament=12)
     results = {(place % 4, place // 4 % 4, place // 16, 0): SearchScore(1.0 - 0.01 * place) for place in range(40)}
     results |= {(place % 4, place // 4 % 4, place // 16, 1): SearchScore(math.nan) for place in range(10)}
     results[(3, 3, 3, 3)] = SearchScore(0.1)  # the best of all, but too old below
@@ -396,6 +398,53 @@ def test_a_parent_is_the_best_of_the_newest_and_never_a_dead_one(monkeypatch: py
     ranked = sorted(newest, key=lambda genome: results[genome].ne)
     assert set(parents) <= set(ranked[: len(ranked) - 11])  # at least the best of 12
     assert parents.count(ranked[0]) > len(parents) / 2
+
+
+def test_those_of_the_front_stay_parents(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = number_space(4, 4)
+    parents: list[Genome] = []
+    mutate = space.mutate
+    monkeypatch.setattr(space, "mutate", lambda genome, *others: parents.append(genome) or mutate(genome, *others))
+    searcher = EvolutionSearcher(space, 0, "front", population=4, tournament=4)
+    old = {(0, 0, 0, 0): SearchScore(0.5, 900), (1, 0, 0, 0): SearchScore(0.6, 90), (2, 0, 0, 0): SearchScore(0.9, 9)}
+    for genome, score in old.items():
+        searcher.tell(genome, score)
+    for place in range(12):
+        searcher.tell((3, place % 4, place // 4, 1), SearchScore(0.7, 950))
+    for _ in range(60):
+        assert searcher.propose() is not None
+    assert set(old) == set(parents)  # each the best of some limit of FLOPs
+
+
+def test_what_a_base_searcher_proposes_again_is_replaced() -> None:
+    class Stubborn(Searcher):
+        def propose(self) -> Genome:
+            return (0, 0)
+
+    searcher = Stubborn(number_space(2, 3))
+    found = run(searcher, alive, 100)
+    assert found[0] == (0, 0)
+    assert len(set(found)) == len(found) == 9
+
+
+def test_learnt_chances_are_proposed_by_their_size() -> None:
+    space = number_space(3, 3)
+    chances = {"model.g0": [0.1, 0.8, 0.1], "model.g2": [0.0, 0.0, 1.0]}
+    paths = [run(LearntSearcher(space, seed, chances=chances), some_dead, 100, batch=4) for seed in (1, 1, 2)]
+    assert paths[0] == paths[1]
+    assert paths[0] != paths[2]
+    for path in paths:
+        assert path[0][::2] == (1, 2)  # the most likely first
+        assert sorted(path) == list(space.enumerate())
+        assert all(genome[2] == 2 for genome in path[:6])  # others are left for the end
+    first = [LearntSearcher(space, seed, chances=chances) for seed in range(300)]
+    second = [(searcher.ask(), searcher.ask())[1] for searcher in first]
+    shares = np.bincount([genome[0] for genome in second if genome is not None], minlength=3) / 300
+    # one of nine is out: the first; the others share 1 - 0.8 / 3
+    np.testing.assert_allclose(shares, np.array([0.1, 0.8 * 2 / 3, 0.1]) / (1 - 0.8 / 3), atol=0.1)
+    for wrong in ({"model.other": [0.5, 0.5]}, {"model.g0": [0.5, 0.5]}):
+        with pytest.raises(PlanError, match=r"the supernet decides about model\.\w+, this space does not"):
+            LearntSearcher(space, chances=wrong)
 
 
 def test_nan_is_worse_than_all() -> None:

@@ -163,6 +163,8 @@ def search(
     made = SearchSpace(settings, content["model"])
     searcher = _make_searcher(config, made)
     _check_keys(content, made.overrides((0,) * len(made.genes)), settings)
+    if config.trial.supernet is not None:
+        load_supernet(config.trial.supernet)  # what is wrong with it is no matter of candidates
     described = {
         "space": settings.model_dump(mode="json", exclude_none=True),
         "config": config.model_dump(mode="json", exclude={"trials"}),

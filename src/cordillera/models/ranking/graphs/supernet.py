@@ -58,6 +58,9 @@ class SupernetConfig(DeepConfig):
             raise ValueError("mods: a supernet has none; train the architecture that is found with them")
         if self.flops is not None and self.draw != "learnt":
             raise ValueError("flops: needs draw = 'learnt'")
+        for rows in self.blocks.rows if "token_mixing" in self.blocks.embeddings else ():
+            if self.embedding_dim % rows:
+                raise ValueError(f"blocks.rows ({rows}) must divide embedding_dim ({self.embedding_dim}): token_mixing")
         return self
 
     def graph(self, values: Mapping[str, Any]) -> GraphConfig:
@@ -194,7 +197,7 @@ class Supernet(DeepModel):
         """
         assert self.preferences is not None
         chances = [functional.softmax(one, 0) for one in self.preferences]
-        return torch.cat([*chances, chances[0].new_ones(1)]) @ self.flops_of_values
+        return torch.cat([*chances, self.flops_of_values.new_ones(1)]) @ self.flops_of_values
 
     # Architectures
 
