@@ -511,7 +511,7 @@ def dense_process(x: np.ndarray, y: np.ndarray, other: np.ndarray, length: float
 
     def kernel(one: np.ndarray, two: np.ndarray) -> np.ndarray:
         r = np.sqrt(((one[:, None] - two[None]) ** 2).sum(2)) / length
-        return (1 + np.sqrt(5) * r + 5 / 3 * r**2) * np.exp(-np.sqrt(5) * r)
+        return np.exp(-0.5 * r**2)
 
     mean, scale = y.mean(), y.std()
     z, covariance = (y - mean) / scale, kernel(x, x) + noise * np.eye(len(x))
@@ -539,7 +539,7 @@ def test_a_process_is_that_of_a_general_library() -> None:
     x, y, other = points(7)
     process = GaussianProcess(x, y)
     noise = max((1e-4, 1e-2, 1e-1), key=lambda one: dense_process(x, y, other, process.length, one)[0])
-    kernel = gaussian_process.kernels.Matern(process.length, nu=2.5)
+    kernel = gaussian_process.kernels.RBF(process.length)
     theirs = gaussian_process.GaussianProcessRegressor(kernel, alpha=noise, optimizer=None, normalize_y=True).fit(x, y)
     mean, deviation = theirs.predict(other, return_std=True)
     np.testing.assert_allclose(process.predict(other)[0], mean, rtol=1e-9)

@@ -14,7 +14,7 @@ _NOISES = (1e-4, 1e-2, 1e-1)
 
 
 class GaussianProcess:
-    """Gaussian process with a Matern kernel of smoothness 5/2; length and noise maximise the marginal likelihood.
+    """Gaussian process with a squared exponential kernel; length and noise maximise the marginal likelihood.
 
     Source: Rasmussen and Williams 2006, algorithm 2.1.
 
@@ -30,7 +30,7 @@ class GaussianProcess:
         distances = cdist(x, x)
         best = -math.inf
         for length, noise in itertools.product(_LENGTHS, _NOISES):
-            factor = linalg.cholesky(_matern(distances, length) + noise * np.eye(len(x)), lower=True)
+            factor = linalg.cholesky(_kernel(distances, length) + noise * np.eye(len(x)), lower=True)
             weights = linalg.cho_solve((factor, True), standard)
             evidence = -0.5 * float(standard @ weights) - float(np.log(np.diag(factor)).sum())
             if evidence > best:
@@ -38,15 +38,14 @@ class GaussianProcess:
 
     def predict(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return means and standard deviations ``[m]`` of the noiseless values at inputs ``[m, features]``."""
-        kernel = _matern(cdist(x, self.x), self.length)
+        kernel = _kernel(cdist(x, self.x), self.length)
         half = linalg.solve_triangular(self._factor, kernel.T, lower=True)
         variance = np.maximum(1.0 - np.square(half).sum(0), 1e-12)
         return self.mean + self.scale * (kernel @ self._weights), self.scale * np.sqrt(variance)
 
 
-def _matern(distances: np.ndarray, length: float) -> np.ndarray:
-    scaled = math.sqrt(5) * distances / length
-    return (1 + scaled + np.square(scaled) / 3) * np.exp(-scaled)
+def _kernel(distances: np.ndarray, length: float) -> np.ndarray:
+    return np.exp(-0.5 * np.square(distances / length))
 
 
 def expected_improvement(mean: np.ndarray, deviation: np.ndarray, best: float) -> np.ndarray:
