@@ -22,7 +22,7 @@ from cordillera import recipe as recipes
 from cordillera import workflows
 from cordillera.data.ranking.cache import Splits
 from cordillera.data.ranking.datasets import prepare
-from cordillera.errors import DataError, Interrupted, RunError
+from cordillera.errors import DataError, Interrupted, RecipeError, RunError
 from cordillera.run import Run
 from cordillera.training.ranking.architecture_search.searchers import front
 from cordillera.workflows.architectures import search as module
@@ -570,3 +570,10 @@ def test_a_supernet_that_is_not_there_is_named(cli: Any, files: Any, tried: list
         assert "Traceback" not in result.err
     assert not tried
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("change", ["training.slices=2", "parallel.processes=2", "training.plan='plan.json'"])
+def test_what_candidates_would_leave_out_is_refused(tmp_path: Path, change: str) -> None:
+    with pytest.raises(RecipeError, match=change.partition("=")[0]):
+        workflows.search("synthetic-dcn", "small", overrides=[change], folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,6 +18,7 @@ from cordillera.kernels.attention.jagged import jagged_attention
 from cordillera.kernels.attention.jagged_call import JaggedMask
 from cordillera.kernels.attention.merge import merge
 from cordillera.kernels.attention.numba_tiles import BLOCK, COLUMNS, ROWS
+from tests.kernels.interpreter import check_in_interpreter
 
 # nothing, one, and one less, as many and one more than rows of a tile, columns of a tile and keys of a block
 LENGTHS = (0, 1, ROWS - 1, ROWS, ROWS + 1, COLUMNS - 1, COLUMNS, COLUMNS + 1, 0, BLOCK - 1, BLOCK, BLOCK + 1, 70)
@@ -438,17 +437,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 @pytest.mark.slow
 def test_kernels_of_gpus_agree_in_their_interpreter() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-rs", __file__]
-    done = subprocess.run(
-        [*command, "-k", "test_triton"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout
+    check_in_interpreter(__file__)
 
 
 GPU_CASES = {

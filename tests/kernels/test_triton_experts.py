@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from tests.kernels.interpreter import check_in_interpreter
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -23,17 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 def test_they_agree_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-rs", __file__]
-    done = subprocess.run(
-        [*command, "-k", "test_triton"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout
+    check_in_interpreter(__file__)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

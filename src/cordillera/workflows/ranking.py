@@ -87,7 +87,8 @@ class Outcome:
     evaluation: Evaluation | None
 
 
-def _loader(recipe: RankingRecipe, dataset: ClickDataset, *, training: bool) -> Loader:
+def loader_of(recipe: RankingRecipe, dataset: ClickDataset, *, training: bool) -> Loader:
+    """Return the loader of a split for training or evaluation."""
     data = recipe.data
     if training:
         # A stream keeps its order, because shuffling would reveal the future to the past.
@@ -397,14 +398,14 @@ def _pooled(recipe: RankingRecipe, placement: Placement, model: RankingModel, sp
         return ()
     if given.pool == "bags" or given.exchange == "towers":
         return tuple(placement.tables)
-    batches = islice(_loader(recipe, splits.train, training=True).epoch(), _SAMPLED_BATCHES)
+    batches = islice(loader_of(recipe, splits.train, training=True).epoch(), _SAMPLED_BATCHES)
     return choose_pooled(placement, model.tables.features, (batch.sparse for batch in batches))
 
 
 def _profiles(recipe: RankingRecipe, tables: EmbeddingTables, splits: Splits) -> dict[str, TableProfile]:
     """Return the traffic of every table in some batches of the training split."""
     lookups, distinct, samples = Counter[str](), Counter[str](), 0
-    batches = islice(_loader(recipe, splits.train, training=True).epoch(), _SAMPLED_BATCHES)
+    batches = islice(loader_of(recipe, splits.train, training=True).epoch(), _SAMPLED_BATCHES)
     for batch in batches:
         samples += len(batch)
         ids: dict[str, list[torch.Tensor]] = {}
@@ -518,13 +519,13 @@ def _trainer(
     on_step: StepCallback | None,
     ranks: OneRank | None = None,
 ) -> Trainer:
-    validation = _loader(recipe, splits.validation, training=False) if len(splits.validation) else None
+    validation = loader_of(recipe, splits.validation, training=False) if len(splits.validation) else None
     if isinstance(model.tables, FileTables):
         ranks = FileRank(model.tables)
     return Trainer(
         recipe.training,
         model,
-        _loader(recipe, splits.train, training=True),
+        loader_of(recipe, splits.train, training=True),
         validation,
         run,
         tasks=splits.features.tasks,
@@ -566,7 +567,7 @@ def _evaluate(
     ranks = ranks or slices.alone(model, recipe.training.slices)
     evaluation = evaluate_split(
         ranks.scorer(scorer(model, device, recipe.training.precision, recipe.training.emulate)),
-        _loader(recipe, dataset, training=False).epoch(),
+        loader_of(recipe, dataset, training=False).epoch(),
         splits.features.tasks,
         split=split,
         segments={name: dataset.segments(name) for name in splits.encoder.schema.segments},

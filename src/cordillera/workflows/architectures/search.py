@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from cordillera import recipe as recipes
 from cordillera.data.ranking.datasets import prepare
 from cordillera.errors import DataError, Interrupted, PlanError, RecipeError, RunError
 from cordillera.files import parse_json
+from cordillera.models.ranking.graphs.config import short_digest
 from cordillera.models.ranking.graphs.nasrec import from_nasrec, is_nasrec
 from cordillera.recipe import RankingRecipe
 from cordillera.reports import page
@@ -159,6 +159,7 @@ def search(
     recipe = recipes.load(source, overrides)
     if not isinstance(recipe, RankingRecipe):
         raise RecipeError(str(source), [("model.name", "a search is for ranking models")])
+    _check_recipe(recipe)
     content = recipe.model_dump(mode="json", exclude_none=True)
     made = SearchSpace(settings, content["model"])
     searcher = _make_searcher(config, made)
@@ -168,7 +169,7 @@ def search(
     described = {
         "space": settings.model_dump(mode="json", exclude_none=True),
         "config": config.model_dump(mode="json", exclude={"trials"}),
-        "proposals": [_name(one) for one in proposals],
+        "proposals": [short_digest(one) for one in proposals],
     }
     run = _open(Path(folder) if folder is not None else Path("runs") / f"{recipe.name}-search", recipe, described)
     with run.lock():
@@ -189,6 +190,25 @@ def search(
                     f"{len(found.done)} trials are saved", where=str(run.folder), remedy="give the same command again"
                 ) from None
         return _finish(run, content, found)
+
+
+def _check_recipe(recipe: RankingRecipe) -> None:
+    """Refuse what trials, which train in one process on a CPU and with tables in memory, would leave out.
+
+    Raises:
+        RecipeError: If the recipe has such a key.
+    """
+    left_out = {
+        "training.plan": recipe.training.plan is not None,
+        "training.slices": recipe.training.slices > 1,
+        "tables.storage": recipe.tables.storage == "file",
+        "parallel.processes": recipe.parallel.processes > 1,
+    }
+    problems = [
+        (key, "is not for searches, whose candidates train alone, in memory") for key, has in left_out.items() if has
+    ]
+    if problems:
+        raise RecipeError(recipe.name, problems)
 
 
 def _make_searcher(config: SearchConfig, space: SearchSpace) -> Searcher:
@@ -214,11 +234,6 @@ def _check_keys(content: dict[str, Any], overrides: dict[str, Any], settings: Sp
         named = [(key, why) for key, why in error.problems if key in settings.choices and "is not a key" in why]
         if named:
             raise RecipeError("space", named, "search space") from error
-
-
-def _name(overrides: Mapping[str, Any]) -> str:
-    text = json.dumps(overrides, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _open(folder: Path, recipe: RankingRecipe, described: dict[str, Any]) -> Run:
@@ -263,7 +278,7 @@ class _OpenSearch:
 
     def candidates(self, pool: TrialWorkers) -> Iterator[SearchCandidate]:
         """Yield candidates in order."""
-        given = [(_name(one), dict(one)) for one in self.proposals]
+        given = [(short_digest(one), dict(one)) for one in self.proposals]
         if given:
             yield from self._tried("proposal", given, pool)
         proposed = 0

@@ -29,10 +29,8 @@ from cordillera.run import Run
 from cordillera.training.ranking.evaluation import evaluate as evaluate_split
 from cordillera.training.ranking.scoring import scorer
 from cordillera.training.ranking.trainer import Trainer
+from cordillera.workflows.ranking import loader_of
 from cordillera.workflows.trained import load_model, model_of, recipe_of, splits_of
-
-STAGES = ("settings", "shape", "budget", "reach", "future", "sample", "training")
-"""Stages of a trial, in order; a candidate that is not ``finished`` ended at one of them."""
 
 _ROWS = 32  # samples that cheap stages compute
 _TOLERANCE = 1e-4
@@ -145,12 +143,13 @@ def _stages(
     except CordilleraError as error:
         raise _Died("settings", _first_line(error)) from error
     batch = next(iter(Loader(splits.train, min(_ROWS, len(splits.train))).epoch()))
-    sizes.update(_count(recipe, splits, batch))
+    model = _build(recipe, splits, "shape")  # for all checks without training
+    sizes.update(_count(model, splits, batch))
     for name, most in (("flops", config.most_flops), ("parameters", config.most_parameters)):
         if most is not None and sizes[name] > most:
             raise _Died("budget", f"{sizes[name]:,} {name}, of at most {most:,}")
-    _check_reach(recipe, splits, batch)
-    _check_future(recipe, splits, batch)
+    _check_reach(model, splits, batch)
+    _check_future(model, batch)
     if config.sample and config.supernet is None:
         _check_sample(recipe, splits, config)
     found = []
@@ -219,9 +218,8 @@ def _build(recipe: RankingRecipe, splits: Splits, stage: str) -> RankingModel:
         raise _Died(stage, _first_line(error)) from error
 
 
-def _count(recipe: RankingRecipe, splits: Splits, batch: RankingBatch) -> dict[str, int]:
+def _count(model: RankingModel, splits: Splits, batch: RankingBatch) -> dict[str, int]:
     """Return FLOPs and parameters of a model whose scores have the right shape and are finite."""
-    model = _build(recipe, splits, "shape")
     try:
         counted = flops.count(model, batch)
         with torch.no_grad():
@@ -236,10 +234,10 @@ def _count(recipe: RankingRecipe, splits: Splits, batch: RankingBatch) -> dict[s
     return {"flops": counted.forward_flops, "parameters": counted.parameters}
 
 
-def _check_reach(recipe: RankingRecipe, splits: Splits, batch: RankingBatch) -> None:
-    """Refuse a model in which the gradient does not reach every feature."""
-    model = _build(recipe, splits, "reach").eval()
-    generator = torch.Generator().manual_seed(recipe.seed)
+def _check_reach(model: RankingModel, splits: Splits, batch: RankingBatch) -> None:
+    """Refuse a model in which the gradient does not reach every feature; its weights are changed."""
+    model.eval()
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():  # weights that start at zero let no gradient through, but learn
         for weight in model.parameters():
             weight.add_(0.05 * torch.randn(weight.shape, generator=generator))
@@ -261,16 +259,16 @@ def _check_reach(recipe: RankingRecipe, splits: Splits, batch: RankingBatch) -> 
         raise _Died("reach", f"no gradient reaches {', '.join(lost[:5])}" + (" and others" if len(lost) > 5 else ""))
 
 
-def _check_future(recipe: RankingRecipe, splits: Splits, batch: RankingBatch) -> None:
+def _check_future(model: RankingModel, batch: RankingBatch) -> None:
     """Refuse a model in which the score of a sample depends, in training, on those that come after it."""
-    model = _build(recipe, splits, "future").train()
+    model.train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.eval()
     half = len(batch) // 2
     if not half:
         return
-    generator = torch.Generator().manual_seed(recipe.seed)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         embeddings, dense = model.look_up(batch), batch.dense.clone()
         before = model.score(dense, embeddings)[:half]
@@ -319,17 +317,15 @@ def _train(
 ) -> tuple[float, tuple[float, float]]:
     """Train a candidate, or a ``model`` of it, and return its NE on the validation split, with an interval."""
     model = model or _build(recipe, splits, stage)
-    data = recipe.data
-    shuffle = "none" if recipe.training.progressive else data.shuffle
     with tempfile.TemporaryDirectory(prefix="trial-") as folder:
         run = Run.create(Path(folder) / "run", "")
-        validation = Loader(splits.validation, data.evaluation_batch_size)
+        validation = loader_of(recipe, splits.validation, training=False)
         keeps_best = recipe.training.patience is not None
         try:
             outcome = Trainer(
                 recipe.training,
                 model,
-                Loader(splits.train, data.batch_size, shuffle=shuffle, seed=recipe.seed),
+                loader_of(recipe, splits.train, training=True),
                 validation if keeps_best else None,
                 run,
                 tasks=splits.features.tasks,
@@ -349,7 +345,7 @@ def _evaluate(model: RankingModel, recipe: RankingRecipe, splits: Splits) -> tup
     """Return the NE on the validation split, with an interval; both are means over tasks."""
     evaluation = evaluate_split(
         scorer(model, torch.device("cpu"), recipe.training.precision, recipe.training.emulate),
-        Loader(splits.validation, recipe.data.evaluation_batch_size).epoch(),
+        loader_of(recipe, splits.validation, training=False).epoch(),
         splits.features.tasks,
         split="validation",
     )
@@ -359,4 +355,4 @@ def _evaluate(model: RankingModel, recipe: RankingRecipe, splits: Splits) -> tup
     return ne, (sum(low for low, _ in bounds) / len(bounds), sum(high for _, high in bounds) / len(bounds))
 
 
-__all__ = ["STAGES", "SearchTrial", "TrialConfig", "load_supernet", "try_candidate", "with_overrides"]
+__all__ = ["SearchTrial", "TrialConfig", "load_supernet", "try_candidate", "with_overrides"]

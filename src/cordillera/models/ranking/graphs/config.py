@@ -6,8 +6,8 @@ import difflib
 import graphlib
 import hashlib
 import json
-from collections.abc import Iterable
-from typing import Annotated, Literal
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -163,6 +163,11 @@ def _check_kinds(node: NodeConfig, vectors: dict[str, bool]) -> None:
             raise ValueError(f"{node.name}: {node.op} cannot read {name}, which is {kind}; put {remedy} between")
 
 
+def short_digest(content: Mapping[str, Any]) -> str:
+    """Return a name of 16 hexadecimal digits for plain values; equal ones have equal names."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+
+
 def digest(settings: DeepConfig | RankingConfig) -> str:
     """Return a name of 16 hexadecimal digits for a ``[model]`` section; equal settings have equal names.
 
@@ -171,7 +176,7 @@ def digest(settings: DeepConfig | RankingConfig) -> str:
     content = settings.model_dump(mode="json")
     if isinstance(settings, GraphConfig):
         content["nodes"].sort(key=lambda node: node["name"])
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+    return short_digest(content)
 
 
 def without_unread(nodes: Iterable[NodeConfig], output: Iterable[str]) -> tuple[NodeConfig, ...]:

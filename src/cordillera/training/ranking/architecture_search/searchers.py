@@ -162,24 +162,21 @@ class PredictorSearcher(Searcher):
         pool = self._pool()
         if not pool:
             return None
-        x = np.stack([self.space.features(genome) for genome, _ in known])
-        y = np.array([score.ne for _, score in known])
-        lies = [self.space.features(genome) for genome in self._waiting]
-        if lies:  # proposals without a result are taken to be as expected, so that a batch is not of one kind
-            expected = GaussianProcess(x, y).predict(np.stack(lies))[0]
-            x, y = np.concatenate([x, np.stack(lies)]), np.concatenate([y, expected])
+        features = [self.space.features(genome) for genome, _ in known]
+        values = np.array([score.ne for _, score in known])
         candidates = np.stack([self.space.features(genome) for genome in pool])
+        x, y = np.stack(features), values
+        if self._waiting:  # these are taken to be as expected, so that a batch is not of one kind
+            waiting = np.stack([self.space.features(genome) for genome in self._waiting])
+            x, y = np.concatenate([x, waiting]), np.concatenate([y, GaussianProcess(x, y).predict(waiting)[0]])
         mean, deviation = GaussianProcess(x, y).predict(candidates)
-        limit, best = self.limit(), float(y.min())
-        gain = expected_improvement(mean, deviation, best)
+        limit = self.limit()
+        within = [score.ne for _, score in known if score.flops <= limit]
+        gain = expected_improvement(mean, deviation, min(within, default=math.inf))
         if math.isfinite(limit):
-            within = [score.ne for _, score in known if score.flops <= limit]
             logs = np.log([max(1, score.flops) for _, score in known])
-            flops, _ = GaussianProcess(np.stack([self.space.features(genome) for genome, _ in known]), logs).predict(
-                candidates
-            )
-            gain = expected_improvement(mean, deviation, min(within, default=math.inf))
-            gain = np.where(flops <= math.log(limit), gain, -np.inf)
+            predicted, _ = GaussianProcess(np.stack(features), logs).predict(candidates)
+            gain = np.where(predicted <= math.log(limit), gain, -np.inf)
         chosen = pool[int(np.argmax(gain))]
         self._waiting.append(chosen)
         return chosen

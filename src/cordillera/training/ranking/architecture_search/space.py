@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import math
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from cordillera.errors import DataError, RecipeError
 from cordillera.files import TOML_BYTES, parse_toml, read_text
 from cordillera.models.ranking.graphs.blocks import BlocksConfig, Gene, block_genes, graph_of
+from cordillera.models.ranking.graphs.config import short_digest
 from cordillera.toml_files import explain, known_keys
 
 Genome = tuple[int, ...]
@@ -107,8 +107,7 @@ class SearchSpace:
     def identify(self, genome: Genome) -> str:
         """Return the name of an architecture, 16 hexadecimal digits; genomes of equal architectures have equal ones."""
         if genome not in self._ids:
-            text = json.dumps(self.overrides(genome), sort_keys=True, separators=(",", ":"))
-            self._ids[genome] = hashlib.sha256(text.encode()).hexdigest()[:16]
+            self._ids[genome] = short_digest(self.overrides(genome))
         return self._ids[genome]
 
     def sample(self, random: np.random.Generator) -> Genome:
