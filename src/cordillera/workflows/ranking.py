@@ -88,7 +88,7 @@ class Outcome:
 
 
 def loader_of(recipe: RankingRecipe, dataset: ClickDataset, *, training: bool) -> Loader:
-    """Return the loader of a split for training or evaluation."""
+    """Return the loader of a split, ``dataset``, as the ``recipe`` says, for ``training`` or for evaluation."""
     data = recipe.data
     if training:
         # A stream keeps its order, because shuffling would reveal the future to the past.
