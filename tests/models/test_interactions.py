@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from cordillera.models.ranking.interactions import (
     MLP,
     BasicFM,
+    BiInteraction,
     Convolution,
     CrossNetwork,
     DotInteraction,
@@ -21,7 +22,6 @@ from cordillera.models.ranking.interactions import (
     LinearCompression,
     OptimisedFM,
     RowsMLP,
-    SecondOrderFM,
 )
 
 SHAPES = [(5, 6, 4), (1, 2, 3), (3, 1, 4), (4, 7, 1)]
@@ -76,11 +76,11 @@ def test_permuting_the_features_permutes_the_products() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_second_order_fm_is_the_sum_over_pairs(shape: tuple[int, int, int]) -> None:
+def test_bi_interaction_is_the_sum_over_pairs(shape: tuple[int, int, int]) -> None:
     x = embeddings(shape)
     pairs = itertools.combinations(range(shape[1]), 2)
-    expected = sum(((x[:, i] * x[:, j]).sum(-1) for i, j in pairs), torch.zeros(shape[0], dtype=torch.float64))
-    torch.testing.assert_close(SecondOrderFM()(x), expected)
+    expected = sum((x[:, i] * x[:, j] for i, j in pairs), torch.zeros(shape[0], shape[2], dtype=torch.float64))
+    torch.testing.assert_close(BiInteraction()(x), expected)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -44,6 +44,9 @@ def search(
     fine_tune: Annotated[
         int, typer.Option("--fine-tune", min=0, max=10**9, help="Steps of training from the supernet's weights.")
     ] = 0,
+    judge: Annotated[
+        int, typer.Option(min=0, max=100, help="New seeds to train the front with in the end, for the test split.")
+    ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the searcher.")] = 0,
     proposals: Annotated[
         Path | None, typer.Option("--proposals", help="Architectures to try first, JSON lines; '-' reads stdin.")
@@ -82,8 +85,18 @@ def search(
         fine_tune=fine_tune,
     )
     chances = run if searcher == "learnt" else None
-    settings = {"searcher": searcher, "chances": chances, "goal": goal, "trials": trials, "batch": batch, "seed": seed}
-    config = workflows.SearchConfig.model_validate({**settings, "trial": trial})
+    config = workflows.SearchConfig.model_validate(
+        {
+            "searcher": searcher,
+            "chances": chances,
+            "goal": goal,
+            "trials": trials,
+            "batch": batch,
+            "seed": seed,
+            "trial": trial,
+            "judge": judge,
+        }
+    )
 
     def say(text: str) -> None:
         if not quiet:
@@ -131,13 +144,14 @@ def _print(out: Console, outcome: SearchOutcome) -> None:
         out.print(f"{count:,} died at stage {stage}")
     if outcome.is_exhausted:
         out.print("the space has no further architecture")
-    table = titled_table(
-        "front of NE and FLOPs", "architecture", right=("NE (validation)", "95 % interval", "FLOPs", "parameters")
-    )
+    tested = ("NE (test)",) if outcome.judged else ()
+    heads = ("NE (validation)", "95 % interval", *tested, "FLOPs", "parameters")
+    table = titled_table("front of NE and FLOPs", "architecture", right=heads)
     for one in outcome.front:
         trial = one.trial
         interval = f"{trial.low:.4f} to {trial.high:.4f}" if trial.low == trial.low else ""
-        table.add_row(one.name, f"{trial.ne:.4f}", interval, f"{trial.flops:,}", f"{trial.parameters:,}")
+        of_test = (f"{outcome.judged[one.name].test_ne:.4f}",) if outcome.judged else ()
+        table.add_row(one.name, f"{trial.ne:.4f}", interval, *of_test, f"{trial.flops:,}", f"{trial.parameters:,}")
     out.print(table)
     if outcome.best is not None:
         out.print(f"recipes: {outcome.folder / 'front'}", markup=False)

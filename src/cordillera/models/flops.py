@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.models.ranking.base import RankingModel
+from cordillera.models.ranking.interactions import BiInteraction
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,7 @@ class FlopCount:
     """Size of a model in trained parameters outside and inside of the embedding tables, and its operations per example.
 
     Attributes:
-        forward_macs: Number of multiply-accumulates of the matrix products and convolutions of one forward pass.
+        forward_macs: Number of multiply-accumulates of one forward pass.
         forward_flops: Twice ``forward_macs``.
         training_flops: Three times ``forward_flops``: a backward pass costs two forward passes.
     """
@@ -32,11 +35,35 @@ class FlopCount:
         return asdict(self)
 
 
+def forward_flops(module: nn.Module, *inputs: Any) -> int:
+    """Count the floating-point operations of one forward pass, without gradients.
+
+    Matrix products and convolutions are counted (``torch.utils.flop_counter``), and the sums and squares of
+    :class:`~cordillera.models.ranking.interactions.BiInteraction`; lookups, norms and activations are not.
+
+    Args:
+        module: Module, in the mode in which it is to be counted.
+        inputs: What it is called with.
+    """
+    sums: list[int] = []
+
+    def add(_: nn.Module, given: tuple[Tensor, ...], result: Tensor) -> None:
+        sums.append(3 * (given[0].numel() + result.numel()))  # sum, square, sum; square, difference, half
+
+    hooks = [one.register_forward_hook(add) for one in module.modules() if isinstance(one, BiInteraction)]
+    try:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            module(*inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return counter.get_total_flops() + sum(sums)
+
+
 def count(model: RankingModel, batch: RankingBatch) -> FlopCount:
     """Count a model's parameters and its operations per example.
 
-    Only matrix products and convolutions are counted (``torch.utils.flop_counter``); lookups, norms and activations are
-    not. The model's mode, gradients and random state are not changed.
+    What is counted: :func:`forward_flops`. The model's mode, gradients and random state are not changed.
 
     Args:
         batch: Batch of at least one sample; the values of its ids do not matter.
@@ -48,10 +75,8 @@ def count(model: RankingModel, batch: RankingBatch) -> FlopCount:
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            model(batch)
+        flops = forward_flops(model, batch) // len(batch)
     finally:
         for module, mode in training.items():
             module.training = mode
-    flops = counter.get_total_flops() // len(batch)
     return FlopCount(parameters, embedding_parameters, flops // 2, flops, 3 * flops)

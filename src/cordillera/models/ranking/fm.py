@@ -15,7 +15,7 @@ from cordillera.data.ranking.features import FeatureSpec
 from cordillera.embeddings.cached_tables import make_tables
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.models.ranking.base import EmbeddingInit, RankingConfig, RankingModel
-from cordillera.models.ranking.interactions import SecondOrderFM
+from cordillera.models.ranking.interactions import BiInteraction
 
 
 class FMConfig(RankingConfig):
@@ -50,7 +50,7 @@ class FM(RankingModel):
         self.factors = nn.Parameter(torch.randn(num_dense, tasks, d) * 0.01)
         self.weight = nn.Parameter(torch.zeros(num_dense, tasks))
         self.bias = nn.Parameter(torch.zeros(tasks))
-        self.second_order = SecondOrderFM()
+        self.pairs = BiInteraction()
         self.heads = nn.Identity()
 
     def represent(self, dense: Tensor, embeddings: Tensor) -> Tensor:
@@ -66,4 +66,4 @@ class FM(RankingModel):
         )
         # a difference of sums of squares cancels badly in bfloat16
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        return linear + self.second_order(rows.transpose(1, 2))  # [B, tasks, n, d] -> [B, tasks]
+        return linear + self.pairs(rows.transpose(1, 2)).sum(-1)  # [B, tasks, n, d] -> [B, tasks]

@@ -148,14 +148,16 @@ class DotInteraction(nn.Module):
         return pairwise_dots(x, self.pairs, self.column_of, self.include_diagonal)
 
 
-class SecondOrderFM(nn.Module):
-    """Second-order term of a factorisation machine: ``[B, n, d] -> [B]``, the sum of all pairwise dot products.
+class BiInteraction(nn.Module):
+    """Sum of the products of all pairs of rows: ``[..., n, d] -> [..., d]``.
 
-    Computed as half of (square of the sum minus sum of the squares), linear in ``n``. Source: Rendle 2010, lemma 3.1.
+    Computed as half of (square of the sum minus sum of the squares), linear in ``n``. Its sum over ``d`` is the
+    second-order term of a factorisation machine. Source: Rendle 2010, lemma 3.1; He and Chua 2017 (arXiv 1708.05027),
+    section 3.1.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        return 0.5 * (x.sum(-2).square().sum(-1) - x.square().sum((-2, -1)))
+        return 0.5 * (x.sum(-2).square() - x.square().sum(-2))
 
 
 class BasicFM(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from markupsafe import Markup
@@ -31,7 +32,12 @@ _MEANINGS = {
 
 
 def search_page(
-    name: str, description: str, entries: Sequence[Mapping[str, Any]], front: Sequence[str], settings: Mapping[str, Any]
+    name: str,
+    description: str,
+    entries: Sequence[Mapping[str, Any]],
+    front: Sequence[str],
+    settings: Mapping[str, Any],
+    judged: Mapping[str, Sequence[float]] | None = None,
 ) -> str:
     """Return the HTML page of a search.
 
@@ -41,7 +47,9 @@ def search_page(
         entries: Candidates in order: ``name``, ``origin``, ``overrides`` and the fields of a trial.
         front: Names of the candidates of the front, by FLOPs.
         settings: Settings by name.
+        judged: NE of the test split of each new seed, by the name of the candidate.
     """
+    judged = judged or {}
     finished = [one for one in entries if one["stage"] == "finished"]
     by_name = {one["name"]: one for one in finished}
     best = [by_name[one] for one in front]
@@ -51,8 +59,9 @@ def search_page(
         name=name,
         lede=description,
         tiles=_tiles(entries, finished, best),
-        charts=[_front_chart(finished, best), _path(entries)],
-        front=[_row(one) for one in reversed(best)],
+        charts=[_front_chart(finished, best, judged), _path(entries)],
+        front=[_row(one, judged) for one in reversed(best)],
+        seeds=max((len(one) for one in judged.values()), default=0),
         graphs=[(one["name"], _told(one), drawn) for one in reversed(best) if (drawn := _drawn(one))][:_DRAWN],
         deaths=[(f"{stage}: {count:,}", _death(entries, stage)) for stage, count in died.items()],
         settings=[(key.replace("_", " "), page.plain(value)) for key, value in settings.items()],
@@ -78,10 +87,14 @@ def _interval(entry: Mapping[str, Any]) -> str:
     return "" if low is None or high is None else f"{low:.4f} to {high:.4f}"
 
 
-def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
+def _row(entry: Mapping[str, Any], judged: Mapping[str, Sequence[float]]) -> tuple[str, ...]:
+    of_test: tuple[str, ...] = ()
+    if judged:
+        found = judged.get(entry["name"], ())
+        of_test = (f"{fmean(found):.4f}", f"{min(found):.4f} to {max(found):.4f}") if found else ("", "")
     return (
-        entry["name"], f"{entry['ne']:.4f}", _interval(entry), f"{entry['flops']:,}", f"{entry['parameters']:,}",
-        entry["origin"],
+        entry["name"], f"{entry['ne']:.4f}", _interval(entry), *of_test, f"{entry['flops']:,}",
+        f"{entry['parameters']:,}", entry["origin"],
     )  # fmt: skip
 
 
@@ -95,7 +108,9 @@ def _death(entries: Sequence[Mapping[str, Any]], stage: str) -> str:
     return f"{_MEANINGS.get(stage, 'died')}; the first: {first.get('why', '')}"
 
 
-def _front_chart(finished: Sequence[Mapping[str, Any]], best: Sequence[Mapping[str, Any]]) -> Figure | None:
+def _front_chart(
+    finished: Sequence[Mapping[str, Any]], best: Sequence[Mapping[str, Any]], judged: Mapping[str, Sequence[float]]
+) -> Figure | None:
     known = [one for one in finished if one["flops"] > 0]
     if not known or not best:
         return None
@@ -109,6 +124,11 @@ def _front_chart(finished: Sequence[Mapping[str, Any]], best: Sequence[Mapping[s
         Series("front", "s0", [one["flops"] for one in best], [one["ne"] for one in best], "both"),
         Series("other architectures", "s1", flops, [one["ne"] for one in known], "dots", titles),
     ]
+    of_test = [(one["flops"], fmean(judged[one["name"]])) for one in best if judged.get(one["name"])]
+    if of_test:
+        xs, ys = [flops for flops, _ in of_test], [ne for _, ne in of_test]
+        series.insert(0, Series("test split, new seeds", "s2", xs, ys, "dots"))
+        low, high = padded([min(lowest, *ys), max(top, *ys)])
     left_out = sum(one["ne"] > high for one in known)
     caption = "Lower and further left is better." + (f" Above the top: {left_out:,}." if left_out else "")
     x = Axis.log(min(flops) / (1 + _ROOM), max(flops) * (1 + _ROOM))

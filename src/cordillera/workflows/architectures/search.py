@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cordillera import recipe as recipes
 from cordillera.data.ranking.datasets import prepare
@@ -54,6 +54,8 @@ class SearchConfig(BaseModel):
         seed: Seed of the searcher.
         trial: Settings of every trial.
         most_seconds: Time after which a trial is given up.
+        judge: Number of new seeds with which the architectures of the front are trained in the end, to score the test
+            split; 0 leaves the test split unread.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -66,6 +68,7 @@ class SearchConfig(BaseModel):
     seed: int = Field(0, ge=0)
     trial: TrialConfig = TrialConfig()
     most_seconds: float = Field(3600.0, gt=0)
+    judge: int = Field(0, ge=0, le=100)
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ class SearchOutcome:
         candidates: Candidates in order.
         front: Those that no other dominates, by FLOPs.
         report: Page that draws them.
+        judged: Trials with new seeds of the front's architectures, by name, with the NE of the test split.
         is_exhausted: Whether the space has no further architecture.
         best: The one of the lowest NE; None if none was trained.
     """
@@ -109,6 +113,7 @@ class SearchOutcome:
     candidates: list[SearchCandidate]
     front: list[SearchCandidate]
     report: Path
+    judged: dict[str, SearchTrial] = field(default_factory=dict)
     is_exhausted: bool = False
     best: SearchCandidate | None = field(init=False)
 
@@ -131,10 +136,11 @@ def search(
     on_candidate: OnCandidate | None = None,
     say: Say = silent,
 ) -> SearchOutcome:
-    """Search for architectures of a recipe's model, judged by the validation split; the test split is not read.
+    """Search for architectures of a recipe's model, chosen by the validation split.
 
-    A search that was stopped is continued by the same call, and takes the path that it would have taken: trials on
-    record are not made again. Results do not depend on the number of workers.
+    The test split is read only in the end, with ``config.judge``, by trainings with new seeds. A search that was
+    stopped is continued by the same call, and takes the path that it would have taken: trials on record are not made
+    again. Results do not depend on the number of workers.
 
     Args:
         source: Name of a shipped recipe or a path.
@@ -168,7 +174,7 @@ def search(
         load_supernet(config.trial.supernet)  # what is wrong with it is no matter of candidates
     described = {
         "space": settings.model_dump(mode="json", exclude_none=True),
-        "config": config.model_dump(mode="json", exclude={"trials"}),
+        "config": _identity(config.model_dump(mode="json")),
         "proposals": [short_digest(one) for one in proposals],
     }
     run = _open(Path(folder) if folder is not None else Path("runs") / f"{recipe.name}-search", recipe, described)
@@ -176,8 +182,9 @@ def search(
         run.rewind_metrics(0)  # keeps all records, but not the part of a line that a killed process left
         say(f"data: {recipe.data.label}")
         splits = prepare(recipe.data)
-        if not len(splits.validation):
-            raise DataError("a search needs a validation split", where="data.fractions", remedy="give it a share")
+        for split, needed in (("validation", True), ("test", config.judge > 0)):
+            if needed and not len(getattr(splits, split)):
+                raise DataError(f"a search needs a {split} split", where="data.fractions", remedy="give it a share")
         say(f"space: {made.size:,} genomes of {len(made.genes)} genes; searcher: {config.searcher}")
         found = _OpenSearch(run, made, searcher, config, content, proposals)
         with TrialWorkers(workers or os.cpu_count() or 1, content, config.trial, config.most_seconds) as pool:
@@ -185,11 +192,20 @@ def search(
                 for candidate in found.candidates(pool):
                     if on_candidate is not None:
                         on_candidate(candidate, len(proposals) + config.trials)
+                judged = found.judge(workers, say)
             except KeyboardInterrupt:
                 raise Interrupted(
                     f"{len(found.done)} trials are saved", where=str(run.folder), remedy="give the same command again"
                 ) from None
-        return _finish(run, content, found)
+        return _finish(run, content, found, judged)
+
+
+def _identity(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the settings, all of them, on which the candidates of a search depend; None if they are not valid."""
+    try:
+        return SearchConfig.model_validate(config).model_dump(mode="json", exclude={"trials", "judge"})
+    except ValidationError:
+        return None
 
 
 def _check_recipe(recipe: RankingRecipe) -> None:
@@ -249,6 +265,7 @@ def _open(folder: Path, recipe: RankingRecipe, described: dict[str, Any]) -> Run
             raise RunError("holds no search", where=str(folder), remedy="choose another --run folder")
         run.write_json(SEARCH_FILE, described)  # it was killed in between
     saved = run.read_json(SEARCH_FILE)
+    saved["config"] = _identity(saved.get("config", {}))  # settings that are newer than it have their defaults
     differs = [key for key, value in described.items() if saved.get(key) != json.loads(json.dumps(value))]
     if run.recipe_file.read_text() != text:
         differs.append("recipe")
@@ -323,20 +340,46 @@ class _OpenSearch:
             self.done.append(SearchCandidate(start + place, name, origin, overrides, results[place]))
             yield self.done[-1]
 
+    def front(self) -> list[SearchCandidate]:
+        """Return the candidates that no other dominates, by FLOPs."""
+        finished = [one for one in self.done if one.trial.is_finished]
+        return [finished[index] for index in front([one.score for one in finished])]
 
-def _finish(run: Run, content: dict[str, Any], found: _OpenSearch) -> SearchOutcome:
+    def judge(self, workers: int | None, say: Say) -> dict[str, SearchTrial]:
+        """Train the architectures of the front with new seeds and score the test split; return the trials by name."""
+        seeds, best = self.config.judge, self.front()
+        if not seeds or not best:
+            return {}
+        known = {
+            entry["name"]: SearchTrial.from_dict(entry)
+            for entry in self.run.metrics()
+            if entry.get("kind") == "judged" and entry["seeds"] == seeds
+        }
+        todo = [one for one in best if one.name not in known]
+        say(f"judge: {len(best)} architectures of the front, {seeds} new seeds each, on the test split")
+        content = {**self.content, "seed": self.content["seed"] + self.config.trial.seeds}
+        config = TrialConfig(sample=0, seeds=seeds, test=True)
+        with TrialWorkers(workers or os.cpu_count() or 1, content, config, self.config.most_seconds * seeds) as pool:
+            for index, trial in pool.try_all([one.overrides for one in todo]):
+                name = todo[index].name
+                known[name] = trial
+                self.run.log({"kind": "judged", "name": name, "seeds": seeds, **trial.to_dict()})
+                say(f"  {name}  NE {trial.ne:.4f} (validation), {trial.test_ne:.4f} (test)")
+        return {one.name: known[one.name] for one in best}
+
+
+def _finish(run: Run, content: dict[str, Any], found: _OpenSearch, judged: dict[str, SearchTrial]) -> SearchOutcome:
     """Write the recipes and the page of the front."""
-    finished = [one for one in found.done if one.trial.is_finished]
-    best = [finished[index] for index in front([one.score for one in finished])]
+    best = found.front()
     folder = run.folder / FRONT_FOLDER
     folder.mkdir(exist_ok=True)
     wanted = set()
     for one in best:
         recipe = with_overrides(content, one.overrides)
-        trial = one.trial
+        of_test = f", {judged[one.name].test_ne:.4f} on the test split" if one.name in judged else ""
         text = (
-            f"Found by a search: NE {trial.ne:.4f} on the validation split, {trial.flops:,} FLOPs an example, "
-            f"architecture {one.name}."
+            f"Found by a search: NE {one.trial.ne:.4f} on the validation split{of_test}; {one.trial.flops:,} FLOPs an "
+            f"example; architecture {one.name}."
         )
         path = folder / f"{one.name}.toml"
         write_atomically(path, recipes.dump(recipe.model_copy(update={"description": text})))
@@ -364,8 +407,9 @@ def _finish(run: Run, content: dict[str, Any], found: _OpenSearch) -> SearchOutc
         for one in found.done
     ]
     described = f"search by {config.searcher} on {content['data'].get('dataset') or 'own data'}"
-    text = search_page(run.name, described, entries, [one.name for one in best], settings)
-    return SearchOutcome(run.folder, found.done, best, page.write(run, text), found.is_exhausted)
+    tested = {name: list(trial.test_ne_of_seeds) for name, trial in judged.items()}
+    text = search_page(run.name, described, entries, [one.name for one in best], settings, tested)
+    return SearchOutcome(run.folder, found.done, best, page.write(run, text), judged, found.is_exhausted)
 
 
 def read_proposals(text: str, where: str) -> list[dict[str, Any]]:

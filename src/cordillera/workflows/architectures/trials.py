@@ -49,6 +49,7 @@ class TrialConfig(BaseModel):
         supernet: Run of a supernet, whose weights stand for training from the beginning; None to train.
         fine_tune: Number of steps of training from the supernet's weights.
         seeds: Number of trainings, with the recipe's seed and those after it; the NE is their mean.
+        test: Whether to score the test split as well, which a search does only after all choices are made.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -60,6 +61,7 @@ class TrialConfig(BaseModel):
     supernet: str | None = None
     fine_tune: int = Field(0, ge=0, le=10**9)
     seeds: int = Field(1, ge=1, le=100)
+    test: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class SearchTrial:
         low: Lower bound of the 95 % interval of ``ne``, of the first seed.
         high: Upper bound of that interval.
         ne_of_seeds: NE of every seed.
+        test_ne_of_seeds: NE of the test split of every seed; empty if it was not scored.
         flops: Forward FLOPs an example; 0 if not known.
         parameters: Parameters outside of the tables; 0 if not known.
         seconds: Time of the trial.
@@ -84,9 +87,15 @@ class SearchTrial:
     low: float = math.nan
     high: float = math.nan
     ne_of_seeds: tuple[float, ...] = ()
+    test_ne_of_seeds: tuple[float, ...] = ()
     flops: int = 0
     parameters: int = 0
     seconds: float = 0.0
+
+    @property
+    def test_ne(self) -> float:
+        """Mean NE of the test split; NaN if it was not scored."""
+        return math.fsum(self.test_ne_of_seeds) / len(self.test_ne_of_seeds) if self.test_ne_of_seeds else math.nan
 
     @property
     def is_finished(self) -> bool:
@@ -94,16 +103,17 @@ class SearchTrial:
         return self.stage == "finished"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name, for JSON; infinity and NaN are left out."""
-        values = asdict(self)
+        """Return the fields by name, for JSON; infinity, NaN and empty tuples are left out."""
+        values = {key: one for key, one in asdict(self).items() if one != ()}
         return {key: one for key, one in values.items() if not (isinstance(one, float) and not math.isfinite(one))}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SearchTrial:
         """Read the output of :meth:`to_dict`; other keys are ignored."""
-        known = {key: value for key, value in values.items() if key in cls.__dataclass_fields__ and value is not None}
-        if "ne_of_seeds" in known:
-            known["ne_of_seeds"] = tuple(known["ne_of_seeds"])
+        known: dict[str, Any] = {}
+        for key, value in values.items():
+            if key in cls.__dataclass_fields__ and value is not None:
+                known[key] = tuple(value) if isinstance(value, list) else value
         return cls(**known)
 
 
@@ -152,20 +162,29 @@ def _stages(
     _check_future(model, batch)
     if config.sample and config.supernet is None:
         _check_sample(recipe, splits, config)
-    found = []
+    bounds: list[tuple[float, float]] = []
+    found: dict[str, list[float]] = {"validation": [], "test": []}
     for number in range(config.seeds):
         of_seed = recipe.model_copy(update={"seed": recipe.seed + number})
-        found.append(
-            _train(of_seed, splits, "training") if config.supernet is None else _inherit(of_seed, splits, config)
-        )
-    all_ne = tuple(ne for ne, _ in found)
-    low, high = found[0][1]
+        if config.supernet is None:
+            trained = _train(of_seed, splits, "training")
+        else:
+            trained = _inherit(of_seed, splits, config)
+        for split in ("validation", "test")[: 1 + config.test]:
+            ne, interval = _evaluate(trained, of_seed, splits, split)
+            if not math.isfinite(ne):
+                raise _Died("training", f"the NE of the {split} split is not a number")
+            found[split].append(ne)
+            bounds.append(interval)
+    all_ne = found["validation"]
+    low, high = bounds[0]
     return SearchTrial(
         "finished",
         ne=math.fsum(all_ne) / len(all_ne),
         low=low,
         high=high,
-        ne_of_seeds=all_ne,
+        ne_of_seeds=tuple(all_ne),
+        test_ne_of_seeds=tuple(found["test"]),
         flops=sizes["flops"],
         parameters=sizes["parameters"],
     )
@@ -182,7 +201,7 @@ def _check_sample(recipe: RankingRecipe, splits: Splits, config: TrialConfig) ->
             "data": recipe.data.model_copy(update={"batch_size": batch_size}),
         }
     )
-    ne = _train(short, splits, "sample")[0]
+    ne = _evaluate(_train(short, splits, "sample"), short, splits)[0]
     if ne <= config.sample_ne:
         return
     before = _evaluate(_build(short, splits, "sample"), short, splits)[0]
@@ -295,8 +314,8 @@ def load_supernet(folder: str) -> Supernet:
     return model
 
 
-def _inherit(recipe: RankingRecipe, splits: Splits, config: TrialConfig) -> tuple[float, tuple[float, float]]:
-    """Return the NE of a candidate with the weights of a supernet, after fine-tuning if there is any."""
+def _inherit(recipe: RankingRecipe, splits: Splits, config: TrialConfig) -> RankingModel:
+    """Return a candidate with the weights of a supernet, after fine-tuning if there is any."""
     assert config.supernet is not None
     if not isinstance(recipe.model, GraphConfig):
         raise _Died("training", f"the supernet has no weights of {recipe.model.name}")
@@ -307,15 +326,13 @@ def _inherit(recipe: RankingRecipe, splits: Splits, config: TrialConfig) -> tupl
     except (KeyError, RuntimeError) as error:
         raise _Died("training", f"the supernet has no weights of it: {_first_line(error)}") from error
     if not config.fine_tune:
-        return _evaluate(model, recipe, splits)
+        return model
     steps = recipe.training.model_copy(update={"max_steps": config.fine_tune})
     return _train(recipe.model_copy(update={"training": steps}), splits, "training", model)
 
 
-def _train(
-    recipe: RankingRecipe, splits: Splits, stage: str, model: RankingModel | None = None
-) -> tuple[float, tuple[float, float]]:
-    """Train a candidate, or a ``model`` of it, and return its NE on the validation split, with an interval."""
+def _train(recipe: RankingRecipe, splits: Splits, stage: str, model: RankingModel | None = None) -> RankingModel:
+    """Train a candidate, or a ``model`` of it."""
     model = model or _build(recipe, splits, stage)
     with tempfile.TemporaryDirectory(prefix="trial-") as folder:
         run = Run.create(Path(folder) / "run", "")
@@ -335,19 +352,18 @@ def _train(
             raise _Died(stage, _first_line(error)) from error
     if outcome.ended == "interrupted":
         raise Interrupted("a trial was interrupted", where="search")
-    ne, interval = _evaluate(model, recipe, splits)
-    if not math.isfinite(ne):
-        raise _Died(stage, "the NE of the validation split is not a number")
-    return ne, interval
+    return model
 
 
-def _evaluate(model: RankingModel, recipe: RankingRecipe, splits: Splits) -> tuple[float, tuple[float, float]]:
-    """Return the NE on the validation split, with an interval; both are means over tasks."""
+def _evaluate(
+    model: RankingModel, recipe: RankingRecipe, splits: Splits, split: str = "validation"
+) -> tuple[float, tuple[float, float]]:
+    """Return the NE of a split, with an interval; both are means over tasks."""
     evaluation = evaluate_split(
         scorer(model, torch.device("cpu"), recipe.training.precision, recipe.training.emulate),
-        loader_of(recipe, splits.validation, training=False).epoch(),
+        loader_of(recipe, getattr(splits, split), training=False).epoch(),
         splits.features.tasks,
-        split="validation",
+        split=split,
     )
     tasks = list(evaluation.tasks.values())
     ne = math.fsum(task.metrics["ne"] for task in tasks) / len(tasks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -28,6 +28,9 @@ class BlocksConfig(BaseModel):
             before, alone or with the inputs.
         embed: Whether a block's vector may be added to its embeddings, as two more embeddings.
         fm: Whether a factorisation machine over a block's embeddings may be added to its vector.
+        norms: Whether what operations give is normalised: one decision about all blocks.
+        dense_rows: Numbers of embeddings that a linear layer makes of the dense features, beside those of the
+            categorical ones.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -42,10 +45,12 @@ class BlocksConfig(BaseModel):
     connections: Literal["any", "chain"] = "any"
     embed: bool = False
     fm: bool = False
+    norms: tuple[bool, ...] = (True,)
+    dense_rows: tuple[Annotated[int, Field(ge=0, le=2**20)], ...] = (0,)
 
     @model_validator(mode="after")
     def _is_not_empty(self) -> BlocksConfig:
-        for key in ("vector", "widths", "embeddings", "rows"):
+        for key in ("vector", "widths", "embeddings", "rows", "norms", "dense_rows"):
             values = getattr(self, key)
             if not values:
                 raise ValueError(f"{key}: name at least one")
@@ -70,8 +75,8 @@ class Gene:
 
 
 def block_genes(config: BlocksConfig) -> list[Gene]:
-    """Return the decisions about every block, those with one value included."""
-    genes = []
+    """Return the decisions about all blocks and about each, those with one value included."""
+    genes = [Gene("norm", config.norms), Gene("dense_rows", config.dense_rows)]
     for block in range(1, config.count + 1):
         earlier = range(block)
         if config.connections == "chain":
@@ -94,13 +99,17 @@ def block_genes(config: BlocksConfig) -> list[Gene]:
 class _GraphBuilder:
     """Nodes of blocks, and what each block gives."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: bool, dense_rows: int) -> None:
+        self.norm = norm
         self.nodes: list[NodeConfig] = []
         self.vectors: list[list[str]] = [[DENSE]]
         self.embeddings: list[list[str]] = [[EMBEDDINGS]]
+        if dense_rows:
+            self.embeddings[0].append(self.add("dense_rows", "embed", [DENSE], rows=dense_rows))
 
     def add(self, name: str, op: str, inputs: list[str], **settings: Any) -> str:
-        self.nodes.append(NodeConfig.model_validate({"name": name, "op": op, "inputs": inputs, **settings}))
+        content = {"name": name, "op": op, "inputs": inputs, "norm": self.norm, **settings}
+        self.nodes.append(NodeConfig.model_validate(content))
         return name
 
     def gathered(self, given: list[list[str]], blocks: tuple[int, ...]) -> list[str]:
@@ -134,7 +143,7 @@ class _GraphBuilder:
 
 def graph_of(config: BlocksConfig, values: Mapping[str, Any]) -> tuple[tuple[NodeConfig, ...], tuple[str, ...]]:
     """Make the nodes and the output of the graph of a genome's values; what nothing reads is left out."""
-    made = _GraphBuilder()
+    made = _GraphBuilder(values["norm"], values["dense_rows"])
     for block in range(1, config.count + 1):
         of = {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{block}.")}
         made.add_vector(block, of["vector"], of["width"], of["vector_reads"])

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from cordillera.models.ranking.graphs.config import NodeConfig
 from cordillera.models.ranking.interactions import (
+    BiInteraction,
     DotInteraction,
     EmbeddingAttention,
     EmbeddingCross,
@@ -225,11 +226,11 @@ class FMNode(GraphNode):
     """Half of the square of the sum of embeddings less the sum of their squares, mapped to ``width``."""
 
     def make(self, config: NodeConfig, inputs: list[Value]) -> None:
+        self.pool = BiInteraction()
         self.map = self.linear("map", _own(self.embedding_dim), _own(self.value.width))
 
     def work(self, inputs: list[Tensor]) -> Tensor:
-        x = _join_rows(inputs)
-        return self.map(0.5 * (x.sum(1).square() - x.square().sum(1)))
+        return self.map(self.pool(_join_rows(inputs)))
 
 
 class MixNode(GraphNode):

@@ -18,10 +18,10 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
-from torch.utils.flop_counter import FlopCounterMode
 
 from cordillera.data.ranking.features import FeatureSpec
 from cordillera.embeddings.tables import TablesConfig
+from cordillera.models.flops import forward_flops
 from cordillera.models.ranking.base import DeepConfig, DeepModel
 from cordillera.models.ranking.graphs.blocks import BlocksConfig, block_genes, graph_of
 from cordillera.models.ranking.graphs.config import GraphConfig, digest
@@ -179,10 +179,8 @@ class Supernet(DeepModel):
                 chosen = [int(random.integers(len(gene.values))) for gene in self.genes]
                 picked = {gene.name: gene.values[index] for gene, index in zip(self.genes, chosen, strict=True)}
                 cut = _Cut(self.config.graph({**self.fixed, **picked}), self.features)
-                with torch.no_grad(), FlopCounterMode(display=False) as counter:
-                    cut.eval()(*inputs)
                 rows.append(self._one_hot(chosen))
-                counts.append(counter.get_total_flops())
+                counts.append(forward_flops(cut.eval(), *inputs))
         fitted = np.linalg.lstsq(np.stack(rows), np.array(counts, dtype=np.float64), rcond=None)[0]
         self.register_buffer("flops_of_values", torch.from_numpy(fitted).float())
 
@@ -308,7 +306,8 @@ def _gates(config: GraphConfig, factors: Mapping[str, Tensor]) -> dict[str, Tens
             kinds = ("vector", "width", "vector_reads")
         if node.name.endswith(("_added_fm", "_embed")):
             kinds = (node.name.rpartition("_")[2],)
-        found = [factors[f"{block}.{kind}"] for kind in kinds if f"{block}.{kind}" in factors]
+        keys = ["dense_rows"] if node.name == "dense_rows" else [f"{block}.{kind}" for kind in kinds]
+        found = [factors[key] for key in [*keys, "norm"] if key in factors]
         if found and not node.name.endswith(("_left", "_right", "_sum")):
             gates[node.name] = torch.stack(found).prod()
     return gates
@@ -321,6 +320,7 @@ def _widest(blocks: BlocksConfig) -> Iterator[dict[str, Any]]:
     may.
     """
     widest: dict[str, Any] = {gene.name: gene.values[-1] for gene in block_genes(blocks)}
+    widest |= {"norm": max(blocks.norms), "dense_rows": max(blocks.dense_rows)}
     for number in range(1, blocks.count + 1):
         widest |= {f"{number}.width": max(blocks.widths), f"{number}.rows": max(blocks.rows)}
     kinds = _kinds(blocks)
