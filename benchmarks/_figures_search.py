@@ -54,6 +54,54 @@ def shared() -> str:
     return table(["shared weights", "architectures", "Kendall's tau"], rows)
 
 
+NAMES = {"movielens": "MovieLens-100K", "synthetic": "synthetic"}
+MODELS = {"lr": "LR", "fm": "FM", "dnn": "DNN", "dlrm": "DLRM", "dcn": "DCN-V2", "dhen": "DHEN", "wukong": "Wukong"}
+
+
+def volumes() -> str:
+    """Return hypervolumes of found architectures beside hand-made ones."""
+    rows = []
+    for one in results("rankitect-fronts")["results"]:
+        for volume in one["hypervolume"]:
+            both, found = volume["both"], volume["found"]
+            rows.append(
+                [
+                    NAMES[one["data"]],
+                    "constant (1)" if volume["ne"] == 1 else f"LR ({volume['ne']:.4f})",
+                    f"{both['ratio']:.3f} ({both['low']:.3f} to {both['high']:.3f})",
+                    f"{found['ratio']:.3f} ({found['low']:.3f} to {found['high']:.3f})",
+                ]
+            )
+    return table(["data", "up to the NE of", "hand-made and found", "found alone"], rows)
+
+
+def fronts(data: str) -> str:
+    """Return the fronts of hand-made and of found architectures, chosen on the validation split, on the test split."""
+    one = next(one for one in results("rankitect-fronts")["results"] if one["data"] == data)
+    rows = []
+    for side in ("hand_made", "found"):
+        for entry in (entry for entry in one[side] if entry["chosen"]):
+            changed = entry["overrides"]
+            dim = changed.get("model.embedding_dim", changed["model"].get("embedding_dim"))
+            test = entry["test"]
+            rows.append(
+                [
+                    MODELS.get(entry["model"], f"found `{entry['name']}`") + (f", d = {dim}" if dim else ""),
+                    f"{entry['flops']:,}",
+                    f"{statistics.fmean(entry['validation']):.4f}",
+                    f"{statistics.fmean(test):.4f}",
+                    f"{min(test):.4f} to {max(test):.4f}",
+                ]
+            )
+    return table(["architecture", "FLOPs", "NE (validation)", "NE (test)", "of five seeds"], rows)
+
+
+def effort(data: str) -> str:
+    """Return how many architectures were tried, and the hours of one thread that this took."""
+    one = next(one for one in results("rankitect-fronts")["results"] if one["data"] == data)["searches"]["found"]
+    return f"{one['trials']} architectures, {one['thread_seconds'] / 3600:.1f} hours of one thread"
+
+
 def _shared() -> dict[str, Any]:
     return results("rankitect-shared")
 
@@ -65,5 +113,10 @@ FIGURES: Figures = {
     "rankitect-shared": shared,
     "rankitect-noise": lambda: f"{_shared()['of_two_seeds']:.2f}",
     "rankitect-equal": lambda: f"{_shared()['equal']['equal']} of {_shared()['equal']['compared']}",
+    "rankitect-volumes": volumes,
+    "rankitect-front-synthetic": lambda: fronts("synthetic"),
+    "rankitect-front-movielens": lambda: fronts("movielens"),
+    "rankitect-effort-synthetic": lambda: effort("synthetic"),
+    "rankitect-effort-movielens": lambda: effort("movielens"),
     "rankitect-supernet": lambda: f"{_shared()['epochs']}",
 }

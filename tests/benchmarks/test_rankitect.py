@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import rankitect
+from _rankitect_fronts import compared
 from _rankitect_table import SEARCHERS, read_table
 
 from tests.benchmarks.programs import part_of
@@ -60,3 +61,34 @@ def test_shared_weights_are_compared_with_the_table(tmp_path: Path) -> None:
     for one in found["results"]:
         assert -1 <= one["tau"] <= 1
         assert len(one["shared"]) == len(one["alone"]) == one["architectures"]
+
+
+def test_hypervolumes_are_of_the_test_split() -> None:
+    simple = {"flops": 100, "test": [0.9, 0.9]}
+    large = {"flops": 10_000, "test": [0.8, 0.7]}
+    better = {"flops": 1_000, "test": [0.7, 0.8]}
+    found = compared([simple, large], [better], 1.0, 100_000)
+    base = 0.1 * math.log(1_000) + 0.15 * math.log(10)  # of the mean, in NE times the logarithm of FLOPs
+    assert found["found"]["ratio"] == pytest.approx(0.25 * math.log(100) / base)
+    assert found["both"]["ratio"] == pytest.approx((0.1 * math.log(1_000) + 0.15 * math.log(100)) / base)
+    assert found["both"]["of_seeds"][0] == pytest.approx(
+        (0.1 * math.log(1_000) + 0.2 * math.log(100)) / (0.1 * math.log(1_000) + 0.1 * math.log(10))
+    )
+    nothing = compared([simple], [better], 0.9, 100_000)
+    assert math.isnan(nothing["both"]["ratio"])
+
+
+@pytest.mark.slow
+def test_what_is_found_is_judged_beside_hand_made_models(tmp_path: Path) -> None:
+    (found,) = part_of(rankitect, "fronts", tmp_path)["results"]
+    for side in ("hand_made", "found"):
+        flops = [one["flops"] for one in found[side]]
+        assert flops == sorted(flops)
+        chosen = [one for one in found[side] if one["chosen"]]
+        means = [sum(one["validation"]) / len(one["validation"]) for one in chosen]
+        assert means == sorted(means, reverse=True)
+        assert chosen[0]["flops"] == flops[0]
+        assert all(len(one["test"]) == 2 for one in found[side])
+    assert [one["ne"] for one in found["hypervolume"]][1] == 1
+    assert all(one["both"]["ratio"] is None or one["both"]["ratio"] >= 1 for one in found["hypervolume"])
+    assert found["searches"]["found"]["trials"] == len(found["searches"]["found"]["rows"]) == 8

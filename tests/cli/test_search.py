@@ -82,8 +82,9 @@ def files(tmp_path: Path) -> tuple[str, str]:
     return str(tmp_path / "tiny.toml"), str(tmp_path / "space.toml")
 
 
-def entries(folder: Path) -> list[dict[str, Any]]:
-    return sorted(Run(folder).metrics(), key=lambda one: one["number"])
+def entries(folder: Path, kind: str = "candidate") -> list[dict[str, Any]]:
+    found = [one for one in Run(folder).metrics() if one["kind"] == kind]
+    return sorted(found, key=lambda one: one.get("number", 0))
 
 
 def without_clock(folder: Path) -> list[dict[str, Any]]:
@@ -97,8 +98,11 @@ class InstantWorkers:
     """Trials whose results are made of the candidates' text; the last of a batch is finished first."""
 
     tried: list[str]
+    given: list[tuple[int, TrialConfig]]
 
-    def __init__(self, *_: Any) -> None: ...
+    def __init__(self, count: int, content: dict[str, Any], config: TrialConfig, most_seconds: float) -> None:
+        self.given.append((content["seed"], config))
+        self.config = config
 
     def __enter__(self) -> InstantWorkers:
         return self
@@ -114,9 +118,10 @@ class InstantWorkers:
                 yield index, SearchTrial("reach", "no gradient reaches C1", flops=7)
             else:
                 ne = 0.8 + number % 97 / 1000
+                of_test = tuple(ne + 0.01 * seed for seed in range(self.config.seeds)) if self.config.test else ()
                 yield (
                     index,
-                    SearchTrial("finished", "", ne, ne - 0.1, ne + 0.1, (ne,), 1_000 + number % 13, 5, 0.1),
+                    SearchTrial("finished", "", ne, ne - 0.1, ne + 0.1, (ne,), of_test, 1_000 + number % 13, 5, 0.1),
                 )
 
 
@@ -126,6 +131,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     monkeypatch.setattr(module, "TrialWorkers", InstantWorkers)
     monkeypatch.setattr(InstantWorkers, "tried", found, raising=False)
+    monkeypatch.setattr(InstantWorkers, "given", [], raising=False)
     return found
 
 
@@ -200,6 +206,61 @@ def test_a_search_may_be_given_more_trials_or_fewer(files: Any, tried: list[str]
     assert len(tried) == 16
 
 
+def test_the_front_is_judged_with_new_seeds_on_the_test_split(
+    cli: Any, files: Any, tried: list[str], tmp_path: Path
+) -> None:
+    plain = workflows.search(*files, settings(trial=TrialConfig(seeds=2)), folder=tmp_path / "run")
+    assert plain.judged == {}
+    assert InstantWorkers.given == [(1, TrialConfig(seeds=2))]
+    assert "--judge" in plain.report.read_text()
+    tried.clear()
+    outcome = workflows.search(*files, settings(trial=TrialConfig(seeds=2), judge=3), folder=tmp_path / "run")
+    assert InstantWorkers.given[-1] == (1 + 2, TrialConfig(seeds=3, test=True, sample=0))  # seeds 3, 4 and 5
+    assert len(tried) == len(outcome.front) > 1
+    assert list(outcome.judged) == [one.name for one in plain.front] == [one.name for one in outcome.front]
+    for one in outcome.front:
+        assert outcome.judged[one.name].test_ne == pytest.approx(one.trial.ne + 0.01)
+        recipe = recipes.load(tmp_path / "run" / "front" / f"{one.name}.toml")
+        assert f"{one.trial.ne + 0.01:.4f} on the test split" in recipe.description
+    text = outcome.report.read_text()
+    assert "3 more trainings" in text
+    best = min(outcome.front, key=lambda one: one.trial.ne).trial.ne
+    assert f"{best + 0.01:.4f}" in text
+    assert f"{best:.4f} to {best + 0.02:.4f}" in text
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:-1]))  # killed before the last was judged
+    tried.clear()
+    again = workflows.search(*files, settings(trial=TrialConfig(seeds=2), judge=3), folder=tmp_path / "run")
+    assert len(tried) == 1
+    assert again.judged == outcome.judged
+    assert len(entries(tmp_path / "run", "judged")) == len(outcome.front)
+    shown = cli("search", files[0], "--space", files[1], "--run", "other", "--trials", 9, "--judge", 2)
+    assert shown.code == 0, shown.err
+    assert "NE (test)" in shown.out
+    assert "2 new seeds each, on the test split" in shown.out
+
+
+def test_without_a_test_split_nothing_is_judged(files: Any, tried: list[str], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="needs a test split"):
+        workflows.search(
+            *files, settings(judge=1), folder=tmp_path / "run", overrides=["data.fractions=[0.9, 0.1, 0.0]"]
+        )
+
+
+def test_a_search_of_before_a_setting_was_added_goes_on(files: Any, tried: list[str], tmp_path: Path) -> None:
+    workflows.search(*files, settings(), folder=tmp_path / "run")
+    run = Run(tmp_path / "run")
+    saved = run.read_json("search.json")
+    del saved["config"]["most_seconds"], saved["config"]["trial"]["test"]
+    run.write_json("search.json", saved)
+    tried.clear()
+    assert len(workflows.search(*files, settings(), folder=tmp_path / "run").candidates) == 11
+    assert tried == []
+    run.write_json("search.json", {**saved, "config": {"unknown": 1}})
+    with pytest.raises(RunError, match="holds a search of another config\n"):
+        workflows.search(*files, settings(), folder=tmp_path / "run")
+
+
 def test_a_search_ends_with_its_space(files: Any, tried: list[str], tmp_path: Path) -> None:
     space = tmp_path / "few.toml"
     space.write_text('[choices]\n"model.mlp" = [[4], [8], [16]]\n"training.learning_rate" = [0.1, 0.01]\n')
@@ -270,6 +331,26 @@ def test_proposals_are_tried_first(cli: Any, files: Any, tried: list[str], tmp_p
     assert alone.code == 0
     assert [one["name"] for one in entries(tmp_path / "alone")] == [one["name"] for one in record[3:]]
     assert "[1/" not in alone.out
+
+
+def test_a_candidate_is_shown_once_all_before_it_are_tried(
+    files: Any, tried: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[int] = []
+    trial = SearchTrial("finished", "", 0.9, 0.8, 1.0, (0.9,), (), 10, 5, 0.1)
+
+    def one_by_one(self: InstantWorkers, candidates: Sequence[dict[str, Any]]) -> Iterator[tuple[int, SearchTrial]]:
+        for index, before in ((1, 0), (0, 0), (2, 2)):
+            assert len(shown) == before
+            yield index, trial
+
+    monkeypatch.setattr(InstantWorkers, "try_all", one_by_one)
+    proposals = [{"model.mlp": [width]} for width in (2, 3, 5)]
+    workflows.search(
+        *files, settings(trials=0), folder=tmp_path / "run", proposals=proposals,
+        on_candidate=lambda one, _: shown.append(one.number),
+    )  # fmt: skip
+    assert shown == [0, 1, 2]
 
 
 def test_a_search_without_a_survivor_says_so(
@@ -515,7 +596,7 @@ def left_over(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_search_that_is_stopped_goes_on(cli: Any, files: Any, tmp_path: Path, number: signal.Signals) -> None:
     arguments = ("search", files[0], "--space", files[1], "--trials", 8, "--batch", 3, "--workers", 1, "--set",
                  "data.synthetic.rows=6000")  # fmt: skip
@@ -542,6 +623,20 @@ def test_a_search_that_is_stopped_goes_on(cli: Any, files: Any, tmp_path: Path, 
     after = {one["number"]: one for one in entries(tmp_path / "stopped")}
     assert [after[one["number"]] for one in before] == before
     assert without_clock(tmp_path / "stopped") == without_clock(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_workers_start_prints_no_traceback(files: Any, tmp_path: Path) -> None:
+    process = started(tmp_path, "search", files[0], "--space", files[1], "--workers", 2, "--run", "stopped")
+    until = time.monotonic() + 120
+    while len(left_over(tmp_path)) < 3 and time.monotonic() < until:  # it and two workers, or what tracks resources
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "0 trials are saved" in " ".join(err.split())
+    assert "Traceback" not in err
+    assert "KeyboardInterrupt" not in err
 
 
 @pytest.mark.slow

@@ -404,7 +404,9 @@ def test_flops_are_those_of_all_products(make_features: MakeFeatures, make_batch
 
 def test_flops_grow_with_the_widths_of_a_space(make_features: MakeFeatures, make_batch: MakeBatch) -> None:
     features = make_features()
-    blocks = BlocksConfig(count=2, widths=(4, 8, 16), rows=(1, 2, 3, 6), embed=True, fm=True)
+    blocks = BlocksConfig(
+        count=2, widths=(4, 8, 16), rows=(1, 2, 3, 6), embed=True, fm=True, norms=(True, False), dense_rows=(0, 1, 4)
+    )
     genes, draw = block_genes(blocks), random.Random(1)
     for _ in range(12):
         values = {gene.name: draw.choice(gene.values) for gene in genes}
@@ -415,6 +417,20 @@ def test_flops_grow_with_the_widths_of_a_space(make_features: MakeFeatures, make
                 model = build(GraphConfig(embedding_dim=D, nodes=nodes, output=output), features, SGD)
                 counts.append(count(model, make_batch(features, 1)).forward_flops)
             assert counts == sorted(counts)
+
+
+def test_dense_features_of_a_space_may_be_embeddings_and_norms_may_be_left_out() -> None:
+    blocks = BlocksConfig(count=2, connections="chain", norms=(True, False), dense_rows=(0, 2), fm=True, embed=True)
+    base = {gene.name: gene.values[0] for gene in block_genes(blocks)} | {"1.embeddings": "fmb", "2.vector": "dot"}
+    nodes, _ = graph_of(blocks, {**base, "1.fm": True, "2.embed": True})
+    assert all(node.norm for node in nodes)
+    assert not any("dense_rows" in node.inputs for node in nodes)
+    nodes, output = graph_of(blocks, {**base, "1.fm": True, "2.embed": True, "norm": False, "dense_rows": 2})
+    assert not any(node.norm for node in nodes)
+    by_name = {node.name: node for node in nodes}
+    assert by_name["dense_rows"] == NodeConfig.model_validate(node("dense_rows", "embed", "dense", rows=2, norm=False))
+    assert {name for name, one in by_name.items() if "dense_rows" in one.inputs} == {"b1_linear", "b1_fmb"}
+    GraphConfig(embedding_dim=D, nodes=nodes, output=output)
 
 
 # Mistakes

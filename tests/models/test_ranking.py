@@ -291,6 +291,13 @@ def test_dlrm_flops_equal_the_closed_formula(make_features: MakeFeatures, make_b
     assert count(make("dlrm", features), make_batch(features)).forward_macs == macs
 
 
+def test_fm_flops_are_its_sums_and_squares(make_features: MakeFeatures, make_batch: MakeBatch) -> None:
+    features = make_features(dense=3, sparse=4)
+    rows, d = 3 + 4, make("fm", features).config.embedding_dim
+    sums, squares, linear = 2 * rows * d, rows * d + d, 2 * 3
+    assert count(make("fm", features), make_batch(features)).forward_flops == sums + squares + 2 * d + linear
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_counting_is_per_example_and_leaves_no_trace(
     make_features: MakeFeatures, make_batch: MakeBatch, name: str

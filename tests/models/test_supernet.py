@@ -54,7 +54,10 @@ WITHOUT_ROWS = BlocksConfig(
     embeddings=("none", "mix", "fmb", "attention"),
     embed=True,
 )
-SPACES = {"small": SMALL, "reduced": REDUCED, "deep": DEEP, "chain": CHAIN, "without rows": WITHOUT_ROWS}
+PLAIN = DEEP.model_copy(update={"norms": (True, False), "dense_rows": (0, 3, 2), "embed": True})
+SPACES = {
+    "small": SMALL, "reduced": REDUCED, "deep": DEEP, "chain": CHAIN, "without rows": WITHOUT_ROWS, "plain": PLAIN
+}  # fmt: skip
 
 
 def make(blocks: BlocksConfig, features: FeatureSpec, **changes: Any) -> Supernet:
@@ -178,6 +181,8 @@ def block_space(vector: str, embeddings: str, count: int = 2, **changes: Any) ->
         block_space("linear none", "none mix", count=3, connections="chain"),
         block_space("none", "fmb none", count=3, connections="chain", fm=True),
         block_space("linear", "mix", count=1),
+        block_space("linear none", "none fmb", count=2, norms=(False, True), dense_rows=(2, 0, 1)),
+        block_space("dot none", "mix", count=1, norms=(False,), dense_rows=(1, 2), fm=True),
     ],
     ids=lambda blocks: "-".join([*blocks.vector, "and", *blocks.embeddings]),
 )
@@ -565,6 +570,8 @@ def test_too_many_flops_are_a_loss(make_features: MakeFeatures) -> None:
         ({"embedding_dim": 6, "blocks": {"rows": (2, 4)}}, r"blocks.rows \(4\) must divide embedding_dim \(6\)"),
         ({"blocks": {"vector": ()}}, "vector: name at least one"),
         ({"blocks": {"widths": (4, 4)}}, "widths: names a value twice"),
+        ({"blocks": {"norms": ()}}, "norms: name at least one"),
+        ({"blocks": {"dense_rows": (-1,)}}, "greater than or equal to 0"),
         ({"blocks": {"vector": ("none",), "embeddings": ("none",)}}, "vector and embeddings: both are none"),
         ({"blocks": {"vector": ("linaer",)}}, "Input should be 'linear'"),
         ({"blocks": {"count": 0}}, "greater than or equal to 1"),

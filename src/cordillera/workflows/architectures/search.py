@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cordillera import recipe as recipes
 from cordillera.data.ranking.datasets import prepare
+from cordillera.distributed.job.job import handling
 from cordillera.errors import DataError, Interrupted, PlanError, RecipeError, RunError
 from cordillera.files import parse_json
 from cordillera.models.ranking.graphs.config import short_digest
@@ -158,7 +161,7 @@ def search(
         RecipeError: If the recipe or the space is not valid, or not of a ranking model.
         PlanError: If there is no such searcher, or the space has one architecture only.
         RunError: If the folder holds another search, or another process writes it.
-        Interrupted: After Ctrl-C; all finished trials are saved.
+        Interrupted: After Ctrl-C, SIGTERM or SIGHUP; all finished trials are saved.
     """
     config = config or SearchConfig()
     settings = load_space(space) if isinstance(space, str | Path) else space
@@ -178,7 +181,7 @@ def search(
         "proposals": [short_digest(one) for one in proposals],
     }
     run = _open(Path(folder) if folder is not None else Path("runs") / f"{recipe.name}-search", recipe, described)
-    with run.lock():
+    with run.lock(), _stopped_by_signals():
         run.rewind_metrics(0)  # keeps all records, but not the part of a line that a killed process left
         say(f"data: {recipe.data.label}")
         splits = prepare(recipe.data)
@@ -198,6 +201,17 @@ def search(
                     f"{len(found.done)} trials are saved", where=str(run.folder), remedy="give the same command again"
                 ) from None
         return _finish(run, content, found, judged)
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Raise KeyboardInterrupt on Ctrl-C, SIGTERM and SIGHUP; outside the main thread, signals are not handled."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    with handling(stop) if threading.current_thread() is threading.main_thread() else contextlib.nullcontext():
+        yield
 
 
 def _identity(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -329,6 +343,7 @@ class _OpenSearch:
                         remedy="it was made by another version of this program: choose another --run folder",
                     )
                 results[place] = SearchTrial.from_dict(entry)
+        yield from self._in_order(origin, batch, results, start)
         todo = [place for place in range(len(batch)) if place not in results]
         for index, trial in pool.try_all([batch[place][1] for place in todo]):
             place = todo[index]
@@ -336,7 +351,14 @@ class _OpenSearch:
             name, overrides = batch[place]
             head = {"kind": "candidate", "number": start + place, "name": name, "origin": origin}
             self.run.log({**head, "overrides": overrides, **trial.to_dict()})
-        for place, (name, overrides) in enumerate(batch):
+            yield from self._in_order(origin, batch, results, start)
+
+    def _in_order(
+        self, origin: str, batch: list[tuple[str, dict[str, Any]]], results: Mapping[int, SearchTrial], start: int
+    ) -> Iterator[SearchCandidate]:
+        """Yield the next candidates of a batch, as far as all before them have results."""
+        while (place := len(self.done) - start) in results:
+            name, overrides = batch[place]
             self.done.append(SearchCandidate(start + place, name, origin, overrides, results[place]))
             yield self.done[-1]
 

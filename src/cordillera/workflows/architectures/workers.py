@@ -14,6 +14,7 @@ import torch
 
 from cordillera import recipe as recipes
 from cordillera.data.ranking.datasets import prepare
+from cordillera.distributed.job.job import STOPPING
 from cordillera.recipe import RankingRecipe
 from cordillera.workflows.architectures.trials import SearchTrial, TrialConfig, try_candidate
 
@@ -22,7 +23,9 @@ _GRACE_S = 10.0
 
 def _work(pipe: Connection, content: dict[str, Any], config: TrialConfig) -> None:
     """Try candidates until the pipe ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    for number in STOPPING:  # the terminal's signals are for the process that asks
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     torch.set_num_threads(1)
     recipe = recipes.validate(content, "recipe")
     assert isinstance(recipe, RankingRecipe)
@@ -40,7 +43,11 @@ class _TrialWorker:
         context = multiprocessing.get_context("spawn")
         self.pipe, other = context.Pipe()
         self.process: SpawnProcess = context.Process(target=_work, args=(other, content, config), daemon=True)
-        self.process.start()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # pending until the process ignores them
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         other.close()
         self.number: int | None = None
         self.since = 0.0
