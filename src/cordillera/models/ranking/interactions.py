@@ -159,6 +159,10 @@ class BiInteraction(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return 0.5 * (x.sum(-2).square() - x.square().sum(-2))
 
+    def flops(self, x: Tensor) -> int:
+        """Count the operations: sum, square and sum of ``x``; square, difference and half of the result."""
+        return 3 * (x.numel() + x[..., 0, :].numel())
+
 
 class BasicFM(nn.Module):
     """Matrix of all dot products ``X X^T``, flattened: ``[B, n, d] -> [B, n * n]``.
