@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -9,7 +10,10 @@ import pytest
 import rankitect
 from _rankitect_fronts import compared
 from _rankitect_table import SEARCHERS, read_table
+from _results import RESULTS
 
+from cordillera import recipe as recipes
+from cordillera.workflows.architectures.trials import with_overrides
 from tests.benchmarks.programs import part_of
 
 
@@ -92,3 +96,14 @@ def test_what_is_found_is_judged_beside_hand_made_models(tmp_path: Path) -> None
     assert [one["ne"] for one in found["hypervolume"]][1] == 1
     assert all(one["both"]["ratio"] is None or one["both"]["ratio"] >= 1 for one in found["hypervolume"])
     assert found["searches"]["found"]["trials"] == len(found["searches"]["found"]["rows"]) == 8
+
+
+@pytest.mark.parametrize("data", ["synthetic", "movielens"])
+def test_shipped_graphs_are_on_record(data: str) -> None:
+    content = json.loads((RESULTS / "rankitect-fronts.json").read_text())
+    record = next(one for one in content["results"] if one["data"] == data)
+    shipped = recipes.load(f"{data}-graph")
+    found = [with_overrides(record["recipe"], one["overrides"]) for one in record["found"] if one["chosen"]]
+    for section in ("data", "model", "tables", "training"):
+        assert getattr(shipped, section) in [getattr(one, section) for one in found]
+    assert record["searches"]["found"]["thread_seconds"] < 2 * 2 * 3600  # two hours on two cores
