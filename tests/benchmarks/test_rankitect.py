@@ -98,12 +98,15 @@ def test_what_is_found_is_judged_beside_hand_made_models(tmp_path: Path) -> None
     assert found["searches"]["found"]["trials"] == len(found["searches"]["found"]["rows"]) == 8
 
 
-@pytest.mark.parametrize("data", ["synthetic", "movielens"])
-def test_shipped_graphs_are_on_record(data: str) -> None:
+def test_the_shipped_graph_is_on_record() -> None:
     content = json.loads((RESULTS / "rankitect-fronts.json").read_text())
-    record = next(one for one in content["results"] if one["data"] == data)
-    shipped = recipes.load(f"{data}-graph")
+    record = next(one for one in content["results"] if one["data"] == "synthetic")
+    shipped = recipes.load("synthetic-graph")
     found = [with_overrides(record["recipe"], one["overrides"]) for one in record["found"] if one["chosen"]]
     for section in ("data", "model", "tables", "training"):
         assert getattr(shipped, section) in [getattr(one, section) for one in found]
-    assert record["searches"]["found"]["thread_seconds"] < 2 * 2 * 3600  # two hours on two cores
+
+
+def test_searches_took_at_most_two_hours_on_two_cores() -> None:
+    for one in json.loads((RESULTS / "rankitect-fronts.json").read_text())["results"]:
+        assert one["searches"]["found"]["thread_seconds"] < 2 * 2 * 3600
