@@ -237,7 +237,7 @@ def test_the_front_is_judged_with_new_seeds_on_the_test_split(
     shown = cli("search", files[0], "--space", files[1], "--run", "other", "--trials", 9, "--judge", 2)
     assert shown.code == 0, shown.err
     assert "NE (test)" in shown.out
-    assert "2 new seeds each, on the test split" in shown.out
+    assert "by the test split, new seeds for each: 2" in shown.out
 
 
 def test_without_a_test_split_nothing_is_judged(files: Any, tried: list[str], tmp_path: Path) -> None:

@@ -144,14 +144,15 @@ def _print(out: Console, outcome: SearchOutcome) -> None:
         out.print(f"{count:,} died at stage {stage}")
     if outcome.is_exhausted:
         out.print("the space has no further architecture")
-    tested = ("NE (test)",) if outcome.judged else ()
-    heads = ("NE (validation)", "95 % interval", *tested, "FLOPs", "parameters")
-    table = titled_table("front of NE and FLOPs", "architecture", right=heads)
+    other = "NE (test)" if outcome.judged else "95 % interval"
+    title = "front of NE and FLOPs, by the validation split"
+    table = titled_table(title, "architecture", right=("NE", other, "FLOPs", "parameters"))
     for one in outcome.front:
         trial = one.trial
-        interval = f"{trial.low:.4f} to {trial.high:.4f}" if trial.low == trial.low else ""
-        of_test = (f"{outcome.judged[one.name].test_ne:.4f}",) if outcome.judged else ()
-        table.add_row(one.name, f"{trial.ne:.4f}", interval, *of_test, f"{trial.flops:,}", f"{trial.parameters:,}")
+        shown = f"{trial.low:.4f} to {trial.high:.4f}" if trial.low == trial.low else ""
+        if outcome.judged:
+            shown = f"{outcome.judged[one.name].test_ne:.4f}"
+        table.add_row(one.name, f"{trial.ne:.4f}", shown, f"{trial.flops:,}", f"{trial.parameters:,}")
     out.print(table)
     if outcome.best is not None:
         out.print(f"recipes: {outcome.folder / 'front'}", markup=False)

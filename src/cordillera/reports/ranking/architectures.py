@@ -121,13 +121,13 @@ def _front_chart(
     low, high = padded([lowest, top])
     flops = [one["flops"] for one in known]
     series = [
+        Series("all architectures", "s1", flops, [one["ne"] for one in known], "dots", titles),
         Series("front", "s0", [one["flops"] for one in best], [one["ne"] for one in best], "both"),
-        Series("other architectures", "s1", flops, [one["ne"] for one in known], "dots", titles),
     ]
     of_test = [(one["flops"], fmean(judged[one["name"]])) for one in best if judged.get(one["name"])]
     if of_test:
         xs, ys = [flops for flops, _ in of_test], [ne for _, ne in of_test]
-        series.insert(0, Series("test split, new seeds", "s2", xs, ys, "dots"))
+        series.append(Series("front on the test split, new seeds", "s2", xs, ys, "dots"))
         low, high = padded([min(lowest, *ys), max(top, *ys)])
     left_out = sum(one["ne"] > high for one in known)
     caption = "Lower and further left is better." + (f" Above the top: {left_out:,}." if left_out else "")

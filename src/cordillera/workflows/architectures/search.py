@@ -378,7 +378,7 @@ class _OpenSearch:
             if entry.get("kind") == "judged" and entry["seeds"] == seeds
         }
         todo = [one for one in best if one.name not in known]
-        say(f"judge: {len(best)} architectures of the front, {seeds} new seeds each, on the test split")
+        say(f"judge: the front ({len(best)}) by the test split, new seeds for each: {seeds}")
         content = {**self.content, "seed": self.content["seed"] + self.config.trial.seeds}
         config = TrialConfig(sample=0, seeds=seeds, test=True)
         with TrialWorkers(workers or os.cpu_count() or 1, content, config, self.config.most_seconds * seeds) as pool:
@@ -416,7 +416,8 @@ def _finish(run: Run, content: dict[str, Any], found: _OpenSearch, judged: dict[
         "seed": config.seed,
         "batch": config.batch,
         "genomes": f"{found.space.size:,}",
-        **config.trial.model_dump(mode="json", exclude_none=True),
+        **config.trial.model_dump(mode="json", exclude_none=True, exclude={"test"}),
+        "judge": config.judge,
     }
     entries = [
         {
