@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from cordillera.data.ranking.features import FeatureSpec
 from cordillera.embeddings.tables import TablesConfig
-from cordillera.models.flops import forward_flops
+from cordillera.models.counting import forward_flops
 from cordillera.models.ranking.base import DeepConfig, DeepModel
 from cordillera.models.ranking.graphs.blocks import BlocksConfig, block_genes, graph_of
 from cordillera.models.ranking.graphs.config import GraphConfig, digest
