@@ -240,6 +240,26 @@ def test_the_front_is_judged_with_new_seeds_on_the_test_split(
     assert "by the test split, new seeds for each: 2" in shown.out
 
 
+def test_an_architecture_that_dies_with_a_new_seed_is_named(
+    cli: Any, files: Any, tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = InstantWorkers.try_all
+    dead = SearchTrial("training", "the NE of the test split is not a number")
+
+    def dying(self: InstantWorkers, candidates: Sequence[dict[str, Any]]) -> Iterator[tuple[int, SearchTrial]]:
+        return (
+            iter([(place, dead) for place in range(len(candidates))]) if self.config.test else plain(self, candidates)
+        )
+
+    monkeypatch.setattr(InstantWorkers, "try_all", dying)
+    result = cli("search", files[0], "--space", files[1], "--run", "run", "--trials", 9, "--judge", 2)
+    assert result.code == 0, result.err
+    assert "died: training: the NE of the test split is not a number" in result.out
+    assert "nan" not in result.out
+    for path in Path("run/front").iterdir():
+        assert "test split" not in recipes.load(path).description
+
+
 def test_without_a_test_split_nothing_is_judged(files: Any, tried: list[str], tmp_path: Path) -> None:
     with pytest.raises(DataError, match="needs a test split"):
         workflows.search(

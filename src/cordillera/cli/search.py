@@ -151,7 +151,8 @@ def _print(out: Console, outcome: SearchOutcome) -> None:
         trial = one.trial
         shown = f"{trial.low:.4f} to {trial.high:.4f}" if trial.low == trial.low else ""
         if outcome.judged:
-            shown = f"{outcome.judged[one.name].test_ne:.4f}"
+            judged = outcome.judged[one.name]
+            shown = f"{judged.test_ne:.4f}" if judged.is_finished else "died"
         table.add_row(one.name, f"{trial.ne:.4f}", shown, f"{trial.flops:,}", f"{trial.parameters:,}")
     out.print(table)
     if outcome.best is not None:

@@ -386,7 +386,8 @@ class _OpenSearch:
                 name = todo[index].name
                 known[name] = trial
                 self.run.log({"kind": "judged", "name": name, "seeds": seeds, **trial.to_dict()})
-                say(f"  {name}  NE {trial.ne:.4f} (validation), {trial.test_ne:.4f} (test)")
+                found = f"NE {trial.ne:.4f} (validation), {trial.test_ne:.4f} (test)"
+                say(f"  {name}  {found if trial.is_finished else f'died: {trial.stage}: {trial.why}'}")
         return {one.name: known[one.name] for one in best}
 
 
@@ -398,7 +399,9 @@ def _finish(run: Run, content: dict[str, Any], found: _OpenSearch, judged: dict[
     wanted = set()
     for one in best:
         recipe = with_overrides(content, one.overrides)
-        of_test = f", {judged[one.name].test_ne:.4f} on the test split" if one.name in judged else ""
+        of_test = ""
+        if one.name in judged and judged[one.name].is_finished:
+            of_test = f", {judged[one.name].test_ne:.4f} on the test split"
         text = (
             f"Found by a search: NE {one.trial.ne:.4f} on the validation split{of_test}; {one.trial.flops:,} FLOPs an "
             f"example; architecture {one.name}."
