@@ -75,12 +75,16 @@ def volumes() -> str:
     return table(["data", "up to the NE of", "hand-made and found", "found alone"], rows)
 
 
+def _searched(data: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(one for one in results("rankitect-fronts")["results"] if one["data"] == data)
+    return found
+
+
 def fronts(data: str) -> str:
     """Return the fronts of hand-made and of found architectures, chosen on the validation split, on the test split."""
-    one = next(one for one in results("rankitect-fronts")["results"] if one["data"] == data)
     rows = []
     for side in ("hand_made", "found"):
-        for entry in (entry for entry in one[side] if entry["chosen"]):
+        for entry in (entry for entry in _searched(data)[side] if entry["chosen"]):
             changed = entry["overrides"]
             dim = changed.get("model.embedding_dim", changed["model"].get("embedding_dim"))
             test = entry["test"]
@@ -98,7 +102,7 @@ def fronts(data: str) -> str:
 
 def effort(data: str) -> str:
     """Return how many architectures were tried, and the hours of one thread that this took."""
-    one = next(one for one in results("rankitect-fronts")["results"] if one["data"] == data)["searches"]["found"]
+    one = _searched(data)["searches"]["found"]
     return f"{one['trials']} architectures, {one['thread_seconds'] / 3600:.1f} hours of one thread"
 
 
