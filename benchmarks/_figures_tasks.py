@@ -27,12 +27,12 @@ def scales() -> str:
 
 
 def methods() -> str:
-    """Return test NE of every task by method, and the worst task beside a plain sum."""
+    """Return test NE of every task by method, and the worst task beside each task trained alone."""
     rows = []
     for one in results("multibalance-methods")["results"]:
         cells = [f"{statistics.fmean(v):.4f} ± {statistics.stdev(v):.4f}" for v in one["ne"].values()]
         rows.append([one["data"], one["method"], *cells, f"{one['worst_percent']:+.2f} %"])
-    return table(["data", "method", "first task", "second", "third", "worst beside a plain sum"], rows)
+    return table(["data", "method", "first task", "second", "third", "worst beside each alone"], rows)
 
 
 def _speed() -> list[dict[str, Any]]:

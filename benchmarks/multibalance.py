@@ -1,7 +1,7 @@
 """Balancing of tasks beside other ways: ``cordillera bench multibalance`` or ``python benchmarks/multibalance.py``.
 
 Parts: ``scales`` (Adult with the loss of one task multiplied by up to 1,000, by a plain sum and balanced), ``methods``
-(Adult and MovieLens-100K, three tasks each: test NE of the worst and of every task by method, paired by seed) and
+(Adult and MovieLens-100K, three tasks each: test NE of every task by method, and of each task trained alone) and
 ``speed`` (a step beside that of a plain sum, and beside gradients of the shared parameters for each task). Each writes
 ``results/multibalance-PART.json``. Peers are those of torchjd, which ``make peers`` installs.
 """
@@ -26,6 +26,7 @@ from cordillera.data.ranking.datasets import prepare
 SEEDS = 5
 FACTORS = (1.0, 100.0, 1000.0)
 SCALED = "income"
+ALONE = "each alone"
 WITHIN, LOSES = 0.002, 0.05
 
 
@@ -94,34 +95,41 @@ def _scales(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, 
 
 def _methods(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
     results, rows = [], []
+    seeds = range(1, (1 if quick else SEEDS) + 1)
     for name in ("Adult", "MovieLens-100K"):
         recipe = Recipe(name, quick)
+        of_methods: dict[str, list[dict[str, Any]]] = {}
         for method in METHODS:
-            if METHODS[method].needs_torchjd and not is_torchjd_there():
-                continue
-            found = [
-                _piece(console, pieces, recipe, method, seed, None) for seed in range(1, (1 if quick else SEEDS) + 1)
-            ]
+            if not METHODS[method].needs_torchjd or is_torchjd_there():
+                of_methods[method] = [_piece(console, pieces, recipe, method, seed, None) for seed in seeds]
+        of_methods = {ALONE: [_alone(console, pieces, recipe, seed) for seed in seeds], **of_methods}
+        alone: dict[str, float] = {}
+        for method, found in of_methods.items():
             nes = {task: [one[task]["ne"] for one in found] for task in found[0]}
             aucs = {task: [one[task]["auc"] for one in found] for task in found[0]}
-            results.append({"data": name, "method": method, "ne": nes, "auc": aucs})
-    for name in ("Adult", "MovieLens-100K"):
-        of_data = [one for one in results if one["data"] == name]
-        base = {task: statistics.fmean(values) for task, values in of_data[0]["ne"].items()}
-        for one in of_data:
-            means = {task: statistics.fmean(values) for task, values in one["ne"].items()}
-            worst = max(100 * (means[task] / base[task] - 1) for task in means)
-            one["worst_percent"] = worst
-            cells = [f"{mean:.4f}" for mean in means.values()]
-            rows.append([name, one["method"], *cells, f"{worst:+.2f} %"])
-    heads = ["data", "method", "first task", "second", "third", "worst beside a plain sum"]
+            means = {task: statistics.fmean(values) for task, values in nes.items()}
+            alone = alone or means
+            worst = max(100 * (mean / alone[task] - 1) for task, mean in means.items())
+            results.append({"data": name, "method": method, "ne": nes, "auc": aucs, "worst_percent": worst})
+            rows.append([name, method, *(f"{mean:.4f}" for mean in means.values()), f"{worst:+.2f} %"])
+    heads = ["data", "method", "first task", "second", "third", "worst beside each alone"]
     print_rows(console, "test NE of three tasks", heads, rows, "measured")
     notes = [
-        "one learning rate for all methods, chosen for the plain sum; worst: the task whose NE rises most beside it",
+        "one learning rate for all methods, chosen for the plain sum; worst: the task whose NE rises most beside a "
+        "model of its own",
         "methods of torchjd have its defaults",
     ]
     print_notes(console, notes)
     return {"evidence": "measured", "results": results, "notes": notes}
+
+
+def _alone(console: Console, pieces: FinishedPieces, recipe: Recipe, seed: int) -> dict[str, Any]:
+    """Return the test metrics of each task, trained without the losses of the others."""
+    tasks, found = prepare(recipe.of(seed, "plain sum", None).data).features.tasks, {}
+    for task in tasks:
+        others = {other: 0.0 for other in tasks if other != task}
+        found[task] = _piece(console, pieces, recipe, "plain sum", seed, others)[task]
+    return found
 
 
 main = Program(

@@ -24,10 +24,10 @@ def test_losses_are_scaled(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_methods_are_compared_on_two_data_sets(tmp_path: Path) -> None:
     found = part_of(multibalance, "methods", tmp_path)
-    ours = [one for one in found["results"] if "balanced" in one["method"] or one["method"] == "plain sum"]
+    ours = [one for one in found["results"] if "balanced" in one["method"] or one["method"] == multibalance.ALONE]
     assert len(ours) == 8
     assert {len(one["ne"]) for one in ours} == {3}
-    assert [one["worst_percent"] for one in ours if one["method"] == "plain sum"] == [0.0, 0.0]
+    assert [one["worst_percent"] for one in ours if one["method"] == multibalance.ALONE] == [0.0, 0.0]
 
 
 @pytest.mark.slow
