@@ -23,6 +23,7 @@ from cordillera.numerics.faults.replay import Argmax, Replay, Threshold
 from cordillera.recipe import load
 from cordillera.run import Run
 from cordillera.workflows.injection import TableFaults
+from cordillera.workflows.trained import restore_model
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def trained_dlrm(recipe: str, steps: int, samples: int) -> tuple[RankingModel, R
     with tempfile.TemporaryDirectory() as folder:
         outcome = workflows.train(resolved, Path(folder) / "run")
         splits = prepare(resolved.data)
-        _, model = workflows.load_model(Run(Path(folder) / "run"), splits.features, torch.device("cpu"))
+        _, model = restore_model(Run(Path(folder) / "run"), splits.features, torch.device("cpu"))
     assert outcome.evaluation is not None
     nes = ", ".join(f"{task} {values['ne']:.4f}" for task, values in outcome.evaluation.metrics().items())
     rows = np.random.default_rng(0).choice(len(splits.test), min(samples, len(splits.test)), replace=False)

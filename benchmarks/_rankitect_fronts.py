@@ -20,9 +20,9 @@ from cordillera.workflows.architectures.trials import TrialConfig
 
 SEEDS = 5
 WIDTHS = ((32,), (128, 64), (256, 128))
-DIMS = (8, 16)
+DIMS = (4, 8, 16)
 MOST_FLOPS = 1_000_000
-TRIALS = {"synthetic": 320, "movielens": 56}
+TRIALS = {"synthetic": 320, "movielens": 160}
 
 
 def _recipe(data: str) -> dict[str, Any]:
@@ -96,9 +96,7 @@ def _measured(data: str, quick: bool, folder: Path, console: Console) -> dict[st
     path = folder / "recipe.toml"
     recipe = recipes.validate(content)
     path.write_text(recipes.dump(recipe))
-    config = workflows.SearchConfig(
-        judge=2 if quick else SEEDS, trial=TrialConfig(most_flops=MOST_FLOPS, sample=0, seeds=1 if quick else 2)
-    )
+    config = workflows.SearchConfig(judge=2 if quick else SEEDS, trial=TrialConfig(most_flops=MOST_FLOPS, sample=0))
 
     def show(one: SearchCandidate, planned: int) -> None:
         trial = one.trial

@@ -21,7 +21,7 @@ from cordillera.recipe import RankingRecipe
 from cordillera.run import Run
 from cordillera.training.ranking.architecture_search.space import SearchSpace, load_space
 from cordillera.workflows.architectures.trials import SearchTrial, TrialConfig, try_candidate, with_overrides
-from cordillera.workflows.trained import load_model, recipe_of, splits_of
+from cordillera.workflows.trained import recipe_of, restore_model, splits_of
 
 EPOCHS = 12
 COMPARED, FINE_TUNED = 200, 100
@@ -81,7 +81,7 @@ def _equal(run: Path, space: SearchSpace, content: dict[str, Any], names: list[s
     """Count architectures that score to the bit as in the supernet once they are cut out of it."""
     found, of_run = read_table(), Run(run)
     splits = splits_of(of_run, recipe_of(of_run))
-    _, net = load_model(of_run, splits.features, torch.device("cpu"))
+    _, net = restore_model(of_run, splits.features, torch.device("cpu"))
     assert isinstance(net, Supernet)
     net.eval()
     batch, equal = next(iter(Loader(splits.validation, 512).epoch())), 0

@@ -98,6 +98,8 @@ RENAMED = {
     "one_chunk_each": "_one_each",
     "place_tables": "deal",
     "plan_steps": "_steps",
+    "restore_model": "load_model",
+    "restore_model_with_checkpoint": "_load",
     "scattered": "_scattered",
     "scores_section": "_scores",
     "seconds_text": "_seconds",

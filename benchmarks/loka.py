@@ -37,7 +37,7 @@ from cordillera.numerics.sites import replaced
 from cordillera.recipe import load
 from cordillera.training.ranking.scoring import scorer
 from cordillera.workflows.probing import probe
-from cordillera.workflows.trained import load_model
+from cordillera.workflows.trained import restore_model
 
 # Rows, outputs and inputs of recommendation models, from single requests to large batches.
 SHAPES = [
@@ -175,7 +175,7 @@ def _model(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
     run = trained(console, "wukong", folder, quick)
     found = probe(run, DispatchConfig(rows=(BATCH,), rounds=3 if quick else 15), BUDGET, say=console.print)
     splits = prepare(load(run.recipe_file).data)
-    _, model = load_model(run, splits.features, CPU)
+    _, model = restore_model(run, splits.features, CPU)
     plans = {"fp32": found.profile.plan.uniform("fp32"), "plan": found.profile.plan}
     usable = [name for name in found.profile.uniform_milliseconds() if name != "fp32"]
     plans.update({name: found.profile.plan.uniform(name) for name in usable})

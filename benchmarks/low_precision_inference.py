@@ -35,7 +35,7 @@ from cordillera.serving.ranking import quantized_model
 from cordillera.serving.ranking.observation import Observer
 from cordillera.training.ranking.scoring import scorer
 from cordillera.workflows.quantization import quantize
-from cordillera.workflows.trained import load_model, model_of
+from cordillera.workflows.trained import model_of, restore_model
 
 BUDGET, MOST_SIZE, LEAST_SPEED, MOST_FALSE, LEAST_FOUND = 5e-4, 0.2, 2.0, 0.01, 0.99
 BATCH, WINDOW, TRIALS = 256, 2048, 300
@@ -52,7 +52,7 @@ class Part(str, enum.Enum):
 def _pair(run: Run) -> tuple[Any, Any, Any]:
     recipe = load(run.recipe_file)
     splits = prepare(recipe.data)
-    _, exact = load_model(run, splits.features, CPU)
+    _, exact = restore_model(run, splits.features, CPU)
     return splits, exact, _load(run, splits)[0]
 
 

@@ -9,6 +9,11 @@ The command line in a few lines of Python::
     print(outcome.evaluation.metrics())
     cordillera.predict(outcome.run, "samples.csv", "scores.csv")
 
+A trained model in memory::
+
+    model = cordillera.load_model("runs/mine")
+    frame["score"] = model.predict(frame)
+
 With a language model::
 
     model = cordillera.load_language_model("smollm2")
@@ -33,6 +38,7 @@ from cordillera.kernels.repeatable import repeat_products
 from cordillera.kernels.threads import limit_spinning
 
 if TYPE_CHECKING:
+    from cordillera.data.ranking.features import RankingBatch
     from cordillera.jagged import JaggedBatch, JaggedTensor
     from cordillera.recipe import LanguageRecipe, PostTrainingRecipe, RankingRecipe
     from cordillera.recipe import load as load_recipe
@@ -42,11 +48,13 @@ if TYPE_CHECKING:
     from cordillera.workflows import (
         ServerConfig,
         average,
+        batches,
         best_of,
         compare,
         evaluate,
         isoflop,
         judge,
+        load_model,
         predict,
         report,
         serve,
@@ -65,6 +73,7 @@ __all__ = [
     "NumericsError",
     "PlanError",
     "PostTrainingRecipe",
+    "RankingBatch",
     "RankingRecipe",
     "RecipeError",
     "Run",
@@ -72,12 +81,14 @@ __all__ = [
     "ServerConfig",
     "TrainingError",
     "average",
+    "batches",
     "best_of",
     "compare",
     "evaluate",
     "isoflop",
     "judge",
     "load_language_model",
+    "load_model",
     "load_recipe",
     "predict",
     "report",
@@ -93,6 +104,7 @@ _WHERE = {
     "JaggedBatch": ("cordillera.jagged", "JaggedBatch"),
     "JaggedTensor": ("cordillera.jagged", "JaggedTensor"),
     "LanguageRecipe": ("cordillera.recipe", "LanguageRecipe"),
+    "RankingBatch": ("cordillera.data.ranking.features", "RankingBatch"),
     "PostTrainingRecipe": ("cordillera.recipe", "PostTrainingRecipe"),
     "RankingRecipe": ("cordillera.recipe", "RankingRecipe"),
     "load_recipe": ("cordillera.recipe", "load"),
@@ -102,18 +114,24 @@ _WHERE = {
     **{
         name: ("cordillera.workflows", name)
         for name in (
-            *("ServerConfig", "average", "best_of", "compare", "evaluate", "isoflop", "judge", "predict", "report"),
-            *("serve", "sweep", "train"),
+            *("ServerConfig", "average", "batches", "best_of", "compare", "evaluate", "isoflop", "judge"),
+            *("load_model", "predict", "report", "serve", "sweep", "train"),
         )
     },
 }
 
 
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+
+
 def __getattr__(name: str) -> Any:
     # Torch takes seconds to import; `cordillera --help` should not wait for it.
+    from importlib import import_module, metadata
+
+    if name == "__version__":
+        return metadata.version("cordillera")
     if name not in _WHERE:
         raise AttributeError(f"module 'cordillera' has no attribute {name!r}")
-    from importlib import import_module
-
     module, attribute = _WHERE[name]
     return getattr(import_module(module), attribute)

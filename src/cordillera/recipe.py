@@ -22,10 +22,12 @@ from tomlkit.items import Table
 
 from cordillera import topology
 from cordillera.data.assets import ASSETS
+from cordillera.data.files import cache_folder
 from cordillera.data.language.batches import BatchConfig
 from cordillera.data.language.chats.rows import ChatDataConfig
 from cordillera.data.language.corpora import TextDataConfig
 from cordillera.data.ranking.datasets import DataConfig
+from cordillera.data.ranking.frames import FrameLike, frame_of, save_frame
 from cordillera.distributed.fault_tolerance.coordination import FaultToleranceConfig
 from cordillera.distributed.planned_mesh import PlannedParallelConfig
 from cordillera.embeddings.tables import TablesConfig
@@ -45,6 +47,9 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+ROWS = "rows in memory"
+"""Value of ``data.path`` until rows in memory are written to a file."""
 
 MISTAKES = 100
 """Largest number of mistakes of a file that an error explains."""
@@ -246,15 +251,22 @@ def _explain(kind: type[BaseModel], error: ValidationError, content: dict[str, A
     return found + ([("recipe", f"and {more:,} more mistakes")] if more > 0 else [])
 
 
-def load(source: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> RankingRecipe | LanguageRecipe:
+def load(
+    source: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (), *, rows: FrameLike | None = None
+) -> RankingRecipe | LanguageRecipe:
     """Read the recipe of a ranking or a language model.
 
     Args:
         source: Name of a shipped recipe, a path, or the folder of a run.
         overrides: Strings ``section.key=value``, or a mapping from dotted keys to values.
+        rows: Rows to train and evaluate a ranking model on, in place of ``data.path``:
+            ``pandas.DataFrame``, ``polars.DataFrame``, Arrow table, dict of columns, or list of dicts. The columns that
+            ``data.schema`` names are written to a Parquet file in the folder of prepared data, and ``data.path`` is set
+            to it.
 
     Raises:
         RecipeError: If the recipe is not valid; the message lists every mistake.
+        DataError: If ``rows`` is no table, or lacks a column of the schema.
     """
     try:
         text, name = _read(source)
@@ -265,7 +277,23 @@ def load(source: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) 
     pairs = overrides.items() if isinstance(overrides, Mapping) else map(parse_override, overrides)
     for key, value in pairs:
         set_key(content, key, value)
-    return validate(content, name)
+    if rows is not None:
+        set_key(content, "data.path", ROWS)
+    found = validate(content, name)
+    if rows is None:
+        return found
+    if not isinstance(found, RankingRecipe):
+        raise RecipeError(name, [("model.name", "of a language model: rows train ranking models")])
+    return _with_rows(found, rows)
+
+
+def _with_rows(recipe: RankingRecipe, rows: FrameLike) -> RankingRecipe:
+    """Return a recipe for rows in memory, which are written to a file."""
+    data = recipe.data
+    assert data.schema_ is not None  # as there is a path
+    frame = frame_of(rows, data.schema_.columns, data.schema_.ids)
+    path = save_frame(frame, cache_folder(data.cache_dir) / "rows")
+    return recipe.model_copy(update={"data": data.model_copy(update={"path": str(path), "format": "parquet"})})
 
 
 def validate(content: dict[str, Any], source: str = "recipe") -> RankingRecipe | LanguageRecipe:

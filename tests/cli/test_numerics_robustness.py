@@ -15,7 +15,7 @@ from cordillera.run import Run
 from cordillera.serving.ranking import quantized_model
 from cordillera.serving.ranking.observation import Observer
 from cordillera.workflows import probing, quantization
-from cordillera.workflows.trained import load_model, model_of
+from cordillera.workflows.trained import model_of, restore_model
 
 from .conftest import RECIPE, write_log
 
@@ -112,13 +112,13 @@ def test_a_plan_is_whole_without_the_statistics_that_it_was_made_with(cli, run, 
 
 def test_weights_that_are_no_numbers_are_said_to_be_before_anything_is_written(run, monkeypatch) -> None:
     def spoilt(*arguments: Any) -> Any:
-        state, model = load_model(*arguments)
+        state, model = restore_model(*arguments)
         model.top.layers[0].bias.data[3] = float("nan")
         return state, model
 
     before = content_of(run)
     for module, work in ((quantization, quantization.quantize), (probing, probing.probe)):
-        monkeypatch.setattr(module, "load_model", spoilt)
+        monkeypatch.setattr(module, "restore_model", spoilt)
         with pytest.raises(NumericsError, match=r"top\.layers\.0\.bias: element \(3,\) is nan"):
             work(run)  # type: ignore[operator]
     assert content_of(run) == before
@@ -126,7 +126,7 @@ def test_weights_that_are_no_numbers_are_said_to_be_before_anything_is_written(r
 
 def test_a_weight_beyond_fp16_skips_the_kernels_of_fp16_and_ends_nothing(run, monkeypatch) -> None:
     def large(*arguments: Any) -> Any:
-        state, model = load_model(*arguments)
+        state, model = restore_model(*arguments)
         model.top.layers[0].weight.data[3, 2] = 1e5
         return state, model
 
@@ -138,7 +138,7 @@ def test_a_weight_beyond_fp16_skips_the_kernels_of_fp16_and_ends_nothing(run, mo
         (probing, lambda say: probing.probe(run, config, 10.0, say=say)),
     ):
         said: list[str] = []
-        monkeypatch.setattr(module, "load_model", large)
+        monkeypatch.setattr(module, "restore_model", large)
         work(said.append)
         assert any(line.startswith("fp16 weights is skipped in 1 layer: cannot take it: ") for line in said)
 

@@ -25,7 +25,7 @@ from cordillera.run import Run
 from cordillera.training import checkpoints
 from cordillera.training.ranking.tasks.losses import weighted_loss
 from cordillera.workflows.scores import some_batches
-from cordillera.workflows.trained import load_model
+from cordillera.workflows.trained import restore_model
 
 from .conftest import RECIPE, write_log
 
@@ -89,7 +89,7 @@ def test_a_training_step_is_planned_and_trained_by_its_plan(cli, trained, tmp_pa
     (batch,) = some_batches(splits.train, recipe, 100)
     losses, gradients = [], []
     for kernels in (plan.uniform("fp32"), plan):
-        _, model = load_model(Run(run), splits.features, torch.device("cpu"))
+        _, model = restore_model(Run(run), splits.features, torch.device("cpu"))
         applied = apply_for_training(model.train(), kernels)
         loss, _ = weighted_loss(model(batch), batch.labels, None, None)
         loss.backward()
@@ -105,7 +105,7 @@ def test_a_training_step_is_planned_and_trained_by_its_plan(cli, trained, tmp_pa
 @pytest.mark.slow
 def test_a_recipe_trains_by_a_plan_and_resumes_to_the_same_bits(cli, trained, tmp_path):
     recipe = load(trained)
-    _, model = load_model(Run(trained), prepare(recipe.data).features, torch.device("cpu"))
+    _, model = restore_model(Run(trained), prepare(recipe.data).features, torch.device("cpu"))
     shapes = {name: tuple(module.weight.shape) for name, module in sites(model).items() if name != "top.layers.0"}
     choices = tuple(KernelChoice(name, of, 128, *shape, "bf16") for name, shape in shapes.items() for of in PASSES)
     plan = PrecisionPlan(choices, machine(), {}, purpose="training")

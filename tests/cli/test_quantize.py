@@ -28,7 +28,7 @@ from cordillera.serving.ranking import quantized_model
 from cordillera.training.ranking.scoring import scorer
 from cordillera.workflows import quantization
 from cordillera.workflows.quantization import quantize
-from cordillera.workflows.trained import load_model, model_of
+from cordillera.workflows.trained import model_of, restore_model
 from tests.fuzzing import flips, survives
 
 from .conftest import RECIPE, write_log
@@ -106,7 +106,7 @@ def test_the_reported_change_is_that_of_the_written_model(trained):
     folder, outcome = trained
     recipe = load(folder / "recipe.toml")
     splits = prepare(recipe.data)
-    _, exact = load_model(Run(folder), splits.features, torch.device("cpu"))
+    _, exact = restore_model(Run(folder), splits.features, torch.device("cpu"))
     loaded, _ = loaded_of(folder)
     batch = splits.test.batch(slice(0, len(splits.test)))
     losses = []
@@ -292,7 +292,7 @@ def test_weights_that_are_no_numbers_are_not_quantised(trained):
     folder, _ = trained
     recipe = load(folder / "recipe.toml")
     splits = prepare(recipe.data)
-    _, model = load_model(Run(folder), splits.features, torch.device("cpu"))
+    _, model = restore_model(Run(folder), splits.features, torch.device("cpu"))
     model.tables.table("user")[3, 2] = float("nan")
     with pytest.raises(NumericsError, match=r"table 'user'.*row 3"):
         quantized_model.quantize_model(model, {"user": "int8"}, {}, {})

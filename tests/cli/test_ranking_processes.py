@@ -27,7 +27,7 @@ from cordillera.recipe import RankingRecipe, load
 from cordillera.run import Run
 from cordillera.training import checkpoints
 from cordillera.workflows import ranking
-from cordillera.workflows.trained import load_model, recipe_of
+from cordillera.workflows.trained import recipe_of, restore_model
 from tests.cli.conftest import write_log
 from tests.cli.test_kills import content
 from tests.cli.test_language_commands import gone, ranks_of, spawn, wait_for_step
@@ -127,7 +127,7 @@ def ne(run: Path) -> float:
 
 def learnt(run: Path) -> dict[str, torch.Tensor]:
     """Return all weights, and the moments of dense ones, after the last step."""
-    _, model = load_model(Run(run), prepare(recipe_of(Run(run)).data).features, torch.device("cpu"))
+    _, model = restore_model(Run(run), prepare(recipe_of(Run(run)).data).features, torch.device("cpu"))
     kept = checkpoints.load(checkpoints.folder_of(run / "checkpoints", 122)).tensors
     return model.state_dict() | {key: tensor for key, tensor in kept.items() if key.startswith("optimizer.")}
 
@@ -261,7 +261,7 @@ def test_two_processes_end_where_one_does_and_so_they_do_with_any_placement(made
     trained(made, "small.toml", "--run", "alone")
     assert ne(whole) == pytest.approx(ne(made / "alone"), abs=1e-6)
     features = prepare(recipe_of(Run(whole)).data).features
-    models = [load_model(Run(run), features, torch.device("cpu"))[1] for run in (whole, made / "alone")]
+    models = [restore_model(Run(run), features, torch.device("cpu"))[1] for run in (whole, made / "alone")]
     ours, theirs = (model.state_dict() for model in models)
     assert ours.keys() == theirs.keys()
     for key, tensor in theirs.items():

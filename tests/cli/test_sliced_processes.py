@@ -19,7 +19,7 @@ from cordillera.recipe import RankingRecipe, load
 from cordillera.run import Run
 from cordillera.training import checkpoints
 from cordillera.workflows import ranking
-from cordillera.workflows.trained import load_model, recipe_of
+from cordillera.workflows.trained import recipe_of, restore_model
 from tests.cli.conftest import write_log
 from tests.cli.test_kills import CLOCKED
 from tests.cli.test_language_commands import ranks_of, wait_for_step
@@ -49,7 +49,7 @@ def kept(run: Path) -> tuple[Any, ...]:
     logged = [{k: v for k, v in one.items() if k not in CLOCKED} for one in Run(run).metrics()]
     logged = [one for one in logged if one["kind"] != "resumed"]
     evaluation = {k: v for k, v in Run(run).read_json("evaluation.json").items() if k not in CLOCKED}
-    _, model = load_model(Run(run), prepare(recipe_of(Run(run)).data).features, torch.device("cpu"))
+    _, model = restore_model(Run(run), prepare(recipe_of(Run(run)).data).features, torch.device("cpu"))
     tensors = checkpoints.load(checkpoints.folder_of(run / "checkpoints", 122)).tensors
     moments = {key: one for key, one in tensors.items() if key.startswith(("optimizer.", "random"))}
     return logged, evaluation, model.state_dict() | moments

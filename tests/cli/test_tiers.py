@@ -24,6 +24,7 @@ from cordillera.run import Run
 from cordillera.training import checkpoints
 from cordillera.training.ranking.trainer import Trainer
 from cordillera.workflows import injection, planning, quantization
+from cordillera.workflows.trained import restore_model
 
 from .conftest import RECIPE, write_log
 
@@ -102,7 +103,7 @@ def test_a_run_in_a_file_is_that_in_memory(logs: Path, tmp_path: Path) -> None:
     for name, tensor in memory.tensors.items():
         if not name.startswith("model.tables."):
             assert torch.equal(tensor, file.tensors[name]), name
-    _, model = workflows.load_model(Run(runs["file"]), *_spec(runs["file"]))
+    _, model = restore_model(Run(runs["file"]), *_spec(runs["file"]))
     assert isinstance(model.tables, FileTables)
     rows = torch.cat([model.tables.table(name) for name in model.tables.features.tables])
     assert torch.equal(rows, memory.tensors["model.tables.weight"])
@@ -349,7 +350,7 @@ def test_other_places_refuse_such_tables_in_words(logs: Path, tmp_path: Path) ->
 def test_ids_are_admitted_and_evicted_in_a_run(logs: Path, tmp_path: Path) -> None:
     said: list[str] = []
     workflows.train(recipe_of(logs, *DYNAMIC, name="ids"), tmp_path / "run", say=said.append)
-    _, model = workflows.load_model(Run(tmp_path / "run"), *_spec(tmp_path / "run"))
+    _, model = restore_model(Run(tmp_path / "run"), *_spec(tmp_path / "run"))
     assert isinstance(model.tables, DynamicTables)
     users = model.tables.ids_of("user")
     assert 0 < len(users) < 200

@@ -18,7 +18,7 @@ from cordillera.recipe import RankingRecipe, load
 from cordillera.run import Run
 from cordillera.training import checkpoints
 from cordillera.workflows import ranking
-from cordillera.workflows.trained import load_model, recipe_of
+from cordillera.workflows.trained import recipe_of, restore_model
 from tests.cli.conftest import write_log
 from tests.cli.test_language_commands import wait_for_step
 from tests.cli.test_ranking_processes import RECIPE, ends, ne, needs_processes, none_starts, same_bits, train, trained
@@ -57,7 +57,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def learnt(run: Path) -> dict[str, torch.Tensor]:
     """Return all weights, and the moments of dense ones, after the last step."""
-    _, model = load_model(Run(run), prepare(recipe_of(Run(run)).data).features, torch.device("cpu"))
+    _, model = restore_model(Run(run), prepare(recipe_of(Run(run)).data).features, torch.device("cpu"))
     kept = checkpoints.load(checkpoints.folder_of(run / "checkpoints", STEPS)).tensors
     return model.state_dict() | {key: tensor for key, tensor in kept.items() if key.startswith("optimizer.")}
 

@@ -433,6 +433,22 @@ def test_dense_features_of_a_space_may_be_embeddings_and_norms_may_be_left_out()
     GraphConfig(embedding_dim=D, nodes=nodes, output=output)
 
 
+def test_heads_of_a_space_may_read_all_blocks_and_the_inputs() -> None:
+    blocks = BlocksConfig(
+        count=3, vector=("linear", "none"), embeddings=("fmb", "none"), heads=("last", "all", "inputs")
+    )
+    base = {gene.name: gene.values[0] for gene in block_genes(blocks)} | {"3.vector": "none", "3.embeddings": "none"}
+    last, every, inputs = (graph_of(blocks, {**base, "heads": heads})[1] for heads in blocks.heads)
+    assert last == ("b2_linear", "b2_fmb")
+    assert every == ("b1_linear", "b1_fmb", "b2_linear", "b2_fmb")
+    assert inputs == (*every, "dense", "embeddings")
+    nothing = {**base, **{f"{block}.{kind}": "none" for block in (1, 2) for kind in ("vector", "embeddings")}}
+    for heads in blocks.heads:
+        nodes, output = graph_of(blocks, {**nothing, "heads": heads})
+        assert (nodes, output) == ((), ("dense", "embeddings"))
+        GraphConfig(embedding_dim=D, nodes=nodes, output=output)
+
+
 # Mistakes
 
 A = node("a", "linear", "dense")

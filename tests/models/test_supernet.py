@@ -55,7 +55,10 @@ WITHOUT_ROWS = BlocksConfig(
     embed=True,
 )
 PLAIN = DEEP.model_copy(update={"norms": (True, False), "dense_rows": (0, 3, 2), "embed": True})
+HEADS = PLAIN.model_copy(update={"norms": (True,), "heads": ("last", "inputs", "all")})
+FIXED_HEADS = REDUCED.model_copy(update={"heads": ("all",)})
 SPACES = {
+    "heads": HEADS, "fixed heads": FIXED_HEADS,
     "small": SMALL, "reduced": REDUCED, "deep": DEEP, "chain": CHAIN, "without rows": WITHOUT_ROWS, "plain": PLAIN
 }  # fmt: skip
 

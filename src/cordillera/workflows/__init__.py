@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from cordillera.workflows.language import LanguageOutcome
     from cordillera.workflows.post_training.answers import best_of, judge
     from cordillera.workflows.post_training.averaging import average
-    from cordillera.workflows.prediction import predict
+    from cordillera.workflows.prediction import load_model, predict
     from cordillera.workflows.ranking import Outcome
     from cordillera.workflows.runs import apply_delta, compare, evaluate, make_delta, report, train
     from cordillera.workflows.scaling import Sweep, isoflop, sweep
     from cordillera.workflows.serving.server import ServerConfig, serve
     from cordillera.workflows.streams.augmentation import AugmentationOutcome, augment
-    from cordillera.workflows.trained import load_model, model_of
+    from cordillera.workflows.trained import batches, model_of
 
 __all__ = [
     "AugmentationOutcome",
@@ -33,6 +33,7 @@ __all__ = [
     "apply_delta",
     "augment",
     "average",
+    "batches",
     "best_of",
     "compare",
     "evaluate",
@@ -54,13 +55,13 @@ _WHERE = {
     "language": ("LanguageOutcome",),
     "post_training.answers": ("best_of", "judge"),
     "post_training.averaging": ("average",),
-    "prediction": ("predict",),
+    "prediction": ("load_model", "predict"),
     "ranking": ("Outcome",),
     "runs": ("apply_delta", "compare", "evaluate", "make_delta", "report", "train"),
     "scaling": ("Sweep", "isoflop", "sweep"),
     "serving.server": ("ServerConfig", "serve"),
     "streams.augmentation": ("AugmentationOutcome", "augment"),
-    "trained": ("load_model", "model_of"),
+    "trained": ("batches", "model_of"),
 }
 
 

@@ -27,7 +27,7 @@ from cordillera.numerics.faults.vulnerability import Campaign
 from cordillera.reports.ranking.injection import advice, injection_page
 from cordillera.run import Run, write_atomically
 from cordillera.workflows.processes import Say, silent
-from cordillera.workflows.trained import check_fixed_tables, load_model, recipe_of, splits_of, with_threads
+from cordillera.workflows.trained import check_fixed_tables, recipe_of, restore_model, splits_of, with_threads
 
 INJECTIONS = 8192
 _MOST_INJECTIONS = 1 << 20
@@ -237,7 +237,7 @@ def inject(
         splits = splits_of(run, recipe)
         if not len(splits.test):
             raise DataError("there is no test split to try faults on", where=recipe.data.label)
-        _, model = load_model(run, splits.features, torch.device("cpu"))
+        _, model = restore_model(run, splits.features, torch.device("cpu"))
         random = np.random.default_rng([config.seed, 1])
         chosen = np.sort(random.choice(len(splits.test), min(config.samples, len(splits.test)), replace=False))
         components = _chosen(components_of(model), config.components)

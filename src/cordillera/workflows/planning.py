@@ -380,8 +380,8 @@ def _looked_at(
     from cordillera.workflows.scores import some_batches
     from cordillera.workflows.trained import (
         check_fixed_tables,
-        load_model_with_checkpoint,
         recipe_of,
+        restore_model_with_checkpoint,
         splits_of,
         with_threads,
     )
@@ -390,7 +390,7 @@ def _looked_at(
     check_fixed_tables(recipe, "a division among towers")
     with with_threads(recipe.threads), torch.no_grad():
         splits = splits_of(probe, recipe)
-        _, model, checkpoint = load_model_with_checkpoint(probe, splits.features, torch.device("cpu"))
+        _, model, checkpoint = restore_model_with_checkpoint(probe, splits.features, torch.device("cpu"))
         features, rows = splits.features.sparse, splits.features.tables
         if not isinstance(model, DeepModel):
             raise PlanError(

@@ -1,4 +1,4 @@
-"""Scores of a ranking model for the samples of a file, and the scorer that gives the same scores to requests."""
+"""Scores of a ranking model for the samples of a file or in memory, and the scorer that gives them to requests."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ import fcntl
 import glob
 import os
 import secrets
+import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pyarrow.parquet
 import torch
+from numpy.typing import NDArray
 
 from cordillera.data.ranking.encoding import Encoder
 from cordillera.data.ranking.features import FeatureSpec
+from cordillera.data.ranking.frames import FrameLike, frame_of
+from cordillera.data.ranking.logs.columns import RowPlace
 from cordillera.data.ranking.rows import read_rows
 from cordillera.data.ranking.unseen import UnseenCount
 from cordillera.errors import DataError, RunError
@@ -28,7 +33,7 @@ from cordillera.serving.ranking import quantized_model
 from cordillera.serving.ranking.scorer import RowScorer, probabilities
 from cordillera.training.ranking.scoring import select_device
 from cordillera.workflows.processes import silent, threads_of
-from cordillera.workflows.trained import card_of, load_model, model_of, recipe_of, with_threads
+from cordillera.workflows.trained import card_of, model_of, recipe_of, restore_model, with_threads
 
 
 def predict(
@@ -78,6 +83,72 @@ def predict(
             writer.finish()
     unseen.warn(str(file))
     return target, rows
+
+
+class TrainedModel:
+    """A trained ranking model in memory, from :func:`load_model`.
+
+    ::
+
+        model = cordillera.load_model("runs/clicks")
+        frame["score"] = model.predict(frame)
+
+    Attributes:
+        run: Run that it was loaded from.
+        columns: Names of the columns that it reads.
+        tasks: Names of its tasks.
+        module: The model as a module of torch, whose inputs are those of :class:`~cordillera.RankingBatch`.
+    """
+
+    def __init__(self, run: Run, scorer: RowScorer) -> None:
+        schema = scorer.encoder.schema
+        self.run, self._scorer, self._lock = run, scorer, threading.Lock()
+        self.columns = tuple(one.name for one in (*schema.dense, *schema.categorical, *schema.lists))
+        self.tasks, self.module = scorer.tasks, scorer.model
+
+    def __repr__(self) -> str:
+        name = self.run.read_json("model.json")["name"]
+        return f"<{name} of {self.run.folder}: {len(self.columns)} columns, tasks {', '.join(self.tasks)}>"
+
+    def predict(self, rows: FrameLike, *, batch_size: int = 8192) -> NDArray[np.float64]:
+        """Return the probabilities of rows, equal to those of :func:`~cordillera.predict` to the bit.
+
+        A call waits until calls of other threads have ended.
+
+        Args:
+            rows: ``pandas.DataFrame``, ``polars.DataFrame``, Arrow table, dict of columns, or list of dicts, one for
+                each row. Blanks are None, or NaN in pandas. Columns that are not among :attr:`columns` are ignored.
+            batch_size: Largest number of rows that are computed at a time; scores do not depend on it.
+
+        Returns:
+            Probabilities ``[N]``; of several tasks ``[N, tasks]``, in the order of :attr:`tasks`.
+
+        Raises:
+            DataError: If it is no table, a column is missing, or a value is one that training would have refused; the
+                row is named.
+            NumericsError: If a logit is NaN or infinite.
+        """
+        if batch_size < 1:
+            raise DataError(f"must be at least 1, got {batch_size}", where="batch_size")
+        frame, place = frame_of(rows, self.columns), RowPlace("rows", 0)
+        with self._lock:
+            encoded = self._scorer.encoder.encode(frame, where=place, labels=False)
+            scores = probabilities(self._scorer.finite_logits(encoded, place, batch_size))
+        return scores[:, 0] if len(self.tasks) == 1 else scores
+
+
+def load_model(run: Run | Path | str, *, quantized: bool = False) -> TrainedModel:
+    """Load the model of a finished ranking ``run``, to score tables in memory.
+
+    Args:
+        quantized: Whether to load the model that ``cordillera quantize`` made from the run.
+
+    Raises:
+        CheckpointError: If there is no checkpoint or no quantised model, or it is corrupt.
+        RunError: If it is no run, or a run of a language model, which :func:`~cordillera.load_language_model` loads.
+    """
+    run = run if isinstance(run, Run) else Run(run)
+    return TrainedModel(run, open_scorer(run, quantized=quantized))
 
 
 def open_scorer(run: Run | Path | str, *, quantized: bool = False, planned: bool = False) -> RowScorer:
@@ -147,10 +218,10 @@ def _scorer_of(
     if planned:
         from cordillera.workflows.probing import load_planned
 
-        _, model = load_model(run, features, cpu)
+        _, model = restore_model(run, features, cpu)
         model, most = load_planned(run, model)
         return RowScorer(encoder, model, features.tasks, cpu, "fp32", fixed=most)
-    _, model = load_model(run, features, device)
+    _, model = restore_model(run, features, device)
     return RowScorer(encoder, model, features.tasks, device, training.precision, emulate=training.emulate)
 
 

@@ -27,7 +27,7 @@ from cordillera.training.ranking.trainer import TRAINING_PROBE
 from cordillera.workflows.processes import Say, silent
 from cordillera.workflows.quantization import say_skipped
 from cordillera.workflows.scores import check_weights, scored, some_batches
-from cordillera.workflows.trained import load_model, recipe_of, splits_of, with_threads
+from cordillera.workflows.trained import recipe_of, restore_model, splits_of, with_threads
 
 PROBE_FILE, PLAN_FILE = "probe.safetensors", "precision-plan.json"
 GRADIENT_PROBE_FILE, TRAINING_PLAN_FILE = "gradient-probe.safetensors", "training-plan.json"
@@ -87,7 +87,7 @@ def probe(
         raise DependencyError("plans of ranking runs are for CPUs", where="device", remedy="set device = 'cpu'")
     with with_threads(recipe.threads):
         splits = splits_of(run, recipe)
-        _, model = load_model(run, splits.features, torch.device("cpu"))
+        _, model = restore_model(run, splits.features, torch.device("cpu"))
         check_weights(model)
         inputs = None if anew else _gathered_by_training(run, model, marginals, say)
         gathered = None
@@ -159,7 +159,7 @@ def probe_training(
         raise DependencyError("plans of ranking runs are for CPUs", where="device", remedy="set device = 'cpu'")
     with with_threads(recipe.threads):
         splits = splits_of(run, recipe)
-        _, model = load_model(run, splits.features, torch.device("cpu"))
+        _, model = restore_model(run, splits.features, torch.device("cpu"))
         tasks = recipe.training.task_weights
         task_weights = None if tasks is None else torch.tensor([tasks.get(t, 1.0) for t in splits.features.tasks])
         check_weights(model)

@@ -53,7 +53,7 @@ from cordillera.serving.ranking.observation import Observer
 from cordillera.training.ranking.scoring import autocast, scorer, select_device
 from cordillera.workflows.processes import Say, silent
 from cordillera.workflows.scores import check_weights, scored, some_batches
-from cordillera.workflows.trained import check_fixed_tables, load_model, model_of, recipe_of, splits_of, with_threads
+from cordillera.workflows.trained import check_fixed_tables, model_of, recipe_of, restore_model, splits_of, with_threads
 
 _ROW_KINDS = ("int4", "int8", "fp16")
 _SMALLEST_ROW_KINDS = ("int2", *_ROW_KINDS)
@@ -144,7 +144,7 @@ def quantize(
         raise DependencyError("quantised models score on CPUs", where="device", remedy="set device = 'cpu'")
     with with_threads(recipe.threads):
         splits = splits_of(run, recipe)
-        _, model = load_model(run, splits.features, torch.device("cpu"))
+        _, model = restore_model(run, splits.features, torch.device("cpu"))
         model.eval()
         check_weights(model)
         seen = _probed(model, splits, recipe, say)

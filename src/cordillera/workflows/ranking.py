@@ -60,9 +60,10 @@ from cordillera.workflows.processes import LOADED, Say, from_ranks, keep_threads
 from cordillera.workflows.trained import (
     card_of,
     in_file,
-    load_model_with_checkpoint,
+    loader_of,
     model_of,
     recipe_of,
+    restore_model_with_checkpoint,
     splits_of,
     with_threads,
 )
@@ -85,16 +86,6 @@ class Outcome:
     run: Run
     report: TrainingOutcome
     evaluation: Evaluation | None
-
-
-def loader_of(recipe: RankingRecipe, dataset: ClickDataset, *, training: bool) -> Loader:
-    """Return the loader of a split, ``dataset``, as the ``recipe`` says, for ``training`` or for evaluation."""
-    data = recipe.data
-    if training:
-        # A stream keeps its order, because shuffling would reveal the future to the past.
-        shuffle = "none" if recipe.training.progressive else data.shuffle
-        return Loader(dataset, data.batch_size, shuffle=shuffle, seed=recipe.seed)
-    return Loader(dataset, data.evaluation_batch_size)
 
 
 def _describe(recipe: RankingRecipe, model: RankingModel, splits: Splits) -> dict[str, Any]:
@@ -595,6 +586,6 @@ def evaluate(run: Run | Path | str, split: str = "test") -> Evaluation:
     device = select_device(recipe.device)
     with with_threads(recipe.threads):
         splits = splits_of(run, recipe)
-        _, model, checkpoint = load_model_with_checkpoint(run, splits.features, device)
+        _, model, checkpoint = restore_model_with_checkpoint(run, splits.features, device)
         place = (checkpoint.step, checkpoint.state.get("total_steps"))
         return _evaluate(run, recipe, model, splits, split, device, place)

@@ -1,4 +1,4 @@
-"""Models and data of finished ranking runs."""
+"""Data of ranking recipes as batches, and the models and data of finished runs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from cordillera import recipe as recipes
-from cordillera.data.ranking.cache import Splits
+from cordillera.data.ranking.cache import SPLITS, ClickDataset, Splits
 from cordillera.data.ranking.datasets import prepare
 from cordillera.data.ranking.encoding import Encoder
-from cordillera.data.ranking.features import FeatureSpec
+from cordillera.data.ranking.features import FeatureSpec, RankingBatch
+from cordillera.data.ranking.loader import Loader
 from cordillera.embeddings.file_tables import FileTables
 from cordillera.embeddings.tables import EmbeddingTables, MadeTablesConfig
 from cordillera.errors import DataError, RunError
@@ -44,6 +45,37 @@ def in_file(recipe: RankingRecipe, folder: Path, *, read_only: bool = False) -> 
     ``read_only`` is that of :class:`~cordillera.embeddings.file_tables.FileTables`.
     """
     return partial(FileTables, folder=folder, read_only=read_only) if recipe.tables.storage == "file" else None
+
+
+def loader_of(recipe: RankingRecipe, dataset: ClickDataset, *, training: bool) -> Loader:
+    """Return the loader of a split, ``dataset``, as the ``recipe`` says, for ``training`` or for evaluation."""
+    data = recipe.data
+    if training:
+        # A stream keeps its order, because shuffling would reveal the future to the past.
+        shuffle = "none" if recipe.training.progressive else data.shuffle
+        return Loader(dataset, data.batch_size, shuffle=shuffle, seed=recipe.seed)
+    return Loader(dataset, data.evaluation_batch_size)
+
+
+def batches(recipe: RankingRecipe, split: str = "train", *, epoch: int = 0) -> Iterator[RankingBatch]:
+    """Iterate over the batches of one epoch as training reads them, for a training loop of your own.
+
+    The data is fetched and prepared if it has not been. Batches of ``train`` have ``data.batch_size`` rows and are
+    shuffled by ``data.shuffle``, the recipe's seed and ``epoch``; those of other splits have
+    ``data.evaluation_batch_size`` rows in order.
+
+    Args:
+        recipe: Recipe whose ``[data]`` section says what is read.
+        split: ``train``, ``validation`` or ``test``.
+        epoch: Number of the epoch, from 0.
+
+    Raises:
+        DataError: If the data is not available or not acceptable, or the split is not one of the three.
+    """
+    if split not in SPLITS:
+        raise DataError(f"must be one of {', '.join(SPLITS)}, got {split!r}", where="split")
+    splits = prepare(recipe.data)
+    return loader_of(recipe, getattr(splits, split), training=split == "train").epoch(epoch)
 
 
 def check_fixed_tables(recipe: RankingRecipe, what: str) -> None:
@@ -128,21 +160,21 @@ def splits_of(run: Run, recipe: RankingRecipe) -> Splits:
     return splits
 
 
-def load_model(run: Run, features: FeatureSpec, device: torch.device) -> tuple[RankingRecipe, RankingModel]:
+def restore_model(run: Run, features: FeatureSpec, device: torch.device) -> tuple[RankingRecipe, RankingModel]:
     """Load the recipe of a ranking ``run`` and its model on ``device``, ready to score data with these ``features``.
 
     Raises:
         CheckpointError: If there is no checkpoint, or it is corrupt.
         RunError: If the recipe has changed since the checkpoint was written.
     """
-    recipe, model, _ = load_model_with_checkpoint(run, features, device)
+    recipe, model, _ = restore_model_with_checkpoint(run, features, device)
     return recipe, model
 
 
-def load_model_with_checkpoint(
+def restore_model_with_checkpoint(
     run: Run, features: FeatureSpec, device: torch.device
 ) -> tuple[RankingRecipe, RankingModel, checkpoints.Checkpoint]:
-    """Load a run's recipe, model and checkpoint; see :func:`load_model` for ``run``, ``features`` and ``device``."""
+    """Load a run's recipe, model and checkpoint; see :func:`restore_model` for ``run``, ``features`` and ``device``."""
     recipe = recipe_of(run)
     checkpoint = best_checkpoint(run, use_best=recipe.training.patience is not None)
     check_recipe(checkpoint.state.get("recipe"), recipe, run.recipe_file)

@@ -176,8 +176,8 @@ def search(
     if config.trial.supernet is not None:
         load_supernet(config.trial.supernet)  # what is wrong with it is no matter of candidates
     described = {
-        "space": settings.model_dump(mode="json", exclude_none=True),
-        "config": _identity(config.model_dump(mode="json")),
+        "space": _identity(SpaceConfig, settings.model_dump(mode="json")),
+        "config": _identity(SearchConfig, config.model_dump(mode="json"), ("trials", "judge")),
         "proposals": [short_digest(one) for one in proposals],
     }
     run = _open(Path(folder) if folder is not None else Path("runs") / f"{recipe.name}-search", recipe, described)
@@ -214,10 +214,10 @@ def _stopped_by_signals() -> Iterator[None]:
         yield
 
 
-def _identity(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the settings, all of them, on which the candidates of a search depend; None if they are not valid."""
+def _identity(kind: type[BaseModel], settings: Any, free: tuple[str, ...] = ()) -> dict[str, Any] | None:
+    """Return all settings but those that are ``free``; None if they are not valid."""
     try:
-        return SearchConfig.model_validate(config).model_dump(mode="json", exclude={"trials", "judge"})
+        return kind.model_validate(settings).model_dump(mode="json", exclude_none=True, exclude=set(free))
     except ValidationError:
         return None
 
@@ -279,7 +279,9 @@ def _open(folder: Path, recipe: RankingRecipe, described: dict[str, Any]) -> Run
             raise RunError("holds no search", where=str(folder), remedy="choose another --run folder")
         run.write_json(SEARCH_FILE, described)  # it was killed in between
     saved = run.read_json(SEARCH_FILE)
-    saved["config"] = _identity(saved.get("config", {}))  # settings that are newer than it have their defaults
+    # settings that are newer than it have their defaults
+    saved["config"] = _identity(SearchConfig, saved.get("config", {}), ("trials", "judge"))
+    saved["space"] = _identity(SpaceConfig, saved.get("space", {}))
     differs = [key for key, value in described.items() if saved.get(key) != json.loads(json.dumps(value))]
     if run.recipe_file.read_text() != text:
         differs.append("recipe")

@@ -29,8 +29,7 @@ from cordillera.run import Run
 from cordillera.training.ranking.evaluation import evaluate as evaluate_split
 from cordillera.training.ranking.scoring import scorer
 from cordillera.training.ranking.trainer import Trainer
-from cordillera.workflows.ranking import loader_of
-from cordillera.workflows.trained import load_model, model_of, recipe_of, splits_of
+from cordillera.workflows.trained import loader_of, model_of, recipe_of, restore_model, splits_of
 
 _ROWS = 32  # samples that cheap stages compute
 _TOLERANCE = 1e-4
@@ -308,7 +307,7 @@ def load_supernet(folder: str) -> Supernet:
     """
     run = Run(folder)
     recipe = recipe_of(run)
-    _, model = load_model(run, splits_of(run, recipe).features, torch.device("cpu"))
+    _, model = restore_model(run, splits_of(run, recipe).features, torch.device("cpu"))
     if not isinstance(model, Supernet):
         raise RunError(f"is a run of {recipe.model.name}, not of a supernet", where=folder)
     return model

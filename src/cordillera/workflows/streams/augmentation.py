@@ -24,7 +24,7 @@ from cordillera.toml_files import explain, known_keys
 from cordillera.training.ranking.teachers.augmentation import Augmentation, AugmentationConfig, AugmentationProgress
 from cordillera.training.ranking.teachers.versions import FixedTeacher, LearningTeacher, ScoringModel, StreamTeacher
 from cordillera.workflows.processes import Say, silent
-from cordillera.workflows.trained import card_of, load_model_with_checkpoint, recipe_of
+from cordillera.workflows.trained import card_of, recipe_of, restore_model_with_checkpoint
 
 
 @dataclass
@@ -165,7 +165,9 @@ def _teacher(config: AugmentationConfig, folder: StreamFolder) -> StreamTeacher:
             where=str(run.folder),
             remedy="name them in the streams' schema, or train a teacher on columns that are there",
         )
-    _, model, checkpoint = load_model_with_checkpoint(run, replace(encoder.features, tasks=tasks), torch.device("cpu"))
+    _, model, checkpoint = restore_model_with_checkpoint(
+        run, replace(encoder.features, tasks=tasks), torch.device("cpu")
+    )
     times = card["data"]["facts"].get("times", {}).get("train")
     scoring = ScoringModel(encoder, model, tasks, recipe.training.precision, embeds)
     trained_until = times[1] if times else None

@@ -16,7 +16,7 @@ from cordillera.models.ranking.graphs.config import DENSE, EMBEDDINGS, NodeConfi
 class BlocksConfig(BaseModel):
     """Settings of a space of graphs: a sequence of blocks, each of one operation of vectors and one of embeddings.
 
-    Both operations of a block read earlier blocks, or the inputs. The heads read the last block that gives anything.
+    Both operations of a block read earlier blocks, or the inputs.
 
     Attributes:
         count: Number of blocks.
@@ -31,6 +31,8 @@ class BlocksConfig(BaseModel):
         norms: Whether what operations give is normalised: one decision about all blocks.
         dense_rows: Numbers of embeddings that a linear layer makes of the dense features, beside those of the
             categorical ones.
+        heads: What the heads read: the last block that gives anything (``last``), all blocks (``all``), or all blocks
+            and the inputs (``inputs``).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -47,10 +49,11 @@ class BlocksConfig(BaseModel):
     fm: bool = False
     norms: tuple[bool, ...] = (True,)
     dense_rows: tuple[Annotated[int, Field(ge=0, le=2**20)], ...] = (0,)
+    heads: tuple[Literal["last", "all", "inputs"], ...] = ("last",)
 
     @model_validator(mode="after")
     def _is_not_empty(self) -> BlocksConfig:
-        for key in ("vector", "widths", "embeddings", "rows", "norms", "dense_rows"):
+        for key in ("vector", "widths", "embeddings", "rows", "norms", "dense_rows", "heads"):
             values = getattr(self, key)
             if not values:
                 raise ValueError(f"{key}: name at least one")
@@ -76,7 +79,7 @@ class Gene:
 
 def block_genes(config: BlocksConfig) -> list[Gene]:
     """Return the decisions about all blocks and about each, those with one value included."""
-    genes = [Gene("norm", config.norms), Gene("dense_rows", config.dense_rows)]
+    genes = [Gene("norm", config.norms), Gene("dense_rows", config.dense_rows), Gene("heads", config.heads)]
     for block in range(1, config.count + 1):
         earlier = range(block)
         if config.connections == "chain":
@@ -115,6 +118,15 @@ class _GraphBuilder:
     def gathered(self, given: list[list[str]], blocks: tuple[int, ...]) -> list[str]:
         """Return what the blocks give, or the inputs if they give nothing."""
         return [name for block in blocks for name in given[block]] or list(given[0])
+
+    def output(self, heads: str) -> tuple[str, ...]:
+        """Return the names of what the heads read; the inputs if no block gives anything."""
+        given = [(*vectors, *rows) for vectors, rows in zip(self.vectors, self.embeddings, strict=True)]
+        inputs, *blocks = given
+        if heads == "last":
+            return next((names for names in reversed(given) if names), ())
+        names = tuple(name for block in blocks for name in block)
+        return (*names, *inputs) if heads == "inputs" or not names else names
 
     def add_vector(self, block: int, op: str, width: int, reads: tuple[int, ...]) -> None:
         vectors, rows = self.gathered(self.vectors, reads), self.gathered(self.embeddings, reads)
@@ -155,8 +167,5 @@ def graph_of(config: BlocksConfig, values: Mapping[str, Any]) -> tuple[tuple[Nod
             made.vectors[block] = total
         if of.get("embed") and vector:
             rows.append(made.add(f"b{block}_embed", "embed", vector, rows=2))
-    for block in range(config.count, -1, -1):
-        output = (*made.vectors[block], *made.embeddings[block])
-        if output:
-            break
+    output = made.output(values["heads"])
     return without_unread(made.nodes, output), output

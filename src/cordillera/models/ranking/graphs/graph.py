@@ -61,13 +61,17 @@ class GraphBody(nn.Module):
         self.output_axis: AxisParts = flat_axis([values[name] for name in self.output])
 
     def forward(self, dense: Tensor, embeddings: Tensor, gates: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Compute the representation; values of nodes that ``gates`` names are multiplied by a number."""
+        """Compute the representation.
+
+        ``gates`` holds numbers by which values of nodes are multiplied, by name, and ``""`` the whole representation.
+        """
         values = {DENSE: dense.to(embeddings.dtype), EMBEDDINGS: embeddings}
         for name, node in zip(self.reads, self.nodes.values(), strict=True):
             values[name] = node([values[one] for one in self.reads[name]])
             if gates is not None and name in gates:
                 values[name] = values[name] * gates[name]
-        return join_flat([values[name] for name in self.output])  # [B, r]
+        joined = join_flat([values[name] for name in self.output])  # [B, r]
+        return joined * gates[""] if gates is not None and "" in gates else joined
 
 
 class Graph(DeepModel):

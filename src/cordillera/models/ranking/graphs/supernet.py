@@ -297,8 +297,8 @@ def _key(name: str) -> str:
 
 
 def _gates(config: GraphConfig, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the product of the factors of the decisions about each node, by its name."""
-    gates = {}
+    """Return the product of the factors of the decisions about each node, by its name; ``""`` for the heads."""
+    gates = {"": factors["heads"]} if "heads" in factors else {}
     for node in config.nodes:
         block = node.name[1:].partition("_")[0]
         kinds: tuple[str, ...] = ("embeddings", "rows", "embeddings_read")
@@ -321,6 +321,7 @@ def _widest(blocks: BlocksConfig) -> Iterator[dict[str, Any]]:
     """
     widest: dict[str, Any] = {gene.name: gene.values[-1] for gene in block_genes(blocks)}
     widest |= {"norm": max(blocks.norms), "dense_rows": max(blocks.dense_rows)}
+    widest["heads"] = next(one for one in ("inputs", "all", "last") if one in blocks.heads)
     for number in range(1, blocks.count + 1):
         widest |= {f"{number}.width": max(blocks.widths), f"{number}.rows": max(blocks.rows)}
     kinds = _kinds(blocks)
