@@ -122,7 +122,7 @@ _WHERE = {
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+    return sorted([*__all__, "__version__", *(name for name in globals() if name.startswith("__"))])
 
 
 def __getattr__(name: str) -> Any:

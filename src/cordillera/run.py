@@ -41,7 +41,8 @@ _LIBRARIES = ("torch", "numpy", "numba", "fbgemm-gpu-cpu", "fbgemm-gpu", "polars
 
 MAY_CHANGE = (
     *("name", "description", "device", "threads", "parallel", "fault_tolerance"),
-    *("data.path", "data.sources", "data.validation", "data.tokenizer"),  # content is compared separately
+    *("data.path", "data.validation_path", "data.test_path"),  # content is compared separately
+    *("data.sources", "data.validation", "data.tokenizer"),
     *("data.cache_dir", "data.processes", "data.prefetch", "data.evaluation_batch_size"),
     *("training.log_every", "training.evaluate_every", "training.evaluation_tokens", "training.checkpoint_every"),
     *("training.keep_checkpoints", "training.asynchronous", "training.max_skipped"),

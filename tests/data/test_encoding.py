@@ -174,7 +174,7 @@ FAULTS = [
     ("weight", -0.5, "weights must be 0 or from"),
     ("weight", math.nan, "weights must be 0 or from"),
     ("time", None, "timestamp is blank"),
-    ("time", 1.5, "not a timestamp"),
+    ("time", math.inf, "not a timestamp"),
     ("place", -1, "id -1 is outside the table of 7 rows"),
     ("place", 7, "id 7 is outside the table of 7 rows"),
     ("place", None, "an id is blank"),

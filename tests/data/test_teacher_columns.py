@@ -145,7 +145,7 @@ def test_prepared_data_of_earlier_schemas_is_still_found(tmp_path: Path) -> None
     content = schema.model_dump(mode="json")
     for feature in content["dense"]:
         del feature["width"]
-    del content["teacher"], content["missing_labels"]
+    del content["teacher"], content["missing_labels"], content["timestamp_unit"]
     choices = {
         "format": 2,
         "log": log.fingerprint(),

@@ -25,11 +25,13 @@ def cache_folder(chosen: str | Path | None = None) -> Path:
 
 
 def expand_paths(path: str | Sequence[str]) -> tuple[Path, ...]:
-    """Return the files of files, folders (sorted by name) or patterns, in order; ``~`` stands for the home folder.
+    """Return the files of files, folders or patterns, in order; ``~`` stands for the home folder.
+
+    Files of a folder are those in it and in its folders, sorted by path; names that begin with ``.`` or ``_`` are left
+    out. In a pattern, ``**`` stands for any number of folders.
 
     Raises:
-        DataError: a folder holds no files, or holds folders, which would be left out; a pattern matches no file; a path
-            is not valid.
+        DataError: a folder holds no files, a pattern matches no file, or a path is not valid.
     """
     files: list[Path] = []
     for name in [path] if isinstance(path, str) else path:
@@ -44,24 +46,36 @@ def expand_paths(path: str | Sequence[str]) -> tuple[Path, ...]:
 def _expand(name: str) -> list[Path]:
     place = Path(name).expanduser()
     if place.is_dir():
-        seen = sorted(entry for entry in place.iterdir() if not entry.name.startswith((".", "_")))
-        inner = next((entry for entry in seen if entry.is_dir()), None)
-        if inner is not None:
-            raise DataError(
-                f"the folder holds the folder '{inner.name}', whose files would be left out",
-                where=str(place),
-                remedy=f"name the files by a pattern such as {place}/*.csv or {place}/*/*.parquet",
-            )
-        inside = [entry for entry in seen if entry.is_file()]
+        inside = _files_in(place)
         if not inside:
             raise DataError("the folder holds no files", where=str(place))
         return inside
     if any(mark in name for mark in "*?[") and not place.exists():
-        found = sorted(Path(one) for one in glob.glob(str(place)))
+        found: dict[Path, None] = {}
+        for one in sorted(map(Path, glob.glob(str(place), recursive=True))):
+            found |= dict.fromkeys(_files_in(one) if one.is_dir() else [one])
         if not found:
             raise DataError("no file fits the pattern", where=str(place))
-        return found
+        return list(found)
     return [place]
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return the files in a folder and the folders in it, sorted by path."""
+    found, entered = [], set()
+    for place, folders, files in os.walk(folder, followlinks=True, onerror=_raise):
+        real = os.path.realpath(place)
+        if real in entered:  # a link to a folder above it
+            folders.clear()
+            continue
+        entered.add(real)
+        folders[:] = [one for one in folders if not one.startswith((".", "_"))]
+        found += [Path(place) / one for one in files if not one.startswith((".", "_"))]
+    return sorted(found)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def checksum(path: Path) -> str:

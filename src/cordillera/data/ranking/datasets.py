@@ -7,7 +7,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,13 +33,14 @@ from cordillera.data.ranking.logs.click_logs import (
     criteo_schema,
     guess_format,
     log_times,
+    unit_of_log,
 )
 from cordillera.data.ranking.logs.columns import RowPlace, splitmix64, timestamps_of
 from cordillera.data.ranking.logs.histories import HistoriesConfig, HistoriesLog
 from cordillera.data.ranking.logs.synthetic import SyntheticConfig, SyntheticLog
 from cordillera.errors import DataError
 
-Split = Literal["time", "order", "random"]
+Split = Literal["time", "order", "random", "files"]
 
 
 class DataConfig(BaseModel):
@@ -48,11 +49,15 @@ class DataConfig(BaseModel):
     Attributes:
         dataset: Name of a data set (``cordillera data list``). None for logs of your own.
         path: File, folder or pattern, or several of them: logs of your own, or a downloaded Criteo or Avazu log.
+        validation_path: Files of the validation split, as ``path``. All rows of ``path`` are then training rows.
+        test_path: Files of the test split, likewise.
         format: Format of the files. Default: the format that the file names imply.
+        separator: Character between the fields of text files. Default: a comma, in TSV files a tabulator.
         schema_: Role of each column (``schema`` in a recipe). Required without ``dataset``.
         split: ``time`` (by timestamp: training before validation before test; rows of one second stay together),
-            ``order`` (by position), ``random`` (by a hash of position and ``split_seed``). Default: the data set's own;
-            for logs of your own ``time`` if the schema has a timestamp, else ``random``.
+            ``order`` (by position), ``random`` (by a hash of position and ``split_seed``), ``files`` (by
+            ``validation_path`` and ``test_path``). Default: the data set's own; for logs of your own ``files`` if there
+            are such paths, ``time`` if the schema has a timestamp, else ``random``.
         fractions: Shares of training, validation and test rows.
         split_seed: Seed of the random split.
         unordered: Treatment of rows that are earlier than the row before, in a split by time: ``refuse`` (an error that
@@ -71,7 +76,10 @@ class DataConfig(BaseModel):
 
     dataset: str | None = None
     path: str | tuple[str, ...] | None = None
+    validation_path: str | tuple[str, ...] | None = None
+    test_path: str | tuple[str, ...] | None = None
     format: FileFormat | None = None
+    separator: str | None = Field(None, pattern=r"^[\t !#-/:-@\[-`{-~]$")
     schema_: Schema | None = Field(None, alias="schema")
     split: Split | None = None
     fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)
@@ -97,6 +105,17 @@ class DataConfig(BaseModel):
         if not (min(value) >= 0 and value[0] > 0 and abs(sum(value) - 1) <= 1e-9):
             raise ValueError(f"fractions must be at least 0, of training more than 0, and add up to 1, got {value}")
         return value
+
+    @model_validator(mode="after")
+    def _files_fit(self) -> DataConfig:
+        given = [key for key in ("validation_path", "test_path") if getattr(self, key) is not None]
+        if given and self.path is None:
+            raise ValueError(f"{given[0]} needs path, the files of the training split")
+        if given and self.split not in (None, "files"):
+            raise ValueError(f"{given[0]} does not go with split = {self.split!r}; leave one of them out")
+        if self.split == "files" and not given:
+            raise ValueError("split = 'files' needs validation_path or test_path")
+        return self
 
     @model_validator(mode="after")
     def _source_is_one(self) -> DataConfig:
@@ -151,16 +170,23 @@ class Dataset:
         return self.open is None
 
 
-def _paths(config: DataConfig) -> tuple[Path, ...]:
-    assert config.path is not None
-    return expand_paths(config.path)
+def _paths(config: DataConfig) -> tuple[tuple[Path, ...], ...]:
+    """Return the files of each split, or all of them as those of training."""
+    given = (config.path, config.validation_path, config.test_path)
+    found = tuple(() if path is None else expand_paths(path) for path in given)
+    names = [file for files in found for file in files]
+    twice = next((file for file in names if names.count(file) > 1), None)
+    if twice is not None:
+        raise DataError("the file is named twice", where=str(twice), remedy="a row belongs to one split: name it once")
+    return found
 
 
 def _open_own(config: DataConfig) -> ClickLog:
-    paths = _paths(config)
+    paths = [file for files in _paths(config) for file in files]
     assert config.schema_ is not None
     kind = config.format or guess_format(paths[0])
-    return FileLog(config.schema_, paths, kind, facts={"source": "files of one's own", "terms": "one's own"})
+    facts = {"source": "your own files"}
+    return FileLog(config.schema_, tuple(paths), kind, facts=facts, separator=config.separator)
 
 
 DATASETS: dict[str, Dataset] = {
@@ -228,12 +254,25 @@ def open_log(config: DataConfig) -> ClickLog:
         return entry.open(config, cache_folder(config.cache_dir))
     schema, kind = config.schema_ or entry.schema(config), config.format or entry.format
     facts = {"source": entry.source, "terms": entry.terms}
-    return FileLog(schema, _paths(config), kind, entry.header, entry.prepare, facts)
+    files = tuple(file for files in _paths(config) for file in files)
+    return FileLog(schema, files, kind, entry.header, entry.prepare, facts, separator=config.separator)
+
+
+def with_unit(log: ClickLog) -> ClickLog:
+    """Return a log whose schema names the unit of its timestamps, inferred from its first rows if need be."""
+    if not isinstance(log, FileLog) or log.schema.timestamp is None or log.schema.timestamp_unit is not None:
+        return log
+    if (unit := unit_of_log(log)) == "s":
+        return log
+    schema = log.schema.model_copy(update={"timestamp_unit": unit})
+    return replace(log, schema=schema, facts={**log.facts, "timestamp_unit": unit})
 
 
 def _split_kind(config: DataConfig, schema: Schema) -> Split:
     if config.split is not None:
         return config.split
+    if config.validation_path is not None or config.test_path is not None:
+        return "files"
     if config.dataset is not None:
         return DATASETS[config.dataset].split
     return "time" if schema.timestamp is not None else "random"
@@ -246,8 +285,10 @@ class Splitter:
         self.config, self.kind = config, _split_kind(config, log.schema)
         self.position = 0
         self.bounds: tuple[int, int] = (0, 0)
-        self.column = log.schema.timestamp or ""
-        if self.kind == "time":
+        self.column, self.unit = log.schema.timestamp or "", log.schema.timestamp_unit
+        if self.kind == "files":
+            self.split_of = {str(file): split for split, files in enumerate(_paths(config)) for file in files}
+        elif self.kind == "time":
             if log.schema.timestamp is None:
                 raise DataError(
                     "a split by time needs timestamps",
@@ -294,9 +335,11 @@ class Splitter:
 
         return bound(train), bound(train + validation) if validation else bound(train)
 
-    def __call__(self, frame: pl.DataFrame, timestamps: np.ndarray | None) -> np.ndarray:
+    def __call__(self, frame: pl.DataFrame, timestamps: np.ndarray | None, place: RowPlace) -> np.ndarray:
         """Split numbers ``[N]`` of the next rows: 0 for training, 1 for validation, 2 for test."""
         first, self.position = self.position, self.position + len(frame)
+        if self.kind == "files":
+            return np.full(len(frame), self.split_of[place.source], dtype=np.int8)
         if self.kind == "time":
             keys = timestamps
             assert keys is not None
@@ -316,8 +359,11 @@ class Splitter:
 
     def of(self, frame: pl.DataFrame, place: RowPlace) -> np.ndarray:
         """Split numbers ``[N]`` of the next rows, with the timestamps read from ``frame``; ``place`` is for errors."""
-        times = timestamps_of(frame[self.column], self.column, place) if self.kind == "time" else None
-        return self(frame, times)
+        return self(frame, self.times(frame, place) if self.kind == "time" else None, place)
+
+    def times(self, frame: pl.DataFrame, place: RowPlace) -> np.ndarray:
+        """Return the timestamps ``int64 [N]`` of rows, in seconds."""
+        return timestamps_of(frame[self.column], self.column, place, self.unit)
 
     def restart(self) -> None:
         """Return to the first row."""
@@ -326,7 +372,7 @@ class Splitter:
 
 def _key(config: DataConfig, log: ClickLog, format: int = FORMAT) -> str:
     schema = log.schema.model_dump(mode="json")
-    for added in ("missing_labels", "teacher"):  # copies from before there were these keys stay valid
+    for added in ("missing_labels", "teacher", "timestamp_unit"):  # copies from before there were these keys stay valid
         if not schema[added]:
             del schema[added]
     for feature in schema["dense"]:
@@ -341,6 +387,10 @@ def _key(config: DataConfig, log: ClickLog, format: int = FORMAT) -> str:
         "seed": config.split_seed,
         "unordered": config.unordered,
     }
+    if choices["split"] == "files":
+        choices["files"] = [len(files) for files in _paths(config)]
+    if config.separator is not None:
+        choices["separator"] = config.separator
     return hashlib.sha256(json.dumps(choices, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -394,9 +444,14 @@ class _CachedLog:
 # One piece: the encoder, the files and the checks rest on one reading of an unchanged log, or nothing is kept.
 def _build(config: DataConfig, log: ClickLog, folder: Path, progress: bool) -> None:
     console = Console(stderr=True, quiet=not progress)
+    before = log.fingerprint()
+    log = with_unit(log)
     name = config.dataset or "your files"
     if config.dataset is not None and log.facts.get("source") != "made":
         console.print(f"{name}: {log.facts.get('source')}\nterms: {log.facts.get('terms')}", highlight=False)
+    if "timestamp_unit" in log.facts:
+        unit = f"timestamps of '{log.schema.timestamp}' are in {log.facts['timestamp_unit']} since 1970"
+        console.print(f"{unit}, by their size; set data.schema.timestamp_unit otherwise", highlight=False)
     bar = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -407,7 +462,6 @@ def _build(config: DataConfig, log: ClickLog, folder: Path, progress: bool) -> N
         disable=not (progress and sys.stderr.isatty()),
     )
     with bar:
-        before = log.fingerprint()
         splitter = Splitter(config, log)
         columns = [*log.schema.columns, *((log.probability,) if log.probability else ())]
         encoder = Encoder.fit(log.schema, ())
@@ -432,7 +486,7 @@ def _build(config: DataConfig, log: ClickLog, folder: Path, progress: bool) -> N
                 for frame, place in log.chunks(columns):
                     _require(frame, log.schema, place.source)
                     rows = encoder.encode(frame, where=place)
-                    membership = splitter(frame, rows.timestamps)
+                    membership = splitter(frame, rows.timestamps, place)
                     for number, split in enumerate(SPLITS):
                         chosen = np.flatnonzero(membership == number)
                         if not len(chosen):
@@ -497,7 +551,10 @@ class _Truth:
 
 
 def _check(config: DataConfig, writer: CacheWriter, name: str) -> None:
-    for split, fraction in zip(SPLITS, config.fractions, strict=True):
+    shares: tuple[float, ...] = config.fractions
+    if config.validation_path is not None or config.test_path is not None:
+        shares = (1, config.validation_path is not None, config.test_path is not None)
+    for split, fraction in zip(SPLITS, shares, strict=True):
         if fraction > 0 and writer.rows[split] == 0:
             raise DataError(
                 f"the {split} split is empty ({sum(writer.rows.values())} rows in all)",

@@ -406,7 +406,8 @@ class Encoder:
         if schema.group is not None and (labels or schema.group in frame.columns):
             groups = groups_of(column_of(frame, schema.group, place), schema.group, place)
         if schema.timestamp is not None and (labels or schema.timestamp in frame.columns):
-            timestamps = timestamps_of(column_of(frame, schema.timestamp, place), schema.timestamp, place)
+            times = column_of(frame, schema.timestamp, place)
+            timestamps = timestamps_of(times, schema.timestamp, place, schema.timestamp_unit)
         if labels and schema.teacher is not None:
             teacher = teacher_of(frame, schema.teacher, schema.labels, timestamps, place)
         return EncodedRows(

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from cordillera.jagged import JaggedBatch
 
+TimeUnit = Literal["s", "ms", "us", "ns"]
+
 ANY_ID = 2**63 - 1
 """Number of rows of a table without ``num_embeddings``: ids are any numbers below it."""
 
@@ -113,10 +115,14 @@ class Schema(_Frozen):
         dense: Columns of numbers.
         categorical: Columns of single ids.
         lists: Columns of lists of ids.
-        labels: Columns of 0 or 1, one per task.
+        labels: Columns of 0 or 1, or of false and true, one per task.
         missing_labels: Whether labels may be blank: such a sample counts for its other tasks alone.
         weight: Column of sample weights, at least 0. Default: all ones.
-        timestamp: Integer column (seconds) that orders samples for time-ordered splits and progressive evaluation.
+        timestamp: Column of times that orders samples for time-ordered splits and progressive evaluation: numbers
+            since 1970, dates, times, or text such as ``2026-01-31`` or ``2026-01-31 12:00:00``. They are read in whole
+            seconds; times without a time zone are taken as UTC.
+        timestamp_unit: Unit of a timestamp in numbers: ``s``, ``ms``, ``us`` or ``ns``. Default: the unit in which the
+            first rows are times after 1973.
         group: Column by which GAUC groups samples (usually the user).
         ids: Columns that ``predict`` writes beside the scores.
         segments: Categorical features by which reports break metrics down.
@@ -130,6 +136,7 @@ class Schema(_Frozen):
     missing_labels: bool = False
     weight: str | None = None
     timestamp: str | None = None
+    timestamp_unit: TimeUnit | None = None
     group: str | None = None
     ids: tuple[str, ...] = ()
     segments: tuple[str, ...] = ()

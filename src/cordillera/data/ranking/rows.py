@@ -14,10 +14,10 @@ from polars.exceptions import PolarsError
 
 from cordillera.data.files import expand_paths
 from cordillera.data.ranking.cache import SPLITS
-from cordillera.data.ranking.datasets import DATASETS, DataConfig, Splitter, open_log
+from cordillera.data.ranking.datasets import DATASETS, DataConfig, Splitter, open_log, with_unit
 from cordillera.data.ranking.features import Schema
 from cordillera.data.ranking.logs.click_logs import FileFormat, FileLog, RowChunk, guess_format
-from cordillera.data.ranking.logs.columns import RowPlace, timestamps_of
+from cordillera.data.ranking.logs.columns import RowPlace
 from cordillera.errors import DataError
 
 
@@ -30,7 +30,7 @@ def raw_rows(config: DataConfig, split: str = "test", rows: int | None = None) -
     """
     if split not in SPLITS:
         raise DataError(f"unknown split '{split}'", remedy=f"choose one of {list(SPLITS)}")
-    log = open_log(config)
+    log = with_unit(open_log(config))
     splitter, number = Splitter(config, log), SPLITS.index(split)
     columns = list(dict.fromkeys((*log.schema.ids, *log.schema.columns)))
     sort = splitter.kind == "time" and config.unordered == "sort"
@@ -56,7 +56,7 @@ def raw_rows(config: DataConfig, split: str = "test", rows: int | None = None) -
                 where=config.label,
                 remedy="write the column in one type",
             ) from error
-        times = timestamps_of(joined[splitter.column], splitter.column, RowPlace(config.label))
+        times = splitter.times(joined, RowPlace(config.label))
         joined = joined[np.argsort(times, kind="stable")]
         yield joined if rows is None else joined.head(rows)
 
@@ -91,7 +91,8 @@ def read_rows(
     if header is not None and _fields(paths[0]) != len(header):
         header = header[1:]
     prepare = None if entry is None else entry.prepare
-    for frame, place in FileLog(schema, paths, kind, header, prepare).chunks():
+    log = FileLog(schema, paths, kind, header, prepare, separator=config.separator)
+    for frame, place in log.chunks():
         needed = [feature.name for feature in (*schema.dense, *schema.categorical, *schema.lists)]
         absent = [name for name in needed if name not in frame.columns]
         if absent:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from urllib.parse import unquote
 
 import numpy as np
 import polars as pl
@@ -15,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet
 from polars.exceptions import PolarsError
 
-from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, Schema
-from cordillera.data.ranking.logs.columns import RowPlace, ids_of, timestamps_of
+from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, Schema, TimeUnit
+from cordillera.data.ranking.logs.columns import RowPlace, ids_of, timestamps_of, unit_of
 from cordillera.data.ranking.logs.delimited import DelimitedFile
 from cordillera.errors import DataError
 
@@ -86,11 +87,15 @@ class FileLog:
     Text files are read as text; columns that the schema declares as numbers are converted later, so that errors name
     the line.
 
+    Folders called ``name=value`` above a file give all of its rows a column ``name`` with that text, unless the file
+    has one.
+
     Attributes:
         header: Column names of files without a header; None if the first line names them.
         prepare: Function applied to every frame before anything else reads it.
         facts: Facts known in advance, such as source and terms.
         probability: Column of the true probability of the first label, if known.
+        separator: Character between fields of text files; None for that of the format.
     """
 
     schema: Schema
@@ -100,6 +105,7 @@ class FileLog:
     prepare: Callable[[pl.DataFrame, RowPlace], pl.DataFrame] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     probability: str | None = None
+    separator: str | None = None
 
     def __post_init__(self) -> None:
         if not self.paths:
@@ -143,6 +149,7 @@ class FileLog:
             any_rows = False
             read = self._parquet if self.format == "parquet" else self._text
             for frame, place in read(path, wanted):
+                frame = _with_folders(frame, path, wanted)
                 if self.prepare is not None:
                     frame = self.prepare(frame, place)
                 any_rows |= len(frame) > 0
@@ -151,14 +158,21 @@ class FileLog:
             if not any_rows:
                 raise DataError("the file holds no rows", where=str(path), remedy="give a file that holds rows")
 
-    def _missing(self, path: Path, wanted: Sequence[str], there: Sequence[str]) -> None:
+    def _in_file(self, path: Path, wanted: list[str] | None, there: Sequence[str]) -> list[str] | None:
+        """Return the wanted columns that a file holds itself; refuse it if others are missing."""
+        if wanted is None:
+            return None
         absent = [name for name in wanted if name not in there]
-        if absent:
-            raise DataError(
-                f"column '{absent[0]}' is missing; there are {list(there)}",
-                where=str(path),
-                remedy="name the column in the file, or take it out of the schema",
-            )
+        lost = [name for name in absent if name not in _folder_values(path)]
+        if lost:
+            remedy = "name the column in the file, or take it out of the schema"
+            if len(there) == 1 and self.format != "parquet":
+                marks = {";": '";"', "\t": '"\\t"', "|": '"|"', ",": '","', " ": '" "'}
+                mark = max(marks, key=there[0].count)
+                if mark in there[0]:
+                    remedy = f"the file has a single column: its separator may be {marks[mark]}; set data.separator"
+            raise DataError(f"column '{lost[0]}' is missing; there are {list(there)}", where=str(path), remedy=remedy)
+        return [name for name in wanted if name not in absent]
 
     def _parquet(self, path: Path, wanted: list[str] | None) -> Iterator[RowChunk]:
         row = 1
@@ -194,11 +208,11 @@ class FileLog:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise DataError(f"columns must differ, these stand twice: {twice[:8]}", where=str(path))
-        self._missing(path, wanted or (), names)
+        own = self._in_file(path, wanted, names)
         kinds = {name: schema.field(name).type for name in names}
         # Raises UnicodeDecodeError for names within types that are not UTF-8.
         str(kinds)
-        needed = wanted if wanted is not None else [*self.schema.columns, *self.schema.ids]
+        needed = own if own is not None else [*self.schema.columns, *self.schema.ids]
         for name in needed:
             if name in kinds and not _is_readable(kinds[name]):
                 raise DataError(
@@ -206,13 +220,40 @@ class FileLog:
                     where=str(path),
                     remedy="convert it to numbers of at most 64 bits, text, dates, or lists of these",
                 )
-        return wanted if wanted is not None else [name for name in names if _is_readable(kinds[name])]
+        if own:
+            return own
+        readable = [name for name in names if _is_readable(kinds[name])]
+        return readable if own is None else readable[:1]  # one column tells the number of rows
 
     def _text(self, path: Path, wanted: list[str] | None) -> Iterator[RowChunk]:
         # Published logs without a header hold raw text, in which a quotation mark is an ordinary character.
-        file = DelimitedFile(path, "\t" if self.format == "tsv" else ",", quoted=self.header is None, names=self.header)
-        self._missing(path, wanted or (), file.names)
-        yield from file.frames(wanted)
+        mark = self.separator or ("\t" if self.format == "tsv" else ",")
+        file = DelimitedFile(path, mark, quoted=self.header is None, names=self.header)
+        yield from file.frames(self._in_file(path, wanted, file.names))
+
+
+def _folder_values(path: Path) -> dict[str, str | None]:
+    """Return the columns that folders called ``name=value`` stand for (Hive's partitions)."""
+    found: dict[str, str | None] = {}
+    for part in path.parent.parts:
+        name, mark, value = part.partition("=")
+        if mark and name:
+            found[unquote(name)] = None if value == "__HIVE_DEFAULT_PARTITION__" else unquote(value)
+    return found
+
+
+def _with_folders(frame: pl.DataFrame, path: Path, wanted: list[str] | None) -> pl.DataFrame:
+    """Return a frame with the columns of the folders above its file."""
+    values = {name: value for name, value in _folder_values(path).items() if name not in frame.columns}
+    added = [pl.lit(value, pl.String).alias(name) for name, value in values.items() if wanted is None or name in wanted]
+    return frame.with_columns(added) if added else frame
+
+
+def unit_of_log(log: FileLog) -> TimeUnit:
+    """Return the unit of a log's timestamps, judged by its first rows."""
+    assert log.schema.timestamp is not None
+    seconds = replace(log, schema=log.schema.model_copy(update={"timestamp_unit": "s"}))
+    return next((unit_of(times.to_numpy()) for times, _ in log_times(seconds)), "s")
 
 
 def _is_readable(kind: pa.DataType) -> bool:
@@ -356,4 +397,4 @@ def log_times(log: ClickLog) -> Iterator[tuple[pl.Series, RowPlace]]:
     for frame, place in log.chunks([name]):
         if name not in frame.columns:
             raise DataError(f"column '{name}' is missing; there are {frame.columns}", where=place.source)
-        yield pl.Series("time", timestamps_of(frame[name], name, place)), place
+        yield pl.Series("time", timestamps_of(frame[name], name, place, log.schema.timestamp_unit)), place

@@ -5,6 +5,7 @@ Every function raises a DataError that names the file, the row and the column of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import polars as pl
 from scipy.special import logit
 
-from cordillera.data.ranking.features import DenseFeature, ListFeature, Schema, TeacherColumns
+from cordillera.data.ranking.features import DenseFeature, ListFeature, Schema, TeacherColumns, TimeUnit
 from cordillera.errors import DataError
 
 WEIGHTS = (1e-30, 1e30)
@@ -31,6 +32,12 @@ WHOLE = r"^(?:0|-?[1-9]\d*)$"
 _WHOLE_OR_POINT = r"^(0|-?[1-9]\d*)\.0+$"
 _BLANK_GROUP = np.uint64(0x9E3779B97F4A7C15)
 _FEW = 256  # entries for which a loop is faster than a query of Polars
+_UNITS: dict[TimeUnit, int] = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+_DATE = r"\d{4}[-/]\d\d[-/]\d\d"
+_DATE_PATTERNS = (
+    *("%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%d", "%+", "%Y-%m-%d %H:%M:%S%.f%#z"),
+    *("%Y-%m-%dT%H:%M:%S%.f%#z", "%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M", "%Y/%m/%d %H:%M:%S%.f", "%Y/%m/%d"),
+)  # patterns with a time zone end with z or +
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -328,7 +335,9 @@ def flatten(
 
 
 def labels_of(series: pl.Series, name: str, place: RowPlace, *, may_miss: bool = False) -> np.ndarray:
-    """Convert a column of labels, 0 or 1, to ``uint8 [N]``; blank ones are :data:`MISSING` where they ``may_miss``."""
+    """Convert labels (0 and 1, or false and true) to ``uint8 [N]``; blanks are :data:`MISSING` if they ``may_miss``."""
+    if series.dtype == pl.String:
+        series = _label_numbers(series, name, place)
     values, blank = numbers_of(series, name, place)
     wrong = ~blank & (values != 0) & (values != 1)
     if not may_miss:
@@ -346,6 +355,21 @@ def labels_of(series: pl.Series, name: str, place: RowPlace, *, may_miss: bool =
             ),
         )
     return np.where(blank, MISSING, values).astype(np.uint8)
+
+
+def _label_numbers(series: pl.Series, name: str, place: RowPlace) -> pl.Series:
+    """Convert labels in text, which may be ``true`` and ``false``, to numbers, blanks to null."""
+    text = series.str.strip_chars().str.to_lowercase().replace({"true": "1", "false": "0", "": None})
+    found = text.cast(pl.Float64, strict=False)
+    wrong = (found.is_null() & text.is_not_null()).to_numpy()
+    if wrong.any():
+        row = first_of(wrong)
+        raise DataError(
+            f"a label is {series[row]!r}, labels must be 0 or 1, or false and true",
+            where=place.at(row, name),
+            remedy="make the column 0/1 (1 for a click, a purchase, a like) or take the row out",
+        )
+    return found
 
 
 def weights_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
@@ -415,27 +439,79 @@ def teacher_of(
     return found
 
 
-def timestamps_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
-    """Convert timestamps to ``int64 [N]`` seconds; dates and times are taken as seconds since 1970."""
+def timestamps_of(series: pl.Series, name: str, place: RowPlace, unit: TimeUnit | None = None) -> np.ndarray:
+    """Convert timestamps to ``int64 [N]`` whole seconds since 1970.
+
+    Fractions of a second are cut off. Dates and times without a time zone are taken as UTC.
+
+    Args:
+        series: Numbers, dates, times, or text with numbers or with dates and times such as ``2026-01-31 12:00:00``.
+        unit: Unit of numbers; None for seconds.
+    """
+    if series.dtype in (pl.Date, pl.Datetime) and not series.null_count():
+        return series.dt.epoch("us").to_numpy() // _UNITS["us"]
     if series.dtype in (pl.Date, pl.Datetime):
         series = series.dt.epoch("s")
+        unit = None
     if series.dtype in (pl.String, pl.Categorical, pl.Enum):
         series = series.cast(pl.String).str.strip_chars()
+        if _holds_dates(series):
+            return _times_of_text(series, name, place)
     # Float64 would lose the last digits of times in nanoseconds.
     whole = series.cast(pl.Int64, strict=False) if series.dtype == pl.String or series.dtype.is_integer() else None
     if whole is not None and whole.null_count() == 0:
-        return whole.to_numpy()
+        return whole.to_numpy() // _UNITS[unit or "s"]
     values, blank = numbers_of(series, name, place)
-    wrong = blank | ~np.isfinite(values) | (values != np.floor(values)) | (np.abs(values) >= 2.0**63)
+    wrong = blank | ~np.isfinite(values) | (np.abs(values) >= 2.0**63)
     if wrong.any():
         row = first_of(wrong)
         raise DataError(
-            "a timestamp is blank" if blank[row] else f"{float(values[row])!r} is not a timestamp in whole seconds",
+            "a timestamp is blank" if blank[row] else f"{float(values[row])!r} is not a timestamp",
             where=place.at(row, name),
-            remedy="give every row its time in seconds, or split by order or at random",
+            remedy="give every row its time, or split by order or at random",
         )
-    times = values.astype(np.int64)
-    return times if whole is None else np.where(whole.is_null().to_numpy(), times, whole.fill_null(0).to_numpy())
+    times = np.floor(values).astype(np.int64)
+    if whole is not None:
+        times = np.where(whole.is_null().to_numpy(), times, whole.fill_null(0).to_numpy())
+    return times // _UNITS[unit or "s"]
+
+
+def _holds_dates(series: pl.Series) -> bool:
+    first = series.drop_nulls().head(1)
+    return len(first) > 0 and re.match(_DATE, first[0]) is not None
+
+
+def _times_of_text(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
+    found: pl.Series | None = None
+    for pattern in _DATE_PATTERNS:
+        zoned = pattern.endswith(("z", "+"))
+        parsed = series.str.to_datetime(pattern, strict=False, time_unit="us", exact=True)
+        parsed = parsed.dt.replace_time_zone(None) if zoned else parsed
+        found = parsed if found is None else found.fill_null(parsed)
+        if not found.null_count():
+            break
+    assert found is not None
+    wrong = found.is_null().to_numpy()
+    if wrong.any():
+        row = first_of(wrong)
+        blank = series[row] in (None, "")
+        raise DataError(
+            "a timestamp is blank" if blank else f"{series[row]!r} is not a date or time",
+            where=place.at(row, name),
+            remedy="write 2026-01-31, 2026-01-31 12:00:00 or 2026-01-31T12:00:00Z, all rows alike or as numbers",
+        )
+    times: np.ndarray = found.dt.epoch("us").to_numpy() // _UNITS["us"]
+    return times
+
+
+def unit_of(times: np.ndarray) -> TimeUnit:
+    """Return the unit in which numbers since 1970 are times from 1973 to 5138; seconds if there is none.
+
+    ``times`` are ``int64 [N]``, of which the median counts.
+    """
+    size = abs(float(np.median(times))) if len(times) else 0.0
+    of_sizes: tuple[tuple[float, TimeUnit], ...] = ((1e17, "ns"), (1e14, "us"), (1e11, "ms"))
+    return next((unit for least, unit in of_sizes if size >= least), "s")
 
 
 def groups_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:

@@ -260,7 +260,7 @@ class LabelJoin:
         return ids, self._times(frame, self.time, place)
 
     def _times(self, frame: pl.DataFrame, name: str, place: RowPlace) -> np.ndarray:
-        times = timestamps_of(column_of(frame, name, place), name, place)
+        times = timestamps_of(column_of(frame, name, place), name, place, self.schema.timestamp_unit)
         if (np.abs(times) >= END // 4).any():
             row = int(np.argmax(np.abs(times) >= END // 4))
             raise DataError(
