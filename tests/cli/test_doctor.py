@@ -64,12 +64,28 @@ def test_an_import_without_end_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> 
     assert "no answer" in reason
 
 
+def test_forks_of_one_process_find_what_processes_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that crashes or hangs in one fork leaves the others alone."""
+    monkeypatch.setattr(doctor, "_PROBE_SECONDS", 30.0)
+    said = "import sys; print('one'); print(' two '); print('wrong', file=sys.stderr)"
+    crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+    hang = "import time; time.sleep(60)"
+    found = doctor._probe_with_torch([said, crash, f"{said}; 1 / 0", hang, "import torch; print(torch.ones(2).sum())"])
+    assert found[0] == (True, "two")
+    assert not found[1][0]
+    assert "SIGSEGV" in found[1][1]
+    assert found[2] == (False, "ZeroDivisionError: division by zero")
+    assert found[3] == (False, "no answer within 15 seconds")
+    assert found[4] == (True, "tensor(2.)")
+    monkeypatch.setattr(doctor, "_FORKS", "raise ImportError('torch is broken')")
+    assert doctor._probe_with_torch([said, said]) == [(False, "ImportError: torch is broken")] * 2
+
+
 def test_fbgemm_for_another_torch_is_named_with_the_version_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mismatch is found by version, before the library is imported."""
+    """A mismatch is found by version, even if the library can be imported."""
     versions = {"fbgemm-gpu-cpu": "1.6.0", "torch": "2.13.0+cpu"}
     monkeypatch.setattr(doctor, "_version", lambda *names: next((n, versions[n]) for n in names if n in versions))
-    monkeypatch.setattr(doctor, "_probe", lambda code: pytest.fail("imported a library that cannot fit"))
-    finding = doctor._fbgemm()
+    finding = doctor._fbgemm(True, "[0, 2, 5]")
     assert finding.status == "broken"
     assert "1.6.0" in finding.detail
     assert "2.13.0" in finding.detail
@@ -80,7 +96,7 @@ def test_fbgemm_for_another_torch_is_named_with_the_version_that_fits(monkeypatc
 def test_absent_fbgemm_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without FBGEMM another back end updates the tables, and the finding says so."""
     monkeypatch.setattr(doctor, "_version", lambda *names: ("torch", "2.13.0") if "torch" in names else None)
-    finding = doctor._fbgemm()
+    finding = doctor._fbgemm(False, "ModuleNotFoundError")
     assert finding.status == "absent"
     assert "another back end" in finding.detail
 
@@ -191,12 +207,12 @@ def test_a_driver_without_a_device_has_a_remedy(monkeypatch: pytest.MonkeyPatch)
 
 def test_findings_are_ordered_by_area(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks run side by side; what they find is shown from the machine to the libraries."""
-    for name in ("_torch_and_gpu", "_pip", "_update_backends", "_fbgemm", "_numba", "_triton", "_compiler"):
-        area = "libraries" if name in ("_fbgemm", "_numba", "_triton", "_compiler") else "python"
-        finding = doctor.Finding("back ends" if name == "_update_backends" else area, name, "usable", "as it is")
-        monkeypatch.setattr(doctor, name, lambda finding=finding: finding)
-    for name in ("_tensorboard", "_torchrec", "_fuxictr"):
-        monkeypatch.setattr(doctor, name, lambda name=name: doctor.Finding("libraries", name, "absent", "no"))
+    torch = ("_torch_and_gpu", "python"), ("_update_backends", "back ends"), ("_fbgemm", "libraries")
+    both = [doctor.Finding(area, name, "usable", "as it is") for name, area in torch]
+    monkeypatch.setattr(doctor, "_with_torch", lambda: both)
+    for name in ("_pip", "_numba", "_triton", "_compiler", "_tensorboard", "_torchrec", "_fuxictr"):
+        area = "python" if name == "_pip" else "libraries"
+        monkeypatch.setattr(doctor, name, lambda name=name, area=area: doctor.Finding(area, name, "absent", "no"))
     areas = [finding.area for finding in doctor.examine()]
     assert areas == sorted(areas, key=["machine", "python", "back ends", "libraries"].index)
     assert {area: areas.count(area) for area in areas} == {"machine": 4, "python": 3, "back ends": 1, "libraries": 7}

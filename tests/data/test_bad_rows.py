@@ -157,14 +157,17 @@ def test_a_large_value_is_blamed_on_its_own_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
 def test_large_numbers_keep_their_order(tmp_path: Path, kind: str) -> None:
-    path = write(_small(), tmp_path / f"log.{kind}")
-    splits = prepare(config(path, _with(timestamp="time", timestamp_unit="s"), tmp_path), progress=False)
+    path, schema = write(_small(), tmp_path / f"log.{kind}"), _with(timestamp="time", timestamp_unit="s")
+    splits = prepare(config(path, schema, tmp_path), progress=False)
     times = np.concatenate([getattr(splits, name).timestamps for name in SPLITS])
     assert times.tolist() == _small()["time"].to_list()
     assert [len(getattr(splits, name)) for name in SPLITS] == [48, 6, 6]
     late = _small().with_columns(pl.col("time").reverse())
     with pytest.raises(DataError, match="earlier than that of the row before") as caught:
-        prepare(config(write(late, tmp_path / f"late.{kind}"), _with(timestamp="time", timestamp_unit="s"), tmp_path), progress=False)
+        prepare(
+            config(write(late, tmp_path / f"late.{kind}"), _with(timestamp="time", timestamp_unit="s"), tmp_path),
+            progress=False,
+        )
     assert ("row 2" if kind == "parquet" else "line 3") in str(caught.value)
 
 
@@ -316,7 +319,9 @@ def test_files_of_one_log_may_differ_in_types(tmp_path: Path) -> None:
     frame[30:].with_columns(pl.col("user").cast(pl.Float64), pl.col("time").cast(pl.Int64)).write_parquet(
         tmp_path / "parts" / "b.parquet"
     )
-    setting = config(tmp_path / "parts", _with(timestamp="time", timestamp_unit="s"), tmp_path, format="parquet", unordered="sort")
+    setting = config(
+        tmp_path / "parts", _with(timestamp="time", timestamp_unit="s"), tmp_path, format="parquet", unordered="sort"
+    )
     splits = prepare(setting, progress=False)
     assert splits.facts["unseen"]["test"]["user"] == 0
     assert sum(len(rows) for rows in raw_rows(setting, "train")) == len(splits.train)

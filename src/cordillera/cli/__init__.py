@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from typing import Any
@@ -14,6 +15,15 @@ from cordillera.errors import CordilleraError, Interrupted, printable
 
 __all__ = ["app", "main"]
 
+_ARGUMENTS = (
+    *("balance", "budget", "component", "half_width", "injections", "jitter", "lose", "measure", "processes"),
+    *("products", "replica", "resume", "samples", "searcher", "size", "slow", "space", "split", "supernet", "tokens"),
+    *("towers", "what_if"),
+)
+"""Arguments of functions of :mod:`cordillera.workflows` that errors name, and that are options of commands."""
+
+_ARGUMENT = re.compile(rf"\b({'|'.join(_ARGUMENTS)})\b")
+
 _with_place = warnings.formatwarning
 
 
@@ -22,6 +32,19 @@ def _formatted(message: Warning | str, category: type[Warning], *place: Any) -> 
     if category is UserWarning:
         return f"warning: {printable(message, lines=True)}\n"
     return printable(_with_place(message, category, *place), lines=True)
+
+
+def _with_options(error: CordilleraError) -> str:
+    """Return an error's text in which arguments of functions are options of commands."""
+    first = re.split(r"[ ,]", error.where or "", maxsplit=1)[0]
+    if first not in _ARGUMENTS:
+        return str(error)
+
+    def option(match: re.Match[str]) -> str:
+        return "--nproc" if match[0] == "processes" else f"--{match[0].replace('_', '-')}"
+
+    names, what = str(error).split(":", 1)
+    return f"{_ARGUMENT.sub(option, names)}:{what}"
 
 
 def main() -> None:
@@ -42,7 +65,7 @@ def main() -> None:
         from cordillera.cli._show import console
 
         ended = "interrupted:" if isinstance(error, Interrupted) else Text("error:", "bold red")
-        console(stderr=True).print(ended, str(error))
+        console(stderr=True).print(ended, _with_options(error))
         sys.exit(130 if isinstance(error, Interrupted) else 2)
     except BrokenPipeError:
         # The reader (head, less) closed the pipe, which is not an error. Keep Python from flushing into it.

@@ -30,7 +30,10 @@ def best_of(
     dtype: _Dtype = "bfloat16",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
 ) -> None:
-    """Sample answers to prompts and keep the one with the highest reward to each (rejection sampling)."""
+    """Sample answers to prompts and keep the best of each.
+
+    The best has the highest reward (rejection sampling).
+    """
     from cordillera.cli._show import answering_progress, console, titled_table
     from cordillera.workflows.post_training import answers
 
@@ -71,7 +74,10 @@ def judge(
     dtype: _Dtype = "bfloat16",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
 ) -> None:
-    """Let two models answer prompts and count how often a reward model prefers the first one's answer."""
+    """Let a reward model compare two models' answers.
+
+    It counts how often the first model's answer is preferred.
+    """
     from cordillera.cli._show import answering_progress, console
     from cordillera.workflows.post_training import answers
 
@@ -101,7 +107,10 @@ def average(
     models: Annotated[list[str], typer.Argument(help="Names, checkpoints or runs of one architecture.")],
     out: Annotated[Path, typer.Option("--out", help="The folder of the mean, in Hugging Face's layout.")],
 ) -> None:
-    """Write the mean of models' weights; of one model, its weights with its adapters merged."""
+    """Average the weights of models, or merge adapters.
+
+    Of one model, its weights are written with its adapters merged.
+    """
     from cordillera.cli._show import echo
     from cordillera.workflows.post_training import averaging
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import metadata
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
+from typer.core import TyperGroup
 
 from cordillera.cli import (
     answers,
@@ -38,13 +41,100 @@ from cordillera.cli import (
     watch,
 )
 
+SECTIONS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
+    "Train and use models": {
+        "train": train.train,
+        "evaluate": evaluate.evaluate,
+        "report": report.report,
+        "compare": compare.compare,
+        "serve": serve.serve,
+        "data": data.app,
+        "recipe": recipe.app,
+    },
+    "Ranking models": {
+        "predict": predict.predict,
+        "search": search.search,
+        "sweep": sweep.sweep,
+        "augment": augment.augment,
+        "quantize": quantize.quantize,
+        "watch": watch.watch,
+        "probe": probe.probe,
+        "inject": inject.inject,
+        "towers": towers.towers,
+        "delta": delta.app,
+    },
+    "Language models": {
+        "generate": generate.generate,
+        "isoflop": isoflop.isoflop,
+        "best-of": answers.best_of,
+        "judge": answers.judge,
+        "guard": guard.guard,
+        "average": answers.average,
+        "write-chats": drafting.write_chats,
+        "export-drafter": drafting.export_drafter,
+    },
+    "Large jobs": {
+        "plan": plan.plan,
+        "simulate-faults": simulate_faults.simulate_faults,
+        "coordinate": coordinate.coordinate,
+        "chaos": chaos.chaos,
+    },
+    "This machine": {
+        "doctor": doctor.doctor,
+        "bench": bench.bench,
+    },
+}
+"""Commands by section of the help."""
+
+_GROUPS = {
+    "data": "Data sets: list, get, describe.",
+    "delta": "Changes of a run's dynamic tables: make, apply.",
+    "recipe": "Recipes: list, show.",
+}
+_METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
+
+
+class _Sections(TyperGroup):
+    """Help with the commands in sections."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the sections."""
+        longest = max(map(len, self.commands))
+        for title, names in SECTIONS.items():
+            with formatter.section(title):
+                room = formatter.width - 6 - longest
+                formatter.write_dl(
+                    [(f"{name:{longest}}", self.commands[name].get_short_help_str(room)) for name in names]
+                )
+
+
 app = typer.Typer(
+    cls=_Sections,
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     help="Train, evaluate and use ranking models; generate and serve text; plan large jobs. "
     "Start with: cordillera train movielens-wukong",
 )
+
+
+def _with_metavars(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Name the values of a command's options and arguments in its help by their kind."""
+    command.__annotations__ = get_type_hints(command, include_extras=True)
+    for name, hint in command.__annotations__.items():
+        for info in getattr(hint, "__metadata__", ()):
+            if isinstance(info, typer.models.ArgumentInfo) and info.metavar is None:
+                info.metavar = name.upper()
+            elif isinstance(info, typer.models.OptionInfo) and info.metavar is None:
+                kinds = _kinds(hint.__origin__)
+                info.metavar = next((_METAVARS[kind] for kind in kinds if kind in _METAVARS), None)
+    return command
+
+
+def _kinds(hint: Any) -> list[Any]:
+    parts = get_args(hint)
+    return [kind for part in parts for kind in _kinds(part)] if parts else [hint]
 
 
 def _version(asked: bool) -> None:
@@ -62,34 +152,12 @@ def _options(
     """Options before the command."""
 
 
-app.command("train")(train.train)
-app.command("evaluate")(evaluate.evaluate)
-app.command("predict")(predict.predict)
-app.command("probe")(probe.probe)
-app.command("quantize")(quantize.quantize)
-app.command("watch")(watch.watch)
-app.command("report")(report.report)
-app.command("compare")(compare.compare)
-app.command("search")(search.search)
-app.command("sweep")(sweep.sweep)
-app.command("isoflop")(isoflop.isoflop)
-app.command("augment")(augment.augment)
-app.command("inject")(inject.inject)
-app.command("generate")(generate.generate)
-app.command("serve")(serve.serve)
-app.command("best-of")(answers.best_of)
-app.command("judge")(answers.judge)
-app.command("guard")(guard.guard)
-app.command("average")(answers.average)
-app.command("write-chats")(drafting.write_chats)
-app.command("export-drafter")(drafting.export_drafter)
-app.command("plan")(plan.plan)
-app.command("simulate-faults")(simulate_faults.simulate_faults)
-app.command("coordinate")(coordinate.coordinate)
-app.command("chaos")(chaos.chaos)
-app.command("towers")(towers.towers)
-app.command("bench", context_settings=bench.CONTEXT)(bench.bench)
-app.command("doctor")(doctor.doctor)
-app.add_typer(data.app, name="data", help="Data sets: list, get, describe.")
-app.add_typer(delta.app, name="delta", help="Changes of a run's dynamic tables: make, apply.")
-app.add_typer(recipe.app, name="recipe", help="Recipes: list, show.")
+for _commands in SECTIONS.values():
+    for _name, _command in _commands.items():
+        if isinstance(_command, typer.Typer):
+            app.add_typer(_command, name=_name, help=_GROUPS[_name])
+            for _registered in _command.registered_commands:
+                assert _registered.callback is not None
+                _with_metavars(_registered.callback)
+        else:
+            app.command(_name, context_settings=bench.CONTEXT if _name == "bench" else None)(_with_metavars(_command))

@@ -27,7 +27,10 @@ def augment(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
 ) -> None:
-    """Join labels that arrive late with their events, let a teacher score each once, and write Parquet for students."""
+    """Join late labels with events and add a teacher's scores.
+
+    Each event is scored once. Students read the Parquet files that are written.
+    """
     from cordillera import workflows
     from cordillera.cli._show import augmentation_progress, console, evaluation_table, training_progress
     from cordillera.run import next_folder

@@ -49,7 +49,10 @@ def bench(
         bool, typer.Option("--stale", help="List result files whose code has changed since; exit status 1 if any has.")
     ] = False,
 ) -> None:
-    """Measure a system beside its peers; options after SYSTEM go to its benchmark (`bench ranking -- --help`)."""
+    """Measure a system beside its peers.
+
+    Options after SYSTEM go to its benchmark (`bench ranking -- --help`).
+    """
     available = programs()
     if stale:
         if system is not None or context.args:

@@ -31,7 +31,9 @@ def chaos(
     wait: Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for the job to begin.")] = 0.0,
     stay: Annotated[bool, typer.Option("--stay", help="After the last fault, wait until the job ends.")] = False,
 ) -> None:
-    """Inject faults into a job of replicas while it trains, and print each as it happens.
+    """Inject faults into a job of replicas while it trains.
+
+    Each is printed as it happens.
 
     Processes are killed, stopped and slowed down, their connections cut and their disk full, and bits of checkpoints
     flipped. What was stopped goes on when the command ends. Everything is written to RUN/replicas/chaos.jsonl.

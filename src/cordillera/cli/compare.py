@@ -13,7 +13,10 @@ def compare(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compare runs: runs of one recipe with several seeds become one row with confidence intervals."""
+    """Compare runs; seeds of one recipe become one row.
+
+    Such a row has confidence intervals.
+    """
     from cordillera import workflows
     from cordillera.cli._show import console, echo
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -60,10 +60,11 @@ class Finding:
     remedy: str | None = None
 
 
-def _probe(code: str) -> tuple[bool, str]:
+def _probe(code: str, given: str = "") -> tuple[bool, str]:
     """Run Python code in another process, which a library built for another torch may crash.
 
-    The result is whether it succeeded, and its output (or the reason of the failure).
+    The code finds what is ``given`` in standard input. The result is whether it succeeded, and its output (or the
+    reason of the failure).
     """
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     try:
@@ -74,16 +75,63 @@ def _probe(code: str) -> tuple[bool, str]:
             text=True,
             timeout=_PROBE_SECONDS,
             env=environment,
-            stdin=subprocess.DEVNULL,
+            input=given,
         )
     except subprocess.TimeoutExpired:
         return False, f"no answer within {_PROBE_SECONDS:.0f} seconds"
-    if result.returncode < 0:
-        name = signal.Signals(-result.returncode).name
+    return _outcome(result.returncode, result.stdout, result.stderr)
+
+
+def _outcome(status: int, out: str, err: str) -> tuple[bool, str]:
+    """Return whether a process succeeded, and the last line of its output or the reason of its failure."""
+    if status == -signal.SIGALRM:
+        return False, f"no answer within {_PROBE_SECONDS / 2:g} seconds"
+    if status < 0:
+        name = signal.Signals(-status).name
         return False, f"the process died of {name}: as a rule a library built for another version of torch"
-    lines = [line.strip() for line in (result.stdout if result.returncode == 0 else result.stderr).splitlines()]
+    lines = [line.strip() for line in (out if status == 0 else err).splitlines()]
     lines = [line for line in lines if line]
-    return result.returncode == 0, lines[-1] if lines else ""
+    return status == 0, lines[-1] if lines else ""
+
+
+_FORKS = """
+import json, os, signal, sys, tempfile, traceback
+first, codes, seconds = json.load(sys.stdin)
+exec(first, {})
+started = []
+for code in codes:
+    files = [tempfile.TemporaryFile(mode="w+", errors="replace") for _ in range(2)]
+    child = os.fork()
+    if not child:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        for number, file in enumerate(files, 1):
+            os.dup2(file.fileno(), number)
+        try:
+            exec(code, {})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    started.append((child, files))
+found = []
+for child, files in started:
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for file in files:
+        file.seek(0)
+    found.append((status, *(file.read() for file in files)))
+print(json.dumps(found))
+"""
+
+
+def _probe_with_torch(codes: Sequence[str]) -> list[tuple[bool, str]]:
+    """Run codes as :func:`_probe` does; on systems with forks, in forks of one process that has imported torch."""
+    if not hasattr(os, "fork"):
+        return [_probe(code) for code in codes]
+    worked, text = _probe(_FORKS, json.dumps(["import torch", list(codes), _PROBE_SECONDS / 2]))
+    return [_outcome(*one) for one in json.loads(text)] if worked else [(False, text)] * len(codes)
 
 
 def _version(*distributions: str) -> tuple[str, str] | None:
@@ -153,14 +201,28 @@ def _memory() -> Finding:
     return Finding("machine", "memory", "usable", text)
 
 
-def _torch_and_gpu() -> list[Finding]:
-    worked, text = _probe(
-        "import json, torch\n"
-        "names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]\n"
-        "kernels = torch.backends.cpu.get_cpu_capability()\n"
-        "runtime = torch.version.cuda or torch.version.hip\n"
-        "print(json.dumps([torch.__version__, kernels, torch.get_num_threads(), runtime, names]))"
+def _with_torch() -> list[Finding]:
+    """Return what needs torch: the GPU, torch, the back ends of the sparse update and FBGEMM."""
+    of_torch, of_backends, of_fbgemm = _probe_with_torch(
+        (
+            "import json, torch\n"
+            "names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]\n"
+            "kernels = torch.backends.cpu.get_cpu_capability()\n"
+            "runtime = torch.version.cuda or torch.version.hip\n"
+            "print(json.dumps([torch.__version__, kernels, torch.get_num_threads(), runtime, names]))",
+            "import json\n"
+            "from cordillera.kernels.embeddings.update import available_backends\n"
+            "print(json.dumps(available_backends()))",
+            "import torch, fbgemm_gpu\n"
+            "from fbgemm_gpu.split_table_batched_embeddings_ops_training import "
+            "SplitTableBatchedEmbeddingBagsCodegen\n"
+            "print(torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([2, 3])).tolist())",
+        )
     )
+    return [*_torch_and_gpu(*of_torch), _update_backends(*of_backends), _fbgemm(*of_fbgemm)]
+
+
+def _torch_and_gpu(worked: bool, text: str) -> list[Finding]:
     remedy = "pip install -c constraints.txt -e '.[cpu]'"
     if not worked:
         return [Finding("python", "torch", "broken", text, remedy)]
@@ -213,7 +275,7 @@ def _pip() -> Finding:
     return Finding("python", "pip", "absent", f"{use}: {text}", f"{sys.executable} -m ensurepip")
 
 
-def _fbgemm() -> Finding:
+def _fbgemm(worked: bool, text: str) -> Finding:
     found, torch = _version("fbgemm-gpu-cpu", "fbgemm-gpu"), _version("torch")
     fitting = FBGEMM_OF_TORCH.get(_minor(torch[1])) if torch else None
     remedy = f"pip install fbgemm-gpu-cpu=={fitting}.0" if fitting else "install a torch version that FBGEMM serves"
@@ -226,11 +288,6 @@ def _fbgemm() -> Finding:
     if torch and fitting and _minor(version) != fitting:
         detail = f"{name} {version} is not built for torch {torch[1]}; it needs {fitting}"
         return Finding("libraries", "FBGEMM", "broken", detail, remedy)
-    worked, text = _probe(
-        "import torch, fbgemm_gpu\n"
-        "from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen\n"
-        "print(torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([2, 3])).tolist())"
-    )
     if not worked or text != "[0, 2, 5]":
         return Finding("libraries", "FBGEMM", "broken", f"{name} {version} does not load: {text}", remedy)
     return Finding("libraries", "FBGEMM", "usable", f"{name} {version} fits torch {torch[1] if torch else '?'}")
@@ -256,14 +313,20 @@ def _triton() -> Finding:
     return _library("Triton", "triton", "import triton", use, "on a machine with a GPU: pip install triton")
 
 
+def _peer(name: str, distribution: str, use: str) -> Finding:
+    """Look for a library that benchmarks and tests load, without loading it, which takes seconds."""
+    found = _version(distribution)
+    if found is None:
+        return Finding("libraries", name, "absent", f"not installed; {use}", "make peers")
+    return Finding("libraries", name, "usable", f"{found[1]} is installed; {use}")
+
+
 def _torchrec() -> Finding:
-    use = "a peer of `cordillera bench` and an oracle of the tests"
-    return _library("TorchRec", "torchrec", "import torchrec", use, "make peers")
+    return _peer("TorchRec", "torchrec", "a peer of `cordillera bench` and an oracle of the tests")
 
 
 def _fuxictr() -> Finding:
-    use = "a peer of `cordillera bench`"
-    finding = _library("FuxiCTR", "fuxictr", "import fuxictr", use, "make peers")
+    finding = _peer("FuxiCTR", "fuxictr", "a peer of `cordillera bench`")
     if finding.status == "usable" and not Path(".peers/FuxiCTR/model_zoo").is_dir():
         detail = f"{finding.detail}; its model zoo is not in .peers/FuxiCTR of this folder"
         return Finding("libraries", "FuxiCTR", "limited", detail, "make peers, in the folder of the repository")
@@ -308,13 +371,8 @@ def _compiler() -> Finding:
     return Finding("libraries", name, "usable", f"{shutil.which(compiler)}; {use}")
 
 
-def _update_backends() -> Finding:
+def _update_backends(worked: bool, text: str) -> Finding:
     name = "sparse update"
-    worked, text = _probe(
-        "import json\n"
-        "from cordillera.kernels.embeddings.update import available_backends\n"
-        "print(json.dumps(available_backends()))"
-    )
     if not worked:
         return Finding("back ends", name, "broken", text, "pip install -c constraints.txt -e '.[cpu]'")
     reasons: dict[str, str | None] = json.loads(text)
@@ -329,15 +387,13 @@ def examine() -> list[Finding]:
     Libraries are imported in other processes: a crash is a finding, not an error.
     """
     looks: list[Callable[[], Finding | list[Finding]]] = [
-        _torch_and_gpu,
+        _with_torch,
         _cpu,
         _memory,
         lambda: _disk("disk, cache", cache_folder(), "point CORDILLERA_CACHE to a folder with space"),
         lambda: _disk("disk, runs", Path("runs"), "start `cordillera` in a folder with space"),
         lambda: Finding("python", "Python", "usable", f"{platform.python_version()} at {sys.executable}"),
         _pip,
-        _update_backends,
-        _fbgemm,
         _numba,
         _triton,
         _compiler,
@@ -354,10 +410,10 @@ def examine() -> list[Finding]:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Say what of this machine and of the optional libraries is usable, what is not, and why.
+    """Say what of this machine and its libraries is usable.
 
-    Args:
-        as_json: Print a list of objects (``area``, ``name``, ``status``, ``detail``, ``remedy``), not a table.
+    What is not usable has a reason. With --json, findings are a list of objects (`area`, `name`, `status`, `detail`,
+    `remedy`).
     """
     findings = examine()
     if as_json:

@@ -18,7 +18,10 @@ def write_chats(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32, int8 or int4.")] = "bfloat16",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
 ) -> None:
-    """Let a chat model ask itself questions and answer them, as data for training its drafter."""
+    """Let a chat model write chats, to train its drafter on.
+
+    It asks itself questions and answers them.
+    """
     from cordillera.cli._show import answering_progress, console
     from cordillera.workflows.post_training import own_chats
 
@@ -41,7 +44,10 @@ def export_drafter(
     run: Annotated[Path, typer.Argument(help="The run of a drafter, or one of its checkpoints.")],
     out: Annotated[Path, typer.Argument(help="The file, ending in .safetensors.")],
 ) -> None:
-    """Write the drafter of a run to a file, for the option --drafter of generate and serve."""
+    """Write the drafter of a run to a file.
+
+    The option --drafter of `generate` and `serve` takes it.
+    """
     from cordillera.cli._show import echo
     from cordillera.workflows.post_training import drafters
 

@@ -62,7 +62,10 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the text only.")] = False,
 ) -> None:
-    """Let a language model answer prompts, or continue them: a single one as it comes, several in order."""
+    """Let a language model answer prompts or continue them.
+
+    The answer to a single prompt is printed as it comes, those to several in order.
+    """
     texts = _prompts(prompt or [], file or [], lines)
     form = _form(json_schema, regex, choice)
     from cordillera.serving.language.language_model import Completion, LanguageModel

@@ -22,7 +22,10 @@ def guard(
     dtype: Annotated[str, typer.Option(help="Of the weights: bfloat16, float16 or float32.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a text.")] = False,
 ) -> None:
-    """Say of texts, or of answers to them, whether they are safe, and if not, of which categories they are."""
+    """Say whether texts, or answers to them, are safe.
+
+    Those that are not have categories.
+    """
     from cordillera.cli._show import console, echo, titled_table
     from cordillera.data.tokenizers.chat import Message
     from cordillera.errors import DataError

@@ -34,7 +34,10 @@ def inject(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything that was found as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
 ) -> None:
-    """Flip bits in a run's weights and report what they do: which parts and bits are worth protecting."""
+    """Flip bits in a run's weights and report the damage.
+
+    The report says which parts and bits are worth protecting.
+    """
     from cordillera.cli._show import console, echo, injection_progress, injection_table
     from cordillera.files import read_json_object
     from cordillera.numerics.faults.fault_model import FaultModel

@@ -26,7 +26,9 @@ def isoflop(
         Path | None, typer.Option("--run", help="Folder of the study. Default: runs/NAME-isoflop.")
     ] = None,
 ) -> None:
-    """Train a language model in several sizes for each budget and fit the best split into parameters and tokens.
+    """Find the best size of a language model for a budget.
+
+    It is trained in several sizes for each budget of FLOPs; the best split into parameters and tokens is fitted.
 
     A study that was stopped goes on where it was; budgets may be added later.
     """

@@ -74,7 +74,9 @@ def plan(
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List shipped workloads and clusters.")] = False,
 ) -> None:
-    """Predict a training step on a cluster and search for the best plan: placement, schedule, network settings.
+    """Predict a training step on a cluster and plan it.
+
+    The best plan is searched for: placement, schedule, network settings.
 
     Writes plan.json (mesh, schedule and settings; `cordillera train --plan` takes it), plan.html and trace.json.
     """

@@ -22,7 +22,10 @@ def predict(
         bool, typer.Option("--plan", help="Score with the kernels that `cordillera probe` chose for the run.")
     ] = False,
 ) -> None:
-    """Score a file of samples; scores are written beside the samples' ids."""
+    """Score a file of samples by a run.
+
+    Scores are written beside the samples' ids.
+    """
     from cordillera import workflows
     from cordillera.cli._show import echo
 

@@ -32,7 +32,10 @@ def probe(
         bool, typer.Option("--marginals", help="Draw inputs with each feature's own tails and zeros (Gaussian copula).")
     ] = False,
 ) -> None:
-    """Gather what a model's layers see, and plan the fastest kernels that are accurate enough for it."""
+    """Plan the fastest accurate kernels for a model's layers.
+
+    What the layers see is gathered first.
+    """
     if not math.isfinite(decibels):
         raise NumericsError(f"must be a number of decibels, got {decibels}", where="--db", remedy="for instance 30")
     from cordillera.cli._show import console, plan_table

@@ -20,7 +20,10 @@ def quantize(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the outcome alone.")] = False,
 ) -> None:
-    """Find the fewest bits of every table and layer under a budget of quality, and write that model into the run."""
+    """Make a smaller, faster copy of a run's model.
+
+    Every table and layer gets the fewest bits that a budget of quality allows. The copy is written into the run.
+    """
     from cordillera.cli._show import console, quantized_tables
     from cordillera.workflows.quantization import quantize as work
 

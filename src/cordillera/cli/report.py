@@ -9,7 +9,7 @@ import typer
 
 
 def report(run: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None:
-    """Write a run's report anew: one HTML file that needs nothing else."""
+    """Write a run's report again, as one HTML file."""
     from cordillera import workflows
     from cordillera.cli._show import echo
 

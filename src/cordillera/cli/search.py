@@ -57,7 +57,7 @@ def search(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
 ) -> None:
-    """Search for the architecture of a ranking model, judged by the validation split.
+    """Search for the architecture of a ranking model.
 
     A search that was stopped goes on where it was.
     """

@@ -46,7 +46,10 @@ def serve(
     drain: Annotated[float, typer.Option(min=1, help="Seconds for accepted requests when the server stops.")] = 60.0,
     max_body: Annotated[float, typer.Option(min=0.001, help="MiB of the largest request.")] = 4.0,
 ) -> None:
-    """Answer requests over HTTP: text for OpenAI's clients, scores of ranking runs. Ctrl-C finishes what it has."""
+    """Serve texts and scores over HTTP.
+
+    OpenAI's clients get text, other requests scores of ranking runs. Ctrl-C finishes what has begun.
+    """
     from cordillera import workflows
     from cordillera.cli._show import console
     from cordillera.workflows.serving.server import is_loopback

@@ -47,7 +47,9 @@ def simulate_faults(
     plot: Annotated[Path | None, typer.Option(help="Draw the rates over cluster sizes into this .png or .svg.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Simulate what failures cost a large job that restarts, has replicas that go on, or decoupled learners.
+    """Simulate what failures cost a large job.
+
+    The job restarts, has replicas that go on, or decoupled learners.
 
     Replicas agree on their steps by the coordinator's rules, on a virtual clock. Everything printed is simulated.
     """

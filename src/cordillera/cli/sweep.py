@@ -20,7 +20,7 @@ def sweep(
     seeds: Annotated[int, typer.Option(min=1, help="Seeds for each size.")] = 1,
     folder: Annotated[Path | None, typer.Option("--run", help="Folder of the sweep. Default: runs/NAME-sweep.")] = None,
 ) -> None:
-    """Train a recipe in several sizes and fit NE against training FLOPs.
+    """Train a recipe in several sizes and fit NE to FLOPs.
 
     A sweep that was stopped goes on where it was.
     """

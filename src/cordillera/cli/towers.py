@@ -29,7 +29,9 @@ def towers(
     ] = 8192,
     seed: Annotated[int, typer.Option(min=0, help="Of the map and the clustering.")] = 0,
 ) -> None:
-    """Divide a model's features among towers of bounded load, by how alike their embeddings are.
+    """Divide a model's features among towers.
+
+    Features whose embeddings are alike come together; the load of a tower is bounded.
 
     Writes towers.json (for model.towers.file of a recipe) and towers.html, with a map of the features, into RUN.
     """

@@ -23,7 +23,10 @@ def watch(
         float, typer.Option(min=1e-12, max=0.5, help="Probability of an alarm where nothing has changed.")
     ] = 1e-3,
 ) -> None:
-    """Say whether a quantised model still sees what it was calibrated on; the exit status is 1 if it does not."""
+    """Check whether a quantised model's inputs have drifted.
+
+    The exit status is 1 if they differ from those of its calibration.
+    """
     from cordillera.workflows.drift import watch as work
 
     found = work(run, file, false_alarms=false_alarms)

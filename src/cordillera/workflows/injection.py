@@ -229,9 +229,9 @@ def inject(
     recipe = recipe_of(run)
     check_fixed_tables(recipe, "injecting faults")
     if config.samples < 1 or (config.injections is not None and config.injections < 1):
-        raise DataError("at least one sample and one injection are needed", where="--samples, --injections")
+        raise DataError("at least one sample and one injection are needed", where="samples, injections")
     if config.half_width is not None and not 0 < config.half_width < 1:
-        raise NumericsError(f"must be above zero and below one, got {config.half_width}", where="--half-width")
+        raise NumericsError(f"must be above zero and below one, got {config.half_width}", where="half_width")
     say(f"data: {recipe.data.label}")
     with with_threads(recipe.threads):
         splits = splits_of(run, recipe)
@@ -280,7 +280,7 @@ def _chosen(components: Sequence[Component], names: Sequence[str]) -> list[Compo
     if unknown:
         raise NumericsError(
             f"there is no component {unknown[0]!r}",
-            where="--component",
+            where="component",
             remedy=f"one of {', '.join(component.name for component in components)}",
         )
     wanted = {name.lower() for name in names} or set(known)

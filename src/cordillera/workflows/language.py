@@ -118,7 +118,7 @@ def train(
     place = place_in_job()
     size = None if place is None else place.size
     if size is not None and processes not in (None, size):
-        raise PlanError(f"the launcher has started {size} processes, not {processes}", where="--nproc")
+        raise PlanError(f"the launcher has started {size} processes, not {processes}", where="processes")
     recipe = with_processes(recipe, processes or size)
     check_trainable(recipe, folder if resume else None)
     device = select_device(recipe.device).type
@@ -171,7 +171,7 @@ def evaluate(
         Interrupted: If Ctrl-C or SIGTERM ended it; ``evaluation.json`` is then unchanged.
     """
     if split != "validation":
-        raise RunError(f"must be validation for a language model, got {split!r}", where="--split")
+        raise RunError(f"must be validation for a language model, got {split!r}", where="split")
     alone = recipe.model_copy(update={"parallel": PlannedParallelConfig()})
     if tokens is not None:
         training = recipe.training.model_copy(update={"evaluation_tokens": tokens})
@@ -463,7 +463,7 @@ def join(
         raise PlanError("is no run of replicas", where=str(run.folder), remedy="begin it with `cordillera coordinate`")
     names = replica_names(recipe.fault_tolerance.replicas)
     if name not in names:
-        raise PlanError(f"there is no replica {name}", where="--replica", remedy=f"one of {', '.join(names)}")
+        raise PlanError(f"there is no replica {name}", where="replica", remedy=f"one of {', '.join(names)}")
     place = ReplicaPlace(name, coordinator, job_secret(run.folder), _configuration(recipe), leaves=True)
     device, parallel = select_device(recipe.device).type, recipe.parallel
     if place_in_job() is not None or parallel.world == 1:

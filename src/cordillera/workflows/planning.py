@@ -146,9 +146,7 @@ def plan(
     constants = read_calibration(calibration) if calibration is not None else calibration_for(topology.device)
     table = Products.read(products) if products is not None else None
     if isinstance(work, Recommender) and (slow is not None or jitter is not None or domains):
-        raise PlanError(
-            "are not known for recommendation models", where="--slow, --jitter and --lose", remedy="--what-if is"
-        )
+        raise PlanError("are not known for recommendation models", where="slow, jitter, lose", remedy="--what-if is")
     explorer = _explorer(work, topology, constants, table, devices, progress)
     _check_devices(asked, explorer.devices)
     try:
@@ -188,7 +186,7 @@ def _explorer(
     if not isinstance(work, Recommender):
         return Explorer(work, topology, constants, products=table, devices=devices, progress=progress)
     if table is not None:
-        raise _no_products("--products")
+        raise _no_products("products")
     return RecommenderExplorer(work, topology, constants, devices=devices, progress=progress)
 
 
@@ -197,7 +195,7 @@ def _check_devices(asked: Mapping[str, clusters.Topology], devices: int) -> None
         if other.devices < devices:
             raise PlanError(
                 f"leaves {other.devices:,} devices for a plan on {devices:,}",
-                where=f"--what-if {text}",
+                where=f"what_if {text}",
                 remedy="--set plans for the smaller cluster",
             )
 
@@ -254,7 +252,7 @@ def products_needed(workload: str | Path, cluster: str | Path, changes: Iterable
     """
     work, topology = workloads.load(workload), _changed(cluster, changes)
     if isinstance(work, Recommender):
-        raise _no_products("--measure")
+        raise _no_products("measure")
     return operators.shapes(work, topology.device, min(topology.sizes[0]))
 
 

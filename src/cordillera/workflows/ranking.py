@@ -130,7 +130,7 @@ def train(
     _check_ids(recipe)
     launched = place_in_job()
     if launched is not None and processes not in (None, launched.size):
-        raise PlanError(f"the launcher has started {launched.size} processes, not {processes}", where="--nproc")
+        raise PlanError(f"the launcher has started {launched.size} processes, not {processes}", where="processes")
     size = processes or (recipe.parallel.processes if launched is None else launched.size)
     recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"processes": size})})
     if recipe.training.slices > 1:  # products of matrices depend on the number of threads of a process
@@ -581,7 +581,7 @@ def evaluate(run: Run | Path | str, split: str = "test") -> Evaluation:
     """
     run = run if isinstance(run, Run) else Run(run)
     if split not in ("train", "validation", "test"):
-        raise RunError(f"must be train, validation or test, got {split!r}", where="--split")
+        raise RunError(f"must be train, validation or test, got {split!r}", where="split")
     recipe = recipe_of(run)
     device = select_device(recipe.device)
     with with_threads(recipe.threads):

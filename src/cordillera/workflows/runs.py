@@ -73,7 +73,7 @@ def train(
         folder, resume = recipe.folder, True
     if resume:
         if folder is None:
-            raise RunError("name the run folder that is to be resumed", where="--resume")
+            raise RunError("name the run folder that is to be resumed", where="resume")
         recipe = recipes.load(Run(folder).recipe_file, parallel)
     if isinstance(recipe, LanguageRecipe):
         return language.train(recipe, folder, resume=resume, processes=processes, on_step=on_step, say=say)
@@ -102,7 +102,7 @@ def evaluate(
         return language.evaluate(run, recipe, split or "validation", tokens)
     if tokens is not None:
         raise RunError(
-            "bounds the held-out text of a language model, this run has none", where="--tokens", remedy="leave it out"
+            "bounds the held-out text of a language model, this run has none", where="tokens", remedy="leave it out"
         )
     return ranking.evaluate(run, split or "test")
 

@@ -157,7 +157,7 @@ def sweep(
         DataError: If there are fewer than three sizes.
     """
     if len(sizes) < 3:
-        raise DataError(f"a law needs at least three sizes, got {len(sizes)}", where="--size")
+        raise DataError(f"a law needs at least three sizes, got {len(sizes)}", where="size")
     first = _ranking_recipe(source, [*overrides, *shlex.split(sizes[0])])
     planned = []
     for number, size in enumerate(sizes):

@@ -362,7 +362,7 @@ class Splitter:
         return self(frame, self.times(frame, place) if self.kind == "time" else None, place)
 
     def times(self, frame: pl.DataFrame, place: RowPlace) -> np.ndarray:
-        """Return the timestamps ``int64 [N]`` of rows, in seconds."""
+        """Return the timestamps ``int64 [N]`` of a ``frame`` in seconds; ``place`` is that of its rows in errors."""
         return timestamps_of(frame[self.column], self.column, place, self.unit)
 
     def restart(self) -> None:

@@ -185,10 +185,10 @@ def clustered(
     names = list(dict.fromkeys(tables))
     if not 1 <= towers <= len(names):
         raise PlanError(
-            f"{towers} towers for {len(names)} tables", where="--towers", remedy=f"1 to {len(names)}: none is empty"
+            f"{towers} towers for {len(names)} tables", where="towers", remedy=f"1 to {len(names)}: none is empty"
         )
     if not 1 <= balance < math.inf:
-        raise PlanError(f"{balance} cannot be kept", where="--balance", remedy="at least 1: 1.2 allows 20 % more")
+        raise PlanError(f"{balance} cannot be kept", where="balance", remedy="at least 1: 1.2 allows 20 % more")
     unit_of = np.array([names.index(table) for table in tables])
     sizes = np.bincount(unit_of).astype(np.float64)
     middle = np.zeros((len(names), points.shape[1]))

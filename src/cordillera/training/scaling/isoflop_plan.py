@@ -134,7 +134,7 @@ def sizes_for(
 
 def _ordered(budgets: Sequence[float]) -> list[float]:
     if not budgets or not all(math.isfinite(budget) and budget > 0 for budget in budgets):
-        raise PlanError(f"budgets must be numbers of FLOPs above 0, got {list(budgets)}", where="--budget")
+        raise PlanError(f"budgets must be numbers of FLOPs above 0, got {list(budgets)}", where="budget")
     return sorted(budgets)
 
 
@@ -201,7 +201,7 @@ def plan_runs(
         if high < _APART * low:
             raise PlanError(
                 f"{power(low)} and {power(high)} FLOPs lie too close to be told apart",
-                where="--budget",
+                where="budget",
                 remedy="choose budgets two to four times as large as one another",
             )
     total = sum(lengths)

@@ -247,7 +247,7 @@ def _make_searcher(config: SearchConfig, space: SearchSpace) -> Searcher:
     chances = {} if config.chances is None else load_supernet(config.chances).chances()
     if not chances:
         remedy = "train one with model.draw = 'learnt', and name its run"
-        raise PlanError("'learnt' needs a supernet that has learnt to draw", where="--supernet", remedy=remedy)
+        raise PlanError("'learnt' needs a supernet that has learnt to draw", where="supernet", remedy=remedy)
     return LearntSearcher(space, config.seed, config.goal, chances=chances)
 
 

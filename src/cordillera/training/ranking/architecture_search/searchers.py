@@ -210,7 +210,7 @@ class LearntSearcher(Searcher):
         self.chances = {gene.name: np.full(len(gene.values), 1 / len(gene.values)) for gene in space.genes}
         for name, values in chances.items():
             if len(self.chances.get(name, ())) != len(values):
-                raise PlanError(f"the supernet decides about {name}, this space does not", where="--supernet")
+                raise PlanError(f"the supernet decides about {name}, this space does not", where="supernet")
             self.chances[name] = np.asarray(values, dtype=np.float64) / sum(values)
 
     def propose(self) -> Genome | None:
@@ -305,10 +305,10 @@ def make_searcher(name: str, space: SearchSpace, seed: int = 0, goal: Goal = "ne
     """
     if name not in SEARCHERS:
         raise PlanError(
-            f"there is no searcher {name!r}; choose one of {', '.join(SEARCHERS)}, learnt", where="--searcher"
+            f"there is no searcher {name!r}; choose one of {', '.join(SEARCHERS)}, learnt", where="searcher"
         )
     if not space.genes:
-        raise PlanError("the space has one architecture only", where="--space", remedy="give a key several values")
+        raise PlanError("the space has one architecture only", where="space", remedy="give a key several values")
     return SEARCHERS[name](space, seed, goal)
 
 
