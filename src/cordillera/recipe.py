@@ -22,12 +22,15 @@ from tomlkit.items import Table
 
 from cordillera import topology
 from cordillera.data.assets import ASSETS
-from cordillera.data.files import cache_folder
+from cordillera.data.files import cache_folder, expand_paths, write_bytes
 from cordillera.data.language.batches import BatchConfig
 from cordillera.data.language.chats.rows import ChatDataConfig
 from cordillera.data.language.corpora import TextDataConfig
 from cordillera.data.ranking.datasets import DataConfig
+from cordillera.data.ranking.features import DenseFeature, Schema
 from cordillera.data.ranking.frames import FrameLike, frame_of, save_frame
+from cordillera.data.ranking.guessing import ColumnGuess, guess_roles, schema_of
+from cordillera.data.ranking.logs.click_logs import FileLog, guess_format
 from cordillera.distributed.fault_tolerance.coordination import FaultToleranceConfig
 from cordillera.distributed.planned_mesh import PlannedParallelConfig
 from cordillera.embeddings.tables import TablesConfig
@@ -445,3 +448,63 @@ def dump(recipe: RankingRecipe | LanguageRecipe, *, comments: bool = False) -> s
     document = tomlkit.document()
     _fill(document, recipe, comments)
     return printable(tomlkit.dumps(document), lines=True, quoted=True)
+
+
+def write_recipe(
+    path: Sequence[str],
+    out: Path | str,
+    *,
+    labels: Sequence[str] = (),
+    separator: str | None = None,
+    model: str = "dcn",
+) -> list[ColumnGuess]:
+    """Write a recipe that trains a ranking model on logs of your own, with guessed roles of the columns.
+
+    Args:
+        path: Files, folders or patterns of the log.
+        out: File of the recipe; it must not exist.
+        labels: Columns to predict. Default: the column of zeros and ones that is called like a label.
+        separator: Character between fields of text files. Default: a comma, in TSV files a tabulator.
+        model: Value of ``model.name``.
+
+    Returns:
+        Role of each column, with the reason.
+
+    Raises:
+        DataError: If the log cannot be read, no label is found, no column is a feature, or ``out`` exists.
+        RecipeError: If there is no such model.
+    """
+    out = Path(out)
+    if out.exists():
+        raise DataError("exists", where=str(out), remedy="name another file with --out")
+    files = expand_paths(tuple(path))
+    any_schema = Schema(labels=("label",), dense=(DenseFeature(name="value"),))
+    guesses = guess_roles(FileLog(any_schema, files, guess_format(files[0]), separator=separator), labels)
+    schema = schema_of(guesses).model_dump(mode="json", exclude_defaults=True)
+    data = {"path": path[0] if len(path) == 1 else list(path), "separator": separator, "batch_size": 1024}
+    content: dict[str, Any] = {
+        "description": f"{model} on {Path(path[0]).name}",
+        "data": {key: value for key, value in data.items() if value is not None},
+        "model": {"name": model, **({} if model == "lr" else {"embedding_dim": 16})},
+        "tables": {"learning_rate": 0.02},
+        "training": {"epochs": 3, "patience": 2},
+    }
+    validate({**content, "data": {**content["data"], "schema": schema}}, str(out))
+    document = tomlkit.document()
+    for key, value in content.items():
+        document.add(key, value)
+    section = tomlkit.table()
+    for key, value in schema.items():
+        if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+            section.add(key, value)
+            continue
+        rows = tomlkit.array()
+        for entry in value:
+            row = tomlkit.inline_table()
+            row.update(entry)
+            rows.append(row)
+        section.add(key, rows.multiline(True))
+    data_section: Any = document["data"]
+    data_section.add("schema", section)
+    write_bytes(out, printable(tomlkit.dumps(document), lines=True, quoted=True).encode())
+    return guesses

@@ -89,7 +89,7 @@ SECTIONS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
 _GROUPS = {
     "data": "Data sets: list, get, describe.",
     "delta": "Changes of a run's dynamic tables: make, apply.",
-    "recipe": "Recipes: list, show.",
+    "recipe": "Recipes: new, list, show.",
 }
 _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 

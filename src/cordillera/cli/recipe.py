@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -34,3 +35,31 @@ def show(
     from cordillera.recipe import dump, load
 
     echo(dump(load(recipe, set_ or []), comments=comments))
+
+
+@app.command("new")
+def new(
+    path: Annotated[list[str], typer.Argument(help="Files, folders or patterns of your log: CSV, TSV or Parquet.")],
+    label: Annotated[
+        list[str] | None, typer.Option("--label", help="Column to predict, of 0 and 1; repeat it for several tasks.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The recipe's file.")] = Path("recipe.toml"),
+    separator: Annotated[str | None, typer.Option(help="Character between fields, if it is not a comma.")] = None,
+    model: Annotated[str, typer.Option(help="Model of the recipe.")] = "dcn",
+) -> None:
+    """Write a recipe for your own log.
+
+    The roles of the columns are guessed from the first rows; look them over before you train.
+    """
+    from rich.table import Table
+
+    from cordillera.cli._show import console
+    from cordillera.recipe import write_recipe
+
+    guesses = write_recipe(path, out, labels=label or (), separator=separator, model=model)
+    table = Table("column", "role", "because", box=None, pad_edge=False)
+    for guess in guesses:
+        table.add_row(guess.name, guess.role, guess.why)
+    console().print(table)
+    console().print(f"recipe: {out}", markup=False)
+    console().print(f"  -> look it over, then: cordillera train {out}", markup=False)

@@ -1,0 +1,204 @@
+"""Guesses at the roles of a log's columns, from their names and some of their rows, for a person to look over."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import polars as pl
+
+from cordillera.data.ranking.features import Schema
+from cordillera.data.ranking.logs.click_logs import FileLog
+from cordillera.data.ranking.logs.columns import RowPlace, timestamps_of
+from cordillera.errors import DataError
+
+Role = Literal["label", "timestamp", "id", "dense", "categorical", "list", "left out"]
+
+ROWS = 200_000
+"""Number of rows that guesses are made from; the first ones of a log."""
+
+_LABELS = ("click", "clicked", "label", "target", "is_click", "conversion", "converted", "purchase", "like", "liked")
+_TIMES = re.compile(r"(^|_)(time|timestamp|ts|date|datetime|dt|day|created_at|event_time|hour_ts)($|_)")
+_ROW_IDS = re.compile(r"(^|_)(row|request|event|impression|log|sample|record|uuid|guid)(_?id)?$|^id$")
+_IDS = re.compile(
+    r"(^|_)(id|ids|uid|user|visitor|member|customer|item|product|sku|article|film|movie|song|ad|advertiser|campaign|"
+    r"creative|publisher|site|app|device|category|cat|genre|brand|shop|store|seller|merchant|query|session|country|"
+    r"city|region|zip|language|lang|os|browser|page|url|domain|ip|slot|position|hour|weekday|type|kind|code|status)"
+    r"(_?ids?)?s?($|_)"
+)
+_PEOPLE = re.compile(r"(^|_)(uid|user|visitor|member|customer|account|reader|viewer)(_?id)?($|_)")
+_FEW = 32  # different whole numbers that are taken for codes
+_SEPARATORS = "|;, "
+
+
+@dataclass(frozen=True)
+class ColumnGuess:
+    """Role of a column and the reason for it.
+
+    Attributes:
+        name: Name of the column.
+        role: Role of the column.
+        why: Reason in a few words.
+        settings: Keys of the feature beside its name.
+    """
+
+    name: str
+    role: Role
+    why: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def guess_roles(log: FileLog, labels: Sequence[str] = ()) -> list[ColumnGuess]:
+    """Guess the role of every column of a ``log``, by its first rows.
+
+    Args:
+        labels: Names of the labels. Default: the column of zeros and ones that is called like a label.
+
+    Raises:
+        DataError: If a label is no column, or no column or several look like the label.
+    """
+    parts, rows = [], 0
+    for frame, _ in log.chunks():
+        parts.append(frame.head(ROWS - rows))
+        rows += len(parts[-1])
+        if rows >= ROWS:
+            break
+    frame = pl.concat(parts, how="diagonal_relaxed")
+    place = str(log.paths[0])
+    absent = [name for name in labels if name not in frame.columns]
+    if absent:
+        raise DataError(f"there is no column '{absent[0]}'; there are {frame.columns}", where=place)
+    chosen = list(labels) or _label_of(frame, place)
+    found: list[ColumnGuess] = []
+    for name in frame.columns:
+        if name in chosen:
+            found.append(ColumnGuess(name, "label", "as asked" if labels else "zeros and ones, called like a label"))
+        else:
+            has_time = any(one.role == "timestamp" for one in found)
+            found.append(_guess(frame[name], has_time))
+    return found
+
+
+def schema_of(guesses: Sequence[ColumnGuess]) -> Schema:
+    """Return the schema of guessed roles.
+
+    Raises:
+        DataError: If no column is a feature.
+    """
+    of_role: dict[str, list[ColumnGuess]] = {}
+    for guess in guesses:
+        of_role.setdefault(guess.role, []).append(guess)
+    if not any(role in of_role for role in ("dense", "categorical", "list")):
+        raise DataError("no column looks like a feature", where="schema", remedy="write data.schema by hand")
+    features = {
+        key: [{"name": one.name, **one.settings} for one in of_role.get(role, ())]
+        for key, role in (("dense", "dense"), ("categorical", "categorical"), ("lists", "list"))
+    }
+    names = {role: [one.name for one in of_role.get(role, ())] for role in ("label", "timestamp", "id", "categorical")}
+    people = [name for name in names["categorical"] if _PEOPLE.search(name.lower())]
+    content = {
+        "labels": names["label"],
+        "timestamp": next(iter(names["timestamp"]), None),
+        "group": next(iter(people), None),
+        "ids": names["id"],
+        **features,
+    }
+    return Schema.model_validate({key: value for key, value in content.items() if value})
+
+
+def _label_of(frame: pl.DataFrame, place: str) -> list[str]:
+    binary = [name for name in frame.columns if _is_binary(frame[name])]
+    called = [name for name in binary if name.lower() in _LABELS]
+    if len(called) != 1:
+        which = "several columns look" if called else "no column looks"
+        columns = called or binary or frame.columns
+        raise DataError(
+            f"{which} like the label; columns are {', '.join(columns[:20])}", where=place, remedy="name it with --label"
+        )
+    return called
+
+
+def _is_binary(series: pl.Series) -> bool:
+    values = series.drop_nulls()
+    if values.dtype == pl.Boolean:
+        return True
+    if values.dtype == pl.String:
+        values = values.str.strip_chars().str.to_lowercase()
+        return bool(len(values)) and bool(values.is_in(["0", "1", "true", "false", ""]).all())
+    return bool(len(values)) and values.dtype.is_numeric() and bool(((values == 0) | (values == 1)).all())
+
+
+def _guess(series: pl.Series, has_time: bool) -> ColumnGuess:
+    name, called = series.name, series.name.lower()
+    if isinstance(series.dtype, pl.List | pl.Array):
+        return ColumnGuess(name, "list", "lists")
+    given = series.drop_nulls()
+    if given.dtype == pl.String:
+        given = given.str.strip_chars()
+        given = given.filter(given != "")
+    different = given.n_unique() if len(given) else 0
+    if different <= 1:
+        return ColumnGuess(name, "left out", "one value in all rows" if different else "blank")
+    if _is_time(given, called):
+        return ColumnGuess(name, "left out", "another time") if has_time else ColumnGuess(name, "timestamp", "times")
+    if different > 0.95 * len(given) > 100 and (_ROW_IDS.search(called) or not _numbers(given)[1]):
+        return ColumnGuess(name, "id", "a value of its own in almost every row")
+    if given.dtype == pl.String and (mark := _separator_of(given)):
+        return ColumnGuess(name, "list", f"text with {mark!r} between entries", {"separator": mark})
+    numbers, are_numbers = _numbers(given)
+    if not are_numbers:
+        return _categorical(name, different, "text")
+    whole = bool((numbers == np.floor(numbers)).all())
+    if whole and (_IDS.search(called) or different <= _FEW):
+        return _categorical(name, different, "whole numbers called like ids" if _IDS.search(called) else "few numbers")
+    if numbers.min() >= 0 and numbers.max() > 10 * max(1e-12, float(np.median(numbers))):
+        return ColumnGuess(name, "dense", "numbers with a long tail", {"transform": "log"})
+    return ColumnGuess(name, "dense", "numbers", {"transform": "standardise"})
+
+
+def _categorical(name: str, different: int, why: str) -> ColumnGuess:
+    many = different > _FEW
+    settings = {"min_count": 2} if many else {}
+    return ColumnGuess(name, "categorical", f"{why}, {different:,} different", settings)
+
+
+def _numbers(given: pl.Series) -> tuple[np.ndarray, bool]:
+    """Return the values as numbers, and whether they all are finite numbers."""
+    if given.dtype in (pl.Boolean, pl.Date, pl.Datetime, pl.Time, pl.Categorical, pl.Enum):
+        return np.empty(0), False
+    if given.dtype == pl.String and given.str.contains(r"^0\d").any():
+        return np.empty(0), False  # codes such as 007
+    try:
+        found = given.cast(pl.Float64, strict=False)
+    except pl.exceptions.PolarsError:
+        return np.empty(0), False
+    return found.fill_null(0).to_numpy(), not found.null_count() and bool(found.is_finite().all())
+
+
+def _is_time(given: pl.Series, called: str) -> bool:
+    if given.dtype in (pl.Date, pl.Datetime):
+        return True
+    if given.dtype == pl.String and given.head(100).str.contains(r"^\d{4}[-/]\d\d[-/]\d\d").all():
+        try:
+            timestamps_of(given, given.name, RowPlace("rows"))
+        except DataError:
+            return False
+        return True
+    numbers, are_numbers = _numbers(given)
+    return are_numbers and bool(_TIMES.search(called)) and float(np.median(numbers)) > 1e8
+
+
+def _separator_of(given: pl.Series) -> str | None:
+    """Return the character that stands between entries of at least a tenth of the values, of the same kind."""
+    for mark in _SEPARATORS:
+        inside = given.filter(given.str.contains(mark, literal=True))
+        if len(inside) < 0.1 * len(given):
+            continue
+        entries = inside.head(1000).str.split(mark).explode()
+        short = bool((entries.str.len_chars() <= 24).all()) and entries.n_unique() < 0.5 * len(entries)
+        if mark == "|" or (short and (mark != " " or entries.str.contains(r"^\d+$").all())):
+            return mark
+    return None

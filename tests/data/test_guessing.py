@@ -1,0 +1,133 @@
+"""Roles of columns that are guessed from a log, and recipes that are written for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+
+from cordillera.data.ranking.datasets import prepare
+from cordillera.data.ranking.features import DenseFeature, Schema
+from cordillera.data.ranking.guessing import ColumnGuess, guess_roles, schema_of
+from cordillera.data.ranking.logs.click_logs import FileLog
+from cordillera.errors import DataError, RecipeError
+from cordillera.recipe import RankingRecipe, load, write_recipe
+
+ANY = Schema(labels=("label",), dense=(DenseFeature(name="value"),))
+
+
+def frame_of(rows: int = 1000) -> pl.DataFrame:
+    draw = np.random.default_rng(0)
+    lists = [draw.integers(0, 40, draw.integers(0, 4)).tolist() for _ in range(rows)]
+    return pl.DataFrame(
+        {
+            "request_id": [f"r{row}" for row in range(rows)],
+            "event_time": 1_760_000_000_000 + np.arange(rows) * 1000,
+            "updated_at": ["2026-01-31 12:00:00"] * (rows - 1) + ["2026-02-01 12:00:00"],
+            "user_id": draw.integers(0, 300, rows),
+            "position": draw.integers(0, 5, rows),
+            "score_count": draw.integers(0, 1000, rows) ** 4,
+            "ctr": draw.random(rows),
+            "country": draw.choice(["de", "at", "ch", ""], rows),
+            "code": [f"{one:03}" for one in draw.integers(0, 90, rows)],
+            "tags": ["|".join(map(str, one)) for one in lists],
+            "kinds": [";".join("ab"[i % 2] for i in one) for one in lists],
+            "query": [f"running shoes {one}" for one in draw.integers(0, 400, rows)],
+            "same": ["x"] * rows,
+            "blank": [None] * rows,
+            "paid": draw.choice(["true", "false"], rows),
+            "clicked": draw.integers(0, 2, rows),
+        }
+    )
+
+
+def roles(path: Path, labels: tuple[str, ...] = ()) -> dict[str, ColumnGuess]:
+    kind = "parquet" if path.suffix == ".parquet" else "csv"
+    return {one.name: one for one in guess_roles(FileLog(ANY, (path,), kind), labels)}
+
+
+EXPECTED = {
+    "request_id": "id",
+    "event_time": "timestamp",
+    "updated_at": "left out",
+    "user_id": "categorical",
+    "position": "categorical",
+    "score_count": "dense",
+    "ctr": "dense",
+    "country": "categorical",
+    "code": "categorical",
+    "tags": "list",
+    "kinds": "list",
+    "query": "categorical",
+    "same": "left out",
+    "blank": "left out",
+    "paid": "categorical",
+    "clicked": "label",
+}
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_roles_are_guessed_from_names_and_values(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"log.{ending}"
+    frame = frame_of()
+    frame.write_csv(path) if ending == "csv" else frame.write_parquet(path)
+    found = roles(path)
+    assert {name: one.role for name, one in found.items()} == EXPECTED
+    assert found["score_count"].settings == {"transform": "log"}
+    assert found["ctr"].settings == {"transform": "standardise"}
+    assert found["kinds"].settings == {"separator": ";"}
+    assert found["user_id"].settings == {"min_count": 2}
+    schema = schema_of(list(found.values()))
+    assert (schema.timestamp, schema.group, schema.ids, schema.labels) == (
+        "event_time", "user_id", ("request_id",), ("clicked",)
+    )  # fmt: skip
+    assert roles(path, ("paid",))["paid"].role == "label"
+    assert roles(path, ("paid",))["clicked"].role == "categorical"
+
+
+def test_types_of_parquet_tell_roles(tmp_path: Path) -> None:
+    frame = frame_of().with_columns(
+        pl.col("tags").str.split("|"),
+        pl.from_epoch(pl.col("event_time"), time_unit="ms"),
+        pl.col("paid") == "true",
+        pl.col("clicked") == 1,
+        pl.col("country").cast(pl.Categorical),
+    )
+    frame.write_parquet(tmp_path / "log.parquet")
+    found = {name: one.role for name, one in roles(tmp_path / "log.parquet").items()}
+    assert found == EXPECTED
+
+
+def test_a_label_that_is_not_clear_is_asked_for(tmp_path: Path) -> None:
+    frame_of().with_columns(pl.col("clicked").alias("liked")).write_csv(tmp_path / "two.csv")
+    frame_of().drop("clicked").write_csv(tmp_path / "none.csv")
+    with pytest.raises(DataError, match="several columns look like the label; columns are clicked, liked"):
+        roles(tmp_path / "two.csv")
+    with pytest.raises(DataError, match="no column looks like the label; columns are paid"):
+        roles(tmp_path / "none.csv")
+    with pytest.raises(DataError, match="there is no column 'buy'"):
+        roles(tmp_path / "two.csv", ("buy",))
+    pl.DataFrame({"clicked": [0, 1], "same": [1, 1]}).write_csv(tmp_path / "bare.csv")
+    with pytest.raises(DataError, match="no column looks like a feature"):
+        schema_of(list(roles(tmp_path / "bare.csv").values()))
+
+
+def test_a_recipe_is_written_that_trains(tmp_path: Path) -> None:
+    frame_of().write_csv(tmp_path / "log.csv", separator=";")
+    out = tmp_path / "mine.toml"
+    with pytest.raises(DataError, match="label"):  # a single column
+        write_recipe([str(tmp_path / "log.csv")], out)
+    guesses = write_recipe([str(tmp_path / "log.csv")], out, separator=";")
+    assert {one.name: one.role for one in guesses} == EXPECTED
+    recipe = load(out, [f"data.cache_dir={tmp_path / 'cache'}"])
+    assert isinstance(recipe, RankingRecipe)
+    assert recipe.model.name == "dcn"
+    assert len(prepare(recipe.data, progress=False).train) == 800
+    with pytest.raises(DataError, match="exists"):
+        write_recipe([str(tmp_path / "log.csv")], out, separator=";")
+    with pytest.raises(RecipeError, match="did you mean 'wukong'"):
+        write_recipe([str(tmp_path / "log.csv")], tmp_path / "other.toml", separator=";", model="wukon")
+    assert not (tmp_path / "other.toml").exists()
+    assert write_recipe([str(tmp_path / "log.csv")], tmp_path / "lr.toml", separator=";", model="lr")
