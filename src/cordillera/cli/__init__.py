@@ -16,7 +16,7 @@ from cordillera.errors import CordilleraError, Interrupted, printable
 __all__ = ["app", "main"]
 
 _ARGUMENTS = (
-    *("balance", "budget", "component", "half_width", "injections", "jitter", "lose", "measure", "processes"),
+    *("balance", "budget", "component", "file", "half_width", "injections", "jitter", "lose", "measure", "processes"),
     *("products", "replica", "resume", "samples", "searcher", "size", "slow", "space", "split", "supernet", "tokens"),
     *("towers", "what_if"),
 )

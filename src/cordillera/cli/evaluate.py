@@ -17,6 +17,10 @@ def evaluate(
         str | None,
         typer.Option(help="train, validation or test. Default: test; of a language model, what was held out."),
     ] = None,
+    file: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Other samples with labels, in place of a split: a file, folder or pattern."),
+    ] = None,
     tokens: Annotated[
         int | None,
         typer.Option(
@@ -25,14 +29,14 @@ def evaluate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole evaluation as JSON.")] = False,
 ) -> None:
-    """Evaluate a run on one split of its data."""
+    """Evaluate a run on a split of its data or on a file."""
     try:
         from cordillera import workflows
         from cordillera.cli._show import console, echo, evaluation_table, language_line
         from cordillera.run import Run
         from cordillera.training.ranking.evaluation import Evaluation
 
-        evaluation = workflows.evaluate(run, split, tokens=tokens)
+        evaluation = workflows.evaluate(run, split, file=file, tokens=tokens)
         status = Run(run).status()
     except KeyboardInterrupt:
         raise Interrupted("nothing was written", where=str(run), remedy="give the same command again") from None

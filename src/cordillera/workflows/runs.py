@@ -33,6 +33,7 @@ from cordillera.training.ranking.run_deltas import RunDelta, write_run_delta
 from cordillera.training.ranking.scoring import best_checkpoint, load_weights
 from cordillera.workflows import language, ranking
 from cordillera.workflows.language import LanguageOutcome
+from cordillera.workflows.prediction import evaluate_file
 from cordillera.workflows.processes import Say, silent
 from cordillera.workflows.ranking import Outcome
 from cordillera.workflows.trained import card_of, model_of, recipe_of
@@ -82,11 +83,17 @@ def train(
 
 
 def evaluate(
-    run: Run | Path | str, split: str | None = None, *, tokens: int | None = None
+    run: Run | Path | str,
+    split: str | None = None,
+    *,
+    file: Path | str | None = None,
+    tokens: int | None = None,
 ) -> Evaluation | LanguageEvaluation:
     """Evaluate a ``run`` on one split of its data and write ``evaluation.json`` (or ``evaluation-SPLIT.json``) into it.
 
     Args:
+        file: Files of other samples with labels (see :func:`~cordillera.workflows.prediction.evaluate_file`), in place
+            of a split; nothing is written then.
         split: ``train``, ``validation`` or ``test``; None for ``test``. A language model has ``validation`` only.
         tokens: Approximate largest number of tokens of held-out text, for a language model. Default:
             ``training.evaluation_tokens`` of its recipe.
@@ -98,13 +105,16 @@ def evaluate(
     """
     run = run if isinstance(run, Run) else Run(run)
     recipe = recipes.load(run.recipe_file)
+    if file is not None and (split is not None or isinstance(recipe, LanguageRecipe)):
+        what = "is for runs of ranking models" if split is None else "does not go with a split"
+        raise RunError(what, where="file", remedy="leave one of them out" if split is not None else "leave it out")
     if isinstance(recipe, LanguageRecipe):
         return language.evaluate(run, recipe, split or "validation", tokens)
     if tokens is not None:
         raise RunError(
             "bounds the held-out text of a language model, this run has none", where="tokens", remedy="leave it out"
         )
-    return ranking.evaluate(run, split or "test")
+    return ranking.evaluate(run, split or "test") if file is None else evaluate_file(run, file)
 
 
 def compare(runs: Sequence[Run | Path | str]) -> Comparison | LanguageComparison:

@@ -1,0 +1,54 @@
+"""``cordillera evaluate RUN --file``: other samples with labels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from .conftest import write_log
+
+
+@pytest.fixture
+def run(cli, recipe: Path) -> Path:
+    """A finished run."""
+    assert cli("train", recipe, "--run", "run", "-q", "--set", "training.epochs=1", "--set", "threads=1").code == 0
+    return Path("run")
+
+
+def test_the_test_split_as_a_file_has_the_metrics_of_the_split(cli, run: Path, tmp_path: Path) -> None:
+    before = sorted(path.name for path in run.iterdir())
+    frame = pl.read_csv(tmp_path / "log.csv")
+    (tmp_path / "days" / "dt=1").mkdir(parents=True)
+    frame[900:950].write_csv(tmp_path / "days" / "dt=1" / "a.csv")
+    frame[950:].write_csv(tmp_path / "days" / "dt=1" / "b.csv")
+    of_split = json.loads(cli("evaluate", run, "--split", "test", "--json").out)
+    of_files = json.loads(cli("evaluate", run, "--file", tmp_path / "days", "--json").out)
+    assert of_files["examples"] == of_split["examples"] == 100
+    assert of_files["split"] == "days"
+    assert of_files["step"] == of_split["step"]
+    for name, value in of_split["tasks"]["click"]["metrics"].items():
+        assert of_files["tasks"]["click"]["metrics"][name] == pytest.approx(value, rel=1e-5), name
+    assert of_files["segments"]["device"].keys() == of_split["segments"]["device"].keys()
+    assert sorted(path.name for path in run.iterdir()) == before
+    shown = cli("evaluate", run, "--file", tmp_path / "days")
+    assert "days" in shown.out
+    assert "click" in shown.out
+
+
+def test_what_cannot_be_evaluated_is_one_error(cli, run: Path, tmp_path: Path) -> None:
+    log = write_log(tmp_path / "other.csv", rows=30, seed=3)
+    pl.read_csv(log).drop("click").write_csv(tmp_path / "unlabelled.csv")
+    cases = [
+        (("--file", tmp_path / "missing.csv"), "there is no such file"),
+        (("--file", tmp_path / "unlabelled.csv"), "column 'click' is missing"),
+        (("--file", log, "--split", "test"), "--file: does not go with a split"),
+        (("--file", tmp_path), "does not tell the format|column"),
+    ]
+    for arguments, why in cases:
+        found = cli("evaluate", run, *arguments)
+        assert found.code == 2
+        assert any(part in found.err for part in why.split("|")), found.err
+        assert "Traceback" not in found.err
