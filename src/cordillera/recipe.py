@@ -105,6 +105,15 @@ class RankingRecipe(_AnyRecipe):
     parallel: RankingParallelConfig = RankingParallelConfig()
     training: TrainingConfig = TrainingConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _keeps_ids_of_its_start(cls, content: Any) -> Any:
+        """Keep the ids and transforms of the run that training starts from."""
+        start, data = _section(content, "training").get("start"), _section(content, "data")
+        if isinstance(start, str) and "encoder" not in data:
+            content = {**content, "data": {**data, "encoder": start}}
+        return content
+
 
 class LanguageRecipe(_AnyRecipe):
     """Description of one run of a language model.

@@ -65,6 +65,7 @@ from cordillera.workflows.trained import (
     recipe_of,
     restore_model_with_checkpoint,
     splits_of,
+    start_from,
     with_threads,
 )
 
@@ -166,6 +167,8 @@ def _train_alone(
             if begins:
                 remove_folder(run.folder / ROWS)  # rows without a checkpoint
         model = model_of(recipe, splits.features, in_file(recipe, run.folder / ROWS) if in_folder else None)
+        if begins and recipe.training.start is not None:
+            say(start_from(model, recipe))
         plan = None
         if recipe.training.plan is not None:
             # a run keeps the plan that it began with, because another one would give other bits
@@ -288,7 +291,8 @@ def _check_together(recipe: RankingRecipe) -> None:
         problems.append(("tables.storage", "'file' is for training in one process: set 'memory' and cache = 0"))
     elif recipe.tables.are_encoded:
         problems.append(("tables", "rows in few bits and caches are of one process: set rows = 'fp32', cache = 0"))
-    alone = [f"training.{key}" for key in ("plan", "emulate", "probe_every", "compile") if getattr(training, key)]
+    keys = ("plan", "start", "emulate", "probe_every", "compile")
+    alone = [f"training.{key}" for key in keys if getattr(training, key)]
     alone += ["model.name"] if recipe.model.name == "supernet" else []  # which divides batches by itself
     problems += [(key, "is for training in one process, without slices") for key in alone]
     if recipe.parallel.exchange == "prioritised" and recipe.parallel.copies > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ from cordillera.data.ranking.features import FeatureSpec, RankingBatch
 from cordillera.data.ranking.loader import Loader
 from cordillera.embeddings.file_tables import FileTables
 from cordillera.embeddings.tables import EmbeddingTables, MadeTablesConfig
-from cordillera.errors import DataError, RunError
+from cordillera.errors import CheckpointError, DataError, RunError
 from cordillera.models.ranking import build
 from cordillera.models.ranking.base import RankingModel
 from cordillera.recipe import RankingRecipe
 from cordillera.run import Run, check_recipe
 from cordillera.training import checkpoints
+from cordillera.training.optimizers import embedding_tables
 from cordillera.training.ranking.scoring import ROWS, best_checkpoint, load_weights
 
 
@@ -158,6 +160,70 @@ def splits_of(run: Run, recipe: RankingRecipe) -> Splits:
             remedy="restore the files, or train a new run; `cordillera predict` scores other samples",
         )
     return splits
+
+
+def start_from(model: RankingModel, recipe: RankingRecipe) -> str:
+    """Give a new ``model`` of a ``recipe`` the weights of the run that ``training.start`` names.
+
+    Rows of ids that the run does not know keep their initial values; its ids have the same rows in both.
+
+    Returns:
+        What was taken over, in one line.
+
+    Raises:
+        CheckpointError: If the run has no checkpoint, it is corrupt, or it is of another model.
+        RunError: If it is no run of a ranking model, or the tables of one of both have no rows of fixed size in memory.
+    """
+    run = Run(recipe.training.start or "")
+    started = recipe_of(run)
+    for one in (started, recipe):
+        kept = one.tables.storage == "memory" and not one.tables.are_encoded
+        if not kept or (one.tables.dynamic is None) != (recipe.tables.dynamic is None):
+            raise RunError(
+                "takes over tables in float32 in memory, both dynamic or both not",
+                where="training.start",
+                remedy="set tables.storage = 'memory', tables.rows = 'fp32' and tables.cache = 0, or leave it out",
+            )
+    checkpoint = best_checkpoint(run, use_best=started.training.patience is not None)
+    if recipe.tables.dynamic is not None:
+        load_weights(model, checkpoint)
+        return f"start: weights of {run.folder} after {checkpoint.step:,} steps"
+    own = model_of(started, replace(Encoder.load(run.folder / "encoder").features, tasks=tuple(card_of(run)["tasks"])))
+    load_weights(own, checkpoint)
+    before, news = embedding_tables(own), 0
+    state = {name: one for name, one in own.state_dict().items() if not name.startswith(tuple(f"{n}." for n in before))}
+    try:
+        found = model.load_state_dict(state, strict=False)
+        lost = [name for name in found.missing_keys if not name.startswith(tuple(f"{n}." for n in before))]
+        if lost or found.unexpected_keys:
+            raise RuntimeError(f"differs in {', '.join([*lost, *found.unexpected_keys][:3])}")
+        for name, tables in embedding_tables(model).items():
+            news += _take_rows(before[name], tables)
+    except (RuntimeError, KeyError) as error:
+        raise CheckpointError(
+            f"holds another model: {str(error).splitlines()[-1].strip()}",
+            where=str(checkpoint.folder),
+            remedy="train the model of that run, with the same [model] section",
+        ) from error
+    return f"start: weights of {run.folder} after {checkpoint.step:,} steps; {news:,} rows of tables are new"
+
+
+@torch.no_grad()
+def _take_rows(before: EmbeddingTables, tables: EmbeddingTables) -> int:
+    """Copy all rows of tables into larger ones, with the state of an optimizer of the same kind; count the others."""
+    boxes = {box.name: box.values for box in before.boxes()}
+    same = before.config.name == tables.config.name
+    for box in tables.boxes():
+        kind = box.name.partition(".")[0]
+        if kind != "weight" and not same:
+            continue
+        rows = boxes[box.name]
+        if rows.shape[1:] != box.values.shape[1:] or len(rows) > len(box.values):
+            raise RuntimeError(f"{box.name} has the shape {tuple(rows.shape)}, here {tuple(box.values.shape)}")
+        box.values[: len(rows)] = rows
+    if same:
+        tables.step = before.step
+    return tables.num_rows - before.num_rows
 
 
 def restore_model(run: Run, features: FeatureSpec, device: torch.device) -> tuple[RankingRecipe, RankingModel]:

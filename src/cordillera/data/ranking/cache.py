@@ -351,6 +351,36 @@ class ClickDataset:
         return self._ids[:, singles.index(name)].astype(np.int64), self._encoder.names(name)
 
 
+class TrueEntropy:
+    """Normalised entropy of the true probabilities of a synthetic log, by split."""
+
+    def __init__(self) -> None:
+        self.sums = {split: np.zeros(4) for split in SPLITS}
+
+    def update(self, split: str, probability: np.ndarray, labels: np.ndarray) -> None:
+        """Add rows of a ``split``: the true ``probability`` and the ``labels`` of each, ``[N]``."""
+        p = np.clip(probability.astype(np.float64), 1e-15, 1 - 1e-15)
+        loss = -np.where(labels == 1, np.log(p), np.log1p(-p)).sum()
+        expected = -(p * np.log(p) + (1 - p) * np.log1p(-p)).sum()
+        self.sums[split] += [len(labels), float(labels.sum()), loss, expected]
+
+    def facts(self) -> dict[str, Any]:
+        """Return the entropies, for the facts of the prepared data."""
+
+        def entropy(split: str, which: int) -> float | None:
+            rows, positives, *losses = self.sums[split]
+            rate = positives / rows if rows else 0.0
+            if not 0 < rate < 1:
+                return None
+            return float(losses[which] / rows / -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate)))
+
+        return {
+            "bayes_ne": entropy("test", 0),
+            "bayes_ne_expected": entropy("test", 1),
+            "bayes_ne_by_split": {split: entropy(split, 0) for split in SPLITS},
+        }
+
+
 @dataclass(frozen=True)
 class Splits:
     """A prepared data set.

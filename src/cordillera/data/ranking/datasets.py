@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import polars as pl
@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from cordillera.data.files import cache_folder, expand_paths, folder_beside
-from cordillera.data.ranking.cache import FORMAT, SPLITS, CacheWriter, Splits, open_splits
+from cordillera.data.files import cache_folder, checksum, expand_paths, folder_beside
+from cordillera.data.ranking.cache import FORMAT, SPLITS, CacheWriter, Splits, TrueEntropy, open_splits
 from cordillera.data.ranking.encoding import Encoder
 from cordillera.data.ranking.features import Schema
 from cordillera.data.ranking.logs import adult, movielens
@@ -62,6 +62,8 @@ class DataConfig(BaseModel):
         split_seed: Seed of the random split.
         unordered: Treatment of rows that are earlier than the row before, in a split by time: ``refuse`` (an error that
             names the line) or ``sort`` (each split is brought into time order).
+        encoder: Run whose vocabularies and transforms are kept; ids that it does not know get rows after those that it
+            knows. Default: none, or the run of ``training.start``.
         tasks: Labels to learn. Default: all.
         batch_size: Number of rows in a training batch.
         evaluation_batch_size: Number of rows in a batch of validation or test.
@@ -85,6 +87,7 @@ class DataConfig(BaseModel):
     fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)
     split_seed: int = Field(0, ge=0, lt=2**64)
     unordered: Literal["refuse", "sort"] = "refuse"
+    encoder: str | None = None
     tasks: tuple[str, ...] | None = None
     batch_size: int = Field(1024, ge=1, le=2**26)
     evaluation_batch_size: int = Field(8192, ge=1, le=2**26)
@@ -179,6 +182,13 @@ def _paths(config: DataConfig) -> tuple[tuple[Path, ...], ...]:
     if twice is not None:
         raise DataError("the file is named twice", where=str(twice), remedy="a row belongs to one split: name it once")
     return found
+
+
+def _encoder_folder(config: DataConfig) -> Path:
+    folder = Path(config.encoder or "").expanduser() / "encoder"
+    if not (folder / "encoder.json").is_file():
+        raise DataError("is no run of a ranking model", where=str(config.encoder), remedy="correct data.encoder")
+    return folder
 
 
 def _open_own(config: DataConfig) -> ClickLog:
@@ -391,6 +401,8 @@ def _key(config: DataConfig, log: ClickLog, format: int = FORMAT) -> str:
         choices["files"] = [len(files) for files in _paths(config)]
     if config.separator is not None:
         choices["separator"] = config.separator
+    if config.encoder is not None:
+        choices["encoder"] = checksum(_encoder_folder(config) / "encoder.json")
     return hashlib.sha256(json.dumps(choices, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -464,7 +476,8 @@ def _build(config: DataConfig, log: ClickLog, folder: Path, progress: bool) -> N
     with bar:
         splitter = Splitter(config, log)
         columns = [*log.schema.columns, *((log.probability,) if log.probability else ())]
-        encoder = Encoder.fit(log.schema, ())
+        known = None if config.encoder is None else Encoder.load(_encoder_folder(config))
+        encoder = Encoder.fit(log.schema, (), known)
         if Encoder.needs_fit(log.schema):
             task = bar.add_task(f"fitting {name}", total=None)
 
@@ -476,13 +489,13 @@ def _build(config: DataConfig, log: ClickLog, folder: Path, progress: bool) -> N
                     if len(inside):
                         yield frame[inside], place.of_rows(inside)
 
-            encoder = Encoder.fit(log.schema, training_rows())
+            encoder = Encoder.fit(log.schema, training_rows(), known)
             splitter.restart()
         with folder_beside(folder) as beside:
             writer = CacheWriter(beside, encoder)
             try:
                 task = bar.add_task(f"writing {name}", total=None)
-                truth = _Truth() if log.probability else None
+                truth = TrueEntropy() if log.probability else None
                 for frame, place in log.chunks(columns):
                     _require(frame, log.schema, place.source)
                     rows = encoder.encode(frame, where=place)
@@ -521,33 +534,6 @@ def _require(frame: pl.DataFrame, schema: Schema, source: str) -> None:
             where=source,
             remedy="name the column in the file, or take it out of the schema",
         )
-
-
-class _Truth:
-    """Normalised entropy of the true probabilities of a synthetic log, by split."""
-
-    def __init__(self) -> None:
-        self.sums = {split: np.zeros(4) for split in SPLITS}
-
-    def update(self, split: str, probability: np.ndarray, labels: np.ndarray) -> None:
-        p = np.clip(probability.astype(np.float64), 1e-15, 1 - 1e-15)
-        loss = -np.where(labels == 1, np.log(p), np.log1p(-p)).sum()
-        expected = -(p * np.log(p) + (1 - p) * np.log1p(-p)).sum()
-        self.sums[split] += [len(labels), float(labels.sum()), loss, expected]
-
-    def facts(self) -> dict[str, Any]:
-        def entropy(split: str, which: int) -> float | None:
-            rows, positives, *losses = self.sums[split]
-            rate = positives / rows if rows else 0.0
-            if not 0 < rate < 1:
-                return None
-            return float(losses[which] / rows / -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate)))
-
-        return {
-            "bayes_ne": entropy("test", 0),
-            "bayes_ne_expected": entropy("test", 1),
-            "bayes_ne_by_split": {split: entropy(split, 0) for split in SPLITS},
-        }
 
 
 def _check(config: DataConfig, writer: CacheWriter, name: str) -> None:

@@ -25,6 +25,7 @@ from cordillera.data.ranking.features import (
     Schema,
     SparseFeature,
 )
+from cordillera.data.ranking.fitting import DenseFit, ValueCounts, transformed
 from cordillera.data.ranking.logs.columns import (
     MISSING,
     WHOLE,
@@ -38,7 +39,6 @@ from cordillera.data.ranking.logs.columns import (
     ids_of,
     labels_of,
     refuse_large,
-    splitmix64,
     teacher_of,
     timestamps_of,
     weights_of,
@@ -50,12 +50,6 @@ from cordillera.files import read_sealed, sealed_json
 from cordillera.jagged import JaggedBatch, offsets_of, ragged_positions
 
 _REMEDY = "delete the folder and prepare the data again"
-QUANTILES = 1024
-"""Number of quantiles that a ``quantile`` transform keeps."""
-
-SAMPLE = 200_000
-"""Number of rows from which quantiles are computed; all rows if there are fewer."""
-
 _FEW = 65_536  # ids of a column that are looked up one by one in an index
 _FORMAT = 2
 
@@ -190,82 +184,6 @@ def assemble(
     )
 
 
-def _transformed(values: np.ndarray, transform: str) -> np.ndarray:
-    return np.sign(values) * np.log1p(np.abs(values)) if transform == "log" else values
-
-
-class _DenseFit:
-    """Streaming mean and variance (Chan et al. 1983); for quantiles, a sample of the rows with the smallest hash."""
-
-    def __init__(self, feature: DenseFeature) -> None:
-        self.feature, self.seen, self.rows = feature, 0, 0
-        self.mean, self.squares = 0.0, 0.0
-        self.sample = np.empty(0)
-        self.keys = np.empty(0, dtype=np.uint64)
-
-    def update(self, values: np.ndarray, blank: np.ndarray) -> None:
-        keys = splitmix64(np.arange(self.rows, self.rows + len(values), dtype=np.uint64))
-        self.rows += len(values)
-        present = _transformed(values[~blank], self.feature.transform)
-        if len(present):
-            count, mean = len(present), float(present.mean())
-            squares = float(((present - mean) ** 2).sum())
-            delta, total = mean - self.mean, self.seen + count
-            self.squares += squares + delta * delta * self.seen * count / total
-            self.mean += delta * count / total
-            self.seen = total
-        if self.feature.transform == "quantile":
-            self.sample = np.concatenate([self.sample, values[~blank]])
-            self.keys = np.concatenate([self.keys, keys[~blank]])
-            if len(self.keys) > SAMPLE:
-                kept = np.argpartition(self.keys, SAMPLE)[:SAMPLE]
-                self.sample, self.keys = self.sample[kept], self.keys[kept]
-
-    def result(self) -> dict[str, Any]:
-        transform, state = self.feature.transform, {}
-        if transform in ("log", "standardise"):
-            deviation = (self.squares / self.seen) ** 0.5 if self.seen else 0.0
-            # A column with a single value has no scale: 1 turns it into zeros.
-            state = {"mean": self.mean, "scale": deviation if deviation > 1e-12 * max(1.0, abs(self.mean)) else 1.0}
-            mean = 0.0
-        elif transform == "quantile":
-            points = np.linspace(0, 1, QUANTILES)
-            quantiles = np.quantile(np.sort(self.sample), points) if len(self.sample) else np.zeros(1)
-            state, mean = {"quantiles": quantiles.tolist()}, 0.5
-        else:
-            mean = self.mean
-        return {**state, "fill": mean if self.feature.missing == "mean" else 0.0}
-
-
-class _ValueCounts:
-    """Number of times that each value of a table was seen; counts of chunks are merged sixteen at a time."""
-
-    def __init__(self) -> None:
-        self.parts: list[pl.DataFrame] = []
-
-    def update(self, values: pl.Series) -> None:
-        counts = pl.DataFrame({"value": values}).drop_nulls().group_by("value").len(name="count")
-        self.parts.append(counts.with_columns(pl.col("count").cast(pl.Int64)))
-        if len(self.parts) >= 16:
-            self.parts = [self.total()]
-
-    def total(self) -> pl.DataFrame:
-        return pl.concat(self.parts).group_by("value").agg(pl.col("count").sum())
-
-    def vocabulary(self, min_count: int, limit: int | None) -> tuple[pl.Series, bool]:
-        """Values that are kept, in order of falling count, and whether all values seen are whole numbers."""
-        if not self.parts:
-            return pl.Series("value", [], dtype=pl.String), False
-        total = self.total()
-        plain = without_point(total["value"])
-        whole = bool(plain.str.contains(WHOLE).all())
-        if whole:
-            total = total.with_columns(plain).group_by("value").agg(pl.col("count").sum())
-        often = total.filter(pl.col("count") >= min_count)
-        values = often.sort(["count", "value"], descending=[True, False])["value"]
-        return values if limit is None else values.head(max(limit - 1, 0)), whole
-
-
 class Encoder:
     """Converts rows of a log to numbers, with vocabularies and transforms fitted on the training rows.
 
@@ -316,17 +234,27 @@ class Encoder:
         )
 
     @classmethod
-    def fit(cls, schema: Schema, chunks: Iterable[pl.DataFrame | tuple[pl.DataFrame, RowPlace]]) -> Encoder:
+    def fit(
+        cls,
+        schema: Schema,
+        chunks: Iterable[pl.DataFrame | tuple[pl.DataFrame, RowPlace]],
+        known: Encoder | None = None,
+    ) -> Encoder:
         """Learn vocabularies and scales of a ``schema`` from training rows in one pass and bounded memory.
 
         Args:
             chunks: Training rows, as frames or as frames with their places (for errors).
+            known: Encoder of earlier rows with the same features. Its scales are kept, and so are the rows of its ids;
+                new ids get the rows after them.
 
         Raises:
-            DataError: a missing column, a wrong type, an infinite value; with file, row and column.
+            DataError: a missing column, a wrong type, an infinite value; with file, row and column. Or ``known`` is of
+                other features.
         """
-        dense = {feature.name: _DenseFit(feature) for feature in schema.numbers}
-        counts: dict[str, _ValueCounts] = {}
+        if known is not None:
+            known.check_features(schema)
+        dense = {feature.name: DenseFit(feature) for feature in schema.numbers}
+        counts: dict[str, ValueCounts] = {}
         singles = {f.table or f.name for f in schema.categorical}
         rows = 0
         for chunk in chunks:
@@ -337,12 +265,12 @@ class Encoder:
             for single in schema.categorical:
                 if single.encoding == "vocabulary":
                     values = ids_of(column_of(frame, single.name, place), single.name, place)
-                    counts.setdefault(single.table or single.name, _ValueCounts()).update(values)
+                    counts.setdefault(single.table or single.name, ValueCounts()).update(values)
             for entries in schema.lists:
                 name = entries.table or entries.name
                 if entries.encoding == "vocabulary" and name not in singles:
                     flat, _ = flatten(column_of(frame, entries.name, place), entries, place)
-                    counts.setdefault(name, _ValueCounts()).update(flat)
+                    counts.setdefault(name, ValueCounts()).update(flat)
             rows += len(frame)
         vocabularies, whole = {}, set()
         for feature in (*schema.categorical, *schema.lists):
@@ -350,10 +278,33 @@ class Encoder:
             if feature.encoding != "vocabulary":
                 whole.add(name)
             elif name not in vocabularies:
-                seen = counts.get(name, _ValueCounts())
-                vocabularies[name], numbers = seen.vocabulary(feature.min_count, feature.num_embeddings)
+                seen = counts.get(name, ValueCounts())
+                before = pl.Series("value", [], dtype=pl.String) if known is None else known.vocabularies[name]
+                may_be_whole = known is None or name in known.whole
+                limits = feature.min_count, feature.num_embeddings
+                vocabularies[name], numbers = seen.vocabulary(*limits, before, may_be_whole)
                 whole |= {name} if numbers else set()
+        if known is not None:
+            return cls(schema, vocabularies, known.dense_state, known.rows + rows, whole)
         return cls(schema, vocabularies, {name: fit.result() for name, fit in dense.items()}, rows, whole)
+
+    def check_features(self, schema: Schema) -> None:
+        """Refuse a ``schema`` of other features than those of the encoder.
+
+        Raises:
+            DataError: a feature is missing, new, or has other settings; it is named.
+        """
+        own, other = (
+            {one.name: one for one in (*of.dense, *of.categorical, *of.lists)} for of in (self.schema, schema)
+        )
+        differs = [name for name in {**own, **other} if own.get(name) != other.get(name)]
+        if differs:
+            what = "is no feature" if differs[0] not in own else "is missing" if differs[0] not in other else "differs"
+            raise DataError(
+                f"feature '{differs[0]}' {what} beside the run that data.encoder names",
+                where="data.schema",
+                remedy="take the features of that run's recipe, or train from the beginning",
+            )
 
     def encode(
         self,
@@ -460,7 +411,7 @@ class Encoder:
             right = np.searchsorted(quantiles, values, side="right")
             result = (left + right) / (2.0 * len(quantiles))
         else:
-            result = _transformed(values, feature.transform)
+            result = transformed(values, feature.transform)
             if feature.transform != "none":
                 result = (result - state["mean"]) / state["scale"]
         result = np.where(blank, state["fill"], result)

@@ -30,6 +30,9 @@ class TrainingConfig(BaseModel):
             computes everything in float32.
         plan: File of ``cordillera probe RUN --training`` whose kernels train the linear layers; needs ``precision =
             "fp32"``. Evaluation and scoring are in float32.
+        start: Run of the same model whose weights training begins with, and whose ids and transforms the data keeps
+            (``data.encoder``). Ids that it does not know begin as in a new run. The state of the tables' optimizer is
+            taken over if it is of the same kind. Default: training begins with new weights.
         learning_rate: Peak rate of AdamW for dense parameters; the rate of the tables is in ``[tables]``.
         betas: AdamW's decay rates, at least 0 and below 1.
         eps: Term added to AdamW's denominator.
@@ -67,6 +70,7 @@ class TrainingConfig(BaseModel):
     max_steps: int | None = Field(None, ge=1, le=10**12)
     precision: Precision = "bf16"
     plan: str | None = None
+    start: str | None = None
     learning_rate: float = Field(1e-3, gt=0)
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
