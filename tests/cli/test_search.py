@@ -206,6 +206,20 @@ def test_a_search_may_be_given_more_trials_or_fewer(files: Any, tried: list[str]
     assert len(tried) == 16
 
 
+def test_a_search_begins_nothing_after_its_hours_and_goes_on(files: Any, tried: list[str], tmp_path: Path) -> None:
+    whole = workflows.search(*files, settings(), folder=tmp_path / "whole")
+    none = workflows.search(*files, settings(), folder=tmp_path / "run", hours=0)
+    assert (none.candidates, none.best) == ([], None)
+    assert not none.is_exhausted
+    tried.clear()
+    some = workflows.search(*files, settings(), folder=tmp_path / "run", hours=1)
+    assert [one.name for one in some.candidates] == [one.name for one in whole.candidates]
+    tried.clear()
+    again = workflows.search(*files, settings(), folder=tmp_path / "run", hours=0)  # those on record are read
+    assert len(again.candidates) == len(whole.candidates)
+    assert not tried
+
+
 def test_the_front_is_judged_with_new_seeds_on_the_test_split(
     cli: Any, files: Any, tried: list[str], tmp_path: Path
 ) -> None:
@@ -408,7 +422,7 @@ def test_ctrl_c_between_trials_says_how_to_go_on(files: Any, tried: list[str], t
     [
         (["--searcher", "evolutoin"], "there is no searcher 'evolutoin'; choose one of random, grid, evolution"),
         (["--goal", "nee"], "must be ne or front, got 'nee'"),
-        (["--space", "smal"], "is neither a shipped space (blocks, small) nor a file"),
+        (["--space", "smal"], "is neither a shipped space (blocks, settings, small) nor a file"),
         (["--set", "model.mlpp=[3]"], "did you mean 'mlp'?"),
         (["--set", "data.fractions=[0.9, 0.0, 0.1]"], "needs a validation split"),
         (["--proposals", "absent.jsonl"], "absent.jsonl"),

@@ -209,7 +209,7 @@ def test_a_mistake_in_a_space_is_named(tmp_path: Path, text: str, message: str) 
 
 
 def test_a_space_that_is_not_there_is_named() -> None:
-    with pytest.raises(RecipeError, match=r"is neither a shipped space \(blocks, small\) nor a file"):
+    with pytest.raises(RecipeError, match=r"is neither a shipped space \(blocks, settings, small\) nor a file"):
         load_space("smal")
 
 

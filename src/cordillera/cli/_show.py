@@ -65,6 +65,13 @@ def number(value: float, digits: int = 4) -> str:
     return "undefined" if math.isnan(value) else f"{value:.{digits}f}"
 
 
+def time_left(seconds: float) -> str:
+    """Return a duration in the unit that fits: ``40 s``, ``12 min``, ``3.5 h``."""
+    if seconds < 90:
+        return f"{max(0, seconds):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 def titled_table(title: str, *left: str | Column, right: Sequence[str] = ()) -> Table:
     """Return an empty table with columns aligned to the left, then those aligned to the right."""
     columns = (Column(heading, justify="right") for heading in right)

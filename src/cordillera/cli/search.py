@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,6 +28,9 @@ def search(
     batch: Annotated[int, typer.Option(min=1, max=1024, help="Proposals made before their results are known.")] = 4,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes, of one thread each. Default: one for each core.")
+    ] = None,
+    hours: Annotated[
+        float | None, typer.Option(min=0, help="Hours after which no further architecture is begun.")
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Trainings of each architecture.")] = 1,
     sample: Annotated[
@@ -62,7 +66,7 @@ def search(
     A search that was stopped goes on where it was.
     """
     from cordillera import workflows
-    from cordillera.cli._show import console
+    from cordillera.cli._show import console, time_left
     from cordillera.errors import PlanError
     from cordillera.files import read_text
     from cordillera.workflows.architectures.search import read_proposals
@@ -103,11 +107,21 @@ def search(
             out.print(text, markup=False)
 
     best: list[float] = []
+    began: list[tuple[float, int]] = []
 
     def show(candidate: SearchCandidate, planned: int) -> None:
         if candidate.trial.is_finished:
             best.append(min([candidate.trial.ne, *best[-1:]]))
-        say(_line(candidate, planned, best[-1] if best else None))
+        now = time.monotonic()
+        began.append((now, candidate.number))
+        # those on record come at once; the first one that takes time begins the clock
+        if len(began) > 1 and began[-1][0] - began[0][0] < 0.1:
+            began[:] = began[-1:]
+        left = ""
+        if began[0][1] < candidate.number:
+            each = (now - began[0][0]) / (candidate.number - began[0][1])
+            left = f"  {time_left(each * (planned - candidate.number - 1))} left"
+        say(_line(candidate, planned, best[-1] if best else None) + left)
 
     outcome = workflows.search(
         recipe,
@@ -117,6 +131,7 @@ def search(
         proposals=given,
         folder=folder,
         workers=workers,
+        hours=hours,
         on_candidate=show,
         say=say,
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,6 +138,7 @@ def search(
     proposals: Sequence[Mapping[str, Any]] = (),
     folder: Path | str | None = None,
     workers: int | None = None,
+    hours: float | None = None,
     on_candidate: OnCandidate | None = None,
     say: Say = silent,
 ) -> SearchOutcome:
@@ -154,6 +157,7 @@ def search(
             ``{"model": {...}}``.
         folder: Folder of the search. Default: ``runs/NAME-search``.
         workers: Number of processes, of one thread each. Default: one for each core.
+        hours: Hours after which no further candidate of the searcher begins; the same call goes on. Default: no limit.
         on_candidate: Function called with every candidate in order, and the planned number of candidates.
         say: Function called with one line of text at each stage.
 
@@ -190,6 +194,7 @@ def search(
                 raise DataError(f"a search needs a {split} split", where="data.fractions", remedy="give it a share")
         say(f"space: {made.size:,} genomes of {len(made.genes)} genes; searcher: {config.searcher}")
         found = _OpenSearch(run, made, searcher, config, content, proposals)
+        found.ends = math.inf if hours is None else time.monotonic() + 3600 * hours
         with TrialWorkers(workers or os.cpu_count() or 1, content, config.trial, config.most_seconds) as pool:
             try:
                 for candidate in found.candidates(pool):
@@ -307,7 +312,7 @@ class _OpenSearch:
         self.content, self.proposals = content, proposals
         self.record = {entry["number"]: entry for entry in run.metrics() if entry.get("kind") == "candidate"}
         self.done: list[SearchCandidate] = []
-        self.is_exhausted = False
+        self.is_exhausted, self.ends = False, math.inf
 
     def candidates(self, pool: TrialWorkers) -> Iterator[SearchCandidate]:
         """Yield candidates in order."""
@@ -315,7 +320,7 @@ class _OpenSearch:
         if given:
             yield from self._tried("proposal", given, pool)
         proposed = 0
-        while proposed < self.config.trials:
+        while proposed < self.config.trials and (time.monotonic() < self.ends or len(self.done) < len(self.record)):
             genomes: list[Genome] = []
             while len(genomes) < min(self.config.batch, self.config.trials - proposed):
                 genome = self.searcher.ask()
