@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         best_of,
         compare,
         evaluate,
+        export,
         isoflop,
         judge,
         load_model,
@@ -85,6 +86,7 @@ __all__ = [
     "best_of",
     "compare",
     "evaluate",
+    "export",
     "isoflop",
     "judge",
     "load_language_model",
@@ -114,8 +116,8 @@ _WHERE = {
     **{
         name: ("cordillera.workflows", name)
         for name in (
-            *("ServerConfig", "average", "batches", "best_of", "compare", "evaluate", "isoflop", "judge"),
-            *("load_model", "predict", "report", "serve", "sweep", "train"),
+            *("ServerConfig", "average", "batches", "best_of", "compare", "evaluate", "export"),
+            *("isoflop", "judge", "load_model", "predict", "report", "serve", "sweep", "train"),
         )
     },
 }

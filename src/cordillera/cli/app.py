@@ -22,6 +22,7 @@ from cordillera.cli import (
     doctor,
     drafting,
     evaluate,
+    export,
     generate,
     guard,
     inject,
@@ -53,6 +54,7 @@ SECTIONS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
     },
     "Ranking models": {
         "predict": predict.predict,
+        "export": export.export,
         "search": search.search,
         "sweep": sweep.sweep,
         "augment": augment.augment,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cordillera.workflows.language import LanguageOutcome
     from cordillera.workflows.post_training.answers import best_of, judge
     from cordillera.workflows.post_training.averaging import average
-    from cordillera.workflows.prediction import load_model, predict
+    from cordillera.workflows.prediction import export, load_model, predict
     from cordillera.workflows.ranking import Outcome
     from cordillera.workflows.runs import apply_delta, compare, evaluate, make_delta, report, train
     from cordillera.workflows.scaling import Sweep, isoflop, sweep
@@ -37,6 +37,7 @@ __all__ = [
     "best_of",
     "compare",
     "evaluate",
+    "export",
     "isoflop",
     "judge",
     "load_model",
@@ -55,7 +56,7 @@ _WHERE = {
     "language": ("LanguageOutcome",),
     "post_training.answers": ("best_of", "judge"),
     "post_training.averaging": ("average",),
-    "prediction": ("load_model", "predict"),
+    "prediction": ("export", "load_model", "predict"),
     "ranking": ("Outcome",),
     "runs": ("apply_delta", "compare", "evaluate", "make_delta", "report", "train"),
     "scaling": ("Sweep", "isoflop", "sweep"),

@@ -7,6 +7,7 @@ import fcntl
 import glob
 import os
 import secrets
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
@@ -28,7 +29,8 @@ from cordillera.data.ranking.unseen import UnseenCount
 from cordillera.errors import DataError, RunError
 from cordillera.kernels.repeatable import products_repeat
 from cordillera.recipe import RankingRecipe
-from cordillera.run import Run, disk_errors
+from cordillera.run import Run, disk_errors, remove_folder
+from cordillera.serving.ranking import export as exports
 from cordillera.serving.ranking import quantized_model
 from cordillera.serving.ranking.scorer import RowScorer, probabilities
 from cordillera.training.ranking.evaluation import Evaluation
@@ -201,6 +203,43 @@ def load_model(run: Run | Path | str, *, quantized: bool = False) -> TrainedMode
     """
     run = run if isinstance(run, Run) else Run(run)
     return TrainedModel(run, open_scorer(run, quantized=quantized))
+
+
+def export(run: Run | Path | str, out: Path | str | None = None, *, compiled: bool = False) -> Path:
+    """Write the model of a finished ranking ``run`` as a program of torch that runs without this library.
+
+    The folder holds ``model.pt2`` (:func:`torch.export.load`), ``schema.json`` with the vocabularies, and ``score.py``,
+    which scores rows with both and imports torch only. In float32, scores equal those of :func:`~cordillera.predict`
+    within 1e-6.
+
+    Args:
+        out: Folder to write. Default: ``export`` in the run's folder. One that exists is replaced.
+        compiled: Whether to write a package of AOTInductor too (``model-compiled.pt2``), which needs a C++ compiler.
+
+    Returns:
+        The folder.
+
+    Raises:
+        RunError: If the model reads histories in order, its tables are not in float32 in memory, or the folder holds
+            something else.
+        CheckpointError: If there is no checkpoint, or it is corrupt.
+    """
+    run = run if isinstance(run, Run) else Run(run)
+    recipe, encoder = recipe_of(run), Encoder.load(run.folder / "encoder")
+    target = Path(out) if out is not None else run.folder / "export"
+    if target.exists() and not (target.is_dir() and (target / exports.SCHEMA).is_file()):
+        raise RunError("exists and is no export", where=str(target), remedy="name another folder with --out")
+    features = replace(encoder.features, tasks=tuple(card_of(run)["tasks"]))
+    _, model = restore_model(run, features, torch.device("cpu"))
+    with disk_errors(target, "free some space, or name a folder on another disk with --out"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+            exports.write_export(Path(folder), encoder, model, recipe.training.precision, compiled=compiled)
+            remove_folder(target)
+            Path(folder).chmod(0o755)
+            Path(folder).rename(target)
+            Path(folder).mkdir()  # what is removed in the end
+    return target
 
 
 def open_scorer(run: Run | Path | str, *, quantized: bool = False, planned: bool = False) -> RowScorer:

@@ -251,7 +251,7 @@ def _longest(offsets: Tensor, least: int = 0) -> int | None:
 
 def _check_features(config: SequenceConfig, features: FeatureSpec) -> None:
     known = {feature.name: feature for feature in features.sparse}
-    for key, names in (("sequences", config.sequences), ("candidate", (config.candidate,))):
+    for key, names in (("candidate", (config.candidate,)), ("sequences", config.sequences)):
         for name in names:
             if name not in known:
                 raise DataError(

@@ -1,0 +1,27 @@
+"""``cordillera export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The folder to write. Default: RUN/export.")] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="Write a package of AOTInductor too; needs a C++ compiler.")
+    ] = False,
+) -> None:
+    """Write a run's model as a program that needs torch alone.
+
+    The folder holds the program, the schema with the vocabularies, and score.py, which scores rows with both.
+    """
+    from cordillera import workflows
+    from cordillera.cli._show import console
+
+    folder = workflows.export(run, out, compiled=compiled)
+    console().print(f"export: {folder}", markup=False)
+    console().print(f"  -> in Python: import score; score.Scorer('{folder}').predict([...])", markup=False)

@@ -1,0 +1,167 @@
+"""A ranking model as a program of torch that needs nothing of this library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cordillera.data.ranking.encoding import Encoder
+from cordillera.data.ranking.features import CategoricalFeature
+from cordillera.embeddings.tables import EmbeddingTables
+from cordillera.errors import RunError
+from cordillera.models.ranking.base import RankingModel
+from cordillera.numerics.formats.precision import Precision
+from cordillera.serving.ranking import standalone
+
+PROGRAM, SCHEMA, SCORER, COMPILED = "model.pt2", "schema.json", "score.py", "model-compiled.pt2"
+"""Names of the files of an export."""
+
+
+class ExportedModel(nn.Module):
+    """Raw numbers and rows of tables into probabilities, by operations of torch alone.
+
+    Args:
+        encoder: Encoder of the run.
+        model: Trained model with tables in float32 in memory, in evaluation mode; its tables are taken out of it.
+        precision: Precision of the dense part.
+    """
+
+    weight: Tensor
+
+    def __init__(self, encoder: Encoder, model: RankingModel, precision: Precision) -> None:
+        super().__init__()
+        tables = model.tables
+        self.features, self.bf16 = tables.features, precision == "bf16"
+        self.register_buffer("weight", tables.weight.detach().clone())
+        starts, total = {}, 0
+        for table, rows in tables.features.tables.items():
+            starts[table] = total
+            total += rows
+        self.starts = [starts[feature.table] for feature in tables.features.sparse]
+        self.numbers, self.states = encoder.schema.numbers, encoder.dense_state
+        for place, number in enumerate(self.numbers):
+            if number.transform == "quantile":
+                quantiles = torch.from_numpy(np.asarray(self.states[number.name]["quantiles"]))
+                self.register_buffer(f"quantiles_{place}", quantiles)
+        del model.tables
+        self.model = model
+
+    def forward(self, dense: Tensor, ids: Tensor, lists: Sequence[Tensor]) -> Tensor:
+        """Compute probabilities ``float64 [B, tasks]``.
+
+        Args:
+            dense: Numbers as they stand in the log, ``float64 [B, num_dense]``, NaN for blanks.
+            ids: Rows of tables of the features of one id, ``int64 [B, features]``, in the order of the schema.
+            lists: Rows of tables of each feature of lists, ``int64 [B, L]``, filled up with -1.
+        """
+        embeddings = self._embeddings(dense.shape[0], ids, lists)
+        inputs = self._transformed(dense).to(torch.float32)
+        if self.bf16:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                logits = self.model.score(inputs, embeddings.to(torch.bfloat16))
+        else:
+            logits = self.model.score(inputs, embeddings)
+        return torch.sigmoid(logits.to(torch.float32).to(torch.float64))
+
+    def _transformed(self, dense: Tensor) -> Tensor:
+        columns = []
+        for place, number in enumerate(self.numbers):
+            values, state = dense[:, place], self.states[number.name]
+            if number.transform == "quantile":
+                quantiles = getattr(self, f"quantiles_{place}")
+                filled = torch.nan_to_num(values).contiguous()
+                sides = [torch.searchsorted(quantiles, filled, right=right) for right in (False, True)]
+                result = (sides[0] + sides[1]).to(torch.float64) / (2.0 * len(quantiles))
+            else:
+                result = torch.sign(values) * torch.log1p(values.abs()) if number.transform == "log" else values
+                if number.transform != "none":
+                    result = (result - state["mean"]) / state["scale"]
+            fill = torch.full_like(result, state["fill"])
+            columns.append(torch.where(torch.isnan(values), fill, result))
+        return torch.stack(columns, 1) if columns else dense
+
+    def _embeddings(self, size: int, ids: Tensor, lists: Sequence[Tensor]) -> Tensor:
+        found, singles, entries = [], 0, 0
+        for feature, start in zip(self.features.sparse, self.starts, strict=True):
+            if not feature.is_list:
+                found.append(self.weight[ids[:, singles] + start])
+                singles += 1
+                continue
+            rows = lists[entries]
+            entries += 1
+            is_there = rows >= 0
+            values = self.weight[rows.clamp(min=0) + start] * is_there.unsqueeze(-1)
+            if feature.pooling == "mean":
+                values = values / is_there.sum(1).clamp(min=1)[:, None, None]
+            found.append(values.sum(1))
+        return torch.stack(found, 1) if found else self.weight.new_zeros(size, 0, self.weight.shape[1])
+
+
+def write_export(
+    folder: Path, encoder: Encoder, model: RankingModel, precision: Precision, *, compiled: bool = False
+) -> None:
+    """Write a model's program, schema and scorer into a folder that exists.
+
+    Args:
+        folder: Folder of the files.
+        encoder: Encoder of the run.
+        model: Trained model; its tables are taken out of it.
+        precision: Precision of the dense part.
+        compiled: Whether to write a package of AOTInductor too, which needs a C++ compiler.
+
+    Raises:
+        RunError: If the model reads histories in order, or its tables are not in float32 in memory.
+    """
+    why = None
+    if not model.pools_all:
+        why = "reads histories in order, which an exported program cannot"
+    elif type(model.tables) is not EmbeddingTables:
+        why = "has tables in few bits, in a file, behind a cache or of ids of 63 bits"
+    if why is not None:
+        raise RunError(f"{why}: it cannot be exported", where="model", remedy="score with `cordillera predict`")
+    program = ExportedModel(encoder, model, precision).eval()
+    schema = _schema(encoder, model.features.tasks)
+    count = torch.export.Dim("rows", min=1)
+    length = [{0: count, 1: torch.export.Dim(f"length_{place}", min=1)} for place in range(len(schema["lists"]))]
+    rows = 3  # sizes of 0 and 1 would be taken for constants
+    example = (
+        torch.zeros(rows, len(encoder.schema.numbers), dtype=torch.float64),
+        torch.zeros(rows, len(schema["categorical"]), dtype=torch.int64),
+        [torch.zeros(rows, 2, dtype=torch.int64) for _ in length],
+    )
+    with torch.no_grad():
+        exported = torch.export.export(program, example, dynamic_shapes=({0: count}, {0: count}, length))
+        torch.export.save(exported, str(folder / PROGRAM))
+        if compiled:
+            torch._inductor.aoti_compile_and_package(exported, package_path=str(folder / COMPILED))
+    (folder / SCHEMA).write_text(json.dumps(schema, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = Path(standalone.__file__).read_text(encoding="utf-8")
+    (folder / SCORER).write_text(text, encoding="utf-8")
+
+
+def _schema(encoder: Encoder, tasks: Sequence[str]) -> dict[str, Any]:
+    """Return what :mod:`~cordillera.serving.ranking.standalone` needs to know of an encoder."""
+    schema = encoder.schema
+
+    def of_table(feature: CategoricalFeature) -> dict[str, Any]:
+        table = feature.table or feature.name
+        rows = encoder.features.tables[table]
+        return {"name": feature.name, "table": table, "encoding": feature.encoding, "rows": rows}
+
+    return {
+        "format": 1,
+        "tasks": list(tasks),
+        "dense": [
+            {"name": one.name, "width": one.width, "missing": one.missing, "nan": one.nan} for one in schema.dense
+        ],
+        "categorical": [of_table(one) for one in schema.categorical],
+        "lists": [{**of_table(one), "separator": one.separator, "max_length": one.max_length} for one in schema.lists],
+        "whole": sorted(encoder.whole),
+        "vocabularies": {table: values.to_list() for table, values in encoder.vocabularies.items()},
+    }

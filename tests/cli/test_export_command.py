@@ -1,0 +1,20 @@
+"""``cordillera export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def test_a_folder_is_replaced_only_if_it_is_an_export(cli, recipe: Path, tmp_path: Path) -> None:
+    assert cli("train", recipe, "--run", "run", "-q", "--set", "training.max_steps=3").code == 0
+    shown = cli("export", "run")
+    assert shown.code == 0
+    assert "export: run/export" in shown.out
+    assert cli("export", "run").code == 0
+    (tmp_path / "mine").mkdir()
+    refused = cli("export", "run", "--out", "mine")
+    assert refused.code == 2
+    assert "exists and is no export" in refused.err
+    assert cli("export", "run", "--out", "new/folder").code == 0
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith((".export", ".folder"))]
+    assert (tmp_path / "new" / "folder").stat().st_mode & 0o755 == 0o755
