@@ -214,6 +214,7 @@ def test_candidates_of_one_request_share_what_is_read() -> None:
     [
         ({"sequences": ("films",)}, {}, "model.sequences: no sparse feature 'films'"),
         ({"sequences": ("user",)}, {}, "'user' has one value in each sample"),
+        ({"sequences": ("seen",), "candidate": "films"}, {}, "model.candidate: no sparse feature 'films'"),
         ({"sequences": ("liked",), "candidate": "seen"}, {}, "'seen' has a list in each sample"),
         ({"sequences": ("tags",)}, {}, "'tags' has not the table of 'film'"),
         ({"sequences": ("seen", "seen")}, {}, "stands twice"),

@@ -75,7 +75,7 @@ def time_left(seconds: float) -> str:
 def titled_table(title: str, *left: str | Column, right: Sequence[str] = ()) -> Table:
     """Return an empty table with columns aligned to the left, then those aligned to the right."""
     columns = (Column(heading, justify="right") for heading in right)
-    return Table(*left, *columns, title=title, title_justify="left")
+    return Table(*left, *columns, title=title, title_justify="left", box=None, pad_edge=False)
 
 
 def evaluation_table(evaluation: Evaluation) -> Table:
@@ -105,14 +105,18 @@ def _measures_line(measures: Mapping[str, float]) -> str:
 @contextlib.contextmanager
 def _progress(out: Console, quiet: bool) -> Iterator[tuple[Progress, TaskID, Callable[[str], object]]]:
     """Draw a progress bar; yield it with its task, which has a note, and a function that prints a line above it."""
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}", markup=False),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    fixed = Column(no_wrap=True)
+    columns = [
+        TextColumn("{task.description}", markup=False, table_column=fixed),
+        BarColumn(40 if out.width >= 140 else 10),
+        MofNCompleteColumn(table_column=fixed),
+        TextColumn("{task.fields[note]}", markup=False, table_column=fixed),
+        TimeElapsedColumn(table_column=fixed),
+        TimeRemainingColumn(table_column=fixed),
+        TextColumn("left", table_column=fixed),
+    ]
+    if out.width < 110:  # the number of steps and the time left stay readable
+        del columns[4]
     with Progress(*columns, console=out, disable=quiet, transient=True) as bar:
 
         def say(text: str) -> None:
@@ -131,7 +135,7 @@ def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[An
             if progress.step == 1 or bar.tasks[task].total != total:
                 bar.reset(task, total=total, completed=progress.step)
             if record:
-                bar.update(task, note=_note(record))
+                bar.update(task, note=_note(record, out.width))
             best_step = getattr(progress, "best_step", None)
             best = "" if best_step is None else f"  best NE {progress.best:.4f}"  # type: ignore[union-attr]
             bar.update(task, completed=progress.step, description=f"training{best}")
@@ -164,8 +168,11 @@ def augmentation_progress(out: Console, *, quiet: bool = False) -> Iterator[tupl
         yield on_step, say
 
 
-def _note(record: dict[str, Any]) -> str:
+def _note(record: dict[str, Any], width: int = 160) -> str:
+    """Return the newest record in a few words, fewer for a terminal that is not wide."""
     loss = f"loss {number(record['loss'])}"
+    if width < 110:
+        return loss
     if "examples_per_second" in record:
         return f"epoch {record['epoch'] + 1}  {loss}  {record['examples_per_second']:,.0f} examples/s"
     mfu = "" if record["mfu"] is None else f"  MFU {record['mfu']:.0%}"

@@ -26,4 +26,5 @@ def compare(
     elif markdown:
         echo(comparison.to_markdown())
     else:
-        console().print(comparison.to_table())
+        out = console()
+        out.print(comparison.to_table(out.width), soft_wrap=False)

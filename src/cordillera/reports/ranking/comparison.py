@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import scipy
+from rich.console import Group
+from rich.padding import Padding
 from rich.table import Table
 
 from cordillera.errors import DataError
@@ -103,15 +105,34 @@ class ComparisonTable(ABC):
         table = ["| " + " | ".join(_markdown(cell) for cell in line) + " |" for line in [headings, rule, *lines]]
         return "\n".join([*table, "", *(f"- {_markdown(note)}" for note in self.notes)]) + "\n"
 
-    def to_table(self) -> Table:
-        """Return a table for the terminal, followed by the notes."""
+    def to_table(self, width: int = 80) -> Group:
+        """Return the table for a terminal of so many characters, followed by the notes.
+
+        Columns that do not fit stand in further tables below, which repeat the names; no cell is cut.
+        """
         headings, lines = self.cells()
-        table = Table(caption="\n".join(self.notes), caption_justify="left")
-        for heading in headings:
-            table.add_column(heading, justify="left" if heading in _NAMED else "right")
-        for line in lines:
-            table.add_row(*line)
-        return table
+        cells = [[cell.replace(" [", "\n[") for cell in line] for line in lines]
+        columns = [[heading.replace(" ", "\n"), *(line[i] for line in cells)] for i, heading in enumerate(headings)]
+        widths = [max(len(part) for cell in column for part in cell.split("\n")) + 2 for column in columns]
+        named = [i for i, heading in enumerate(headings) if heading in _NAMED]
+        parts: list[list[int]] = []
+        for i in range(len(headings)):
+            if i in named:
+                continue
+            if not parts or sum(widths[j] for j in (*named, *parts[-1], i)) > width:
+                parts.append([])
+            parts[-1].append(i)
+        tables = []
+        for part in parts:
+            table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+            for i in (*named, *part):
+                table.add_column(
+                    columns[i][0], justify="left" if i in named else "right", overflow="fold", vertical="top"
+                )
+            for line in cells:
+                table.add_row(*(line[i] for i in (*named, *part)))
+            tables.append(Padding(table, (0, 0, 1, 0), expand=False))
+        return Group(*tables, "\n".join(self.notes))
 
 
 @dataclass(frozen=True, kw_only=True)
