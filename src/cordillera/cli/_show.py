@@ -144,14 +144,16 @@ def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[An
 
 
 @contextlib.contextmanager
-def answering_progress(out: Console, *, quiet: bool = False) -> Iterator[Callable[[int, int], object]]:
-    """Draw a progress bar of prompts; yield a function of the number of answered and of all prompts."""
+def answering_progress(
+    out: Console, *, quiet: bool = False, what: str = "answering"
+) -> Iterator[Callable[[int, int], object]]:
+    """Draw a progress bar of ``what`` is done; yield a function of the number of pieces that are done and of all."""
     with _progress(out, quiet) as (bar, task, _):
 
         def on_answer(done: int, total: int) -> None:
             if bar.tasks[task].total != total:
                 bar.reset(task, total=total)
-            bar.update(task, completed=done, description="answering")
+            bar.update(task, completed=done, description=what)
 
         yield on_answer
 

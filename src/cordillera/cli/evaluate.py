@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cordillera.errors import Interrupted, printable
+
+if TYPE_CHECKING:
+    from cordillera.workflows.evaluation.importance import FeatureImportance
 
 
 def evaluate(
@@ -21,6 +25,9 @@ def evaluate(
         str | None,
         typer.Option(metavar="PATH", help="Other samples with labels, in place of a split: a file, folder or pattern."),
     ] = None,
+    importance: Annotated[
+        bool, typer.Option("--importance", help="Also permute each feature, and add the rise of NE to the report.")
+    ] = False,
     tokens: Annotated[
         int | None,
         typer.Option(
@@ -32,20 +39,42 @@ def evaluate(
     """Evaluate a run on a split of its data or on a file."""
     try:
         from cordillera import workflows
-        from cordillera.cli._show import console, echo, evaluation_table, language_line
+        from cordillera.cli._show import console, echo, evaluation_table, language_line, titled_table
         from cordillera.run import Run
         from cordillera.training.ranking.evaluation import Evaluation
 
         evaluation = workflows.evaluate(run, split, file=file, tokens=tokens)
         status = Run(run).status()
+        rises = _importance(run, split, file) if importance else []
     except KeyboardInterrupt:
         raise Interrupted("nothing was written", where=str(run), remedy="give the same command again") from None
     if status is not None and status.warning:
         typer.echo(printable(status.warning), err=True)
     if as_json:
         text = evaluation.to_json() if isinstance(evaluation, Evaluation) else json.dumps(evaluation._asdict())
+        if importance:
+            text = json.dumps({**json.loads(text), "importance": [asdict(one) for one in rises]}, indent=1)
         echo(text, json=True)
     elif isinstance(evaluation, Evaluation):
         console().print(evaluation_table(evaluation))
+        if importance:
+            table = titled_table(
+                "rise of NE when a feature is permuted", "feature", "task", right=("NE", "95 % interval")
+            )
+            for one in rises:
+                table.add_row(one.feature, one.task, f"{one.ne:+.4f}", f"{one.low:+.4f} to {one.high:+.4f}")
+            console().print(table)
     else:
         echo(f"held-out text: {language_line(evaluation)}")
+
+
+def _importance(run: Path, split: str | None, file: str | None) -> list[FeatureImportance]:
+    """Measure the importance of a run's features, with a progress bar."""
+    from cordillera import workflows
+    from cordillera.cli._show import answering_progress, console
+    from cordillera.errors import RunError
+
+    if file is not None:
+        raise RunError("does not go with --file", where="--importance", remedy="leave one of them out")
+    with answering_progress(console(stderr=True), what="permuting features") as on_feature:
+        return workflows.importance(run, split or "test", on_feature=on_feature)

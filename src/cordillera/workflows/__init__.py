@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cordillera.workflows.architectures.search import SearchConfig, SearchOutcome, search
+    from cordillera.workflows.evaluation.importance import importance
     from cordillera.workflows.language import LanguageOutcome
     from cordillera.workflows.post_training.answers import best_of, judge
     from cordillera.workflows.post_training.averaging import average
@@ -38,6 +39,7 @@ __all__ = [
     "compare",
     "evaluate",
     "export",
+    "importance",
     "isoflop",
     "judge",
     "load_model",
@@ -53,6 +55,7 @@ __all__ = [
 
 _WHERE = {
     "architectures.search": ("SearchConfig", "SearchOutcome", "search"),
+    "evaluation.importance": ("importance",),
     "language": ("LanguageOutcome",),
     "post_training.answers": ("best_of", "judge"),
     "post_training.averaging": ("average",),

@@ -12,6 +12,7 @@ from cordillera.reports import page
 from cordillera.reports.charts import LINEAR, POINTS, Axis, Figure, Series, figure, framed, padded
 from cordillera.reports.page import duration, fixed, part
 from cordillera.reports.ranking.balance import balance
+from cordillera.reports.ranking.importance import importance
 from cordillera.reports.ranking.material import METRICS, Material, interval_text, share_of_time
 from cordillera.reports.ranking.placement import placed_tables
 from cordillera.reports.ranking.scores import scores, segments
@@ -57,6 +58,7 @@ def render(run: Run) -> str:
         progressive=progressive(material),
         scores=scores(material.evaluation),
         segments=segments(material.evaluation),
+        importance=importance(run),
         placed=placed_tables(run),
         throughput=_throughput(material),
         material=material,

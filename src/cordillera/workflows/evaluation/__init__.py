@@ -1,0 +1,1 @@
+"""What an evaluation can tell beyond the metrics of a split."""
