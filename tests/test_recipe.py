@@ -302,3 +302,28 @@ def test_damaged_recipes_are_read_or_refused(tmp_path, fuzz_inputs):
         found = survives(lambda: load(tmp_path / "mine.toml"), f"recipe {number}")
         if not isinstance(found, RecipeError):
             assert validate(_parse(dump(found))) == found, number
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("training.lr", "learning_rate"),
+        ("training.wd", "weight_decay"),
+        ("training.steps", "max_steps"),
+        ("training.clip", "gradient_clip"),
+        ("training.epoch", "epochs"),
+        ("data.bs", "batch_size"),
+        ("data.cache", "cache_dir"),
+        ("data.bacth_size", "batch_size"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_nearest_one(key: str, meant: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load("adult-dcn", {key: 1})
+    assert caught.value.problems == [(key, f"is not a key here; did you mean {meant!r}?")]
+
+
+def test_a_key_like_no_other_lists_no_long_line() -> None:
+    with pytest.raises(RecipeError) as caught:
+        load("adult-dcn", {"training.zzz": 1})
+    assert caught.value.problems == [("training.zzz", "is not a key here")]

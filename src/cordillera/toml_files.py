@@ -13,6 +13,9 @@ from pydantic import BaseModel
 _NOT_IN_FILE = re.compile(r"int$|tuple\[|constrained|function-")
 
 
+_FEW = 12  # keys that an error lists
+
+
 def explain(
     entries: Iterable[Mapping[str, Any]], keys: Callable[[Sequence[Any]], Sequence[str]], whole: str = "file"
 ) -> list[tuple[str, str]]:
@@ -33,8 +36,9 @@ def explain(
         message = re.sub(r"^(Value error|Assertion failed), ", "", entry["msg"])
         if unknown:
             known = keys(location[:-1])
-            close = difflib.get_close_matches(str(location[-1]), known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; keys are {', '.join(known)}" if known else ""
+            close = nearest_key(str(location[-1]), known)
+            few = f"; keys are {', '.join(known)}" if known and len(known) <= _FEW else ""
+            hint = few if close is None else f"; did you mean {close!r}?"
             message = f"is not a key here{hint}"
         elif entry["type"] == "missing":
             message = "is missing"
@@ -47,6 +51,17 @@ def explain(
                 message += f", got {given if len(given) <= 100 else given[:97] + '...'}"
         problems.setdefault(path or whole, message)
     return list(problems.items())
+
+
+def nearest_key(name: str, known: Sequence[str]) -> str | None:
+    """Return the known key that a ``name`` stands for: a word, the initials or a misspelling of it; None if unclear."""
+    short = name.lower().replace("_", "")
+    words = [key for key in known if short in key.split("_")]
+    initials = [key for key in known if "".join(part[:1] for part in key.split("_")) == short]
+    for found in (words, initials):
+        if len(found) == 1:
+            return found[0]
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
 
 
 def known_keys(model: type[BaseModel], path: Iterable[Any]) -> list[str]:

@@ -701,7 +701,9 @@ def test_a_supernet_that_is_not_there_is_named(cli: Any, files: Any, tried: list
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("change", ["training.slices=2", "parallel.processes=2", "training.plan='plan.json'"])
+@pytest.mark.parametrize(
+    "change", ["training.slices=2", "parallel.processes=2", "training.plan='plan.json'", "training.start='runs/a'"]
+)
 def test_what_candidates_would_leave_out_is_refused(tmp_path: Path, change: str) -> None:
     with pytest.raises(RecipeError, match=change.partition("=")[0]):
         workflows.search(

@@ -280,7 +280,7 @@ class Encoder:
             elif name not in vocabularies:
                 seen = counts.get(name, ValueCounts())
                 before = pl.Series("value", [], dtype=pl.String) if known is None else known.vocabularies[name]
-                may_be_whole = known is None or name in known.whole
+                may_be_whole = known is None or name in known.whole or not len(before)
                 limits = feature.min_count, feature.num_embeddings
                 vocabularies[name], numbers = seen.vocabulary(*limits, before, may_be_whole)
                 whole |= {name} if numbers else set()

@@ -235,12 +235,15 @@ def _check_recipe(recipe: RankingRecipe) -> None:
     """
     left_out = {
         "training.plan": recipe.training.plan is not None,
+        "training.start": recipe.training.start is not None,
         "training.slices": recipe.training.slices > 1,
         "tables.storage": recipe.tables.storage == "file",
         "parallel.processes": recipe.parallel.processes > 1,
     }
     problems = [
-        (key, "is not for searches, whose candidates train alone, in memory") for key, has in left_out.items() if has
+        (key, "is not for searches, whose candidates train alone, in memory and from the beginning")
+        for key, has in left_out.items()
+        if has
     ]
     if problems:
         raise RecipeError(recipe.name, problems)
