@@ -191,8 +191,11 @@ def _train_alone(
         trainer = _trainer(recipe, model, splits, run, device, on_step)
         if resume:
             found = trainer.resume()
-            how = f"resumed at step {trainer.progress.step}"
-            say(how if found else "no checkpoint yet: starting from the beginning")
+            say(
+                f"resumed at step {trainer.progress.step}"
+                if found
+                else "no checkpoint yet: starting from the beginning"
+            )
         report = trainer.fit()
         if plan is not None and applied.unplanned:
             say(f"plan: {applied.unplanned:,} products had no kernel and were computed in fp32")

@@ -15,7 +15,7 @@ from cordillera.data.ranking.logs.click_logs import FileLog
 from cordillera.data.ranking.logs.columns import RowPlace, timestamps_of
 from cordillera.errors import DataError
 
-Role = Literal["label", "timestamp", "id", "dense", "categorical", "list", "left out"]
+ColumnRole = Literal["label", "timestamp", "id", "dense", "categorical", "list", "left out"]
 
 ROWS = 200_000
 """Number of rows that guesses are made from; the first ones of a log."""
@@ -36,17 +36,17 @@ _SEPARATORS = "|;, "
 
 @dataclass(frozen=True)
 class ColumnGuess:
-    """Role of a column and the reason for it.
+    """ColumnRole of a column and the reason for it.
 
     Attributes:
         name: Name of the column.
-        role: Role of the column.
+        role: ColumnRole of the column.
         why: Reason in a few words.
         settings: Keys of the feature beside its name.
     """
 
     name: str
-    role: Role
+    role: ColumnRole
     why: str
     settings: dict[str, Any] = field(default_factory=dict)
 
