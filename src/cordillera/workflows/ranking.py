@@ -209,6 +209,11 @@ def _train_alone(
         return Outcome(run, report, evaluation)
 
 
+def _resume(trainer: Trainer, say: Say) -> None:
+    found = trainer.resume()
+    say(f"resumed at step {trainer.progress.step}" if found else "no checkpoint yet: starting from the beginning")
+
+
 def _put_away(tables: EmbeddingTables, run: Run, say: Say) -> None:
     """Describe dynamic tables or tables in a file after training; delete the file, which checkpoints hold copies of."""
     if isinstance(tables, DynamicTables):
@@ -446,8 +451,7 @@ def _train_rank(
     ranks = many(job.watchdog, given.balance, of_sample)
     trainer = _trainer(recipe, model, splits, run, torch.device("cpu"), on_step, ranks)
     if resume:
-        found = trainer.resume()
-        say(f"resumed at step {trainer.progress.step}" if found else "no checkpoint yet: starting from the beginning")
+        _resume(trainer, say)
     report, evaluation = trainer.fit(), None
     if report.ended != "interrupted" and len(splits.test):
         evaluation = _evaluate(run, recipe, model, splits, "test", trainer.device, _place(recipe, trainer), ranks)
