@@ -190,12 +190,7 @@ def _train_alone(
         )
         trainer = _trainer(recipe, model, splits, run, device, on_step)
         if resume:
-            found = trainer.resume()
-            say(
-                f"resumed at step {trainer.progress.step}"
-                if found
-                else "no checkpoint yet: starting from the beginning"
-            )
+            _resume(trainer, say)
         report = trainer.fit()
         if plan is not None and applied.unplanned:
             say(f"plan: {applied.unplanned:,} products had no kernel and were computed in fp32")
