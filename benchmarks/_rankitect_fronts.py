@@ -22,7 +22,7 @@ SEEDS = 5
 WIDTHS = ((32,), (128, 64), (256, 128))
 DIMS = (4, 8, 16)
 MOST_FLOPS = 1_000_000
-TRIALS = {"synthetic": 320, "movielens": 160}
+TRIALS = {"synthetic": 320, "movielens": 96}
 
 
 def _recipe(data: str) -> dict[str, Any]:
