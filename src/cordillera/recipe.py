@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 import tomlkit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from tomlkit.items import Table
+from tomlkit.items import Array, Table
 
 from cordillera import topology
 from cordillera.data.assets import ASSETS
@@ -415,6 +415,16 @@ def field_descriptions(config: type[BaseModel]) -> dict[str, str]:
     return found
 
 
+def _inline_rows(entries: Iterable[Mapping[str, Any]]) -> Array:
+    """Return sections as an array with one line for each."""
+    rows = tomlkit.array()
+    for entry in entries:
+        row = tomlkit.inline_table()
+        row.update(entry)
+        rows.append(row)
+    return rows.multiline(True)
+
+
 def _fill(table: Table | tomlkit.TOMLDocument, model: BaseModel, comments: bool) -> None:
     texts = field_descriptions(type(model)) if comments else {}
     nested = []
@@ -432,12 +442,7 @@ def _fill(table: Table | tomlkit.TOMLDocument, model: BaseModel, comments: bool)
                 table.add(tomlkit.comment(f"{key} is not set"))
             continue
         if isinstance(value, tuple | list) and value and all(isinstance(entry, BaseModel) for entry in value):
-            rows = tomlkit.array()
-            for entry in value:
-                row = tomlkit.inline_table()
-                row.update(entry.model_dump(exclude_defaults=True, by_alias=True))
-                rows.append(row)
-            table.add(key, rows.multiline(True))
+            table.add(key, _inline_rows(entry.model_dump(exclude_defaults=True, by_alias=True) for entry in value))
         else:
             plain = model.model_dump(mode="json", by_alias=True, include={name}, exclude_none=True)
             table.add(key, plain[key])
@@ -507,12 +512,7 @@ def write_recipe(
         if not isinstance(value, list) or not value or not isinstance(value[0], dict):
             section.add(key, value)
             continue
-        rows = tomlkit.array()
-        for entry in value:
-            row = tomlkit.inline_table()
-            row.update(entry)
-            rows.append(row)
-        section.add(key, rows.multiline(True))
+        section.add(key, _inline_rows(value))
     data_section: Any = document["data"]
     data_section.add("schema", section)
     write_bytes(out, printable(tomlkit.dumps(document), lines=True, quoted=True).encode())

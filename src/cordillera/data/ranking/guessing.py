@@ -36,11 +36,11 @@ _SEPARATORS = "|;, "
 
 @dataclass(frozen=True)
 class ColumnGuess:
-    """ColumnRole of a column and the reason for it.
+    """Role of a column and the reason for it.
 
     Attributes:
         name: Name of the column.
-        role: ColumnRole of the column.
+        role: What the column is taken for.
         why: Reason in a few words.
         settings: Keys of the feature beside its name.
     """

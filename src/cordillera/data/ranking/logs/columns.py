@@ -38,6 +38,7 @@ _DATE_PATTERNS = (
     *("%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%d", "%+", "%Y-%m-%d %H:%M:%S%.f%#z"),
     *("%Y-%m-%dT%H:%M:%S%.f%#z", "%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M", "%Y/%m/%d %H:%M:%S%.f", "%Y/%m/%d"),
 )  # patterns with a time zone end with z or +
+_LABEL_REMEDY = "make the column 0/1 (1 for a click, a purchase, a like) or take the row out"
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -351,7 +352,7 @@ def labels_of(series: pl.Series, name: str, place: RowPlace, *, may_miss: bool =
             remedy=(
                 "set data.schema.missing_labels = true if some are not known, or take the row out"
                 if blank[row]
-                else "make the column 0/1 (1 for a click, a purchase, a like) or take the row out"
+                else _LABEL_REMEDY
             ),
         )
     return np.where(blank, MISSING, values).astype(np.uint8)
@@ -367,7 +368,7 @@ def _label_numbers(series: pl.Series, name: str, place: RowPlace) -> pl.Series:
         raise DataError(
             f"a label is {series[row]!r}, labels must be 0 or 1, or false and true",
             where=place.at(row, name),
-            remedy="make the column 0/1 (1 for a click, a purchase, a like) or take the row out",
+            remedy=_LABEL_REMEDY,
         )
     return found
 
