@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from cordillera.data.ranking.encoding import Encoder
-from cordillera.data.ranking.features import FeatureSpec, RankingBatch
+from cordillera.data.ranking.features import FeatureSpec
 from cordillera.data.ranking.frames import FrameLike, frame_of
 from cordillera.data.ranking.logs.columns import RowPlace
 from cordillera.data.ranking.rows import read_rows
@@ -33,16 +33,13 @@ from cordillera.run import Run, disk_errors, remove_folder
 from cordillera.serving.ranking import export as exports
 from cordillera.serving.ranking import quantized_model
 from cordillera.serving.ranking.scorer import RowScorer, probabilities
-from cordillera.training.ranking.evaluation import Evaluation
-from cordillera.training.ranking.evaluation import evaluate as evaluate_split
-from cordillera.training.ranking.scoring import scorer, select_device
+from cordillera.training.ranking.scoring import select_device
 from cordillera.workflows.processes import silent, threads_of
 from cordillera.workflows.trained import (
     card_of,
     model_of,
     recipe_of,
     restore_model,
-    restore_model_with_checkpoint,
     with_threads,
 )
 
@@ -94,49 +91,6 @@ def predict(
             writer.finish()
     unseen.warn(str(file))
     return target, rows
-
-
-def evaluate_file(run: Run | Path | str, file: Path | str) -> Evaluation:
-    """Evaluate a ranking ``run`` on the samples of files, which have the columns of its data and labels.
-
-    Nothing is written. The split of the evaluation is called like the file.
-
-    Args:
-        file: CSV, TSV or Parquet file, folder or pattern.
-
-    Raises:
-        DataError: If the files cannot be read, lack a column, or hold a value that training would have refused.
-        RunError: If it is not a run of a ranking model.
-        TrainingError: If a logit is not finite.
-    """
-    run = run if isinstance(run, Run) else Run(run)
-    recipe, encoder = recipe_of(run), Encoder.load(run.folder / "encoder")
-    card, device = card_of(run), select_device(recipe.device)
-    tasks, schema = tuple(card["tasks"]), encoder.schema
-    unseen = UnseenCount(encoder, card["data"]["facts"])
-    labels = [schema.labels.index(task) for task in tasks]
-
-    def batches() -> Iterator[RankingBatch]:
-        for frame, place in read_rows(str(file), recipe.data, schema):
-            rows = encoder.encode(frame, where=place)
-            unseen.update(rows)
-            assert rows.labels is not None
-            rows = replace(rows, labels=rows.labels[:, labels])
-            for start in range(0, len(rows), recipe.data.evaluation_batch_size):
-                end = min(start + recipe.data.evaluation_batch_size, len(rows))
-                yield rows.take(np.arange(start, end)).batch()
-
-    def segments(batch: RankingBatch) -> dict[str, list[str]]:
-        return {name: [names[name][row] for row in batch.sparse[name].values.tolist()] for name in schema.segments}
-
-    names = {name: encoder.names(name) for name in schema.segments}
-    with with_threads(recipe.threads):
-        features = replace(encoder.features, tasks=tasks)
-        _, model, checkpoint = restore_model_with_checkpoint(run, features, device)
-        score = scorer(model, device, recipe.training.precision, recipe.training.emulate)
-        evaluation = evaluate_split(score, batches(), tasks, split=Path(file).name, segments=segments)
-    unseen.warn(str(file))
-    return replace(evaluation, step=checkpoint.step, steps=checkpoint.state.get("total_steps"))
 
 
 class TrainedModel:

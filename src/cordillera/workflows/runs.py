@@ -32,8 +32,8 @@ from cordillera.training.ranking.evaluation import Evaluation
 from cordillera.training.ranking.run_deltas import RunDelta, write_run_delta
 from cordillera.training.ranking.scoring import best_checkpoint, load_weights
 from cordillera.workflows import language, ranking
+from cordillera.workflows.evaluation.other_files import evaluate_file
 from cordillera.workflows.language import LanguageOutcome
-from cordillera.workflows.prediction import evaluate_file
 from cordillera.workflows.processes import Say, silent
 from cordillera.workflows.ranking import Outcome
 from cordillera.workflows.trained import card_of, model_of, recipe_of
@@ -92,8 +92,8 @@ def evaluate(
     """Evaluate a ``run`` on one split of its data and write ``evaluation.json`` (or ``evaluation-SPLIT.json``) into it.
 
     Args:
-        file: Files of other samples with labels (see :func:`~cordillera.workflows.prediction.evaluate_file`), in place
-            of a split; nothing is written then.
+        file: Files of other samples with labels, in place of a split; nothing is written then. See
+            :func:`~cordillera.workflows.evaluation.other_files.evaluate_file`.
         split: ``train``, ``validation`` or ``test``; None for ``test``. A language model has ``validation`` only.
         tokens: Approximate largest number of tokens of held-out text, for a language model. Default:
             ``training.evaluation_tokens`` of its recipe.
