@@ -53,6 +53,7 @@ BATCH_SIZE = 4096
 TABLE_RATE = 0.01
 AGREEMENT = 1e-4
 SMALLEST_JUDGED = 100_000  # smallest number of rows for which targets hold
+ONE_THREAD = "one thread"
 BAGS, MODULE = "EmbeddingBag(sparse) + Adagrad", "FBGEMM module"
 DLRM_SIZES = DLRMConfig(embedding_dim=EMBEDDING_DIM, bottom_mlp=(512, 256, 64), top_mlp=(512, 256))
 WUKONG_SIZES = WukongConfig(
@@ -148,7 +149,8 @@ def measure_updates(rows: list[int], rounds: int, calls: int) -> Figures:
     """Measure forward, backward and row-wise Adagrad of 26 tables, ours and the peers'.
 
     Peers are ``EmbeddingBag`` with Adagrad, and FBGEMM. ``rows`` lists the sizes of tables, ``rounds`` is the number of
-    interleaved rounds, and a value is the mean of ``calls`` updates.
+    interleaved rounds, and a value is the mean of ``calls`` updates. All are measured with torch's number of threads
+    and again with one thread.
     """
     figures = Figures(
         {
@@ -209,15 +211,20 @@ def _measure_updates_of(rows: int, backends: list[str], rounds: int, calls: int,
                 raise RuntimeError(f"{name} does not compute what ours does: outputs differ by {difference:.1e}")
         updates[name] = _cycle(update, [(batch.sparse, g) for batch, g in zip(batches, gradients, strict=True)])
     del first
-    timings = interleave(updates, rounds=rounds, calls=calls, warmup=2)
-    figures.add_rates(case, timings, BATCH_SIZE)
-    for backend in backends:
-        mine = f"ours ({backend})"
-        for peer, targets in ((BAGS, {"fbgemm": 7.0, "numba": 2.0}), (MODULE, {})):
-            if peer in timings:
-                times = times_faster(timings[mine], timings[peer])
-                target = targets.get(backend) if rows >= SMALLEST_JUDGED else None
-                figures.ratios.append(Ratio(mine, peer, case, times, target))
+    threads = torch.get_num_threads()
+    for count in sorted({threads, 1}, reverse=True):
+        torch.set_num_threads(count)
+        timings = interleave(updates, rounds=rounds, calls=calls, warmup=2)
+        of = case if count == threads else f"{case}, {ONE_THREAD}"
+        figures.add_rates(of, timings, BATCH_SIZE)
+        for backend in backends:
+            mine = f"ours ({backend})"
+            for peer, targets in ((BAGS, {"fbgemm": 7.0, "numba": 2.0}), (MODULE, {})):
+                if peer in timings:
+                    times = times_faster(timings[mine], timings[peer])
+                    target = targets.get(backend) if rows >= SMALLEST_JUDGED and count == threads else None
+                    figures.ratios.append(Ratio(mine, peer, of, times, target))
+    torch.set_num_threads(threads)
 
 
 # Whole training steps

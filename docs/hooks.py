@@ -32,6 +32,7 @@ from cordillera.models.ranking.graphs.blocks import BlocksConfig
 from cordillera.models.ranking.graphs.config import NodeConfig
 from cordillera.models.ranking.towers import TowersConfig
 from cordillera.numerics.emulation.emulation import EmulationConfig
+from cordillera.numerics.formats.precision import precision_of_machine
 from cordillera.recipe import LanguageRecipe, RankingRecipe, field_descriptions, shipped
 from cordillera.training.language.objectives import DraftingConfig, GroupsConfig, PreferencesConfig
 from cordillera.training.ranking.tasks.loss_balance import BalanceConfig
@@ -145,6 +146,8 @@ def _keys(name: str) -> str:
         if name == "top" and field_name == "model":
             continue
         default = "needed" if field.is_required() else _value(field.get_default(call_default_factory=True))
+        if field.default_factory is precision_of_machine:
+            default = "by the machine"
         text = re.sub(r"``", "`", texts.get(field_name, "")).replace("|", "\\|")
         rows.append(f"| `{field.alias or field_name}` | {_type(field.annotation)} | {default} | {text} |")
     return "\n".join(rows)

@@ -105,7 +105,9 @@ def test_a_damaged_file_gives_exactly_its_rows_or_one_error(
     path = tmp_path / "log.csv"
     refused = wrong = 0
     for number in range(fuzz_inputs(250)):
-        monkeypatch.setattr(delimited, "BLOCK_BYTES", rng.choice((64, 256, 1 << 20)))
+        block = rng.choice((64, 256, 1 << 20))
+        monkeypatch.setattr(delimited, "BLOCK_BYTES", block)
+        monkeypatch.setattr(delimited, "LINE_BYTES", block * rng.choice((1, 4)))
         content = sample(rng, separator, quoted)
         content = damaged(content, rng, WORDS) if rng.random() < 0.95 else content
         names = ["a", "b", "c"] if rng.random() < 0.2 else None
@@ -114,7 +116,7 @@ def test_a_damaged_file_gives_exactly_its_rows_or_one_error(
         found = survives(lambda: read(path, separator, quoted, names), f"input {number}: {content!r}")  # noqa: B023
         if isinstance(found, DataError):
             refused += 1
-            # A line longer than a block, and a file without any line, are the only other reasons.
+            # A line longer than allowed, and a file without any line, are the only other reasons.
             wrong += expected is not None and "longer than" not in str(found) and "holds no rows" not in str(found)
             assert not wrong, (content, found)
         else:

@@ -17,9 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from cordillera.data.ahead import map_ahead, reading_threads
 from cordillera.data.files import cache_folder, checksum, expand_paths, folder_beside
 from cordillera.data.ranking.cache import FORMAT, SPLITS, CacheWriter, Splits, TrueEntropy, open_splits
-from cordillera.data.ranking.encoding import Encoder
+from cordillera.data.ranking.encoding import EncodedRows, Encoder
 from cordillera.data.ranking.features import Schema
 from cordillera.data.ranking.logs import adult, movielens
 from cordillera.data.ranking.logs.click_logs import (
@@ -481,11 +482,14 @@ def _build(config: DataConfig, log: ClickLog, folder: Path, progress: bool) -> N
         if Encoder.needs_fit(log.schema):
             task = bar.add_task(f"fitting {name}", total=None)
 
+            def timed(chunk: RowChunk) -> tuple[pl.DataFrame, RowPlace, np.ndarray | None]:
+                _require(chunk[0], log.schema, chunk[1].source)
+                return *chunk, splitter.times(*chunk) if splitter.kind == "time" else None
+
             def training_rows() -> Iterator[RowChunk]:
-                for frame, place in log.chunks(columns):
+                for frame, place, times in map_ahead(timed, log.chunks(columns), threads=reading_threads()):
                     bar.advance(task, len(frame))
-                    _require(frame, log.schema, place.source)
-                    inside = np.flatnonzero(splitter.of(frame, place) == 0)
+                    inside = np.flatnonzero(splitter(frame, times, place) == 0)
                     if len(inside):
                         yield frame[inside], place.of_rows(inside)
 
@@ -496,9 +500,12 @@ def _build(config: DataConfig, log: ClickLog, folder: Path, progress: bool) -> N
             try:
                 task = bar.add_task(f"writing {name}", total=None)
                 truth = TrueEntropy() if log.probability else None
-                for frame, place in log.chunks(columns):
-                    _require(frame, log.schema, place.source)
-                    rows = encoder.encode(frame, where=place)
+
+                def encoded(chunk: RowChunk) -> tuple[pl.DataFrame, RowPlace, EncodedRows]:
+                    _require(chunk[0], log.schema, chunk[1].source)
+                    return *chunk, encoder.encode(chunk[0], where=chunk[1])
+
+                for frame, place, rows in map_ahead(encoded, log.chunks(columns), threads=reading_threads()):
                     membership = splitter(frame, rows.timestamps, place)
                     for number, split in enumerate(SPLITS):
                         chosen = np.flatnonzero(membership == number)

@@ -6,8 +6,9 @@ JSON and Parquet with checksums.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import polars as pl
 import torch
 
+from cordillera.data.ahead import map_ahead, reading_threads
 from cordillera.data.files import checksum, disk_errors, write_bytes
 from cordillera.data.ranking.features import (
     ANY_ID,
@@ -25,7 +27,7 @@ from cordillera.data.ranking.features import (
     Schema,
     SparseFeature,
 )
-from cordillera.data.ranking.fitting import DenseFit, ValueCounts, transformed
+from cordillera.data.ranking.fitting import DenseFit, ValueCounts, counted, transformed
 from cordillera.data.ranking.logs.columns import (
     MISSING,
     WHOLE,
@@ -184,6 +186,47 @@ def assemble(
     )
 
 
+@dataclass(frozen=True)
+class _SeenRows:
+    """What an encoder learns from a chunk of training rows.
+
+    Attributes:
+        rows: Number of rows.
+        numbers: Values of each dense feature and which of them are blank.
+        counts: Tables and the counts of the values of one of their features.
+    """
+
+    rows: int
+    numbers: dict[str, tuple[np.ndarray, np.ndarray]]
+    counts: list[tuple[str, pl.DataFrame]]
+
+
+def _placed(chunks: Iterable[pl.DataFrame | tuple[pl.DataFrame, RowPlace]]) -> Iterator[tuple[pl.DataFrame, RowPlace]]:
+    row = 1
+    for chunk in chunks:
+        frame, place = chunk if isinstance(chunk, tuple) else (chunk, RowPlace("training rows", row))
+        yield frame, place
+        row += len(frame)
+
+
+def _seen(schema: Schema, chunk: tuple[pl.DataFrame, RowPlace]) -> _SeenRows:
+    frame, place = chunk
+    frame = with_numbers(frame, schema, place)
+    numbers = {one.name: dense_of(column_of(frame, one.name, place), one, place) for one in schema.numbers}
+    counts = []
+    for single in schema.categorical:
+        if single.encoding == "vocabulary":
+            values = ids_of(column_of(frame, single.name, place), single.name, place)
+            counts.append((single.table or single.name, counted(values)))
+    singles = {one.table or one.name for one in schema.categorical}
+    for entries in schema.lists:
+        name = entries.table or entries.name
+        if entries.encoding == "vocabulary" and name not in singles:
+            flat, _ = flatten(column_of(frame, entries.name, place), entries, place)
+            counts.append((name, counted(flat)))
+    return _SeenRows(len(frame), numbers, counts)
+
+
 class Encoder:
     """Converts rows of a log to numbers, with vocabularies and transforms fitted on the training rows.
 
@@ -255,35 +298,25 @@ class Encoder:
             known.check_features(schema)
         dense = {feature.name: DenseFit(feature) for feature in schema.numbers}
         counts: dict[str, ValueCounts] = {}
-        singles = {f.table or f.name for f in schema.categorical}
         rows = 0
-        for chunk in chunks:
-            frame, place = chunk if isinstance(chunk, tuple) else (chunk, RowPlace("training rows", rows + 1))
-            frame = with_numbers(frame, schema, place)
-            for number in schema.numbers:
-                dense[number.name].update(*dense_of(column_of(frame, number.name, place), number, place))
-            for single in schema.categorical:
-                if single.encoding == "vocabulary":
-                    values = ids_of(column_of(frame, single.name, place), single.name, place)
-                    counts.setdefault(single.table or single.name, ValueCounts()).update(values)
-            for entries in schema.lists:
-                name = entries.table or entries.name
-                if entries.encoding == "vocabulary" and name not in singles:
-                    flat, _ = flatten(column_of(frame, entries.name, place), entries, place)
-                    counts.setdefault(name, ValueCounts()).update(flat)
-            rows += len(frame)
+        for seen in map_ahead(partial(_seen, schema), _placed(chunks), threads=reading_threads()):
+            for name, numbers in seen.numbers.items():
+                dense[name].update(*numbers)
+            for name, values in seen.counts:
+                counts.setdefault(name, ValueCounts()).add(values)
+            rows += seen.rows
         vocabularies, whole = {}, set()
         for feature in (*schema.categorical, *schema.lists):
             name = feature.table or feature.name
             if feature.encoding != "vocabulary":
                 whole.add(name)
             elif name not in vocabularies:
-                seen = counts.get(name, ValueCounts())
                 before = pl.Series("value", [], dtype=pl.String) if known is None else known.vocabularies[name]
                 may_be_whole = known is None or name in known.whole or not len(before)
                 limits = feature.min_count, feature.num_embeddings
-                vocabularies[name], numbers = seen.vocabulary(*limits, before, may_be_whole)
-                whole |= {name} if numbers else set()
+                found = counts.get(name, ValueCounts()).vocabulary(*limits, before, may_be_whole)
+                vocabularies[name] = found[0]
+                whole |= {name} if found[1] else set()
         if known is not None:
             return cls(schema, vocabularies, known.dense_state, known.rows + rows, whole)
         return cls(schema, vocabularies, {name: fit.result() for name, fit in dense.items()}, rows, whole)

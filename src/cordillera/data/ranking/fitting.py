@@ -67,16 +67,21 @@ class DenseFit:
         return {**state, "fill": mean if self.feature.missing == "mean" else 0.0}
 
 
+def counted(values: pl.Series) -> pl.DataFrame:
+    """Return the values of a series, each once and without nulls, and how often each occurs (``value``, ``count``)."""
+    counts = pl.DataFrame({"value": values}).drop_nulls().group_by("value").len(name="count")
+    return counts.with_columns(pl.col("count").cast(pl.Int64))
+
+
 class ValueCounts:
     """Number of times that each value of a table was seen; counts of chunks are merged sixteen at a time."""
 
     def __init__(self) -> None:
         self.parts: list[pl.DataFrame] = []
 
-    def update(self, values: pl.Series) -> None:
-        """Count values."""
-        counts = pl.DataFrame({"value": values}).drop_nulls().group_by("value").len(name="count")
-        self.parts.append(counts.with_columns(pl.col("count").cast(pl.Int64)))
+    def add(self, counts: pl.DataFrame) -> None:
+        """Add the counts of a chunk."""
+        self.parts.append(counts)
         if len(self.parts) >= 16:
             self.parts = [self.total()]
 

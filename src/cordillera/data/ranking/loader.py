@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Iterator
 
 import numpy as np
 
+from cordillera.data.ahead import map_ahead
 from cordillera.data.ranking.cache import ClickDataset
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.errors import DataError
@@ -17,8 +16,6 @@ BLOCK = 1024
 
 WINDOW = 256
 """Number of blocks whose rows shuffle ``blocks`` mixes with each other."""
-
-_DEADLINE_S = 30.0
 
 
 class Loader:
@@ -76,11 +73,10 @@ class Loader:
         """
         if not 0 <= start <= len(self):
             raise DataError(f"an epoch has {len(self)} batches, cannot start at {start}", where="Loader.epoch")
-        return self._ahead(epoch, start) if self.prefetch else self._read(epoch, start)
-
-    def _read(self, epoch: int, start: int) -> Iterator[RankingBatch]:
-        for rows in self._order(epoch, start):
-            yield self.dataset.batch(rows)
+        order = self._order(epoch, start)
+        if not self.prefetch:
+            return map(self.dataset.batch, order)
+        return map_ahead(self.dataset.batch, order, threads=1, ahead=self.prefetch)
 
     def _order(self, epoch: int, start: int) -> Iterator[np.ndarray | slice]:
         rows, size = len(self.dataset), self.batch_size
@@ -115,40 +111,3 @@ class Loader:
                 waiting, index = waiting[size:], index + 1
         if len(waiting) and index < len(self):
             yield waiting
-
-    def _ahead(self, epoch: int, start: int) -> Iterator[RankingBatch]:
-        """Read in a thread that ends with the iteration, whether it is exhausted, closed or fails."""
-        ready: queue.Queue[RankingBatch | BaseException | None] = queue.Queue(maxsize=self.prefetch)
-        stop = threading.Event()
-
-        def put(item: RankingBatch | BaseException | None) -> bool:
-            while not stop.is_set():
-                try:
-                    ready.put(item, timeout=0.1)
-                    return True
-                except queue.Full:
-                    continue
-            return False
-
-        def read() -> None:
-            try:
-                for batch in self._read(epoch, start):
-                    if not put(batch):
-                        return
-                put(None)
-            except BaseException as error:  # carried over to the caller's thread
-                put(error)
-
-        thread = threading.Thread(target=read, name="cordillera-loader", daemon=True)
-        thread.start()
-        try:
-            while True:
-                item = ready.get()
-                if item is None:
-                    return
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-        finally:
-            stop.set()
-            thread.join(_DEADLINE_S)

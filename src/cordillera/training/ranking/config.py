@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 from cordillera.data.ranking.balance import SampleBalance
 from cordillera.distributed.codecs.coders import CodecName
 from cordillera.numerics.emulation.emulation import EmulationConfig
-from cordillera.numerics.formats.precision import Precision
+from cordillera.numerics.formats.precision import Precision, precision_of_machine
 from cordillera.planning.ranking.placer import PlacementConfig
 from cordillera.training.ranking.tasks.loss_balance import BalanceConfig
 from cordillera.training.ranking.teachers.distillation import TeacherConfig
@@ -27,7 +27,7 @@ class TrainingConfig(BaseModel):
         epochs: Number of passes over the training split.
         max_steps: Largest number of steps, regardless of ``epochs``; null for no limit.
         precision: ``bf16`` computes matrix products in bfloat16 over float32 master weights (autocast); ``fp32``
-            computes everything in float32.
+            computes everything in float32. Default: ``bf16`` if a GPU or the processor multiplies in it, else ``fp32``.
         plan: File of ``cordillera probe RUN --training`` whose kernels train the linear layers; needs ``precision =
             "fp32"``. Evaluation and scoring are in float32.
         start: Run of the same model whose weights training begins with, and whose ids and transforms the data keeps
@@ -68,7 +68,7 @@ class TrainingConfig(BaseModel):
 
     epochs: int = Field(1, ge=1, le=10**9)
     max_steps: int | None = Field(None, ge=1, le=10**12)
-    precision: Precision = "bf16"
+    precision: Precision = Field(default_factory=precision_of_machine)
     plan: str | None = None
     start: str | None = None
     learning_rate: float = Field(1e-3, gt=0)

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 from urllib.parse import unquote
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet
 from polars.exceptions import PolarsError
 
+from cordillera.data.ahead import map_ahead, reading_threads
 from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, Schema, TimeUnit
 from cordillera.data.ranking.logs.columns import RowPlace, ids_of, timestamps_of, unit_of
 from cordillera.data.ranking.logs.delimited import DelimitedFile
@@ -145,18 +147,31 @@ class FileLog:
         """
         # prepare may compute a column from others, so with it every column is read.
         wanted = None if self.prepare is not None or columns is None else list(columns)
-        for path in self.paths:
-            any_rows = False
-            read = self._parquet if self.format == "parquet" else self._text
-            for frame, place in read(path, wanted):
-                frame = _with_folders(frame, path, wanted)
-                if self.prepare is not None:
-                    frame = self.prepare(frame, place)
-                any_rows |= len(frame) > 0
-                if len(frame):
-                    yield frame, place
-            if not any_rows:
+        read = self._parquet if self.format == "parquet" else self._text
+
+        def parts() -> Iterator[tuple[Path, Callable[[], RowChunk] | None]]:
+            for path in self.paths:
+                for parse in read(path, wanted):
+                    yield path, parse
+                yield path, None
+
+        def parsed(part: tuple[Path, Callable[[], RowChunk] | None]) -> tuple[Path, RowChunk | None]:
+            path, parse = part
+            if parse is None:
+                return path, None
+            frame, place = parse()
+            frame = _with_folders(frame, path, wanted)
+            return path, (frame if self.prepare is None else self.prepare(frame, place), place)
+
+        any_rows = False
+        for path, chunk in map_ahead(parsed, parts(), threads=reading_threads()):
+            if chunk is not None and len(chunk[0]):
+                any_rows = True
+                yield chunk
+            elif chunk is None and not any_rows:
                 raise DataError("the file holds no rows", where=str(path), remedy="give a file that holds rows")
+            elif chunk is None:
+                any_rows = False
 
     def _in_file(self, path: Path, wanted: list[str] | None, there: Sequence[str]) -> list[str] | None:
         """Return the wanted columns that a file holds itself; refuse it if others are missing."""
@@ -174,28 +189,17 @@ class FileLog:
             raise DataError(f"column '{lost[0]}' is missing; there are {list(there)}", where=str(path), remedy=remedy)
         return [name for name in wanted if name not in absent]
 
-    def _parquet(self, path: Path, wanted: list[str] | None) -> Iterator[RowChunk]:
+    def _parquet(self, path: Path, wanted: list[str] | None) -> Iterator[Callable[[], RowChunk]]:
         row = 1
         try:
             with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
                 columns = self._parquet_columns(path, file.schema_arrow, wanted)
                 for batch in file.iter_batches(batch_size=CHUNK_ROWS, columns=columns):
-                    # Metadata or text that is not UTF-8, and offsets out of range, would end the process.
-                    batch = pa.RecordBatch.from_arrays(batch.select(columns).columns, names=columns)
-                    batch.validate(full=True)
-                    frame = pl.from_arrow(batch)
-                    assert isinstance(frame, pl.DataFrame)
-                    yield frame, RowPlace(str(path), row)
-                    row += len(frame)
+                    yield partial(_rows_of_batch, batch, columns, RowPlace(str(path), row))
+                    row += batch.num_rows
                 rows = file.metadata.num_rows
         except _DAMAGE as error:
-            if row == 1:
-                raise DataError(
-                    f"this is not a whole Parquet file ({error})", where=str(path), remedy="write it again"
-                ) from error
-            raise DataError(
-                f"the Parquet file is damaged after row {row - 1} ({error})", where=str(path), remedy="write it again"
-            ) from error
+            raise _parquet_damage(error, path, row) from error
         if row - 1 != rows:
             raise DataError(
                 f"the Parquet file holds {row - 1} rows, its own count is {rows}",
@@ -225,11 +229,31 @@ class FileLog:
         readable = [name for name in names if _is_readable(kinds[name])]
         return readable if own is None else readable[:1]  # one column tells the number of rows
 
-    def _text(self, path: Path, wanted: list[str] | None) -> Iterator[RowChunk]:
+    def _text(self, path: Path, wanted: list[str] | None) -> Iterator[Callable[[], RowChunk]]:
         # Published logs without a header hold raw text, in which a quotation mark is an ordinary character.
         mark = self.separator or ("\t" if self.format == "tsv" else ",")
         file = DelimitedFile(path, mark, quoted=self.header is None, names=self.header)
-        yield from file.frames(self._in_file(path, wanted, file.names))
+        own = self._in_file(path, wanted, file.names)
+        for block in file.blocks():
+            yield partial(file.parse, block, own)
+
+
+def _rows_of_batch(batch: pa.RecordBatch, columns: list[str], place: RowPlace) -> RowChunk:
+    try:
+        # Metadata or text that is not UTF-8, and offsets out of range, would end the process.
+        batch = pa.RecordBatch.from_arrays(batch.select(columns).columns, names=columns)
+        batch.validate(full=True)
+        frame = pl.from_arrow(batch)
+    except _DAMAGE as error:
+        raise _parquet_damage(error, Path(place.source), place.first_row) from error
+    assert isinstance(frame, pl.DataFrame)
+    return frame, place
+
+
+def _parquet_damage(error: Exception, path: Path, row: int) -> DataError:
+    """Return the error of a file that is damaged from its ``row`` on, counted from 1."""
+    what = "this is not a whole Parquet file" if row == 1 else f"the Parquet file is damaged after row {row - 1}"
+    return DataError(f"{what} ({error})", where=str(path), remedy="write it again")
 
 
 def _folder_values(path: Path) -> dict[str, str | None]:
@@ -394,7 +418,11 @@ def log_times(log: ClickLog) -> Iterator[tuple[pl.Series, RowPlace]]:
     """Iterate over the timestamps of a log, chunk by chunk, as ``int64`` seconds."""
     name = log.schema.timestamp
     assert name is not None
-    for frame, place in log.chunks([name]):
+
+    def times(chunk: RowChunk) -> tuple[pl.Series, RowPlace]:
+        frame, place = chunk
         if name not in frame.columns:
             raise DataError(f"column '{name}' is missing; there are {frame.columns}", where=place.source)
-        yield pl.Series("time", timestamps_of(frame[name], name, place, log.schema.timestamp_unit)), place
+        return pl.Series("time", timestamps_of(frame[name], name, place, log.schema.timestamp_unit)), place
+
+    return map_ahead(times, log.chunks([name]), threads=reading_threads())

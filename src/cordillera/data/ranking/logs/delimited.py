@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,11 @@ import pyarrow.csv
 from cordillera.data.ranking.logs.columns import RowPlace
 from cordillera.errors import DataError
 
-BLOCK_BYTES = 32 << 20
-"""Size of a block that is parsed at a time, and of the longest line, in bytes."""
+BLOCK_BYTES = 8 << 20
+"""Size of a block that is parsed at a time, in bytes; larger where a line is longer."""
+
+LINE_BYTES = 32 << 20
+"""Size of the longest line, in bytes."""
 
 _HEADER_BYTES = 4 << 20
 _PIECE_BYTES = 1 << 17  # fits into a processor's second-level cache
@@ -24,6 +28,23 @@ _REMEDY = (
     "close the quotation mark in its line: a field cannot hold a line break, and a quotation mark inside a quoted "
     "field is written twice"
 )
+
+
+@dataclass(frozen=True)
+class TextBlock:
+    """Whole lines of a file.
+
+    Attributes:
+        buffer: Text of the block, in the bytes from ``begin`` to ``end``.
+        line: Number of the first line in the file.
+        lines: Number of lines.
+    """
+
+    buffer: bytearray
+    begin: int
+    end: int
+    line: int
+    lines: int
 
 
 class DelimitedFile:
@@ -58,6 +79,13 @@ class DelimitedFile:
             DataError: a row has too many or too few fields, a quotation mark is not closed in its line, the text is not
                 UTF-8, or the file is truncated; the line is named.
         """
+        for block in self.blocks():
+            frame, place = self.parse(block, wanted)
+            if len(frame):
+                yield frame, place
+
+    def blocks(self) -> Iterator[TextBlock]:
+        """Iterate over the file's lines in blocks, which :meth:`parse` reads in any order or at once in threads."""
         line = 1
         for buffer, end in self._blocks(BLOCK_BYTES):
             begin = 0
@@ -65,13 +93,12 @@ class DelimitedFile:
                 begin, line = buffer.find(b"\n") + 1, 2
             if begin == end:
                 continue
-            frame, lines, kept = self._frame(buffer, begin, end, line, wanted)
-            if len(frame):
-                yield frame, RowPlace(str(self.path), line, "line", kept)
+            lines = int(np.count_nonzero(np.frombuffer(buffer, np.uint8)[begin:end] == _BREAK))
+            yield TextBlock(buffer, begin, end, line, lines)
             line += lines
 
     def _blocks(self, most: int) -> Iterator[tuple[bytearray, int]]:
-        """Buffers and the number of leading bytes in whole lines, at most ``most``; each buffer overwrites the last."""
+        """Buffers and the number of leading bytes in whole lines, at most ``most``."""
         filled, first = 0, True
         try:
             packed = self.path.suffix.lower() in (".gz", ".bz2", ".zst", ".lz4", ".br")
@@ -93,17 +120,23 @@ class DelimitedFile:
                         filled += 1
                     end = buffer.rfind(b"\n", 0, filled) + 1
                     if not end and count:
-                        raise DataError(
-                            f"a line is longer than {most:,} bytes",
-                            where=str(self.path),
-                            remedy="check that the file is text with a row a line",
-                        )
-                    if end:
-                        yield buffer, end
-                    buffer[: filled - end] = buffer[end:filled]
-                    filled -= end
+                        if most >= LINE_BYTES:
+                            raise DataError(
+                                f"a line is longer than {LINE_BYTES:,} bytes",
+                                where=str(self.path),
+                                remedy="check that the file is text with a row a line",
+                            )
+                        buffer.extend(bytes(most))
+                        most *= 2
+                        continue
                     if not count:
+                        if end:
+                            yield buffer, end
                         return
+                    following = bytearray(most + 1)
+                    following[: filled - end] = memoryview(buffer)[end:filled]
+                    yield buffer, end
+                    buffer, filled = following, filled - end
         except (pa.ArrowException, OSError, EOFError, ValueError) as error:
             raise DataError(
                 f"the file cannot be read ({error})", where=str(self.path), remedy="copy or write it again"
@@ -123,13 +156,14 @@ class DelimitedFile:
             return [name[1:-1].replace('""', '"') if name.startswith('"') else name for name in names]
         raise DataError("the file holds no rows", where=str(self.path), remedy="give a file that holds rows")
 
-    def _frame(
-        self, buffer: bytearray, begin: int, end: int, line: int, wanted: Sequence[str] | None
-    ) -> tuple[pl.DataFrame, int, np.ndarray | None]:
-        """Rows of a block, its number of lines, and the rows' positions among the lines if there are blank lines."""
+    def parse(self, block: TextBlock, wanted: Sequence[str] | None = None) -> tuple[pl.DataFrame, RowPlace]:
+        """Return the rows of a block of this file, in the ``wanted`` columns or all, and their place.
+
+        Raises:
+            DataError: as :meth:`frames`.
+        """
+        buffer, begin, end, line, lines = block.buffer, block.begin, block.end, block.line, block.lines
         content = np.frombuffer(buffer, np.uint8)[begin:end]
-        breaks = content == _BREAK
-        lines = int(np.count_nonzero(breaks))
         returns = buffer.count(b"\r", begin, end)
         doubtful = buffer.find(b"\0", begin, end) >= 0
         doubtful |= returns > 0 and returns != buffer.count(b"\r\n", begin, end)
@@ -163,7 +197,7 @@ class DelimitedFile:
             rows = 0
         kept = None
         if rows != lines:
-            ends = np.flatnonzero(breaks)
+            ends = np.flatnonzero(content == _BREAK)
             lengths = np.diff(ends, prepend=-1) - 1
             blank = (lengths == 0) | ((lengths == 1) & (content[ends - 1] == _RETURN))
             kept = np.flatnonzero(~blank)
@@ -176,7 +210,7 @@ class DelimitedFile:
                 )
         frame = pl.from_arrow(table) if rows else pl.DataFrame()
         assert isinstance(frame, pl.DataFrame)
-        return frame, lines, kept
+        return frame, RowPlace(str(self.path), line, "line", kept)
 
     def _well_quoted(self, content: np.ndarray) -> bool:
         """Whether every quotation mark opens a field, closes one or stands doubled inside one."""
