@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,24 @@ def test_days_one_after_another_are_better_than_the_last_one_alone(tmp_path: Pat
         for name, run in (("warm", previous), ("alone", alone)):
             ne[name].append(workflows.evaluate(run, file=following).metrics()["click"]["ne"])
     assert all(warm < alone for warm, alone in zip(ne["warm"][1:], ne["alone"][1:], strict=True)), ne
+
+
+@pytest.mark.filterwarnings("ignore:.*are blank or unknown")
+def test_progressive_ne_over_ten_days_is_better_than_of_each_day_alone(tmp_path: Path) -> None:
+    """Each sample is scored before it is learnt, by a model that knows the days before it or none of them."""
+    ne: dict[str, list[float]] = {"warm": [], "alone": []}
+    previous: dict[str, Any] = {}
+    for day in range(1, 11):
+        path = write_day(tmp_path / f"day-{day}.csv", day, rows=1000)
+        once = {"training__progressive": True, "training__epochs": 1, "data__shuffle": "none"}
+        for name, start in (("alone", {}), ("warm", previous)):
+            run = workflows.train(recipe_of(tmp_path, path, **once, **start), tmp_path / f"{name}-{day}").run
+            progressive = json.loads((run.folder / "progressive.json").read_text())
+            ne[name].append(progressive["click"]["ne"])
+        previous = {"training__start": str(run.folder)}
+    assert ne["warm"][0] == ne["alone"][0]
+    assert all(warm < alone for warm, alone in zip(ne["warm"][1:], ne["alone"][1:], strict=True)), ne
+    assert sum(ne["warm"]) / 10 < ne["alone"][-1]
 
 
 def test_a_warm_start_is_resumed_without_starting_again(tmp_path: Path, day_1: Path) -> None:

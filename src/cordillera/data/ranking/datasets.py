@@ -15,7 +15,7 @@ import numpy as np
 import polars as pl
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cordillera.data.ahead import map_ahead, reading_threads
 from cordillera.data.files import cache_folder, checksum, expand_paths, folder_beside
@@ -470,6 +470,7 @@ def _build(config: DataConfig, log: ClickLog, folder: Path, progress: bool) -> N
         TextColumn("{task.description}"),
         TextColumn("{task.completed:,.0f} rows"),
         TimeElapsedColumn(),
+        TimeRemainingColumn(),
         console=console,
         transient=True,
         disable=not (progress and sys.stderr.isatty()),
@@ -478,7 +479,7 @@ def _build(config: DataConfig, log: ClickLog, folder: Path, progress: bool) -> N
         splitter = Splitter(config, log)
         columns = [*log.schema.columns, *((log.probability,) if log.probability else ())]
         known = None if config.encoder is None else Encoder.load(_encoder_folder(config))
-        encoder = Encoder.fit(log.schema, (), known)
+        encoder, rows_in_all = Encoder.fit(log.schema, (), known), None
         if Encoder.needs_fit(log.schema):
             task = bar.add_task(f"fitting {name}", total=None)
 
@@ -495,10 +496,12 @@ def _build(config: DataConfig, log: ClickLog, folder: Path, progress: bool) -> N
 
             encoder = Encoder.fit(log.schema, training_rows(), known)
             splitter.restart()
+            rows_in_all = bar.tasks[task].completed
+            bar.remove_task(task)
         with folder_beside(folder) as beside:
             writer = CacheWriter(beside, encoder)
             try:
-                task = bar.add_task(f"writing {name}", total=None)
+                task = bar.add_task(f"writing {name}", total=rows_in_all)
                 truth = TrueEntropy() if log.probability else None
 
                 def encoded(chunk: RowChunk) -> tuple[pl.DataFrame, RowPlace, EncodedRows]:
