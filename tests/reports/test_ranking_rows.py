@@ -183,6 +183,16 @@ def test_results_of_one_task_are_tiles_and_of_several_a_table(tmp_path: Path) ->
         ("0.4000", ""), ("0.3000", ""),
     ]  # fmt: skip
     assert found["rows"]["b"][3] == ("undefined", "")
+    top = {"ndcg": 0.31, "recall": 0.25, "mrr": 0.2}
+    top |= {"ranking_k": 5.0, "ranking_groups": 1230.0, "ranking_excluded_groups": 9.0}
+    ranked = TaskEvaluation(metrics | top, intervals={"ndcg": (0.3, 0.32)})
+    material.evaluation = Evaluation("test", 9, 1.0, 10.0, {"a": ranked}, level=0.9)
+    assert run._results(material)["more"] == (
+        "log loss 0.4000; of the first 5 of each group NDCG 0.3100 (0.3000 to 0.3200), Recall 0.2500, MRR 0.2000 over "
+        "1,230 groups, 9 without a positive left out; base rate 0.3000"
+    )
+    material.evaluation = Evaluation("test", 9, 1.0, 10.0, {"b": TaskEvaluation(metrics), "a": ranked})
+    assert run._results(material)["heads"][5:8] == ["NDCG@5", "Recall@5", "MRR@5"]
     validated = run._results(read(tmp_path / "v", evaluations=[(1000, 0.9), (2000, 0.8)]))
     assert validated["basis"] == "Validation split, best step 2,000."
     assert run._results(read(tmp_path / "none")) == {}

@@ -66,6 +66,7 @@ from cordillera.workflows.trained import (
     restore_model_with_checkpoint,
     splits_of,
     start_from,
+    validation_of,
     with_threads,
 )
 
@@ -516,14 +517,13 @@ def _trainer(
     on_step: StepCallback | None,
     ranks: OneRank | None = None,
 ) -> Trainer:
-    validation = loader_of(recipe, splits.validation, training=False) if len(splits.validation) else None
     if isinstance(model.tables, FileTables):
         ranks = FileRank(model.tables)
     return Trainer(
         recipe.training,
         model,
         loader_of(recipe, splits.train, training=True),
-        validation,
+        validation_of(recipe, splits),
         run,
         tasks=splits.features.tasks,
         device=device,
@@ -568,6 +568,7 @@ def _evaluate(
         splits.features.tasks,
         split=split,
         segments={name: dataset.segments(name) for name in splits.encoder.schema.segments},
+        ranking_k=recipe.training.ranking_k,
     )
     evaluation = replace(evaluation, step=place[0], steps=place[1])
     if ranks.size == 1:
