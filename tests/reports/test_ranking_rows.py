@@ -16,7 +16,7 @@ from cordillera.errors import DataError
 from cordillera.planning.ranking.exchange import CAUSES, STREAMS
 from cordillera.planning.ranking.placement import Placement, TablePart
 from cordillera.reports.ranking import comparison, placement, plan, run, scores
-from cordillera.reports.ranking.material import Material, interval_text, mean_ne, share_of_time
+from cordillera.reports.ranking.material import Material, _warnings, interval_text, mean_over_tasks, share_of_time
 from cordillera.run import Run, RunStatus
 from cordillera.training.ranking.evaluation import (
     CalibrationBin,
@@ -74,9 +74,23 @@ def test_the_best_validation_is_the_first_lowest_and_its_place_is_told(
     assert note is None or note in texts
 
 
+def test_the_best_validation_is_of_the_metric_by_which_weights_are_kept(tmp_path: Path) -> None:
+    metrics = [{"ne": 0.9, "auc": 0.6}, {"ne": 0.8, "auc": 0.8}, {"ne": 0.7, "auc": 0.7}]
+    changes = {"patience = 2": 'stop_on = "auc"'}
+    material = read(tmp_path, evaluations=[(10, 0.9), (20, 0.8), (30, 0.7)], changes=changes)
+    for record, one in zip(material.evaluations, metrics, strict=True):
+        record["tasks"] = {"click": one}
+    assert material.best is material.evaluations[1]
+    (told,) = [text for text in _warnings(material) if "not the best" in text]
+    assert "validation AUC was highest at step 20 (0.8000, at the end 0.7000)" in told
+    assert "the step with the highest AUC. At step 20: 0.8000." in str(run._learning(material))
+    unknown = read(tmp_path / "other", changes={"patience = 2": "stop_on = [1]"})
+    assert unknown.best_words == ("NE", "lowest")
+
+
 def test_ne_is_averaged_over_tasks_and_waiting_over_time() -> None:
-    assert mean_ne({"tasks": {"a": {"ne": 0.5}, "b": {"ne": 1.0}, "c": {"ne": 0.6}}}) == pytest.approx(0.7)
-    assert math.isnan(mean_ne({"tasks": {"a": {"ne": 0.5}, "b": {}}}))
+    assert mean_over_tasks({"tasks": {"a": {"ne": 0.5}, "b": {"ne": 1.0}, "c": {"ne": 0.6}}}) == pytest.approx(0.7)
+    assert math.isnan(mean_over_tasks({"tasks": {"a": {"ne": 0.5}, "b": {}}}))
     records = [
         {"data_fraction": 0.5, "seconds": 1.0},
         {"data_fraction": 0.1, "seconds": 3.0},

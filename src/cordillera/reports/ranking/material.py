@@ -85,8 +85,13 @@ class Material:
     @property
     def stop_on(self) -> str:
         """Metric by which the run keeps its weights."""
-        name = part(self.recipe, "training").get("stop_on", "ne")
-        return name if name in STOP_TITLES else "ne"
+        name = part(self.recipe, "training").get("stop_on")
+        return name if isinstance(name, str) and name in STOP_TITLES else "ne"
+
+    @property
+    def best_words(self) -> tuple[str, str]:
+        """That metric's name, and ``lowest`` or ``highest``, whichever is best."""
+        return STOP_TITLES[self.stop_on], "lowest" if is_lower_better(self.stop_on) else "highest"
 
 
 def interval_text(pair: Sequence[float] | None) -> str:
@@ -106,11 +111,6 @@ def share_of_time(train: Sequence[Mapping[str, Any]], key: str = "data_fraction"
     pairs = [(share, seconds) for share, seconds in pairs if math.isfinite(share * seconds)]
     total = sum(seconds for _, seconds in pairs)
     return sum(share * seconds for share, seconds in pairs) / total if total > 0 else math.nan
-
-
-def best_words(material: Material) -> str:
-    """Return the metric by which a run keeps its weights, in words: ``lowest NE``."""
-    return f"{'lowest' if is_lower_better(material.stop_on) else 'highest'} {STOP_TITLES[material.stop_on]}"
 
 
 def _checked(record: dict[str, Any], where: str) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def _warnings(material: Material) -> list[str]:
     undefined = sum(1 for record in material.evaluations if not math.isfinite(mean_over_tasks(record)))
     if undefined:
         found.append(f"NE was undefined or infinite in {undefined} of {len(material.evaluations)} validations.")
-    title = STOP_TITLES[material.stop_on]
+    title, extreme = material.best_words
     best, patience = material.best, part(material.recipe, "training").get("patience")
     if best is not None and isinstance(patience, int) and patience:
         later = sum(1 for record in material.evaluations if record["step"] > best["step"])
@@ -157,7 +157,7 @@ def _warnings(material: Material) -> list[str]:
             )
     elif best is not None and best is not material.evaluations[-1]:
         found.append(
-            f"The last weights are not the best: the {best_words(material)} of validation was at step {best['step']:,} "
+            f"The last weights are not the best: validation {title} was {extreme} at step {best['step']:,} "
             f"({mean_over_tasks(best, material.stop_on):.4f}, at the end "
             f"{mean_over_tasks(material.evaluations[-1], material.stop_on):.4f})."
         )

@@ -17,7 +17,6 @@ from cordillera.reports.ranking.material import (
     METRICS,
     TOP_K_METRICS,
     Material,
-    best_words,
     interval_text,
     share_of_time,
 )
@@ -169,6 +168,7 @@ def _learning(material: Material) -> list[Figure | None]:
     caption += "; early values leave the frame." if cut else "."
     charts = [figure("Training loss", [loss], ("training examples", "loss (nats)"), caption, x=x, y=Axis(limits))]
     averaged = ", averaged over tasks" if len(tasks) > 1 else ""
+    title, extreme = material.best_words
     # the NE of the true probabilities is known for synthetic data with one task
     known = part(material.model, "data", "facts", "bayes_ne_by_split")
     bayes = number(known.get("validation")) if len(tasks) == 1 else math.nan
@@ -184,7 +184,7 @@ def _learning(material: Material) -> list[Figure | None]:
                 f"Validation NE: {task}" if averaged else "Validation NE",
                 [ne],
                 ("training examples", "NE"),
-                f"Ring: the step with the {best_words(material)}{averaged}. {text}",
+                f"Ring: the step with the {extreme} {title}{averaged}. {text}",
                 x=x,
                 y=Axis(padded([*values, bayes], 0.2)),
                 levels=[(1.0, "base rate"), (bayes, "Bayes-optimal")],
