@@ -289,14 +289,13 @@ def _check_alone(recipe: RankingRecipe, device: torch.device) -> None:
 def _check_together(recipe: RankingRecipe) -> None:
     """Refuse what is trained in one process and without slices only."""
     training, problems = recipe.training, []
-    if recipe.tables.dynamic is not None:
-        problems.append(("tables.dynamic", "is for training in one process, without slices"))
     if recipe.tables.storage == "file":
         problems.append(("tables.storage", "'file' is for training in one process: set 'memory' and cache = 0"))
     elif recipe.tables.are_encoded:
         problems.append(("tables", "rows in few bits and caches are of one process: set rows = 'fp32', cache = 0"))
     keys = ("plan", "start", "emulate", "probe_every", "compile")
-    alone = [f"training.{key}" for key in keys if getattr(training, key)]
+    alone = [f"tables.{key}" for key in ("dynamic", "l2") if getattr(recipe.tables, key)]
+    alone += [f"training.{key}" for key in keys if getattr(training, key)]
     alone += ["model.name"] if recipe.model.name == "supernet" else []  # which divides batches by itself
     problems += [(key, "is for training in one process, without slices") for key in alone]
     if recipe.parallel.exchange == "prioritised" and recipe.parallel.copies > 1:
