@@ -159,6 +159,7 @@ def test_early_stopping_keeps_the_best_weights_and_their_checkpoint(make_trainer
 @pytest.mark.parametrize("metric", ["log_loss", "auc", "gauc", "ndcg", "recall", "mrr"])
 def test_weights_are_kept_by_the_metric_of_choice_and_a_resumed_run_keeps_the_same(make_trainer, metric):
     options = {"epochs": 12, "patience": 2, "learning_rate": 0.05, "stop_on": metric, "ranking_k": 3}
+    options["tables"] = {"l2": 0.1}
     whole = make_trainer("whole", **options)
     report = whole.fit()
     assert report.ended == "early"

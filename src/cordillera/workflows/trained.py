@@ -61,7 +61,11 @@ def loader_of(recipe: RankingRecipe, dataset: ClickDataset, *, training: bool) -
 
 
 def validation_of(recipe: RankingRecipe, splits: Splits) -> Loader | None:
-    """Return the loader of the validation split, on which ``training.stop_on`` is computed; None if it is empty.
+    """Return the loader of the validation split of a recipe's ``splits``; None if it is empty.
+
+    Args:
+        recipe: Recipe whose ``training.stop_on`` is computed on the split.
+        splits: Data of the recipe.
 
     Raises:
         TrainingError: If that metric needs groups, and the data has none.
