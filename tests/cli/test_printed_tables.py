@@ -342,8 +342,8 @@ def test_a_progress_bar_follows_steps_and_the_best_validation(monkeypatch: pytes
 
     monkeypatch.setattr(_show, "_progress", progress)
     with _show.training_progress(_show.console()) as (on_step, _):
-        on_step({}, SimpleNamespace(step=5, best_step=None), 10)
-        on_step({}, SimpleNamespace(step=6, best_step=3, best=0.81234), 10)
+        on_step({}, SimpleNamespace(step=5, best_text=""), 10)
+        on_step({}, SimpleNamespace(step=6, best_text="best NE 0.8123"), 10)
         on_step({}, SimpleNamespace(step=1), 10)
     assert seen == [
         {"total": 10, "completed": 5},

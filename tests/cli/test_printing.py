@@ -12,6 +12,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from rich.table import Table
 
 from cordillera.cli import _show
@@ -189,6 +190,24 @@ def test_metrics_stand_under_their_headings():
         ["click", "0.9000", "0.7000", "undefined", "0.5000", "1.0100", "12.5%"],
         ["buy", *["undefined"] * 6],
     ]
+
+
+def test_metrics_of_groups_stand_in_a_table_of_their_own_that_fits_80_columns():
+    top = {"ndcg": 0.31, "recall": math.nan, "mrr": 0.2}
+    top |= {"ranking_k": 10.0, "ranking_groups": 12_345_678.0, "ranking_excluded_groups": 1_234_567.0}
+    tasks = {"click": {"ne": 0.9}, "a rating of four": top}
+    (table,) = _show.group_tables(SimpleNamespace(metrics=lambda: tasks))
+    assert table.title == "the first 10 of each group"
+    assert cells(table) == [
+        ["task", "NDCG@10", "recall@10", "MRR@10", "groups", "without a positive"],
+        ["a rating of four", "0.3100", "undefined", "0.2000", "12,345,678", "1,234,567"],
+    ]
+    assert _show.group_tables(SimpleNamespace(metrics=lambda: {"click": {"ne": 0.9}})) == []
+    file = io.StringIO()
+    Console(file=file, width=80).print(table)
+    assert "click" not in file.getvalue()
+    assert max(map(len, file.getvalue().splitlines())) <= 80
+    assert len(file.getvalue().splitlines()) == 3  # no cell is broken
 
 
 def test_choices_and_layers_of_a_quantisation_stand_under_their_headings():

@@ -245,7 +245,7 @@ def test_the_best_possible_ne_is_drawn_where_it_is_known(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("has_groups", [True, False])
-def test_several_tasks_have_a_column_of_gauc_if_any_has_one(tmp_path: Path, has_groups: bool) -> None:
+def test_several_tasks_have_columns_of_groups_if_any_has_them(tmp_path: Path, has_groups: bool) -> None:
     logits, labels = click_data(0, 2000, 2)
     groups = np.random.default_rng(0).integers(0, 50, 2000) if has_groups else None
     tasks = ("click", "buy")
@@ -255,4 +255,5 @@ def test_several_tasks_have_a_column_of_gauc_if_any_has_one(tmp_path: Path, has_
     assert head is not None
     names = re.findall(r"<th scope=\"col\">(.*?)</th>", head.group())
     gauc = ["GAUC"] if has_groups else []
-    assert names == ["Task", "NE", "AUC", "Calibration", *gauc, "Log loss", "Base rate"]
+    top = ["NDCG@10", "Recall@10", "MRR@10"] if has_groups else []
+    assert names == ["Task", "NE", "AUC", "Calibration", *gauc, "Log loss", *top, "Base rate"]

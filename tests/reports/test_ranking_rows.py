@@ -16,7 +16,7 @@ from cordillera.errors import DataError
 from cordillera.planning.ranking.exchange import CAUSES, STREAMS
 from cordillera.planning.ranking.placement import Placement, TablePart
 from cordillera.reports.ranking import comparison, placement, plan, run, scores
-from cordillera.reports.ranking.material import Material, interval_text, mean_ne, share_of_time
+from cordillera.reports.ranking.material import Material, _warnings, interval_text, mean_over_tasks, share_of_time
 from cordillera.run import Run, RunStatus
 from cordillera.training.ranking.evaluation import (
     CalibrationBin,
@@ -74,9 +74,23 @@ def test_the_best_validation_is_the_first_lowest_and_its_place_is_told(
     assert note is None or note in texts
 
 
+def test_the_best_validation_is_of_the_metric_by_which_weights_are_kept(tmp_path: Path) -> None:
+    metrics = [{"ne": 0.9, "auc": 0.6}, {"ne": 0.8, "auc": 0.8}, {"ne": 0.7, "auc": 0.7}]
+    changes = {"patience = 2": 'stop_on = "auc"'}
+    material = read(tmp_path, evaluations=[(10, 0.9), (20, 0.8), (30, 0.7)], changes=changes)
+    for record, one in zip(material.evaluations, metrics, strict=True):
+        record["tasks"] = {"click": one}
+    assert material.best is material.evaluations[1]
+    (told,) = [text for text in _warnings(material) if "not the best" in text]
+    assert "validation AUC was highest at step 20 (0.8000, at the end 0.7000)" in told
+    assert "the step with the highest AUC. At step 20: 0.8000." in str(run._learning(material))
+    unknown = read(tmp_path / "other", changes={"patience = 2": "stop_on = [1]"})
+    assert unknown.best_words == ("NE", "lowest")
+
+
 def test_ne_is_averaged_over_tasks_and_waiting_over_time() -> None:
-    assert mean_ne({"tasks": {"a": {"ne": 0.5}, "b": {"ne": 1.0}, "c": {"ne": 0.6}}}) == pytest.approx(0.7)
-    assert math.isnan(mean_ne({"tasks": {"a": {"ne": 0.5}, "b": {}}}))
+    assert mean_over_tasks({"tasks": {"a": {"ne": 0.5}, "b": {"ne": 1.0}, "c": {"ne": 0.6}}}) == pytest.approx(0.7)
+    assert math.isnan(mean_over_tasks({"tasks": {"a": {"ne": 0.5}, "b": {}}}))
     records = [
         {"data_fraction": 0.5, "seconds": 1.0},
         {"data_fraction": 0.1, "seconds": 3.0},
@@ -183,6 +197,16 @@ def test_results_of_one_task_are_tiles_and_of_several_a_table(tmp_path: Path) ->
         ("0.4000", ""), ("0.3000", ""),
     ]  # fmt: skip
     assert found["rows"]["b"][3] == ("undefined", "")
+    top = {"ndcg": 0.31, "recall": 0.25, "mrr": 0.2}
+    top |= {"ranking_k": 5.0, "ranking_groups": 1230.0, "ranking_excluded_groups": 9.0}
+    ranked = TaskEvaluation(metrics | top, intervals={"ndcg": (0.3, 0.32)})
+    material.evaluation = Evaluation("test", 9, 1.0, 10.0, {"a": ranked}, level=0.9)
+    assert run._results(material)["more"] == (
+        "log loss 0.4000; of the first 5 of each group NDCG 0.3100 (0.3000 to 0.3200), Recall 0.2500, MRR 0.2000 over "
+        "1,230 groups, 9 without a positive left out; base rate 0.3000"
+    )
+    material.evaluation = Evaluation("test", 9, 1.0, 10.0, {"b": TaskEvaluation(metrics), "a": ranked})
+    assert run._results(material)["heads"][5:8] == ["NDCG@5", "Recall@5", "MRR@5"]
     validated = run._results(read(tmp_path / "v", evaluations=[(1000, 0.9), (2000, 0.8)]))
     assert validated["basis"] == "Validation split, best step 2,000."
     assert run._results(read(tmp_path / "none")) == {}

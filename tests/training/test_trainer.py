@@ -14,7 +14,7 @@ from cordillera.errors import CheckpointError, TrainingError
 from cordillera.jagged import JaggedBatch
 from cordillera.training import checkpoints
 from cordillera.training.optimizers import dense_parameters, embedding_tables, schedule
-from cordillera.training.ranking.config import TrainingConfig
+from cordillera.training.ranking.config import STOP_TITLES, Progress, TrainingConfig
 from cordillera.training.ranking.scoring import best_checkpoint, load_weights, scorer
 from cordillera.training.ranking.tasks.losses import weighted_loss
 
@@ -156,6 +156,51 @@ def test_early_stopping_keeps_the_best_weights_and_their_checkpoint(make_trainer
         assert torch.equal(tensor, kept.tensors[f"model.{name}"]), name
 
 
+@pytest.mark.parametrize("metric", ["log_loss", "auc", "gauc", "ndcg", "recall", "mrr"])
+def test_weights_are_kept_by_the_metric_of_choice_and_a_resumed_run_keeps_the_same(make_trainer, metric):
+    options = {"epochs": 12, "patience": 2, "learning_rate": 0.05, "stop_on": metric, "ranking_k": 3}
+    options["tables"] = {"l2": 0.1}
+    whole = make_trainer("whole", **options)
+    report = whole.fit()
+    assert report.ended == "early"
+    evaluations = [r for r in whole.run.metrics() if r["kind"] == "evaluation"]
+    means = [sum(t[metric] for t in r["tasks"].values()) / 2 for r in evaluations]
+    best = means.index(min(means) if metric == "log_loss" else max(means))
+    assert len(means) == best + 3
+    assert (report.progress.best, report.progress.best_step) == (means[best], evaluations[best]["step"])
+    assert best_checkpoint(whole.run, use_best=True).step == evaluations[best]["step"]
+    first = make_trainer("parts", **options)
+    stop_at = evaluations[best]["step"] + 3
+    first.on_step = lambda record, progress, total: first.stop() if progress.step == stop_at else None
+    assert first.fit().ended == "interrupted"
+    second = make_trainer("parts", **options)
+    assert second.resume()
+    assert second.progress.best_text == f"best {STOP_TITLES[metric]} {means[best]:.4f}"
+    assert second.fit().ended == "early"
+    assert_same_weights(whole.model, second.model)
+    assert records(whole.run) == records(second.run)
+
+
+@pytest.mark.parametrize(("metric", "lower"), [("ne", True), ("log_loss", True), ("auc", False), ("mrr", False)])
+def test_only_finite_values_that_are_better_are_the_best(metric, lower):
+    progress = Progress(metric=metric)
+    assert progress.best_text == ""
+    seen = [math.nan, math.inf, 0.5, 0.5, 0.4, 0.6, -math.inf, math.inf, math.nan]
+    for progress.step, mean in enumerate(seen):
+        progress.note(mean)
+    assert (progress.best, progress.best_step, progress.stale) == ((0.4, 4, 4) if lower else (0.6, 5, 3))
+    assert Progress.from_state(progress.to_state()) == progress
+
+
+def test_checkpoints_from_before_the_choice_are_of_ne(make_trainer):
+    trainer = make_trainer(batches=4, epochs=1)
+    trainer.fit()
+    saved = checkpoints.load(checkpoints.folder_of(trainer.run.checkpoints, 4))
+    assert saved.state.pop("metric") == "ne"
+    trainer.restore(saved)
+    assert (trainer.progress.metric, trainer.progress.best_step) == ("ne", 4)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_stops_training_before_it_reaches_the_weights(make_trainer, value):
     loader = MemoryLoader(10)
@@ -190,6 +235,26 @@ def test_undefined_ne_is_an_error_where_a_decision_needs_it_and_null_elsewhere(m
         else:
             with pytest.raises(TrainingError, match=r"undefined for \['click'\]"):
                 trainer.fit()
+
+
+def test_a_metric_of_groups_that_is_undefined_is_an_error_that_says_why(make_trainer):
+    def without_groups(number, batch):
+        return replace(batch, groups=None)
+
+    def without_positives(number, batch):
+        batch.labels[:, 1] = 0
+        return batch
+
+    cases = [
+        ("gauc", without_groups, r"GAUC is undefined for \['click', 'buy'\]: no groups"),
+        ("mrr", without_groups, r"MRR is undefined for \['click', 'buy'\]: no groups"),
+        ("ndcg", without_positives, r"NDCG is undefined for \['buy'\]: no group with a positive label"),
+    ]
+    for place, (metric, spoil, message) in enumerate(cases):
+        trainer = make_trainer(f"run{place}", patience=2, stop_on=metric)
+        trainer.validation.spoil = spoil
+        with pytest.raises(TrainingError, match=message):
+            trainer.fit()
 
 
 def test_gradient_clipping_bounds_the_norm_of_the_dense_gradients(make_trainer):

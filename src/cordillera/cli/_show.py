@@ -89,6 +89,21 @@ def evaluation_table(evaluation: Evaluation) -> Table:
     return table
 
 
+def group_tables(evaluation: Evaluation) -> list[Table]:
+    """Return the metrics of the order within groups as a table with a row for each task; none without groups."""
+    found = {task: values for task, values in evaluation.metrics().items() if "ranking_k" in values}
+    if not found:
+        return []
+    k = f"{next(iter(found.values()))['ranking_k']:.0f}"
+    right = (f"NDCG@{k}", f"recall@{k}", f"MRR@{k}", "groups", "without a positive")
+    table = titled_table(f"the first {k} of each group", "task", right=right)
+    for task, values in found.items():
+        cells = [number(values.get(key, math.nan)) for key in ("ndcg", "recall", "mrr")]
+        counts = [f"{values.get(f'ranking_{key}', math.nan):,.0f}" for key in ("groups", "excluded_groups")]
+        table.add_row(printable(task), *cells, *counts)
+    return [table]
+
+
 def language_line(evaluation: LanguageEvaluation) -> str:
     """Return the evaluation of a language model in one line."""
     loss, perplexity, bits, targets, _, measures = evaluation
@@ -136,9 +151,8 @@ def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[An
                 bar.reset(task, total=total, completed=progress.step)
             if record:
                 bar.update(task, note=_note(record, out.width))
-            best_step = getattr(progress, "best_step", None)
-            best = "" if best_step is None else f"  best NE {progress.best:.4f}"  # type: ignore[union-attr]
-            bar.update(task, completed=progress.step, description=f"training{best}")
+            best = getattr(progress, "best_text", "")
+            bar.update(task, completed=progress.step, description=f"training  {best}".rstrip())
 
         yield on_step, say
 

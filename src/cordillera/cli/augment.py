@@ -32,7 +32,7 @@ def augment(
     Each event is scored once. Students read the Parquet files that are written.
     """
     from cordillera import workflows
-    from cordillera.cli._show import augmentation_progress, console, evaluation_table, training_progress
+    from cordillera.cli._show import augmentation_progress, console, evaluation_table, group_tables, training_progress
     from cordillera.run import next_folder
     from cordillera.workflows.streams.augmentation import load_streams, student_recipes
 
@@ -57,7 +57,7 @@ def augment(
             raise typer.Exit(130)
         assert isinstance(student, workflows.Outcome)
         if student.evaluation is not None:
-            out.print(evaluation_table(student.evaluation))
+            out.print(evaluation_table(student.evaluation), *group_tables(student.evaluation))
         out.print(f"report: {student.run.folder / 'report.html'}", markup=False)
 
 

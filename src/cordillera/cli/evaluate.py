@@ -39,7 +39,7 @@ def evaluate(
     """Evaluate a run on a split of its data or on a file."""
     try:
         from cordillera import workflows
-        from cordillera.cli._show import console, echo, evaluation_table, language_line, titled_table
+        from cordillera.cli._show import console, echo, evaluation_table, group_tables, language_line, titled_table
         from cordillera.run import Run
         from cordillera.training.ranking.evaluation import Evaluation
 
@@ -56,7 +56,7 @@ def evaluate(
             text = json.dumps({**json.loads(text), "importance": [asdict(one) for one in rises]}, indent=1)
         echo(text, json=True)
     elif isinstance(evaluation, Evaluation):
-        console().print(evaluation_table(evaluation))
+        console().print(evaluation_table(evaluation), *group_tables(evaluation))
         if importance:
             table = titled_table(
                 "rise of NE when a feature is permuted", "feature", "task", right=("NE", "95 % interval")

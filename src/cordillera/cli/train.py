@@ -117,7 +117,7 @@ def _begun(recipe: str, run: Path | None, overrides: Sequence[str], plan: Path |
 
 
 def _print(out: Console, outcome: Outcome | LanguageOutcome) -> None:
-    from cordillera.cli._show import evaluation_table, language_line
+    from cordillera.cli._show import evaluation_table, group_tables, language_line
     from cordillera.workflows import LanguageOutcome
 
     report = outcome.report
@@ -130,7 +130,7 @@ def _print(out: Console, outcome: Outcome | LanguageOutcome) -> None:
         out.print(f"{ended}, {tokens:,} tokens")
         return
     if outcome.evaluation is not None:
-        out.print(evaluation_table(outcome.evaluation))
+        out.print(evaluation_table(outcome.evaluation), *group_tables(outcome.evaluation))
     out.print(ended)
     if outcome.report.probing_seconds:
         share = outcome.report.probing_seconds / outcome.report.seconds

@@ -26,7 +26,7 @@ from cordillera.data.ranking.features import FeatureSpec
 from cordillera.distributed.codecs.coders import Coder
 from cordillera.distributed.collectives import Arrival, Collectives, exchange_parts
 from cordillera.embeddings.exchange import RankLayout, RowRequest, RowsInTransit, send_frames
-from cordillera.embeddings.tables import PendingGradient
+from cordillera.embeddings.gradients.pending import PendingGradient
 from cordillera.errors import PlanError
 from cordillera.jagged import JaggedBatch, offsets_from_lengths, slice_samples
 from cordillera.kernels.embeddings.lookup import embedding_bag

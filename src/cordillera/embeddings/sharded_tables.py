@@ -21,14 +21,13 @@ from cordillera.data.ranking.features import FeatureSpec
 from cordillera.distributed.codecs.coders import Coder, Coders
 from cordillera.distributed.collectives import Collectives
 from cordillera.embeddings.exchange import Chosen, PartOnRank, RankLayout, RowExchange, RowRequest, RowRoutes
+from cordillera.embeddings.gradients.pending import PendingGradient, merge_pending
 from cordillera.embeddings.pooled_exchange import BagExchange, BatchRequest
 from cordillera.embeddings.tables import (
     EmbeddingTables,
-    PendingGradient,
     TableBox,
     TablesConfig,
     draw_rows,
-    merge_pending,
 )
 from cordillera.errors import DataError, PlanError, TrainingError
 from cordillera.jagged import JaggedBatch, choose_features
@@ -89,7 +88,7 @@ class ShardedEmbeddingTables(EmbeddingTables):
     Args:
         features: Names, tables and pooling of the sparse features.
         embedding_dim: Width ``D`` of a row.
-        config: Optimizer and back end; ``rows`` must be ``fp32`` and ``cache`` 0.
+        config: Optimizer and back end; ``rows`` must be ``fp32``, ``cache`` and ``l2`` 0.
         placement: Placement of all tables of ``features`` over the ranks of ``links``, in memory.
         links: The ranks.
         init: Distribution of initial rows, those of :class:`EmbeddingTables` to the bit; every rank draws all rows,
@@ -114,11 +113,11 @@ class ShardedEmbeddingTables(EmbeddingTables):
     ) -> None:
         shapes = {name: (rows, embedding_dim) for name, rows in features.tables.items()}
         placement.check(shapes, links.size)
-        if config.are_encoded:
+        if config.are_encoded or config.l2:
             raise PlanError(
-                "tables over several processes are kept in fp32 and without a cache",
+                "tables over several processes are kept in fp32, without a cache and without l2",
                 where="tables",
-                remedy="set rows = 'fp32' and cache = 0",
+                remedy="set rows = 'fp32', cache = 0 and l2 = 0",
             )
         self.placement, self.links = placement, links
         self.coders: Coders | None = None

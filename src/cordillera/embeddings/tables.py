@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from cordillera.data.ranking.features import ANY_ID, FeatureSpec
 from cordillera.embeddings.cache import CachePolicy
 from cordillera.embeddings.dynamic_ids import DynamicRowsConfig
+from cordillera.embeddings.gradients.pending import PendingGradient, merge_pending, with_l2
 from cordillera.embeddings.row_formats import RowKind, RowRounding
 from cordillera.errors import CheckpointError, DataError, TrainingError
 from cordillera.jagged import JaggedBatch
@@ -48,6 +48,12 @@ class TablesConfig(SparseOptimizer):
         cache_policy: Rows that the cache keeps: those updated most often (``lfu``) or last (``lru``).
         storage: Place of rows and optimizer state: ``memory``, or ``file``, a file in the run's folder of which
             ``cache``, above 0, is in memory (``FileTables``).
+        l2: Factor of L2 regularisation by occurrences: the loss gains ``l2 / 2`` times the squares of the numbers of
+            every looked-up row, summed over all of a batch's ids, those of lists one by one, and divided by the number
+            of its samples. A row that a batch of ``B`` samples holds ``n`` times thus has ``G += l2 * n / B * w``
+            before the rule, in proportion to how often it occurs, whereas ``weight_decay`` adds ``weight_decay * w``
+            once in each step, however often. Not for rows in few bits, behind a cache, in a file or of several
+            processes.
         dynamic: Section ``[tables.dynamic]``: admission and eviction of rows that are made when their ids appear
             (``DynamicTables``). None for tables of fixed size.
     """
@@ -60,6 +66,7 @@ class TablesConfig(SparseOptimizer):
     cache: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
     cache_policy: CachePolicy = "lfu"
     storage: Literal["memory", "file"] = "memory"
+    l2: float = Field(0.0, ge=0, allow_inf_nan=False)
     dynamic: DynamicRowsConfig | None = None
 
     @property
@@ -76,6 +83,11 @@ class TablesConfig(SparseOptimizer):
             )
         if self.storage == "file" and (self.rows != "fp32" or self.cache <= 0):
             raise ValueError("rows in a file are in float32 behind a cache in memory: set rows = 'fp32' and cache > 0")
+        if self.l2 and (self.are_encoded or self.storage == "file"):
+            raise ValueError(
+                "l2 is for rows in float32 in memory, without a cache: set rows = 'fp32', cache = 0 and storage = "
+                "'memory', or use weight_decay"
+            )
         if self.dynamic is not None and (self.are_encoded or self.storage == "file"):
             raise ValueError(
                 "rows that are made when ids appear are in float32 in memory, without a cache: set rows = 'fp32', "
@@ -100,23 +112,6 @@ class TableBox(NamedTuple):
     is_first: bool = True
 
 
-@dataclass(frozen=True)
-class PendingGradient:
-    """Lookup and output gradient of one backward pass, kept for the next update.
-
-    Attributes:
-        rows: Rows that were looked up, ``int64 [T]``.
-        offsets: First position of each bag in ``rows``, ``[F * B + 1]``; None for one row in every bag.
-        value_weights: Factor of each row, ``[T]``, or None for ones.
-        grad: Gradient of the sums, ``[B, F, D]``, in the dtype of the output.
-    """
-
-    rows: Tensor
-    offsets: Tensor | None
-    value_weights: Tensor | None
-    grad: Tensor
-
-
 class _KeepGradient(torch.autograd.Function):
     """Gives a lookup's output a place in the graph; the backward pass keeps the gradient and passes none on."""
 
@@ -129,8 +124,9 @@ class _KeepGradient(torch.autograd.Function):
         rows: Tensor,
         offsets: Tensor | None,
         value_weights: Tensor | None,
+        samples: int,
     ) -> Tensor:
-        ctx.tables, ctx.lookup = tables, (rows, offsets, value_weights)
+        ctx.tables, ctx.lookup, ctx.samples = tables, (rows, offsets, value_weights), samples
         return output
 
     @staticmethod
@@ -142,8 +138,8 @@ class _KeepGradient(torch.autograd.Function):
                 remedy="call backward without create_graph",
             )
         rows, offsets, value_weights = ctx.lookup
-        ctx.tables._pending.append(PendingGradient(rows, offsets, value_weights, grad))
-        return (None,) * 6
+        ctx.tables._pending.append(PendingGradient(rows, offsets, value_weights, grad, ctx.samples))
+        return (None,) * 7
 
 
 class EmbeddingTables(nn.Module):
@@ -275,7 +271,7 @@ class EmbeddingTables(nn.Module):
         if misplaced >= 0:
             raise self._misplaced(sparse, misplaced)
         if torch.is_grad_enabled() and tables.requires_grad:
-            output = _KeepGradient.apply(tables, output, self, rows, offsets, value_weights)
+            output = _KeepGradient.apply(tables, output, self, rows, offsets, value_weights, sparse.batch_size)
         return output
 
     def unpooled(self, feature: str, ids: Tensor) -> Tensor:
@@ -301,7 +297,7 @@ class EmbeddingTables(nn.Module):
             of_feature = JaggedBatch((feature,), ids, torch.arange(ids.numel() + 1), one_hot=True)
             raise self._misplaced(of_feature, misplaced)
         if torch.is_grad_enabled() and tables.requires_grad:
-            output = _KeepGradient.apply(tables, output, self, rows, None, None)
+            output = _KeepGradient.apply(tables, output, self, rows, None, None, 0)
         return output[:, 0]
 
     def _unpooled(self, own: slice, ids: Tensor, dtype: torch.dtype) -> Lookup:
@@ -337,6 +333,8 @@ class EmbeddingTables(nn.Module):
         self._apply_gradients(merge_pending(pending), self.config.learning_rate * learning_rate_scale)
 
     def _apply_gradients(self, merged: PendingGradient, learning_rate: float) -> None:
+        if self.config.l2:
+            merged = with_l2(merged, self.weight.detach(), self.config.l2)
         sparse_update(
             self.config,
             self.weight.detach(),
@@ -358,7 +356,12 @@ class EmbeddingTables(nn.Module):
 
         Gradients of several backward passes are then added in their order by :meth:`update`, however many occurrences
         of a row each of them has.
+
+        Raises:
+            TrainingError: ``config.l2`` is not 0: these sums do not tell how often a row occurred.
         """
+        if self.config.l2:
+            raise TrainingError("needs all occurrences of a row at once", where="tables.l2", remedy="set it to 0")
         if len(self._pending) == self._reduced:
             return
         one = merge_pending(self._pending[self._reduced :])
@@ -493,36 +496,6 @@ def _check_features(features: FeatureSpec, any_id: bool) -> None:
             raise DataError(
                 f"its table {feature.table!r} is not among {list(features.tables)}", where=f"feature {feature.name!r}"
             )
-
-
-def merge_pending(pending: list[PendingGradient]) -> PendingGradient:
-    """Join several backward passes: their bags one after another, each pass feature-major as it was."""
-    if len(pending) == 1:
-        return pending[0]
-    rows = torch.cat([item.rows for item in pending])
-    grad = torch.cat([item.grad.transpose(0, 1).reshape(-1, item.grad.shape[2]) for item in pending])
-    value_weights = offsets = None
-    if any(item.value_weights is not None for item in pending):
-        value_weights = torch.cat(
-            [
-                torch.ones(item.rows.numel(), dtype=grad.dtype, device=grad.device)
-                if item.value_weights is None
-                else item.value_weights
-                for item in pending
-            ]
-        )
-    if any(item.offsets is not None for item in pending):
-        pieces, total = [], 0
-        for item in pending:
-            count = item.rows.numel()
-            bounds = (
-                torch.arange(count + 1, device=grad.device) if item.offsets is None else item.offsets.to(torch.int64)
-            )
-            pieces.append(bounds[:-1] + total)
-            total += count
-        pieces.append(torch.tensor([total], device=grad.device))
-        offsets = torch.cat(pieces)
-    return PendingGradient(rows, offsets, value_weights, grad)
 
 
 class OutlinedTables(EmbeddingTables):

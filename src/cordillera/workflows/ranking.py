@@ -66,6 +66,7 @@ from cordillera.workflows.trained import (
     restore_model_with_checkpoint,
     splits_of,
     start_from,
+    validation_of,
     with_threads,
 )
 
@@ -288,14 +289,13 @@ def _check_alone(recipe: RankingRecipe, device: torch.device) -> None:
 def _check_together(recipe: RankingRecipe) -> None:
     """Refuse what is trained in one process and without slices only."""
     training, problems = recipe.training, []
-    if recipe.tables.dynamic is not None:
-        problems.append(("tables.dynamic", "is for training in one process, without slices"))
     if recipe.tables.storage == "file":
         problems.append(("tables.storage", "'file' is for training in one process: set 'memory' and cache = 0"))
     elif recipe.tables.are_encoded:
         problems.append(("tables", "rows in few bits and caches are of one process: set rows = 'fp32', cache = 0"))
     keys = ("plan", "start", "emulate", "probe_every", "compile")
-    alone = [f"training.{key}" for key in keys if getattr(training, key)]
+    alone = [f"tables.{key}" for key in ("dynamic", "l2") if getattr(recipe.tables, key)]
+    alone += [f"training.{key}" for key in keys if getattr(training, key)]
     alone += ["model.name"] if recipe.model.name == "supernet" else []  # which divides batches by itself
     problems += [(key, "is for training in one process, without slices") for key in alone]
     if recipe.parallel.exchange == "prioritised" and recipe.parallel.copies > 1:
@@ -516,14 +516,13 @@ def _trainer(
     on_step: StepCallback | None,
     ranks: OneRank | None = None,
 ) -> Trainer:
-    validation = loader_of(recipe, splits.validation, training=False) if len(splits.validation) else None
     if isinstance(model.tables, FileTables):
         ranks = FileRank(model.tables)
     return Trainer(
         recipe.training,
         model,
         loader_of(recipe, splits.train, training=True),
-        validation,
+        validation_of(recipe, splits),
         run,
         tasks=splits.features.tasks,
         device=device,
@@ -568,6 +567,7 @@ def _evaluate(
         splits.features.tasks,
         split=split,
         segments={name: dataset.segments(name) for name in splits.encoder.schema.segments},
+        ranking_k=recipe.training.ranking_k,
     )
     evaluation = replace(evaluation, step=place[0], steps=place[1])
     if ranks.size == 1:

@@ -19,13 +19,14 @@ from cordillera.data.ranking.features import FeatureSpec, RankingBatch
 from cordillera.data.ranking.loader import Loader
 from cordillera.embeddings.file_tables import FileTables
 from cordillera.embeddings.tables import EmbeddingTables, MadeTablesConfig
-from cordillera.errors import CheckpointError, DataError, RunError
+from cordillera.errors import CheckpointError, DataError, RunError, TrainingError
 from cordillera.models.ranking import build
 from cordillera.models.ranking.base import RankingModel
 from cordillera.recipe import RankingRecipe
 from cordillera.run import Run, check_recipe
 from cordillera.training import checkpoints
 from cordillera.training.optimizers import embedding_tables
+from cordillera.training.ranking.config import NEED_GROUPS
 from cordillera.training.ranking.scoring import ROWS, best_checkpoint, load_weights
 
 
@@ -57,6 +58,26 @@ def loader_of(recipe: RankingRecipe, dataset: ClickDataset, *, training: bool) -
         shuffle = "none" if recipe.training.progressive else data.shuffle
         return Loader(dataset, data.batch_size, shuffle=shuffle, seed=recipe.seed)
     return Loader(dataset, data.evaluation_batch_size)
+
+
+def validation_of(recipe: RankingRecipe, splits: Splits) -> Loader | None:
+    """Return the loader of the validation split of a recipe's ``splits``; None if it is empty.
+
+    Args:
+        recipe: Recipe whose ``training.stop_on`` is computed on the split.
+        splits: Data of the recipe.
+
+    Raises:
+        TrainingError: If that metric needs groups, and the data has none.
+    """
+    metric = recipe.training.stop_on
+    if metric in NEED_GROUPS and splits.encoder.schema.group is None:
+        raise TrainingError(
+            f"{metric} is of groups, and the data has none",
+            where="training.stop_on",
+            remedy="name the column of groups in data.schema.group, or choose 'ne', 'log_loss' or 'auc'",
+        )
+    return loader_of(recipe, splits.validation, training=False) if len(splits.validation) else None
 
 
 def batches(recipe: RankingRecipe, split: str = "train", *, epoch: int = 0) -> Iterator[RankingBatch]:

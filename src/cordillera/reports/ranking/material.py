@@ -9,9 +9,12 @@ from typing import Any
 from cordillera.errors import DataError
 from cordillera.reports.page import part
 from cordillera.run import Run, read_object, read_recipe
+from cordillera.training.ranking.config import STOP_TITLES, is_lower_better
 from cordillera.training.ranking.evaluation import Evaluation, number
 
 METRICS = {"ne": "NE", "auc": "AUC", "calibration": "Calibration", "gauc": "GAUC", "log_loss": "Log loss"}
+TOP_K_METRICS = {"ndcg": "NDCG", "recall": "Recall", "mrr": "MRR"}
+_NAMES = METRICS | TOP_K_METRICS
 _NUMBERS = ("epoch", "loss", "seconds", "examples_per_second", "data_fraction", "exposed_fraction", "sent_bytes")
 
 
@@ -73,10 +76,22 @@ class Material:
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The first validation record with the lowest mean NE."""
-        scored = [(mean_ne(record), record) for record in self.evaluations]
-        scored = [(ne, record) for ne, record in scored if math.isfinite(ne)]
+        """The first validation record with the best mean of the metric by which the run keeps its weights."""
+        sign = 1 if is_lower_better(self.stop_on) else -1
+        scored = [(sign * mean_over_tasks(record, self.stop_on), record) for record in self.evaluations]
+        scored = [(value, record) for value, record in scored if math.isfinite(value)]
         return min(scored, key=lambda pair: pair[0])[1] if scored else None
+
+    @property
+    def stop_on(self) -> str:
+        """Metric by which the run keeps its weights."""
+        name = part(self.recipe, "training").get("stop_on")
+        return name if isinstance(name, str) and name in STOP_TITLES else "ne"
+
+    @property
+    def best_words(self) -> tuple[str, str]:
+        """That metric's name, and ``lowest`` or ``highest``, whichever is best."""
+        return STOP_TITLES[self.stop_on], "lowest" if is_lower_better(self.stop_on) else "highest"
 
 
 def interval_text(pair: Sequence[float] | None) -> str:
@@ -84,9 +99,9 @@ def interval_text(pair: Sequence[float] | None) -> str:
     return f"{pair[0]:.4f} to {pair[1]:.4f}" if pair else ""
 
 
-def mean_ne(record: Mapping[str, Any]) -> float:
-    """Return the mean NE over the tasks of a validation record."""
-    values = [task.get("ne", math.nan) for task in record["tasks"].values()]
+def mean_over_tasks(record: Mapping[str, Any], name: str = "ne") -> float:
+    """Return the mean of a metric over the tasks of a validation record."""
+    values = [task.get(name, math.nan) for task in record["tasks"].values()]
     return sum(values) / len(values)
 
 
@@ -126,23 +141,25 @@ def _warnings(material: Material) -> list[str]:
         found.append(f"{broken} of {len(material.train)} records of the training loss are not finite numbers.")
     for task, reasons in material.undefined.items():
         if reasons:
-            listing = ", ".join(f"{METRICS.get(name, name)} ({why})" for name, why in reasons.items())
+            listing = ", ".join(f"{_NAMES.get(name, name)} ({why})" for name, why in reasons.items())
             found.append(f"Undefined on the test split for task {task}: {listing}.")
-    undefined = sum(1 for record in material.evaluations if not math.isfinite(mean_ne(record)))
+    undefined = sum(1 for record in material.evaluations if not math.isfinite(mean_over_tasks(record)))
     if undefined:
         found.append(f"NE was undefined or infinite in {undefined} of {len(material.evaluations)} validations.")
+    title, extreme = material.best_words
     best, patience = material.best, part(material.recipe, "training").get("patience")
     if best is not None and isinstance(patience, int) and patience:
         later = sum(1 for record in material.evaluations if record["step"] > best["step"])
         if later >= patience:
             found.append(
-                f"Training stopped early: {later} validations after step {best['step']:,} brought no better NE. "
+                f"Training stopped early: {later} validations after step {best['step']:,} brought no better {title}. "
                 "The figures are of the weights at that step."
             )
     elif best is not None and best is not material.evaluations[-1]:
         found.append(
-            f"The last weights are not the best: validation NE was lowest at step {best['step']:,} "
-            f"({mean_ne(best):.4f}, at the end {mean_ne(material.evaluations[-1]):.4f})."
+            f"The last weights are not the best: validation {title} was {extreme} at step {best['step']:,} "
+            f"({mean_over_tasks(best, material.stop_on):.4f}, at the end "
+            f"{mean_over_tasks(material.evaluations[-1], material.stop_on):.4f})."
         )
     waiting = share_of_time(material.train)
     if waiting > 0.1:

@@ -13,7 +13,13 @@ from cordillera.reports.charts import LINEAR, POINTS, Axis, Figure, Series, figu
 from cordillera.reports.page import duration, fixed, part
 from cordillera.reports.ranking.balance import balance
 from cordillera.reports.ranking.importance import importance
-from cordillera.reports.ranking.material import METRICS, Material, interval_text, share_of_time
+from cordillera.reports.ranking.material import (
+    METRICS,
+    TOP_K_METRICS,
+    Material,
+    interval_text,
+    share_of_time,
+)
 from cordillera.reports.ranking.placement import placed_tables
 from cordillera.reports.ranking.scores import scores, segments
 from cordillera.reports.ranking.teacher import progressive, teacher
@@ -99,10 +105,13 @@ def _results(material: Material) -> dict[str, Any]:
             "task": task,
             "more": _more(result),
         }
+    ks = [_metric(result, "ranking_k") for result in tasks.values() if "ranking_k" in result.metrics]
+    of_groups = {"gauc": METRICS["gauc"]}
+    of_groups |= {name: f"{title}@{k:.0f}" for k in ks[:1] for name, title in TOP_K_METRICS.items()}
     names = {
         name: title
-        for name, title in METRICS.items()
-        if name != "gauc" or any(not math.isnan(_metric(result, name)) for result in tasks.values())
+        for name, title in (METRICS | of_groups).items()
+        if name not in of_groups or any(not math.isnan(_metric(result, name)) for result in tasks.values())
     }
     rows = {
         task: [(fixed(_metric(result, name)), interval_text(result.intervals.get(name))) for name in names]
@@ -125,13 +134,23 @@ def _tile(result: TaskEvaluation, level: float, name: str) -> tuple[str, str, st
 def _more(result: TaskEvaluation) -> str:
     more = [f"log loss {fixed(_metric(result, 'log_loss'))}"]
     if not math.isnan(_metric(result, "gauc")):
-        pair = result.intervals.get("gauc")
         more.append(
-            f"GAUC {fixed(result.metrics['gauc'])}{f' ({interval_text(pair)})' if pair else ''} over "
-            f"{int(result.metrics.get('gauc_groups', 0)):,} groups, "
+            f"GAUC {_with_interval(result, 'gauc')} over {int(result.metrics.get('gauc_groups', 0)):,} groups, "
             f"{int(result.metrics.get('gauc_excluded_groups', 0)):,} with one class left out"
         )
+    if not math.isnan(_metric(result, "ndcg")):
+        listing = [f"{title} {_with_interval(result, name)}" for name, title in TOP_K_METRICS.items()]
+        more.append(
+            f"of the first {_metric(result, 'ranking_k'):,.0f} of each group {', '.join(listing)} over "
+            f"{_metric(result, 'ranking_groups'):,.0f} groups, "
+            f"{_metric(result, 'ranking_excluded_groups'):,.0f} without a positive left out"
+        )
     return "; ".join([*more, f"base rate {fixed(_metric(result, 'base_rate'))}"])
+
+
+def _with_interval(result: TaskEvaluation, name: str) -> str:
+    pair = result.intervals.get(name)
+    return fixed(_metric(result, name)) + (f" ({interval_text(pair)})" if pair else "")
 
 
 # Charts
@@ -149,6 +168,7 @@ def _learning(material: Material) -> list[Figure | None]:
     caption += "; early values leave the frame." if cut else "."
     charts = [figure("Training loss", [loss], ("training examples", "loss (nats)"), caption, x=x, y=Axis(limits))]
     averaged = ", averaged over tasks" if len(tasks) > 1 else ""
+    title, extreme = material.best_words
     # the NE of the true probabilities is known for synthetic data with one task
     known = part(material.model, "data", "facts", "bayes_ne_by_split")
     bayes = number(known.get("validation")) if len(tasks) == 1 else math.nan
@@ -158,13 +178,13 @@ def _learning(material: Material) -> list[Figure | None]:
         ne = Series("NE", "s1", [record["examples"] for record in records], values, "both")
         marked = best["tasks"].get(task, {}).get("ne", math.nan) if best else math.nan
         text = f"At step {best['step']:,}: {fixed(marked)}." if best else "No step has a defined NE."
-        ring = f"{'best mean: ' if averaged else 'best '}{marked:.4f}"
+        ring = f"{'best mean: ' if averaged else 'best '}{marked:.4f}" if material.stop_on == "ne" else f"{marked:.4f}"
         charts.append(
             figure(
                 f"Validation NE: {task}" if averaged else "Validation NE",
                 [ne],
                 ("training examples", "NE"),
-                f"Ring: the step with the lowest NE{averaged}. {text}",
+                f"Ring: the step with the {extreme} {title}{averaged}. {text}",
                 x=x,
                 y=Axis(padded([*values, bayes], 0.2)),
                 levels=[(1.0, "base rate"), (bayes, "Bayes-optimal")],

@@ -14,10 +14,27 @@ from cordillera.distributed.codecs.coders import CodecName
 from cordillera.numerics.emulation.emulation import EmulationConfig
 from cordillera.numerics.formats.precision import Precision, precision_of_machine
 from cordillera.planning.ranking.placer import PlacementConfig
+from cordillera.training.ranking.metrics import RANKING_K
 from cordillera.training.ranking.tasks.loss_balance import BalanceConfig
 from cordillera.training.ranking.teachers.distillation import TeacherConfig
 
+StopMetric = Literal["ne", "log_loss", "auc", "gauc", "ndcg", "recall", "mrr"]
+"""Metrics of which training may keep the best weights."""
+
+STOP_TITLES: dict[str, str] = {
+    "ne": "NE", "log_loss": "log loss", "auc": "AUC", "gauc": "GAUC", "ndcg": "NDCG", "recall": "recall", "mrr": "MRR",
+}  # fmt: skip
+"""Names of these metrics in text."""
+
+NEED_GROUPS = ("gauc", "ndcg", "recall", "mrr")
+"""Those of these metrics that need a group in the schema."""
+
 DecayRate: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+
+
+def is_lower_better(metric: str) -> bool:
+    """Return whether lower values of a metric are the better ones."""
+    return metric in ("ne", "log_loss")
 
 
 class TrainingConfig(BaseModel):
@@ -43,14 +60,19 @@ class TrainingConfig(BaseModel):
         gradient_clip: Largest global norm of the dense gradients; null for no limit. Table gradients are not in the
             norm.
         task_weights: Weight of each task's loss, by task name; null for ones.
-        patience: Number of evaluations without a better NE after which training stops and returns to the best weights;
-            null to never stop early and keep the last weights.
+        patience: Number of evaluations on the validation split without a better ``stop_on`` after which training stops
+            and returns to the best weights; null to never stop early and keep the last weights.
+        stop_on: Metric of which ``patience`` and the best weights are: ``ne`` or ``log_loss``, which are better where
+            they are lower, or ``auc``, ``gauc``, ``ndcg``, ``recall`` or ``mrr``, where they are higher. Of several
+            tasks, their mean counts. The last four need a group in the schema.
         evaluate_every: Steps between evaluations on the validation split; null for once an epoch.
         checkpoint_every: Steps between checkpoints, in addition to those at evaluations; null for none.
         log_every: Steps between records of the training loss.
         progressive: Whether to predict every batch before training on it and report the metrics of those predictions
             (for streams).
         progressive_window: Number of samples in a window of the progressive metrics.
+        ranking_k: Number of samples of a group, by descending score, that count for NDCG, recall and MRR; read where
+            the schema has a group.
         slices: Number of slices of every batch, which are computed one after another, each as a batch of its own, with
             weights that change once a step. Results then do not depend on the number of processes, to the bit, where
             that divides the number of slices. 1 computes each process's share of a batch at once.
@@ -81,11 +103,13 @@ class TrainingConfig(BaseModel):
     gradient_clip: float | None = Field(None, gt=0, allow_inf_nan=False)
     task_weights: dict[str, FiniteFloat] | None = None
     patience: int | None = Field(None, ge=1, le=10**12)
+    stop_on: StopMetric = "ne"
     evaluate_every: int | None = Field(None, ge=1, le=10**12)
     checkpoint_every: int | None = Field(None, ge=1, le=10**12)
     log_every: int = Field(20, ge=1, le=10**12)
     progressive: bool = False
     progressive_window: int = Field(10_000, ge=1, le=10**9)
+    ranking_k: int = Field(RANKING_K, ge=1, le=10_000)
     slices: int = Field(1, ge=1, le=2**12)
     compile: bool = False
     probe_every: int = Field(0, ge=0)
@@ -180,8 +204,9 @@ class Progress:
 
     Attributes:
         batch: Number of batches of the ``epoch`` in progress (from 0) already used.
-        best: Lowest mean NE on the validation split so far, at ``best_step``.
+        best: Best mean of ``metric`` over the tasks on the validation split so far, at ``best_step``; infinity before.
         stale: Number of evaluations since ``best``.
+        metric: Value of ``training.stop_on``.
     """
 
     step: int = 0
@@ -191,6 +216,20 @@ class Progress:
     best: float = math.inf
     best_step: int | None = None
     stale: int = 0
+    metric: StopMetric = "ne"
+
+    @property
+    def best_text(self) -> str:
+        """Best value with the metric's name; empty before the first."""
+        return "" if self.best_step is None else f"best {STOP_TITLES[self.metric]} {self.best:.4f}"
+
+    def note(self, mean: float) -> None:
+        """Compare a new mean of ``metric`` with the best one; means that are not finite are never better."""
+        sign = 1 if is_lower_better(self.metric) else -1
+        if math.isfinite(mean) and (self.best_step is None or sign * mean < sign * self.best):
+            self.best, self.best_step, self.stale = mean, self.step, 0
+        else:
+            self.stale += 1
 
     def to_state(self) -> dict[str, Any]:
         """Return plain JSON values."""

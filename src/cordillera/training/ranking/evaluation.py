@@ -20,7 +20,7 @@ from cordillera.files import parse_json
 from cordillera.intervals import wilson_interval
 from cordillera.run import RunStatus
 from cordillera.training.ranking.metric_intervals import interval_unit, metric_intervals
-from cordillera.training.ranking.metrics import RankingMetrics, of_task, sigmoid
+from cordillera.training.ranking.metrics import RANKING_K, RankingMetrics, of_task, sigmoid
 
 SegmentColumns: TypeAlias = Mapping[str, tuple[Any, Sequence[str]]]
 SegmentFunction: TypeAlias = Callable[[RankingBatch], Mapping[str, Sequence[Any]]]
@@ -262,6 +262,7 @@ def evaluate(
     histogram_bins: int = 40,
     small_segment: int = 50,
     most_segments: int = 50,
+    ranking_k: int = RANKING_K,
 ) -> Evaluation:
     """Score every batch of a ``loader`` with labels, and compute metrics of the scores.
 
@@ -281,6 +282,7 @@ def evaluate(
         small_segment: Number of samples of either class in some task below which a segment is marked small.
         most_segments: Number of a feature's most frequent values that are listed; the rest is one segment, ``(N
             others)``.
+        ranking_k: Number of samples of a group that count for NDCG, recall and MRR.
 
     Returns:
         The evaluation. An empty loader gives undefined metrics, not an error.
@@ -292,11 +294,11 @@ def evaluate(
     samples, named, seconds = _score_all(score, loader, tasks, split, segments if callable(segments) else None)
     size = len(samples.rows)
     results = {
-        task: _evaluate_task(*samples.of_task(t), level, calibration_bins, histogram_bins)
+        task: _evaluate_task(*samples.of_task(t), level, calibration_bins, histogram_bins, ranking_k)
         for t, task in enumerate(tasks)
     }
     broken_down = {
-        feature: _evaluate_segments(codes, names, samples, tasks, level, small_segment, most_segments)
+        feature: _evaluate_segments(codes, names, samples, tasks, level, small_segment, most_segments, ranking_k)
         for feature, (codes, names) in _segment_codes(segments, named, samples.rows, split).items()
     }
     return Evaluation(
@@ -308,18 +310,18 @@ def evaluate(
         segments=broken_down,
         level=level,
         unit=interval_unit(samples.groups),
-        teacher=_metrics_of_teacher(samples, tasks),
+        teacher=_metrics_of_teacher(samples, tasks, ranking_k),
     )
 
 
-def _metrics_of_teacher(samples: _Samples, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
+def _metrics_of_teacher(samples: _Samples, tasks: Sequence[str], ranking_k: int) -> dict[str, dict[str, float]]:
     """Return the metrics of a teacher's scores by task; tasks without any are left out."""
     found = {}
     for place, task in enumerate(tasks if samples.teacher is not None else ()):
         assert samples.teacher is not None
         known = samples.take(np.flatnonzero(~np.isnan(samples.teacher[:, place])))
         if len(known.rows) and known.teacher is not None:
-            metrics = RankingMetrics()
+            metrics = RankingMetrics(ranking_k=ranking_k)
             metrics.update(*known._replace(logits=known.teacher).of_task(place))
             found[task] = metrics.compute()
     return found
@@ -437,15 +439,16 @@ def _evaluate_task(
     level: float,
     calibration_bins: int,
     histogram_bins: int,
+    ranking_k: int,
 ) -> TaskEvaluation:
-    metrics = RankingMetrics()
+    metrics = RankingMetrics(ranking_k=ranking_k)
     metrics.update(logits, labels, weights, groups)
     positive = labels == 1
     w = np.ones(logits.size) if weights is None else weights
     return TaskEvaluation(
         metrics=metrics.compute(),
         undefined=metrics.undefined(),
-        intervals=metric_intervals(logits, positive, w, groups, level),
+        intervals=metric_intervals(logits, positive, w, groups, level, ranking_k),
         calibration=calibration_table(logits, positive, w, calibration_bins),
         histogram=score_histogram(logits, positive, w, histogram_bins),
     )
@@ -538,6 +541,7 @@ def _evaluate_segments(
     level: float,
     small: int,
     most: int,
+    ranking_k: int,
 ) -> dict[str, Segment]:
     counts = np.bincount(codes, minlength=len(names))
     ranking = [int(code) for code in np.argsort(-counts, kind="stable") if counts[code]]
@@ -558,10 +562,11 @@ def _evaluate_segments(
         own = samples.take(chosen)
         for t, task in enumerate(tasks):
             x, y, w, g = own.of_task(t)
-            streaming = RankingMetrics()
+            streaming = RankingMetrics(ranking_k=ranking_k)
             streaming.update(x, y, w, g)
             metrics[task] = streaming.compute()
-            intervals[task] = metric_intervals(x, y == 1, np.ones(x.size) if w is None else w, g, level)
+            weights = np.ones(x.size) if w is None else w
+            intervals[task] = metric_intervals(x, y == 1, weights, g, level, ranking_k)
             few |= bool(min((y == 1).sum(), (y == 0).sum()) < small)
         result[name] = Segment(int(chosen.size), few, metrics, intervals)
     return result

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri, stdtrit
 
-from cordillera.training.ranking.metrics import binary_entropy, cross_entropy, grouped_auc, sigmoid
+from cordillera.training.ranking.groups.top_k import TOP_K, rank_groups
+from cordillera.training.ranking.metrics import RANKING_K, binary_entropy, cross_entropy, grouped_auc, sigmoid
 
 _Floats = NDArray[np.float64]
 _FEWEST_GROUPS = 20
@@ -45,12 +46,14 @@ def metric_intervals(
     weights: _Floats,
     groups: NDArray[np.int64] | None = None,
     level: float = 0.95,
+    ranking_k: int = RANKING_K,
 ) -> dict[str, tuple[float, float]]:
-    """Compute confidence intervals of ``ne``, ``auc``, ``log_loss``, ``calibration`` and ``gauc``.
+    """Compute confidence intervals of ``ne``, ``auc``, ``log_loss``, ``calibration`` and the metrics of groups.
 
-    Intervals are normal on a scale where the metric is unbounded (the logit of an AUC, the logarithm of the others),
-    with Student's quantile for the number of groups. A metric is left out if its variance cannot be estimated: fewer
-    than two samples of either class, fewer than 20 groups for ``gauc``, or no variation (a perfect ranking).
+    The metrics of groups are ``gauc``, ``ndcg``, ``recall`` and ``mrr``. Intervals are normal on a scale where the
+    metric is unbounded (the logarithm of ``ne``, ``log_loss`` and ``calibration``, the logit of the others), with
+    Student's quantile for the number of groups. A metric is left out if its variance cannot be estimated: fewer than
+    two samples of either class, fewer than 20 groups that have one of groups, or no variation (a perfect ranking).
 
     Args:
         logits: ``float64 [B]``, finite.
@@ -58,6 +61,7 @@ def metric_intervals(
         weights: ``float64 [B]``, at least 0.
         groups: ``int64 [B]``, units that were sampled independently; used if there are at least 20 of them.
         level: Confidence level.
+        ranking_k: Number of samples of a group that count for ``ndcg``, ``recall`` and ``mrr``.
 
     Returns:
         Lower and upper bound by name of the metric.
@@ -82,8 +86,8 @@ def metric_intervals(
         else:
             variance = positive.size / (positive.size - 1) * float((parts**2).sum())
         errors[name] = value, math.sqrt(variance)
-    if clustered and (gauc := _grouped_estimate(logits, positive, weights, codes)) is not None:
-        errors["gauc"] = gauc
+    if clustered:
+        errors |= _grouped_estimates(logits, positive, weights, codes, ranking_k)
     place = (1 + level) / 2
     quantile = float(stdtrit(count - 1, place) if clustered else ndtri(place))  # as t.ppf and norm.ppf of scipy.stats
     bounds = {name: _bounds(name, value, error, quantile) for name, (value, error) in errors.items()}
@@ -91,7 +95,7 @@ def metric_intervals(
 
 
 def _estimates(logits: _Floats, positive: NDArray[np.bool_], weights: _Floats) -> dict[str, tuple[float, _Floats]]:
-    """Return every metric except GAUC, with the influences of the samples on it."""
+    """Return every metric except those of groups, with the influences of the samples on it."""
     losses, predictions = cross_entropy(logits, positive), sigmoid(logits)
     total, mass = weights.sum(), weights[positive].sum()
     rate, share = mass / total, weights / total
@@ -107,25 +111,31 @@ def _estimates(logits: _Floats, positive: NDArray[np.bool_], weights: _Floats) -
     }
 
 
-def _grouped_estimate(
-    logits: _Floats, positive: NDArray[np.bool_], weights: _Floats, codes: NDArray[np.int64]
-) -> tuple[float, float] | None:
-    """Return GAUC and its standard error; None if fewer than 20 groups have both classes."""
+def _grouped_estimates(
+    logits: _Floats, positive: NDArray[np.bool_], weights: _Floats, codes: NDArray[np.int64], ranking_k: int
+) -> dict[str, tuple[float, float]]:
+    """Return the metrics of groups that at least 20 groups have, with their standard errors."""
     order = np.lexsort((logits, codes))
-    _, aucs, p, n = grouped_auc(codes[order], logits[order], (weights * positive)[order], (weights * ~positive)[order])
+    codes, logits, weights, positive = codes[order], logits[order], weights[order], positive[order]
+    _, aucs, p, n = grouped_auc(codes, logits, weights * positive, weights * ~positive)
     defined = ~np.isnan(aucs)
-    used = int(defined.sum())
-    if used < _FEWEST_GROUPS:
-        return None
-    part = (p + n)[defined] / (p + n)[defined].sum()
-    gauc = float(part @ aucs[defined])
-    return gauc, math.sqrt(used / (used - 1) * float(((part * (aucs[defined] - gauc)) ** 2).sum()))
+    ranked = rank_groups(codes, logits, positive.astype(np.int64), (~positive).astype(np.int64), ranking_k)
+    found = {"gauc": (aucs[defined], (p + n)[defined])}
+    found |= {name: (getattr(ranked, name), np.ones(ranked.ndcg.size)) for name in TOP_K}
+    errors = {}
+    for name, (values, masses) in found.items():
+        if values.size >= _FEWEST_GROUPS:
+            part = masses / masses.sum()
+            mean = float(part @ values)
+            spread = float(((part * (values - mean)) ** 2).sum())
+            errors[name] = mean, math.sqrt(values.size / (values.size - 1) * spread)
+    return errors
 
 
 def _bounds(name: str, value: float, error: float, quantile: float) -> tuple[float, float] | None:
     if not (math.isfinite(value) and value > 0 and error > 0):
         return None
-    if name not in ("auc", "gauc"):
+    if name not in ("auc", "gauc", *TOP_K):
         low, high = (value * math.exp(sign * quantile * error / value) for sign in (-1, 1))
         return float(low), float(high)
     if value >= 1:

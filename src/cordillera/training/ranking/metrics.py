@@ -1,8 +1,8 @@
 """Streaming metrics of binary predictions that merge exactly over shards.
 
-:class:`RankingMetrics` reads logits batch by batch and computes normalised entropy (NE), AUC, log loss, calibration and
-GAUC. Sums are exact integers and the AUC keeps every distinct score, so for any division of the data into batches and
-shards, in any order, ``merge`` gives the same bits as one pass over the union.
+:class:`RankingMetrics` reads logits batch by batch and computes normalised entropy (NE), AUC, log loss, calibration,
+and of groups GAUC, NDCG, recall and MRR. Sums are exact integers and every distinct score is kept, so for any division
+of the data into batches and shards, in any order, ``merge`` gives the same bits as one pass over the union.
 
 A metric that the data does not define (one class only, no examples) is NaN, never a number;
 :meth:`RankingMetrics.undefined` names it with the reason. NaN logits are refused. Infinite logits are accepted: correct
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from cordillera.errors import CheckpointError, DataError, TrainingError
 from cordillera.training.ranking.exact_sum import ExactSum
+from cordillera.training.ranking.groups.top_k import TOP_K, RankedGroups, rank_groups
 
 TensorOrArray: TypeAlias = Tensor | np.ndarray
 _Floats: TypeAlias = NDArray[np.float64]
@@ -30,6 +31,9 @@ _Floats: TypeAlias = NDArray[np.float64]
 _SUMS = ("cross_entropy", "prediction", "weight", "positive_weight", "negative_weight")
 _BIN_RANGE = 16.0  # logits; sigmoid(-16) is 1e-7
 _COMPACT_AT = 1 << 16
+
+RANKING_K = 10
+"""Number of samples of a group that count for NDCG, recall and MRR, by default."""
 
 
 def _numpy(values: TensorOrArray, dtype: Any = np.float64) -> NDArray[Any]:
@@ -87,7 +91,7 @@ def grouped_auc(
 
 
 class _ScoreTable:
-    """Counts of every distinct (group, score, weight) by label: the exact state of AUC and GAUC."""
+    """Counts of every distinct (group, score, weight) by label: the exact state of ranks."""
 
     columns = ("groups", "scores", "weights", "positive", "negative")
 
@@ -137,7 +141,7 @@ class _ScoreTable:
 
 
 class RankingMetrics:
-    """NE, AUC, log loss, calibration and GAUC of one task, over a stream.
+    """NE, AUC, log loss, calibration, GAUC, NDCG, recall and MRR of one task, over a stream.
 
     NE is the weighted mean cross-entropy divided by the entropy of the weighted base rate of the same samples (He et
     al. 2014, section 3): a constant prediction of the base rate has NE 1, and lower is better. Calibration is the sum
@@ -145,19 +149,28 @@ class RankingMetrics:
     weights. GAUC is the mean AUC of the groups, weighted by the weights of their samples (their impressions without
     weights); groups with one class have no AUC and are left out and counted.
 
+    NDCG, recall and MRR are of the first ``ranking_k`` samples of every group by descending score; tied samples are
+    taken in random order, of which the expected value is computed (:mod:`cordillera.training.ranking.groups.top_k`).
+    They are plain means over the groups with a positive; groups without are left out and counted. Weights do not enter
+    them: every sample of a weight above 0 counts once.
+
     The state takes 40 bytes for every distinct (group, score, weight). With ``auc_bins`` it is bounded.
 
     Args:
         auc_bins: None for the exact AUC. Otherwise the AUC is read from a histogram with this number of equal steps of
             logit over [-16, 16] and open ends: pairs that share a bin count one half, so the error is at most half
             their share of all pairs, which ``compute`` reports as ``auc_error``. GAUC is then undefined. With weights
-            that are not whole numbers, merging binned AUCs is exact only up to rounding.
+            that are not whole numbers, merging binned AUCs is exact only up to rounding. NDCG, recall and MRR are then
+            left out.
+        ranking_k: Number of samples of a group that count for NDCG, recall and MRR.
     """
 
-    def __init__(self, auc_bins: int | None = None) -> None:
+    def __init__(self, auc_bins: int | None = None, ranking_k: int = RANKING_K) -> None:
         if auc_bins is not None and auc_bins < 2:
             raise ValueError(f"auc_bins must be at least 2, got {auc_bins}")
-        self.auc_bins = auc_bins
+        if ranking_k < 1:
+            raise ValueError(f"ranking_k must be at least 1, got {ranking_k}")
+        self.auc_bins, self.ranking_k = auc_bins, ranking_k
         self.examples = 0
         self.positives = 0
         self._sums = {name: ExactSum() for name in _SUMS}
@@ -179,7 +192,7 @@ class RankingMetrics:
             labels: ``[B]`` of zeros and ones.
             weights: ``[B]``, finite and at least 0, or None for ones. Samples of weight 0 count only in ``examples``
                 and ``positives``.
-            groups: ``int64 [B]`` for GAUC; given in all updates or in none.
+            groups: ``int64 [B]`` for the metrics of groups; given in all updates or in none.
 
         Raises:
             TrainingError: If a logit is NaN; then nothing of the batch is added.
@@ -237,11 +250,13 @@ class RankingMetrics:
         """Add the samples of another shard; returns self.
 
         Raises:
-            ValueError: If the two have different ``auc_bins``.
+            ValueError: If the two have different ``auc_bins`` or ``ranking_k``.
             DataError: If one has groups and the other has samples without.
         """
         if self.auc_bins != other.auc_bins:
             raise ValueError(f"cannot merge metrics with auc_bins {self.auc_bins} and {other.auc_bins}")
+        if self.ranking_k != other.ranking_k:
+            raise ValueError(f"cannot merge metrics with ranking_k {self.ranking_k} and {other.ranking_k}")
         if None not in (self._grouped, other._grouped) and self._grouped != other._grouped:
             raise DataError("cannot merge metrics with groups and metrics without", where="metrics")
         self._grouped = other._grouped if self._grouped is None else self._grouped
@@ -269,6 +284,8 @@ class RankingMetrics:
             reasons["gauc"] = "no groups"
         elif not self._group_aucs()[1].size:
             reasons["gauc"] = "no group with both classes"
+        if self._ranks_groups and not self._ranked().ndcg.size:
+            reasons |= dict.fromkeys(TOP_K, "no group with a positive label")
         return reasons
 
     def compute(self) -> dict[str, float]:
@@ -277,7 +294,8 @@ class RankingMetrics:
         Returns:
             ``ne``, ``auc``, ``log_loss`` (nats), ``calibration``, ``gauc``, ``base_rate``, ``examples``, ``positives``
             (samples with label 1) and ``weight`` (sum of weights); with groups also ``gauc_groups`` and
-            ``gauc_excluded_groups``; with ``auc_bins`` also ``auc_error``. Undefined metrics are NaN.
+            ``gauc_excluded_groups``, ``ndcg``, ``recall``, ``mrr``, the ``ranking_k`` of these, ``ranking_groups`` and
+            ``ranking_excluded_groups``; with ``auc_bins`` also ``auc_error``. Undefined metrics are NaN.
         """
         sums = self._sums
         result = {
@@ -305,12 +323,30 @@ class RankingMetrics:
                 pairs = self._bins[0].sum() * self._bins[1].sum()
                 result["auc"] = float((self._bins[1] * (below + self._bins[0] / 2)).sum() / pairs)
                 result["auc_error"] = float((self._bins[0] * self._bins[1]).sum() / 2 / pairs)
-        if self._grouped and self.auc_bins is None:
+        if self._ranks_groups:
             excluded, aucs, masses = self._group_aucs()
             result["gauc_groups"], result["gauc_excluded_groups"] = float(aucs.size), float(excluded)
             if aucs.size:
                 result["gauc"] = math.fsum(aucs * masses) / math.fsum(masses)
-        return result
+        return result | self._top_k()
+
+    @property
+    def _ranks_groups(self) -> bool:
+        return bool(self._grouped) and self.auc_bins is None
+
+    def _ranked(self) -> RankedGroups:
+        groups, scores, _, positive, negative = self._scores.compact()
+        return rank_groups(groups, scores, positive, negative, self.ranking_k)
+
+    def _top_k(self) -> dict[str, float]:
+        """Return the metrics of the first samples of groups; nothing without groups."""
+        if not self._ranks_groups:
+            return {}
+        found = self._ranked()
+        count = found.ndcg.size
+        result = {name: math.fsum(getattr(found, name)) / count if count else math.nan for name in TOP_K}
+        numbers = {"ranking_k": self.ranking_k, "ranking_groups": count, "ranking_excluded_groups": found.excluded}
+        return result | {name: float(one) for name, one in numbers.items()}
 
     def _sorted_by_score(self) -> tuple[NDArray[Any], ...]:
         groups, scores, positive, negative = self._scores.masses()
@@ -392,15 +428,22 @@ class ProgressiveMetrics:
         window: Number of samples per window.
         auc_bins: Number of bins of the cumulative metrics (see :class:`RankingMetrics`), whose exact state would grow
             with the stream; windows are exact.
+        ranking_k: As in :class:`RankingMetrics`, for windows.
     """
 
-    def __init__(self, tasks: Sequence[str], window: int = 100_000, auc_bins: int | None = 1 << 16) -> None:
+    def __init__(
+        self,
+        tasks: Sequence[str],
+        window: int = 100_000,
+        auc_bins: int | None = 1 << 16,
+        ranking_k: int = RANKING_K,
+    ) -> None:
         if window < 1:
             raise ValueError(f"window must be at least 1, got {window}")
-        self.tasks, self.window = tuple(tasks), window
+        self.tasks, self.window, self.ranking_k = tuple(tasks), window, ranking_k
         self.cumulative = {task: RankingMetrics(auc_bins) for task in self.tasks}
         self.windows: list[dict[str, Any]] = []
-        self._open = {task: RankingMetrics() for task in self.tasks}
+        self._open = {task: RankingMetrics(ranking_k=ranking_k) for task in self.tasks}
         self._seen = 0
 
     def update(
@@ -439,7 +482,7 @@ class ProgressiveMetrics:
             if self._seen % self.window == 0:
                 values = {task: metrics.compute() for task, metrics in self._open.items()}
                 done.append({"begin": self._seen - self.window, "end": self._seen, "tasks": values})
-                self._open = {task: RankingMetrics() for task in self.tasks}
+                self._open = {task: RankingMetrics(ranking_k=self.ranking_k) for task in self.tasks}
         self.windows += done
         return done
 

@@ -129,7 +129,7 @@ def _load_parts(model: RankingModel, saved: dict[str, Tensor], parts: Parts) -> 
 
 
 def best_checkpoint(run: Run, *, use_best: bool) -> checkpoints.Checkpoint:
-    """Load the final weights of a finished ``run``: of the lowest validation NE with ``use_best``, else the newest.
+    """Load the final weights of a finished ``run``: with ``use_best`` the best ones in validation, else the newest.
 
     Raises:
         CheckpointError: If there is none, or it is corrupt.

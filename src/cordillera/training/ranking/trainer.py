@@ -38,7 +38,7 @@ from cordillera.training.optimizers import (
     moments_of,
     schedule,
 )
-from cordillera.training.ranking.config import LogWindow, Progress, TrainingConfig, TrainingOutcome
+from cordillera.training.ranking.config import STOP_TITLES, LogWindow, Progress, TrainingConfig, TrainingOutcome
 from cordillera.training.ranking.metrics import ProgressiveMetrics, RankingMetrics, of_task
 from cordillera.training.ranking.ranks import OneRank
 from cordillera.training.ranking.scoring import autocast, emulated, load_weights, scorer
@@ -113,12 +113,11 @@ class Trainer:
         if config.probe_every:
             looks = ProbeConfig(interval=config.probe_every, weights=False, marginals=config.probe_marginals)
             self.probe = Probe(model, looks)
-        self.progress = Progress()
+        self.progress = Progress(metric=config.stop_on)
         self._window = LogWindow()
         epochs = config.epochs * len(training)
         self.total_steps = epochs if config.max_steps is None else min(epochs, config.max_steps)
-        shown = self.tasks if self.distiller is None else (*self.tasks, *map(of_teacher, self.tasks))
-        self.progressive = ProgressiveMetrics(shown, config.progressive_window) if config.progressive else None
+        self.progressive = self._made_progressive()
         self._stop = threading.Event()
         unknown = sorted(set(config.task_weights or {}) - set(self.tasks))
         if unknown:
@@ -150,6 +149,12 @@ class Trainer:
         return Distiller(
             config.teacher, self.model.heads, len(self.tasks), adamw | {"weight_decay": config.weight_decay}
         )
+
+    def _made_progressive(self) -> ProgressiveMetrics | None:
+        if not self.config.progressive:
+            return None
+        shown = self.tasks if self.distiller is None else (*self.tasks, *map(of_teacher, self.tasks))
+        return ProgressiveMetrics(shown, self.config.progressive_window, ranking_k=self.config.ranking_k)
 
     def _stored_weights(self) -> dict[str, Tensor]:
         """Return the weights for which number formats are chosen: matrices and tables, but no biases or norms."""
@@ -231,7 +236,8 @@ class Trainer:
             )
         if self.distiller is not None:
             self.distiller.load_tensors(checkpoint.tensors)
-        self.progress = Progress.from_state({k: checkpoint.state[k] for k in Progress().__dict__})
+        names = [name for name in self.progress.__dict__ if name in checkpoint.state]
+        self.progress = Progress.from_state({name: checkpoint.state[name] for name in names})
         self._window = LogWindow(**checkpoint.state["window"])
         if self.loss_scale is not None and "loss_scale" in checkpoint.state:
             self.loss_scale.load_state_dict(checkpoint.state["loss_scale"])
@@ -543,7 +549,7 @@ class Trainer:
         if self.validation is None:
             return
         progress, began = self.progress, time.perf_counter()
-        metrics = {task: RankingMetrics() for task in self.tasks}
+        metrics = {task: RankingMetrics(ranking_k=self.config.ranking_k) for task in self.tasks}
         score = self._scorer()
         for batch in self.validation.epoch():
             logits = score(batch)
@@ -565,15 +571,19 @@ class Trainer:
         for task, values in results.items():
             drawn = {f"validation/{task}/{key}": values[key] for key in ("ne", "auc", "calibration")}
             self.recorder.draw(drawn, progress.step)
-        mean = sum(values["ne"] for values in results.values()) / len(results)
+        name = self.config.stop_on
+        mean = sum(values.get(name, math.nan) for values in results.values()) / len(results)
         if math.isnan(mean) and self.config.patience is not None:
-            undefined = [task for task, values in results.items() if math.isnan(values["ne"])]
+            reasons = {
+                task: metrics[task].undefined()
+                for task, values in results.items()
+                if math.isnan(values.get(name, math.nan))
+            }
+            why = {reason.get(name, "no groups") for reason in reasons.values()}
             raise TrainingError(
-                f"NE is undefined for {undefined}: all labels of the validation split are of one class",
+                f"{STOP_TITLES[name]} is undefined for {list(reasons)}: {' and '.join(sorted(why))} in the validation "
+                "split",
                 where="validation",
-                remedy="choose another split (data.split), or set training.patience to null",
+                remedy="choose another data.split or training.stop_on, or set training.patience to null",
             )
-        if mean < progress.best:
-            progress.best, progress.best_step, progress.stale = mean, progress.step, 0
-        else:
-            progress.stale += 1
+        progress.note(mean)

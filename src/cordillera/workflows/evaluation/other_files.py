@@ -57,6 +57,7 @@ def evaluate_file(run: Run | Path | str, file: Path | str) -> Evaluation:
         features = replace(encoder.features, tasks=tasks)
         _, model, checkpoint = restore_model_with_checkpoint(run, features, device)
         score = scorer(model, device, recipe.training.precision, recipe.training.emulate)
-        evaluation = evaluate_split(score, batches(), tasks, split=Path(file).name, segments=segments)
+        ranking_k, name = recipe.training.ranking_k, Path(file).name
+        evaluation = evaluate_split(score, batches(), tasks, split=name, segments=segments, ranking_k=ranking_k)
     unseen.warn(str(file))
     return replace(evaluation, step=checkpoint.step, steps=checkpoint.state.get("total_steps"))

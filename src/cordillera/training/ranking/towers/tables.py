@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from cordillera.distributed.codecs.coders import Coder
+from cordillera.embeddings.gradients.pending import PendingGradient, merge_pending
 from cordillera.embeddings.pooled_exchange import BatchRequest
 from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
-from cordillera.embeddings.tables import PendingGradient, merge_pending
 from cordillera.errors import PlanError
 from cordillera.jagged import JaggedBatch
 from cordillera.training.ranking.towers.placing import held_features

@@ -1,0 +1,1 @@
+"""Gradients of embedding tables between a backward pass and the next update."""
