@@ -22,10 +22,11 @@ from tomlkit.items import Array, Table
 
 from cordillera import topology
 from cordillera.data.assets import ASSETS
-from cordillera.data.files import cache_folder, expand_paths, write_bytes
+from cordillera.data.files import cache_folder, write_bytes
 from cordillera.data.language.batches import BatchConfig
 from cordillera.data.language.chats.rows import ChatDataConfig
 from cordillera.data.language.corpora import TextDataConfig
+from cordillera.data.paths import expand_paths
 from cordillera.data.ranking.datasets import DataConfig
 from cordillera.data.ranking.features import DenseFeature, Schema
 from cordillera.data.ranking.frames import FrameLike, frame_of, save_frame

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from cordillera.data.files import expand_paths
+from cordillera.data.paths import expand_paths
 from cordillera.data.ranking.datasets import DataConfig, prepare
 from cordillera.data.ranking.logs.click_logs import AVAZU_CATEGORICAL, CRITEO_COLUMNS, guess_format
 from cordillera.data.ranking.rows import raw_rows, read_rows

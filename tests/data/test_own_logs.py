@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from cordillera.data.files import expand_paths
+from cordillera.data.paths import expand_paths
 from cordillera.data.ranking.datasets import DataConfig, prepare
 from cordillera.data.ranking.features import Schema
 from cordillera.data.ranking.logs.click_logs import FileLog

@@ -89,6 +89,15 @@ def evaluation_table(evaluation: Evaluation) -> Table:
     return table
 
 
+@contextlib.contextmanager
+def counted_rows(what: str) -> Iterator[Callable[[int], None]]:
+    """Show how many rows are read, and for how long, on the terminal; yield the function that takes their number."""
+    columns = (TextColumn("{task.description} {task.completed:,.0f} rows", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda rows: bar.update(task, completed=rows)
+
+
 def group_tables(evaluation: Evaluation) -> list[Table]:
     """Return the metrics of the order within groups as a table with a row for each task; none without groups."""
     found = {task: values for task, values in evaluation.metrics().items() if "ranking_k" in values}

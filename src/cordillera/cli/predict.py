@@ -10,7 +10,7 @@ import typer
 
 def predict(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    file: Annotated[Path, typer.Argument(help="Samples: CSV, TSV or Parquet with the columns of the training data.")],
+    file: Annotated[str, typer.Argument(help="Samples: CSV, TSV or Parquet with the columns of the training data.")],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Where scores go (.csv or .parquet). Default: FILE-scores.csv.")
     ] = None,
@@ -27,7 +27,10 @@ def predict(
     Scores are written beside the samples' ids.
     """
     from cordillera import workflows
-    from cordillera.cli._show import echo
+    from cordillera.cli._show import counted_rows, echo
 
-    written, rows = workflows.predict(run, file, out, batch_size=batch_size, quantized=quantized, planned=planned)
+    with counted_rows("scoring") as on_rows:
+        written, rows = workflows.predict(
+            run, file, out, batch_size=batch_size, quantized=quantized, planned=planned, on_rows=on_rows
+        )
     echo(f"{rows:,} scores: {written}")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import glob
 import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,60 +21,6 @@ _UNFINISHED = ".unfinished"
 def cache_folder(chosen: str | Path | None = None) -> Path:
     """Return the folder of prepared data: ``chosen``, else ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``."""
     return Path(chosen or os.environ.get("CORDILLERA_CACHE") or Path.home() / ".cache" / "cordillera").expanduser()
-
-
-def expand_paths(path: str | Sequence[str]) -> tuple[Path, ...]:
-    """Return the files of files, folders or patterns, in order; ``~`` stands for the home folder.
-
-    Files of a folder are those in it and in its folders, sorted by path; names that begin with ``.`` or ``_`` are left
-    out. In a pattern, ``**`` stands for any number of folders.
-
-    Raises:
-        DataError: a folder holds no files, a pattern matches no file, or a path is not valid.
-    """
-    files: list[Path] = []
-    for name in [path] if isinstance(path, str) else path:
-        try:
-            files += _expand(name)
-        except (OSError, ValueError, RuntimeError) as error:  # null bytes, unknown homes, lack of permission
-            reason = getattr(error, "strerror", None) or error
-            raise DataError(f"cannot be read ({reason})", where=name) from error
-    return tuple(Path(os.path.abspath(file)) for file in files)
-
-
-def _expand(name: str) -> list[Path]:
-    place = Path(name).expanduser()
-    if place.is_dir():
-        inside = _files_in(place)
-        if not inside:
-            raise DataError("the folder holds no files", where=str(place))
-        return inside
-    if any(mark in name for mark in "*?[") and not place.exists():
-        found: dict[Path, None] = {}
-        for one in sorted(map(Path, glob.glob(str(place), recursive=True))):
-            found |= dict.fromkeys(_files_in(one) if one.is_dir() else [one])
-        if not found:
-            raise DataError("no file fits the pattern", where=str(place))
-        return list(found)
-    return [place]
-
-
-def _files_in(folder: Path) -> list[Path]:
-    """Return the files in a folder and the folders in it, sorted by path."""
-    found, entered = [], set()
-    for place, folders, files in os.walk(folder, followlinks=True, onerror=_raise):
-        real = os.path.realpath(place)
-        if real in entered:  # a link to a folder above it
-            folders.clear()
-            continue
-        entered.add(real)
-        folders[:] = [one for one in folders if not one.startswith((".", "_"))]
-        found += [Path(place) / one for one in files if not one.startswith((".", "_"))]
-    return sorted(found)
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def checksum(path: Path) -> str:

@@ -10,7 +10,7 @@ import secrets
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,16 +52,19 @@ def predict(
     batch_size: int = 8192,
     quantized: bool = False,
     planned: bool = False,
+    on_rows: Callable[[int], None] | None = None,
 ) -> tuple[Path, int]:
     """Score a file of samples by a ``run``, ``batch_size`` at a time, and write the scores with the samples' ids.
 
     Args:
-        file: CSV, TSV or Parquet file with the columns of the training data; labels are not needed.
-        out: Path of the scores, ending in ``.csv`` or ``.parquet``. Default: ``FILE-scores.csv`` beside ``file``. The
-            columns are the schema's ``ids``, then ``score`` (or ``score_TASK`` for several tasks): probabilities in
-            float64. The file appears only when it is complete.
+        file: CSV, TSV or Parquet file with the columns of the training data, folder, pattern or address; labels are not
+            needed.
+        out: Path of the scores, ending in ``.csv`` or ``.parquet``. Default: ``FILE-scores.csv`` beside ``file``, or in
+            this folder if ``file`` is an address. The columns are the schema's ``ids``, then ``score`` (or
+            ``score_TASK`` for several tasks): probabilities in float64. The file appears only when it is complete.
         quantized: Whether to score with the model that ``cordillera quantize`` made from the run.
         planned: Whether to score with the kernels that ``cordillera probe`` chose for the run.
+        on_rows: Function called with the number of rows that are scored so far.
 
     Returns:
         Path of the scores and the number of rows.
@@ -72,8 +75,7 @@ def predict(
         RunError: If the scores cannot be written; no part of them remains.
     """
     run = run if isinstance(run, Run) else Run(run)
-    file = Path(file)
-    target = _checked_target(file, out)
+    target = _checked_target(Path(Path(file).name) if "://" in str(file) else Path(file), out)
     with _opened_scorer(run, quantized=quantized, planned=planned) as (recipe, one):
         encoder, tasks = one.encoder, one.tasks
         unseen = UnseenCount(encoder, card_of(run)["data"]["facts"])
@@ -88,6 +90,8 @@ def predict(
                 columns += [pl.Series(name, scores[:, i]) for i, name in enumerate(names)]
                 writer.write(pl.DataFrame(columns))
                 rows += len(frame)
+                if on_rows is not None:
+                    on_rows(rows)
             writer.finish()
     unseen.warn(str(file))
     return target, rows

@@ -20,10 +20,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cordillera.data.files import cache_folder, disk_errors, expand_paths
+from cordillera.data.files import cache_folder, disk_errors
 from cordillera.data.language.cleaning import Cleaner, CleaningConfig
 from cordillera.data.language.documents import Document, read_documents
 from cordillera.data.language.shards import FORMAT, ShardWriter, TextDataset
+from cordillera.data.paths import expand_paths
 from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import DataError

@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cordillera.data.ahead import map_ahead, reading_threads
-from cordillera.data.files import cache_folder, checksum, expand_paths, folder_beside
+from cordillera.data.files import cache_folder, checksum, folder_beside
+from cordillera.data.paths import expand_paths
 from cordillera.data.ranking.cache import FORMAT, SPLITS, CacheWriter, Splits, TrueEntropy, open_splits
 from cordillera.data.ranking.encoding import EncodedRows, Encoder
 from cordillera.data.ranking.features import Schema

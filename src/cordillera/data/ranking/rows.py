@@ -12,7 +12,7 @@ import pyarrow.csv
 import pyarrow.parquet
 from polars.exceptions import PolarsError
 
-from cordillera.data.files import expand_paths
+from cordillera.data.paths import expand_paths
 from cordillera.data.ranking.cache import SPLITS
 from cordillera.data.ranking.datasets import DATASETS, DataConfig, Splitter, open_log, with_unit
 from cordillera.data.ranking.features import Schema

@@ -11,10 +11,10 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from cordillera.data.files import expand_paths
 from cordillera.data.language.chats.sets import CHAT_SETS
 from cordillera.data.language.corpora import hash_limit
 from cordillera.data.language.documents import FileRow, read_rows
+from cordillera.data.paths import expand_paths
 from cordillera.data.tokenizers.chat import ROLES, Message
 from cordillera.data.tokenizers.tokenizer import check_text
 from cordillera.errors import DataError, DependencyError

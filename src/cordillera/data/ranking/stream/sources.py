@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from cordillera.data.files import expand_paths
+from cordillera.data.paths import expand_paths
 from cordillera.data.ranking.features import Schema
 from cordillera.data.ranking.logs.click_logs import FileFormat, FileLog, RowChunk, guess_format
 from cordillera.errors import DataError
