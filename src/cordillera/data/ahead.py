@@ -12,7 +12,7 @@ from cordillera.kernels.threads import quota, usable_cores
 MOST_WORKERS = 8
 """Largest number of threads that read a log; each holds about 100 MB of text and parsed rows."""
 
-Item = TypeVar("Item")
+Given = TypeVar("Given")
 Result = TypeVar("Result")
 
 
@@ -24,7 +24,7 @@ def reading_threads() -> int:
 
 
 def map_ahead(
-    function: Callable[[Item], Result], items: Iterable[Item], *, threads: int, ahead: int | None = None
+    function: Callable[[Given], Result], items: Iterable[Given], *, threads: int, ahead: int | None = None
 ) -> Iterator[Result]:
     """Iterate over ``function`` of each item, in their order, computed by threads before it is asked for.
 
