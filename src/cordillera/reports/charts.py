@@ -19,7 +19,8 @@ from cordillera.numbers import compact
 POINTS = 400  # points of a line; more would only make the file larger
 _WIDE = 100.0  # ratio of largest to smallest from which an axis may be logarithmic
 _MOST_DOTS = 60  # largest number of dots on a line
-_WIDTH = 960.0  # of drawings as wide as the page
+WIDTH = 960.0
+"""Width of drawings as wide as the page."""
 
 # Elements
 
@@ -194,12 +195,20 @@ class Chart:
     Title and description are for readers who cannot see it, labels are names and units of the axes.
     """
 
-    width, left, right, top, bottom = 480.0, 56.0, 14.0, 30.0, 42.0
+    left, right, top, bottom = 56.0, 14.0, 30.0, 42.0
 
     def __init__(
-        self, title: str, description: str, x: Axis, y: Axis, labels: tuple[str, str], height: float = 280.0
+        self,
+        title: str,
+        description: str,
+        x: Axis,
+        y: Axis,
+        labels: tuple[str, str],
+        height: float = 280.0,
+        width: float = 480.0,
     ) -> None:
-        self._label, self._height, self._x, self._y = f"{title}. {description}", height, x.limits, y.limits
+        self._label, self._x, self._y = f"{title}. {description}", x.limits, y.limits
+        self.width, self._height = width, height
         self._parts: list[Markup] = []
         base, end = height - self.bottom, self.width - self.right
         marks = nice_ticks(*y.limits)
@@ -328,10 +337,15 @@ class Series:
         ys = [record[y] if isinstance(y, str) else y(record) for record in records]
         return cls(name, style, [record[x] for record in records], ys, drawn)
 
+    def points(self) -> list[tuple[float, float]]:
+        """Return the points that are finite."""
+        pairs = zip(self.xs, self.ys, strict=True)
+        return [(x, y) for x, y in pairs if math.isfinite(x) and math.isfinite(y)]
+
     @property
     def is_drawable(self) -> bool:
         """Whether there is any point."""
-        return any(math.isfinite(x) and math.isfinite(y) for x, y in zip(self.xs, self.ys, strict=True))
+        return bool(self.points())
 
     def told(self) -> str:
         """Return a description for readers who cannot see the chart."""
@@ -372,12 +386,16 @@ class Series:
 
 
 class Figure(NamedTuple):
-    """A chart with heading, caption, and styles and names of the series where a key explains them."""
+    """A chart with heading, caption, and styles and names of the series where a key explains them.
+
+    A single point is no chart: ``told`` says its value instead.
+    """
 
     heading: str
-    chart: Chart
+    chart: Chart | None
     caption: str
     key: Sequence[tuple[str, str]] = ()
+    told: str = ""
 
 
 def figure(
@@ -393,7 +411,7 @@ def figure(
     mark: tuple[float, float, str] | None = None,
     height: float = 280.0,
 ) -> Figure | None:
-    """Return a chart of several series; None if there is nothing to draw except dots.
+    """Return a chart of several series, or the value in words if they are one point; None if there are only dots.
 
     Without ``x`` or ``y``, axes are linear from zero. ``levels`` are values and texts of horizontal reference lines,
     ``places`` those of vertical ones, ``mark`` is a point to mark with a ring, and its text.
@@ -401,6 +419,10 @@ def figure(
     series = [one for one in series if one.is_drawable]
     if all(one.drawn == "dots" for one in series):
         return None
+    points = [point for one in series for point in one.points()]
+    if len(points) == 1:
+        name, (at, value) = series[0].name, points[0]
+        return Figure(heading, None, caption, told=f"{name}: {value:.4g} ({labels[0]}: {at:,.6g})")
     x = x or Axis.to(value for one in series for value in one.xs)
     y = y or Axis.from_zero(value for one in series for value in one.ys)
     chart = Chart(heading, " ".join(one.told() for one in series), x, y, labels, height)
@@ -470,21 +492,22 @@ def bars(
     totals = [sum(values.get(name, 0.0) for name in names) for _, values in rows]
     most = max(max(totals, default=0.0) or 1.0, limit[1] if limit else 0.0)
     left, height = 40.0 + 8 * max((len(name) for name, _ in rows), default=0), 26.0 if len(rows) <= 12 else 16.0
-    scale = (_WIDTH - left - 90) / most
+    scale = (WIDTH - left - 90) / most
     edge, bottom = left + (limit[1] * scale if limit else 0.0), 8 + len(rows) * height
-    drawn = []
+    drawn, texts = list[Markup](), list[Markup]()
     for row, ((name, values), total) in enumerate(zip(rows, totals, strict=True)):
         x, y = left, 4 + row * height
-        drawn.append(write_text(left - 8, y + height * 0.37 + 4, name, "end"))
+        texts.append(write_text(left - 8, y + height * 0.37 + 4, name, "end"))
         for number, (part, title) in enumerate(names.items()):
             value = max(values.get(part, 0.0), 0.0)
             drawn.append(box(x, y, value * scale, height * 0.74, f"f{number}", f"{title}: {text(value)}"))
             x += value * scale
-        drawn.append(write_text(max(x, edge) + 6, y + height * 0.37 + 4, text(total), "start"))
+        texts.append(write_text(x + 6, y + height * 0.37 + 4, text(total), "start"))
     if limit is not None:
-        drawn += [stroke((edge, edge), (2, bottom), "limit"), write_text(edge, bottom + 12, limit[0])]
+        drawn.append(stroke((edge, edge), (2, bottom), "limit"))
+        texts.append(write_text(edge, bottom + 12, limit[0]))
         bottom += 16
-    return drawing(_WIDTH, bottom, label, drawn)
+    return drawing(WIDTH, bottom, label, [*drawn, *texts])  # sums lie over the line of the limit
 
 
 class Span(NamedTuple):
@@ -528,7 +551,7 @@ def gantt(
     ``ticks`` are times in seconds and their texts; None for four equal parts.
     """
     left, bottom = 80.0, 8 + len(rows) * height
-    scale = (_WIDTH - left - 24) / until
+    scale = (WIDTH - left - 24) / until
     drawn, over, paths = [], [], dict[str, list[str]]()
     quarters = [(part * until, _time_text(part * until, until)) for part in (0.0, 0.25, 0.5, 0.75, 1.0)]
     for at, text in quarters if ticks is None else ticks:
@@ -555,7 +578,7 @@ def gantt(
         x, top, tall = left + mark.at * scale, 8 + mark.first * height - 2, (mark.last - mark.first) * height * 0.9
         shape = f"M{x - 4:.1f} {top:.1f}h8l-4 6zM{x:.1f} {top:.1f}v{tall:.1f}"
         over.append(_tag("path", _tag("title", mark.title), class_=f"moment {mark.style}", d=shape))
-    return drawing(_WIDTH, bottom + 24, label, [*drawn, *over])
+    return drawing(WIDTH, bottom + 24, label, [*drawn, *over])
 
 
 def heat_map(label: str, rows: Mapping[str, Mapping[int, float]], groups: Mapping[int, str]) -> Markup:

@@ -39,7 +39,7 @@ def placed_tables(run: Run) -> dict[str, Any]:
     reasons = _reasons(run)
     return {
         "chart": bars("Rows of tables by rank", rows, names, _bytes),
-        "key": colours(names.values()),
+        "key": colours(names, [held for _, held in rows]),
         "rows": [
             (name, "{:,} x {:,}".format(*placement.tables[name]), _bytes(sizes[name]), _ranks(placement, name),
              reasons.get(name, placement.way(name)))
