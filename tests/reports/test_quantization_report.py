@@ -19,6 +19,7 @@ def _change(mean: float | None, low: float | None = None, high: float | None = N
 CONTENT: dict[str, Any] = {
     "run": "wukong",
     "budget": 5e-4,
+    "smallest": False,
     "full_cost": 1000.0,
     "tables": {
         "small & new": {"rows": "int8", "bytes": {"fp32": 3200, "quantized": 1000}},

@@ -210,6 +210,7 @@ class Chart:
         self._label, self._x, self._y = f"{title}. {description}", x.limits, y.limits
         self.width, self._height = width, height
         self._parts: list[Markup] = []
+        self._notes: list[Markup] = []  # over the lines
         base, end = height - self.bottom, self.width - self.right
         marks = nice_ticks(*y.limits)
         text = compact if y.limits[1] >= 1e4 else _tick_text(marks)
@@ -279,12 +280,12 @@ class Chart:
         if y is not None and self._y[0] <= y <= self._y[1]:
             at = self.y(y)
             self._parts.append(stroke((self.left, end), (at, at), "rule"))
-            self._parts += [write_text(end - 2, at - 5, text, "end", "note")] if text else []
+            self._notes += [write_text(end - 2, at - 5, text, "end", "note")] if text else []
         if x is not None and self._x[0] <= x <= self._x[1]:
             at = self.x(x)
             anchor, beside = ("end", -5) if at > self.width * 0.6 else ("start", 5)
             self._parts.append(stroke((at, at), (self.top, base), "rule"))
-            self._parts += [write_text(at + beside, self.top + 10, text, anchor, "note")] if text else []
+            self._notes += [write_text(at + beside, self.top + 10, text, anchor, "note")] if text else []
 
     def diagonal(self) -> None:
         """Draw the line of equal values on both axes."""
@@ -308,7 +309,8 @@ class Chart:
         """Return the drawing, clipped to its frame; ``number`` is unique on the page."""
         inner = self.width - self.left - self.right + 8, self._height - self.top - self.bottom + 8
         clip = _tag("clipPath", box(self.left - 1, self.top - 7, *inner, "clip"), id=f"c{number}")
-        drawn = _tag("g", *self._parts, clip_path=f"url(#c{number})") if self._parts else ""
+        parts = [*self._parts, *self._notes]
+        drawn = _tag("g", *parts, clip_path=f"url(#c{number})") if parts else ""
         return drawing(self.width, self._height, self._label, [clip, *self._frame, drawn])
 
 
@@ -419,10 +421,8 @@ def figure(
     series = [one for one in series if one.is_drawable]
     if all(one.drawn == "dots" for one in series):
         return None
-    points = [point for one in series for point in one.points()]
-    if len(points) == 1:
-        name, (at, value) = series[0].name, points[0]
-        return Figure(heading, None, caption, told=f"{name}: {value:.4g} ({labels[0]}: {at:,.6g})")
+    if all(len(one.points()) == 1 for one in series):
+        return Figure(heading, None, caption, told=_said(series, labels))
     x = x or Axis.to(value for one in series for value in one.xs)
     y = y or Axis.from_zero(value for one in series for value in one.ys)
     chart = Chart(heading, " ".join(one.told() for one in series), x, y, labels, height)
@@ -435,6 +435,17 @@ def figure(
     if mark is not None:
         chart.mark(x.place(mark[0]), y.place(mark[1]), mark[2])
     return Figure(heading, chart, caption, [(one.style, one.name) for one in series] if len(series) > 1 else ())
+
+
+def _said(series: Sequence[Series], labels: tuple[str, str]) -> str:
+    """Return the values of series of one point each in words, by their places."""
+    said: dict[float, list[str]] = {}
+    for one in series:
+        ((at, value),) = one.points()
+        text = compact(value) if abs(value) >= 1e4 else f"{value:.4g}"
+        said.setdefault(at, []).append(f"{one.name} {text}" + (f" ({labels[1]})" if labels[1] else ""))
+    places = {at: f"{at:,.0f}" if at.is_integer() else f"{at:,.4g}" for at in map(float, said)}
+    return "; ".join(f"{labels[0]} {places[at]}: {', '.join(values)}" for at, values in said.items())
 
 
 # Drawings of other kinds

@@ -158,13 +158,14 @@ def _learning(material: Material) -> list[Figure | None]:
         ne = Series("NE", "s1", [record["examples"] for record in records], values, "both")
         marked = best["tasks"].get(task, {}).get("ne", math.nan) if best else math.nan
         text = f"At step {best['step']:,}: {fixed(marked)}." if best else "No step has a defined NE."
+        ringed = f"Ring: the step with the lowest NE{averaged}. " if len(ne.points()) > 1 else ""
         ring = f"{'best mean: ' if averaged else 'best '}{marked:.4f}"
         charts.append(
             figure(
                 f"Validation NE: {task}" if averaged else "Validation NE",
                 [ne],
                 ("training examples", "NE"),
-                f"Ring: the step with the lowest NE{averaged}. {text}",
+                ringed + text,
                 x=x,
                 y=Axis(padded([*values, bayes], 0.2)),
                 levels=[(1.0, "base rate"), (bayes, "Bayes-optimal")],
