@@ -84,7 +84,10 @@ def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
     found = [
         (math.log10(digit) + power, digit * 10.0**power) for power in range(first - 1, last + 1) for digit in (1, 2, 5)
     ]
-    return [(place, compact(value)) for place, value in found if low - 1e-9 <= place <= high + 1e-9]
+    inside = [(place, compact(value)) for place, value in found if low - 1e-9 <= place <= high + 1e-9]
+    if len(inside) > 2:
+        return inside
+    return [(math.log10(value), compact(value)) for value in nice_ticks(10.0**low, 10.0**high) if value > 0]
 
 
 def _tick_text(ticks: Sequence[float]) -> Callable[[float], str]:
@@ -443,8 +446,8 @@ def _said(series: Sequence[Series], labels: tuple[str, str]) -> str:
     for one in series:
         ((at, value),) = one.points()
         text = compact(value) if abs(value) >= 1e4 else f"{value:.4g}"
-        said.setdefault(at, []).append(f"{one.name} {text}" + (f" ({labels[1]})" if labels[1] else ""))
-    places = {at: f"{at:,.0f}" if at.is_integer() else f"{at:,.4g}" for at in map(float, said)}
+        said.setdefault(at, []).append(f"{one.name} {text}" + ("" if labels[1] in one.name else f" ({labels[1]})"))
+    places = {at: f"{at:,.0f}" if at.is_integer() else f"{at:,.6g}" for at in map(float, said)}
     return "; ".join(f"{labels[0]} {places[at]}: {', '.join(values)}" for at, values in said.items())
 
 

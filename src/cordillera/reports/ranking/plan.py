@@ -91,8 +91,8 @@ def page(
         compared: Best plans of smaller searches, by name, for comparison.
         changes: Effects of other networks; None for none.
     """
-    memory = [("base", base.step.memory)]
-    memory += [(name.removesuffix(" alone"), plan.step.memory) for name, plan in compared.items()]
+    memory = [("production-like", base.step.memory)]
+    memory += [(name, plan.step.memory) for name, plan in compared.items()]
     memory += [("this plan", found.best.step.memory)]
     return plans.fill(
         "ranking_plan",
