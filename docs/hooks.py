@@ -153,9 +153,7 @@ def _keys(name: str) -> str:
 
 def _cell(text: str) -> str:
     """Escape the bars of a text for a table, except those in code, where a backslash would be shown."""
-    return "".join(
-        part if part.startswith("`") else part.replace("|", "\\|") for part in re.split(r"(`[^`]*`)", text)
-    )
+    return "".join(part if part.startswith("`") else part.replace("|", "\\|") for part in re.split(r"(`[^`]*`)", text))
 
 
 def _recipes() -> str:

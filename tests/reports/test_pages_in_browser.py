@@ -82,7 +82,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
 @pytest.mark.parametrize("name", ["ranking", "language", "short", "quantised", "comparison"])
-def test_a_reader_finds_nothing_amiss(pages: dict[str, str], tmp_path: Path, name: str, width: int, scheme: str) -> None:
+def test_a_reader_finds_nothing_amiss(
+    pages: dict[str, str], tmp_path: Path, name: str, width: int, scheme: str
+) -> None:
     found = looked(tmp_path, pages[name], width, scheme)
     assert found["scheme"] == scheme
     assert found["width"] <= width

@@ -60,9 +60,10 @@ def gigabytes(size: float) -> str:
 
 
 def colours(titles: Mapping[str, str], rows: Iterable[Mapping[str, float]]) -> list[tuple[str, str]]:
-    """Return the parts that are visible in some of ``rows``, with the colours of :func:`cordillera.reports.charts.bars`.
+    """Return the parts that are visible in some of ``rows``, with their colours.
 
-    ``titles`` are those of all parts by name; ``rows`` are sizes of parts.
+    ``titles`` are those of all parts by name; ``rows`` are sizes of parts, and the colours those of
+    :func:`cordillera.reports.charts.bars`.
     """
     shown = [dict(row) for row in rows]
     least = _VISIBLE * max((sum(row.values()) for row in shown), default=0.0)

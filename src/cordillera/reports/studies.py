@@ -151,8 +151,8 @@ def _growth(study: IsoFlopStudy) -> list[Figure | None]:
             grid = np.geomspace(min(xs), max(xs), _PLACES)
             series.append(Series("law", "s1", grid.tolist(), law.predict(grid)[0].tolist()))
         told = QUANTITIES[quantity]
-        axes = {"x": Axis.log(min(xs) / 1.1, max(xs) * 1.1), "y": Axis.log(min(ys) / 1.3, max(ys) * 1.3)}
-        charts.append(figure(f"Optimal {told}", series, ("training FLOPs", told), "", **axes))
+        x, y = Axis.log(min(xs) / 1.1, max(xs) * 1.1), Axis.log(min(ys) / 1.3, max(ys) * 1.3)
+        charts.append(figure(f"Optimal {told}", series, ("training FLOPs", told), "", x=x, y=y))
     return charts
 
 
