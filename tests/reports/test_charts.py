@@ -21,7 +21,6 @@ from cordillera.reports.charts import (
     figure,
     framed,
     gantt,
-    heat_map,
     interval_strip,
     log_ticks,
     nice_ticks,
@@ -29,6 +28,7 @@ from cordillera.reports.charts import (
     seconds_text,
     stacked_bar,
 )
+from cordillera.reports.heat_maps import heat_map
 
 NAN = math.nan
 
