@@ -3,7 +3,8 @@
 A page holds ``<!-- keys: data -->`` (the keys of a recipe's section, of ``model.NAME``, or of
 ``language.SECTION`` of a language model's), ``<!-- recipes -->`` (the
 shipped recipes) or ``<!-- contributing -->`` (the repository's CONTRIBUTING.md), alone on a line. The markers of
-figures, between which ``make figures`` writes, are left out of the built pages.
+figures, between which ``make figures`` writes, are left out of the built pages. Roles of docstrings (``:func:``) are
+left out as well, and the names that they mark stay.
 """
 
 from __future__ import annotations
@@ -148,9 +149,14 @@ def _keys(name: str) -> str:
         default = "needed" if field.is_required() else _value(field.get_default(call_default_factory=True))
         if field.default_factory is precision_of_machine:
             default = "by the machine"
-        text = re.sub(r"``", "`", texts.get(field_name, "")).replace("|", "\\|")
+        text = _cell(re.sub(r"``", "`", texts.get(field_name, "")))
         rows.append(f"| `{field.alias or field_name}` | {_type(field.annotation)} | {default} | {text} |")
     return "\n".join(rows)
+
+
+def _cell(text: str) -> str:
+    """Escape the bars of a text for a table, except those in code, where a backslash would be shown."""
+    return "".join(part if part.startswith("`") else part.replace("|", "\\|") for part in re.split(r"(`[^`]*`)", text))
 
 
 def _recipes() -> str:
@@ -173,3 +179,16 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
         markdown = markdown.replace("<!-- contributing -->", re.sub(r"\]\(docs/", "](", text))
     return re.sub(r"<!-- /?figures?(: [\w.-]+)? -->", "", markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Leave out the roles of docstrings; called by MkDocs.
+
+    Args:
+        html: The page's content.
+
+    Returns:
+        The content, in which a name stands alone; one that began with ``~`` is its last part.
+    """
+    html = re.sub(r":(?:attr|class|data|exc|func|meth|mod):(?=<code>)", "", html)
+    return re.sub(r"<code>~(?:\w+\.)*(\w+)</code>", r"<code>\1</code>", html)

@@ -1,6 +1,7 @@
 """Recipes: every mistake at once, each with its path; what is shown is a recipe again."""
 
 import random
+import re
 import typing
 
 import pytest
@@ -159,6 +160,7 @@ def test_every_key_is_explained_and_can_be_written_as_toml(config: type[BaseMode
     texts = field_descriptions(config)
     missing = [name for name in config.model_fields if not texts.get(name) and name != "name"]
     assert not missing, f"{config.__name__}: no explanation of {missing}"
+    assert not [text for text in texts.values() if re.search(r":[a-z]+:`", text)], "roles are for docstrings"
     for name, field in config.model_fields.items():
         options = typing.get_args(field.annotation)
         if type(None) in options and field.default is not None:

@@ -405,13 +405,17 @@ ON_TOP = ("adapter", "draft", "scores")
 
 
 def field_descriptions(config: type[BaseModel]) -> dict[str, str]:
-    """Return the meaning of each field of a Config: its ``Field`` description, or its ``Attributes`` entry."""
+    """Return the meaning of each field of a Config: its ``Field`` description, or its ``Attributes`` entry.
+
+    Roles of docstrings (``:func:``) are left out.
+    """
     found: dict[str, str] = {}
     for base in reversed(config.__mro__):
         text = inspect.cleandoc(base.__doc__ or "") if issubclass(base, BaseModel) and base is not BaseModel else ""
         _, _, block = text.partition("Attributes:\n")
         for match in re.finditer(r"^    (\w+): (.*(?:\n      +.*)*)", block, re.MULTILINE):
-            found[match[1]] = re.sub(r"\s+", " ", match[2])
+            meaning = re.sub(r"\s+", " ", match[2])
+            found[match[1]] = re.sub(r":[a-z]+:`(?:~[\w.]*\.)?([^`]+)`", r"`\1`", meaning)
     found |= {name: field.description for name, field in config.model_fields.items() if field.description}
     return found
 

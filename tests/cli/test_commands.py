@@ -53,6 +53,14 @@ def test_train_evaluate_predict_report_and_compare_work_together(cli, recipe, tm
     assert compared.code == 0, compared.err
     json.loads(compared.out)
     assert "|" in cli("compare", "runs/a", "runs/b", "--markdown").out
+    paged = cli("compare", "runs/a", "runs/b", "--out", "comparison.html")
+    assert paged.out.splitlines()[-1] == "report: comparison.html"
+    assert "Comparison of runs" in (tmp_path / "comparison.html").read_text()
+    assert json.loads(cli("compare", "runs/a", "runs/b", "--json", "--out", "other.html").out)
+    assert (tmp_path / "other.html").is_file()
+    refused = cli("compare", "runs/a", "runs/b", "--out", "missing/comparison.html")
+    assert refused.code == 2
+    assert "name another file with --out" in refused.err
     (folder / "report.html").unlink()
     assert cli("report", "runs/a").code == 0
     assert (folder / "report.html").is_file()
@@ -95,6 +103,8 @@ def test_sweep_trains_every_size_once_and_fits_a_law(cli, recipe, tmp_path):
     assert swept.code == 0, swept.err
     folder = tmp_path / "runs/small-sweep"
     assert (folder / "sweep.png").stat().st_size > 1000
+    assert "runs/small-sweep/sweep.html" in swept.out
+    assert "NE against FLOPs" in (folder / "sweep.html").read_text()
     law = json.loads((folder / "sweep.json").read_text())
     assert len(law["measurements"]) == 3
     again = cli("sweep", recipe, *sizes)

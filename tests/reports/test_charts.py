@@ -21,7 +21,6 @@ from cordillera.reports.charts import (
     figure,
     framed,
     gantt,
-    heat_map,
     interval_strip,
     log_ticks,
     nice_ticks,
@@ -29,6 +28,7 @@ from cordillera.reports.charts import (
     seconds_text,
     stacked_bar,
 )
+from cordillera.reports.heat_maps import heat_map
 
 NAN = math.nan
 
@@ -167,6 +167,45 @@ def test_figures_have_a_key_for_several_series_and_are_none_for_dots_alone() -> 
     assert numbers(styled(both.chart.svg(1), "mark"), "cx", "cy") == [
         (466, pytest.approx(280 - 42 - 208 / 1.1, abs=0.01))
     ]
+
+
+def test_a_single_point_is_told_and_not_drawn() -> None:
+    one, other = Series("loss", "s0", [1, 2], [NAN, 2.5]), Series("held out", "s1", [2, 3], [3.5, NAN], "both")
+    told = figure("heading", [one, other], ("step", "nats"), "caption")
+    assert told is not None
+    assert told.chart is None
+    assert told.told == "step 2: loss 2.5 (nats), held out 3.5 (nats)"
+    apart = figure("heading", [one, Series("b", "s1", [1234.5], [12_345.0], "both")], ("step", ""))
+    assert apart is not None
+    assert apart.told == "step 2: loss 2.5; step 1,234.5: b 12.3k"
+    two = figure("heading", [one, Series("b", "s1", [1, 2], [1, 2])], ("step", "nats"))
+    assert two is not None
+    assert two.chart is not None
+    assert two.told == ""
+
+
+@pytest.mark.parametrize("limit", [5.0, 2.05, 1.0, 4.0])
+def test_the_sum_of_a_bar_is_nearest_to_its_end(limit: float) -> None:
+    """Not at the line of the limit, which has a text of its own."""
+    rows = [("first", {"a": 1.0, "b": 1.0}), ("second", {"b": 4.0})]
+    svg = bars("label", rows, {"a": "a", "b": "b"}, lambda value: f"sum {value:g}", limit=("most", limit))
+    ends = [float(one["x"]) + float(one["width"]) for one in styled(svg, "f1")]
+    sums = [one for one in styled(svg, "tick") if one["text"].startswith("sum")]
+    assert [one["text"] for one in sums] == ["sum 2", "sum 4"]
+    assert [float(one["x"]) - end for one, end in zip(sums, ends, strict=True)] == pytest.approx([6, 6], abs=0.02)
+    (at,) = {float(one["x1"]) for one in styled(svg, "limit")}
+    (named,) = [float(one["x"]) for one in styled(svg, "tick") if one["text"] == "most"]
+    assert named == at
+
+
+@pytest.mark.parametrize(("low", "high"), [(144_000, 360_000), (19_000, 84_000), (3e10, 1.3e11), (0.012, 0.013)])
+def test_axes_of_less_than_a_decade_have_ticks_at_their_values(low: float, high: float) -> None:
+    ticks = log_ticks(math.log10(low), math.log10(high))
+    assert len(ticks) >= 3
+    for place, text in ticks:
+        value = float(text.rstrip("kMG")) * {"k": 1e3, "M": 1e6, "G": 1e9}.get(text[-1], 1.0)
+        assert place == pytest.approx(math.log10(value), abs=1e-9)
+        assert math.log10(low) - 1e-9 <= place <= math.log10(high) + 1e-9
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from cordillera.numerics.faults.bit_flips import Region
 from cordillera.numerics.faults.fault_model import Component
 from cordillera.numerics.faults.vulnerability import Campaign, Verdicts
-from cordillera.reports.charts import heat_map
+from cordillera.reports.heat_maps import heat_map
 from cordillera.reports.ranking.injection import advice, injection_page
 
 

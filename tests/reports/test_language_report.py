@@ -281,10 +281,13 @@ def test_what_was_not_recorded_is_left_out(tmp_path: Path, key: str) -> None:
     assert not re.search(r"\b(nan|inf|None)\b", re.sub(r"<style>.*</style>", "", page, flags=re.DOTALL))
 
 
-def test_one_record_is_a_point(tmp_path: Path) -> None:
-    run = make_language_run(tmp_path / "run", records=make_records(100)[:1])
-    page = render(run)
-    assert page.count('<circle class="dot s0"') == 8
+def test_one_record_is_told_and_not_drawn(tmp_path: Path) -> None:
+    record = make_records(100)[0]
+    page = render(make_language_run(tmp_path / "run", records=[record]))
+    assert "<circle" not in page
+    told = re.findall(r'<p class="only">([^<]+)</p>', page)
+    assert len(told) == 8
+    assert f"training tokens {record['tokens']:,}: training {record['loss']:.4g} (nats a token)" in told
     assert headings(page) == [name for name in SECTIONS if name != "Events"]
 
 
@@ -422,7 +425,8 @@ def test_ticks_of_logarithms_are_round_and_inside(low: float, span: float) -> No
     for place, _ in ticks:
         assert low - 1e-6 <= place <= low + span + 1e-6
         digits = 10 ** (place - math.floor(place + 1e-9))
-        assert any(math.isclose(digits, round_, rel_tol=1e-6) for round_ in (1, 2, 5))
+        if span >= 1:  # on shorter axes these may be too few
+            assert any(math.isclose(digits, round_, rel_tol=1e-6) for round_ in (1, 2, 5))
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def test_captions_give_means_over_steps_and_over_time(tmp_path: Path) -> None:
     assert ">40<" in mfu.chart.svg(1) or ">40.0<" in mfu.chart.svg(1)
     tiles = {name: rest for name, *rest in headline.headline(found)["tiles"]}
     assert tiles["Tokens a second"][:2] == ["400", "median record 500"]
-    assert tiles["MFU"][:2] == ["35.0\u00a0%", "2.5M FLOP/s"]
+    assert tiles["MFU"][:2] == ["35.0\u00a0%", "2.5M of 7.14M FLOP/s"]
 
 
 def test_tiles_count_tokens_steps_time_and_resumptions(tmp_path: Path) -> None:

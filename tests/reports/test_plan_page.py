@@ -265,6 +265,7 @@ def test_times_over_a_property_of_the_network_are_named_point_by_point() -> None
     plans = {"as planned": [0.5, 0.75], "production": [1.0, 2.0]}
     drawn = plan_pages._over([10.0, 300.0], plans, "km")
     assert drawn is not None
+    assert drawn.chart is not None
     titles = re.findall(r"<title>([^<]*)</title>", str(drawn.chart.svg(1)))
     assert titles == [
         "as planned, 10: 500.0 ms",

@@ -19,6 +19,7 @@ def _change(mean: float | None, low: float | None = None, high: float | None = N
 CONTENT: dict[str, Any] = {
     "run": "wukong",
     "budget": 5e-4,
+    "smallest": False,
     "full_cost": 1000.0,
     "tables": {
         "small & new": {"rows": "int8", "bytes": {"fp32": 3200, "quantized": 1000}},
@@ -110,3 +111,19 @@ def test_the_line_of_the_chart_of_the_search_is_the_budget(monkeypatch: pytest.M
     monkeypatch.setattr(Chart, "rule", lambda chart, *, y, text: drawn.append((y, text)))
     quantization_page(content)
     assert drawn == [(pytest.approx(0.07), "budget")]
+
+
+def test_one_evaluation_is_a_row_and_no_chart() -> None:
+    page = quantization_page({**CONTENT, "evaluations": CONTENT["evaluations"][:1]})
+    assert "everything at its cheapest" in page
+    assert "cost, % of fp32" not in page
+    assert "cost, % of fp32" in quantization_page(CONTENT)
+
+
+@pytest.mark.parametrize("smallest", [False, True])
+def test_the_command_is_that_of_the_search(smallest: bool) -> None:
+    """The folder is named as that in which the command is given, as the page does not know where the run lies."""
+    page = quantization_page({**CONTENT, "smallest": smallest})
+    (command,) = re.findall(r"<code>(cordillera quantize[^<]*)</code>", page)
+    words = command.split()[2:]
+    assert words == [".", "--budget", "0.05", *(["--smallest"] if smallest else [])]

@@ -8,7 +8,8 @@ import jinja2
 import pytest
 
 from cordillera.reports import page
-from cordillera.reports.charts import Axis, Series, bars, figure, gantt, heat_map
+from cordillera.reports.charts import Axis, Series, bars, figure, gantt
+from cordillera.reports.heat_maps import heat_map
 
 ROOM = Path(page.__file__).parent
 EVIL = "</title><script>[/x]{{ 1 }}"

@@ -245,3 +245,4 @@ def test_the_command_prints_optima_law_and_forecast(tmp_path: Path, monkeypatch:
     assert "Optimal parameters: " in result.output
     assert "At 3.8e25 FLOPs (63.3k times the largest budget that was trained: an extrapolation)" in result.output
     assert "isoflop.png" in result.output
+    assert "isoflop.html" in result.output

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import numpy as np
@@ -286,6 +288,12 @@ def test_a_study_fits_every_model_and_names_those_it_cannot(tmp_path: Path) -> N
     assert "near: " not in svg  # it has a line of its own
     plot(result, [tmp_path / "b.svg"], bayes=0.5, references=references)
     assert (tmp_path / "b.svg").read_text() == svg
+    dark = svg[svg.index("@media (prefers-color-scheme: dark)") : svg.index("</style>")]
+    ElementTree.fromstring(svg)
+    for kind, colour in set(re.findall(r"(fill|stroke): (#[0-9a-f]{6})", svg.replace(dark, ""))):
+        (shown,) = re.findall(rf'"{kind}: {colour}"\]{{{kind}: (#[0-9a-f]{{6}}) !important}}', dark)
+        is_ground = colour in ("#ffffff", "#dde2e8")
+        assert (sum(bytes.fromhex(shown[1:])) < 3 * 96) == is_ground, "dark grounds, light lines and texts"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "a.svg", "b.svg"]
 
 

@@ -12,6 +12,7 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run folders; the first is what the others are compared with.")],
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write an HTML page, too.")] = None,
 ) -> None:
     """Compare runs; seeds of one recipe become one row.
 
@@ -21,10 +22,18 @@ def compare(
     from cordillera.cli._show import console, echo
 
     comparison = workflows.compare(runs)
+    if out is not None:
+        from cordillera.reports.studies import comparison_page
+        from cordillera.run import disk_errors
+
+        with disk_errors(out, "name another file with --out"):
+            out.write_text(comparison_page(comparison), encoding="utf-8")
     if json:
         echo(comparison.to_json(), json=True)
     elif markdown:
         echo(comparison.to_markdown())
     else:
-        out = console()
-        out.print(comparison.to_table(out.width), soft_wrap=False)
+        terminal = console()
+        terminal.print(comparison.to_table(terminal.width), soft_wrap=False)
+        if out is not None:
+            terminal.print(f"report: {out}", markup=False)

@@ -30,10 +30,11 @@ def isoflop(
 
     It is trained in several sizes for each budget of FLOPs; the best split into parameters and tokens is fitted.
 
-    A study that was stopped goes on where it was; budgets may be added later.
+    A study that was stopped goes on where it was; budgets may be added later. isoflop.html in its folder shows it.
     """
     from cordillera import workflows
     from cordillera.cli._show import console, training_progress
+    from cordillera.workflows.scaling import ISOFLOP_PAGE
 
     out = console()
     with training_progress(out) as (on_step, say):
@@ -51,3 +52,4 @@ def isoflop(
     out.print(result.study.to_table())
     out.print(result.study.summary)
     out.print(f"plot: {result.plot}")
+    out.print(f"report: {result.folder / ISOFLOP_PAGE}")

@@ -22,7 +22,7 @@ def sweep(
 ) -> None:
     """Train a recipe in several sizes and fit NE to FLOPs.
 
-    A sweep that was stopped goes on where it was.
+    A sweep that was stopped goes on where it was. sweep.html in its folder shows the runs and the law.
     """
     from cordillera import workflows
     from cordillera.cli._show import console, training_progress
@@ -35,3 +35,4 @@ def sweep(
     out.print(result.study.to_table())
     out.print(result.study.summary)
     out.print(f"plot: {result.plot}")
+    out.print(f"report: {result.report}")

@@ -19,7 +19,8 @@ from cordillera.numbers import compact
 POINTS = 400  # points of a line; more would only make the file larger
 _WIDE = 100.0  # ratio of largest to smallest from which an axis may be logarithmic
 _MOST_DOTS = 60  # largest number of dots on a line
-_WIDTH = 960.0  # of drawings as wide as the page
+WIDTH = 960.0
+"""Width of drawings as wide as the page."""
 
 # Elements
 
@@ -83,7 +84,10 @@ def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
     found = [
         (math.log10(digit) + power, digit * 10.0**power) for power in range(first - 1, last + 1) for digit in (1, 2, 5)
     ]
-    return [(place, compact(value)) for place, value in found if low - 1e-9 <= place <= high + 1e-9]
+    inside = [(place, compact(value)) for place, value in found if low - 1e-9 <= place <= high + 1e-9]
+    if len(inside) > 2:
+        return inside
+    return [(math.log10(value), compact(value)) for value in nice_ticks(10.0**low, 10.0**high) if value > 0]
 
 
 def _tick_text(ticks: Sequence[float]) -> Callable[[float], str]:
@@ -194,13 +198,22 @@ class Chart:
     Title and description are for readers who cannot see it, labels are names and units of the axes.
     """
 
-    width, left, right, top, bottom = 480.0, 56.0, 14.0, 30.0, 42.0
+    left, right, top, bottom = 56.0, 14.0, 30.0, 42.0
 
     def __init__(
-        self, title: str, description: str, x: Axis, y: Axis, labels: tuple[str, str], height: float = 280.0
+        self,
+        title: str,
+        description: str,
+        x: Axis,
+        y: Axis,
+        labels: tuple[str, str],
+        height: float = 280.0,
+        width: float = 480.0,
     ) -> None:
-        self._label, self._height, self._x, self._y = f"{title}. {description}", height, x.limits, y.limits
+        self._label, self._x, self._y = f"{title}. {description}", x.limits, y.limits
+        self.width, self._height = width, height
         self._parts: list[Markup] = []
+        self._notes: list[Markup] = []  # over the lines
         base, end = height - self.bottom, self.width - self.right
         marks = nice_ticks(*y.limits)
         text = compact if y.limits[1] >= 1e4 else _tick_text(marks)
@@ -270,12 +283,12 @@ class Chart:
         if y is not None and self._y[0] <= y <= self._y[1]:
             at = self.y(y)
             self._parts.append(stroke((self.left, end), (at, at), "rule"))
-            self._parts += [write_text(end - 2, at - 5, text, "end", "note")] if text else []
+            self._notes += [write_text(end - 2, at - 5, text, "end", "note")] if text else []
         if x is not None and self._x[0] <= x <= self._x[1]:
             at = self.x(x)
             anchor, beside = ("end", -5) if at > self.width * 0.6 else ("start", 5)
             self._parts.append(stroke((at, at), (self.top, base), "rule"))
-            self._parts += [write_text(at + beside, self.top + 10, text, anchor, "note")] if text else []
+            self._notes += [write_text(at + beside, self.top + 10, text, anchor, "note")] if text else []
 
     def diagonal(self) -> None:
         """Draw the line of equal values on both axes."""
@@ -299,7 +312,8 @@ class Chart:
         """Return the drawing, clipped to its frame; ``number`` is unique on the page."""
         inner = self.width - self.left - self.right + 8, self._height - self.top - self.bottom + 8
         clip = _tag("clipPath", box(self.left - 1, self.top - 7, *inner, "clip"), id=f"c{number}")
-        drawn = _tag("g", *self._parts, clip_path=f"url(#c{number})") if self._parts else ""
+        parts = [*self._parts, *self._notes]
+        drawn = _tag("g", *parts, clip_path=f"url(#c{number})") if parts else ""
         return drawing(self.width, self._height, self._label, [clip, *self._frame, drawn])
 
 
@@ -328,10 +342,15 @@ class Series:
         ys = [record[y] if isinstance(y, str) else y(record) for record in records]
         return cls(name, style, [record[x] for record in records], ys, drawn)
 
+    def points(self) -> list[tuple[float, float]]:
+        """Return the points that are finite."""
+        pairs = zip(self.xs, self.ys, strict=True)
+        return [(x, y) for x, y in pairs if math.isfinite(x) and math.isfinite(y)]
+
     @property
     def is_drawable(self) -> bool:
         """Whether there is any point."""
-        return any(math.isfinite(x) and math.isfinite(y) for x, y in zip(self.xs, self.ys, strict=True))
+        return bool(self.points())
 
     def told(self) -> str:
         """Return a description for readers who cannot see the chart."""
@@ -372,12 +391,16 @@ class Series:
 
 
 class Figure(NamedTuple):
-    """A chart with heading, caption, and styles and names of the series where a key explains them."""
+    """A chart with heading, caption, and styles and names of the series where a key explains them.
+
+    A single point is no chart: ``told`` says its value instead.
+    """
 
     heading: str
-    chart: Chart
+    chart: Chart | None
     caption: str
     key: Sequence[tuple[str, str]] = ()
+    told: str = ""
 
 
 def figure(
@@ -393,7 +416,7 @@ def figure(
     mark: tuple[float, float, str] | None = None,
     height: float = 280.0,
 ) -> Figure | None:
-    """Return a chart of several series; None if there is nothing to draw except dots.
+    """Return a chart of several series, or the value in words if they are one point; None if there are only dots.
 
     Without ``x`` or ``y``, axes are linear from zero. ``levels`` are values and texts of horizontal reference lines,
     ``places`` those of vertical ones, ``mark`` is a point to mark with a ring, and its text.
@@ -401,6 +424,8 @@ def figure(
     series = [one for one in series if one.is_drawable]
     if all(one.drawn == "dots" for one in series):
         return None
+    if all(len(one.points()) == 1 for one in series):
+        return Figure(heading, None, caption, told=_said(series, labels))
     x = x or Axis.to(value for one in series for value in one.xs)
     y = y or Axis.from_zero(value for one in series for value in one.ys)
     chart = Chart(heading, " ".join(one.told() for one in series), x, y, labels, height)
@@ -413,6 +438,17 @@ def figure(
     if mark is not None:
         chart.mark(x.place(mark[0]), y.place(mark[1]), mark[2])
     return Figure(heading, chart, caption, [(one.style, one.name) for one in series] if len(series) > 1 else ())
+
+
+def _said(series: Sequence[Series], labels: tuple[str, str]) -> str:
+    """Return the values of series of one point each in words, by their places."""
+    said: dict[float, list[str]] = {}
+    for one in series:
+        ((at, value),) = one.points()
+        text = compact(value) if abs(value) >= 1e4 else f"{value:.4g}"
+        said.setdefault(at, []).append(f"{one.name} {text}" + ("" if labels[1] in one.name else f" ({labels[1]})"))
+    places = {at: f"{at:,.0f}" if at.is_integer() else f"{at:,.6g}" for at in map(float, said)}
+    return "; ".join(f"{labels[0]} {places[at]}: {', '.join(values)}" for at, values in said.items())
 
 
 # Drawings of other kinds
@@ -470,21 +506,22 @@ def bars(
     totals = [sum(values.get(name, 0.0) for name in names) for _, values in rows]
     most = max(max(totals, default=0.0) or 1.0, limit[1] if limit else 0.0)
     left, height = 40.0 + 8 * max((len(name) for name, _ in rows), default=0), 26.0 if len(rows) <= 12 else 16.0
-    scale = (_WIDTH - left - 90) / most
+    scale = (WIDTH - left - 90) / most
     edge, bottom = left + (limit[1] * scale if limit else 0.0), 8 + len(rows) * height
-    drawn = []
+    drawn, texts = list[Markup](), list[Markup]()
     for row, ((name, values), total) in enumerate(zip(rows, totals, strict=True)):
         x, y = left, 4 + row * height
-        drawn.append(write_text(left - 8, y + height * 0.37 + 4, name, "end"))
+        texts.append(write_text(left - 8, y + height * 0.37 + 4, name, "end"))
         for number, (part, title) in enumerate(names.items()):
             value = max(values.get(part, 0.0), 0.0)
             drawn.append(box(x, y, value * scale, height * 0.74, f"f{number}", f"{title}: {text(value)}"))
             x += value * scale
-        drawn.append(write_text(max(x, edge) + 6, y + height * 0.37 + 4, text(total), "start"))
+        texts.append(write_text(x + 6, y + height * 0.37 + 4, text(total), "start"))
     if limit is not None:
-        drawn += [stroke((edge, edge), (2, bottom), "limit"), write_text(edge, bottom + 12, limit[0])]
+        drawn.append(stroke((edge, edge), (2, bottom), "limit"))
+        texts.append(write_text(edge, bottom + 12, limit[0]))
         bottom += 16
-    return drawing(_WIDTH, bottom, label, drawn)
+    return drawing(WIDTH, bottom, label, [*drawn, *texts])  # sums lie over the line of the limit
 
 
 class Span(NamedTuple):
@@ -528,7 +565,7 @@ def gantt(
     ``ticks`` are times in seconds and their texts; None for four equal parts.
     """
     left, bottom = 80.0, 8 + len(rows) * height
-    scale = (_WIDTH - left - 24) / until
+    scale = (WIDTH - left - 24) / until
     drawn, over, paths = [], [], dict[str, list[str]]()
     quarters = [(part * until, _time_text(part * until, until)) for part in (0.0, 0.25, 0.5, 0.75, 1.0)]
     for at, text in quarters if ticks is None else ticks:
@@ -555,36 +592,4 @@ def gantt(
         x, top, tall = left + mark.at * scale, 8 + mark.first * height - 2, (mark.last - mark.first) * height * 0.9
         shape = f"M{x - 4:.1f} {top:.1f}h8l-4 6zM{x:.1f} {top:.1f}v{tall:.1f}"
         over.append(_tag("path", _tag("title", mark.title), class_=f"moment {mark.style}", d=shape))
-    return drawing(_WIDTH, bottom + 24, label, [*drawn, *over])
-
-
-def heat_map(label: str, rows: Mapping[str, Mapping[int, float]], groups: Mapping[int, str]) -> Markup:
-    """Draw rates by row and column as shades of one colour, on a logarithmic scale from 0.00001 up to 1.
-
-    The highest column is on the left; neighbours of one of the ``groups`` share a heading. Rates of 0 are empty cells.
-    """
-    columns, left, size, top, powers = sorted(groups, reverse=True), 92.0, 26.0, 34.0, range(-5, 1)
-    bottom = top + size * len(rows)
-    drawn: list[Markup] = []
-
-    def cell(x: float, y: float, side: float, rate: float, title: str = "") -> None:
-        shade = 0.0 if rate <= 0 else 0.08 + 0.92 * max(0.0, 1 - math.log10(rate) / powers[0])
-        drawn.append(box(x, y, side, side, "cell", title, style=f"fill-opacity:{shade:.3f}"))
-
-    for group, members in itertools.groupby(range(len(columns)), key=lambda i: groups[columns[i]]):
-        places = list(members)
-        start, wide = left + size * places[0], size * len(places)
-        drawn.append(write_text(start + wide / 2, 12, group if len(group) * 6 < wide else group[0], style="label"))
-        drawn += [stroke((start, start), (2, bottom), "axis")] if places[0] else []
-    drawn += [write_text(left + size * (i + 0.5), top - 6, str(column)) for i, column in enumerate(columns)]
-    for row, (name, rates) in enumerate(rows.items()):
-        y = top + size * row
-        drawn.append(write_text(left - 8, y + 17, name, "end"))
-        for i, column in enumerate(columns):
-            if not math.isnan(rate := rates.get(column, math.nan)):
-                cell(left + size * i + 1, y + 1, size - 2, rate, f"{name}, {column}: {rate:.3g}")
-    for i, power in enumerate(powers):
-        cell(left + 92 * i, bottom + 14, 18, 10.0**power)
-        drawn.append(write_text(left + 92 * i + 24, bottom + 28, f"{100 * 10.0**power:g} %", "start"))
-    width = left + size * max(32, len(columns)) + 2  # so that maps of narrow formats have the same scale
-    return drawing(width, bottom + 44, label, drawn)
+    return drawing(WIDTH, bottom + 24, label, [*drawn, *over])

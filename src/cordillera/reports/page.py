@@ -54,7 +54,10 @@ def fixed(value: float, digits: int = 4) -> str:
     """Return a number with ``digits`` digits after the point, or a word if it is not finite."""
     if math.isnan(value):
         return "undefined"
-    return ("infinite" if value > 0 else "-infinite") if math.isinf(value) else f"{value:.{digits}f}"
+    if math.isinf(value):
+        return "infinite" if value > 0 else "-infinite"
+    text = f"{value:.{digits}f}"
+    return text if float(text) else text.lstrip("-")
 
 
 def known(value: float, form: str) -> str:
@@ -78,13 +81,15 @@ def duration(seconds: float) -> str:
 
 def count(value: Any) -> str:
     """Return a ``value`` of a file as text; whole numbers have commas."""
-    return f"{value:,}" if isinstance(value, int) else plain(value)
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else plain(value)
 
 
 def plain(value: Any) -> str:
     """Return a ``value`` of a file as text on one line; empty for None."""
     if value is None:
         return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, dict):
         between = "; " if any(isinstance(entry, dict) for entry in value.values()) else ", "
         return between.join(f"{key} {count(entry)}" for key, entry in value.items())

@@ -8,9 +8,10 @@ from typing import Any
 
 from cordillera.planning.sensitivity import DISTANCES_KM, OVERSUBSCRIPTIONS, Sensitivity
 from cordillera.reports import page
-from cordillera.reports.charts import Axis, Figure, Series, bars, figure, seconds_text
+from cordillera.reports.charts import Axis, Figure, Series, bars, figure, padded, seconds_text
 
 _WORTH_SAYING = 0.005  # part of a step below which a difference is not named
+_VISIBLE = 5e-4  # part of the longest bar below which nothing is seen of a part
 
 
 def event(name: str, category: str, process: int, thread: int, start: float, seconds: float) -> dict[str, Any]:
@@ -58,9 +59,19 @@ def gigabytes(size: float) -> str:
     return f"{size / 1e9:.1f} GB"
 
 
-def colours(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return names with the colours that :func:`cordillera.reports.charts.bars` gives them."""
-    return [(f"f{number}", name) for number, name in enumerate(names)]
+def colours(titles: Mapping[str, str], rows: Iterable[Mapping[str, float]]) -> list[tuple[str, str]]:
+    """Return the parts that are visible in some of ``rows``, with their colours.
+
+    ``titles`` are those of all parts by name; ``rows`` are sizes of parts, and the colours those of
+    :func:`cordillera.reports.charts.bars`.
+    """
+    shown = [dict(row) for row in rows]
+    least = _VISIBLE * max((sum(row.values()) for row in shown), default=0.0)
+    return [
+        (f"f{number}", title)
+        for number, (part, title) in enumerate(titles.items())
+        if any(row.get(part, 0.0) > least for row in shown)
+    ]
 
 
 def fill(
@@ -88,7 +99,7 @@ def fill(
         found=found,
         best=best,
         base=base,
-        causes=colours(titles.values()),
+        causes=colours(titles, [plan.step.parts for plan in times.values()]),
         times=bars("Parts of a step by plan", [(name, plan.step.parts) for name, plan in times.items()], titles),
         sensitivity=_sensitivity(changes, best.seconds, outer) if changes else {},
         **values,
@@ -110,14 +121,12 @@ def _sensitivity(changes: Sensitivity, seconds: float, outer: str) -> dict[str, 
 
 
 def _over(values: Sequence[float], plans: Mapping[str, Sequence[float]], label: str) -> Figure | None:
-    """Draw step time over a property of the network, one line for each plan, at equally spaced points."""
-    places = list(range(len(values)))
-    x = Axis((-0.15, len(values) - 0.85), [(at, f"{value:g}") for at, value in zip(places, values, strict=True)])
+    """Draw step time over a property of the network, one line for each plan."""
     lines = [
         Series(
             name,
             f"s{number}",
-            places,
+            values,
             times,
             "both",
             [f"{name}, {value:g}: {seconds_text(one)}" for value, one in zip(values, times, strict=True)],
@@ -125,4 +134,4 @@ def _over(values: Sequence[float], plans: Mapping[str, Sequence[float]], label: 
         for number, (name, times) in enumerate(plans.items())
     ]
     y = Axis.of_seconds(one for times in plans.values() for one in times)
-    return figure(f"Step over {label}", lines, (label, ""), x=x, y=y, height=240)
+    return figure(f"Step over {label}", lines, (label, ""), x=Axis(padded(values, 0.03)), y=y, height=240)

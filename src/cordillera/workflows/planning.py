@@ -407,5 +407,5 @@ def _looked_at(
         "table bytes": [row_bytes * rows[name] * (name not in tables[:at]) for at, name in enumerate(tables)],
         "lookups a sample": [count / found.samples for count in lookups],
     }
-    source = {"run": probe.folder.name, "data": splits.folder.name, "step": checkpoint.step, "samples": found.samples}
+    source = {"run": probe.name, "data": splits.folder.name, "step": checkpoint.step, "samples": found.samples}
     return [feature.name for feature in features], tables, found.mean(), loads, source

@@ -200,7 +200,7 @@ def quantize(
             target, selection, searched, confirmed, ne, sizes, layers, seconds, sweep_evaluations(parts), tables,
             target / _PAGE,
         )  # fmt: skip
-        content = {"run": run.folder.name, "budget": budget, **_plain(outcome)}
+        content = {"run": run.name, "budget": budget, "smallest": smallest, **_plain(outcome)}
         write_atomically(target / _REPORT, json.dumps(content, indent=1) + "\n")
         write_atomically(target / _PAGE, quantization_page(content))
         return outcome

@@ -24,6 +24,7 @@ from cordillera.planning.language.plan_file import read_content
 from cordillera.recipe import LanguageRecipe, RankingRecipe
 from cordillera.reports.faults import FaultStudyRow
 from cordillera.reports.ranking.comparison import mean_interval
+from cordillera.reports.studies import isoflop_page, sweep_page
 from cordillera.run import Run, write_atomically
 from cordillera.training.language.trainer import LanguageStepCallback
 from cordillera.training.ranking.trainer import StepCallback
@@ -37,6 +38,9 @@ from cordillera.workflows.trained import card_of
 
 REFERENCE_DEVICES = 98_304
 """Size of a cluster in which something fails every 18 minutes (FT-HSDP, published)."""
+
+ISOFLOP_PAGE = "isoflop.html"
+"""File in the folder of an IsoFLOP study: its page."""
 
 _USES = tuple(one.name for one in fields(TimeUse) if one.name not in ("elapsed", "failures", "steps"))
 _DAY = 86_400.0
@@ -106,7 +110,9 @@ def isoflop(
         return isinstance(found, LanguageRecipe) and found.model_copy(update={"parallel": wanted.parallel}) == wanted
 
     parent = Path(folder) if folder is not None else Path("runs") / f"{recipe.name}-isoflop"
-    return train_plan(plan, parent, train, agrees=agrees, target=target, title=recipe.name, say=say)
+    outcome = train_plan(plan, parent, train, agrees=agrees, target=target, title=recipe.name, say=say)
+    write_atomically(parent / ISOFLOP_PAGE, isoflop_page(recipe.name, outcome.study))
+    return outcome
 
 
 def _language_recipe(source: str | Path, overrides: Sequence[str]) -> LanguageRecipe:
@@ -119,11 +125,12 @@ def _language_recipe(source: str | Path, overrides: Sequence[str]) -> LanguageRe
 
 @dataclass
 class Sweep:
-    """Folder (with the runs, ``sweep.json`` and the plots), fitted law and path of the drawing of :func:`sweep`."""
+    """Folder (with the runs, ``sweep.json`` and the plots), fitted law, drawing and page of :func:`sweep`."""
 
     folder: Path
     study: ScalingStudy
     plot: Path
+    report: Path
 
 
 def sweep(
@@ -191,7 +198,9 @@ def sweep(
     plot = parent / "sweep.png"
     scaling_laws.plot(study, [plot, parent / "sweep.svg"], bayes=bayes, title=f"{first.name}: test NE against FLOPs")
     write_atomically(parent / "sweep.json", study.to_json() + "\n")
-    return Sweep(parent, study, plot)
+    report = parent / "sweep.html"
+    write_atomically(report, sweep_page(first.name, study, bayes))
+    return Sweep(parent, study, plot, report)
 
 
 def _ranking_recipe(source: str | Path, overrides: Sequence[str]) -> RankingRecipe:

@@ -20,6 +20,7 @@ _SHAPE = {
     "head_dim": "Width of a head",
     "ffn": "Width of the feed-forward net",
     "experts": "Experts of that width",
+    "scores": "Gives a score",
     "vocabulary": "Vocabulary",
     "context": "Context, tokens",
     "tied": "Head is the embedding",

@@ -83,7 +83,7 @@ def _utilisation(records: LanguageRecords) -> _Tile | None:
     mfu = mean(records.train, "mfu", "seconds")
     meaning = "document mask counted, recomputation not"
     if math.isfinite(mfu):
-        rate = f"{compact(flops)} FLOP/s" if math.isfinite(flops) else ""
+        rate = f"{compact(flops)} of {compact(flops / mfu)} FLOP/s" if math.isfinite(flops) and mfu > 0 else ""
         return "MFU", f"{100 * mfu:.1f}\u00a0%", rate, f"of the devices' peak; {meaning}"
     if math.isfinite(flops):
         return "FLOP/s", compact(flops), "no MFU: the devices' peak is not known", meaning

@@ -72,6 +72,13 @@ def timeline_svg(timeline: Timeline, until: float | None = None) -> Markup:
     return gantt(label, rows, until or timeline.seconds or 1.0, height, numbered=until is not None)
 
 
+def _kinds(timeline: Timeline) -> list[tuple[str, str]]:
+    """Return the styles and names of what a timeline shows."""
+    found = {_KINDS[action.kind][0] for actions in timeline.schedule.actions for action in actions}
+    messages = [("message", "Message on its way")] if timeline.messages else []
+    return [(style, name) for style, name in dict(_KINDS.values()).items() if style in found] + messages
+
+
 def _beginning(timeline: Timeline) -> float | None:
     """Return the seconds up to which actions are wide enough to tell apart; None if all are."""
     readable = 48
@@ -155,11 +162,11 @@ def page(
         *(explorer, found, base, compared, _PARTS, changes),
         tokens_per_s=explorer.workload.batch * explorer.workload.sequence / best.seconds,
         reasons=reasons(best, base),
-        kinds=[*dict(_KINDS.values()).items(), ("message", "Message on its way")],
+        kinds=_kinds(timeline),
         timeline=timeline_svg(timeline),
         enlarged=timeline_svg(timeline, beginning) if beginning is not None else "",
         memory=bars("Memory by rank", memory, {name: name for name in _MEMORY}, plans.gigabytes, limit),
-        held=plans.colours(name.capitalize() for name in _MEMORY),
+        held=plans.colours({name: name.capitalize() for name in _MEMORY}, best.step.memory),
         cases=cases,
         measured=measured(explorer, best),
     )

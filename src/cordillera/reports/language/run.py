@@ -143,7 +143,13 @@ def _validations(records: LanguageRecords) -> dict[str, Any]:
         bits = known(record["bits_per_byte"], "{:.4f}")
         cells = [compact(record["tokens"]), fixed(record["loss"]), known(record["perplexity"], "{:,.4g}"), bits]
         rows.append((name, record["loss"] == best.get(split), cells))
-    shown = f"The newest {len(rows):,} of {len(found):,}" if len(rows) < len(found) else f"All {len(found):,}"
+    shown = (
+        f"The newest {len(rows):,} of {len(found):,}"
+        if len(rows) < len(found)
+        else f"All {len(found):,}"
+        if len(found) > 1
+        else "The only one"
+    )
     return {"rows": rows, "shown": shown}
 
 

@@ -73,7 +73,7 @@ def _tiles(
 ) -> list[tuple[str, str, str, str]]:
     tiles = [
         ("tried", f"{len(entries):,}", "", "architectures"),
-        ("trained", f"{len(finished):,}", "", "the others died"),
+        ("trained", f"{len(finished):,}", "", "the others died" if len(finished) < len(entries) else "all of them"),
     ]
     if best:
         lowest = min(best, key=lambda one: one["ne"])

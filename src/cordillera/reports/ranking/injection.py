@@ -10,7 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from cordillera.reports import page
-from cordillera.reports.charts import heat_map
+from cordillera.reports.heat_maps import heat_map
 from cordillera.training.ranking.evaluation import number
 
 _GOAL = 0.9  # part of the wrong outputs that protection should remove

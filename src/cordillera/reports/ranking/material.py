@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cordillera.errors import DataError
-from cordillera.reports.page import part
+from cordillera.reports.page import fixed, part
 from cordillera.run import Run, read_object, read_recipe
 from cordillera.training.ranking.config import STOP_TITLES, is_lower_better
 from cordillera.training.ranking.evaluation import Evaluation, number
@@ -96,7 +96,7 @@ class Material:
 
 def interval_text(pair: Sequence[float] | None) -> str:
     """Return an interval as text; empty for None."""
-    return f"{pair[0]:.4f} to {pair[1]:.4f}" if pair else ""
+    return f"{fixed(pair[0])} to {fixed(pair[1])}" if pair else ""
 
 
 def mean_over_tasks(record: Mapping[str, Any], name: str = "ne") -> float:

@@ -7,7 +7,6 @@ from typing import Any
 
 from cordillera.planning.ranking.placement import Placement
 from cordillera.reports.charts import bars
-from cordillera.reports.plans import colours
 from cordillera.run import Run
 
 PLACEMENT_FILE = "placement.json"
@@ -39,7 +38,7 @@ def placed_tables(run: Run) -> dict[str, Any]:
     reasons = _reasons(run)
     return {
         "chart": bars("Rows of tables by rank", rows, names, _bytes),
-        "key": colours(names.values()),
+        "key": [(f"f{number}", title) for number, title in enumerate(names.values())],
         "rows": [
             (name, "{:,} x {:,}".format(*placement.tables[name]), _bytes(sizes[name]), _ranks(placement, name),
              reasons.get(name, placement.way(name)))

@@ -45,6 +45,12 @@ def streams_svg(timeline: Sequence[Operation]) -> Markup:
     return gantt("What every stream does in a step", rows, max(one.end for one in timeline))
 
 
+def _shown(timeline: Sequence[Operation]) -> list[tuple[str, str]]:
+    """Return the styles and names of the causes that a timeline shows."""
+    found = {one.cause for one in timeline if one.seconds > 0}
+    return [(f"f{number}", name) for number, (cause, name) in enumerate(CAUSES.items()) if cause in found]
+
+
 def reasons(best: TablePlan, base: TablePlan) -> list[str]:
     """Explain why the plan ``best`` is faster than ``base``, with the largest difference first."""
     if best.seconds >= base.seconds:
@@ -85,8 +91,8 @@ def page(
         compared: Best plans of smaller searches, by name, for comparison.
         changes: Effects of other networks; None for none.
     """
-    memory = [("base", base.step.memory)]
-    memory += [(name.removesuffix(" alone"), plan.step.memory) for name, plan in compared.items()]
+    memory = [("production-like", base.step.memory)]
+    memory += [(name, plan.step.memory) for name, plan in compared.items()]
     memory += [("this plan", found.best.step.memory)]
     return plans.fill(
         "ranking_plan",
@@ -94,5 +100,6 @@ def page(
         reasons=reasons(found.best, base),
         timeline=streams_svg(found.best.step.timeline),
         memory=bars("Memory by plan", memory, {name: name for name in _MEMORY}, plans.gigabytes),
-        held=plans.colours(_MEMORY),
+        held=plans.colours({name: name.capitalize() for name in _MEMORY}, [parts for _, parts in memory]),
+        shown=_shown(found.best.step.timeline),
     )

@@ -75,7 +75,7 @@ def _search(content: dict[str, Any]) -> dict[str, Any]:
         (_parts(list(step["options"]), most), f"{cost:.1f}", f"{mean:+.4f}", f"{low:+.4f} to {high:+.4f}")
         for step, (cost, mean, low, high) in zip(steps, points, strict=True)
     ]
-    return {"chart": Figure("", chart, caption), "rows": rows}
+    return {"chart": Figure("", chart, caption) if len(points) > 1 else None, "rows": rows}
 
 
 def _parts(options: Sequence[str], most: int) -> str:

@@ -179,12 +179,13 @@ def _learning(material: Material) -> list[Figure | None]:
         marked = best["tasks"].get(task, {}).get("ne", math.nan) if best else math.nan
         text = f"At step {best['step']:,}: {fixed(marked)}." if best else "No step has a defined NE."
         ring = f"{'best mean: ' if averaged else 'best '}{marked:.4f}" if material.stop_on == "ne" else f"{marked:.4f}"
+        ringed = f"Ring: the step with the {extreme} {title}{averaged}. " if len(ne.points()) > 1 else ""
         charts.append(
             figure(
                 f"Validation NE: {task}" if averaged else "Validation NE",
                 [ne],
                 ("training examples", "NE"),
-                f"Ring: the step with the {extreme} {title}{averaged}. {text}",
+                ringed + text,
                 x=x,
                 y=Axis(padded([*values, bayes], 0.2)),
                 levels=[(1.0, "base rate"), (bayes, "Bayes-optimal")],

@@ -31,6 +31,9 @@ def _calibration(result: TaskEvaluation) -> Figure | None:
     top = min(1.0, 1.08 * max(max(entry.high, entry.prediction) for entry in bins))
     outside = sum(1 for entry in bins if not entry.low <= entry.prediction <= entry.high)
     text = f"{outside} of {len(bins)} bins have a mean prediction outside the interval of their rate."
+    if len(bins) == 1:
+        said = f"mean prediction {fixed(bins[0].prediction)}, observed rate {fixed(bins[0].rate)}"
+        return Figure("Calibration", None, text, told=said)
     x = Axis((0.0, top), [(tick, f"{tick:g}") for tick in nice_ticks(0.0, top)])
     chart = Chart("Calibration", text, x, Axis((0.0, top)), ("mean prediction", "observed rate"))
     chart.diagonal()

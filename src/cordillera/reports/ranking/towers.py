@@ -6,7 +6,7 @@ from typing import Any
 
 from cordillera.planning.ranking.towers import TowerPlan
 from cordillera.reports import page
-from cordillera.reports.charts import Axis, Chart, padded
+from cordillera.reports.charts import WIDTH, Axis, Chart, padded
 
 _COLOURS = 4  # s0 to s3; the number beside a feature tells towers apart that share one
 _MOST_NAMED = 60  # features whose names fit on the map
@@ -56,7 +56,7 @@ def _map(plan: TowerPlan) -> Chart:
     ys = plan.coordinates[:, 1].tolist() if plan.coordinates.shape[1] > 1 else [0.0] * len(xs)
     axes: list[Any] = [Axis(padded(values, 0.12)) for values in (xs, ys)]
     told = f"{len(xs)} features in {len(plan.groups())} towers"
-    chart = Chart("Map of features", told, axes[0], axes[1], ("first coordinate", "second coordinate"), height=420.0)
+    chart = Chart("Map of features", told, axes[0], axes[1], ("first coordinate", "second coordinate"), 560.0, WIDTH)
     for name, tower, x, y in zip(plan.features, plan.towers, xs, ys, strict=True):
         title = f"{name} · {tower}"
         chart.dots([x], [y], f"s{tower % _COLOURS}", [title])

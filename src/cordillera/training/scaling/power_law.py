@@ -41,6 +41,10 @@ _STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
+_DARK = {  # colours of drawings, and what stands for them where dark pages are preferred
+    "#ffffff": "#1e2129", "#000000": "#a3b0be", "#dde2e8": "#3a4552", "#44505c": "#a3b0be", "#5a6672": "#a3b0be",
+    "#1f5fa8": "#6fb1f2", "#b8520f": "#f2a15f", "#2a7d4f": "#6fcf97", "#7a4aa8": "#c39bea",
+}  # fmt: skip
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
@@ -441,7 +445,7 @@ def plot(
 def save_figure(draw: Callable[[], Figure], paths: Sequence[Path]) -> None:
     """Write what ``draw`` makes, anew for each of ``paths``, in the common style; equal drawings give equal files.
 
-    The suffix chooses the format (``.png``, ``.svg``).
+    The suffix chooses the format (``.png``, ``.svg``). An SVG is dark where the reader prefers dark pages.
     """
     import matplotlib
 
@@ -454,9 +458,22 @@ def save_figure(draw: Callable[[], Figure], paths: Sequence[Path]) -> None:
             metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
             try:
                 figure.savefig(beside, format=path.suffix[1:], dpi=160, metadata=metadata)
+                if path.suffix == ".svg":
+                    text = beside.read_text(encoding="utf-8")
+                    beside.write_text(text.replace("</style>", f"{_dark_style()}</style>", 1), encoding="utf-8")
                 beside.replace(path)
             finally:
                 beside.unlink(missing_ok=True)
+
+
+def _dark_style() -> str:
+    """Return style rules that replace the colours of a drawing for readers who prefer dark pages."""
+    rules = [
+        f'[style*="{kind}: {light}"]{{{kind}: {dark} !important}}'
+        for light, dark in _DARK.items()
+        for kind in ("fill", "stroke")
+    ]
+    return "\n@media (prefers-color-scheme: dark) {text{fill: #e7ecf2}" + "".join(rules) + "}\n"
 
 
 def _draw(result: ScalingStudy, bayes: float | None, references: Mapping[str, float], title: str | None) -> Figure:

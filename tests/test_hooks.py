@@ -1,0 +1,46 @@
+"""What the build of the documentation writes into its pages shows neither escapes nor roles."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MARKS = [
+    name
+    for page in sorted(ROOT.glob("docs/**/*.md"))
+    for name in re.findall(r"^<!-- keys: (\S+) -->$", page.read_text(), re.M)
+]
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("documentation_hooks", ROOT / "docs" / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_bars_are_escaped_in_texts_and_not_in_code(hooks: ModuleType) -> None:
+    assert hooks._cell("a | b: `log(1 + |x|)` or c|d") == r"a \| b: `log(1 + |x|)` or c\|d"
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_tables_of_keys_have_four_cells_a_row_and_no_roles(hooks: ModuleType, name: str) -> None:
+    table = hooks.on_page_markdown(f"<!-- keys: {name} -->")
+    for row in table.splitlines():
+        outside = re.sub(r"`[^`]*`", "", row)
+        assert len(re.findall(r"(?<!\\)\|", outside)) == 5, row
+        assert "\\|" not in "".join(re.findall(r"`[^`]*`", row)), "a backslash in code is shown"
+        assert not re.search(r":[a-z]+:`", row), row
+
+
+def test_roles_are_left_out_of_pages(hooks: ModuleType) -> None:
+    html = "<p>see :func:<code>~a.b.plan</code> and :class:<code>Run</code>; data:<code>x</code></p>"
+    assert hooks.on_page_content(html) == "<p>see <code>plan</code> and <code>Run</code>; data:<code>x</code></p>"
