@@ -16,16 +16,15 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import typer
 from rich.table import Table
 from rich.text import Text
 
-from cordillera.cli._show import console, echo
+from cordillera.cli._show import AsJson, console, print_json
 from cordillera.data.files import cache_folder
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.kernels.threads import SPINS_ALONE, quota, spins_long, usable_cores
@@ -408,7 +407,7 @@ def examine() -> list[Finding]:
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what of this machine and its libraries is usable.
 
@@ -417,7 +416,7 @@ def doctor(
     """
     findings = examine()
     if as_json:
-        echo(json.dumps([asdict(finding) for finding in findings], indent=2), json=True)
+        print_json(findings)
         return
     table = Table(box=None, pad_edge=False)
     for column in ("", "", "state", "found"):
