@@ -119,7 +119,7 @@ def test_mistakes_on_the_command_line_are_quoted_as_they_are(cli, arguments):
     done = cli(*arguments)
     assert done.code == 2
     assert safe(done.out + done.err)
-    assert any(word in done.err for word in ("[/x]", "\\udcff", "valid integer"))
+    assert any(word in done.err for word in ("[/x]", "\\udcff", "whole number"))
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import polars as pl
@@ -39,8 +39,14 @@ from cordillera.data.ranking.logs.columns import RowPlace, splitmix64, timestamp
 from cordillera.data.ranking.logs.histories import HistoriesConfig, HistoriesLog
 from cordillera.data.ranking.logs.synthetic import SyntheticConfig, SyntheticLog
 from cordillera.errors import DataError
+from cordillera.toml_files import explain, text_of
 
 Split = Literal["time", "order", "random", "files"]
+
+
+_Separator = Annotated[
+    str, text_of(r"[\t !#-/:-@\[-`{-~]", "one tabulator, space or punctuation mark other than a double quote")
+]
 
 
 class DataConfig(BaseModel):
@@ -81,7 +87,7 @@ class DataConfig(BaseModel):
     validation_path: str | tuple[str, ...] | None = None
     test_path: str | tuple[str, ...] | None = None
     format: FileFormat | None = None
-    separator: str | None = Field(None, pattern=r"^[\t !#-/:-@\[-`{-~]$")
+    separator: _Separator | None = None
     schema_: Schema | None = Field(None, alias="schema")
     split: Split | None = None
     fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)
@@ -582,5 +588,5 @@ def configure(name: str, path: Sequence[str] | None = None) -> DataConfig:
     try:
         return DataConfig(dataset=name, path=tuple(path) if path else None)
     except ValidationError as error:
-        message = "; ".join(str(problem["msg"]).removeprefix("Value error, ") for problem in error.errors())
+        message = "; ".join(what for _, what in explain(error.errors(), lambda path: list(DataConfig.model_fields)))
         raise DataError(message, where=f"data set '{name}'", remedy="see 'cordillera data list'") from None
