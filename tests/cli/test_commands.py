@@ -112,6 +112,19 @@ def test_data_lists_describes_and_fetches_nothing_unasked(cli):
         assert name in listed.out
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "place", "terms"),
+    [("criteo", "train.txt", "https://ailab.criteo.com", "non-commercial use"),
+     ("avazu", "train.gz", "https://www.kaggle.com/c/avazu-ctr-prediction", "the competition's rules")],
+)  # fmt: skip
+def test_data_that_cannot_be_fetched_says_where_it_is_and_what_comes_next(cli, name, file, place, terms):
+    for command in ("get", "describe"):
+        refused = cli("data", command, name)
+        assert refused.code == 2
+        for words in (file, place, terms, f"cordillera data get {name} --path FILE", "data.path = 'FILE'"):
+            assert words in refused.err
+
+
 def _start(recipe, folder, *more):
     """A training in a process of its own, as a user's shell would start it."""
     environment = dict(os.environ, PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1")

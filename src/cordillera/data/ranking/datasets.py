@@ -140,7 +140,7 @@ class DataConfig(BaseModel):
         if self.path is not None and not entry.needs_files:
             raise ValueError(f"dataset '{self.dataset}' brings its own rows; leave dataset out for logs of your own")
         if self.path is None and entry.needs_files:
-            raise ValueError(f"dataset '{self.dataset}' cannot be fetched: download it and set path ({entry.source})")
+            raise ValueError(f"dataset '{self.dataset}' cannot be fetched; {entry.source}, and name it by data.path")
         return self
 
 
@@ -242,7 +242,7 @@ DATASETS: dict[str, Dataset] = {
     ),
     "criteo": Dataset(
         "45 million ad impressions: 13 counts, 26 ids (train.txt of the display advertising challenge)",
-        "Criteo Labs; download it and give its path",
+        "Criteo Labs: download train.txt from https://ailab.criteo.com/ressources/",
         "Criteo: non-commercial use; read the terms where you download it",
         "order",
         lambda config: criteo_schema(),
@@ -251,7 +251,7 @@ DATASETS: dict[str, Dataset] = {
     ),
     "avazu": Dataset(
         "40 million ad impressions of ten days: 21 ids (train.gz of the click-through challenge)",
-        "Avazu on Kaggle; download it and give its path",
+        "Avazu on Kaggle: download train.gz from https://www.kaggle.com/c/avazu-ctr-prediction/data",
         "the competition's rules; read them where you download it",
         "time",
         lambda config: avazu_schema(),
@@ -585,6 +585,10 @@ def configure(name: str, path: Sequence[str] | None = None) -> DataConfig:
     Raises:
         DataError: the name is unknown, a path is given that the data set does not take, or a required path is missing.
     """
+    entry = DATASETS.get(name)
+    if entry is not None and entry.needs_files and not path:
+        remedy = f"then: cordillera data get {name} --path FILE, or data.path = 'FILE' in a recipe"
+        raise DataError(f"cannot be fetched; {entry.source} ({entry.terms})", where=f"data set '{name}'", remedy=remedy)
     try:
         return DataConfig(dataset=name, path=tuple(path) if path else None)
     except ValidationError as error:
