@@ -125,6 +125,23 @@ def test_data_that_cannot_be_fetched_says_where_it_is_and_what_comes_next(cli, n
             assert words in refused.err
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (["--seeds", "x"], "'--seeds': must be a whole number, got 'x'"),
+        (["--seeds", 0], "'--seeds': must be at least 1, got '0'"),
+        (["--judge", 500], "'--judge': must be at most 100, got '500'"),
+        (["--hours", "x"], "'--hours': must be a number, got 'x'"),
+        (["--trials"], "'--trials' requires an argument"),
+    ],
+)
+def test_a_wrong_option_is_told_in_own_words(cli, option, said):
+    refused = cli("search", "any", "--space", "any", *option)
+    assert refused.code == 2
+    assert said in refused.err
+    assert "nput should" not in refused.err
+
+
 def _start(recipe, folder, *more):
     """A training in a process of its own, as a user's shell would start it."""
     environment = dict(os.environ, PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1")
