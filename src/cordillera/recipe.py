@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import tomlkit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -42,7 +42,7 @@ from cordillera.models.language.checkpoints import open_checkpoint
 from cordillera.models.language.llama import PRESETS, LlamaConfig
 from cordillera.models.ranking import MODELS, ModelConfig
 from cordillera.serving.language.language_model import find_model, tokenizer_of
-from cordillera.toml_files import explain, known_keys, models_of
+from cordillera.toml_files import explain, known_keys, models_of, text_of
 from cordillera.training.language.objectives import ObjectiveConfig
 from cordillera.training.language.trainer import LanguageTrainingConfig
 from cordillera.training.ranking.config import RankingParallelConfig, TrainingConfig
@@ -82,10 +82,14 @@ class _AnyRecipe(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Annotated[
+        str, text_of(r"[A-Za-z0-9][A-Za-z0-9._-]*", "letters, digits, dots, hyphens and underscores, without spaces")
+    ] = "run"
     description: str = ""
     seed: int = Field(1, ge=0, lt=2**63)
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    device: Annotated[str, text_of(r"auto|cpu|cuda(:[0-9]+)?", "auto, cpu, cuda, or cuda with a number (cuda:1)")] = (
+        "auto"
+    )
     threads: int | None = Field(None, ge=1, le=MOST_THREADS)
 
 

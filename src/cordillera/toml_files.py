@@ -7,13 +7,59 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel
 
 # Parts of pydantic's paths that are not in the file: branches of unions and validators.
-_NOT_IN_FILE = re.compile(r"int$|tuple\[|constrained|function-")
+_NOT_IN_FILE = re.compile(r"(int|str|float|bool|none)$|(tuple|list|dict|literal)\[|constrained|function-|nullable")
 
 
 _FEW = 12  # keys that an error lists
+
+_SECTION, _ARRAY, _WHOLE = "must be a section of keys", "must be an array", "must be a whole number"
+_SENTENCES = {
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "dict_type": _SECTION,
+    "finite_number": "must be a finite number",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "int_from_float": _WHOLE,
+    "int_parsing": _WHOLE,
+    "int_parsing_size": "must be a whole number of fewer digits",
+    "int_type": _WHOLE,
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "list_type": _ARRAY,
+    "literal_error": "must be {expected}",
+    "mapping_type": _SECTION,
+    "missing": "is missing",
+    "model_attributes_type": _SECTION,
+    "model_type": _SECTION,
+    "string_too_long": "must have at most {max_length} characters",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_type": "must be text",
+    "string_unicode": "must be text of UTF-8",
+    "too_long": "must have at most {max_length} entries",
+    "too_short": "must have at least {min_length} entries",
+    "tuple_type": _ARRAY,
+    "union_tag_invalid": "must be one of {expected_tags}",
+    "union_tag_not_found": "must say which of several it is by {discriminator}",
+}
+"""What is wrong, by pydantic's types of errors, with the values of their context."""
+
+
+def text_of(pattern: str, words: str) -> AfterValidator:
+    """Return a check that a text matches a regular expression as a whole; the ``words`` say which texts do."""
+    whole = re.compile(pattern)
+
+    def check(text: str) -> str:
+        if not whole.fullmatch(text):
+            raise ValueError(f"must be {words}")
+        return text
+
+    return AfterValidator(check)
 
 
 def explain(
@@ -26,31 +72,67 @@ def explain(
         keys: Function that returns the known keys at a place, for the hint at an unknown key.
         whole: Name for the place of mistakes without a place in the file.
     """
-    problems: dict[str, str] = {}
+    problems: dict[str, list[str]] = {}
+    given: dict[str, str] = {}
     for entry in entries:
         unknown = entry["type"] == "extra_forbidden"  # the last part of the path is then a key of the file
         kept = entry["loc"][-1:] if unknown else ()
         location = [part for part in entry["loc"][: len(entry["loc"]) - len(kept)] if not _NOT_IN_FILE.match(str(part))]
         location += kept
         path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
-        message = re.sub(r"^(Value error|Assertion failed), ", "", entry["msg"])
         if unknown:
             known = keys(location[:-1])
             close = nearest_key(str(location[-1]), known)
             few = f"; keys are {', '.join(known)}" if known and len(known) <= _FEW else ""
             hint = few if close is None else f"; did you mean {close!r}?"
             message = f"is not a key here{hint}"
-        elif entry["type"] == "missing":
-            message = "is missing"
         elif entry["type"] == "too_short" and any(name.startswith(f"{path}[") for name in problems):
             continue  # its entries were refused, not left out
         else:
-            message = f"{message[0].lower()}{message[1:]}"
-            if not isinstance(entry.get("input"), dict | list):
-                given = repr(entry["input"])
-                message += f", got {given if len(given) <= 100 else given[:97] + '...'}"
-        problems.setdefault(path or whole, message)
-    return list(problems.items())
+            message = _sentence(entry)
+            if entry["type"] != "missing":
+                given.setdefault(path or whole, _given(entry))
+        problems.setdefault(path or whole, []).append(message)
+    return [
+        (path, _joined(messages) + given.get(path, ""))
+        for path, messages in problems.items()
+        if not _is_outer(path, messages, problems)
+    ]
+
+
+def _sentence(entry: Mapping[str, Any]) -> str:
+    """Return what is wrong by an entry of pydantic's."""
+    if entry["type"] in ("value_error", "assertion_error", "name"):
+        message = re.sub(r"^(Value error|Assertion failed), ", "", entry["msg"])
+        return f"{message[0].lower()}{message[1:]}"
+    context = entry.get("ctx", {})
+    numbers = {name: f"{value:g}" if isinstance(value, float) else value for name, value in context.items()}
+    sentence = _SENTENCES.get(entry["type"], "is not valid here").format(**numbers)
+    return re.sub(r"\b1 (entrie|character)s$", lambda match: f"1 {match[1].replace('ie', 'y')}", sentence)
+
+
+def _joined(messages: Sequence[str]) -> str:
+    """Return one sentence for what the branches of a union say of one value."""
+    first, *others = dict.fromkeys(messages)
+    if not all(message.startswith("must be ") for message in (first, *others)):
+        return first
+    return " or ".join([first, *(message.removeprefix("must be ") for message in others)])
+
+
+def _given(entry: Mapping[str, Any]) -> str:
+    """Return the value of an entry of pydantic's, for the end of its sentence; of an array or a section, the kind."""
+    value = entry.get("input")
+    if isinstance(value, Mapping | list | tuple):
+        kind = "a section" if isinstance(value, Mapping) else "an array"
+        return f", got {kind}" if entry["type"].endswith("_type") else ""
+    text = repr(value)
+    return f", got {text if len(text) <= 100 else text[:97] + '...'}"
+
+
+def _is_outer(path: str, messages: Sequence[str], problems: Mapping[str, object]) -> bool:
+    """Whether one branch of a union refuses the kind of a value in which another branch finds a mistake."""
+    kinds = all(message in _SENTENCES.values() and message.startswith("must be ") for message in messages)
+    return kinds and any(name.startswith((f"{path}[", f"{path}.")) for name in problems)
 
 
 def nearest_key(name: str, known: Sequence[str]) -> str | None:

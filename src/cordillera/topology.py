@@ -36,7 +36,7 @@ from pydantic import (
 
 from cordillera.errors import PlanError, printable
 from cordillera.files import parse_toml, read_text
-from cordillera.toml_files import explain, known_keys
+from cordillera.toml_files import explain, known_keys, text_of
 
 SECONDS_PER_KM = 5e-6  # light in glass: 1.468 times as long as in a vacuum
 
@@ -48,9 +48,9 @@ _MOST_LISTED, _MOST_EXPLAINED = 20, 1_000  # largest numbers of mistakes that an
 
 def _number(value: object) -> object:
     if isinstance(value, bool | str):  # pydantic would take true for 1 and "8" for 8
-        raise ValueError("input should be a number")
+        raise ValueError("must be a number")
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("input should be a finite number")
+        raise ValueError("must be a finite number")
     return value
 
 
@@ -64,7 +64,7 @@ Numeric = BeforeValidator(_number)
 Positive = Annotated[float, Numeric, Field(ge=1e-6, le=1e24, allow_inf_nan=False)]
 NotNegative = Annotated[float, Numeric, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Words = Annotated[str, AfterValidator(_words), Field(max_length=10_000)]
-Label = Annotated[str, AfterValidator(_words), Field(max_length=200, pattern=r"^[^\n\t]*$")]
+Label = Annotated[str, AfterValidator(_words), Field(max_length=200), text_of(r"[^\n\t]*", "one line without tabs")]
 
 Count = Annotated[int, Numeric, Field(ge=1, le=MOST_DEVICES)]
 
@@ -115,7 +115,11 @@ class Level(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=100)
+    name: Annotated[
+        str,
+        Field(max_length=100),
+        text_of("[a-z][a-z0-9_]*", "small letters, digits and underscores that begin with a letter"),
+    ]
     members: Count | Annotated[tuple[Count, ...], Field(fail_fast=True)]
     latency_s: NotNegative
     distance_km: NotNegative = 0.0

@@ -196,7 +196,7 @@ def test_a_teacher_of_another_schema_or_of_later_samples_is_refused(cli: Any, lo
         ({"teacher": None}, "give either [teacher], which learns, or teacher_run"),
         ({"teacher_run": "x"}, "give either [teacher], which learns, or teacher_run"),
         ({"join": {"window": 3}}, "join.window_s: is missing"),
-        ({"join": {"window_s": -1}}, "join.window_s: input should be greater than or equal to 0"),
+        ({"join": {"window_s": -1}}, "join.window_s: must be at least 0"),
         ({"join": {"window_s": 1, "unlabelled": "missing"}}, "needs schema.missing_labels = true"),
         ({"streams": {}}, "streams: "),
         ({"streams": {"state": {"events": "x"}}}, "a stream cannot be named 'state'"),

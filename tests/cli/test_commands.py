@@ -122,6 +122,36 @@ def test_data_lists_describes_and_fetches_nothing_unasked(cli):
         assert name in listed.out
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "place", "terms"),
+    [("criteo", "train.txt", "https://ailab.criteo.com", "non-commercial use"),
+     ("avazu", "train.gz", "https://www.kaggle.com/c/avazu-ctr-prediction", "the competition's rules")],
+)  # fmt: skip
+def test_data_that_cannot_be_fetched_says_where_it_is_and_what_comes_next(cli, name, file, place, terms):
+    for command in ("get", "describe"):
+        refused = cli("data", command, name)
+        assert refused.code == 2
+        for words in (file, place, terms, f"cordillera data get {name} --path FILE", "data.path = 'FILE'"):
+            assert words in refused.err
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (["--seeds", "x"], "'--seeds': must be a whole number, got 'x'"),
+        (["--seeds", 0], "'--seeds': must be at least 1, got '0'"),
+        (["--judge", 500], "'--judge': must be at most 100, got '500'"),
+        (["--hours", "x"], "'--hours': must be a number, got 'x'"),
+        (["--trials"], "'--trials' requires an argument"),
+    ],
+)
+def test_a_wrong_option_is_told_in_own_words(cli, option, said):
+    refused = cli("search", "any", "--space", "any", *option)
+    assert refused.code == 2
+    assert said in refused.err
+    assert "nput should" not in refused.err
+
+
 def _start(recipe, folder, *more):
     """A training in a process of its own, as a user's shell would start it."""
     environment = dict(os.environ, PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1")

@@ -70,15 +70,17 @@ def test_forks_of_one_process_find_what_processes_find(monkeypatch: pytest.Monke
     said = "import sys; print('one'); print(' two '); print('wrong', file=sys.stderr)"
     crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
     hang = "import time; time.sleep(60)"
-    found = doctor._probe_with_torch([said, crash, f"{said}; 1 / 0", hang, "import torch; print(torch.ones(2).sum())"])
+    ones = "import torch; print(torch.ones(2).sum())"
+    found = doctor._probe_with_torch([[said], [crash, said], [f"{said}; 1 / 0", ones, crash], [hang], [ones]])
     assert found[0] == (True, "two")
-    assert not found[1][0]
-    assert "SIGSEGV" in found[1][1]
-    assert found[2] == (False, "ZeroDivisionError: division by zero")
-    assert found[3] == (False, "no answer within 15 seconds")
-    assert found[4] == (True, "tensor(2.)")
+    for number in (1, 2, 5):  # what follows a crash cannot run; what follows an error can, and its crash is its own
+        assert not found[number][0]
+        assert "SIGSEGV" in found[number][1]
+    assert found[3] == (False, "ZeroDivisionError: division by zero")
+    assert found[4] == found[7] == (True, "tensor(2.)")
+    assert found[6] == (False, "no answer within 15 seconds")
     monkeypatch.setattr(doctor, "_FORKS", "raise ImportError('torch is broken')")
-    assert doctor._probe_with_torch([said, said]) == [(False, "ImportError: torch is broken")] * 2
+    assert doctor._probe_with_torch([[said], [said]]) == [(False, "ImportError: torch is broken")] * 2
 
 
 def test_fbgemm_for_another_torch_is_named_with_the_version_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:

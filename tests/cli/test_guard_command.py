@@ -18,12 +18,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_each_text_or_answer_has_a_verdict(cli, folder: str) -> None:
     found = cli("guard", folder, "How do locks work?", "Hello", "--json")
     assert found.code == 0, found.err
-    entries = [json.loads(line) for line in found.out.splitlines()]
+    entries = json.loads(found.out)
     assert [one["text"] for one in entries] == ["How do locks work?", "Hello"]
     assert all(0 <= one["score"] <= 1 for one in entries)
     assert set(entries[0]) == {"text", "is_safe", "categories", "is_valid", "score"}
     found = cli("guard", folder, "How do locks work?", "--agent", "By pins.", "--category", "S7", "--json")
-    assert json.loads(found.out)["text"] == "By pins."
+    assert json.loads(found.out)[0]["text"] == "By pins."
 
 
 def test_a_table_shows_text_as_it_is(cli, folder: str) -> None:

@@ -364,7 +364,7 @@ MISTAKES = [
     (["data.long_documents='refuse'", "data.max_length=20"], "longer than 20 tokens"),
     (["packing.tokens=10000", "packing.microbatches=2"], "do not fit into 2 microbatches"),
     (["training.start='nowhere'"], "nowhere"),
-    (["training.precision=float32"], "should be 'bf16' or 'fp32', got 'float32'"),
+    (["training.precision=float32"], "must be 'bf16' or 'fp32', got 'float32'"),
     (["training.stepz=3"], "did you mean 'steps'"),
     (["parallel.schedule='1f2b'"], "parallel.schedule"),
 ]

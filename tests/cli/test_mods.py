@@ -72,7 +72,7 @@ def test_a_stopped_run_resumes_bit_for_bit(recipe, tmp_path):
 def test_mistakes_are_told_at_once(cli, recipe):
     refused = cli("train", recipe, "--set", 'model.mods=["no-biases"]')
     assert refused.code == 2
-    assert "model.mods[0]: input should be 'no-bias', 'block-norm' or 'hard-swish', got 'no-biases'" in refused.err
+    assert "model.mods[0]: must be 'no-bias', 'block-norm' or 'hard-swish', got 'no-biases'" in refused.err
     dlrm = ['model={name="dlrm", embedding_dim=4, mods=["block-norm"]}']
     refused = cli("train", recipe, *[part for key in dlrm for part in ("--set", key)])
     assert refused.code == 2

@@ -72,10 +72,20 @@ def test_plans_of_recommendation_models_are_listed_in_milliseconds() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "step"), [(1.0, "1.000 s"), (0.9999, "999.90 ms"), (20.0, "20.000 s")])
-def test_clusters_are_compared_by_step_and_by_what_is_trained_in_a_second(seconds: float, step: str) -> None:
-    best = planning._best(planned(Planned, seconds))
-    assert best[1:] == ("2,048", step, f"{500 * 4000 / seconds / 1e6:.2f} M tokens", "13")
-    assert planning._best(planned(PlannedRecommender, seconds))[3] == "4.50 M samples"
+def test_clusters_are_compared_by_step_and_by_what_is_trained_in_a_second(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, seconds: float, step: str
+) -> None:
+    monkeypatch.setattr("cordillera.topology.load", lambda name: None)
+    for kind, speed in (
+        (Planned, f"{500 * 4000 / seconds / 1e6:.2f} M tokens"),
+        (PlannedRecommender, "4.50 M samples"),
+    ):
+        one = planned(kind, seconds)
+        planning._compare(_show.Answer(False), "w.toml", ["a.toml", "b"], None, lambda *_, found=one, **options: found)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == "w on 2 clusters"
+        assert lines[1].split() == ["cluster", "layout", "devices", "step", "a", "second", "GB"]
+        assert re.sub(" {2,}", "  ", lines[3].strip()) == f"b  {one.found.best.layout}  2,048  {step}  {speed}  13"
 
 
 def test_a_plan_is_printed_with_its_gain_its_cases_and_its_files(
@@ -86,7 +96,7 @@ def test_a_plan_is_printed_with_its_gain_its_cases_and_its_files(
     cases = (Case("one thing", 4.0, 8), Case("another", 0.999, 8, "so"), Case("a third", 1.0, 8))
     one = planned(Planned, 2.0, base=5.0, what_if=cases)
     one.found.interrupted = True
-    planning._show(one)
+    planning._show(_show.Answer(False), one)
     lines = capsys.readouterr().out.splitlines()
     assert lines[lines.index("interrupted: this is the best until then") :] == [
         "interrupted: this is the best until then",
@@ -99,7 +109,7 @@ def test_a_plan_is_printed_with_its_gain_its_cases_and_its_files(
         "constants: measured",
         "report: p/plan.html",
     ]
-    planning._show(planned(PlannedRecommender, 0.5))
+    planning._show(_show.Answer(False), planned(PlannedRecommender, 0.5))
     out = capsys.readouterr().out
     assert "interrupted" not in out
     assert "18.00 times" in out
@@ -114,7 +124,7 @@ def test_a_calibration_is_printed_with_the_rows_furthest_off(capsys: pytest.Capt
     ratios = (1.0, 1.5, 0.4, 1.2, 0.9, 1.01, 3.0)
     rows = [(SimpleNamespace(model=f"m{n}", layout="l", seconds=2.0), 2.0 * by) for n, by in enumerate(ratios)]
     constants = SimpleNamespace(matrix=0.8, memory=0.7, port=0.6, network=0.9, collective_s=1e-5)
-    planning._calibrate(Calibrated(constants, quality, rows, Path("c.json")))  # type: ignore[arg-type]
+    planning._calibrate(_show.Answer(False), Calibrated(constants, quality, rows, Path("c.json")))  # type: ignore[arg-type]
     out = capsys.readouterr().out
     lines = [line.strip() for line in out.splitlines()]
     first = lines.index("furthest off:") + 1
@@ -142,7 +152,7 @@ def test_what_is_left_to_measure_ends_the_command_with_its_own_status(
         return found
 
     monkeypatch.setattr("cordillera.kernels.products.measure_table", measure)
-    planning._measure([(2, 3, 4, 5)], Path("p.csv"))
+    planning._measure(_show.Answer(False), [(2, 3, 4, 5)], Path("p.csv"))
     assert capsys.readouterr().out.splitlines() == [
         "9 products, 1,234 of them now",
         "2,000 more do not fit this device's memory and are left to the formula",
@@ -150,7 +160,7 @@ def test_what_is_left_to_measure_ends_the_command_with_its_own_status(
     ]
     found.left, found.too_large = 1, 0
     with pytest.raises(typer.Exit) as stop:
-        planning._measure([(2, 3, 4, 5)], Path("p.csv"))
+        planning._measure(_show.Answer(False), [(2, 3, 4, 5)], Path("p.csv"))
     assert stop.value.exit_code == 130
     out = capsys.readouterr().out
     assert "interrupted, 1 more are to be measured" in out
@@ -176,7 +186,7 @@ def test_the_budget_of_a_quantisation_is_shown_exceeded_or_neither(
         selection=selection, layers=[], bytes=(3, 1), ne=(1.0, 1.0), seconds=(1.0, 1.0), searched=change,
         confirmed=change, sweep=12,
     )  # fmt: skip
-    summary = cells(_show.quantized_tables(outcome, 2e-4)[2])
+    summary = cells(_show.quantized_summary(outcome, 2e-4))
     assert [row[0] for row in summary[4:]] == ["NE, searched", "NE, test split", "evaluations"]
     assert all(row[3].endswith(f"; budget {verdict}") for row in summary[4:6])
     assert summary[6][2:] == ["3", "a sweep of all options: 12"]
@@ -254,14 +264,14 @@ def outcome(ended: str, **values: Any) -> SimpleNamespace:
 )
 def test_the_end_of_training_says_how_it_ended(capsys: pytest.CaptureFixture[str], ended: str, said: str) -> None:
     one: Any = outcome(ended)
-    train._print(_show.console(), one)
+    train._print(_show.Answer(False), one)
     assert capsys.readouterr().out == f"{said} after 1,234 steps in 20.0 s\n"
     one.report.probing_seconds = 0.5
-    train._print(_show.console(), one)
+    train._print(_show.Answer(False), one)
     assert "probing its layers took 0.50 s of that, 2.5 %" in capsys.readouterr().out
     language: Any = workflows.LanguageOutcome.__new__(workflows.LanguageOutcome)
     object.__setattr__(language, "report", one.report)
-    train._print(_show.console(), language)
+    train._print(_show.Answer(False), language)
     assert capsys.readouterr().out == f"{said} after 1,234 steps in 20.0 s, 5,000,000 tokens\n"
 
 

@@ -120,7 +120,7 @@ def test_mistakes_on_the_command_line_are_quoted_as_they_are(cli, arguments):
     done = cli(*arguments)
     assert done.code == 2
     assert safe(done.out + done.err)
-    assert any(word in done.err for word in ("[/x]", "\\udcff", "valid integer"))
+    assert any(word in done.err for word in ("[/x]", "\\udcff", "whole number"))
 
 
 @pytest.mark.slow
@@ -221,7 +221,8 @@ def test_choices_and_layers_of_a_quantisation_stand_under_their_headings():
         selection=selection, layers=layers, bytes=(200, 50), ne=(0.8, 0.9), seconds=(4e-3, 2e-3),
         searched=Change(1e-4, -1e-4, 3e-4), confirmed=None, sweep=12,
     )  # fmt: skip
-    parts, beside, summary = map(cells, _show.quantized_tables(outcome, 2e-4))
+    parts, beside = map(cells, _show.quantized_tables(outcome).values())
+    summary = cells(_show.quantized_summary(outcome, 2e-4))
     assert parts[1:] == [["table user", "int4", "NE +0.0200 %"], ["layer top", "fp32", ""]]
     assert beside[1] == ["top", "int8 static", "33.2", "29.5"]
     assert summary[1:5] == [

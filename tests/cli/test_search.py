@@ -503,11 +503,11 @@ ONLY_DENSE = {**LINEAR, "inputs": ["dense"]}
 @pytest.mark.parametrize(
     ("overrides", "config", "stage", "why"),
     [
-        (graph({**LINEAR, "op": "lineer"}), {}, "settings", "model.nodes[0].op: input should be 'linear'"),
-        (graph({**LINEAR, "op": "none"}), {}, "settings", "model.nodes[0].op: input should be 'linear'"),
+        (graph({**LINEAR, "op": "lineer"}), {}, "settings", "model.nodes[0].op: must be 'linear'"),
+        (graph({**LINEAR, "op": "none"}), {}, "settings", "model.nodes[0].op: must be 'linear'"),
         (graph(*CYCLE), {}, "settings", "nodes read each other in a cycle"),
-        (graph({**LINEAR, "width": 0}), {}, "settings", "model.nodes[0].width: input should be greater than or equal"),
-        (graph({**LINEAR, "width": "wide"}), {}, "settings", "model.nodes[0].width: input should be a valid integer"),
+        (graph({**LINEAR, "width": 0}), {}, "settings", "model.nodes[0].width: must be at least"),
+        (graph({**LINEAR, "width": "wide"}), {}, "settings", "model.nodes[0].width: must be a whole number"),
         ({"model": {"name": "gpt"}}, {}, "settings", "model.name: must be one of"),
         ({"model": 3}, {}, "settings", "model"),
         ({"model.mlp.deep": 3}, {}, "settings", "'mlp' is a value, not a section"),

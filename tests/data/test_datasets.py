@@ -393,7 +393,7 @@ def test_a_batch_shares_no_memory_with_the_file(tmp_path: Path, frame: pl.DataFr
     [
         ({"dataset": "movielens"}, "unknown dataset 'movielens'"),
         ({"dataset": None}, "path and schema of your own"),
-        ({"dataset": "criteo"}, "download it and set path"),
+        ({"dataset": "criteo"}, "download train.txt from .*, and name it by data.path"),
         ({"dataset": "adult", "path": "x.csv"}, "brings its own rows"),
         ({"fractions": (0.5, 0.1, 0.1)}, "add up to 1"),
         ({"batch_sise": 3}, "Extra inputs"),

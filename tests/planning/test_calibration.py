@@ -194,7 +194,7 @@ HEADER = "layers,hidden,heads,sequence,batch,microbatch,tensor,data,pipeline,mil
         (HEADER + "24.7,64,4,128,8,1,1,8,1,5\n", "line 2, column layers: 24.7 is not a whole number"),
         (HEADER + "five,64,4,128,8,1,1,8,1,5\n", "line 2, column layers: 'five' is not a positive number"),
         (HEADER + ",64,4,128,8,1,1,8,1,5\n", "line 2, column layers: is empty"),
-        (HEADER + "1e9,64,4,128,8,1,1,8,1,5\n", "line 2, column layers: input should be less than or equal to 4096"),
+        (HEADER + "1e9,64,4,128,8,1,1,8,1,5\n", "line 2, column layers: must be at most 4096"),
         (HEADER + '"2,64,4,128,8,1,1,8,1,5\n', "line 2: is not a row of CSV"),
         ("layers," + HEADER + "2,2,64,4,128,8,1,1,8,1,5\n", "line 1, column layers: stands there 2 times"),
         ("# layers," + HEADER + "2,2,64,4,128,8,1,1,8,1,5\n", "line 1, column layers: stands there 2 times"),

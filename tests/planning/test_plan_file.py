@@ -79,9 +79,9 @@ def _changed(change: Callable[[dict[str, Any]], object]) -> str:
     [
         (lambda c: c.update(schema=2), r"plan\.json: is of version 2, this library reads 1\n  -> plan again"),
         (lambda c: c.update(workload={"tables": []}), "is the plan of a recommendation model"),
-        (lambda c: c.update(plans=[]), "plans: list should have at least 1 item"),
+        (lambda c: c.update(plans=[]), "plans: must have at least 1 entry"),
         (lambda c: c["plans"][0].pop("schedule"), r"plans\[0\]\.schedule: is missing"),
-        (lambda c: c["plans"][0]["mesh"].update(names=["rows"]), r"plans\[0\]\.mesh\.names\[0\]: input should be"),
+        (lambda c: c["plans"][0]["mesh"].update(names=["rows"]), r"plans\[0\]\.mesh\.names\[0\]: must be"),
         (lambda c: c["plans"][0]["layout"].update(pipeline=4), "the schedule has 2 ranks, its layout 4"),
         (lambda c: c["plans"][0]["layout"].update(chunks=2), "the schedule has 2 stages, its layout 4"),
         (lambda c: c["plans"][0]["layout"].update(data=2), "the schedule has 4 microbatches, its layout 2"),

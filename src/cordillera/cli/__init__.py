@@ -76,8 +76,15 @@ def main() -> None:
     except Exception as error:
         if not hasattr(error, "format_message"):  # a mistake on the command line
             raise
+        from pydantic import ValidationError
         from typer import rich_utils
 
+        if isinstance(error.__cause__, ValidationError):  # of Typer, which checks options by pydantic
+            from cordillera.toml_files import explain
+
+            first: Any = error.__cause__.errors()[0]
+            if first["type"] != "value_error":  # whose sentence is Typer's own
+                error.message = explain([{**first, "loc": ()}], lambda path: ())[0][1]  # type: ignore[attr-defined]
         said = printable(error.format_message(), lines=True)
         error.format_message = lambda: said
         rich_utils.rich_format_error(error)  # type: ignore[arg-type]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -35,6 +39,10 @@ if TYPE_CHECKING:
     from cordillera.workflows.quantization import Quantized
 
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print everything as one JSON document.")]
+"""The option of every command that prints a table."""
+
+
 class _PlainConsole(Console):
     """A console that prints strings literally: square brackets are not markup, and control characters are escaped."""
 
@@ -58,6 +66,125 @@ def console(*, stderr: bool = False) -> Console:
 def echo(text: object, *, json: bool = False) -> None:
     """Print plain text, or with ``json`` JSON or TOML, to standard output with control characters escaped."""
     typer.echo(printable(text, lines=True, quoted=json))
+
+
+def print_json(value: object) -> None:
+    """Print a value as one JSON document; NaN and infinities, which JSON lacks, are null.
+
+    In a job of several ranks, only rank 0 prints.
+    """
+    if not is_silent():
+        echo(json.dumps(_plain(value), indent=1, ensure_ascii=False, allow_nan=False), json=True)
+
+
+def _plain(value: object) -> object:
+    """Return a value with its parts as JSON knows them."""
+    if isinstance(value, Sheet):
+        return _plain(value.records)
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return _plain(value._asdict())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
+
+
+class Field(NamedTuple):
+    """A column of a :class:`Sheet`.
+
+    Attributes:
+        key: Key of its values in JSON.
+        heading: Heading in the terminal. Default: the key, with spaces.
+        form: Format of a value in the terminal, for ``str.format``, or a function that returns its text.
+        within: Key of an object in JSON that holds the value beside those of other columns.
+        right: Whether the column is aligned to the right. Default: if its values have a format.
+    """
+
+    key: str
+    heading: str | None = None
+    form: str | Callable[[Any], str] = "{}"
+    within: str | None = None
+    right: bool | None = None
+
+    def text(self, value: object) -> str:
+        """Return a value for the terminal; None is left blank."""
+        if value is None:
+            return ""
+        return printable(self.form.format(value) if isinstance(self.form, str) else self.form(value))
+
+
+class Sheet(Table):
+    """A table for the terminal that keeps its values for JSON.
+
+    Args:
+        title: Text above the table.
+        *fields: Its columns.
+
+    Attributes:
+        records: Its rows, as objects of the values by their columns' keys.
+    """
+
+    def __init__(self, title: str | None, *fields: Field) -> None:
+        super().__init__(title=title, title_justify="left", box=None, pad_edge=False)
+        self.fields = fields
+        self.records: list[dict[str, Any]] = []
+        for field in fields:
+            heading = field.key.replace("_", " ") if field.heading is None else field.heading
+            is_right = field.form != "{}" if field.right is None else field.right
+            self.add_column(printable(heading), justify="right" if is_right else "left", overflow="fold")
+
+    def add(self, *values: object) -> None:
+        """Add a row of one value a column; None and NaN are null in JSON."""
+        record: dict[str, Any] = {}
+        for field, value in zip(self.fields, values, strict=True):
+            place = record if field.within is None else record.setdefault(field.within, {})
+            place[field.key] = value
+        self.records.append(record)
+        self.add_row(*(field.text(value) for field, value in zip(self.fields, values, strict=True)))
+
+
+class Answer:
+    """What a command prints: tables and lines, or with ``as_json`` one JSON document of their values at its end.
+
+    It is a context; the document is printed where the command ends, unless by an error.
+
+    Attributes:
+        notes: Console of progress and notes: standard error if standard output is for JSON.
+    """
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self._out = console()
+        self.notes = console(stderr=True) if as_json else self._out
+        self.notes.quiet = is_silent()
+        self._values: dict[str, object] = {}
+
+    def __enter__(self) -> Answer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self.as_json and (kind is None or kind is typer.Exit):
+            print_json(self._values)
+
+    def keep(self, **values: object) -> None:
+        """Keep values for the document."""
+        self._values |= values
+
+    def say(self, what: str | Table, **values: object) -> None:
+        """Print a line or a table, or keep the ``values`` that it shows for the document."""
+        self.keep(**values)
+        if not self.as_json:
+            self._out.print(what)
+
+    def tables(self, **sheets: Sheet) -> None:
+        """Print tables, or keep their rows for the document under the tables' names."""
+        for name, sheet in sheets.items():
+            self.say(sheet, **{name: sheet})
 
 
 def number(value: float, digits: int = 4) -> str:
@@ -205,16 +332,27 @@ def _note(record: dict[str, Any], width: int = 160) -> str:
     return f"{loss}  {record['tokens_per_second']:,.0f} tokens/s{mfu}{skipped}"
 
 
-def quantized_tables(outcome: Quantized, budget: float) -> list[Table]:
-    """Return tables of the choices, their cost and their savings, for a ``budget`` of relative rise of NE."""
+def quantized_tables(outcome: Quantized) -> dict[str, Sheet]:
+    """Return tables of the precision of each part and of the accuracy of each layer."""
     selection = outcome.selection
-    chosen = titled_table("precision of each part", "part", "kept as", "alone, at its cheapest")
+    alone = Field("alone", "alone, at its cheapest", lambda change: f"NE {100 * change.mean:+.4f} %", right=False)
+    parts = Sheet("precision of each part", Field("part"), Field("kept_as"), alone)
     for name, option in selection.options.items():
-        alone = selection.alone.get(name)
-        chosen.add_row(name, option, "" if alone is None else f"NE {100 * alone.mean:+.4f} %")
-    layers = titled_table("layers beside fp32, dB", "layer", "kernel", "same inputs", "in the model")
+        parts.add(name, option, selection.alone.get(name))
+    layers = Sheet(
+        "layers beside fp32, dB",
+        Field("layer"),
+        Field("kernel"),
+        Field("alone_db", "same inputs", _decibels, right=False),
+        Field("in_place_db", "in the model", _decibels, right=False),
+    )
     for layer in outcome.layers:
-        layers.add_row(layer.name, layer.kernel, _decibels(layer.alone_db), _decibels(layer.in_place_db))
+        layers.add(layer.name, layer.kernel, layer.alone_db, layer.in_place_db)
+    return {"parts": parts, "layers": layers}
+
+
+def quantized_summary(outcome: Quantized, budget: float) -> Table:
+    """Return a table of bytes, quality and speed beside the fp32 model, for a ``budget`` of relative rise of NE."""
     summary = titled_table("the model", "", "fp32", "quantised", "ratio")
     before, after = outcome.bytes
     summary.add_row("bytes", f"{before:,}", f"{after:,}", f"{after / before:.1%}")
@@ -228,8 +366,9 @@ def quantized_tables(outcome: Quantized, budget: float) -> list[Table]:
             if change.low > budget:
                 verdict = "exceeded"
             summary.add_row(f"NE, {name}", "", f"{100 * change.mean:+.4f} %", f"{interval}; budget {verdict}")
-    summary.add_row("evaluations", "", str(len(selection.evaluated)), f"a sweep of all options: {outcome.sweep}")
-    return [chosen, layers, summary]
+    evaluated = len(outcome.selection.evaluated)
+    summary.add_row("evaluations", "", str(evaluated), f"a sweep of all options: {outcome.sweep}")
+    return summary
 
 
 def _decibels(value: float) -> str:
@@ -264,23 +403,32 @@ def injection_table(content: dict[str, Any]) -> Table:
     return table
 
 
-def plan_table(profile: Profile) -> Table:
+def plan_table(profile: Profile) -> Sheet:
     """Return the kernel of each layer and size of a profile's plan."""
     training = profile.plan.purpose == "training"
-    site = ("layer", "product") if training else ("layer",)
-    columns = (*site, "rows", "outputs x inputs", "kernel", "ms", "times fp32", "dB", "")
-    table = titled_table("the fastest kernel that is accurate enough", *columns)
+    table = Sheet(
+        "the fastest kernel that is accurate enough",
+        Field("layer"),
+        *((Field("product", form=lambda name: name.replace("_", " "), right=False),) if training else ()),
+        Field("rows"),
+        Field("outputs_inputs", "outputs x inputs", "{0[0]} x {0[1]}", right=False),
+        Field("kernel"),
+        Field("ms", form="{:.3f}", right=False),
+        Field("times_fp32", form="{:.2f}", right=False),
+        Field("sqnr_db", "dB", "{:.1f}", right=False),
+        Field("why", ""),
+    )
     for choice in profile.plan.choices:
         expected = choice.expected
-        table.add_row(
+        table.add(
             choice.site,
-            *((choice.of.replace("_", " "),) if training else ()),
-            str(choice.rows),
-            f"{choice.outputs} x {choice.inputs}",
+            *((choice.of,) if training else ()),
+            choice.rows,
+            (choice.outputs, choice.inputs),
             choice.kernel,
-            f"{expected['ms']:.3f}" if expected else "",
-            f"{expected['times_fp32']:.2f}" if expected else "",
-            f"{expected['accuracy']['sqnr_db']:.1f}" if expected and choice.kernel != "fp32" else "",
+            expected.get("ms"),
+            expected.get("times_fp32"),
+            expected["accuracy"]["sqnr_db"] if expected and choice.kernel != "fp32" else None,
             choice.why,
         )
     return table

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from cordillera.cli._show import Answer, AsJson, Field, Sheet
+
 _Reward = Annotated[Path, typer.Option("--reward", help="The run of a reward model.")]
 _Prompts = Annotated[
     list[str], typer.Option("--prompts", help="JSON lines or Parquet with `prompt` or `messages`, or a built-in set.")
@@ -28,38 +30,38 @@ def best_of(
     temperature: Annotated[float, typer.Option(help="Of the samples, above 0.")] = 1.0,
     seed: _Seed = 0,
     dtype: _Dtype = "bfloat16",
+    as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
 ) -> None:
     """Sample answers to prompts and keep the best of each.
 
     The best has the highest reward (rejection sampling).
     """
-    from cordillera.cli._show import answering_progress, console, titled_table
+    from cordillera.cli._show import answering_progress
     from cordillera.workflows.post_training import answers
 
-    screen = console()
-    with answering_progress(screen, quiet=quiet) as on_answer:
-        found = answers.best_of(
-            model,
-            reward,
-            prompts,
-            out,
-            samples=samples,
-            most=most,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            dtype=dtype,
-            on_answer=on_answer,
-        )
-    table = titled_table(
-        f"{found.prompts:,} prompts, {found.samples} answers each", right=("best of", "reward", "nats")
-    )
-    for count, value in found.rewards.items():
-        table.add_row(f"{count}", f"{value:.3f}", f"{answers.best_of_divergence(count):.2f}")
-    screen.print(table)
-    screen.print("reward: expected; nats: largest divergence from the model's own answers")
-    screen.print(f"best answers: {found.file}")
+    with Answer(as_json) as answer:
+        with answering_progress(answer.notes, quiet=quiet) as on_answer:
+            found = answers.best_of(
+                model,
+                reward,
+                prompts,
+                out,
+                samples=samples,
+                most=most,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                seed=seed,
+                dtype=dtype,
+                on_answer=on_answer,
+            )
+        title = f"{found.prompts:,} prompts, {found.samples} answers each"
+        table = Sheet(title, Field("best_of", right=True), Field("reward", form="{:.3f}"), Field("nats", form="{:.2f}"))
+        for count, value in found.rewards.items():
+            table.add(count, value, answers.best_of_divergence(count))
+        answer.tables(rewards=table)
+        answer.say("reward: expected; nats: largest divergence from the model's own answers", prompts=found.prompts)
+        answer.say(f"best answers: {found.file}", file=found.file)
 
 
 def judge(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cordillera.cli._show import Answer, AsJson, Field, Sheet
 from cordillera.errors import Interrupted
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from cordillera.recipe import RankingRecipe
     from cordillera.workflows import AugmentationOutcome
 
 
@@ -25,6 +26,7 @@ def augment(
     students: Annotated[
         bool, typer.Option("--students", help="Afterwards, train the recipes that the streams name.")
     ] = False,
+    as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
 ) -> None:
     """Join late labels with events and add a teacher's scores.
@@ -32,64 +34,79 @@ def augment(
     Each event is scored once. Students read the Parquet files that are written.
     """
     from cordillera import workflows
-    from cordillera.cli._show import augmentation_progress, console, evaluation_table, group_tables, training_progress
-    from cordillera.run import next_folder
+    from cordillera.cli._show import augmentation_progress
     from cordillera.workflows.streams.augmentation import load_streams, student_recipes
 
-    out, config = console(), load_streams(file, set_ or ())
+    config = load_streams(file, set_ or ())
     recipes = student_recipes(config) if students else {}  # mistakes in them are found before the work
-    try:
-        with augmentation_progress(out, quiet=quiet) as (on_step, say):
-            outcome = workflows.augment(config, finish=finish, on_step=on_step, say=say)
-    except KeyboardInterrupt:
-        raise Interrupted(
-            "all but the newest rows is saved", where=config.out, remedy="give the same command again"
-        ) from None
-    _print(out, outcome)
+    with Answer(as_json) as answer:
+        try:
+            with augmentation_progress(answer.notes, quiet=quiet) as (on_step, say):
+                outcome = workflows.augment(config, finish=finish, on_step=on_step, say=say)
+        except KeyboardInterrupt:
+            raise Interrupted(
+                "all but the newest rows is saved", where=config.out, remedy="give the same command again"
+            ) from None
+        _print(answer, outcome)
+        _train_students(answer, recipes, Path(config.out), quiet)
+
+
+def _train_students(answer: Answer, recipes: Mapping[str, RankingRecipe], out: Path, quiet: bool) -> None:
+    """Train the recipes of streams, by their names."""
+    from cordillera import workflows
+    from cordillera.cli._show import evaluation_table, group_tables, training_progress
+    from cordillera.run import next_folder
+
+    students: list[dict[str, Any]] = []
     for stream, recipe in recipes.items():
-        with training_progress(out, quiet=quiet) as (on_student, say):
+        with training_progress(answer.notes, quiet=quiet) as (on_student, say):
             say(f"student of {stream}")
-            folder = next_folder(Path(config.out) / stream, "run")
+            folder = next_folder(out / stream, "run")
             student = workflows.train(recipe, folder, on_step=on_student, say=say)
-        if student.report.ended == "interrupted":
-            out.print("interrupted; everything is saved")
-            out.print(f"  -> continue with: cordillera train {student.run.folder} --resume", markup=False)
+        ended, folder = student.report.ended, student.run.folder
+        students.append({"stream": stream, "ended": ended, "run": folder})
+        if ended == "interrupted":
+            answer.say("interrupted; everything is saved", students=students)
+            answer.say(f"  -> continue with: cordillera train {folder} --resume")
             raise typer.Exit(130)
         assert isinstance(student, workflows.Outcome)
+        students[-1]["evaluation"] = student.evaluation
         if student.evaluation is not None:
-            out.print(evaluation_table(student.evaluation), *group_tables(student.evaluation))
-        out.print(f"report: {student.run.folder / 'report.html'}", markup=False)
+            for table in (evaluation_table(student.evaluation), *group_tables(student.evaluation)):
+                answer.say(table)
+        answer.say(f"report: {folder / 'report.html'}", students=students)
 
 
-def _print(out: Console, outcome: AugmentationOutcome) -> None:
+def _print(answer: Answer, outcome: AugmentationOutcome) -> None:
     from datetime import datetime, timezone
-
-    from cordillera.cli._show import titled_table
 
     progress = outcome.progress
     counts = Counter(progress.counts)
     events, twice, labels = counts["events"], counts["duplicates"], counts["labels"]
-    out.print(f"{events:,} events, {twice:,} of them duplicates; {labels:,} labels")
+    answer.say(
+        f"{events:,} events, {twice:,} of them duplicates; {labels:,} labels",
+        **{name: counts[name] for name in ("events", "duplicates", "labels", *_DROPPED)},
+    )
     for name, meaning in _DROPPED.items():
         if counts[name]:
-            out.print(f"{counts[name]:,} {meaning}")
-    table = titled_table("examples", "stream", right=("written",))
-    for stream, count in progress.examples.items():
-        table.add_row(stream, f"{count:,}")
-    out.print(table)
-    table = titled_table("events that the teacher has scored", "version", right=("events",))
-    for version, count in progress.calls.items():
-        table.add_row(version, f"{count:,}")
-    out.print(table)
+            answer.say(f"{counts[name]:,} {meaning}")
+    written = Sheet("examples", Field("stream"), Field("written", form="{:,}"))
+    for one in progress.examples.items():
+        written.add(*one)
+    scored = Sheet("events that the teacher has scored", Field("version"), Field("events", form="{:,}"))
+    for one in progress.calls.items():
+        scored.add(*one)
+    answer.tables(examples=written, scored=scored)
     if progress.waiting:
         until = ""
         if progress.watermark is not None:
             time = datetime.fromtimestamp(progress.watermark, timezone.utc)
             until = f"; all rows are there until {time:%Y-%m-%d %H:%M:%S} UTC"
-        out.print(f"{progress.waiting:,} events wait for their labels{until}")
+        answer.say(f"{progress.waiting:,} events wait for their labels{until}")
         if progress.awaited:
-            out.print(f"  -> the next rows must be of {progress.awaited}; if no more files come, give --finish")
-    out.print(f"written: {outcome.folder}", markup=False)
+            answer.say(f"  -> the next rows must be of {progress.awaited}; if no more files come, give --finish")
+    waits = {name: getattr(progress, name) for name in ("waiting", "watermark", "awaited")}
+    answer.say(f"written: {outcome.folder}", **waits, folder=outcome.folder)
 
 
 _DROPPED = {

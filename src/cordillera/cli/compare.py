@@ -7,11 +7,13 @@ from typing import Annotated
 
 import typer
 
+from cordillera.cli._show import AsJson
+
 
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run folders; the first is what the others are compared with.")],
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write an HTML page, too.")] = None,
 ) -> None:
     """Compare runs; seeds of one recipe become one row.
@@ -19,7 +21,7 @@ def compare(
     Such a row has confidence intervals.
     """
     from cordillera import workflows
-    from cordillera.cli._show import console, echo
+    from cordillera.cli._show import console, echo, print_json
 
     comparison = workflows.compare(runs)
     if out is not None:
@@ -28,8 +30,8 @@ def compare(
 
         with disk_errors(out, "name another file with --out"):
             out.write_text(comparison_page(comparison), encoding="utf-8")
-    if json:
-        echo(comparison.to_json(), json=True)
+    if as_json:
+        print_json(comparison)
     elif markdown:
         echo(comparison.to_markdown())
     else:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from cordillera.cli._show import console, titled_table
+from cordillera.cli._show import Answer, AsJson, Field, Sheet
 from cordillera.errors import DataError, printable
 
 if TYPE_CHECKING:
@@ -22,17 +21,18 @@ _Path = Annotated[list[str] | None, typer.Option("--path", help="A file of a dat
 
 
 @app.command("list")
-def list_() -> None:
+def list_(as_json: AsJson = False) -> None:
     """The data sets, models and tokenizers that have names."""
     from cordillera.data.assets import ASSETS
     from cordillera.data.ranking.datasets import DATASETS
 
-    table = Table("name", "kind", "what it is", "source", "terms", box=None, pad_edge=False)
+    table = Sheet(None, Field("name"), Field("kind"), Field("summary", "what it is"), Field("source"), Field("terms"))
     for name, entry in DATASETS.items():
-        table.add_row(name, "click log", entry.summary, entry.source, entry.terms)
+        table.add(name, "click log", entry.summary, entry.source, entry.terms)
     for name, asset in ASSETS.items():
-        table.add_row(name, asset.kind, asset.summary, asset.source, asset.terms)
-    console().print(table)
+        table.add(name, asset.kind, asset.summary, asset.source, asset.terms)
+    with Answer(as_json) as answer:
+        answer.tables(names=table)
 
 
 @app.command()
@@ -51,69 +51,66 @@ def get(
     from cordillera.data.ranking.datasets import configure, prepare
     from cordillera.data.ranking.exports import export
 
-    out = console()
+    answer = Answer(as_json=False)
     if name in ASSETS:
         if path or export_to or rows:
             raise DataError(f"'{name}' is a {ASSETS[name].kind}: it has no rows", where="--path, --export, --rows")
         file = fetch_asset(name)
         asset = ASSETS[name]
-        _print_terms(asset.summary, asset.source, asset.terms)
-        out.print(f"fetched {file}")
+        _say_terms(answer, asset.summary, asset.source, asset.terms)
+        answer.say(f"fetched {file}")
         return
     config = configure(name, path)
     splits = prepare(config)
     facts = splits.facts
-    _print_terms(facts["name"], facts["source"], facts["terms"])
+    _say_terms(answer, facts["name"], facts["source"], facts["terms"])
     counts = facts["rows"]
-    out.print(f"rows: {', '.join(f'{counts[part]:,} {part}' for part in SPLITS)}")
-    out.print(f"prepared in {printable(splits.folder)}", markup=False)
+    answer.say(f"rows: {', '.join(f'{counts[part]:,} {part}' for part in SPLITS)}")
+    answer.say(f"prepared in {printable(splits.folder)}")
     if export_to is not None:
         written = export(config, export_to, split=split, rows=rows)
-        out.print(f"wrote {written:,} rows of the {split} split to {printable(export_to)}", markup=False)
+        answer.say(f"wrote {written:,} rows of the {split} split to {printable(export_to)}")
 
 
 @app.command()
-def describe(name: _Name, path: _Path = None) -> None:
+def describe(name: _Name, path: _Path = None, as_json: AsJson = False) -> None:
     """Rows, labels, features and their gaps; of a model or a tokenizer, its sizes and special tokens."""
     from cordillera.data.assets import ASSETS, fetch_asset
     from cordillera.data.ranking.datasets import configure, prepare
 
-    if name in ASSETS:
-        file = fetch_asset(name)
-        asset = ASSETS[name]
-        _print_terms(asset.summary, asset.source, asset.terms)
-        console().print(_asset_table(file))
-        return
-    config = configure(name, path)
-    splits = prepare(config)
-    facts = splits.facts
-    out = console()
-    _print_terms(facts["name"], facts["source"], facts["terms"])
-    out.print(_split_table(splits))
-    out.print(_feature_table(splits))
-    if facts.get("bayes_ne") is not None:
-        out.print(f"best possible NE on the test split (that of the true probabilities): {facts['bayes_ne']:.4f}")
-    for warning in facts["warnings"]:
-        out.print(f"warning: {printable(warning)}", markup=False)
+    with Answer(as_json) as answer:
+        if name in ASSETS:
+            file, asset = fetch_asset(name), ASSETS[name]
+            _say_terms(answer, asset.summary, asset.source, asset.terms)
+            answer.tables(facts=_asset_table(file))
+            return
+        splits = prepare(configure(name, path))
+        facts = splits.facts
+        _say_terms(answer, facts["name"], facts["source"], facts["terms"])
+        answer.tables(splits=_split_table(splits), features=_feature_table(splits))
+        best = facts.get("bayes_ne")
+        if best is not None:
+            answer.say(f"best possible NE on the test split (that of the true probabilities): {best:.4f}")
+        for warning in facts["warnings"]:
+            answer.say(f"warning: {printable(warning)}")
+        answer.keep(bayes_ne=best, split_by=facts["split"], warnings=facts["warnings"])
 
 
-def _print_terms(what: str, source: str, terms: str) -> None:
-    console().print(f"{what}\nsource: {source}\nterms: {terms}")
+def _say_terms(answer: Answer, summary: str, source: str, terms: str) -> None:
+    answer.say(f"{summary}\nsource: {source}\nterms: {terms}", summary=summary, source=source, terms=terms)
 
 
-def _asset_table(file: Path) -> Table:
+def _asset_table(file: Path) -> Sheet:
     from cordillera.data.tokenizers.load import asset_facts
 
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for name, value in asset_facts(file).items():
-        table.add_row(
-            name, f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else value
-        )
+    def form(value: object) -> str:
+        return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
+
+    table = Sheet(None, Field("name"), Field("value", form=form, right=False))
+    table.show_header = False
+    for one in asset_facts(file).items():
+        table.add(*one)
     return table
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
 
 
 def _time(seconds: int) -> str:
@@ -123,44 +120,45 @@ def _time(seconds: int) -> str:
         return str(seconds)
 
 
-def _split_table(splits: Splits) -> Table:
+def _split_table(splits: Splits) -> Sheet:
     from cordillera.data.ranking.cache import SPLITS
 
     facts: dict[str, Any] = splits.facts
     tasks = list(facts["positives"]["train"])
-    headings = ("rows", *(f"{task} = 1" for task in tasks), "first", "last")
-    table = titled_table(f"split by {facts['split']}", "split", right=headings)
+    table = Sheet(
+        f"split by {facts['split']}",
+        Field("split"),
+        Field("rows", form="{:,}"),
+        *(Field(task, f"{task} = 1", "{:.1%}", within="positives") for task in tasks),
+        Field("first", form=_time),
+        Field("last", form=_time),
+    )
     for split in SPLITS:
-        times = [_time(second) for second in facts["times"].get(split, ())] or ["", ""]
-        shares = [_share(facts["positives"][split][task]) for task in tasks]
-        table.add_row(split, f"{facts['rows'][split]:,}", *shares, *times)
+        shares = [facts["positives"][split][task] for task in tasks]
+        table.add(split, facts["rows"][split], *shares, *(facts["times"].get(split) or (None, None)))
     return table
 
 
-def _feature_table(splits: Splits) -> Table:
+def _feature_table(splits: Splits) -> Sheet:
     facts, schema, features = splits.facts, splits.encoder.schema, splits.features
-    table = Table(
-        title="features (unseen: share of test rows whose value training did not keep)",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
+    table = Sheet(
+        "features (unseen: share of test rows whose value training did not keep)",
+        *(Field(key) for key in ("feature", "kind", "encoding", "table")),
+        Field("rows", form="{:,}"),
+        Field("blank", form="{:.1%}"),
+        Field("unseen", form="{:.1%}"),
     )
-    for heading in ("feature", "kind", "encoding", "table", "rows", "blank", "unseen"):
-        table.add_column(
-            heading, justify="right" if heading in ("rows", "blank", "unseen") else "left", overflow="fold"
-        )
     for dense in schema.numbers:
-        blank = _share(facts["blanks"].get(dense.name))
-        table.add_row(printable(dense.name), "dense", dense.transform, "", "", blank, "")
+        table.add(dense.name, "dense", dense.transform, None, None, facts["blanks"].get(dense.name), None)
     encodings = {feature.name: feature.encoding for feature in (*schema.categorical, *schema.lists)}
     for feature in features.sparse:
-        table.add_row(
-            printable(feature.name),
+        table.add(
+            feature.name,
             f"list, {feature.pooling}" if feature.is_list else "id",
             encodings[feature.name],
             feature.table,
-            f"{features.tables[feature.table]:,}",
-            _share(facts["blanks"].get(feature.name)),
-            _share(facts["unseen"]["test"].get(feature.name)),
+            features.tables[feature.table],
+            facts["blanks"].get(feature.name),
+            facts["unseen"]["test"].get(feature.name),
         )
     return table

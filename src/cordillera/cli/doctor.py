@@ -16,16 +16,15 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import typer
 from rich.table import Table
 from rich.text import Text
 
-from cordillera.cli._show import console, echo
+from cordillera.cli._show import AsJson, console, print_json
 from cordillera.data.files import cache_folder
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.kernels.threads import SPINS_ALONE, quota, spins_long, usable_cores
@@ -37,6 +36,7 @@ FBGEMM_OF_TORCH = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8"}
 
 _AREAS = ("machine", "python", "back ends", "libraries")
 _PROBE_SECONDS = 120.0
+_QUICKLY = "import gc\ngc.disable()\n"  # a fifth of the time that torch takes to be imported is the collector's
 _GIBIBYTE = 1024**3
 _COLOURS: dict[CheckStatus, str] = {"usable": "green", "limited": "yellow", "absent": "dim", "broken": "red"}
 
@@ -70,7 +70,7 @@ def _probe(code: str, given: str = "") -> tuple[bool, str]:
     try:
         # Isolated from the working directory, where a folder with the name of a library would shadow it.
         result = subprocess.run(
-            [sys.executable, "-P" if sys.version_info >= (3, 11) else "-B", "-c", code],
+            [sys.executable, "-P" if sys.version_info >= (3, 11) else "-B", "-c", _QUICKLY + code],
             capture_output=True,
             text=True,
             timeout=_PROBE_SECONDS,
@@ -96,41 +96,57 @@ def _outcome(status: int, out: str, err: str) -> tuple[bool, str]:
 
 _FORKS = """
 import json, os, signal, sys, tempfile, traceback
-first, codes, seconds = json.load(sys.stdin)
+first, chains, seconds = json.load(sys.stdin)
 exec(first, {})
+
+def run(codes, files):
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    for number, file in enumerate(files[0][:2], 1):
+        os.dup2(file.fileno(), number)
+    try:
+        exec(codes[0], {})
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    if codes[1:]:
+        child = os.fork()
+        if not child:
+            run(codes[1:], files[1:])
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=files[1][2], flush=True)
+    os._exit(status)
+
 started = []
-for code in codes:
-    files = [tempfile.TemporaryFile(mode="w+", errors="replace") for _ in range(2)]
+for codes in chains:
+    files = [[tempfile.TemporaryFile(mode="w+", errors="replace") for _ in range(3)] for _ in codes]
     child = os.fork()
     if not child:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        for number, file in enumerate(files, 1):
-            os.dup2(file.fileno(), number)
-        try:
-            exec(code, {})
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-            status = 1
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        run(codes, files)
     started.append((child, files))
 found = []
 for child, files in started:
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    for file in files:
-        file.seek(0)
-    found.append((status, *(file.read() for file in files)))
+    for some in files:
+        for file in some:
+            file.seek(0)
+        out, err, ended = (file.read() for file in some)
+        found.append((int(ended or status), out, err))
 print(json.dumps(found))
 """
 
 
-def _probe_with_torch(codes: Sequence[str]) -> list[tuple[bool, str]]:
-    """Run codes as :func:`_probe` does; on systems with forks, in forks of one process that has imported torch."""
+def _probe_with_torch(chains: Sequence[Sequence[str]]) -> list[tuple[bool, str]]:
+    """Run codes as :func:`_probe` does; on systems with forks, in forks of one process that has imported torch.
+
+    A code of a chain is run in a fork of the process of the code before it, which has imported more.
+    """
+    codes = [code for chain in chains for code in chain]
     if not hasattr(os, "fork"):
         return [_probe(code) for code in codes]
-    worked, text = _probe(_FORKS, json.dumps(["import torch", list(codes), _PROBE_SECONDS / 2]))
+    worked, text = _probe(_FORKS, json.dumps(["import torch", list(chains), _PROBE_SECONDS / 2]))
     return [_outcome(*one) for one in json.loads(text)] if worked else [(False, text)] * len(codes)
 
 
@@ -203,22 +219,24 @@ def _memory() -> Finding:
 
 def _with_torch() -> list[Finding]:
     """Return what needs torch: the GPU, torch, the back ends of the sparse update and FBGEMM."""
-    of_torch, of_backends, of_fbgemm = _probe_with_torch(
-        (
-            "import json, torch\n"
-            "names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]\n"
-            "kernels = torch.backends.cpu.get_cpu_capability()\n"
-            "runtime = torch.version.cuda or torch.version.hip\n"
-            "print(json.dumps([torch.__version__, kernels, torch.get_num_threads(), runtime, names]))",
-            "import json\n"
-            "from cordillera.kernels.embeddings.update import available_backends\n"
-            "print(json.dumps(available_backends()))",
-            "import torch, fbgemm_gpu\n"
-            "from fbgemm_gpu.split_table_batched_embeddings_ops_training import "
-            "SplitTableBatchedEmbeddingBagsCodegen\n"
-            "print(torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([2, 3])).tolist())",
-        )
+    torch = (
+        "import json, torch\n"
+        "names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]\n"
+        "kernels = torch.backends.cpu.get_cpu_capability()\n"
+        "runtime = torch.version.cuda or torch.version.hip\n"
+        "print(json.dumps([torch.__version__, kernels, torch.get_num_threads(), runtime, names]))"
     )
+    backends = (
+        "import json\n"
+        "from cordillera.kernels.embeddings.update import available_backends\n"
+        "print(json.dumps(available_backends()))"
+    )
+    fbgemm = (
+        "import torch, fbgemm_gpu\n"
+        "from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen\n"
+        "print(torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([2, 3])).tolist())"
+    )
+    of_torch, of_backends, of_fbgemm = _probe_with_torch([[torch], [backends, fbgemm]])
     return [*_torch_and_gpu(*of_torch), _update_backends(*of_backends), _fbgemm(*of_fbgemm)]
 
 
@@ -408,7 +426,7 @@ def examine() -> list[Finding]:
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what of this machine and its libraries is usable.
 
@@ -417,7 +435,7 @@ def doctor(
     """
     findings = examine()
     if as_json:
-        echo(json.dumps([asdict(finding) for finding in findings], indent=2), json=True)
+        print_json(findings)
         return
     table = Table(box=None, pad_edge=False)
     for column in ("", "", "state", "found"):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cordillera.cli._show import AsJson
 from cordillera.errors import Interrupted, printable
 
 if TYPE_CHECKING:
@@ -34,12 +34,20 @@ def evaluate(
             min=2, help="Most tokens of a language model's held-out text. Default: the recipe's evaluation_tokens."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the whole evaluation as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Evaluate a run on a split of its data or on a file."""
     try:
         from cordillera import workflows
-        from cordillera.cli._show import console, echo, evaluation_table, group_tables, language_line, titled_table
+        from cordillera.cli._show import (
+            console,
+            echo,
+            evaluation_table,
+            group_tables,
+            language_line,
+            print_json,
+            titled_table,
+        )
         from cordillera.run import Run
         from cordillera.training.ranking.evaluation import Evaluation
 
@@ -51,10 +59,8 @@ def evaluate(
     if status is not None and status.warning:
         typer.echo(printable(status.warning), err=True)
     if as_json:
-        text = evaluation.to_json() if isinstance(evaluation, Evaluation) else json.dumps(evaluation._asdict())
-        if importance:
-            text = json.dumps({**json.loads(text), "importance": [asdict(one) for one in rises]}, indent=1)
-        echo(text, json=True)
+        content = asdict(evaluation) if isinstance(evaluation, Evaluation) else evaluation._asdict()
+        print_json({**content, "importance": rises} if importance else content)
     elif isinstance(evaluation, Evaluation):
         console().print(evaluation_table(evaluation), *group_tables(evaluation))
         if importance:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
+
+from cordillera.cli._show import AsJson, console, print_json, titled_table
 
 
 def guard(
@@ -20,13 +21,12 @@ def guard(
         list[str] | None, typer.Option("--category", help="A code that counts, such as S7. Default: all.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights: bfloat16, float16 or float32.")] = "float32",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a text.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say whether texts, or answers to them, are safe.
 
     Those that are not have categories.
     """
-    from cordillera.cli._show import console, echo, titled_table
     from cordillera.data.tokenizers.chat import Message
     from cordillera.errors import DataError
     from cordillera.serving.language.guard import Guard
@@ -41,9 +41,8 @@ def guard(
         conversation.append(Message("assistant", answer))
     verdicts = opened.check(conversations)
     if as_json:
-        for conversation, one in zip(conversations, verdicts, strict=True):
-            entry = {"text": conversation[-1].content, **asdict(one)}
-            echo(json.dumps(entry, ensure_ascii=False), json=True)
+        entries = zip(conversations, verdicts, strict=True)
+        print_json([{"text": conversation[-1].content, **asdict(one)} for conversation, one in entries])
         return
     table = titled_table("", "text", "verdict", "categories", right=("score",))
     for conversation, one in zip(conversations, verdicts, strict=True):

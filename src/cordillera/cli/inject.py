@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from cordillera.cli._show import AsJson
 
 
 def inject(
@@ -31,14 +32,14 @@ def inject(
     samples: Annotated[int, typer.Option(min=1, help="Rows of the test split that every fault is tried on.")] = 256,
     threshold: Annotated[float, typer.Option(help="The probability at which a score becomes a yes.")] = 0.5,
     seed: Annotated[int, typer.Option(min=0, help="Of the faults and the choice of samples.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything that was found as JSON.")] = False,
+    as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
 ) -> None:
     """Flip bits in a run's weights and report the damage.
 
     The report says which parts and bits are worth protecting.
     """
-    from cordillera.cli._show import console, echo, injection_progress, injection_table
+    from cordillera.cli._show import console, injection_progress, injection_table, print_json
     from cordillera.files import read_json_object
     from cordillera.numerics.faults.fault_model import FaultModel
     from cordillera.workflows.injection import InjectionConfig, inject
@@ -47,17 +48,18 @@ def inject(
         injections, half_width, FaultModel(bits, burst), tuple(component or ()), seed, samples, threshold
     )
     out = console()
-    with injection_progress(out, quiet=quiet or as_json) as (on_round, say):
+    notes = console(stderr=True) if as_json else out
+    with injection_progress(notes, quiet=quiet) as (on_round, say):
         outcome = inject(run, config, on_round=on_round, say=say)
     if as_json:
-        echo(json.dumps(read_json_object(outcome.files[0])), json=True)
+        print_json(read_json_object(outcome.files[0]))
     else:
         out.print(injection_table(outcome.content))
         for line in outcome.content["advice"]:
             out.print(f"- {line}")
     if outcome.interrupted:
         # the exit code is for scripts, the text for readers
-        out.print("interrupted: this is what was found so far, with wider intervals", style="bold")
+        notes.print("interrupted: this is what was found so far, with wider intervals", style="bold")
     if not as_json:
         out.print(f"report: {outcome.files[1]}")
     if outcome.interrupted:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from cordillera.cli._show import Answer, AsJson
 
 
 def isoflop(
@@ -25,6 +28,7 @@ def isoflop(
     folder: Annotated[
         Path | None, typer.Option("--run", help="Folder of the study. Default: runs/NAME-isoflop.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Find the best size of a language model for a budget.
 
@@ -33,23 +37,24 @@ def isoflop(
     A study that was stopped goes on where it was; budgets may be added later. isoflop.html in its folder shows it.
     """
     from cordillera import workflows
-    from cordillera.cli._show import console, training_progress
+    from cordillera.cli._show import training_progress
     from cordillera.workflows.scaling import ISOFLOP_PAGE
 
-    out = console()
-    with training_progress(out) as (on_step, say):
-        result = workflows.isoflop(
-            recipe,
-            budget,
-            sizes=sizes,
-            tokens_per_parameter=tokens_per_parameter,
-            target=target,
-            overrides=set_ or [],
-            folder=folder,
-            on_step=on_step,
-            say=say,
-        )
-    out.print(result.study.to_table())
-    out.print(result.study.summary)
-    out.print(f"plot: {result.plot}")
-    out.print(f"report: {result.folder / ISOFLOP_PAGE}")
+    with Answer(as_json) as answer:
+        with training_progress(answer.notes) as (on_step, say):
+            result = workflows.isoflop(
+                recipe,
+                budget,
+                sizes=sizes,
+                tokens_per_parameter=tokens_per_parameter,
+                target=target,
+                overrides=set_ or [],
+                folder=folder,
+                on_step=on_step,
+                say=say,
+            )
+        answer.say(result.study.to_table(), **json.loads(result.study.to_json()))
+        answer.say(result.study.summary)
+        answer.say(f"plot: {result.plot}", plot=result.plot)
+        report = result.folder / ISOFLOP_PAGE
+        answer.say(f"report: {report}", report=report)

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
 
-from cordillera.cli._show import console, titled_table
-from cordillera.errors import PlanError, printable
+from cordillera.cli._show import Answer, AsJson, Field, Sheet, console
+from cordillera.errors import PlanError
 
 if TYPE_CHECKING:
     from cordillera.cost import ProductShape
@@ -73,6 +72,7 @@ def plan(
         ),
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List shipped workloads and clusters.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict a training step on a cluster and plan it.
 
@@ -84,7 +84,8 @@ def plan(
     from cordillera.workflows import planning as commands
 
     if list_:
-        _list(commands.shipped())
+        with Answer(as_json) as answer:
+            _list(answer, commands.shipped())
         return
     options = {
         "--devices": devices, "--only": only, "--compare": compare or None, "--what-if": what_if, "--slow": slow,
@@ -94,7 +95,9 @@ def plan(
         if cluster or workload is None:
             raise PlanError("needs the cluster alone", where="plan --calibrate", remedy="plan --calibrate FILE CLUSTER")
         _refuse({**options, "--set": set_, "--measure": measure}, "--calibrate")
-        _calibrate(commands.calibrate(calibrate, workload, folder or Path("plans") / Path(workload).stem))
+        with Answer(as_json) as answer:
+            place = folder or Path("plans") / Path(workload).stem
+            _calibrate(answer, commands.calibrate(calibrate, workload, place))
         return
     if workload is None or not cluster:
         raise PlanError("needs a workload and a cluster", where="plan", remedy="plan --list names those that ship")
@@ -106,7 +109,8 @@ def plan(
         check_writable(measure)
         if len(cluster) > 1:
             raise PlanError("is for one cluster", where="plan --measure", remedy="name the one with this device")
-        _measure(commands.products_needed(workload, cluster[0], set_ or ()), measure)
+        with Answer(as_json) as answer:
+            _measure(answer, commands.products_needed(workload, cluster[0], set_ or ()), measure)
         return
     search = partial(
         commands.plan,
@@ -122,22 +126,26 @@ def plan(
         products=products,
         compare=compare,
     )
-    if len(cluster) > 1:
-        _compare(workload, cluster, folder, search)
-        return
-    place = folder or _default_folder(workload, cluster[0])
-    with console(stderr=True).status("searching") as status:
-        planned = search(cluster[0], place, progress=status.update)
-    _show(planned)
+    with Answer(as_json) as answer:
+        if len(cluster) > 1:
+            _compare(answer, workload, cluster, folder, search)
+            return
+        place = folder or _default_folder(workload, cluster[0])
+        with console(stderr=True).status("searching") as status:
+            planned = search(cluster[0], place, progress=status.update)
+        _show(answer, planned)
 
 
 def _default_folder(workload: str, cluster: str) -> Path:
     return Path("plans") / f"{Path(workload).stem}-{Path(cluster).stem}"
 
 
-def _compare(workload: str, clusters: Sequence[str], folder: Path | None, search: Callable[..., Any]) -> None:
+def _compare(
+    answer: Answer, workload: str, clusters: Sequence[str], folder: Path | None, search: Callable[..., Any]
+) -> None:
     """Plan for several clusters and print the best plan of each, or why there is none."""
     from cordillera import topology
+    from cordillera.workflows.planning import Planned
 
     names = [Path(cluster).stem for cluster in clusters]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -145,10 +153,9 @@ def _compare(workload: str, clusters: Sequence[str], folder: Path | None, search
         raise PlanError("is named twice", where=f"cluster {twice!r}", remedy="name each cluster once")
     for cluster in clusters:
         topology.load(cluster)  # an unknown one is refused before the first search
-    headings = ("devices", "step", "a second", "GB")
-    table = titled_table(f"{Path(workload).stem} on {len(clusters)} clusters", "cluster", "layout", right=headings)
     found: list[Planned | PlannedRecommender] = []
     problems: list[tuple[str, PlanError]] = []
+    rows: list[tuple[object, ...]] = []
     with console(stderr=True).status("searching") as status:
         for name, cluster in zip(names, clusters, strict=True):
             place = folder / name if folder else _default_folder(workload, cluster)
@@ -156,34 +163,57 @@ def _compare(workload: str, clusters: Sequence[str], folder: Path | None, search
                 found.append(search(cluster, place, progress=lambda text, name=name: status.update(f"{name}: {text}")))
             except PlanError as error:
                 problems.append((name, error))
-                table.add_row(name, "none", "", "", "", "")
+                rows.append((name, "none", None, None, None, None))
                 continue
-            table.add_row(name, *_best(found[-1]))
+            rows.append((name, *_best(found[-1])))
             if found[-1].found.interrupted:
                 break
     if not found:
         raise problems[0][1]
-    out = console()
-    out.print(table)
-    if found[-1].found.interrupted:
-        out.print("interrupted: the last plan is the best until then, and the clusters after it were left out")
+    unit = "tokens" if isinstance(found[0], Planned) else "samples"
+    table = Sheet(
+        f"{Path(workload).stem} on {len(clusters)} clusters",
+        Field("cluster"),
+        Field("layout"),
+        Field("devices", form="{:,}"),
+        Field("seconds", "step", _seconds),
+        Field(f"{unit}_per_s", "a second", lambda rate: f"{rate / 1e6:.2f} M {unit}"),
+        _MEMORY,
+    )
+    for row in rows:
+        table.add(*row)
+    answer.tables(clusters=table)
+    interrupted = found[-1].found.interrupted
+    if interrupted:
+        answer.say("interrupted: the last plan is the best until then, and the clusters after it were left out")
     for name, problem in problems:
-        out.print(f"{name}: {problem.what}", markup=False)
+        answer.say(f"{name}: {problem.what}")
     for one in found:
-        out.print(f"report: {printable(one.files['plan.html'])}", markup=False)
+        answer.say(f"report: {one.files['plan.html']}")
+    answer.keep(
+        interrupted=interrupted,
+        problems={name: problem.what for name, problem in problems},
+        reports=[one.files["plan.html"] for one in found],
+    )
 
 
-def _best(planned: Planned | PlannedRecommender) -> tuple[str, ...]:
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+
+
+_MEMORY = Field("memory_bytes", "GB", lambda count: f"{count / 1e9:.0f}")
+
+
+def _best(planned: Planned | PlannedRecommender) -> tuple[object, ...]:
     """Return layout, devices, step time, what is trained in a second, and memory of the best plan."""
     from cordillera.workflows.planning import PlannedRecommender
 
     best, work = planned.found.best, planned.explorer.workload
     if isinstance(planned, PlannedRecommender):
-        speed = f"{planned.found.best.samples_per_s / 1e6:.2f} M samples"
+        speed = planned.found.best.samples_per_s
     else:
-        speed = f"{work.batch * planned.explorer.workload.sequence / best.seconds / 1e6:.2f} M tokens"
-    seconds = f"{best.seconds:.3f} s" if best.seconds >= 1 else f"{best.seconds * 1e3:.2f} ms"
-    return str(best.layout), f"{planned.explorer.devices:,}", seconds, speed, f"{best.step.memory_bytes / 1e9:.0f}"
+        speed = work.batch * planned.explorer.workload.sequence / best.seconds
+    return str(best.layout), planned.explorer.devices, best.seconds, speed, best.step.memory_bytes
 
 
 def _refuse(options: Mapping[str, object], task: str) -> None:
@@ -193,15 +223,15 @@ def _refuse(options: Mapping[str, object], task: str) -> None:
             raise PlanError(f"has no effect with {task}", where=name, remedy="leave it out")
 
 
-def _list(shipped: Mapping[str, Mapping[str, str]]) -> None:
+def _list(answer: Answer, shipped: Mapping[str, Mapping[str, str]]) -> None:
     for kind, names in shipped.items():
-        table = titled_table(kind, "name", "what")
-        for name, text in names.items():
-            table.add_row(name, text)
-        console().print(table)
+        table = Sheet(kind, Field("name"), Field("what"))
+        for entry in names.items():
+            table.add(*entry)
+        answer.tables(**{kind: table})
 
 
-def _show(planned: Planned | PlannedRecommender) -> None:
+def _show(answer: Answer, planned: Planned | PlannedRecommender) -> None:
     from cordillera.planning.language.plan_file import is_llama
     from cordillera.reports.language import plan as export
     from cordillera.reports.ranking import plan as recommender_export
@@ -210,90 +240,112 @@ def _show(planned: Planned | PlannedRecommender) -> None:
     title = f"{planned.explorer.workload.name} on {planned.explorer.topology.name}"
     if isinstance(planned, PlannedRecommender):
         reasons = recommender_export.reasons(planned.found.best, planned.production)
-        counted = f"{planned.found.layouts:,} layouts"
+        layouts, counted = planned.found.layouts, f"{planned.found.layouts:,} layouts"
         table = _list_tables(title, planned)
+        answer.keep(tables_of_best=planned.found.best.cut)
     else:
         reasons = export.reasons(planned.found.best, planned.production)
-        counted = f"{planned.found.estimated:,} layouts estimated"
+        layouts, counted = planned.found.estimated, f"{planned.found.estimated:,} layouts estimated"
         table = _list_layouts(title, planned)
     found, base, best = planned.found, planned.production, planned.found.best
-    out = console()
-    out.print(table)
+    answer.tables(plans=table)
     if found.interrupted:
-        out.print("interrupted: this is the best until then")
-    out.print(f"{base.seconds / best.seconds:.2f} times the production-like plan (base), both simulated, because of")
+        answer.say("interrupted: this is the best until then")
+    faster = base.seconds / best.seconds
+    answer.say(f"{faster:.2f} times the production-like plan (base), both simulated, because of", times_base=faster)
     for reason in reasons:
-        out.print(f"  {reason}", markup=False)
+        answer.say(f"  {reason}")
     for case in planned.what_if:
-        shown = f"{case.seconds:.3f} s" if case.seconds >= 1 else f"{case.seconds * 1e3:.2f} ms"
-        speed = f"with {case.what}: {shown} ({case.speed(best.seconds):+.2%})"
-        out.print(f"{speed} {case.note}".rstrip(), markup=False)
-    out.print(f"{counted}, {found.simulated:,} steps simulated in {found.seconds:.1f} s")
-    out.print(f"constants: {planned.explorer.cost.calibration.provenance}", markup=False)
+        speed = f"with {case.what}: {_seconds(case.seconds)} ({case.speed(best.seconds):+.2%})"
+        answer.say(f"{speed} {case.note}".rstrip())
+    answer.say(f"{counted}, {found.simulated:,} steps simulated in {found.seconds:.1f} s")
+    answer.say(f"constants: {planned.explorer.cost.calibration.provenance}")
     if isinstance(planned, Planned) and (used := export.measured(planned.explorer, planned.found.best)):
-        out.print(used, markup=False)
-    out.print(f"report: {printable(planned.files['plan.html'])}", markup=False)
+        answer.say(used, measured=used)
+    answer.say(f"report: {planned.files['plan.html']}")
     if isinstance(planned, Planned) and is_llama(planned.explorer.workload.model):
-        out.print(f"train by it: cordillera train RECIPE --plan {printable(planned.files['plan.json'])}", markup=False)
+        answer.say(f"train by it: cordillera train RECIPE --plan {planned.files['plan.json']}")
+    answer.keep(
+        interrupted=found.interrupted,
+        reasons=reasons,
+        what_if=planned.what_if,
+        layouts=layouts,
+        simulated=found.simulated,
+        search_seconds=found.seconds,
+        constants=planned.explorer.cost.calibration.provenance,
+        files=list(planned.files.values()),
+    )
 
 
-def _list_layouts(title: str, planned: Planned) -> Table:
-    columns = (Column(justify="right"), "layout", "recompute", "across", "schedule")
-    table = titled_table(title, *columns, right=("step", "MFU", "GB"))
+def _list_layouts(title: str, planned: Planned) -> Sheet:
+    texts = (Field(key) for key in ("layout", "recompute", "across", "schedule"))
+    step, share = Field("seconds", "step", "{:.3f} s"), Field("mfu", "MFU", "{:.1%}")
+    table = Sheet(title, Field("place", "", right=True), *texts, step, share, _MEMORY)
     for place, one in [*zip("12345", planned.found.plans, strict=False), ("base", planned.production)]:
-        table.add_row(
+        table.add(
             place,
             str(one.layout),
             one.layout.recompute,
             one.across,
             one.schedule.name,
-            f"{one.seconds:.3f} s",
-            f"{one.utilisation:.1%}",
-            f"{one.step.memory_bytes / 1e9:.0f}",
+            one.seconds,
+            one.utilisation,
+            one.step.memory_bytes,
         )
     return table
 
 
-def _list_tables(title: str, planned: PlannedRecommender) -> Table:
-    table = titled_table(title, Column(justify="right"), "layout", "schedule", right=("step", "samples/s", "GB"))
+def _list_tables(title: str, planned: PlannedRecommender) -> Sheet:
+    table = Sheet(
+        title,
+        Field("place", "", right=True),
+        Field("layout"),
+        Field("schedule"),
+        Field("seconds", "step", lambda seconds: f"{seconds * 1e3:.2f} ms"),
+        Field("samples_per_s", "samples/s", lambda rate: f"{rate / 1e6:.2f} M"),
+        _MEMORY,
+    )
     table.caption, table.caption_justify = f"tables of the best plan: {planned.found.best.cut}", "left"
     for place, one in [*zip("12345", planned.found.plans, strict=False), ("base", planned.production)]:
-        table.add_row(
-            place,
-            str(one.layout),
-            str(one.schedule),
-            f"{one.seconds * 1e3:.2f} ms",
-            f"{one.samples_per_s / 1e6:.2f} M",
-            f"{one.step.memory_bytes / 1e9:.0f}",
-        )
+        table.add(place, str(one.layout), str(one.schedule), one.seconds, one.samples_per_s, one.step.memory_bytes)
     return table
 
 
-def _calibrate(fitted: Calibrated) -> None:
-    out, quality = console(), fitted.accuracy
-    headings = ("mean error", "rank correlation", "regret of the pick")
-    table = titled_table(f"{quality.rows} measured steps", "model", right=headings)
-    for name in quality.error_by_model:
-        table.add_row(
-            name,
-            f"{quality.error_by_model[name]:.2%}",
-            f"{quality.tau_by_model[name]:.3f}",
-            f"{quality.regret_by_model[name]:.3f}",
-        )
-    table.add_row("all", f"{quality.error:.2%}", f"{quality.tau:.3f}", f"{quality.regret:.3f}")
-    out.print(table)
+def _calibrate(answer: Answer, fitted: Calibrated) -> None:
+    quality = fitted.accuracy
+    table = Sheet(
+        f"{quality.rows} measured steps",
+        Field("model"),
+        Field("mean_error", form="{:.2%}"),
+        Field("rank_correlation", form="{:.3f}"),
+        Field("regret", "regret of the pick", "{:.3f}"),
+    )
+    for name, error in quality.error_by_model.items():
+        table.add(name, error, quality.tau_by_model[name], quality.regret_by_model[name])
+    table.add("all", quality.error, quality.tau, quality.regret)
+    answer.tables(models=table)
     worst = sorted(fitted.rows, key=lambda row: -abs(row[1] / row[0].seconds - 1))[:5]
-    out.print("furthest off:")
+    answer.say("furthest off:")
     for row, seconds in worst:
         off = seconds / row.seconds - 1
         times = f"{row.seconds:.3f} s measured, {seconds:.3f} s predicted ({off:+.1%})"
-        out.print(f"  {row.model} {row.layout}: {times}", markup=False)
+        answer.say(f"  {row.model} {row.layout}: {times}")
     names = ("matrix", "memory", "port", "network", "collective_s")
-    out.print("constants: " + ", ".join(f"{name} {getattr(fitted.constants, name):.4g}" for name in names))
-    out.print(f"written to {printable(fitted.file)}; use it with --calibration", markup=False)
+    constants = {name: getattr(fitted.constants, name) for name in names}
+    answer.say("constants: " + ", ".join(f"{name} {value:.4g}" for name, value in constants.items()))
+    answer.say(f"written to {fitted.file}; use it with --calibration")
+    answer.keep(
+        measured_steps=quality.rows,
+        furthest_off=[
+            {"model": row.model, "layout": str(row.layout), "measured_s": row.seconds, "predicted_s": seconds}
+            for row, seconds in worst
+        ],
+        constants=constants,
+        file=fitted.file,
+    )
 
 
-def _measure(shapes: Sequence[ProductShape], path: Path) -> None:
+def _measure(answer: Answer, shapes: Sequence[ProductShape], path: Path) -> None:
     from cordillera.kernels.products import measure_table
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -307,12 +359,12 @@ def _measure(shapes: Sequence[ProductShape], path: Path) -> None:
             )
 
         measured = measure_table(shapes, path, on_product=on_product)
-    out = console()
+    answer.keep(new=measured.new, too_large=measured.too_large, left=measured.left, file=path)
     if measured.products is not None:
-        out.print(f"{measured.products}, {measured.new:,} of them now", markup=False)
+        answer.say(f"{measured.products}, {measured.new:,} of them now", products=str(measured.products))
     if measured.too_large:
-        out.print(f"{measured.too_large:,} more do not fit this device's memory and are left to the formula")
+        answer.say(f"{measured.too_large:,} more do not fit this device's memory and are left to the formula")
     if measured.left:
-        out.print(f"interrupted, {measured.left:,} more are to be measured: give the same command again to go on")
+        answer.say(f"interrupted, {measured.left:,} more are to be measured: give the same command again to go on")
         raise typer.Exit(130)
-    out.print(f"use it with --products {printable(path)}", markup=False)
+    answer.say(f"use it with --products {path}")

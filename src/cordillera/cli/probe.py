@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cordillera.cli._show import Answer, AsJson, plan_table
 from cordillera.errors import Interrupted, NumericsError
+
+if TYPE_CHECKING:
+    from cordillera.numerics.dispatch.dispatch import Profile
 
 
 def probe(
@@ -31,6 +35,7 @@ def probe(
     marginals: Annotated[
         bool, typer.Option("--marginals", help="Draw inputs with each feature's own tails and zeros (Gaussian copula).")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Plan the fastest accurate kernels for a model's layers.
 
@@ -38,7 +43,6 @@ def probe(
     """
     if not math.isfinite(decibels):
         raise NumericsError(f"must be a number of decibels, got {decibels}", where="--db", remedy="for instance 30")
-    from cordillera.cli._show import console, plan_table
     from cordillera.numerics.dispatch.dispatch import DispatchConfig
     from cordillera.workflows.probing import probe as work
     from cordillera.workflows.probing import probe_training
@@ -47,29 +51,37 @@ def probe(
         raise typer.BadParameter(
             "statistics of training steps are always gathered anew, without quantiles", param_hint="--training"
         )
-    out = console()
     config = DispatchConfig(rows=tuple(sorted(set(rows or [256]))), sqnr_db=decibels)
-    try:
-        if training:
-            file, profile = probe_training(run, config, say=out.print)
-            out.print(plan_table(profile))
-            lowered = sum(choice.kernel != "fp32" for choice in profile.plan.choices)
-            out.print(
-                f"{lowered} of {len(profile.plan.choices)} products in lower precision; the linear layers' "
-                f"share of a step {profile.geometric_mean():.2f} times as fast in geometric mean",
-            )
-            out.print(f"plan: {file}; the recipe key training.plan uses it")
-            return
-        found = work(run, config, budget / 100, anew=anew, marginals=marginals, say=out.print)
-    except KeyboardInterrupt:
-        raise Interrupted(
-            "no plan was written; an earlier one is as it was", where=str(run), remedy="give the same command again"
-        ) from None
-    out.print(plan_table(found.profile))
-    for name in found.returned:
-        out.print(f"back to fp32: {name}, which cost more NE than the budget")
-    out.print(
-        f"NE {100 * found.change.mean:+.4f} % ({100 * found.change.low:+.4f} to {100 * found.change.high:+.4f}); "
-        f"linear layers {found.profile.geometric_mean():.2f} times as fast as fp32 in geometric mean",
+    with Answer(as_json) as answer:
+        say = answer.notes.print
+        try:
+            if training:
+                _of_training(answer, *probe_training(run, config, say=say))
+                return
+            found = work(run, config, budget / 100, anew=anew, marginals=marginals, say=say)
+        except KeyboardInterrupt:
+            raise Interrupted(
+                "no plan was written; an earlier one is as it was", where=str(run), remedy="give the same command again"
+            ) from None
+        answer.tables(choices=plan_table(found.profile))
+        lines = [f"back to fp32: {name}, which cost more NE than the budget" for name in found.returned]
+        faster = found.profile.geometric_mean()
+        lines.append(
+            f"NE {100 * found.change.mean:+.4f} % ({100 * found.change.low:+.4f} to {100 * found.change.high:+.4f}); "
+            f"linear layers {faster:.2f} times as fast as fp32 in geometric mean"
+        )
+        answer.say("\n".join(lines), returned=found.returned, ne_change=found.change, times_fp32=faster)
+        answer.say(f"plan: {found.plan_file}; cordillera predict {run} FILE --plan uses it", plan=found.plan_file)
+
+
+def _of_training(answer: Answer, file: Path, profile: Profile) -> None:
+    """Print the plan of the products of a training step."""
+    answer.tables(choices=plan_table(profile))
+    lowered, faster = sum(choice.kernel != "fp32" for choice in profile.plan.choices), profile.geometric_mean()
+    answer.say(
+        f"{lowered} of {len(profile.plan.choices)} products in lower precision; the linear layers' "
+        f"share of a step {faster:.2f} times as fast in geometric mean",
+        lowered=lowered,
+        times_fp32=faster,
     )
-    out.print(f"plan: {found.plan_file}; cordillera predict {run} FILE --plan uses it")
+    answer.say(f"plan: {file}; the recipe key training.plan uses it", plan=file)

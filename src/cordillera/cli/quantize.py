@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from cordillera.cli._show import Answer, AsJson, quantized_summary, quantized_tables
 from cordillera.errors import Interrupted
 
 
@@ -18,27 +19,34 @@ def quantize(
     smallest: Annotated[
         bool, typer.Option("--smallest", help="Weigh bytes alone: 2-bit rows, layers slower than in fp32.")
     ] = False,
+    as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the outcome alone.")] = False,
 ) -> None:
     """Make a smaller, faster copy of a run's model.
 
     Every table and layer gets the fewest bits that a budget of quality allows. The copy is written into the run.
     """
-    from cordillera.cli._show import console, quantized_tables
     from cordillera.workflows.quantization import quantize as work
 
-    out = console()
+    with Answer(as_json) as answer:
 
-    def say(text: str) -> None:
-        if not quiet:
-            out.print(text)
+        def say(text: str) -> None:
+            if not quiet:
+                answer.notes.print(text)
 
-    try:
-        outcome = work(run, budget / 100, smallest=smallest, say=say)
-    except KeyboardInterrupt:
-        raise Interrupted(
-            "no model was written; an earlier one is as it was", where=str(run), remedy="give the same command again"
-        ) from None
-    for table in quantized_tables(outcome, budget / 100):
-        out.print(table)
-    out.print(f"report: {outcome.page}")
+        try:
+            outcome = work(run, budget / 100, smallest=smallest, say=say)
+        except KeyboardInterrupt:
+            raise Interrupted(
+                "no model was written; an earlier one is as it was",
+                where=str(run),
+                remedy="give the same command again",
+            ) from None
+        answer.tables(**quantized_tables(outcome))
+        answer.say(
+            quantized_summary(outcome, budget / 100),
+            **{name: getattr(outcome, name) for name in ("bytes", "ne", "seconds", "searched", "confirmed", "sweep")},
+            evaluations=len(outcome.selection.evaluated),
+            budget=budget / 100,
+        )
+        answer.say(f"report: {outcome.page}", report=outcome.page)

@@ -7,21 +7,21 @@ from typing import Annotated
 
 import typer
 
+from cordillera.cli._show import Answer, AsJson, Field, Sheet
+
 app = typer.Typer(no_args_is_help=True)
 
 
 @app.command("list")
-def list_() -> None:
+def list_(as_json: AsJson = False) -> None:
     """Print the shipped recipes."""
-    from rich.table import Table
-
-    from cordillera.cli._show import console
     from cordillera.recipe import shipped
 
-    table = Table("recipe", "what it trains", box=None, pad_edge=False)
-    for name, description in shipped().items():
-        table.add_row(name, description)
-    console().print(table)
+    table = Sheet(None, Field("name", "recipe"), Field("description", "what it trains"))
+    for entry in shipped().items():
+        table.add(*entry)
+    with Answer(as_json) as answer:
+        answer.tables(recipes=table)
 
 
 @app.command("show")
@@ -46,20 +46,18 @@ def new(
     out: Annotated[Path, typer.Option("--out", "-o", help="The recipe's file.")] = Path("recipe.toml"),
     separator: Annotated[str | None, typer.Option(help="Character between fields, if it is not a comma.")] = None,
     model: Annotated[str, typer.Option(help="Model of the recipe.")] = "dcn",
+    as_json: AsJson = False,
 ) -> None:
     """Write a recipe for your own log.
 
     The roles of the columns are guessed from the first rows; look them over before you train.
     """
-    from rich.table import Table
-
-    from cordillera.cli._show import console
     from cordillera.recipe import write_recipe
 
     guesses = write_recipe(path, out, labels=label or (), separator=separator, model=model)
-    table = Table("column", "role", "because", box=None, pad_edge=False)
+    table = Sheet(None, Field("column"), Field("role"), Field("because"))
     for guess in guesses:
-        table.add_row(guess.name, guess.role, guess.why)
-    console().print(table)
-    console().print(f"recipe: {out}", markup=False)
-    console().print(f"  -> look it over, then: cordillera train {out}", markup=False)
+        table.add(guess.name, guess.role, guess.why)
+    with Answer(as_json) as answer:
+        answer.tables(columns=table)
+        answer.say(f"recipe: {out}\n  -> look it over, then: cordillera train {out}", recipe=out)

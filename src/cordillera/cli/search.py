@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -9,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from cordillera.cli._show import Answer, AsJson, Field, Sheet
 
+if TYPE_CHECKING:
     from cordillera.workflows import SearchOutcome
     from cordillera.workflows.architectures.search import SearchCandidate
 
@@ -59,6 +60,7 @@ def search(
     folder: Annotated[
         Path | None, typer.Option("--run", help="Folder of the search. Default: runs/NAME-search.")
     ] = None,
+    as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
 ) -> None:
     """Search for the architecture of a ranking model.
@@ -66,7 +68,7 @@ def search(
     A search that was stopped goes on where it was.
     """
     from cordillera import workflows
-    from cordillera.cli._show import console, time_left
+    from cordillera.cli._show import time_left
     from cordillera.errors import PlanError
     from cordillera.files import read_text
     from cordillera.workflows.architectures.search import read_proposals
@@ -74,7 +76,7 @@ def search(
 
     if goal not in ("ne", "front"):
         raise PlanError(f"must be ne or front, got {goal!r}", where="--goal")
-    out = console()
+    answer = Answer(as_json)
     given = []
     if proposals is not None:
         text = sys.stdin.read() if str(proposals) == "-" else read_text(proposals)
@@ -104,7 +106,7 @@ def search(
 
     def say(text: str) -> None:
         if not quiet:
-            out.print(text, markup=False)
+            answer.notes.print(text)
 
     best: list[float] = []
     began: list[tuple[float, int]] = []
@@ -135,7 +137,8 @@ def search(
         on_candidate=show,
         say=say,
     )
-    _print(out, outcome)
+    with answer:
+        _print(answer, outcome)
 
 
 def _line(candidate: SearchCandidate, planned: int, best: float | None) -> str:
@@ -147,31 +150,36 @@ def _line(candidate: SearchCandidate, planned: int, best: float | None) -> str:
     return f"{head}  NE {trial.ne:.4f}  {trial.flops:,} FLOPs  {trial.seconds:.1f} s{record}"
 
 
-def _print(out: Console, outcome: SearchOutcome) -> None:
+def _print(answer: Answer, outcome: SearchOutcome) -> None:
     from collections import Counter
 
-    from cordillera.cli._show import titled_table
-
     died = Counter(one.trial.stage for one in outcome.candidates if not one.trial.is_finished)
-    finished = len(outcome.candidates) - sum(died.values())
-    out.print(f"{len(outcome.candidates):,} architectures tried, {finished:,} trained")
-    for stage, count in died.items():
-        out.print(f"{count:,} died at stage {stage}")
+    tried, finished = len(outcome.candidates), len(outcome.candidates) - sum(died.values())
+    lines = [f"{tried:,} architectures tried, {finished:,} trained"]
+    lines += [f"{count:,} died at stage {stage}" for stage, count in died.items()]
     if outcome.is_exhausted:
-        out.print("the space has no further architecture")
-    other = "NE (test)" if outcome.judged else "95 % interval"
-    title = "front of NE and FLOPs, by the validation split"
-    table = titled_table(title, "architecture", right=("NE", other, "FLOPs", "parameters"))
+        lines.append("the space has no further architecture")
+    answer.say("\n".join(lines), tried=tried, trained=finished, died=died, is_exhausted=outcome.is_exhausted)
+    interval = Field("interval", "95 % interval", "{0[0]:.4f} to {0[1]:.4f}")
+    judged = Field("test_ne", "NE (test)", lambda ne: "died" if math.isnan(ne) else f"{ne:.4f}")
+    table = Sheet(
+        "front of NE and FLOPs, by the validation split",
+        Field("architecture"),
+        Field("ne", "NE", "{:.4f}"),
+        judged if outcome.judged else interval,
+        Field("flops", "FLOPs", "{:,}"),
+        Field("parameters", form="{:,}"),
+    )
     for one in outcome.front:
         trial = one.trial
-        shown = f"{trial.low:.4f} to {trial.high:.4f}" if trial.low == trial.low else ""
+        shown: object = None if math.isnan(trial.low) else (trial.low, trial.high)
         if outcome.judged:
-            judged = outcome.judged[one.name]
-            shown = f"{judged.test_ne:.4f}" if judged.is_finished else "died"
-        table.add_row(one.name, f"{trial.ne:.4f}", shown, f"{trial.flops:,}", f"{trial.parameters:,}")
-    out.print(table)
+            again = outcome.judged[one.name]
+            shown = again.test_ne if again.is_finished else math.nan
+        table.add(one.name, trial.ne, shown, trial.flops, trial.parameters)
+    answer.tables(front=table)
     if outcome.best is not None:
-        out.print(f"recipes: {outcome.folder / 'front'}", markup=False)
-        path = outcome.folder / "front" / f"{outcome.best.name}.toml"
-        out.print(f"  -> train the best with: cordillera train {path}", markup=False)
-    out.print(f"report: {outcome.report}", markup=False)
+        front = outcome.folder / "front"
+        path = front / f"{outcome.best.name}.toml"
+        answer.say(f"recipes: {front}\n  -> train the best with: cordillera train {path}", best=path)
+    answer.say(f"report: {outcome.report}", report=outcome.report)

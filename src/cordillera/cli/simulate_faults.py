@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from cordillera.cli._show import AsJson
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,7 +46,7 @@ def simulate_faults(
     runs: Annotated[int, typer.Option(min=2, help="Runs, each with other failures.")] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Of the failures.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Draw the rates over cluster sizes into this .png or .svg.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Simulate what failures cost a large job.
 
@@ -53,7 +54,7 @@ def simulate_faults(
 
     Replicas agree on their steps by the coordinator's rules, on a virtual clock. Everything printed is simulated.
     """
-    from cordillera.cli._show import console, echo
+    from cordillera.cli._show import console, print_json
     from cordillera.distributed.fault_tolerance.simulator import FaultyJob
     from cordillera.errors import PlanError
     from cordillera.reports.faults import plot_fault_study
@@ -68,7 +69,7 @@ def simulate_faults(
     if plot is not None and plot.suffix not in (".png", ".svg"):
         raise PlanError(f"cannot draw into {plot.name}", where="--plot", remedy="name a .png or an .svg")
     out = console()
-    with out.status("simulating") as status:
+    with console(stderr=as_json).status("simulating") as status:
         rows = study_faults(
             job,
             devices=devices or [98_304 if planned is None else planned.devices],
@@ -81,7 +82,7 @@ def simulate_faults(
     if plot is not None:
         plot_fault_study(rows, plot)
     if as_json:
-        echo(json.dumps([row.to_dict() for row in rows]), json=True)
+        print_json([row.to_dict() for row in rows])
         return
     out.print(_table(rows, runs, days, None if planned is None else job.step_s))
     for line in _chosen(rows):

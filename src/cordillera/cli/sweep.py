@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from cordillera.cli._show import Answer, AsJson
+
 
 def sweep(
     recipe: Annotated[str, typer.Argument(help="A shipped recipe's name or a TOML file.")],
@@ -19,20 +21,21 @@ def sweep(
     set_: Annotated[list[str] | None, typer.Option("--set", help="Override one key for all sizes.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds for each size.")] = 1,
     folder: Annotated[Path | None, typer.Option("--run", help="Folder of the sweep. Default: runs/NAME-sweep.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Train a recipe in several sizes and fit NE to FLOPs.
 
     A sweep that was stopped goes on where it was. sweep.html in its folder shows the runs and the law.
     """
     from cordillera import workflows
-    from cordillera.cli._show import console, training_progress
+    from cordillera.cli._show import training_progress
 
-    out = console()
-    with training_progress(out) as (on_step, say):
-        result = workflows.sweep(
-            recipe, size, seeds=seeds, overrides=set_ or [], folder=folder, on_step=on_step, say=say
-        )
-    out.print(result.study.to_table())
-    out.print(result.study.summary)
-    out.print(f"plot: {result.plot}")
-    out.print(f"report: {result.report}")
+    with Answer(as_json) as answer:
+        with training_progress(answer.notes) as (on_step, say):
+            result = workflows.sweep(
+                recipe, size, seeds=seeds, overrides=set_ or [], folder=folder, on_step=on_step, say=say
+            )
+        answer.say(result.study.to_table(), **vars(result.study))
+        answer.say(result.study.summary, summary=result.study.summary)
+        answer.say(f"plot: {result.plot}", plot=result.plot)
+        answer.say(f"report: {result.report}", report=result.report)

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from cordillera.cli._show import Answer, AsJson, Field, Sheet
+
 
 class Aim(str, enum.Enum):
     """Choices of ``--aim``."""
@@ -28,6 +30,7 @@ def towers(
         int, typer.Option(min=1, help="Rows of the training split whose embeddings are compared.")
     ] = 8192,
     seed: Annotated[int, typer.Option(min=0, help="Of the map and the clustering.")] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Divide a model's features among towers.
 
@@ -35,21 +38,29 @@ def towers(
 
     Writes towers.json (for model.towers.file of a recipe) and towers.html, with a map of the features, into RUN.
     """
-    from cordillera.cli._show import console, titled_table
-    from cordillera.errors import printable
-    from cordillera.reports.ranking.towers import summary, tower_rows
+    from cordillera.reports.ranking.towers import summary
     from cordillera.workflows import planning as commands
 
-    plan, files = commands.towers(
-        run, count, aim=aim.value, balance=balance, dimensions=dimensions, samples=samples, seed=seed
-    )
-    out = console()
-    table = titled_table(f"{aim.value} towers", "tower", right=[*plan.loads, "features in it"])
-    table.columns[-1].justify = "left"
-    for row in tower_rows(plan):
-        table.add_row(*(printable(cell) for cell in row))
-    out.print(table)
-    for line in summary(plan):
-        out.print(line)
-    out.print(f"towers: {files[0]}")
-    out.print(f"map: {files[1]}")
+    with Answer(as_json) as answer:
+        plan, files = commands.towers(
+            run, count, aim=aim.value, balance=balance, dimensions=dimensions, samples=samples, seed=seed
+        )
+        table = Sheet(
+            f"{aim.value} towers",
+            Field("tower"),
+            *(Field(name, form="{:,.6g}", within="loads") for name in plan.loads),
+            Field("features", "features in it", ", ".join, right=False),
+        )
+        loads = [plan.tower_loads(name) for name in plan.loads]
+        for number, group in enumerate(plan.groups()):
+            table.add(number, *(values[number] for values in loads), group)
+        answer.tables(towers=table)
+        inside, across = plan.mean_similarity()
+        answer.say(
+            "\n".join(summary(plan)),
+            similarity_within=inside,
+            similarity_between=across,
+            bounds=plan.bounds,
+            stress=plan.stress,
+        )
+        answer.say(f"towers: {files[0]}\nmap: {files[1]}", file=files[0], map=files[1])

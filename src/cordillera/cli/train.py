@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from cordillera.cli._show import Answer, AsJson
 
+if TYPE_CHECKING:
     from cordillera.workflows import LanguageOutcome, Outcome
 
 
@@ -48,44 +48,46 @@ def train(
         Path | None,
         typer.Option("--plan", help="Train a language model by a plan.json of `cordillera plan`: mesh and schedule."),
     ] = None,
+    as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
 ) -> None:
     """Train a recipe, evaluate it and write the report."""
     from cordillera import workflows
-    from cordillera.cli._show import console, training_progress
+    from cordillera.cli._show import training_progress
 
     if replica is not None or coordinator is not None:
-        return _join(recipe, replica, coordinator, quiet)
+        return _join(recipe, replica, coordinator, Answer(as_json), quiet)
     overrides = list(set_ or []) + ([f"seed={seed}"] if seed is not None else [])
     overrides += [f"fault_tolerance.replicas={replicas}"] if replicas is not None else []
     what = _resumed(run or recipe, overrides, plan) if resume else _begun(recipe, run, overrides, plan, nproc)
-    out = console()
-    with training_progress(out, quiet=quiet) as (on_step, say):
-        outcome = workflows.train(
-            what, run, processes=nproc, parallel=overrides if resume else (), on_step=on_step, say=say
-        )
-    folder = outcome.run.folder
-    if outcome.report.ended == "interrupted":
-        out.print(f"interrupted at step {outcome.report.progress.step}; everything is saved")
-        out.print(f"  -> continue with: cordillera train {folder} --resume", markup=False)
-        raise typer.Exit(130)
-    _print(out, outcome)
-    out.print(f"report: {folder / 'report.html'}", markup=False)
+    with Answer(as_json) as answer:
+        with training_progress(answer.notes, quiet=quiet) as (on_step, say):
+            outcome = workflows.train(
+                what, run, processes=nproc, parallel=overrides if resume else (), on_step=on_step, say=say
+            )
+        folder, step = outcome.run.folder, outcome.report.progress.step
+        if outcome.report.ended == "interrupted":
+            answer.say(f"interrupted at step {step}; everything is saved", ended="interrupted", steps=step, run=folder)
+            answer.say(f"  -> continue with: cordillera train {folder} --resume")
+            raise typer.Exit(130)
+        _print(answer, outcome)
+        answer.say(f"report: {folder / 'report.html'}", run=folder, report=folder / "report.html")
 
 
-def _join(folder: str, replica: str | None, coordinator: str | None, quiet: bool) -> None:
+def _join(folder: str, replica: str | None, coordinator: str | None, answer: Answer, quiet: bool) -> None:
     """Train one replica of a run."""
-    from cordillera.cli._show import console, training_progress
+    from cordillera.cli._show import training_progress
     from cordillera.errors import RunError
     from cordillera.run import Run
     from cordillera.workflows.language import join
 
     if replica is None or coordinator is None:
         raise RunError("go together", where="--replica and --coordinator", remedy="see `cordillera coordinate --help`")
-    out = console()
-    with training_progress(out, quiet=quiet) as (on_step, say):
-        report = join(Run(folder), replica, coordinator, on_step=on_step, say=say)
-    out.print(f"{replica}: {report.ended} at step {report.progress.step:,}")
+    with answer:
+        with training_progress(answer.notes, quiet=quiet) as (on_step, say):
+            report = join(Run(folder), replica, coordinator, on_step=on_step, say=say)
+        ended, step = report.ended, report.progress.step
+        answer.say(f"{replica}: {ended} at step {step:,}", replica=replica, ended=ended, steps=step)
 
 
 def _resumed(folder: Path | str, overrides: Sequence[str], plan: Path | None) -> Any:
@@ -116,22 +118,28 @@ def _begun(recipe: str, run: Path | None, overrides: Sequence[str], plan: Path |
     return follow_plan(found, plan, nproc)
 
 
-def _print(out: Console, outcome: Outcome | LanguageOutcome) -> None:
+def _print(answer: Answer, outcome: Outcome | LanguageOutcome) -> None:
     from cordillera.cli._show import evaluation_table, group_tables, language_line
     from cordillera.workflows import LanguageOutcome
 
     report = outcome.report
     how = {"finished": "finished", "early": "stopped early", "exhausted": "the text ended"}[report.ended]
-    ended = f"{how} after {report.progress.step:,} steps in {report.seconds:.1f} s"
+    step, seconds = report.progress.step, report.seconds
+    ended = f"{how} after {step:,} steps in {seconds:.1f} s"
+    facts = {"ended": report.ended, "steps": step, "seconds": seconds}
     if isinstance(outcome, LanguageOutcome):
         tokens = outcome.report.progress.tokens
         if outcome.report.evaluation is not None:
-            out.print(f"held-out text: {language_line(outcome.report.evaluation)}")
-        out.print(f"{ended}, {tokens:,} tokens")
+            held_out = f"held-out text: {language_line(outcome.report.evaluation)}"
+            answer.say(held_out, evaluation=outcome.report.evaluation)
+        answer.say(f"{ended}, {tokens:,} tokens", **facts, tokens=tokens)
         return
     if outcome.evaluation is not None:
-        out.print(evaluation_table(outcome.evaluation), *group_tables(outcome.evaluation))
-    out.print(ended)
-    if outcome.report.probing_seconds:
-        share = outcome.report.probing_seconds / outcome.report.seconds
-        out.print(f"probing its layers took {outcome.report.probing_seconds:.2f} s of that, {100 * share:.1f} %")
+        answer.say(evaluation_table(outcome.evaluation), evaluation=outcome.evaluation)
+        for table in group_tables(outcome.evaluation):
+            answer.say(table)
+    answer.say(ended, **facts)
+    probing = outcome.report.probing_seconds
+    if probing:
+        share = f"{100 * probing / seconds:.1f} %"
+        answer.say(f"probing its layers took {probing:.2f} s of that, {share}", probing_seconds=probing)

@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
-from cordillera.cli._show import console, titled_table
-from cordillera.errors import printable
+from cordillera.cli._show import Answer, AsJson, Field, Sheet
 
 if TYPE_CHECKING:
     from cordillera.numerics.inference.drift import Alarm
@@ -22,6 +19,7 @@ def watch(
     false_alarms: Annotated[
         float, typer.Option(min=1e-12, max=0.5, help="Probability of an alarm where nothing has changed.")
     ] = 1e-3,
+    as_json: AsJson = False,
 ) -> None:
     """Check whether a quantised model's inputs have drifted.
 
@@ -29,24 +27,34 @@ def watch(
     """
     from cordillera.workflows.drift import watch as work
 
-    found = work(run, file, false_alarms=false_alarms)
-    out = console()
-    if found.alarms:
-        out.print(_table(found.alarms))
-    if found.lacks is not None:
-        out.print(f"the file has no column {found.lacks!r}: samples of one group count as independent")
-    out.print(
-        f"{found.samples:,} samples, {found.watched} numbers and shares watched by {found.checks:,} checks: "
-        + (f"{len(found.alarms)} moved; quantise the run anew on recent data" if found.alarms else "no alarm"),
-    )
-    if found.alarms:
-        raise typer.Exit(1)
+    with Answer(as_json) as answer:
+        found = work(run, file, false_alarms=false_alarms)
+        if found.alarms or as_json:
+            answer.tables(alarms=_table(found.alarms))
+        if found.lacks is not None:
+            answer.say(f"the file has no column {found.lacks!r}: samples of one group count as independent")
+        answer.say(
+            f"{found.samples:,} samples, {found.watched} numbers and shares watched by {found.checks:,} checks: "
+            + (f"{len(found.alarms)} moved; quantise the run anew on recent data" if found.alarms else "no alarm"),
+            samples=found.samples,
+            watched=found.watched,
+            checks=found.checks,
+            lacks=found.lacks,
+        )
+        if found.alarms:
+            raise typer.Exit(1)
 
 
-def _table(alarms: list[Alarm]) -> Table:
+def _table(alarms: list[Alarm]) -> Sheet:
     """Return a table of the numbers and shares that have moved since calibration."""
-    table = titled_table("alarm: moved since calibration", "", "check", "calibration", "now", "p")
+    table = Sheet(
+        "alarm: moved since calibration",
+        Field("name", ""),
+        Field("check"),
+        Field("calibration", form="{:.4g}", right=False),
+        Field("now", form="{:.4g}", right=False),
+        Field("p", form=lambda p: f"{p:.1g}" if p > 1e-99 else "< 1e-99", right=False),
+    )
     for one in alarms:
-        chance = f"{one.probability:.1g}" if one.probability > 1e-99 else "< 1e-99"
-        table.add_row(Text(printable(one.name)), one.check, f"{one.before:.4g}", f"{one.now:.4g}", chance)
+        table.add(one.name, one.check, one.before, one.now, one.probability)
     return table

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import polars as pl
@@ -41,8 +41,14 @@ from cordillera.data.ranking.logs.columns import RowPlace, splitmix64, timestamp
 from cordillera.data.ranking.logs.histories import HistoriesConfig, HistoriesLog
 from cordillera.data.ranking.logs.synthetic import SyntheticConfig, SyntheticLog
 from cordillera.errors import DataError
+from cordillera.toml_files import explain, text_of
 
 Split = Literal["time", "order", "random", "files"]
+
+
+_Separator = Annotated[
+    str, text_of(r"[\t !#-/:-@\[-`{-~]", "one tabulator, space or punctuation mark other than a double quote")
+]
 
 
 class DataConfig(BaseModel):
@@ -83,7 +89,7 @@ class DataConfig(BaseModel):
     validation_path: str | tuple[str, ...] | None = None
     test_path: str | tuple[str, ...] | None = None
     format: FileFormat | None = None
-    separator: str | None = Field(None, pattern=r"^[\t !#-/:-@\[-`{-~]$")
+    separator: _Separator | None = None
     schema_: Schema | None = Field(None, alias="schema")
     split: Split | None = None
     fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)
@@ -136,7 +142,7 @@ class DataConfig(BaseModel):
         if self.path is not None and not entry.needs_files:
             raise ValueError(f"dataset '{self.dataset}' brings its own rows; leave dataset out for logs of your own")
         if self.path is None and entry.needs_files:
-            raise ValueError(f"dataset '{self.dataset}' cannot be fetched: download it and set path ({entry.source})")
+            raise ValueError(f"dataset '{self.dataset}' cannot be fetched; {entry.source}, and name it by data.path")
         return self
 
 
@@ -238,7 +244,7 @@ DATASETS: dict[str, Dataset] = {
     ),
     "criteo": Dataset(
         "45 million ad impressions: 13 counts, 26 ids (train.txt of the display advertising challenge)",
-        "Criteo Labs; download it and give its path",
+        "Criteo Labs: download train.txt from https://ailab.criteo.com/ressources/",
         "Criteo: non-commercial use; read the terms where you download it",
         "order",
         lambda config: criteo_schema(),
@@ -247,7 +253,7 @@ DATASETS: dict[str, Dataset] = {
     ),
     "avazu": Dataset(
         "40 million ad impressions of ten days: 21 ids (train.gz of the click-through challenge)",
-        "Avazu on Kaggle; download it and give its path",
+        "Avazu on Kaggle: download train.gz from https://www.kaggle.com/c/avazu-ctr-prediction/data",
         "the competition's rules; read them where you download it",
         "time",
         lambda config: avazu_schema(),
@@ -590,8 +596,12 @@ def configure(name: str, path: Sequence[str] | None = None) -> DataConfig:
     Raises:
         DataError: the name is unknown, a path is given that the data set does not take, or a required path is missing.
     """
+    entry = DATASETS.get(name)
+    if entry is not None and entry.needs_files and not path:
+        remedy = f"then: cordillera data get {name} --path FILE, or data.path = 'FILE' in a recipe"
+        raise DataError(f"cannot be fetched; {entry.source} ({entry.terms})", where=f"data set '{name}'", remedy=remedy)
     try:
         return DataConfig(dataset=name, path=tuple(path) if path else None)
     except ValidationError as error:
-        message = "; ".join(str(problem["msg"]).removeprefix("Value error, ") for problem in error.errors())
+        message = "; ".join(what for _, what in explain(error.errors(), lambda path: list(DataConfig.model_fields)))
         raise DataError(message, where=f"data set '{name}'", remedy="see 'cordillera data list'") from None

@@ -8,8 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cordillera.data.ranking.features import Schema
 from cordillera.data.ranking.logs.click_logs import FileFormat
+from cordillera.toml_files import text_of
 
-StreamName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+StreamName = Annotated[
+    str, text_of("[A-Za-z0-9][A-Za-z0-9_-]*", "letters, digits, hyphens and underscores, without spaces")
+]
 
 
 class EventStreamConfig(BaseModel):

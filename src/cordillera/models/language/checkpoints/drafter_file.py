@@ -16,6 +16,7 @@ from cordillera.models.language.checkpoints.source import Source
 from cordillera.models.language.draft_model import DRAFT, DraftConfig, DraftModel
 from cordillera.models.language.llama import Llama, LlamaConfig, make_drafter
 from cordillera.tensor_files import read_tensors, write_tensors
+from cordillera.toml_files import explain
 
 _KIND = "drafter"
 _ROWS = 1024  # of the embedding, by which a model is recognised
@@ -83,7 +84,10 @@ def read_drafter(path: Path) -> DrafterFile:
         return DrafterFile(path, draft, tensors, content["model"], content["facts"])
     except NumericsError as error:
         raise CheckpointError(error.what, where=error.where, remedy=error.remedy) from error
-    except (KeyError, TypeError, ValidationError) as error:
+    except ValidationError as error:
+        place, what = explain(error.errors(), lambda at: ())[0]
+        raise CheckpointError(f"holds no drafter: {place} {what}", where=str(path), remedy=_REMEDY) from error
+    except (KeyError, TypeError) as error:
         raise CheckpointError(f"holds no drafter: {error}", where=str(path), remedy=_REMEDY) from error
 
 

@@ -12,6 +12,7 @@ from cordillera.errors import CheckpointError
 from cordillera.models.language.llama import Llama
 from cordillera.models.language.vision import VisionConfig, VisionLlama
 from cordillera.tensor_files import read_tensors, write_tensors
+from cordillera.toml_files import explain
 
 _KIND, _REMEDY = "adapter of a language model that sees", "save it again with save_vision"
 
@@ -45,7 +46,12 @@ def load_vision(path: Path, model: Llama) -> VisionLlama:
     try:
         config = VisionConfig.model_validate(content["config"])
         fingerprint = content["language model"]
-    except (ValidationError, KeyError, TypeError) as error:
+    except ValidationError as error:
+        place, what = explain(error.errors(), lambda at: ())[0]
+        raise CheckpointError(
+            f"its content is not understood: {place} {what}", where=str(path), remedy=_REMEDY
+        ) from error
+    except (KeyError, TypeError) as error:
         raise CheckpointError(f"its content is not understood: {error}", where=str(path), remedy=_REMEDY) from error
     if fingerprint != _fingerprint(model):
         raise CheckpointError(

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from cordillera.models.ranking.base import DeepConfig, RankingConfig, Size
+from cordillera.toml_files import text_of
 
 Op = Literal[
     "linear",
@@ -28,7 +29,9 @@ Op = Literal[
     "embedding_cross",
     "token_mixing",
 ]
-NodeName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
+NodeName = Annotated[
+    str, text_of("[a-z][a-z0-9_]{0,63}", "up to 64 small letters, digits and underscores that begin with a letter")
+]
 
 DENSE, EMBEDDINGS = "dense", "embeddings"
 """Names of the inputs of every graph: the dense features, and the embeddings of the others."""

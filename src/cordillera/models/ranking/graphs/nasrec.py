@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from cordillera.errors import DataError
 from cordillera.models.ranking.graphs.config import DENSE, EMBEDDINGS, GraphConfig, NodeConfig, without_unread
+from cordillera.toml_files import explain
 
 _OPS = {
     "autoctr": ("linear", "dot", "mix"),
@@ -52,7 +53,8 @@ def from_nasrec(content: Mapping[str, Any], where: str = "architecture", embeddi
         nodes = without_unread(made.nodes, output)
         return GraphConfig(embedding_dim=embedding_dim, nodes=nodes, output=output)
     except ValidationError as error:
-        raise DataError(error.errors()[0]["msg"], where=where) from error
+        place, message = explain(error.errors(), lambda path: (), "graph")[0]
+        raise DataError(f"{place}: {message}", where=where) from error
     except (KeyError, IndexError, TypeError, ValueError) as error:
         remedy = f"config is one of {', '.join(_OPS)}"
         raise DataError(f"is no architecture of NASRec ({error!r})", where=where, remedy=remedy) from error
