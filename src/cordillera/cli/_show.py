@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -16,12 +17,12 @@ import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.table import Column, Table
 from rich.text import Text
@@ -148,7 +149,7 @@ class Sheet(Table):
         self.add_row(*(field.text(value) for field, value in zip(self.fields, values, strict=True)))
 
 
-class Answer:
+class CommandOutput:
     """What a command prints: tables and lines, or with ``as_json`` one JSON document of their values at its end.
 
     It is a context; the document is printed where the command ends, unless by an error.
@@ -164,7 +165,7 @@ class Answer:
         self.notes.quiet = is_silent()
         self._values: dict[str, object] = {}
 
-    def __enter__(self) -> Answer:
+    def __enter__(self) -> CommandOutput:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -207,7 +208,8 @@ def titled_table(title: str, *left: str | Column, right: Sequence[str] = ()) -> 
 
 def evaluation_table(evaluation: Evaluation) -> Table:
     """Return the metrics of an evaluation as a table with a row for each task."""
-    title = f"{evaluation.split} split, {evaluation.examples:,} examples"
+    is_split = evaluation.split in ("train", "validation", "test")
+    title = f"{evaluation.split}{' split' if is_split else ''}, {evaluation.examples:,} examples"
     table = titled_table(title, "task", right=("NE", "AUC", "GAUC", "log loss", "calibration", "positives"))
     for task, values in evaluation.metrics().items():
         share = values["positives"] / values["examples"] if values["examples"] else math.nan
@@ -253,6 +255,21 @@ def _measures_line(measures: Mapping[str, float]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in measures.items())
 
 
+class _StepsDone(ProgressColumn):
+    """Number of steps that are done, and of all; nothing while that is unknown."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.total is None else f"{task.completed:,.0f}/{task.total:,.0f}")
+
+
+class _TimeLeft(ProgressColumn):
+    """Time left; while that is unknown, the time since the beginning."""
+
+    def render(self, task: Task) -> Text:
+        left, elapsed = task.time_remaining, timedelta(seconds=int(task.elapsed or 0))
+        return Text(f"since {elapsed}" if left is None else f"{timedelta(seconds=int(left))} left")
+
+
 @contextlib.contextmanager
 def _progress(out: Console, quiet: bool) -> Iterator[tuple[Progress, TaskID, Callable[[str], object]]]:
     """Draw a progress bar; yield it with its task, which has a note, and a function that prints a line above it."""
@@ -260,11 +277,10 @@ def _progress(out: Console, quiet: bool) -> Iterator[tuple[Progress, TaskID, Cal
     columns = [
         TextColumn("{task.description}", markup=False, table_column=fixed),
         BarColumn(40 if out.width >= 140 else 10),
-        MofNCompleteColumn(table_column=fixed),
+        _StepsDone(table_column=fixed),
         TextColumn("{task.fields[note]}", markup=False, table_column=fixed),
         TimeElapsedColumn(table_column=fixed),
-        TimeRemainingColumn(table_column=fixed),
-        TextColumn("left", table_column=fixed),
+        _TimeLeft(table_column=fixed),
     ]
     if out.width < 110:  # the number of steps and the time left stay readable
         del columns[4]
@@ -306,6 +322,19 @@ def answering_progress(
             bar.update(task, completed=done, description=what)
 
         yield on_answer
+
+
+@contextlib.contextmanager
+def search_progress(
+    out: Console, *, quiet: bool = False
+) -> Iterator[tuple[Callable[[int, int], object], Callable[[str], object]]]:
+    """Draw a progress bar of a search; yield a function of the numbers of candidates shown and planned, and ``say``."""
+    with _progress(out, quiet) as (bar, task, say):
+
+        def on_candidate(done: int, planned: int) -> None:
+            bar.update(task, description="searching", completed=done, total=planned)
+
+        yield on_candidate, say
 
 
 @contextlib.contextmanager

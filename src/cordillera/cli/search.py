@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cordillera.cli._show import Answer, AsJson, Field, Sheet
+from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet
 
 if TYPE_CHECKING:
     from cordillera.workflows import SearchOutcome
@@ -68,7 +68,7 @@ def search(
     A search that was stopped goes on where it was.
     """
     from cordillera import workflows
-    from cordillera.cli._show import time_left
+    from cordillera.cli._show import search_progress, time_left
     from cordillera.errors import PlanError
     from cordillera.files import read_text
     from cordillera.workflows.architectures.search import read_proposals
@@ -76,7 +76,7 @@ def search(
 
     if goal not in ("ne", "front"):
         raise PlanError(f"must be ne or front, got {goal!r}", where="--goal")
-    answer = Answer(as_json)
+    answer = CommandOutput(as_json)
     given = []
     if proposals is not None:
         text = sys.stdin.read() if str(proposals) == "-" else read_text(proposals)
@@ -104,39 +104,38 @@ def search(
         }
     )
 
-    def say(text: str) -> None:
-        if not quiet:
-            answer.notes.print(text)
-
     best: list[float] = []
     began: list[tuple[float, int]] = []
+    with search_progress(answer.notes, quiet=quiet) as (on_candidate, say):
+        on_candidate(0, trials)
 
-    def show(candidate: SearchCandidate, planned: int) -> None:
-        if candidate.trial.is_finished:
-            best.append(min([candidate.trial.ne, *best[-1:]]))
-        now = time.monotonic()
-        began.append((now, candidate.number))
-        # those on record come at once; the first one that takes time begins the clock
-        if len(began) > 1 and began[-1][0] - began[0][0] < 0.1:
-            began[:] = began[-1:]
-        left = ""
-        if began[0][1] < candidate.number:
-            each = (now - began[0][0]) / (candidate.number - began[0][1])
-            left = f"  {time_left(each * (planned - candidate.number - 1))} left"
-        say(_line(candidate, planned, best[-1] if best else None) + left)
+        def show(candidate: SearchCandidate, planned: int) -> None:
+            if candidate.trial.is_finished:
+                best.append(min([candidate.trial.ne, *best[-1:]]))
+            now = time.monotonic()
+            began.append((now, candidate.number))
+            # those on record come at once; the first one that takes time begins the clock
+            if len(began) > 1 and began[-1][0] - began[0][0] < 0.1:
+                began[:] = began[-1:]
+            left = ""
+            if began[0][1] < candidate.number:
+                each = (now - began[0][0]) / (candidate.number - began[0][1])
+                left = f"  {time_left(each * (planned - candidate.number - 1))} left"
+            say(_line(candidate, planned, best[-1] if best else None) + left)
+            on_candidate(candidate.number + 1, planned)
 
-    outcome = workflows.search(
-        recipe,
-        space,
-        config,
-        overrides=set_ or (),
-        proposals=given,
-        folder=folder,
-        workers=workers,
-        hours=hours,
-        on_candidate=show,
-        say=say,
-    )
+        outcome = workflows.search(
+            recipe,
+            space,
+            config,
+            overrides=set_ or (),
+            proposals=given,
+            folder=folder,
+            workers=workers,
+            hours=hours,
+            on_candidate=show,
+            say=say,
+        )
     with answer:
         _print(answer, outcome)
 
@@ -150,7 +149,7 @@ def _line(candidate: SearchCandidate, planned: int, best: float | None) -> str:
     return f"{head}  NE {trial.ne:.4f}  {trial.flops:,} FLOPs  {trial.seconds:.1f} s{record}"
 
 
-def _print(answer: Answer, outcome: SearchOutcome) -> None:
+def _print(answer: CommandOutput, outcome: SearchOutcome) -> None:
     from collections import Counter
 
     died = Counter(one.trial.stage for one in outcome.candidates if not one.trial.is_finished)

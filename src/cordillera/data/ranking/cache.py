@@ -142,14 +142,15 @@ class CacheWriter:
         for name, count in blanks.items():
             self.blanks[name] = self.blanks.get(name, 0) + count
 
-    def constant_features(self) -> list[str]:
-        """Return the features that hold one value in all training rows."""
-        return [name for name in self._low if self._low[name] == self._high[name]]
-
-    def empty_lists(self) -> list[str]:
-        """Return the list features that are empty in all training rows."""
+    def warnings(self) -> list[str]:
+        """Return a sentence for each feature that has one value in all training rows or is an empty list in all."""
+        constant = [name for name in self._low if self._low[name] == self._high[name]]
         lists = [feature.name for feature in self.encoder.features.sparse if feature.is_list]
-        return [name for index, name in enumerate(lists) if self.entries.get(f"train-list{index}", 0) == 0]
+        empty = [name for index, name in enumerate(lists) if self.entries.get(f"train-list{index}", 0) == 0]
+        tells = "in all training rows and tells nothing; take it out of the schema"
+        return [f"feature '{name}' has one value {tells}" for name in constant] + [
+            f"list feature '{name}' is empty {tells}" for name in empty
+        ]
 
     def close(self) -> None:
         """Close the files; errors of the disk are raised as ``DataError``."""

@@ -532,7 +532,7 @@ def _build(config: DataConfig, log: ClickLog, folder: Path, progress: bool) -> N
                         "the files changed while they were read", where=config.label, remedy="wait until they are whole"
                     )
                 _check(config, writer, name)
-                facts = {**log.facts, "name": name, "split": splitter.kind, "warnings": _warnings(writer)}
+                facts = {**log.facts, "name": name, "split": splitter.kind, "warnings": writer.warnings()}
                 if truth is not None:
                     facts |= truth.facts()
                 writer.finish(facts)
@@ -562,7 +562,7 @@ def _check(config: DataConfig, writer: CacheWriter, name: str) -> None:
             raise DataError(
                 f"the {split} split is empty ({sum(writer.rows.values())} rows in all)",
                 where=name,
-                remedy="give more rows, other fractions, or another split: a split by time needs several timestamps",
+                remedy="give more rows or other fractions; rows of one time need data.split = 'random' or 'order'",
             )
     if writer.weighted is not None and writer.weighted == 0:
         raise DataError(
@@ -578,16 +578,6 @@ def _check(config: DataConfig, writer: CacheWriter, name: str) -> None:
                 where=name,
                 remedy="check how the label is made, or how the rows are split; a model needs both classes",
             )
-
-
-def _warnings(writer: CacheWriter) -> list[str]:
-    return [
-        f"feature '{feature}' has one value in all training rows and tells nothing; take it out of the schema"
-        for feature in writer.constant_features()
-    ] + [
-        f"list feature '{feature}' is empty in all training rows and tells nothing; take it out of the schema"
-        for feature in writer.empty_lists()
-    ]
 
 
 def configure(name: str, path: Sequence[str] | None = None) -> DataConfig:

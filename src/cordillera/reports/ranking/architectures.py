@@ -54,14 +54,15 @@ def search_page(
     by_name = {one["name"]: one for one in finished}
     best = [by_name[one] for one in front]
     died = Counter(one["stage"] for one in entries if one["stage"] != "finished")
+    seeds = max((len(one) for one in judged.values()), default=0)
     return page.fill(
         "architectures",
         name=name,
         lede=description,
         tiles=_tiles(entries, finished, best),
         charts=[_front_chart(finished, best, judged), _path(entries)],
-        front=[_row(one, judged) for one in reversed(best)],
-        seeds=max((len(one) for one in judged.values()), default=0),
+        front=[_row(one, judged if seeds else {}) for one in reversed(best)],
+        seeds=seeds,
         graphs=[(one["name"], _told(one), drawn) for one in reversed(best) if (drawn := _drawn(one))][:_DRAWN],
         deaths=[(f"{stage}: {count:,}", _death(entries, stage)) for stage, count in died.items()],
         settings=[(key.replace("_", " "), page.plain(value)) for key, value in settings.items()],
