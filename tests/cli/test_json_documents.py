@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,6 +129,8 @@ def is_held(text: str, document: Any) -> bool:
     if any(isinstance(leaf, str) and text in leaf for leaf in leaves(document)):
         return True
     numbers = [leaf for leaf in leaves(document) if isinstance(leaf, int | float) and not isinstance(leaf, bool)]
+    if re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", text):
+        return datetime.fromisoformat(f"{text}+00:00").timestamp() in numbers
     shown = re.findall(r"[-+]?\d[\d,]*\.?\d*(?:e[-+]?\d+)?", text)
     for one in shown:
         value = float(one.replace(",", ""))
@@ -158,7 +161,7 @@ def test_a_document_holds_what_the_tables_show(
     if command == "guard":
         write_model(inputs / "guard", context=1024)
     shown: list[Table] = []
-    say, put = _show.Answer.say, _show._PlainConsole.print
+    say, put = _show.CommandOutput.say, _show._PlainConsole.print
 
     def said(answer: Any, what: Any, **values: Any) -> None:
         shown.extend(tables_of(what))
@@ -169,7 +172,7 @@ def test_a_document_holds_what_the_tables_show(
         put(screen, *what, **options)
 
     arguments = [*command.partition(" of ")[0].split(), *COMMANDS[command]]
-    monkeypatch.setattr(_show.Answer, "say", said)
+    monkeypatch.setattr(_show.CommandOutput, "say", said)
     done = cli(*arguments, "--json")
     assert done.code == (1 if command == "watch" else 0), done.err
     document = json.loads(done.out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -194,7 +197,7 @@ def test_numbers_that_json_lacks_are_null_and_others_keep_their_digits(capsys: p
     table = _show.Sheet("t", _show.Field("a", form="{:.1f}"), _show.Field("b", within="c"), _show.Field("d"))
     table.add(math.pi, math.inf, Path("x/\x1b[31m"))
     table.add(None, float("nan"), (1, -math.inf))
-    with _show.Answer(True) as answer:
+    with _show.CommandOutput(True) as answer:
         answer.say("a line that is for people")
         answer.tables(rows=table)
         answer.notes.print("a note")
@@ -209,13 +212,13 @@ def test_numbers_that_json_lacks_are_null_and_others_keep_their_digits(capsys: p
 def test_an_error_prints_no_document_and_other_ranks_print_none(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = _show.Answer(True)
+    answer = _show.CommandOutput(True)
     answer.keep(a=1)
     with pytest.raises(ZeroDivisionError), answer:
         1 / 0  # noqa: B018
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with _show.Answer(True) as answer:
+    with _show.CommandOutput(True) as answer:
         answer.keep(a=1)
         answer.notes.print("a note")
     assert capsys.readouterr() == ("", "")

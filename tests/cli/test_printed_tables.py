@@ -81,7 +81,9 @@ def test_clusters_are_compared_by_step_and_by_what_is_trained_in_a_second(
         (PlannedRecommender, "4.50 M samples"),
     ):
         one = planned(kind, seconds)
-        planning._compare(_show.Answer(False), "w.toml", ["a.toml", "b"], None, lambda *_, found=one, **options: found)
+        planning._compare(
+            _show.CommandOutput(False), "w.toml", ["a.toml", "b"], None, lambda *_, found=one, **options: found
+        )
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == "w on 2 clusters"
         assert lines[1].split() == ["cluster", "layout", "devices", "step", "a", "second", "GB"]
@@ -96,7 +98,7 @@ def test_a_plan_is_printed_with_its_gain_its_cases_and_its_files(
     cases = (Case("one thing", 4.0, 8), Case("another", 0.999, 8, "so"), Case("a third", 1.0, 8))
     one = planned(Planned, 2.0, base=5.0, what_if=cases)
     one.found.interrupted = True
-    planning._show(_show.Answer(False), one)
+    planning._show(_show.CommandOutput(False), one)
     lines = capsys.readouterr().out.splitlines()
     assert lines[lines.index("interrupted: this is the best until then") :] == [
         "interrupted: this is the best until then",
@@ -109,7 +111,7 @@ def test_a_plan_is_printed_with_its_gain_its_cases_and_its_files(
         "constants: measured",
         "report: p/plan.html",
     ]
-    planning._show(_show.Answer(False), planned(PlannedRecommender, 0.5))
+    planning._show(_show.CommandOutput(False), planned(PlannedRecommender, 0.5))
     out = capsys.readouterr().out
     assert "interrupted" not in out
     assert "18.00 times" in out
@@ -124,7 +126,7 @@ def test_a_calibration_is_printed_with_the_rows_furthest_off(capsys: pytest.Capt
     ratios = (1.0, 1.5, 0.4, 1.2, 0.9, 1.01, 3.0)
     rows = [(SimpleNamespace(model=f"m{n}", layout="l", seconds=2.0), 2.0 * by) for n, by in enumerate(ratios)]
     constants = SimpleNamespace(matrix=0.8, memory=0.7, port=0.6, network=0.9, collective_s=1e-5)
-    planning._calibrate(_show.Answer(False), Calibrated(constants, quality, rows, Path("c.json")))  # type: ignore[arg-type]
+    planning._calibrate(_show.CommandOutput(False), Calibrated(constants, quality, rows, Path("c.json")))  # type: ignore[arg-type]
     out = capsys.readouterr().out
     lines = [line.strip() for line in out.splitlines()]
     first = lines.index("furthest off:") + 1
@@ -152,7 +154,7 @@ def test_what_is_left_to_measure_ends_the_command_with_its_own_status(
         return found
 
     monkeypatch.setattr("cordillera.kernels.products.measure_table", measure)
-    planning._measure(_show.Answer(False), [(2, 3, 4, 5)], Path("p.csv"))
+    planning._measure(_show.CommandOutput(False), [(2, 3, 4, 5)], Path("p.csv"))
     assert capsys.readouterr().out.splitlines() == [
         "9 products, 1,234 of them now",
         "2,000 more do not fit this device's memory and are left to the formula",
@@ -160,7 +162,7 @@ def test_what_is_left_to_measure_ends_the_command_with_its_own_status(
     ]
     found.left, found.too_large = 1, 0
     with pytest.raises(typer.Exit) as stop:
-        planning._measure(_show.Answer(False), [(2, 3, 4, 5)], Path("p.csv"))
+        planning._measure(_show.CommandOutput(False), [(2, 3, 4, 5)], Path("p.csv"))
     assert stop.value.exit_code == 130
     out = capsys.readouterr().out
     assert "interrupted, 1 more are to be measured" in out
@@ -264,14 +266,14 @@ def outcome(ended: str, **values: Any) -> SimpleNamespace:
 )
 def test_the_end_of_training_says_how_it_ended(capsys: pytest.CaptureFixture[str], ended: str, said: str) -> None:
     one: Any = outcome(ended)
-    train._print(_show.Answer(False), one)
+    train._print(_show.CommandOutput(False), one)
     assert capsys.readouterr().out == f"{said} after 1,234 steps in 20.0 s\n"
     one.report.probing_seconds = 0.5
-    train._print(_show.Answer(False), one)
+    train._print(_show.CommandOutput(False), one)
     assert "probing its layers took 0.50 s of that, 2.5 %" in capsys.readouterr().out
     language: Any = workflows.LanguageOutcome.__new__(workflows.LanguageOutcome)
     object.__setattr__(language, "report", one.report)
-    train._print(_show.Answer(False), language)
+    train._print(_show.CommandOutput(False), language)
     assert capsys.readouterr().out == f"{said} after 1,234 steps in 20.0 s, 5,000,000 tokens\n"
 
 

@@ -148,7 +148,7 @@ class Sheet(Table):
         self.add_row(*(field.text(value) for field, value in zip(self.fields, values, strict=True)))
 
 
-class Answer:
+class CommandOutput:
     """What a command prints: tables and lines, or with ``as_json`` one JSON document of their values at its end.
 
     It is a context; the document is printed where the command ends, unless by an error.
@@ -164,7 +164,7 @@ class Answer:
         self.notes.quiet = is_silent()
         self._values: dict[str, object] = {}
 
-    def __enter__(self) -> Answer:
+    def __enter__(self) -> CommandOutput:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

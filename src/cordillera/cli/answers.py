@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cordillera.cli._show import Answer, AsJson, Field, Sheet
+from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet
 
 _Reward = Annotated[Path, typer.Option("--reward", help="The run of a reward model.")]
 _Prompts = Annotated[
@@ -40,7 +40,7 @@ def best_of(
     from cordillera.cli._show import answering_progress
     from cordillera.workflows.post_training import answers
 
-    with Answer(as_json) as answer:
+    with CommandOutput(as_json) as answer:
         with answering_progress(answer.notes, quiet=quiet) as on_answer:
             found = answers.best_of(
                 model,

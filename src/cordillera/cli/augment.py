@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cordillera.cli._show import Answer, AsJson, Field, Sheet
+from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet
 from cordillera.errors import Interrupted
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def augment(
 
     config = load_streams(file, set_ or ())
     recipes = student_recipes(config) if students else {}  # mistakes in them are found before the work
-    with Answer(as_json) as answer:
+    with CommandOutput(as_json) as answer:
         try:
             with augmentation_progress(answer.notes, quiet=quiet) as (on_step, say):
                 outcome = workflows.augment(config, finish=finish, on_step=on_step, say=say)
@@ -51,7 +51,7 @@ def augment(
         _train_students(answer, recipes, Path(config.out), quiet)
 
 
-def _train_students(answer: Answer, recipes: Mapping[str, RankingRecipe], out: Path, quiet: bool) -> None:
+def _train_students(answer: CommandOutput, recipes: Mapping[str, RankingRecipe], out: Path, quiet: bool) -> None:
     """Train the recipes of streams, by their names."""
     from cordillera import workflows
     from cordillera.cli._show import evaluation_table, training_progress
@@ -76,7 +76,7 @@ def _train_students(answer: Answer, recipes: Mapping[str, RankingRecipe], out: P
         answer.say(f"report: {folder / 'report.html'}", students=students)
 
 
-def _print(answer: Answer, outcome: AugmentationOutcome) -> None:
+def _print(answer: CommandOutput, outcome: AugmentationOutcome) -> None:
     from datetime import datetime, timezone
 
     progress = outcome.progress

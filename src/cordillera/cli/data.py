@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cordillera.cli._show import Answer, AsJson, Field, Sheet
+from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet
 from cordillera.errors import DataError, printable
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def list_(as_json: AsJson = False) -> None:
         table.add(name, "click log", entry.summary, entry.source, entry.terms)
     for name, asset in ASSETS.items():
         table.add(name, asset.kind, asset.summary, asset.source, asset.terms)
-    with Answer(as_json) as answer:
+    with CommandOutput(as_json) as answer:
         answer.tables(names=table)
 
 
@@ -51,7 +51,7 @@ def get(
     from cordillera.data.ranking.datasets import configure, prepare
     from cordillera.data.ranking.exports import export
 
-    answer = Answer(as_json=False)
+    answer = CommandOutput(as_json=False)
     if name in ASSETS:
         if path or export_to or rows:
             raise DataError(f"'{name}' is a {ASSETS[name].kind}: it has no rows", where="--path, --export, --rows")
@@ -78,7 +78,7 @@ def describe(name: _Name, path: _Path = None, as_json: AsJson = False) -> None:
     from cordillera.data.assets import ASSETS, fetch_asset
     from cordillera.data.ranking.datasets import configure, prepare
 
-    with Answer(as_json) as answer:
+    with CommandOutput(as_json) as answer:
         if name in ASSETS:
             file, asset = fetch_asset(name), ASSETS[name]
             _say_terms(answer, asset.summary, asset.source, asset.terms)
@@ -96,7 +96,7 @@ def describe(name: _Name, path: _Path = None, as_json: AsJson = False) -> None:
         answer.keep(bayes_ne=best, split_by=facts["split"], warnings=facts["warnings"])
 
 
-def _say_terms(answer: Answer, summary: str, source: str, terms: str) -> None:
+def _say_terms(answer: CommandOutput, summary: str, source: str, terms: str) -> None:
     answer.say(f"{summary}\nsource: {source}\nterms: {terms}", summary=summary, source=source, terms=terms)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cordillera.cli._show import Answer, AsJson
+from cordillera.cli._show import AsJson, CommandOutput
 
 
 def isoflop(
@@ -39,7 +39,7 @@ def isoflop(
     from cordillera import workflows
     from cordillera.cli._show import training_progress
 
-    with Answer(as_json) as answer:
+    with CommandOutput(as_json) as answer:
         with training_progress(answer.notes) as (on_step, say):
             result = workflows.isoflop(
                 recipe,

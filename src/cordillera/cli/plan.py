@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cordillera.cli._show import Answer, AsJson, Field, Sheet, console
+from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet, console
 from cordillera.errors import PlanError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def plan(
     from cordillera.workflows import planning as commands
 
     if list_:
-        with Answer(as_json) as answer:
+        with CommandOutput(as_json) as answer:
             _list(answer, commands.shipped())
         return
     options = {
@@ -95,7 +95,7 @@ def plan(
         if cluster or workload is None:
             raise PlanError("needs the cluster alone", where="plan --calibrate", remedy="plan --calibrate FILE CLUSTER")
         _refuse({**options, "--set": set_, "--measure": measure}, "--calibrate")
-        with Answer(as_json) as answer:
+        with CommandOutput(as_json) as answer:
             place = folder or Path("plans") / Path(workload).stem
             _calibrate(answer, commands.calibrate(calibrate, workload, place))
         return
@@ -109,7 +109,7 @@ def plan(
         check_writable(measure)
         if len(cluster) > 1:
             raise PlanError("is for one cluster", where="plan --measure", remedy="name the one with this device")
-        with Answer(as_json) as answer:
+        with CommandOutput(as_json) as answer:
             _measure(answer, commands.products_needed(workload, cluster[0], set_ or ()), measure)
         return
     search = partial(
@@ -126,7 +126,7 @@ def plan(
         products=products,
         compare=compare,
     )
-    with Answer(as_json) as answer:
+    with CommandOutput(as_json) as answer:
         if len(cluster) > 1:
             _compare(answer, workload, cluster, folder, search)
             return
@@ -141,7 +141,7 @@ def _default_folder(workload: str, cluster: str) -> Path:
 
 
 def _compare(
-    answer: Answer, workload: str, clusters: Sequence[str], folder: Path | None, search: Callable[..., Any]
+    answer: CommandOutput, workload: str, clusters: Sequence[str], folder: Path | None, search: Callable[..., Any]
 ) -> None:
     """Plan for several clusters and print the best plan of each, or why there is none."""
     from cordillera import topology
@@ -223,7 +223,7 @@ def _refuse(options: Mapping[str, object], task: str) -> None:
             raise PlanError(f"has no effect with {task}", where=name, remedy="leave it out")
 
 
-def _list(answer: Answer, shipped: Mapping[str, Mapping[str, str]]) -> None:
+def _list(answer: CommandOutput, shipped: Mapping[str, Mapping[str, str]]) -> None:
     for kind, names in shipped.items():
         table = Sheet(kind, Field("name"), Field("what"))
         for entry in names.items():
@@ -231,7 +231,7 @@ def _list(answer: Answer, shipped: Mapping[str, Mapping[str, str]]) -> None:
         answer.tables(**{kind: table})
 
 
-def _show(answer: Answer, planned: Planned | PlannedRecommender) -> None:
+def _show(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
     from cordillera.planning.language.plan_file import is_llama
     from cordillera.reports.language import plan as export
     from cordillera.reports.ranking import plan as recommender_export
@@ -311,7 +311,7 @@ def _list_tables(title: str, planned: PlannedRecommender) -> Sheet:
     return table
 
 
-def _calibrate(answer: Answer, fitted: Calibrated) -> None:
+def _calibrate(answer: CommandOutput, fitted: Calibrated) -> None:
     quality = fitted.accuracy
     table = Sheet(
         f"{quality.rows} measured steps",
@@ -345,7 +345,7 @@ def _calibrate(answer: Answer, fitted: Calibrated) -> None:
     )
 
 
-def _measure(answer: Answer, shapes: Sequence[ProductShape], path: Path) -> None:
+def _measure(answer: CommandOutput, shapes: Sequence[ProductShape], path: Path) -> None:
     from cordillera.kernels.products import measure_table
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cordillera.cli._show import Answer, AsJson, plan_table
+from cordillera.cli._show import AsJson, CommandOutput, plan_table
 from cordillera.errors import Interrupted, NumericsError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def probe(
             "statistics of training steps are always gathered anew, without quantiles", param_hint="--training"
         )
     config = DispatchConfig(rows=tuple(sorted(set(rows or [256]))), sqnr_db=decibels)
-    with Answer(as_json) as answer:
+    with CommandOutput(as_json) as answer:
         say = answer.notes.print
         try:
             if training:
@@ -74,7 +74,7 @@ def probe(
         answer.say(f"plan: {found.plan_file}; cordillera predict {run} FILE --plan uses it", plan=found.plan_file)
 
 
-def _of_training(answer: Answer, file: Path, profile: Profile) -> None:
+def _of_training(answer: CommandOutput, file: Path, profile: Profile) -> None:
     """Print the plan of the products of a training step."""
     answer.tables(choices=plan_table(profile))
     lowered, faster = sum(choice.kernel != "fp32" for choice in profile.plan.choices), profile.geometric_mean()

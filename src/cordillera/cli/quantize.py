@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cordillera.cli._show import Answer, AsJson, quantized_summary, quantized_tables
+from cordillera.cli._show import AsJson, CommandOutput, quantized_summary, quantized_tables
 from cordillera.errors import Interrupted
 
 
@@ -28,7 +28,7 @@ def quantize(
     """
     from cordillera.workflows.quantization import quantize as work
 
-    with Answer(as_json) as answer:
+    with CommandOutput(as_json) as answer:
 
         def say(text: str) -> None:
             if not quiet:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cordillera.cli._show import Answer, AsJson, Field, Sheet
+from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -20,7 +20,7 @@ def list_(as_json: AsJson = False) -> None:
     table = Sheet(None, Field("name", "recipe"), Field("description", "what it trains"))
     for entry in shipped().items():
         table.add(*entry)
-    with Answer(as_json) as answer:
+    with CommandOutput(as_json) as answer:
         answer.tables(recipes=table)
 
 
@@ -58,6 +58,6 @@ def new(
     table = Sheet(None, Field("column"), Field("role"), Field("because"))
     for guess in guesses:
         table.add(guess.name, guess.role, guess.why)
-    with Answer(as_json) as answer:
+    with CommandOutput(as_json) as answer:
         answer.tables(columns=table)
         answer.say(f"recipe: {out}\n  -> look it over, then: cordillera train {out}", recipe=out)

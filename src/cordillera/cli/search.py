@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cordillera.cli._show import Answer, AsJson, Field, Sheet
+from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet
 
 if TYPE_CHECKING:
     from cordillera.workflows import SearchOutcome
@@ -76,7 +76,7 @@ def search(
 
     if goal not in ("ne", "front"):
         raise PlanError(f"must be ne or front, got {goal!r}", where="--goal")
-    answer = Answer(as_json)
+    answer = CommandOutput(as_json)
     given = []
     if proposals is not None:
         text = sys.stdin.read() if str(proposals) == "-" else read_text(proposals)
@@ -150,7 +150,7 @@ def _line(candidate: SearchCandidate, planned: int, best: float | None) -> str:
     return f"{head}  NE {trial.ne:.4f}  {trial.flops:,} FLOPs  {trial.seconds:.1f} s{record}"
 
 
-def _print(answer: Answer, outcome: SearchOutcome) -> None:
+def _print(answer: CommandOutput, outcome: SearchOutcome) -> None:
     from collections import Counter
 
     died = Counter(one.trial.stage for one in outcome.candidates if not one.trial.is_finished)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cordillera.cli._show import Answer, AsJson
+from cordillera.cli._show import AsJson, CommandOutput
 
 
 def sweep(
@@ -30,7 +30,7 @@ def sweep(
     from cordillera import workflows
     from cordillera.cli._show import training_progress
 
-    with Answer(as_json) as answer:
+    with CommandOutput(as_json) as answer:
         with training_progress(answer.notes) as (on_step, say):
             result = workflows.sweep(
                 recipe, size, seeds=seeds, overrides=set_ or [], folder=folder, on_step=on_step, say=say

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cordillera.cli._show import Answer, AsJson, Field, Sheet
+from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet
 
 
 class Aim(str, enum.Enum):
@@ -41,7 +41,7 @@ def towers(
     from cordillera.reports.ranking.towers import summary
     from cordillera.workflows import planning as commands
 
-    with Answer(as_json) as answer:
+    with CommandOutput(as_json) as answer:
         plan, files = commands.towers(
             run, count, aim=aim.value, balance=balance, dimensions=dimensions, samples=samples, seed=seed
         )

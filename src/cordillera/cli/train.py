@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cordillera.cli._show import Answer, AsJson
+from cordillera.cli._show import AsJson, CommandOutput
 
 if TYPE_CHECKING:
     from cordillera.workflows import LanguageOutcome, Outcome
@@ -56,11 +56,11 @@ def train(
     from cordillera.cli._show import training_progress
 
     if replica is not None or coordinator is not None:
-        return _join(recipe, replica, coordinator, Answer(as_json), quiet)
+        return _join(recipe, replica, coordinator, CommandOutput(as_json), quiet)
     overrides = list(set_ or []) + ([f"seed={seed}"] if seed is not None else [])
     overrides += [f"fault_tolerance.replicas={replicas}"] if replicas is not None else []
     what = _resumed(run or recipe, overrides, plan) if resume else _begun(recipe, run, overrides, plan, nproc)
-    with Answer(as_json) as answer:
+    with CommandOutput(as_json) as answer:
         with training_progress(answer.notes, quiet=quiet) as (on_step, say):
             outcome = workflows.train(
                 what, run, processes=nproc, parallel=overrides if resume else (), on_step=on_step, say=say
@@ -74,7 +74,7 @@ def train(
         answer.say(f"report: {folder / 'report.html'}", run=folder, report=folder / "report.html")
 
 
-def _join(folder: str, replica: str | None, coordinator: str | None, answer: Answer, quiet: bool) -> None:
+def _join(folder: str, replica: str | None, coordinator: str | None, answer: CommandOutput, quiet: bool) -> None:
     """Train one replica of a run."""
     from cordillera.cli._show import training_progress
     from cordillera.errors import RunError
@@ -118,7 +118,7 @@ def _begun(recipe: str, run: Path | None, overrides: Sequence[str], plan: Path |
     return follow_plan(found, plan, nproc)
 
 
-def _print(answer: Answer, outcome: Outcome | LanguageOutcome) -> None:
+def _print(answer: CommandOutput, outcome: Outcome | LanguageOutcome) -> None:
     from cordillera.cli._show import evaluation_table, language_line
     from cordillera.workflows import LanguageOutcome
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cordillera.cli._show import Answer, AsJson, Field, Sheet
+from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet
 
 if TYPE_CHECKING:
     from cordillera.numerics.inference.drift import Alarm
@@ -27,7 +27,7 @@ def watch(
     """
     from cordillera.workflows.drift import watch as work
 
-    with Answer(as_json) as answer:
+    with CommandOutput(as_json) as answer:
         found = work(run, file, false_alarms=false_alarms)
         if found.alarms or as_json:
             answer.tables(alarms=_table(found.alarms))
