@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,6 +129,8 @@ def is_held(text: str, document: Any) -> bool:
     if any(isinstance(leaf, str) and text in leaf for leaf in leaves(document)):
         return True
     numbers = [leaf for leaf in leaves(document) if isinstance(leaf, int | float) and not isinstance(leaf, bool)]
+    if re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", text):
+        return datetime.fromisoformat(f"{text}+00:00").timestamp() in numbers
     shown = re.findall(r"[-+]?\d[\d,]*\.?\d*(?:e[-+]?\d+)?", text)
     for one in shown:
         value = float(one.replace(",", ""))
