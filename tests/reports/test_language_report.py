@@ -350,7 +350,7 @@ def test_untrusted_texts_stay_text(tmp_path: Path) -> None:
         ("model.json", "{", DataError, r"model\.json: is not JSON"),
         ("model.json", "[1]", DataError, r"model\.json: is not a JSON object"),
         ("model.json", '{"mesh": 3}', DataError, r"model\.json: mesh is not an object"),
-        ("model.json", '{"mesh": {"shard": 0}}', DataError, r"model\.json, mesh: shard: .*greater than or equal to 1"),
+        ("model.json", '{"mesh": {"shard": 0}}', DataError, r"model\.json, mesh: shard: must be at least 1, got 0"),
         ("model.json", '{"parameters": "many"}', DataError, r"model\.json: parameters is no number: 'many'"),
         ("environment.json", b"\xff\xfe", DataError, r"environment\.json, line 1, column 1: is not UTF-8"),
         ("evaluation.json", '{"loss": 2.0}', DataError, r"evaluation\.json: is not an evaluation of a language model"),
