@@ -40,7 +40,7 @@ _SENTENCES = {
     "string_too_long": "must have at most {max_length} characters",
     "string_too_short": "must have at least {min_length} characters",
     "string_type": "must be text",
-    "string_unicode": "must be text of UTF-8",
+    "string_unicode": "must be text of valid unicode characters",
     "too_long": "must have at most {max_length} entries",
     "too_short": "must have at least {min_length} entries",
     "tuple_type": _ARRAY,
