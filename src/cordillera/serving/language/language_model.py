@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -345,7 +346,7 @@ def find_model(name: str | Path) -> Path:
         if not found:
             raise CheckpointError("holds no checkpoint yet", where=str(path), remedy="train first")
         return found[-1]
-    if path.exists():
+    if os.path.exists(path):
         return path
     if name in ASSETS:
         raise DataError(f"is a {ASSETS[str(name)].kind}, not a model", where=str(name), remedy=f"use {models[0]}")
@@ -358,7 +359,7 @@ def find_model(name: str | Path) -> Path:
 
 
 def _is_run(path: Path) -> bool:
-    return (path / "recipe.toml").is_file()
+    return os.path.isfile(path / "recipe.toml")  # which a name that is too long for the system is not
 
 
 def tokenizer_of(name: str | Path, path: Path) -> str | Path:
