@@ -161,12 +161,17 @@ def _readable(monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "status", "named"),
-    [("avx2 avx512f", "limited", "AVX2, AVX-512;"), ("avx2 amx_bf16", "usable", "AVX2, AMX bf16"), ("", "usable", "")],
+    [
+        ("avx2", "limited", "AVX2; no AVX-512"),
+        ("avx2 avx512f", "limited", "AVX2, AVX-512;"),
+        ("avx2 amx_bf16", "usable", "AVX2, AMX bf16"),
+        ("", "usable", ""),
+    ],
 )
 def test_the_processor_and_its_instructions_are_named(
     monkeypatch: pytest.MonkeyPatch, flags: str, status: str, named: str
 ) -> None:
-    """Without instructions for bf16, training in it only saves memory traffic, which the finding says."""
+    """Without instructions for bf16, training in it only saves memory traffic, or takes longer, which is said."""
     _readable(monkeypatch, {"/proc/cpuinfo": f"model name\t: A Processor\nflags\t\t: {flags}\nmodel name: another\n"})
     monkeypatch.setattr(doctor, "usable_cores", lambda: 4)
     monkeypatch.setattr(doctor, "quota", lambda: 2.5)

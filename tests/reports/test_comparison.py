@@ -74,7 +74,7 @@ def test_runs_without_a_partner_are_counted(tmp_path: Path) -> None:
     base, other = family(tmp_path, "dlrm", {1: 0.9, 2: 1.0}), family(tmp_path, "wukong", {1: 0.4, 2: 0.5, 3: 0.6})
     result = compare([*base, *other])
     assert result.rows[1].differences["click"]["auc"].count == 2
-    assert any("1 runs have no partner" in note for note in result.notes)
+    assert any("runs without a partner: 1." in note for note in result.notes)
 
 
 def test_undefined_metrics_stay_undefined(tmp_path: Path) -> None:

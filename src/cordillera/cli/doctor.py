@@ -190,6 +190,9 @@ def _cpu() -> Finding:
         text += "; " + ", ".join(has)
     if native or not flags:
         return Finding("machine", "CPU", "usable", text)
+    if "avx512f" not in flags:
+        text += "; no AVX-512, so bf16 is emulated and takes several times as long as fp32"
+        return Finding("machine", "CPU", "limited", text, "train in fp32, the default of ranking models here")
     text += "; no bf16 instructions, so bf16 is emulated and saves memory traffic but not arithmetic"
     remedy = "if bf16 is not faster here, train with --set training.precision=fp32"
     return Finding("machine", "CPU", "limited", text, remedy)
