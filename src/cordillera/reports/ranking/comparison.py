@@ -293,8 +293,8 @@ def _differences(
     unpaired = len(base) + len(group) - 2 * len(pairs)
     if unpaired:
         notes.append(
-            f"{group[0].name}: seeds shared with {base[0].name}, which differences are over: {len(pairs)}; runs without "
-            f"a partner: {unpaired}."
+            f"{group[0].name}: seeds shared with {base[0].name}, which differences are over: {len(pairs)}; "
+            f"runs without a partner: {unpaired}."
         )
     result = {}
     for task in tasks:
