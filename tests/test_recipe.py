@@ -90,7 +90,7 @@ def test_every_mistake_is_reported_at_once_with_its_path(tmp_path):
         ("[data]\ndataset='synthetic'\n[model]\nname='wukon'\n", "model.name", "must be one of"),
         ("[model]\nname='wukong'\n", "data", "missing"),
         ("[data]\ndataset='synthetic'\n[model]\nname='wukong'\n[tables]\nname='rmsprop'\n", "tables.name", "sgd"),
-        ("name='../x'\n" + GOOD, "name", "pattern"),
+        ("name='../x'\n" + GOOD, "name", "letters, digits"),
         ("[data]\npath='python-library'\n[model]\nname='llama'\n", "model", "name a preset"),
     ],
 )

@@ -51,7 +51,7 @@ _SENTENCES = {
 
 
 def text_of(pattern: str, words: str) -> AfterValidator:
-    """Return a check that a text matches a regular expression as a whole; the ``words`` say which texts do."""
+    """Return a check that all of a text matches the expression ``pattern``; ``words`` say which texts do."""
     whole = re.compile(pattern)
 
     def check(text: str) -> str:
@@ -112,8 +112,9 @@ def _sentence(entry: Mapping[str, Any]) -> str:
 
 
 def _joined(messages: Sequence[str]) -> str:
-    """Return one sentence for what the branches of a union say of one value."""
-    first, *others = dict.fromkeys(messages)
+    """Return one sentence for what the branches of a union say of one value; a limit says more than another kind."""
+    limits = [message for message in messages if re.match(r"must (be (at|above|below)|have) ", message)]
+    first, *others = dict.fromkeys(limits[:1] or messages)
     if not all(message.startswith("must be ") for message in (first, *others)):
         return first
     return " or ".join([first, *(message.removeprefix("must be ") for message in others)])
