@@ -110,7 +110,7 @@ def test_a_recipe_says_what_is_emulated_and_reads_what_it_wrote(tmp_path) -> Non
     with pytest.raises(RecipeError, match=r"training\.emulate\.weights"):
         load("movielens-dlrm", [*overrides, "training.emulate.weights=nothing"])
     with pytest.raises(RecipeError, match="set precision = 'fp32'"):
-        load("movielens-dlrm", ["training.emulate.format=bf16"])
+        load("movielens-dlrm", ["training.precision=bf16", "training.emulate.format=bf16"])
 
 
 def last_loss(trainer: Trainer) -> float:

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -358,15 +359,20 @@ def test_a_study_knows_runs_of_another_recipe(recipe: Any, monkeypatch: pytest.M
     Path("small.toml").write_text(dump(one))
     planned = PlannedRun("run", 1e9, one.model, 4, 1, 1000, 1e9)
 
-    def asked(plan: list[PlannedRun], folder: Path, train: Any, *, agrees: Any, **options: Any) -> bool:
-        return bool(agrees(planned.overrides, folder / planned.name))
+    agreed: list[bool] = []
+
+    def asked(plan: list[PlannedRun], folder: Path, train: Any, *, agrees: Any, **options: Any) -> Any:
+        agreed.append(agrees(planned.overrides, folder / planned.name))
+        return SimpleNamespace(study=None)
 
     monkeypatch.setattr(scaling, "sizes_for", lambda *arguments, **options: [])
     monkeypatch.setattr(scaling, "plan_runs", lambda *arguments, **options: [planned])
     monkeypatch.setattr(scaling, "train_plan", asked)
+    monkeypatch.setattr(scaling, "isoflop_page", lambda *arguments: "")
     Run.create("study/run", dump(load("small.toml", [*planned.overrides, "parallel.shard=2"])))
-    assert workflows.isoflop("small.toml", [1e9], folder="study")
-    assert not workflows.isoflop("small.toml", [1e9], folder="study", overrides=["training.learning_rate=1e-2"])
+    workflows.isoflop("small.toml", [1e9], folder="study")
+    workflows.isoflop("small.toml", [1e9], folder="study", overrides=["training.learning_rate=1e-2"])
+    assert agreed == [True, False]
 
 
 def test_a_full_disk_is_said_of_the_file_that_did_not_fit(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:

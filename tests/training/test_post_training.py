@@ -442,10 +442,10 @@ def test_settings_that_contradict_each_other_are_refused_by_name(
     [
         ({"objective": {"name": "ppo"}}, r"objective\.name: must be one of sft, reward, dpo, grpo, draft, got 'ppo'"),
         ({"objective": "dpo"}, "objective: "),
-        ({"objective": {"name": "dpo", "beta": 0}}, r"objective\.beta: .*greater than 0"),
-        ({"objective": {"name": "dpo", "nll": -1}}, r"objective\.nll: .*greater than or equal to 0"),
+        ({"objective": {"name": "dpo", "beta": 0}}, r"objective\.beta: must be above 0"),
+        ({"objective": {"name": "dpo", "nll": -1}}, r"objective\.nll: must be at least 0"),
         ({"objective": {"name": "dpo", "ends": "perhaps"}}, r"objective\.ends: "),
-        ({"objective": {"name": "grpo", "samples": 1}}, r"objective\.samples: .*greater than or equal to 2"),
+        ({"objective": {"name": "grpo", "samples": 1}}, r"objective\.samples: must be at least 2"),
         ({"objective": {"name": "grpo", "clip": 0}}, r"objective\.clip: "),
         ({"objective": {"name": "sft", "beta": 0.1}}, r"objective\.beta: is not a key here"),
         ({"objective": {"name": "dpo", "bta": 0.1}}, r"objective\.bta: .*beta"),
