@@ -541,7 +541,7 @@ def test_linear_weights_of_factorisation_machines_begin_at_zero() -> None:
 def test_mistakes_are_refused_before_any_work() -> None:
     for wrong, path, message in (
         ("tables.cache=1.5", "tables.cache", "must be at most 1"),
-        ("tables.cache=-0.1", "tables.cache", "greater than or equal to 0"),
+        ("tables.cache=-0.1", "tables.cache", "must be at least 0"),
         ("tables.cache=nan", "tables.cache", "finite"),
         ("tables.cache_policy=fifo", "tables.cache_policy", "lru"),
         ("tables.rows=int3", "tables.rows", "int8"),
