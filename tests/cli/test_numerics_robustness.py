@@ -150,14 +150,14 @@ def test_a_weight_beyond_fp16_skips_the_kernels_of_fp16_and_ends_nothing(run, mo
         (["quantize", "RUN", "--budget", "inf"], "budget: is inf"),
         (["probe", "RUN", "--budget", "nan"], "--budget"),
         (["probe", "RUN", "--db", "nan"], "--db: must be a number of decibels, got nan"),
-        (["probe", "RUN", "--rows", "0"], "greater than or equal to 1"),
+        (["probe", "RUN", "--rows", "0"], "must be at least 1"),
         (["watch", "RUN", "new.csv", "--false-alarms", "nan"], "--false-alarms"),
-        (["watch", "RUN", "new.csv", "--false-alarms", "2"], "less than or equal to 0.5"),
+        (["watch", "RUN", "new.csv", "--false-alarms", "2"], "must be at most 0.5"),
         (["inject", "RUN", "--half-width", "nan"], "--half-width: must be above zero"),
         (["inject", "RUN", "--half-width", "inf"], "--half-width: must be above zero"),
         (["inject", "RUN", "--threshold", "nan"], "threshold: must lie between 0 and 1"),
         (["inject", "RUN", "--bits", "33"], "has 32 bits, not 33"),
-        (["predict", "RUN", "new.csv", "--batch-size", "0"], "greater than or equal to 1"),
+        (["predict", "RUN", "new.csv", "--batch-size", "0"], "must be at least 1"),
     ],
 )
 def test_options_that_bound_nothing_are_refused_before_work_starts(cli, run, tmp_path, command, message) -> None:
