@@ -267,7 +267,7 @@ class _TimeLeft(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         left, elapsed = task.time_remaining, timedelta(seconds=int(task.elapsed or 0))
-        return Text(f"since {elapsed}" if left is None else f"{timedelta(seconds=int(left))} left")
+        return Text(f"for {elapsed}" if left is None else f"{timedelta(seconds=int(left))} left")
 
 
 @contextlib.contextmanager
