@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import fsspec
 import polars as pl
 import pytest
 
@@ -36,6 +37,22 @@ def test_the_test_split_as_a_file_has_the_metrics_of_the_split(cli, run: Path, t
     shown = cli("evaluate", run, "--file", tmp_path / "days")
     assert "days" in shown.out
     assert "click" in shown.out
+
+
+def test_samples_in_a_store_are_evaluated_and_scored_as_those_on_the_disk(
+    cli, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CORDILLERA_CACHE", str(tmp_path / "copies"))
+    store, address = fsspec.filesystem("memory"), f"memory://{tmp_path.name}/new.csv"
+    lines = (tmp_path / "log.csv").read_text().splitlines(keepends=True)
+    (tmp_path / "near.csv").write_text("".join(lines[:60]))
+    store.makedirs(f"/{tmp_path.name}", exist_ok=True)
+    store.pipe_file(f"/{tmp_path.name}/new.csv", (tmp_path / "near.csv").read_bytes())
+    near, far = (json.loads(cli("evaluate", run, "--file", one, "--json").out) for one in ("near.csv", address))
+    assert (near["tasks"], near["examples"]) == (far["tasks"], far["examples"])
+    assert far["split"] == "new.csv"
+    assert [cli("predict", run, one).code for one in ("near.csv", address)] == [0, 0]
+    assert Path("near-scores.csv").read_text() == Path("new-scores.csv").read_text()
 
 
 def test_what_cannot_be_evaluated_is_one_error(cli, run: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from cordillera.kernels.threads import quota, usable_cores
 
 MOST_WORKERS = 8
-"""Largest number of threads that read a log; each holds about 100 MB of text and parsed rows."""
+"""Largest number of threads that read a log; each holds a block of text and its parsed rows."""
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")

@@ -428,7 +428,7 @@ class ProgressiveMetrics:
         window: Number of samples per window.
         auc_bins: Number of bins of the cumulative metrics (see :class:`RankingMetrics`), whose exact state would grow
             with the stream; windows are exact.
-        ranking_k: As in :class:`RankingMetrics`, for windows.
+        ranking_k: Number of samples of a group that count for NDCG, recall and MRR of a window.
     """
 
     def __init__(

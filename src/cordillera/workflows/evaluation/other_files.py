@@ -22,10 +22,10 @@ from cordillera.workflows.trained import card_of, recipe_of, restore_model_with_
 def evaluate_file(run: Run | Path | str, file: Path | str) -> Evaluation:
     """Evaluate a ranking ``run`` on the samples of files, which have the columns of its data and labels.
 
-    Nothing is written. The split of the evaluation is called by the path.
+    Nothing is written. The split of the evaluation is called like the file.
 
     Args:
-        file: CSV, TSV or Parquet file, folder or pattern.
+        file: CSV, TSV or Parquet file, folder, pattern or address.
 
     Raises:
         DataError: If the files cannot be read, lack a column, or hold a value that training would have refused.
