@@ -1,4 +1,7 @@
-"""What a training writes into its run's folder, but for checkpoints: its status, its records, its charts."""
+"""What a training writes into its run's folder, but for checkpoints: its status, its records, its charts.
+
+The points of the charts also go to the tracker that the run's recipe names.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 from cordillera.errors import CordilleraError, RunError
 from cordillera.run import Run, disk_errors
+from cordillera.training.trackers import Tracking
 
 
 class RunRecorder:
@@ -20,6 +24,8 @@ class RunRecorder:
     def __init__(self, run: Run | None) -> None:
         self.run = run
         self._board: Any = None
+        self._tracking: Tracking | None = None
+        self._ended = "failed"
 
     @contextlib.contextmanager
     def recording(self, place: Callable[[], tuple[int, int]]) -> Iterator[None]:
@@ -30,6 +36,7 @@ class RunRecorder:
 
         Raises:
             RunError: If the disk is full or the run is in use.
+            DependencyError: If the recipe names a tracker whose library is not installed, or which refuses the run.
         """
         if self.run is None:
             yield
@@ -42,6 +49,7 @@ class RunRecorder:
                 folder = self.run.folder / "tensorboard"
                 with disk_errors(folder):
                     self._board = SummaryWriter(str(folder), purge_step=place()[0] + 1)
+                self._tracking = Tracking(self.run)
                 with contextlib.closing(self._board):
                     yield
             except BaseException as error:
@@ -49,9 +57,13 @@ class RunRecorder:
                 with contextlib.suppress(RunError):  # a full disk, which may be the error itself
                     self.tell("failed", place(), why)
                 raise
+            finally:
+                if self._tracking is not None:
+                    self._tracking.end(self._ended)
 
     def tell(self, ended: str | None, place: tuple[int, int], why: str = "") -> None:
         """Write ``status.json``: how training ``ended`` (None while it runs), steps done and in total, and why."""
+        self._ended = ended or self._ended
         if self.run is not None:
             self.run.write_status(ended, *place, why)
 
@@ -66,3 +78,5 @@ class RunRecorder:
             with disk_errors(self.run.folder / "tensorboard"):
                 for name, value in values.items():
                     self._board.add_scalar(name, value, step)
+            if self._tracking is not None:
+                self._tracking.draw(values, step)

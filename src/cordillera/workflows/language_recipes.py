@@ -113,6 +113,8 @@ def check_trainable(recipe: LanguageRecipe, folder: Path | str | None) -> None:
     else:
         _check_plain(recipe)
     if recipe.fault_tolerance.replicas > 1:
+        if recipe.track is not None:
+            raise PlanError("replicas are not followed by a tracker", where="track", remedy="set track = 'none'")
         check_replicated(
             recipe.training, recipe.model, isinstance(recipe, PostTrainingRecipe), select_device(recipe.device).type
         )
