@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cordillera.data.language.batches import PackedTokens
 from cordillera.data.language.prefetch import IterationsAhead
+from cordillera.distributed.dtensors import local
 from cordillera.distributed.fault_tolerance.events import read_events
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.models.language.checkpoints.sharded import WEIGHTS, ShardedFolder
@@ -104,7 +105,7 @@ class Replay:
     def weights(self) -> dict[str, Tensor]:
         """Return the present weights by name."""
         (stage,) = self.engine.stages.values()
-        return {name: one.to_local().clone() for name, one in stage.named_parameters()}  # type: ignore[operator]
+        return {name: local(one).clone() for name, one in stage.named_parameters()}
 
     def evaluate(self, microbatches: Sequence[PackedTokens]) -> float:
         """Return the mean loss of the present weights."""

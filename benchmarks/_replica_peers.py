@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from cordillera.distributed.dtensors import local
 from cordillera.distributed.fault_tolerance.events import FOLDER, EventLog
 from cordillera.distributed.job.job import join_job
 from cordillera.distributed.job.launch import LaunchConfig, launch
-from cordillera.distributed.tensor_parallel import local
 from cordillera.workflows.processes import LOADED
 
 REPLICAS, SHARDS = 2, 2

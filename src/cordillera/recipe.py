@@ -46,6 +46,7 @@ from cordillera.toml_files import explain, known_keys, models_of, text_of
 from cordillera.training.language.objectives import ObjectiveConfig
 from cordillera.training.language.trainer import LanguageTrainingConfig
 from cordillera.training.ranking.config import RankingParallelConfig, TrainingConfig
+from cordillera.training.trackers import TrackerName
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -78,6 +79,8 @@ class _AnyRecipe(BaseModel):
         threads: Number of threads of the CPU kernels in each process. Null for all processors, divided among the
             processes of the run, or fewer if other programs keep processors busy when the run begins; a resumed run
             keeps its number.
+        track: Tracker that follows the run, whose library must be installed: ``mlflow`` or ``wandb`` (Weights &
+            Biases). Null for none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -91,6 +94,7 @@ class _AnyRecipe(BaseModel):
         "auto"
     )
     threads: int | None = Field(None, ge=1, le=MOST_THREADS)
+    track: TrackerName | None = None
 
 
 class RankingRecipe(_AnyRecipe):

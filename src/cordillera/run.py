@@ -9,6 +9,7 @@ content. Layout::
     metrics.jsonl    one JSON object a line, in chronological order
     checkpoints/     see cordillera.training.checkpoints
     tensorboard/     event files
+    tracked.json     ids that MLflow or Weights & Biases gave to the run, if its recipe names one
     encoder/         the fitted vocabularies and transforms
     evaluation.json, model.json, report.html
 
@@ -40,7 +41,7 @@ from cordillera.files import TOML_BYTES, parse_sealed, parse_toml, read_sealed, 
 _LIBRARIES = ("torch", "numpy", "numba", "fbgemm-gpu-cpu", "fbgemm-gpu", "polars", "pyarrow", "triton", "pydantic")
 
 MAY_CHANGE = (
-    *("name", "description", "device", "threads", "parallel", "fault_tolerance"),
+    *("name", "description", "device", "threads", "track", "parallel", "fault_tolerance"),
     *("data.path", "data.validation_path", "data.test_path"),  # content is compared separately
     *("data.sources", "data.validation", "data.tokenizer"),
     *("data.cache_dir", "data.processes", "data.prefetch", "data.evaluation_batch_size"),
@@ -147,7 +148,7 @@ def check_recipe(saved: Any, recipe: BaseModel, where: Path) -> None:
     Args:
         saved: Result of :func:`recipe_state` when the checkpoint was written; None for checkpoints of earlier versions,
             which are accepted.
-        recipe: Present recipe of the run. Keys of :data:`MAY_CHANGE` and :data:`MAY_GROW` may differ.
+        recipe: Present recipe of the run, with the differences that :func:`kept_changes` allows.
         where: Path of the recipe, for errors.
 
     Raises:
@@ -157,31 +158,45 @@ def check_recipe(saved: Any, recipe: BaseModel, where: Path) -> None:
         return
     remedy = "put the earlier values back, or start a new run with the changed recipe"
     try:
-        before = _flat(recipe_state(type(recipe).model_validate(saved)))  # newer keys have their defaults
+        before = type(recipe).model_validate(saved)  # newer keys have their defaults
     except ValidationError as error:
         raise RunError(
             "is of another kind or version than the checkpoint's", where=str(where), remedy=remedy
         ) from error
-    now = _flat(recipe_state(recipe))
-    free: tuple[str, ...] = MAY_CHANGE
-    if now.get("training.decay") == "none" and not now.get("training.warmup_fraction"):
-        free += MAY_GROW
-    changed = [
-        f"{key}: {json.dumps(before.get(key))} -> {json.dumps(now.get(key))}"
-        for key in {**before, **now}
-        if before.get(key) != now.get(key) and not any(key == one or key.startswith(f"{one}.") for one in free)
-    ]
-    if changed:
+    if changed := kept_changes(before, recipe):
         raise RunError(
             f"has changed since the checkpoint was written: {'; '.join(changed)}", where=str(where), remedy=remedy
         )
 
 
-def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def kept_changes(before: BaseModel, now: BaseModel) -> list[str]:
+    """Return what differs between two recipes and must not in a resumed run: each key with both values.
+
+    Keys of :data:`MAY_CHANGE` and :data:`MAY_GROW` may differ.
+    """
+    old, new = (flat_values(recipe_state(recipe)) for recipe in (before, now))
+    free: tuple[str, ...] = MAY_CHANGE
+    if new.get("training.decay") == "none" and not new.get("training.warmup_fraction"):
+        free += MAY_GROW
+    changed = [
+        key
+        for key in {**old, **new}
+        if old.get(key) != new.get(key) and not any(key == one or key.startswith(f"{one}.") for one in free)
+    ]
+    why = " (learning rates depend on it: training.decay is not 'none', or training.warmup_fraction is not 0)"
+    return [
+        f"{key}: {json.dumps(old.get(key))} -> {json.dumps(new.get(key))}{why if key in MAY_GROW else ''}"
+        for key in changed
+    ]
+
+
+def flat_values(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of a nested mapping by dotted key."""
     found: dict[str, Any] = {}
     for key, value in content.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        found |= (
+            flat_values(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        )
     return found
 
 

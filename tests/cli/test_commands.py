@@ -368,6 +368,14 @@ def test_a_bad_row_in_the_middle_of_a_file_to_predict_leaves_no_scores(cli, done
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["new.csv"]
 
 
+def test_commands_on_ranking_runs_load_nothing_that_shards_weights():
+    code = "import sys\nfrom cordillera.workflows import prediction, ranking, runs\n"
+    code += "slow = {'torch.distributed.tensor', 'torch.distributed.fsdp', 'torch._dynamo', 'sympy'}\n"
+    code += "assert not slow & set(sys.modules), slow & set(sys.modules)"
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 0, finished.stderr
+
+
 def test_version_and_help_answer_without_loading_torch(tmp_path):
     code = "import sys; sys.argv = ['cordillera', '--help']\ntry:\n    from cordillera.cli import main; main()\n"
     code += "except SystemExit: pass\nassert 'torch' not in sys.modules, 'torch was imported'"

@@ -417,3 +417,28 @@ def test_the_recipe_of_a_run_shows_any_change_that_matters(run: Run, fuzz_inputs
         if refused is None:
             changed = {key for key, value in resolved.items() if found.model_dump()[key] != value}
             assert changed <= {"name", "description", "device", "threads", "parallel", "data", "training"}
+
+
+def test_a_finished_run_goes_on_for_longer(made: Path, tmp_path: Path) -> None:
+    keys = [f"data.cache_dir={made / 'cache'}", "training.precision=fp32", "training.warmup_fraction=0.0"]
+    short, long = (load(made / "small.toml", [*keys, f"training.epochs={epochs}"]) for epochs in (1, 2))
+    expected, found = workflows.train(long, tmp_path / "long").run, workflows.train(short, tmp_path / "short").run
+    went_on = workflows.train(found, changes=["training.epochs=2", "training.log_every=1"])
+    assert went_on.report.progress.step == 6
+    weights = [
+        checkpoints.load(checkpoints.folder_of(one.checkpoints, checkpoints.steps(one.checkpoints)[-1])).tensors
+        for one in (expected, found)
+    ]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(one, weights[1][name]) for name, one in weights[0].items())
+    kept = recipe_of(found)
+    assert (kept.training.epochs, kept.training.log_every) == (2, 1)
+
+
+def test_a_resumed_run_keeps_what_its_weights_depend_on(run: Run) -> None:
+    text = run.recipe_file.read_bytes()
+    with pytest.raises(RunError, match=r"keeps its recipe, but for few keys: training.learning_rate: 0.005 -> 0.1\n"):
+        workflows.train(run, changes=["training.learning_rate=0.1"])
+    with pytest.raises(RunError, match=r"training.epochs: 1 -> 2 \(learning rates depend on it"):
+        workflows.train(run, changes=["training.epochs=2", "training.decay=linear"])
+    assert run.recipe_file.read_bytes() == text

@@ -220,6 +220,29 @@ def test_a_search_begins_nothing_after_its_hours_and_goes_on(files: Any, tried: 
     assert not tried
 
 
+def test_a_search_begins_nothing_that_would_end_after_its_hours(
+    files: Any, tried: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+
+    def passes(*_: Any) -> None:
+        clock.now += 100.0
+
+    batch = settings().batch
+    found = workflows.search(*files, settings(), folder=tmp_path / "run", hours=batch * 190 / 3600, on_candidate=passes)
+    assert len(found.candidates) == batch
+    clock.now = 0.0
+    again = workflows.search(*files, settings(), folder=tmp_path / "run", hours=batch * 290 / 3600, on_candidate=passes)
+    assert len(again.candidates) == 2 * batch  # the first was on record
+
+
 def test_the_front_is_judged_with_new_seeds_on_the_test_split(
     cli: Any, files: Any, tried: list[str], tmp_path: Path
 ) -> None:

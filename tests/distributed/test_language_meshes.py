@@ -28,10 +28,10 @@ from torch.nn import functional as F
 
 from cordillera.data.language.batches import PackedTokens
 from cordillera.distributed import tensor_parallel
+from cordillera.distributed.dtensors import local
 from cordillera.distributed.fsdp.traffic import GATHERED, REDUCED, SCATTERED
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.distributed.pipeline.mail import PASSED_ON
-from cordillera.distributed.tensor_parallel import local
 from cordillera.distributed.vocabulary_loss import EXCHANGED, IGNORED
 from cordillera.errors import CheckpointError, CordilleraError, PlanError
 from cordillera.models.language.llama import Llama, LlamaConfig

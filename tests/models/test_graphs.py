@@ -587,3 +587,36 @@ def test_a_graph_travels_through_toml(tmp_path: Path) -> None:
                 assert recipes.load(path, {"name": "run"}) == recipe
                 assert digest(recipes.load(path).model) == digest(config)
     assert recipes.load(path, ["model.dropout=0.5"]).model.dropout == 0.5
+
+
+@pytest.mark.parametrize("tasks", [("click",), ("click", "buy")])
+def test_linear_terms_are_a_logistic_regression_beside_the_graph(
+    make_features: MakeFeatures, make_batch: MakeBatch, tasks: tuple[str, ...]
+) -> None:
+    features = make_features(tasks=tasks)
+    nodes = [node("deep", "linear", "dense", "embeddings", activation="relu")]
+    with_terms, without = (build(config_of(*nodes, linear_terms=one), features, SGD) for one in (True, False))
+    assert isinstance(with_terms, Graph)
+    assert isinstance(without, Graph)
+    batch = make_batch(features, 9)
+    rows = with_terms.look_up(batch)
+    assert rows.shape == (9, 4, D + len(tasks))
+    assert not rows[..., D:].any()
+    without.body.load_state_dict(with_terms.body.state_dict())
+    without.heads.load_state_dict(with_terms.heads.state_dict())
+    assert torch.equal(with_terms.score(batch.dense, rows), without.score(batch.dense, rows[..., :D]))
+    nn.init.normal_(with_terms.weight)
+    rows = torch.randn(9, 4, D + len(tasks), requires_grad=True)
+    linear = batch.dense.double() @ with_terms.weight.double() + rows[..., D:].double().sum(1)
+    logits = with_terms.score(batch.dense, rows)
+    expected = without.score(batch.dense, rows[..., :D]).double() + linear
+    assert torch.allclose(logits.double(), expected, rtol=1e-5, atol=1e-6)
+    (gradient,) = torch.autograd.grad(logits[:, 0].sum(), rows)
+    assert torch.equal(gradient[..., D], torch.ones(9, 4))  # the weights of the first task
+    assert not gradient[..., D + 1 :].any()
+
+
+def test_graphs_keep_their_names_without_linear_terms() -> None:
+    nodes = [node("deep", "linear", "dense", "embeddings")]
+    assert digest(config_of(*nodes)) == "fe20048f3aa5b4a8"
+    assert digest(config_of(*nodes, linear_terms=True)) != digest(config_of(*nodes))

@@ -333,7 +333,10 @@ def test_a_comparison_has_every_figure_under_its_heading(tmp_path: Path) -> None
         "AUC": f"{metrics['auc'].value:.4f}", "calibration": f"{metrics['calibration'].value:.4f}",
         "AUC diff": "+0.0000", "dense parameters": "412,345", "training FLOPs": "1,200",
         "examples/s": f"{found.rows[1].examples_per_second:,.0f}",
+        "NDCG": f"{metrics['ndcg'].value:.4f}", "recall": f"{metrics['recall'].value:.4f}",
+        "MRR": f"{metrics['mrr'].value:.4f}",
     }  # fmt: skip
+    assert "NDCG, recall and MRR: of the first 10 samples of each group." in found.notes
     assert lines[0][headings.index("run")] == "r0"
     assert lines[0][headings.index("NE diff")] == ""
 

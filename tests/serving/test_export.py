@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-import torch
 
 import cordillera
 from cordillera import workflows
-from cordillera.errors import RunError
+from cordillera.errors import DependencyError
 from cordillera.recipe import load, validate
-from cordillera.serving.ranking import standalone
+from cordillera.serving.ranking import export, standalone
 from cordillera.serving.ranking.standalone import Scorer
 from tests.cli.conftest import RECIPE, write_log
 
@@ -119,6 +118,17 @@ def train(folder: Path, model: dict[str, Any], precision: str = "fp32", **data: 
     return workflows.train(recipe, folder / "run").run.folder
 
 
+def scores_of(program: str, folder: Path, place: Path) -> list[list[float]]:
+    """Scores of the rows in ``place/rows.json`` by a process that cannot import this library."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder), str(place / "rows.json")],
+        capture_output=True, text=True, timeout=300, cwd=place,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    scores: list[list[float]] = json.loads(done.stdout.splitlines()[-1])
+    return scores
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_scores_as_predict(tmp_path: Path, name: str) -> None:
     run = train(tmp_path, {"name": name, **MODELS[name]})
@@ -141,12 +151,7 @@ def test_a_process_without_this_library_scores(tmp_path: Path) -> None:
     folder = workflows.export(run, tmp_path / "there" / "model")
     rows = log_of(tmp_path / "other.parquet", rows=30, seed=4)
     (tmp_path / "rows.json").write_text(json.dumps(rows.to_dicts()))
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(folder), str(tmp_path / "rows.json")],
-        capture_output=True, text=True, timeout=300, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = np.array(json.loads(done.stdout.splitlines()[-1]))
+    found = np.array(scores_of(ALONE, folder, tmp_path))
     assert np.abs(found[:, 0] - cordillera.load_model(run).predict(rows)).max() <= 1e-6
 
 
@@ -177,19 +182,67 @@ def test_values_that_training_refuses_are_refused(tmp_path: Path) -> None:
         one.predict([{key: value for key, value in row.items() if key != "word"}])
 
 
-def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "tables", [{"rows": "int8"}, {"rows": "int4", "cache": 0.2}, {"storage": "file", "cache": 0.2}]
+)
+def test_tables_in_few_bits_or_in_a_file_are_exported(tmp_path: Path, tables: dict[str, Any]) -> None:
     path = tmp_path / "small.toml"
     path.write_text(RECIPE.format(path=write_log(tmp_path / "log.csv", rows=300)))
-    common = ["training.max_steps=2", f"data.cache_dir={tmp_path / 'cache'}"]
-    lists = "data.schema.lists=[{name='seen', table='user'}]"
-    histories = [*common, lists, "model={name='hstu', sequences=['seen'], candidate='user', embedding_dim=4}"]
-    run = workflows.train(load(path, histories), tmp_path / "histories").run
-    with pytest.raises(RunError, match="reads histories in order"):
-        workflows.export(run)
-    few = workflows.train(load(path, [*common, "tables.rows='int8'"]), tmp_path / "few").run
-    with pytest.raises(RunError, match="has tables in few bits"):
-        workflows.export(few)
-    assert not (run.folder / "export").exists()
+    keys = {"training.max_steps": 4, "training.precision": "fp32", "data.cache_dir": str(tmp_path / "cache")}
+    recipe = load(path, keys | {f"tables.{key}": value for key, value in tables.items()})
+    run = workflows.train(recipe, tmp_path / "run").run
+    rows = pl.read_csv(tmp_path / "log.csv").head(50)
+    found = np.array(Scorer(cordillera.export(run)).predict(rows.to_dicts()))
+    assert np.abs(found[:, 0] - cordillera.load_model(run).predict(rows)).max() <= 1e-6
+
+
+HISTORIES: dict[str, dict[str, Any]] = {
+    "target-attention": {},
+    "hstu": {},
+    "hstu with a window": {"window": 2, "positions": 3, "blocks": 3},
+}
+"""Models of histories, by what is set."""
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_models_of_histories_score_as_predict(tmp_path: Path, name: str) -> None:
+    histories = {"sequences": ["seen"], "candidate": "user", "embedding_dim": 4, "mlp": [8]}
+    run = train(tmp_path, {"name": name.partition(" ")[0], **histories, **HISTORIES[name]})
+    one, rows = Scorer(cordillera.export(run)), log_of(tmp_path / "other.parquet", rows=120, seed=3)
+    expected, found = cordillera.load_model(run).predict(rows), np.array(one.predict(rows.to_dicts()))
+    assert rows["seen"].null_count()
+    assert np.abs(found - expected).max() <= 1e-6
+    assert np.abs(np.array(one.predict(rows.to_dicts()[:1])) - expected[:1]).max() <= 1e-6
+    shuffled = [{**row, "seen": None if row["seen"] is None else "|".join(sorted(row["seen"].split("|"), reverse=True))}
+                for row in rows.to_dicts()]  # fmt: skip
+    assert np.abs(np.array(one.predict(shuffled)) - expected).max() > 1e-6  # their order matters
+
+
+def test_dynamic_tables_are_exported_with_their_ids(tmp_path: Path) -> None:
+    log_of(tmp_path / "log.parquet")
+    any_id = [{"name": "user", "min_count": 2}, {"name": "word"}, {"name": "hashed", "encoding": "hash"},
+              {"name": "slot", "encoding": "identity"}]  # fmt: skip
+    recipe = validate(
+        {
+            "data": {
+                "path": str(tmp_path / "log.parquet"), "batch_size": 50, "cache_dir": str(tmp_path / "cache"),
+                "schema": {**SCHEMA, "categorical": any_id},
+            },
+            "model": {"name": "dcn", "mlp": [8], "embedding_init": 0.05},
+            "training": {"epochs": 2, "precision": "fp32", "learning_rate": 0.01},
+            "tables": {"learning_rate": 0.1, "dynamic": {"min_count": 2, "max_age": 3, "evict_every": 2}},
+        }
+    )  # fmt: skip
+    run = workflows.train(recipe, tmp_path / "run").run
+    rows = log_of(tmp_path / "other.parquet", rows=120, seed=3)
+    one, expected = Scorer(cordillera.export(run)), cordillera.load_model(run).predict(rows)
+    assert np.abs(np.array(one.predict(rows.to_dicts())) - expected).max() <= 1e-6
+    kept = one.schema["ids"]["hashed"]
+    assert kept
+    assert any(one > 2**40 for one in kept)  # hashes of 63 bits
+    new = [{**row, "hashed": f"new {number}"} for number, row in enumerate(rows.to_dicts()[:9])]
+    found = cordillera.load_model(run).predict(pl.DataFrame(new, schema=rows.schema))
+    assert np.abs(np.array(one.predict(new)) - found).max() <= 1e-6
 
 
 @pytest.mark.slow
@@ -197,13 +250,48 @@ def test_a_compiled_package_scores_as_the_program(tmp_path: Path) -> None:
     run = train(tmp_path, {"name": "dcn", "mlp": [8]})
     folder = workflows.export(run, compiled=True)
     rows = log_of(tmp_path / "other.parquet", rows=20, seed=7).to_dicts()
-    one = Scorer(folder)
-    expected = one.predict(rows)
-    one.program = torch._inductor.aoti_load_package(str(folder / "model-compiled.pt2"))
-    assert np.abs(np.array(one.predict(rows)) - np.array(expected)).max() <= 1e-6
+    expected, found = (Scorer(folder, name).predict(rows) for name in ("model.pt2", "model-compiled.pt2"))
+    assert np.abs(np.array(found) - np.array(expected)).max() <= 1e-6
 
 
-def test_the_scorer_imports_torch_only() -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_scores_as_predict_by_onnx(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("onnxscript", reason="the exporter of ONNX is not installed")
+    pytest.importorskip("onnxruntime", reason="ONNX Runtime is not installed")
+    run = train(tmp_path, {"name": name, **MODELS[name]})
+    folder = workflows.export(run, onnx=True)
+    assert sorted(path.name for path in folder.iterdir()) == ["model.onnx", "model.pt2", "schema.json", "score.py"]
+    rows = log_of(tmp_path / "other.parquet", rows=120, seed=3)
+    expected = cordillera.load_model(run).predict(rows)
+    one = Scorer(folder, "model.onnx")
+    assert np.abs(np.array(one.predict(rows.to_dicts())) - expected).max() <= 1e-6
+    assert np.abs(np.array(one.predict(rows.to_dicts()[:1])) - expected[:1]).max() <= 1e-6
+    assert one.predict([]) == []
+
+
+def test_onnx_without_torch(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="the exporter of ONNX is not installed")
+    pytest.importorskip("onnxruntime", reason="ONNX Runtime is not installed")
+    run = train(tmp_path, {"name": "dcn", "mlp": [8]}, "bf16")
+    rows = log_of(tmp_path / "other.parquet", rows=30, seed=4)
+    (tmp_path / "rows.json").write_text(json.dumps(rows.to_dicts()))
+    folder = workflows.export(run, onnx=True)
+    text = ALONE.replace('"pydantic")', '"pydantic", "torch")').replace(
+        "(sys.argv[1]).", '(sys.argv[1], "model.onnx").'
+    )
+    found = np.array(scores_of(text, folder, tmp_path))
+    assert np.abs(found - cordillera.load_model(run).predict(rows)).max() <= 4e-3  # a step of bfloat16
+
+
+def test_without_the_exporter_onnx_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = train(tmp_path, {"name": "lr"})
+    monkeypatch.setattr(export, "find_spec", lambda name: None)
+    with pytest.raises(DependencyError, match="--onnx: the exporter of ONNX is not installed"):
+        workflows.export(run, onnx=True)
+    assert not (run / "export").exists()
+
+
+def test_the_scorer_imports_nothing_until_it_loads_a_program() -> None:
     lines = Path(standalone.__file__).read_text().splitlines()
     imports = {line.split()[1].split(".")[0] for line in lines if line.startswith(("import ", "from "))}
-    assert imports == {"__future__", "json", "math", "collections", "pathlib", "typing", "torch"}
+    assert imports == {"__future__", "json", "math", "collections", "pathlib", "typing"}

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from cordillera import workflows
 from cordillera.cli.app import app
 from cordillera.data.language.prefetch import IterationsAhead
+from cordillera.distributed.dtensors import local
 from cordillera.distributed.fault_tolerance.chaos.processes import JobProcess
 from cordillera.distributed.fault_tolerance.coordination import FaultToleranceConfig, Membership, initial_commit
 from cordillera.distributed.fault_tolerance.events import read_events
@@ -31,7 +32,6 @@ from cordillera.distributed.fault_tolerance.launcher import ReplicaLauncher, job
 from cordillera.distributed.fault_tolerance.replica import ReplicaPlace
 from cordillera.distributed.job.launch import LaunchConfig
 from cordillera.distributed.mesh import ProcessMesh
-from cordillera.distributed.tensor_parallel import local
 from cordillera.errors import CordilleraError, DataError, PlanError, RankError, RunError
 from cordillera.recipe import LanguageRecipe, dump, validate
 from cordillera.run import Run

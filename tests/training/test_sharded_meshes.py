@@ -22,8 +22,8 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
+from cordillera.distributed.dtensors import local
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
-from cordillera.distributed.tensor_parallel import local
 from cordillera.errors import CordilleraError
 from cordillera.models.language.checkpoints import load
 from cordillera.models.language.llama import LlamaConfig

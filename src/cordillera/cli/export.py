@@ -14,14 +14,15 @@ def export(
     compiled: Annotated[
         bool, typer.Option("--compiled", help="Write a package of AOTInductor too; needs a C++ compiler.")
     ] = False,
+    onnx: Annotated[bool, typer.Option("--onnx", help="Write model.onnx too, in float32; needs onnxscript.")] = False,
 ) -> None:
-    """Write a run's model as a program that needs torch alone.
+    """Write a run's model as a program that needs torch alone, or onnxruntime alone.
 
     The folder holds the program, the schema with the vocabularies, and score.py, which scores rows with both.
     """
     from cordillera import workflows
     from cordillera.cli._show import console
 
-    folder = workflows.export(run, out, compiled=compiled)
+    folder = workflows.export(run, out, compiled=compiled, onnx=onnx)
     console().print(f"export: {folder}", markup=False)
     console().print(f"  -> in Python: import score; score.Scorer('{folder}').predict([...])", markup=False)

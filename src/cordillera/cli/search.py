@@ -31,7 +31,8 @@ def search(
         int | None, typer.Option(min=1, help="Processes, of one thread each. Default: one for each core.")
     ] = None,
     hours: Annotated[
-        float | None, typer.Option(min=0, help="Hours after which no further architecture is begun.")
+        float | None,
+        typer.Option(min=0, help="Hours after which the search ends: nothing begins that would end later."),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Trainings of each architecture.")] = 1,
     sample: Annotated[

@@ -41,7 +41,8 @@ def train(
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="Continue from the newest checkpoint; --nproc or --set parallel.KEY changes the mesh."
+            "--resume",
+            help="Continue from the newest checkpoint; --nproc and --set change mesh, length and what is saved.",
         ),
     ] = False,
     plan: Annotated[
@@ -59,11 +60,11 @@ def train(
         return _join(recipe, replica, coordinator, CommandOutput(as_json), quiet)
     overrides = list(set_ or []) + ([f"seed={seed}"] if seed is not None else [])
     overrides += [f"fault_tolerance.replicas={replicas}"] if replicas is not None else []
-    what = _resumed(run or recipe, overrides, plan) if resume else _begun(recipe, run, overrides, plan, nproc)
+    what = _resumed(run or recipe, plan) if resume else _begun(recipe, run, overrides, plan, nproc)
     with CommandOutput(as_json) as answer:
         with training_progress(answer.notes, quiet=quiet) as (on_step, say):
             outcome = workflows.train(
-                what, run, processes=nproc, parallel=overrides if resume else (), on_step=on_step, say=say
+                what, run, processes=nproc, changes=overrides if resume else (), on_step=on_step, say=say
             )
         folder, step = outcome.run.folder, outcome.report.progress.step
         if outcome.report.ended == "interrupted":
@@ -90,14 +91,11 @@ def _join(folder: str, replica: str | None, coordinator: str | None, answer: Com
         answer.say(f"{replica}: {ended} at step {step:,}", replica=replica, ended=ended, steps=step)
 
 
-def _resumed(folder: Path | str, overrides: Sequence[str], plan: Path | None) -> Any:
+def _resumed(folder: Path | str, plan: Path | None) -> Any:
     """Return the run to go on with."""
     from cordillera.errors import RunError
     from cordillera.run import Run
 
-    if any(not override.strip().startswith(("parallel.", "fault_tolerance.")) for override in overrides):
-        remedy = "start a new run to change it; only parallel and fault_tolerance (--set SECTION.KEY=VALUE) may"
-        raise RunError("a resumed run keeps its recipe", where="--set", remedy=remedy)
     if plan is not None:
         raise RunError("a resumed run keeps its plan", where="--plan", remedy="leave it out")
     return Run(folder)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cordillera.distributed.collectives import Collectives, exchange_parts
-from cordillera.distributed.tensor_parallel import local
+from cordillera.distributed.dtensors import local
 from cordillera.kernels.moe import SavingPolicy, expert_mlp
 
 ROUTED, CHOSEN = "tokens for experts", "numbers of experts"

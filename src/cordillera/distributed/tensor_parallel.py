@@ -20,17 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 
 from cordillera.distributed.collectives import Collectives
+from cordillera.distributed.dtensors import local
 
 SUMMED, GATHERED, SCATTERED = "activations summed", "activations gathered", "activations scattered"
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, with its gradient; a plain tensor is returned whole."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class TensorRanks:
@@ -111,6 +106,8 @@ def enter_after(module: nn.Module, ranks: TensorRanks) -> None:
 
 
 def _cut(module: nn.Linear | nn.Embedding, ranks: TensorRanks, dimension: int) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
     # every rank takes its own part, so nothing is sent
     weight = distribute_tensor(module.weight, ranks.mesh, [Shard(dimension)], src_data_rank=None)
     module.weight = nn.Parameter(weight)

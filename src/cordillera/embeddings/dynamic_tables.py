@@ -215,6 +215,15 @@ class DynamicTables(EmbeddingTables):
         self._place_of(name)
         return self.weight.detach()[self.ids.ids_of(list(self._starts).index(name))[1]]
 
+    def shared_row(self, name: str) -> Tensor:
+        """Return a copy of the row ``[D]`` that the other ids of one table share.
+
+        Raises:
+            DataError: There is no such table.
+        """
+        self._place_of(name)
+        return self.weight.detach()[list(self._starts).index(name)].clone()
+
     def ids_of(self, name: str) -> Tensor:
         """Return the ids of one table that have a row of their own, ``int64 [N]``, in the order of their rows.
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from cordillera.distributed.tensor_parallel import local
+from cordillera.distributed.dtensors import local
 from cordillera.embeddings.tables import EmbeddingTables
 
 

@@ -163,23 +163,25 @@ def load_model(run: Run | Path | str, *, quantized: bool = False) -> TrainedMode
     return TrainedModel(run, open_scorer(run, quantized=quantized))
 
 
-def export(run: Run | Path | str, out: Path | str | None = None, *, compiled: bool = False) -> Path:
+def export(run: Run | Path | str, out: Path | str | None = None, *, compiled: bool = False, onnx: bool = False) -> Path:
     """Write the model of a finished ranking ``run`` as a program of torch that runs without this library.
 
     The folder holds ``model.pt2`` (:func:`torch.export.load`), ``schema.json`` with the vocabularies, and ``score.py``,
-    which scores rows with both and imports torch only. In float32, scores equal those of :func:`~cordillera.predict`
+    which scores rows with both. In float32, scores equal those of :func:`~cordillera.predict`
     within 1e-6.
 
     Args:
         out: Folder to write. Default: ``export`` in the run's folder. One that exists is replaced.
         compiled: Whether to write a package of AOTInductor too (``model-compiled.pt2``), which needs a C++ compiler.
+        onnx: Whether to write a program of ONNX too (``model.onnx``), in float32, which ``onnxscript`` exports and
+            ``onnxruntime`` runs.
 
     Returns:
         The folder.
 
     Raises:
-        RunError: If the model reads histories in order, its tables are not in float32 in memory, or the folder holds
-            something else.
+        DependencyError: If ``onnx`` is set and the exporter is not installed.
+        RunError: If the folder holds something else.
         CheckpointError: If there is no checkpoint, or it is corrupt.
     """
     run = run if isinstance(run, Run) else Run(run)
@@ -192,7 +194,7 @@ def export(run: Run | Path | str, out: Path | str | None = None, *, compiled: bo
     with disk_errors(target, "free some space, or name a folder on another disk with --out"):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-            exports.write_export(Path(folder), encoder, model, recipe.training.precision, compiled=compiled)
+            exports.write_export(Path(folder), encoder, model, recipe.training.precision, compiled=compiled, onnx=onnx)
             remove_folder(target)
             Path(folder).chmod(0o755)
             Path(folder).rename(target)

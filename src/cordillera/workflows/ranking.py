@@ -56,6 +56,7 @@ from cordillera.training.ranking.towers.placing import check_tower_placement, pl
 from cordillera.training.ranking.towers.ranks import TowerRanks
 from cordillera.training.ranking.towers.tables import TowerTables
 from cordillera.training.ranking.trainer import StepCallback, Trainer
+from cordillera.training.trackers import track_results
 from cordillera.workflows.processes import LOADED, Say, from_ranks, keep_threads, silent, threads_of, to_launcher
 from cordillera.workflows.trained import (
     card_of,
@@ -139,8 +140,10 @@ def train(
         recipe = recipe.model_copy(update={"threads": recipe.threads or 1})
     if size > 1 or recipe.training.slices > 1:
         _check_together(recipe)
-    work = _train_alone if size == 1 else _train_together
-    return work(recipe, folder, resume, on_step, say)
+    outcome = (_train_alone if size == 1 else _train_together)(recipe, folder, resume, on_step, say)
+    if outcome.evaluation is not None and (launched is None or launched.rank == 0):
+        track_results(outcome.run, "test", outcome.evaluation.metrics(), outcome.report.progress.step)
+    return outcome
 
 
 def _train_alone(
@@ -153,7 +156,7 @@ def _train_alone(
         if resume:
             run = Run(folder or "")
             stack.enter_context(run.lock())
-            if recipe_of(run).parallel != recipe.parallel:  # it was trained by several processes until now
+            if recipe_of(run) != recipe:  # other processes, or changes that a resumed run may have
                 write_atomically(run.recipe_file, recipes.dump(recipe))
         threads = recipe.threads
         if recipe.training.plan is None:  # a plan is valid for the number of threads that it was measured with

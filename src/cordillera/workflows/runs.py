@@ -25,7 +25,7 @@ from cordillera.reports.language.run import write_language_report
 from cordillera.reports.ranking.comparison import Comparison
 from cordillera.reports.ranking.comparison import compare as compare_ranking
 from cordillera.reports.ranking.run import write_report
-from cordillera.run import Run, check_recipe
+from cordillera.run import Run, check_recipe, kept_changes
 from cordillera.training import checkpoints
 from cordillera.training.language.trainer import LanguageEvaluation
 from cordillera.training.ranking.evaluation import Evaluation
@@ -45,7 +45,7 @@ def train(
     *,
     resume: bool = False,
     processes: int | None = None,
-    parallel: Sequence[str] = (),
+    changes: Sequence[str] = (),
     on_step: Callable[[dict[str, Any], Any, int], None] | None = None,
     say: Say = silent,
 ) -> Outcome | LanguageOutcome:
@@ -57,13 +57,15 @@ def train(
         resume: Whether to continue the run in ``folder`` from its newest checkpoint, with its own recipe.
         processes: Number of processes on this machine; see :func:`cordillera.workflows.language.train` for language
             models. Default: ``parallel.processes`` of the recipe of a ranking model.
-        parallel: Strings ``parallel.key=value`` with which a run continues on another mesh.
+        changes: Strings ``section.key=value`` with which a run continues: of its mesh, of how often something is
+            recorded or saved, or of its length (``training.epochs``), if no learning rate depends on it.
         on_step: Function called after every step with the newest log record (empty at steps that log nothing), the
             progress and the total number of steps.
         say: Function called with one line of text at each stage.
 
     Raises:
-        RunError: If the folder exists (without ``resume``) or does not (with it).
+        RunError: If the folder exists (without ``resume``) or does not (with it), or a change is of a key that a
+            resumed run keeps.
         CheckpointError: If the newest checkpoint is corrupt.
         DataError: If the data is not available or not acceptable.
         PlanError: If the mesh does not fit the model or the processes.
@@ -75,7 +77,11 @@ def train(
     if resume:
         if folder is None:
             raise RunError("name the run folder that is to be resumed", where="resume")
-        recipe = recipes.load(Run(folder).recipe_file, parallel)
+        file = Run(folder).recipe_file
+        recipe = recipes.load(file, changes)
+        if kept := kept_changes(recipes.load(file), recipe):
+            why = f"a resumed run keeps its recipe, but for few keys: {'; '.join(kept)}"
+            raise RunError(why, where="--set", remedy="start a new run to change it")
     if isinstance(recipe, LanguageRecipe):
         return language.train(recipe, folder, resume=resume, processes=processes, on_step=on_step, say=say)
     assert isinstance(recipe, RankingRecipe)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -89,3 +91,17 @@ def test_a_processor_is_measured() -> None:
     assert peak is not None
     assert peak.source == "measured"
     assert 1e8 < peak.flops_per_s < 1e15
+
+
+def test_waiting_for_a_busy_processor_does_not_lower_a_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet, product = peak_flops("cpu", torch.float32), torch.mm
+    assert quiet is not None
+
+    def late(*factors: torch.Tensor) -> torch.Tensor:
+        time.sleep(1.0)
+        return product(*factors)
+
+    monkeypatch.setattr(torch, "mm", late)
+    busy = peak_flops("cpu", torch.float32)
+    assert busy is not None
+    assert busy.flops_per_s > quiet.flops_per_s / 2

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from cordillera.distributed.collectives import all_gather_single, reduce_scatter_single
+from cordillera.distributed.dtensors import is_sharded
 from cordillera.distributed.ledger import Ledger, Traffic
 from cordillera.errors import PlanError
 
@@ -41,7 +41,7 @@ def record_weight_traffic(
     Raises:
         PlanError: If nothing of the model is sharded, or ``ranks_per_host`` is below 1.
     """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units = [module for module in model.modules() if is_sharded(module)]
     if not units:
         raise PlanError("no module is sharded", where="model", remedy="give it to fully_shard first")
     if ranks_per_host is not None and ranks_per_host < 1:

@@ -10,16 +10,17 @@ Source: Chowdhery et al. 2022 (PaLM), appendix B, which counts all ``d**2`` pair
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
 from cordillera import topology
-from cordillera.kernels.products import measure
 from cordillera.models.language.llama import LlamaConfig
 
 _MATRIX = 1024  # rows of the factors with which a peak is measured
+_PRODUCTS = 5  # of which the fastest counts
 
 # Drivers' names of the devices of shipped clusters. An H200 is an H100 with more memory.
 _CALLED = {
@@ -67,14 +68,29 @@ def training_flops(config: LlamaConfig, lengths: Iterable[int]) -> int:
 def peak_flops(device: str | torch.device = "cpu", dtype: torch.dtype = torch.bfloat16) -> Peak | None:
     """Return the peak rate of a ``device`` in products of matrices of ``dtype``; None if unknown.
 
-    For accelerators it is the manufacturer's number in 16 bits. For CPUs a product of two large matrices is timed with
-    the current number of threads, which gives less if other processes compute at the same time.
+    For accelerators it is the manufacturer's number in 16 bits. For CPUs it is the rate of one thread, by its processor
+    time in products of two large matrices, times the present number of threads: waiting for a processor that is busy
+    with something else does not count.
     """
     device = torch.device(device)
     if device.type == "cpu":
-        (seconds,) = measure([(_MATRIX, _MATRIX, _MATRIX, 1)], "cpu", dtype)
-        return Peak(2 * _MATRIX**3 / seconds, "measured")
+        return Peak(torch.get_num_threads() * _rate_of_thread(dtype), "measured")
     return _published(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+
+
+def _rate_of_thread(dtype: torch.dtype) -> float:
+    """Time products in this thread; return the operations per second of the fastest."""
+    left, right = (torch.rand(_MATRIX, _MATRIX, generator=torch.Generator()).to(dtype) for _ in range(2))
+    seconds, threads = [], torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(_PRODUCTS):
+            began = time.thread_time()
+            torch.mm(left, right)
+            seconds.append(time.thread_time() - began)
+    finally:
+        torch.set_num_threads(threads)
+    return 2 * _MATRIX**3 / min(seconds)
 
 
 def _published(name: str, dtype: torch.dtype) -> Peak | None:

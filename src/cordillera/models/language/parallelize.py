@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from cordillera.distributed.collectives import Collectives
+from cordillera.distributed.dtensors import is_sharded
 from cordillera.distributed.expert_parallel import ExpertRanks
 from cordillera.distributed.fsdp.traffic import record_weight_traffic
 from cordillera.distributed.ledger import Ledger
@@ -95,6 +94,8 @@ def parallelize(
     if parallel.recompute != "none":
         for block in stage.blocks:
             _recompute(block if parallel.recompute == "full" else block.feed_forward)
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # which takes a second too
+
     param_dtype = None if precision == "fp32" else compute_dtype(precision)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     in_full = MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -111,7 +112,7 @@ def parallelize(
         )
     fully_shard(stage, mesh=mesh.weights, mp_policy=policy, reshard_after_forward=False, ignored_params=held)
     for module in stage.modules():
-        if isinstance(module, FSDPModule):
+        if is_sharded(module):
             # losses are already divided by the tokens of the whole iteration
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -129,7 +130,7 @@ def reduce_after(stage: LlamaStage, is_last: bool, reshards: bool) -> None:
         is_last: Whether the backward is the last one of a step.
         reshards: Whether weights are freed after a backward that is not the last.
     """
-    assert isinstance(stage, FSDPModule)
+    assert is_sharded(stage)
     stage.set_requires_gradient_sync(is_last)
     stage.set_is_last_backward(is_last)
     stage.set_reshard_after_backward(is_last or reshards)
@@ -138,12 +139,14 @@ def reduce_after(stage: LlamaStage, is_last: bool, reshards: bool) -> None:
 def free_weights(stage: LlamaStage) -> None:
     """Free the gathered weights, so that each rank holds only its part; needed after a forward without a backward."""
     for module in stage.modules():
-        if isinstance(module, FSDPModule):
+        if is_sharded(module):
             module.reshard()
 
 
 def _divide_experts(stage: LlamaStage, mesh: ProcessMesh, ledger: Ledger) -> set[nn.Parameter]:
     """Leave each rank its part of the experts, to which tokens are sent; return these weights."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
     weights = mesh.weights
     links = Collectives(weights.get_group("fsdp"), ledger, mesh.config.deadline_s)
     placements = [Shard(0) if name == "fsdp" else Replicate() for name in weights.mesh_dim_names or ()]

@@ -14,11 +14,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from cordillera.distributed.collectives import Collectives
-from cordillera.distributed.tensor_parallel import local
+from cordillera.distributed.dtensors import is_dtensor, local
 from cordillera.distributed.vocabulary_loss import IGNORED, label_log_probabilities, summed_cross_entropy
 from cordillera.errors import CheckpointError
 from cordillera.models.language.llama import (
@@ -196,7 +195,7 @@ class LlamaStage(nn.Module):
 
 def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
     """Return this rank's part of a ``whole`` tensor that is cut as a ``parameter`` of a stage is."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return whole
     mesh = parameter.device_mesh
     assert mesh.mesh_dim_names is not None

@@ -147,11 +147,16 @@ class TargetAttention(HistoryEncoder):
 
 
 class HSTU(HistoryEncoder):
-    """Blocks of HSTU over a history followed by its candidates, which do not see each other."""
+    """Blocks of HSTU over a history followed by its candidates, which do not see each other.
+
+    Attributes:
+        blocks: The blocks.
+        window: Number of latest entries that an entry sees; None for all before it.
+    """
 
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__(config)
-        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.blocks))
+        self.blocks = nn.ModuleList(HSTUBlock(config) for _ in range(config.blocks))
         self.window = config.window
 
     def forward(self, rows: Tensor, histories: SharedHistories, candidates: Tensor) -> Tensor:
@@ -172,7 +177,7 @@ class HSTU(HistoryEncoder):
         return x.index_select(0, candidates_at)
 
 
-class _Block(nn.Module):
+class HSTUBlock(nn.Module):
     """One block of HSTU (its equations 1 to 3); shares are divided by the number of positions."""
 
     def __init__(self, config: HSTUConfig) -> None:
@@ -193,6 +198,11 @@ class _Block(nn.Module):
 class SequenceModel(DNN):
     """MLP over all inputs, with histories that are summarised for the candidate of the sample.
 
+    Attributes:
+        histories: Encoder of each history.
+        places: Position of each history among ``features.sparse``.
+        candidate: Position of the candidate among them.
+
     Raises:
         DataError: If the features named by the configuration are absent or do not fit together, or the tables give
             sums of bags only.
@@ -207,21 +217,21 @@ class SequenceModel(DNN):
         self.tables.unpooled(config.candidate, torch.zeros(0, dtype=torch.int64))  # complain now
         self.histories = nn.ModuleList(self._encoder() for _ in config.sequences)
         names = [feature.name for feature in features.sparse]
-        self._places = [names.index(name) for name in config.sequences]
-        self._candidate = names.index(config.candidate)
+        self.places = [names.index(name) for name in config.sequences]
+        self.candidate = names.index(config.candidate)
 
     def _encoder(self) -> HistoryEncoder:
         raise NotImplementedError
 
     def look_up(self, batch: RankingBatch) -> Tensor:
         """Look up pooled features, and summaries of histories in their places."""
-        found = list(self.tables(_emptied(batch.sparse, self._places)).unbind(1))
-        for place, name, encoder in zip(self._places, self.config.sequences, self.histories, strict=True):
+        found = list(self.tables(_emptied(batch.sparse, self.places)).unbind(1))
+        for place, name, encoder in zip(self.places, self.config.sequences, self.histories, strict=True):
             histories = share_histories(batch.sparse[name])
             rows = self.tables.unpooled(name, histories.values)
             if histories.weights is not None:
                 rows = rows * histories.weights[:, None].to(rows.dtype)
-            found[place] = encoder(rows, histories, found[self._candidate]).to(rows.dtype)
+            found[place] = encoder(rows, histories, found[self.candidate]).to(rows.dtype)
         return torch.stack(found, 1)
 
 

@@ -94,7 +94,7 @@ def _speed(records: LanguageRecords) -> list[str]:
     if mfu > 1:
         found.append(
             f"Training used {100 * mfu:.0f} % of the devices' peak (MFU), which cannot be: the peak of a CPU is timed "
-            "when a run begins, and something else kept this one busy then. Tokens a second are right."
+            "when a run begins, and this one was slower then. Tokens a second are right."
         )
     elif mfu < _LOW_MFU:
         found.append(

@@ -20,14 +20,15 @@ from rich.padding import Padding
 from rich.table import Table
 
 from cordillera.errors import DataError
-from cordillera.reports.ranking.material import Material
+from cordillera.reports.ranking.material import TOP_K_METRICS, Material
 from cordillera.run import Run
+from cordillera.training.ranking.config import STOP_TITLES
 from cordillera.training.ranking.evaluation import jsonable
 
-METRICS = ("ne", "auc", "log_loss", "calibration", "gauc")
+METRICS = ("ne", "auc", "log_loss", "calibration", "gauc", *TOP_K_METRICS)
 _NAMED = ("run", "task")
 _SIZES = ("parameters", "embedding_parameters", "training_flops")
-_NOT_IDENTITY = ("seed", "name", "description", "device", "threads")
+_NOT_IDENTITY = ("seed", "name", "description", "device", "threads", "track")
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class Row:
         runs: Folder names of the runs.
         seeds: Seeds, in the order of ``runs``.
         metrics: Means over seeds, by task and metric.
-        differences: Differences to the first row, by task: ``relative_ne`` (percent, negative is better), ``auc``,
-            ``log_loss``, ``calibration`` and ``gauc``, over the seeds that both rows have. Empty in the first row.
+        differences: Differences to the first row, by task: ``relative_ne`` (percent, negative is better), ``auc``
+            and the other metrics, over the seeds that both rows have. Empty in the first row.
         parameters: Number of parameters outside the tables; None if unknown.
         embedding_parameters: Number of parameters in the tables.
         training_flops: FLOPs of training for each example.
@@ -152,7 +153,13 @@ class Comparison(ComparisonTable):
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Return the headings and texts of the table, with one line for each row and task."""
         several = len(self.tasks) > 1
-        headings = ["run", *(["task"] if several else []), "seeds", "NE", "AUC", "calibration", "NE diff", "AUC diff"]
+        ranked = [
+            name
+            for name in TOP_K_METRICS
+            if any(math.isfinite(row.metrics[task][name].value) for row in self.rows for task in self.tasks)
+        ]
+        headings = ["run", *(["task"] if several else []), "seeds", "NE", "AUC", "calibration"]
+        headings += [*(STOP_TITLES[name] for name in ranked), "NE diff", "AUC diff"]
         headings += ["dense parameters", "training FLOPs", "examples/s"]
         lines = []
         for row in self.rows:
@@ -163,7 +170,7 @@ class Comparison(ComparisonTable):
                     *([task] if several else []),
                     str(len(row.seeds)),
                 ]
-                line += [_estimate(values[name], 4) for name in ("ne", "auc", "calibration")]
+                line += [_estimate(values[name], 4) for name in ("ne", "auc", "calibration", *ranked)]
                 line += [
                     _estimate(differences.get("relative_ne"), 2, signed=True, unit=" %"),
                     _estimate(differences.get("auc"), 4, signed=True),
@@ -231,6 +238,11 @@ def compare(runs: Sequence[Run], *, level: float = 0.95) -> Comparison:
         differences = {} if group is members[0] else _differences(members[0], group, tasks, level, notes)
         rows.append(_row(group, tasks, differences, level))
     notes += [f"{entry.name}: {note}" for entry in entries for note in entry.notes]
+    ranked = [one for entry in entries for one in entry.metrics.values() if math.isfinite(_get(one, "ndcg"))]
+    if counts := {_get(one, "ranking_k") for one in ranked}:
+        named = ", ".join(f"{count:g}" for count in sorted(counts))
+        differ = "" if len(counts) == 1 else ", so these are not comparable"
+        notes.append(f"NDCG, recall and MRR: of the first {named} samples of each group{differ}.")
     if any(len(group) == 1 for group in members):
         notes.append("One seed gives no interval: train the same recipe with more seeds (--seed) before concluding.")
     notes.append(

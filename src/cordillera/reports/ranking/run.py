@@ -24,6 +24,7 @@ from cordillera.reports.ranking.placement import placed_tables
 from cordillera.reports.ranking.scores import scores, segments
 from cordillera.reports.ranking.teacher import progressive, teacher
 from cordillera.run import Run
+from cordillera.training.ranking.config import STOP_TITLES
 from cordillera.training.ranking.evaluation import TaskEvaluation, number
 
 _MEANINGS = {
@@ -160,39 +161,43 @@ def _learning(material: Material) -> list[Figure | None]:
     end = max([record["examples"] for record in (*material.train, *material.evaluations)], default=math.nan)
     if not math.isfinite(end) or end <= 0:
         return []
-    x, best, tasks = Axis((0.0, end)), material.best, material.tasks
+    x, tasks = Axis((0.0, end)), material.tasks
     loss = Series.of("loss", "s0", material.train, "examples", "loss")
     limits, cut = framed(loss.places(x, LINEAR)[1])
     size = -(-len(loss.xs) // POINTS)
     caption = "Mean of the batches since the last record" if size <= 1 else f"Mean of {size} records a point"
     caption += "; early values leave the frame." if cut else "."
     charts = [figure("Training loss", [loss], ("training examples", "loss (nats)"), caption, x=x, y=Axis(limits))]
-    averaged = ", averaged over tasks" if len(tasks) > 1 else ""
-    title, extreme = material.best_words
-    # the NE of the true probabilities is known for synthetic data with one task
-    known = part(material.model, "data", "facts", "bayes_ne_by_split")
-    bayes = number(known.get("validation")) if len(tasks) == 1 else math.nan
-    for task in tasks:
-        records = [record for record in material.evaluations if task in record["tasks"]]
-        values = [record["tasks"][task].get("ne", math.nan) for record in records]
-        ne = Series("NE", "s1", [record["examples"] for record in records], values, "both")
-        marked = best["tasks"].get(task, {}).get("ne", math.nan) if best else math.nan
-        text = f"At step {best['step']:,}: {fixed(marked)}." if best else "No step has a defined NE."
-        ring = f"{'best mean: ' if averaged else 'best '}{marked:.4f}" if material.stop_on == "ne" else f"{marked:.4f}"
-        ringed = f"Ring: the step with the {extreme} {title}{averaged}. " if len(ne.points()) > 1 else ""
-        charts.append(
-            figure(
-                f"Validation NE: {task}" if averaged else "Validation NE",
-                [ne],
-                ("training examples", "NE"),
-                ringed + text,
-                x=x,
-                y=Axis(padded([*values, bayes], 0.2)),
-                levels=[(1.0, "base rate"), (bayes, "Bayes-optimal")],
-                mark=(best["examples"], marked, ring) if best and math.isfinite(marked) else None,
-            )
-        )
+    shown = ["ne"] if material.stop_on == "ne" else ["ne", material.stop_on]
+    charts += [_validation(material, task, name, x) for task in tasks for name in shown]
     return charts
+
+
+def _validation(material: Material, task: str, name: str, x: Axis) -> Figure | None:
+    """Draw a metric of a task on the validation split while training goes on; a ring marks the best step."""
+    best, several, what = material.best, len(material.tasks) > 1, STOP_TITLES[name]
+    title, extreme = material.best_words
+    averaged = ", averaged over tasks" if several else ""
+    # the NE of the true probabilities is known for synthetic data with one task
+    known = part(material.model, "data", "facts", "bayes_ne_by_split") if name == "ne" and not several else {}
+    bayes = number(known.get("validation"))
+    records = [record for record in material.evaluations if task in record["tasks"]]
+    values = [record["tasks"][task].get(name, math.nan) for record in records]
+    drawn = Series(what, "s1", [record["examples"] for record in records], values, "both")
+    marked = best["tasks"].get(task, {}).get(name, math.nan) if best else math.nan
+    text = f"At step {best['step']:,}: {fixed(marked)}." if best else f"No step has a defined {title}."
+    ring = f"{'best mean: ' if several else 'best '}{marked:.4f}" if material.stop_on == name else f"{marked:.4f}"
+    ringed = f"Ring: the step with the {extreme} {title}{averaged}. " if len(drawn.points()) > 1 else ""
+    return figure(
+        f"Validation {what}: {task}" if several else f"Validation {what}",
+        [drawn],
+        ("training examples", what),
+        ringed + text,
+        x=x,
+        y=Axis(padded([*values, bayes], 0.2)),
+        levels=[(1.0, "base rate"), (bayes, "Bayes-optimal")] if name == "ne" else [],
+        mark=(best["examples"], marked, ring) if best and math.isfinite(marked) else None,
+    )
 
 
 def _throughput(material: Material) -> dict[str, Any]:

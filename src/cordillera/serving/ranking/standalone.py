@@ -1,17 +1,16 @@
-"""Scores of an exported model, by torch alone: ``Scorer("FOLDER").predict([{"column": value, ...}, ...])``.
+"""Scores of an exported model, without the library: ``Scorer("FOLDER").predict([{"column": value, ...}, ...])``.
 
-``cordillera export`` puts a copy of this file, called ``score.py``, beside ``model.pt2`` and ``schema.json``.
+``cordillera export`` puts a copy of this file, called ``score.py``, beside ``schema.json`` and the programs. Of these,
+``model.pt2`` and ``model-compiled.pt2`` need torch; ``model.onnx`` needs onnxruntime and NumPy.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 
@@ -20,21 +19,25 @@ class Scorer:
     """An exported model.
 
     Args:
-        folder: Folder with ``model.pt2`` and ``schema.json``.
+        folder: Folder of the export.
+        program: Name of the program in the folder: ``model.pt2``, ``model-compiled.pt2`` or ``model.onnx``.
 
     Attributes:
         schema: Content of ``schema.json``.
         tasks: Names of the columns of the scores.
+
+    Raises:
+        ImportError: If what the program needs is not installed.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, program: str = "model.pt2") -> None:
         self.schema = json.loads((Path(folder) / "schema.json").read_text(encoding="utf-8"))
         self.tasks = self.schema["tasks"]
-        self.program = torch.export.load(str(Path(folder) / "model.pt2")).module()
-        self._rows = {
-            table: {value: row for row, value in enumerate(values, 1)}
-            for table, values in self.schema["vocabularies"].items()
-        }
+        self._score = (_onnx if program.endswith(".onnx") else _torch)(str(Path(folder) / program))
+        self._rows, self._places = (
+            {table: {value: row for row, value in enumerate(values, 1)} for table, values in self.schema[key].items()}
+            for key in ("vocabularies", "ids")
+        )
 
     def predict(self, rows: Sequence[Mapping[str, Any]]) -> list[list[float]]:
         """Return the probabilities of each row by task; ``None`` and empty text are blanks.
@@ -48,16 +51,15 @@ class Scorer:
         dense = [[value for one in self.schema["dense"] for value in _numbers(row, one)] for row in rows]
         ids = [[self._row(row[one["name"]], one) for one in self.schema["categorical"]] for row in rows]
         lists = [self._padded(rows, one) for one in self.schema["lists"]]
-        found = self.program(
-            torch.tensor(dense, dtype=torch.float64).reshape(len(rows), -1),
-            torch.tensor(ids, dtype=torch.int64).reshape(len(rows), -1),
-            lists,
-        )
-        scores: list[list[float]] = found.tolist()
-        return scores
+        return self._score(dense, ids, lists)
 
     def _row(self, value: Any, feature: Mapping[str, Any]) -> int:
-        """Return the row of a table that stands for an id."""
+        """Return the row of a table that stands for an id; of dynamic tables, ids without a row share the first."""
+        row, places = self._encoded(value, feature), self._places.get(feature["table"])
+        return row if places is None else places.get(row, 0)
+
+    def _encoded(self, value: Any, feature: Mapping[str, Any]) -> int:
+        """Return an id as the schema encodes it."""
         table = feature["table"]
         text = _text(value, table in self.schema["whole"], feature["name"])
         if feature["encoding"] == "vocabulary":
@@ -69,7 +71,7 @@ class Scorer:
             raise ValueError(f"{feature['name']}: {value!r} is no id from 0 to {size - 1}")
         return int(text)
 
-    def _padded(self, rows: Sequence[Mapping[str, Any]], feature: Mapping[str, Any]) -> torch.Tensor:
+    def _padded(self, rows: Sequence[Mapping[str, Any]], feature: Mapping[str, Any]) -> list[list[int]]:
         """Return the rows of lists, filled up with -1 to one length."""
         found = []
         for row in rows:
@@ -78,7 +80,45 @@ class Scorer:
             kept = [one for one in (() if entries is None else entries) if one is not None and one != ""]
             found.append([self._row(one, feature) for one in kept[-feature["max_length"] :]])
         longest = max(1, *map(len, found)) if found else 1
-        return torch.tensor([one + [-1] * (longest - len(one)) for one in found], dtype=torch.int64)
+        return [one + [-1] * (longest - len(one)) for one in found]
+
+
+def _torch(path: str) -> Callable[..., list[list[float]]]:
+    """Return the program of torch as a function of numbers, rows of tables, and rows of lists."""
+    import torch
+
+    is_compiled = path.endswith("-compiled.pt2")
+    program: Any = torch._inductor.aoti_load_package(path) if is_compiled else torch.export.load(path).module()
+
+    def score(dense: list[list[float]], ids: list[list[int]], lists: list[list[list[int]]]) -> list[list[float]]:
+        found = program(
+            torch.tensor(dense, dtype=torch.float64).reshape(len(dense), -1),
+            torch.tensor(ids, dtype=torch.int64).reshape(len(ids), -1),
+            [torch.tensor(one, dtype=torch.int64) for one in lists],
+        )
+        scores: list[list[float]] = found.tolist()
+        return scores
+
+    return score
+
+
+def _onnx(path: str) -> Callable[..., list[list[float]]]:
+    """Return the program of ONNX as a function of numbers, rows of tables, and rows of lists."""
+    import numpy as np
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    wanted = {one.name for one in session.get_inputs()}
+
+    def score(dense: list[list[float]], ids: list[list[int]], lists: list[list[list[int]]]) -> list[list[float]]:
+        given: dict[str, Any] = {"dense": np.array(dense, np.float64).reshape(len(dense), -1)}
+        given["ids"] = np.array(ids, np.int64).reshape(len(ids), -1)
+        given |= {f"list_{place}": np.array(one, np.int64) for place, one in enumerate(lists)}
+        (found,) = session.run(None, {name: value for name, value in given.items() if name in wanted})
+        scores: list[list[float]] = found.tolist()
+        return scores
+
+    return score
 
 
 def _numbers(row: Mapping[str, Any], feature: Mapping[str, Any]) -> list[float]:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
+from cordillera.distributed.dtensors import is_dtensor, is_sharded
 from cordillera.distributed.mesh import ProcessMesh
 from cordillera.distributed.tensor_parts import Parts, part_file
 from cordillera.errors import CheckpointError
@@ -33,6 +32,9 @@ from cordillera.numerics.emulation.weight_storage import WeightStorage
 from cordillera.training.checkpoints import folder_of, not_finite
 from cordillera.training.language.engine import LanguageEngine
 from cordillera.training.sharded_checkpoints import PartToWrite, RankCheckpoints, WritingRanks
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -137,10 +139,10 @@ class ShardedCheckpoints(RankCheckpoints):
 def _tensors(engine: LanguageEngine) -> Iterator[tuple[int, str, DTensor]]:
     for number, stage in engine.stages.items():
         for module in stage.modules():
-            if isinstance(module, FSDPModule):
+            if is_sharded(module):
                 module.reshard()  # an evaluation leaves some weights gathered
         for name, parameter in stage.named_parameters():
-            assert isinstance(parameter, DTensor)
+            assert is_dtensor(parameter)
             yield number, name, parameter
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from cordillera.distributed.tensor_parallel import local
+from cordillera.distributed.dtensors import local
 from cordillera.distributed.vocabulary_loss import IGNORED
 from cordillera.kernels.attention.jagged import jagged_attention
 from cordillera.kernels.attention.jagged_call import JaggedMask

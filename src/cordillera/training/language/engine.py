@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from cordillera.data.language.batches import PackedTokens
 from cordillera.distributed.context.attention import ContextParallelAttention, ContextParallelConfig
 from cordillera.distributed.context.shard_plan import SHARDINGS
+from cordillera.distributed.dtensors import local
 from cordillera.distributed.ledger import Ledger, Traffic
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.distributed.pipeline.runner import PipelineRunner
-from cordillera.distributed.tensor_parallel import local
 from cordillera.distributed.vocabulary_loss import IGNORED
 from cordillera.errors import DataError, PlanError, TrainingError
 from cordillera.models.language.llama import LlamaConfig

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from cordillera.distributed.collectives import Collectives
+from cordillera.distributed.dtensors import is_dtensor, local
 from cordillera.distributed.ledger import Ledger
 from cordillera.distributed.mesh import ProcessMesh
-from cordillera.distributed.tensor_parallel import local
 from cordillera.models.language.stages import LlamaStage
 
 TIED, WHOLE, EXPERTS = "gradients of the tied head", "gradients of norms", "gradients of experts"
@@ -113,5 +112,5 @@ class StageGradients:
 
 def _is_cut(parameter: Tensor) -> bool:
     """Return whether tensor ranks hold different parts of a parameter."""
-    assert isinstance(parameter, DTensor)
+    assert is_dtensor(parameter)
     return "tensor" in (parameter.device_mesh.mesh_dim_names or ())

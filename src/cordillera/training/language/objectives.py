@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cordillera.data.language.batches import PackedTokens
-from cordillera.distributed.tensor_parallel import local
+from cordillera.distributed.dtensors import local
 from cordillera.distributed.vocabulary_loss import IGNORED, summed_cross_entropy
 from cordillera.models.language.stages import LlamaStage
 

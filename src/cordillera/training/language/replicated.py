@@ -22,10 +22,10 @@ from torch import Tensor
 
 from cordillera.data.language.batches import TextIteration
 from cordillera.data.language.prefetch import IterationsAhead
+from cordillera.distributed.dtensors import local
 from cordillera.distributed.fault_tolerance.coordination import Commit, FaultToleranceConfig, Membership, initial_commit
 from cordillera.distributed.fault_tolerance.events import FOLDER, EventLog
 from cordillera.distributed.fault_tolerance.replica import Replica, ReplicaPlace, digest_of
-from cordillera.distributed.tensor_parallel import local
 from cordillera.errors import CheckpointError, PlanError, TrainingError
 from cordillera.models.language.llama import LlamaConfig
 from cordillera.models.language.parallelize import free_weights

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from cordillera.data.ranking.balance import SampleBalance, divide, positions, sample_costs
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.distributed.collectives import exchange_parts
+from cordillera.distributed.dtensors import is_dtensor
 from cordillera.distributed.job.job import stopped_by_signals
 from cordillera.distributed.job.watchdog import Watchdog
 from cordillera.distributed.ledger import Traffic
@@ -291,7 +291,7 @@ class ManyRanks(OneRank):
     def sum_step(self, parameters: Iterable[Tensor], losses: Sequence[float], stop: threading.Event) -> float:
         """Sum gradients, and beside them the losses and requests to stop."""
         found = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        gradients = [gradient for gradient in found if not isinstance(gradient, DTensor)]  # others are summed already
+        gradients = [gradient for gradient in found if not is_dtensor(gradient)]  # others are summed already
         numbers = torch.tensor([sum(losses), float(stop.is_set() or self.watchdog.should_stop)], dtype=torch.float64)
         self.links.all_reduce("loss", numbers)
         self._asked = bool(numbers[1] > 0)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from cordillera.data.ranking.features import RankingBatch
+from cordillera.distributed.dtensors import is_dtensor
 from cordillera.distributed.tensor_parts import Parts
 from cordillera.embeddings.file_tables import FileTables
 from cordillera.errors import CheckpointError, DependencyError
@@ -90,7 +90,7 @@ def load_weights(model: RankingModel, checkpoint: checkpoints.Checkpoint) -> Non
         CheckpointError: If the checkpoint is of another model; the message names the first difference.
     """
     saved = {k[len("model.") :]: v for k, v in checkpoint.tensors.items() if k.startswith("model.")}
-    own = {name: one for name, one in model.named_parameters() if isinstance(one, DTensor)}
+    own = {name: one for name, one in model.named_parameters() if is_dtensor(one)}
     for module in embedding_tables(model).values():
         if isinstance(module, FileTables) and module.file.folder != checkpoint.folder / ROWS:
             module.load(checkpoint.folder / ROWS)

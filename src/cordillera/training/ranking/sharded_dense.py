@@ -16,9 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from cordillera.distributed.dtensors import is_dtensor, is_sharded
 from cordillera.distributed.fsdp.traffic import record_weight_traffic
 from cordillera.distributed.ledger import Ledger
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
@@ -56,6 +55,8 @@ def shard_dense(
         raise PlanError(f"{hosts} hosts do not divide {size} processes", where="parallel.hosts")
     if sharding == "replicated":
         return None
+    from torch.distributed.fsdp import fully_shard
+
     shards, replicas = (size, 1) if sharding == "full" else (size // hosts, hosts)
     mesh = ProcessMesh(ParallelConfig(shard=shards, replicate=replicas, deadline_s=deadline_s)).weights
     matrices = {parameter for parameter in dense_parameters(model).values() if parameter.dim() > 1}
@@ -64,7 +65,7 @@ def shard_dense(
         fully_shard(unit, mesh=mesh, ignored_params=whole)
     fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=whole)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_sharded(module):
             # losses are already divided by the weight of the whole batch
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -84,20 +85,22 @@ def dense_units(model: RankingModel) -> Iterator[nn.Module]:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return a sharded tensor gathered from all processes, which call it together; others as they are."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def cut_like(other: Tensor, tensor: Tensor) -> Tensor:
     """Return a whole tensor, equal on all processes, sharded as ``other`` if that is sharded and has its shape."""
-    if not isinstance(other, DTensor) or tensor.shape != other.shape:
+    if not is_dtensor(other) or tensor.shape != other.shape:
         return tensor
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(tensor, other.device_mesh, other.placements, src_data_rank=None)
 
 
 def clip_gradients(parameters: Iterable[Tensor], largest: float | None = None) -> float:
     """Return the norm of all gradients of ``parameters``; if it exceeds ``largest``, scale them down to that."""
     given = [parameter for parameter in parameters if parameter.grad is not None]
-    kinds = [[one for one in given if isinstance(one.grad, DTensor) == sharded] for sharded in (False, True)]
+    kinds = [[one for one in given if is_dtensor(one.grad) == sharded] for sharded in (False, True)]
     kinds = [of_kind for of_kind in kinds if of_kind]
     norms = [whole(torch.nn.utils.get_total_norm([one.grad for one in of_kind])) for of_kind in kinds]  # type: ignore[misc]
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]))

@@ -157,7 +157,8 @@ def search(
             ``{"model": {...}}``.
         folder: Folder of the search. Default: ``runs/NAME-search``.
         workers: Number of processes, of one thread each. Default: one for each core.
-        hours: Hours after which no further candidate of the searcher begins; the same call goes on. Default: no limit.
+        hours: Hours after which no further candidate of the searcher begins, nor any that would end later, by the time
+            of those before; the same call goes on. Default: no limit.
         on_candidate: Function called with every candidate in order, and the planned number of candidates.
         say: Function called with one line of text at each stage.
 
@@ -322,8 +323,13 @@ class _OpenSearch:
         given = [(short_digest(one), dict(one)) for one in self.proposals]
         if given:
             yield from self._tried("proposal", given, pool)
-        proposed = 0
-        while proposed < self.config.trials and (time.monotonic() < self.ends or len(self.done) < len(self.record)):
+        proposed, took = 0, 0.0
+
+        def has_time() -> bool:  # for as long as the last batch took; what is on record takes none
+            return time.monotonic() + took < self.ends or len(self.done) < len(self.record)
+
+        while proposed < self.config.trials and has_time():
+            began = time.monotonic()
             genomes: list[Genome] = []
             while len(genomes) < min(self.config.batch, self.config.trials - proposed):
                 genome = self.searcher.ask()
@@ -338,6 +344,7 @@ class _OpenSearch:
             for genome, candidate in zip(genomes, self._tried("search", batch, pool), strict=True):
                 self.searcher.tell(genome, candidate.score)
                 yield candidate
+            took = time.monotonic() - began
 
     def _tried(
         self, origin: str, batch: list[tuple[str, dict[str, Any]]], pool: TrialWorkers

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from cordillera.data.tokenizers.tokenizer import Tokenizer
-from cordillera.distributed.tensor_parallel import local
+from cordillera.distributed.dtensors import local
 from cordillera.models.language.adapters import merge_adapters
 from cordillera.models.language.llama import Llama
 from cordillera.models.language.stages import LlamaStage

@@ -97,11 +97,14 @@ class GraphConfig(DeepConfig):
     Attributes:
         nodes: Nodes, in any order; without any, the heads read inputs only.
         output: Names of the nodes that the heads read: vectors and flattened embeddings, joined in this order.
+        linear_terms: Whether a logistic regression over all features is added to the logits; the weights of an id lie
+            in its table row, after its embedding, and start at 0.
     """
 
     name: Literal["graph"] = "graph"
     nodes: tuple[NodeConfig, ...] = Field(_DEFAULT, max_length=1024)
     output: tuple[str, ...] = Field(("deep",), min_length=1)
+    linear_terms: bool = False
 
     @model_validator(mode="after")
     def _is_a_graph(self) -> GraphConfig:
@@ -179,6 +182,8 @@ def digest(settings: DeepConfig | RankingConfig) -> str:
     content = settings.model_dump(mode="json")
     if isinstance(settings, GraphConfig):
         content["nodes"].sort(key=lambda node: node["name"])
+        if not content["linear_terms"]:
+            del content["linear_terms"]  # so that graphs of before this setting keep their names
     return short_digest(content)
 
 

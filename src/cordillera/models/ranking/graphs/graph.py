@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from cordillera.data.ranking.features import FeatureSpec
+from cordillera.embeddings.cached_tables import make_tables
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import DataError
 from cordillera.models.ranking.base import DeepModel
 from cordillera.models.ranking.graphs.config import DENSE, EMBEDDINGS, GraphConfig
 from cordillera.models.ranking.graphs.nodes import OPS, AxisParts, Value, flat_axis, join_flat
+from cordillera.models.ranking.heads import Heads
 
 
 class GraphBody(nn.Module):
@@ -74,15 +77,39 @@ class GraphBody(nn.Module):
         return joined * gates[""] if gates is not None and "" in gates else joined
 
 
+class _HeadsBesideLinear(Heads):
+    """Heads whose logits are added to those in the last columns of the representation, one for each task."""
+
+    def forward(self, representation: Tensor) -> Tensor:
+        rest, logits = representation.tensor_split([-len(self.tasks)], dim=1)
+        return super().forward(rest) + logits
+
+
 class Graph(DeepModel):
-    """Model whose dense part is the graph of its configuration; see :class:`GraphBody`."""
+    """Model whose dense part is the graph of its configuration; see :class:`GraphBody`.
+
+    Source: Cheng et al. 2016, section 3, and Guo et al. 2017, section 2.1, for ``linear_terms``.
+    """
 
     Config = GraphConfig
+    config: GraphConfig
 
     def __init__(self, config: GraphConfig, features: FeatureSpec, tables: TablesConfig) -> None:
         super().__init__(config, features, tables)
         self.body = GraphBody(config, len(features.dense), len(features.sparse))
-        self.heads = self.make_heads(sum(size for _, size in self.body.output_axis))
+        inputs = sum(size for _, size in self.body.output_axis)
+        if not config.linear_terms:
+            self.heads = self.make_heads(inputs)
+            return
+        d, tasks = config.embedding_dim, len(features.tasks)
+        self.tables = make_tables(features, d + tasks, tables, init=config.embedding_init)
+        self.tables.clear_columns(d)
+        self.weight = nn.Parameter(torch.zeros(len(features.dense), tasks))
+        self.heads = _HeadsBesideLinear(features.tasks, inputs, config.head_mlp, config.dropout)
 
     def represent(self, dense: Tensor, embeddings: Tensor) -> Tensor:
-        return self.body(dense, embeddings)  # [B, r]
+        if not self.config.linear_terms:
+            return self.body(dense, embeddings)  # [B, r]
+        embeddings, weights = embeddings.tensor_split([self.config.embedding_dim], dim=2)
+        body = self.body(dense, embeddings)
+        return torch.cat([body, (dense @ self.weight + weights.sum(1)).to(body.dtype)], dim=1)  # [B, r + tasks]
