@@ -82,7 +82,9 @@ def test_a_tracker_that_is_not_installed_is_named(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(DependencyError, match=r"track: Weights & Biases is not installed\n  -> pip install wandb, or"):
+    with pytest.raises(
+        DependencyError, match=r"track: Weights & Biases is not installed\n  -> pip install wandb, or go on"
+    ):
         train(recipe_file, tmp_path / "run", "track='wandb'", "training.max_steps=2")
     status = Run(tmp_path / "run").status()
     assert status is not None

@@ -29,6 +29,8 @@ ID_FILE = "tracked.json"
 
 _MLFLOW_AT_ONCE = 100  # parameters that a server takes in one request
 _MLFLOW_LETTERS = 500  # of a parameter, which every version takes
+# Its own defaults let a run wait for minutes for a server that does not answer.
+_MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 
 
 class Tracker(Protocol):
@@ -47,6 +49,8 @@ class _MLflow:
     """A run of MLflow, in the experiment that ``MLFLOW_EXPERIMENT_NAME`` names."""
 
     def __init__(self, run: Run, known: str | None) -> None:
+        for name, value in _MLFLOW_PATIENCE.items():
+            os.environ.setdefault(name, value)
         import mlflow
         from mlflow.entities import Metric, Param
 
@@ -123,12 +127,12 @@ class Tracking:
         try:
             self._tracker = tracker = _KINDS[self.name](run, known.get(self.name))
         except ImportError as error:
-            remedy = f"pip install {self.name}, or set track = 'none'"
+            remedy = f"pip install {self.name}, or go on with --resume --set track=none"
             raise DependencyError(f"{title} is not installed", where="track", remedy=remedy) from error
         except CordilleraError:
             raise
         except Exception as error:
-            remedy = "see its environment variables, or set track = 'none'"
+            remedy = "see its environment variables, or go on with --resume --set track=none"
             raise DependencyError(f"{title} refuses the run: {_said(error)}", where="track", remedy=remedy) from error
         if known.get(self.name) != tracker.id:
             run.write_json(ID_FILE, {**known, self.name: tracker.id})
