@@ -395,6 +395,7 @@ FIGURES: Figures = {
     "speculation-packed": packed_drafts,
     "speculation-tokens": lambda: str(results("speculation-ngram")["new_tokens"]),
     "speculation-prompts": lambda: str(results("speculation-ngram")["results"]["sum"]["prompts"]),
+    "speculation-others": lambda: str(results("speculation-ngram")["prompts_of_others"]),
     "speculation-batches": batches,
     "speculation-waits": waits,
     "speculation-vllm": beside_vllm,

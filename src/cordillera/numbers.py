@@ -6,9 +6,11 @@ import math
 
 
 def compact(value: float) -> str:
-    """Format a count for an axis or a card: ``950``, ``12.3k``, ``4M``, ``1.7G``."""
+    """Format a count for an axis or a card: ``950``, ``12.3k``, ``4M``, ``1.7G``, ``2e19``."""
     if not math.isfinite(value):
         return "n/a"
+    if abs(value) >= 999.5e12:
+        return f"{value:.3g}".replace("e+", "e")
     for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit * 0.9995:
             return f"{float(f'{value / limit:.3g}'):g}{suffix}"

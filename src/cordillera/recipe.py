@@ -187,7 +187,8 @@ def _read(source: str | Path) -> tuple[str, str]:
         return read_text(path, limit=TOML_BYTES), str(path)
     close = difflib.get_close_matches(str(source), names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise RecipeError(str(source), [("recipe", f"is neither a shipped recipe ({', '.join(names)}) nor a file{hint}")])
+    why = f"is neither a shipped recipe (`cordillera recipe list` shows them) nor a file{hint}"
+    raise RecipeError(str(source), [("recipe", why)])
 
 
 def _is_there(path: Path) -> bool:

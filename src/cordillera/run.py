@@ -285,11 +285,7 @@ class Run:
         """
         folder = Path(folder)
         recipe_file = folder / "recipe.toml"
-        begun = _temporary(folder, recipe_file.name)  # left by a process that was killed before it wrote the recipe
-        if folder.exists() and (not folder.is_dir() or set(folder.iterdir()) - set(begun)):
-            raise RunError(
-                "already exists", where=str(folder), remedy="choose another --run folder, or continue with --resume"
-            )
+        begun = check_new_folder(folder)
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in begun:
@@ -459,6 +455,22 @@ class Run:
         if not path.exists():
             raise RunError("does not exist yet", where=str(path), remedy="let the run finish first")
         return read_sealed(path, error=RunError, remedy="restore the file")
+
+
+def check_new_folder(folder: Path) -> list[Path]:
+    """Check that a run can be made in a ``folder``; return what a process left there that was killed at once.
+
+    Raises:
+        RunError: If the folder exists and is not empty.
+    """
+    begun = _temporary(folder, "recipe.toml")
+    if folder.exists() and (not folder.is_dir() or set(folder.iterdir()) - set(begun)):
+        raise RunError(
+            "already exists",
+            where=str(folder),
+            remedy=f"choose another --run folder, or go on with `cordillera train {folder} --resume`",
+        )
+    return begun
 
 
 def next_folder(parent: Path, name: str) -> Path:

@@ -319,6 +319,10 @@ MISTAKES = {
     "existing run": (["train", "small.toml", "--run", "DONE"], "already exists"),
     "a run folder without --resume": (["train", "DONE"], "--resume"),
     "overrides of a resumed run": (["train", "DONE", "--resume", "--set", "seed=3"], "keeps its recipe"),
+    "another recipe beside a resumed run": (
+        ["train", "movielens-lr", "--run", "DONE", "--resume"],
+        "is a run of another recipe than movielens-lr",
+    ),
     "unknown data set": (["data", "describe", "movielens"], "movielens"),
     "unknown benchmark": (["bench", "nothing"], "nothing"),
 }

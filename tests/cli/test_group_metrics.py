@@ -22,7 +22,7 @@ def test_the_first_of_each_group_are_printed_recorded_and_reported(cli, recipe, 
     options = ("training.ranking_k=3", "training.stop_on=ndcg", "training.patience=2", "training.epochs=40")
     trained = cli("train", recipe, "--run", run, *(part for one in options for part in ("--set", one)))
     assert trained.code == 0, trained.err
-    assert "the first 3 of each group" in trained.out
+    assert "the top 3 of each group by score" in trained.out
     lines = [line for line in trained.out.splitlines()[:6] if not line.startswith("data: ")]
     assert max(map(len, lines)) <= 80
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -37,7 +37,12 @@ def test_a_plan_is_printed_and_written(cli: Any) -> None:
         "plan", "llama3-8b", "two-buildings", "--devices", 64, "--only", "scheduling", "--what-if", "rack.latency_s*=2"
     )
     assert result.code == 0, result.err
-    for text in ("times the production-like plan", "with rack.latency_s*=2", "layouts estimated", "constants:"):
+    for text in (
+        "times as fast as the production-like plan",
+        "with rack.latency_s*=2",
+        "layouts estimated",
+        "constants:",
+    ):
         assert text in result.out
     folder = Path("plans/llama3-8b-two-buildings")
     assert sorted(path.name for path in folder.iterdir()) == ["plan.html", "plan.json", "trace.json"]
@@ -85,7 +90,7 @@ def test_a_plan_of_a_recommendation_model_is_printed_and_written(cli: Any) -> No
     for text in (
         "tables over 16",
         "tables of the best plan: ",
-        "times the production-like plan",
+        "times as fast as the production-like plan",
         "with rack.latency_s*=2",
         " layouts, ",
         "base",
@@ -187,7 +192,7 @@ def test_a_bad_day_is_told_in_the_text_and_in_the_file(cli: Any) -> None:
     assert [case["what"] for case in content["what_if"]] == [
         "host.bytes_per_s/=2",
         "one device 1.2 times as slow",
-        "latencies 50% longer on average, each by chance",
+        "latencies 50 % longer on average, each by chance",
         "host:1 lost",
     ]
     for case in content["what_if"]:
@@ -195,7 +200,7 @@ def test_a_bad_day_is_told_in_the_text_and_in_the_file(cli: Any) -> None:
     lost = content["what_if"][-1]
     assert lost["figures"]["devices_gone"] == 8
     assert lost["figures"]["devices_left"] == 24
-    assert "8 of 32 devices (25.00%) are gone" in result.out
+    assert "8 of 32 devices (25.00 %) are gone" in result.out
 
 
 @pytest.mark.slow
@@ -223,7 +228,7 @@ def test_ctrl_c_prints_the_best_plan_so_far(tmp_path: Path) -> None:
     assert process.returncode == 0, shown
     assert "interrupted: this is the best until then" in out
     assert "base" in out
-    assert "times the production-like plan" in out
+    assert "times as fast as the production-like plan" in out
     assert "lost" not in out  # no other search was begun
     content = json.loads((tmp_path / "p/plan.json").read_text())
     assert content["interrupted"]

@@ -57,7 +57,7 @@ def test_plans_of_language_models_are_listed_with_the_production_like_one_last()
     assert rows[0] == ["", "layout", "recompute", "across", "schedule", "step", "MFU", "GB"]
     assert [row[0] for row in rows[1:]] == [*"12345", "base"]
     assert [row[5] for row in rows[1:]] == ["1.234 s", "2.000 s", "3.000 s", "4.000 s", "5.000 s", "9.000 s"]
-    assert rows[1][2:5] + rows[1][6:] == ["full", "data", "1f1b", "45.6%", "13"]
+    assert rows[1][2:5] + rows[1][6:] == ["full", "data", "1f1b", "45.6 %", "13"]
 
 
 def test_plans_of_recommendation_models_are_listed_in_milliseconds() -> None:
@@ -102,11 +102,11 @@ def test_a_plan_is_printed_with_its_gain_its_cases_and_its_files(
     lines = capsys.readouterr().out.splitlines()
     assert lines[lines.index("interrupted: this is the best until then") :] == [
         "interrupted: this is the best until then",
-        "2.50 times the production-like plan (base), both simulated, because of",
+        "2.50 times as fast as the production-like plan (base), both simulated:",
         "  it is shorter",
-        "with one thing: 4.000 s (-50.00%)",
-        "with another: 999.00 ms (+100.20%) so",
-        "with a third: 1.000 s (+100.00%)",
+        "with one thing: 4.000 s (-50.00 %)",
+        "with another: 999.00 ms (+100.20 %) so",
+        "with a third: 1.000 s (+100.00 %)",
         "5,678 layouts estimated, 1,234 steps simulated in 2.5 s",
         "constants: measured",
         "report: p/plan.html",
@@ -131,15 +131,15 @@ def test_a_calibration_is_printed_with_the_rows_furthest_off(capsys: pytest.Capt
     lines = [line.strip() for line in out.splitlines()]
     first = lines.index("furthest off:") + 1
     assert lines[first : first + 5] == [
-        "m6 l: 2.000 s measured, 6.000 s predicted (+200.0%)",
-        "m2 l: 2.000 s measured, 0.800 s predicted (-60.0%)",
-        "m1 l: 2.000 s measured, 3.000 s predicted (+50.0%)",
-        "m3 l: 2.000 s measured, 2.400 s predicted (+20.0%)",
-        "m4 l: 2.000 s measured, 1.800 s predicted (-10.0%)",
+        "m6 l: 2.000 s measured, 6.000 s predicted (+200.0 %)",
+        "m2 l: 2.000 s measured, 0.800 s predicted (-60.0 %)",
+        "m1 l: 2.000 s measured, 3.000 s predicted (+50.0 %)",
+        "m3 l: 2.000 s measured, 2.400 s predicted (+20.0 %)",
+        "m4 l: 2.000 s measured, 1.800 s predicted (-10.0 %)",
     ]
     assert lines[first + 5] == "constants: matrix 0.8, memory 0.7, port 0.6, network 0.9, collective_s 1e-05"
     shown = [re.findall(r"[\w.%]+", line) for line in lines if re.match(r"(a|all) +\d", line)]
-    assert shown == [["a", "4.00%", "0.800", "1.010"], ["all", "5.00%", "0.900", "1.020"]]
+    assert shown == [["a", "4.00 %", "0.800", "1.010"], ["all", "5.00 %", "0.900", "1.020"]]
 
 
 def test_what_is_left_to_measure_ends_the_command_with_its_own_status(
@@ -205,7 +205,7 @@ def test_vulnerability_is_in_per_cent_with_shares_of_what_is_silent() -> None:
     table = _show.injection_table(content | {"components": [one | {"detected": rate(0.005)}, none, empty]})
     assert table.title == "single bit faults on 1,000 samples of the test split"
     assert cells(table)[1:] == [
-        ["top", "12,345", "2 %", "1 to 4 %", "75% / 25%"],
+        ["top", "12,345", "2 %", "1 to 4 %", "75 % / 25 %"],
         ["bottom", "3", "0 %", "0 to 10 %", ""],
         ["empty", "0", "undefined", "", ""],
     ]
@@ -305,9 +305,9 @@ def test_splits_are_listed_with_their_rows_shares_and_times() -> None:
     assert table.title == "split by time"
     assert cells(table) == [
         ["split", "rows", "click = 1", "buy = 1", "first", "last"],
-        ["train", "12,000", "12.5%", "", "1970-01-01 00:00:00", "1970-01-01 23:59:59"],
-        ["validation", "10", "12.5%", "", "", ""],
-        ["test", "20", "12.5%", "", "", ""],
+        ["train", "12,000", "12.5 %", "", "1970-01-01 00:00:00", "1970-01-01 23:59:59"],
+        ["validation", "10", "12.5 %", "", "", ""],
+        ["test", "20", "12.5 %", "", "", ""],
     ]
     assert data._time(1_700_000_000_000_000_000) == "1700000000000000000", "nanoseconds are outside of the calendar"
 
@@ -327,9 +327,9 @@ def test_features_are_listed_with_their_encoding_table_and_gaps() -> None:
     one.features = SimpleNamespace(sparse=sparse, tables={"people": 1000, "items": 2_000_000})
     assert cells(data._feature_table(one)) == [
         ["feature", "kind", "encoding", "table", "rows", "blank", "unseen"],
-        ["price", "dense", "log", "", "", "25.0%", ""],
-        ["user", "id", "hash", "people", "1,000", "", "3.1%"],
-        ["seen", "list, mean", "identity", "items", "2,000,000", "0.0%", ""],
+        ["price", "dense", "log", "", "", "25.0 %", ""],
+        ["user", "id", "hash", "people", "1,000", "", "3.1 %"],
+        ["seen", "list, mean", "identity", "items", "2,000,000", "0.0 %", ""],
     ]
 
 

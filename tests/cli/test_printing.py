@@ -187,7 +187,7 @@ def test_metrics_stand_under_their_headings():
     assert table.title == "test split, 1,200 examples"
     assert cells(table) == [
         ["task", "NE", "AUC", "GAUC", "log loss", "calibration", "positives"],
-        ["click", "0.9000", "0.7000", "undefined", "0.5000", "1.0100", "12.5%"],
+        ["click", "0.9000", "0.7000", "undefined", "0.5000", "1.0100", "12.5 %"],
         ["buy", *["undefined"] * 6],
     ]
 
@@ -197,7 +197,7 @@ def test_metrics_of_groups_stand_in_a_table_of_their_own_that_fits_80_columns():
     top |= {"ranking_k": 10.0, "ranking_groups": 12_345_678.0, "ranking_excluded_groups": 1_234_567.0}
     tasks = {"click": {"ne": 0.9}, "a rating of four": top}
     (table,) = _show.group_tables(SimpleNamespace(metrics=lambda: tasks))
-    assert table.title == "the first 10 of each group"
+    assert table.title == "the top 10 of each group by score"
     assert cells(table) == [
         ["task", "NDCG@10", "recall@10", "MRR@10", "groups", "without a positive"],
         ["a rating of four", "0.3100", "undefined", "0.2000", "12,345,678", "1,234,567"],
@@ -226,7 +226,7 @@ def test_choices_and_layers_of_a_quantisation_stand_under_their_headings():
     assert parts[1:] == [["table user", "int4", "NE +0.0200 %"], ["layer top", "fp32", ""]]
     assert beside[1] == ["top", "int8 static", "33.2", "29.5"]
     assert summary[1:5] == [
-        ["bytes", "200", "50", "25.0%"],
+        ["bytes", "200", "50", "25.0 %"],
         ["NE", "0.800000", "0.900000", "1.125000"],
         ["a batch of 256", "4.00 ms", "2.00 ms", "2.00 times as fast"],
         ["NE, searched", "", "+0.0100 %", "-0.0100 to +0.0300; budget not shown: the interval reaches above it"],
@@ -239,7 +239,7 @@ def test_a_line_about_a_language_model_says_loss_perplexity_and_bits():
     )
     assert "bits" not in _show.language_line(LanguageEvaluation(2.0, 7.389, math.nan, 1234, 1.0))
     record = {"loss": 2.0, "tokens_per_second": 1234.4, "mfu": 0.256, "skipped": 3}
-    assert _show._note(record) == "loss 2.0000  1,234 tokens/s  MFU 26%  3 skipped"
+    assert _show._note(record) == "loss 2.0000  1,234 tokens/s  MFU 26 %  3 skipped"
     assert _show._note(record | {"mfu": None, "skipped": 0}) == "loss 2.0000  1,234 tokens/s"
     assert (
         _show._note({"loss": 2.0, "examples_per_second": 1e4, "epoch": 0}) == "epoch 1  loss 2.0000  10,000 examples/s"

@@ -443,7 +443,7 @@ def test_ctrl_c_between_trials_says_how_to_go_on(files: Any, tried: list[str], t
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--searcher", "evolutoin"], "there is no searcher 'evolutoin'; choose one of random, grid, evolution"),
+        (["--searcher", "evolutoin"], "there is no searcher 'evolutoin'; did you mean 'evolution'"),
         (["--goal", "nee"], "must be ne or front, got 'nee'"),
         (["--space", "smal"], "is neither a shipped space (blocks, settings, small) nor a file"),
         (["--set", "model.mlpp=[3]"], "did you mean 'mlp'?"),

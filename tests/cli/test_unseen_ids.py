@@ -24,12 +24,14 @@ def run(tmp_path_factory):
     log.write_csv(folder / "log.csv")
     (folder / "small.toml").write_text(RECIPE.format(path=folder / "log.csv"))
     recipe = load(folder / "small.toml", ["data.cache_dir=" + str(folder / "cache"), "training.epochs=1"])
-    with pytest.warns(UserWarning, match="the test split: 100% of the ids of 'user' are blank or unknown"):
+    with pytest.warns(UserWarning, match="the test split: 100 % of the ids of 'user' are blank or unknown"):
         return workflows.train(recipe, folder / "run").run.folder
 
 
 def test_evaluate_says_that_ids_of_a_split_are_unseen(run):
-    with pytest.warns(UserWarning, match="the test split: 100% of the ids of 'user' .*, 0% of those of the validation"):
+    with pytest.warns(
+        UserWarning, match="the test split: 100 % of the ids of 'user' .*, 0 % of those of the validation"
+    ):
         workflows.evaluate(run)
 
 
@@ -64,7 +66,7 @@ def test_predict_says_that_ids_are_unseen_and_only_then(cli, run, tmp_path, recw
     assert not [one for one in recwarn if "unknown to the model" in str(one.message)]
     other = pl.col("seen").str.split("|").list.eval("x" + pl.element()).list.join("|")
     log.with_columns(user=pl.col("user").str.to_uppercase(), seen=other).write_csv(tmp_path / "other.csv")
-    with pytest.warns(UserWarning, match="other.csv: 100% of the ids of") as caught:
+    with pytest.warns(UserWarning, match="other.csv: 100 % of the ids of") as caught:
         assert cli("predict", run, "other.csv").code == 0
     told = [str(one.message) for one in caught]
     assert sorted(text.split("'")[1] for text in told) == ["seen", "user"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,10 @@ def test_the_command_prints_draws_and_writes_json(tmp_path: Path) -> None:
     assert "98,304" in ran.output
     assert "decoupled" in ran.output
     assert plot.read_text().startswith("<?xml")
+    ran = CliRunner().invoke(app, [*some, "--devices", "16384", "--devices", "98304", "--plot", str(plot)])
+    drawn = [text for text in ET.fromstring(plot.read_text()).itertext() if text.strip()]
+    assert {"16.384 k", "98.304 k"} <= {text.strip() for text in drawn}
+    assert not any("$" in text for text in drawn)
     ran = CliRunner().invoke(app, [*some, "--json", "--replicas", "3"])
     rows = json.loads(ran.output)
     assert [row["job"]["policy"] for row in rows] == ["restart", "replicas", "decoupled"]

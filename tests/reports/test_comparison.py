@@ -70,11 +70,11 @@ def test_without_a_common_seed_there_is_no_difference(tmp_path: Path) -> None:
     assert any("share no seed" in note for note in result.notes)
 
 
-def test_runs_without_a_partner_are_counted(tmp_path: Path) -> None:
+def test_seeds_that_differences_are_over_are_named(tmp_path: Path) -> None:
     base, other = family(tmp_path, "dlrm", {1: 0.9, 2: 1.0}), family(tmp_path, "wukong", {1: 0.4, 2: 0.5, 3: 0.6})
     result = compare([*base, *other])
     assert result.rows[1].differences["click"]["auc"].count == 2
-    assert any("runs without a partner: 1." in note for note in result.notes)
+    assert any("are over the seeds that both have (1, 2)" in note for note in result.notes)
 
 
 def test_undefined_metrics_stay_undefined(tmp_path: Path) -> None:

@@ -28,10 +28,10 @@ HEADINGS = [
     "Where a step goes",
     "The pipeline in time",
     "Memory of a device by pipeline rank",
-    "If the network were another",
+    "If the network were different",
     "What if",
     "Network settings",
-    "The next best",
+    "The best plans",
     "What was left out",
     "Constants of the cost model",
 ]
@@ -103,7 +103,7 @@ def test_every_section_is_there_and_every_drawing_is_xml(folder: Path) -> None:
     assert [unescape(one) for one in re.findall(r"<h2>(.*?)</h2>", page)] == HEADINGS
     assert len(drawings(page)) == 6
     plain = unescape(re.sub(r"<[^>]+>", " ", page))
-    for text in ("one device 1.2 times as slow", "building:1 lost", "region.loss_rate=1e-5", "50% longer on average"):
+    for text in ("one device 1.2 times as slow", "building:1 lost", "region.loss_rate=1e-5", "50 % longer on average"):
         assert text in plain
     assert not re.search(r"\b(nan|inf|None)\b", plain)
     content = json.loads((folder / "plan.json").read_text())

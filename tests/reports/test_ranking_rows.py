@@ -202,8 +202,8 @@ def test_results_of_one_task_are_tiles_and_of_several_a_table(tmp_path: Path) ->
     ranked = TaskEvaluation(metrics | top, intervals={"ndcg": (0.3, 0.32)})
     material.evaluation = Evaluation("test", 9, 1.0, 10.0, {"a": ranked}, level=0.9)
     assert run._results(material)["more"] == (
-        "log loss 0.4000; of the first 5 of each group NDCG 0.3100 (0.3000 to 0.3200), Recall 0.2500, MRR 0.2000 over "
-        "1,230 groups, 9 without a positive left out; base rate 0.3000"
+        "log loss 0.4000; of the top 5 of each group by score NDCG 0.3100 (0.3000 to 0.3200), Recall 0.2500, "
+        "MRR 0.2000 over 1,230 groups, 9 without a positive left out; base rate 0.3000"
     )
     material.evaluation = Evaluation("test", 9, 1.0, 10.0, {"b": TaskEvaluation(metrics), "a": ranked})
     assert run._results(material)["heads"][5:8] == ["NDCG@5", "Recall@5", "MRR@5"]
@@ -336,7 +336,7 @@ def test_a_comparison_has_every_figure_under_its_heading(tmp_path: Path) -> None
         "NDCG": f"{metrics['ndcg'].value:.4f}", "recall": f"{metrics['recall'].value:.4f}",
         "MRR": f"{metrics['mrr'].value:.4f}",
     }  # fmt: skip
-    assert "NDCG, recall and MRR: of the first 10 samples of each group." in found.notes
+    assert "NDCG, recall and MRR: of the top 10 of each group by score." in found.notes
     assert lines[0][headings.index("run")] == "r0"
     assert lines[0][headings.index("NE diff")] == ""
 
@@ -368,7 +368,7 @@ def test_a_plan_says_in_what_it_differs_and_nothing_else() -> None:
     sentences = plan.reasons(other, base)[len(CAUSES) :]
     assert sentences[0] == "Exchanged between parts of a region: 5.0 GB a step to 1.0 GB."
     assert sentences[1].startswith("Tables: ")
-    assert sentences[2:] == ["Order of a step: plain to late."]
+    assert sentences[2:] == ["Order of a step: late; production-like: plain."]
 
 
 def test_a_trace_names_the_thread_of_every_stream_in_one_process() -> None:

@@ -455,7 +455,10 @@ def test_nan_is_worse_than_all() -> None:
 
 
 def test_wrong_names_and_single_architectures_are_refused() -> None:
-    with pytest.raises(PlanError, match="there is no searcher 'evolutoin'; choose one of random, grid, evolution"):
+    with pytest.raises(
+        PlanError,
+        match="there is no searcher 'evolutoin'; did you mean 'evolution'",
+    ):
         make_searcher("evolutoin", SPACES["choices"])
     with pytest.raises(PlanError, match="the space has one architecture only"):
         make_searcher("random", space_of({"model.embedding_dim": (4,)}))

@@ -116,7 +116,7 @@ class Field(NamedTuple):
         """Return a value for the terminal; None is left blank."""
         if value is None:
             return ""
-        return printable(self.form.format(value) if isinstance(self.form, str) else self.form(value))
+        return printable(self.form.format(value).replace("%", " %") if isinstance(self.form, str) else self.form(value))
 
 
 class Sheet(Table):
@@ -210,11 +210,13 @@ def evaluation_table(evaluation: Evaluation) -> Table:
     """Return the metrics of an evaluation as a table with a row for each task."""
     is_split = evaluation.split in ("train", "validation", "test")
     title = f"{evaluation.split}{' split' if is_split else ''}, {evaluation.examples:,} examples"
+    if evaluation.step is not None and evaluation.step != evaluation.steps:
+        title += f", weights of step {evaluation.step:,}"
     table = titled_table(title, "task", right=("NE", "AUC", "GAUC", "log loss", "calibration", "positives"))
     for task, values in evaluation.metrics().items():
         share = values["positives"] / values["examples"] if values["examples"] else math.nan
         cells = [number(values.get(key, math.nan)) for key in ("ne", "auc", "gauc", "log_loss", "calibration")]
-        table.add_row(printable(task), *cells, "undefined" if math.isnan(share) else f"{share:.1%}")
+        table.add_row(printable(task), *cells, "undefined" if math.isnan(share) else f"{100 * share:.1f} %")
     return table
 
 
@@ -234,7 +236,7 @@ def group_tables(evaluation: Evaluation) -> list[Table]:
         return []
     k = f"{next(iter(found.values()))['ranking_k']:.0f}"
     right = (f"NDCG@{k}", f"recall@{k}", f"MRR@{k}", "groups", "without a positive")
-    table = titled_table(f"the first {k} of each group", "task", right=right)
+    table = titled_table(f"the top {k} of each group by score", "task", right=right)
     for task, values in found.items():
         cells = [number(values.get(key, math.nan)) for key in ("ndcg", "recall", "mrr")]
         counts = [f"{values.get(f'ranking_{key}', math.nan):,.0f}" for key in ("groups", "excluded_groups")]
@@ -356,7 +358,7 @@ def _note(record: dict[str, Any], width: int = 160) -> str:
         return loss
     if "examples_per_second" in record:
         return f"epoch {record['epoch'] + 1}  {loss}  {record['examples_per_second']:,.0f} examples/s"
-    mfu = "" if record["mfu"] is None else f"  MFU {record['mfu']:.0%}"
+    mfu = "" if record["mfu"] is None else f"  MFU {100 * record['mfu']:.0f} %"
     skipped = f"  {record['skipped']} skipped" if record["skipped"] else ""
     return f"{loss}  {record['tokens_per_second']:,.0f} tokens/s{mfu}{skipped}"
 
@@ -384,10 +386,11 @@ def quantized_summary(outcome: Quantized, budget: float) -> Table:
     """Return a table of bytes, quality and speed beside the fp32 model, for a ``budget`` of relative rise of NE."""
     summary = titled_table("the model", "", "fp32", "quantised", "ratio")
     before, after = outcome.bytes
-    summary.add_row("bytes", f"{before:,}", f"{after:,}", f"{after / before:.1%}")
+    summary.add_row("bytes", f"{before:,}", f"{after:,}", f"{100 * after / before:.1f} %")
     summary.add_row("NE", number(outcome.ne[0], 6), number(outcome.ne[1], 6), f"{outcome.ne[1] / outcome.ne[0]:.6f}")
     slow, fast = (1e3 * seconds for seconds in outcome.seconds)
-    summary.add_row("a batch of 256", f"{slow:.2f} ms", f"{fast:.2f} ms", f"{slow / fast:.2f} times as fast")
+    speed = f"{slow / fast:.2f} times as fast" if fast <= slow else f"{fast / slow:.2f} times as slow"
+    summary.add_row("a batch of 256", f"{slow:.2f} ms", f"{fast:.2f} ms", speed)
     for name, change in (("searched", outcome.searched), ("test split", outcome.confirmed)):
         if change is not None:
             interval = f"{100 * change.low:+.4f} to {100 * change.high:+.4f}"
@@ -427,7 +430,7 @@ def injection_table(content: dict[str, Any]) -> Table:
             f"{one['injections']:,}",
             "undefined" if math.isnan(pvf) else f"{100 * pvf:.3g} %",
             "" if math.isnan(low) else f"{100 * low:.3g} to {100 * high:.3g} %",
-            f"{silent / pvf:.0%} / {detected / pvf:.0%}" if pvf > 0 else "",
+            f"{100 * silent / pvf:.0f} % / {100 * detected / pvf:.0f} %" if pvf > 0 else "",
         )
     return table
 

@@ -99,7 +99,8 @@ def judge(
         )
     low, high = found.interval
     screen.print(
-        f"{first} wins {found.rate:.1%} of {found.prompts:,} prompts (95 % interval {low:.1%} to {high:.1%}; "
+        f"{first} wins {100 * found.rate:.1f} % of {found.prompts:,} prompts "
+        f"(95 % interval {100 * low:.1f} to {100 * high:.1f} %; "
         f"{found.ties:,} ties count half)"
     )
     screen.print(f"mean rewards: {found.rewards[0]:.3f} and {found.rewards[1]:.3f}")

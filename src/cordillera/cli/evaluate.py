@@ -65,10 +65,11 @@ def evaluate(
         console().print(evaluation_table(evaluation), *group_tables(evaluation))
         if importance:
             table = titled_table(
-                "rise of NE when a feature is permuted", "feature", "task", right=("NE", "95 % interval")
+                "rise of NE when a feature is permuted", "feature", "task", right=("rise", "95 % interval")
             )
             for one in rises:
-                table.add_row(one.feature, one.task, f"{one.ne:+.4f}", f"{one.low:+.4f} to {one.high:+.4f}")
+                rise, low, high = (round(value, 4) + 0.0 for value in (one.ne, one.low, one.high))  # no -0.0
+                table.add_row(one.feature, one.task, f"{rise:+.4f}", f"{low:+.4f} to {high:+.4f}")
             console().print(table)
     else:
         echo(f"held-out text: {language_line(evaluation)}")

@@ -38,7 +38,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="The same seed draws the same text.")] = 0,
     chat: Annotated[
         bool | None,
-        typer.Option("--chat/--raw", help="CommandOutput as in a chat, or continue the text. Default: as trained."),
+        typer.Option("--chat/--raw", help="Answer as in a chat, or continue the text. Default: as trained."),
     ] = None,
     system: Annotated[str | None, typer.Option(help="Instructions that the chat begins with.")] = None,
     dtype: Annotated[str, typer.Option(help="Of weights: auto, bfloat16, float16, float32, int8 or int4.")] = "auto",

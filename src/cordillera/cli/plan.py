@@ -252,11 +252,11 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
     if found.interrupted:
         answer.say("interrupted: this is the best until then")
     faster = base.seconds / best.seconds
-    answer.say(f"{faster:.2f} times the production-like plan (base), both simulated, because of", times_base=faster)
+    answer.say(f"{faster:.2f} times as fast as the production-like plan (base), both simulated:", times_base=faster)
     for reason in reasons:
         answer.say(f"  {reason}")
     for case in planned.what_if:
-        speed = f"with {case.what}: {_seconds(case.seconds)} ({case.speed(best.seconds):+.2%})"
+        speed = f"with {case.what}: {_seconds(case.seconds)} ({100 * case.speed(best.seconds):+.2f} %)"
         answer.say(f"{speed} {case.note}".rstrip())
     answer.say(f"{counted}, {found.simulated:,} steps simulated in {found.seconds:.1f} s")
     answer.say(f"constants: {planned.explorer.cost.calibration.provenance}")
@@ -328,7 +328,7 @@ def _calibrate(answer: CommandOutput, fitted: Calibrated) -> None:
     answer.say("furthest off:")
     for row, seconds in worst:
         off = seconds / row.seconds - 1
-        times = f"{row.seconds:.3f} s measured, {seconds:.3f} s predicted ({off:+.1%})"
+        times = f"{row.seconds:.3f} s measured, {seconds:.3f} s predicted ({100 * off:+.1f} %)"
         answer.say(f"  {row.model} {row.layout}: {times}")
     names = ("matrix", "memory", "port", "network", "collective_s")
     constants = {name: getattr(fitted.constants, name) for name in names}

@@ -22,7 +22,7 @@ def quantize(
     as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the outcome alone.")] = False,
 ) -> None:
-    """Make a smaller, faster copy of a run's model.
+    """Make a smaller copy of a run's model.
 
     Every table and layer gets the fewest bits that a budget of quality allows. The copy is written into the run.
     """

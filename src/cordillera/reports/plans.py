@@ -91,7 +91,10 @@ def fill(
     """
     best = found.best
     times = {"production-like": base, **compared, "this plan": best}
-    outer = explorer.topology.levels[-1].name
+    levels = explorer.topology.levels
+    spanned = levels[explorer.topology.shared_level(0, explorer.devices - 1)].name
+    if spanned != levels[-1].name:
+        changes = None  # of links that nothing crosses
     return page.fill(
         template,
         name=f"{explorer.workload.name} on {explorer.topology.name}",
@@ -101,7 +104,8 @@ def fill(
         base=base,
         causes=colours(titles, [plan.step.parts for plan in times.values()]),
         times=bars("Parts of a step by plan", [(name, plan.step.parts) for name, plan in times.items()], titles),
-        sensitivity=_sensitivity(changes, best.seconds, outer) if changes else {},
+        spanned=spanned,
+        sensitivity=_sensitivity(changes, best.seconds, spanned) if changes else {},
         **values,
     )
 

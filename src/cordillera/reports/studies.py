@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ def _differences(found: Comparison) -> list[tuple[str, list[str], list[list[Any]
         rows = [
             [
                 name,
-                f"{page.fixed(one.value, 2)} %",
+                f"{one.value:+.2f} %" if math.isfinite(one.value) else "undefined",
                 interval_strip(one.value, (one.low, one.high), 0.0, limits),
                 f"{one.low:+.2f} to {one.high:+.2f}" if math.isfinite(one.low) else "",
             ]
@@ -129,11 +130,17 @@ def _curves(study: IsoFlopStudy) -> Figure | None:
         series,
         ("training tokens", "nats a token"),
         "One colour a budget: points are runs, the line is their parabola, rings are optima.",
-        x=Axis.log(min(xs) / 1.05, max(xs) * 1.05),
+        x=_of_counts(min(xs) / 1.05, max(xs) * 1.05),
         y=Axis(padded(ys, 0.1)),
     )
     kept = [(one.style, one.name) for one in series if one.drawn == "line"]
     return chart._replace(key=kept) if chart else None
+
+
+def _of_counts(low: float, high: float) -> Axis:
+    """Return a logarithmic axis of tokens or parameters, of which the trade counts billions as B."""
+    axis = Axis.log(low, high)
+    return replace(axis, ticks=[(place, text.replace("G", "B")) for place, text in axis.ticks or ()])
 
 
 def _growth(study: IsoFlopStudy) -> list[Figure | None]:
@@ -149,9 +156,9 @@ def _growth(study: IsoFlopStudy) -> list[Figure | None]:
         series = [Series("optimum", "s0", xs, ys, "both" if law is None else "dots")]
         if law is not None:
             grid = np.geomspace(min(xs), max(xs), _PLACES)
-            series.append(Series("law", "s1", grid.tolist(), law.predict(grid)[0].tolist()))
+            series.insert(0, Series("law", "s1", grid.tolist(), law.predict(grid)[0].tolist()))
         told = QUANTITIES[quantity]
-        x, y = Axis.log(min(xs) / 1.1, max(xs) * 1.1), Axis.log(min(ys) / 1.3, max(ys) * 1.3)
+        x, y = Axis.log(min(xs) / 1.1, max(xs) * 1.1), _of_counts(min(ys) / 1.3, max(ys) * 1.3)
         charts.append(figure(f"Optimal {told}", series, ("training FLOPs", told), "", x=x, y=y))
     return charts
 

@@ -86,10 +86,10 @@ class _WandB:
     def __init__(self, run: Run, known: str | None) -> None:
         import wandb
 
-        project = {} if "WANDB_PROJECT" in os.environ else {"project": "cordillera"}
         self._run = wandb.init(
             name=run.name, id=known, resume="allow", dir=str(run.folder), config=flat_values(read_recipe(run)[1]),
-            reinit="create_new", settings=wandb.Settings(silent=True), **project,
+            project=os.environ.get("WANDB_PROJECT", "cordillera"), reinit="create_new",
+            settings=wandb.Settings(silent=True),
         )  # fmt: skip
         self.id = str(self._run.id)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 import zlib
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -235,7 +236,8 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, sa
         f"model: {described['parameters']:,} parameters"
         + (f", from {recipe.training.start}" if recipe.training.start else "")
     )
-    say(f"mesh:  {mesh_text(recipe.parallel)}")
+    replicas = recipe.fault_tolerance.replicas
+    say(f"mesh:  {f'{replicas} replicas, each of ' if replicas > 1 else ''}{mesh_text(recipe.parallel)}")
     if recipe.training.emulate is not None:
         say(f"emulated: products in {recipe.training.emulate.format}, which takes several times as long")
     return run
@@ -356,7 +358,7 @@ def _launch_replicas(
         config=config,
         hear=from_ranks(on_step, say),
     )
-    begun = max(steps(run.checkpoints), default=0)
+    begun, since = max(steps(run.checkpoints), default=0), time.perf_counter()
     with run.lock():
         run.rewind_metrics(begun)
         run.write_status(None, begun, recipe.training.steps)
@@ -374,6 +376,7 @@ def _launch_replicas(
                 write_evaluation(run, report.progress.step, report.progress.tokens, report.evaluation)
             run.write_status(report.ended, report.progress.step, recipe.training.steps)
         _write_replicas_page(run, say)
+    report.seconds = time.perf_counter() - since  # of the job, not of the last replica's process
     return report
 
 

@@ -173,16 +173,15 @@ def _check_start(recipe: LanguageRecipe, start: str) -> None:
 
 def text_line(recipe: LanguageRecipe, corpora: TextCorpora | ChatCorpora) -> str:
     """Return a line on the size of the text, and how often training goes through it."""
-    wanted, per_step = recipe.training.steps, recipe.packing.tokens
+    wanted, replicas = recipe.training.steps, recipe.fault_tolerance.replicas
+    per_step = recipe.packing.tokens * recipe.fault_tolerance.iterations(replicas)
     if isinstance(corpora, ChatCorpora):
         return chats_line(corpora)
     learnt = sum(source["tokens"] for source in corpora.facts["sources"])
     held = sum(part["tokens"] for part in corpora.facts["held_out"])
     passes = min(wanted * per_step / max(learnt, 1), recipe.data.epochs or math.inf)
-    return (
-        f"{learnt:,} tokens to learn from, {held:,} held out\n"
-        f"      {wanted:,} steps of {per_step:,} tokens go through it {passes:.2g} times"
-    )
+    share = f"go through it {passes:.2g} times" if passes >= 1 else f"are {100 * passes:.2g} % of it"
+    return f"{learnt:,} tokens to learn from, {held:,} held out\n      {wanted:,} steps of {per_step:,} tokens {share}"
 
 
 def describe(recipe: LanguageRecipe, corpora: TextCorpora | ChatCorpora) -> dict[str, Any]:

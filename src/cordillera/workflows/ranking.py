@@ -188,9 +188,9 @@ def _train_alone(
         if recipe.threads is None and threads is not None:
             keep_threads(run, threads)
         say(
-            f"model: {described['name']}, {described['parameters']:,} parameters "
-            f"({described['embedding_parameters']:,} in tables), {described['training_flops']:,} training FLOPs "
-            "an example"
+            f"model: {described['name']}, {described['parameters']:,} dense parameters, "
+            f"{described['embedding_parameters']:,} in tables, {described['training_flops']:,} training FLOPs an "
+            "example"
         )
         trainer = _trainer(recipe, model, splits, run, device, on_step)
         if resume:
@@ -344,9 +344,9 @@ def _prepare(recipe: RankingRecipe, folder: Path | str | None, resume: bool, say
     with run.lock():
         described = _begin(run, recipe, model, splits, None) if begins else _check_same_data(run, recipe, splits)
         say(
-            f"model: {described['name']}, {described['parameters']:,} parameters "
-            f"({described['embedding_parameters']:,} in tables), {described['training_flops']:,} training FLOPs "
-            "an example"
+            f"model: {described['name']}, {described['parameters']:,} dense parameters, "
+            f"{described['embedding_parameters']:,} in tables, {described['training_flops']:,} training FLOPs an "
+            "example"
         )
         write_atomically(run.folder / PLACEMENT_FILE, placement.to_text())
         keep_given_choice(recipe.parallel, placement, run)

@@ -348,7 +348,7 @@ class ClickDataset:
         """
         singles = [feature.name for feature in self.features.sparse if not feature.is_list]
         if name not in singles:
-            raise DataError(f"'{name}' is not a categorical feature", remedy=f"choose one of {singles}")
+            raise DataError(f"'{name}' is not a categorical feature", remedy=f"choose one of {', '.join(singles)}")
         return self._ids[:, singles.index(name)].astype(np.int64), self._encoder.names(name)
 
 

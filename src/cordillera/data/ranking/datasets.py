@@ -135,7 +135,7 @@ class DataConfig(BaseModel):
                 raise ValueError("name a dataset, or give path and schema of your own logs")
             return self
         if self.dataset not in DATASETS:
-            raise ValueError(f"unknown dataset '{self.dataset}', choose one of {list(DATASETS)}")
+            raise ValueError(f"unknown dataset '{self.dataset}', choose one of {', '.join(DATASETS)}")
         entry = DATASETS[self.dataset]
         if self.schema_ is not None and not entry.needs_files:
             raise ValueError(f"dataset '{self.dataset}' brings its own schema; leave dataset out for logs of your own")

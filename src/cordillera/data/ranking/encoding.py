@@ -508,7 +508,7 @@ class Encoder:
         table = next((f.table for f in self.features.sparse if f.name == feature), None)
         if table is None:
             names = [f.name for f in self.features.sparse]
-            raise DataError(f"'{feature}' is not an embedded feature", remedy=f"choose one of {names}")
+            raise DataError(f"'{feature}' is not an embedded feature", remedy=f"choose one of {', '.join(names)}")
         if table in self.vocabularies:
             return ["<other>", *self.vocabularies[table].to_list()]
         return [str(row) for row in range(self.features.tables[table])]

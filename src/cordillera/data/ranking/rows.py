@@ -29,7 +29,7 @@ def raw_rows(config: DataConfig, split: str = "test", rows: int | None = None) -
         rows: Number of rows to read, from the first. Default: all.
     """
     if split not in SPLITS:
-        raise DataError(f"unknown split '{split}'", remedy=f"choose one of {list(SPLITS)}")
+        raise DataError(f"unknown split '{split}'", remedy=f"choose one of {', '.join(SPLITS)}")
     log = with_unit(open_log(config))
     splitter, number = Splitter(config, log), SPLITS.index(split)
     columns = list(dict.fromkeys((*log.schema.ids, *log.schema.columns)))

@@ -55,7 +55,8 @@ def _warn(name: str, share: float, total: int, facts: dict[str, Any], where: str
     base = max(known, 0.01)
     if share - known > max(MARGIN, DEVIATIONS * (base * (1 - base) / total) ** 0.5):
         warnings.warn(
-            f"{where}: {share:.0%} of the ids of '{name}' are blank or unknown to the model, "
-            f"{known:.0%} of those of the {of} rows; check that they are written as in training",
+            f"{where}: {100 * share:.0f} % of the ids of '{name}' are blank or unknown to the model, "
+            f"{100 * known:.0f} % of those of the {of} rows; unless these rows are later ones with new ids, check "
+            "that ids are written as in training",
             stacklevel=4,
         )

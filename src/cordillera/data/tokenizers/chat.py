@@ -43,7 +43,7 @@ class Message:
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
-            raise DataError(f"unknown role {self.role!r}", where="chat", remedy=f"choose one of {list(ROLES)}")
+            raise DataError(f"unknown role {self.role!r}", where="chat", remedy=f"choose one of {', '.join(ROLES)}")
         if not isinstance(self.content, str):
             raise DataError(f"content must be text, got {type(self.content).__name__}", where=f"chat, {self.role}")
         if self.awaits_tool and self.role != "assistant":

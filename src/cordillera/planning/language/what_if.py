@@ -167,7 +167,7 @@ def jitter(explorer: Explorer, plan: Plan, part: float, draws: int = DRAWS, seed
         for q in (0.5, 0.99)
     )
     return Case(
-        f"latencies {part:.0%} longer on average, each by chance",
+        f"latencies {100 * part:.0f} % longer on average, each by chance",
         p50,
         plan.layout.devices,
         f"at the median; {p99:.3f} s or more in one step of a hundred (p99)",
@@ -252,7 +252,7 @@ def lost(
     if after.devices < min(explorer.devices, left.devices):
         note += f"; batch and layers are not divided as well over all {left.devices:,} that are left"
     gone = before - left.devices
-    note += f"; {gone:,} of {before:,} devices ({gone / before:.2%}) are gone"
+    note += f"; {gone:,} of {before:,} devices ({100 * gone / before:.2f} %) are gone"
     return Case(
         f"{domain} lost",
         best.seconds,

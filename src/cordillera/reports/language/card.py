@@ -15,18 +15,18 @@ _MOST_RANKS = 100_000  # ranks of the largest mesh whose first ranks are shown
 _SHAPE = {
     "layers": "Layers",
     "hidden": "Width",
-    "heads": "Heads of queries",
-    "kv_heads": "Heads of keys and values",
-    "head_dim": "Width of a head",
-    "ffn": "Width of the feed-forward net",
-    "experts": "Experts of that width",
+    "heads": "Query heads",
+    "kv_heads": "Key-value heads",
+    "head_dim": "Head width",
+    "ffn": "Feed-forward width",
+    "experts": "Experts",
     "scores": "Gives a score",
     "vocabulary": "Vocabulary",
     "context": "Context, tokens",
-    "tied": "Head is the embedding",
+    "tied": "Tied embeddings",
     "norm_eps": "Epsilon of norms",
-    "rope_theta": "Base of rotary frequencies",
-    "rope_scaling": "Their scaling",
+    "rope_theta": "RoPE base (theta)",
+    "rope_scaling": "RoPE scaling",
 }
 
 
@@ -66,7 +66,7 @@ def _parallelism(records: LanguageRecords, mesh: ParallelConfig) -> list[tuple[s
         found.append(("Keys and values by", mesh.transport.replace("_", "-")))
     if (records.model.get("config") or {}).get("experts"):
         found.append(("Experts move by", mesh.experts))
-    return [*found, ("Computed again in backward", mesh.recompute)]
+    return [*found, ("Activation recomputation", mesh.recompute)]
 
 
 def _ranks(mesh: ParallelConfig) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class LanguageComparison(ComparisonTable):
             [
                 row.name,
                 "NaN" if row.is_broken else known(row.loss, "{:.4f}"),
-                known(row.difference, "{:+.4f}"),
+                known(round(row.difference, 4) + 0.0, "{:+.4f}"),
                 known(row.perplexity, "{:,.4g}"),
                 known(row.bits_per_byte, "{:.4f}"),
                 compact(row.tokens) if math.isfinite(row.tokens) else "",

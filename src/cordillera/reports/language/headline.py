@@ -50,7 +50,7 @@ def _loss(records: LanguageRecords) -> _Tile | None:
         others.append(f"perplexity {found['perplexity']:,.4g}")
     if math.isfinite(found["bits_per_byte"]):
         others.append(f"{found['bits_per_byte']:.4f} bits a byte")
-    others += [f"{name} {found[name]:.1%}" for name in SHARES if math.isfinite(found[name])]
+    others += [f"{name} {100 * found[name]:.1f}\u00a0%" for name in SHARES if math.isfinite(found[name])]
     unit = records.unit_of_loss
     things = "tokens" if unit == "nats a token" else "pairs or answers"
     of = f" over {whole(found['targets'])} {things}" if math.isfinite(found["targets"]) else ""

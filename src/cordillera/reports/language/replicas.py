@@ -110,14 +110,14 @@ def _fault_row(one: ReplicaFault) -> tuple[str, ...]:
 
 def _tiles(found: Goodput) -> list[tuple[str, ...]]:
     """Return names, values, bounds and meanings of the headline figures."""
-    degraded = f"{100 * found.degraded:.1f} % with fewer replicas" if found.degraded > 0 else "all with every replica"
+    degraded = f"{100 * found.degraded:.1f} % while some were away" if found.degraded > 0 else "all with every replica"
     dropped = [
-        *([f"{found.rolled_back:,} rolled back"] if found.rolled_back else []),
-        *([f"{found.discarded:,} attempts discarded"] if found.discarded else []),
+        *([f"rolled back: {found.rolled_back:,}"] if found.rolled_back else []),
+        *([f"attempts given up: {found.discarded:,}"] if found.discarded else []),
     ]
     ends = sum(one.replica != COORDINATOR for one in found.faults)
     others = len(found.faults) - ends
-    whom = f"{ends:,} of replicas" + (f", {others:,} of the coordinator" if others else "")
+    whom = f"replicas: {ends:,}" + (f", coordinator: {others:,}" if others else "")
     mean = found.mean_stall_s
     return [
         ("goodput", f"{100 * found.goodput:.1f} %", degraded, "useful share of the time of all replicas"),
@@ -133,7 +133,9 @@ def _tiles(found: Goodput) -> list[tuple[str, ...]]:
 def _key(found: Goodput) -> list[tuple[str, str]]:
     """Return styles and names of what the timeline shows."""
     key: list[tuple[str, str]] = [(_STYLES[part], part) for part in TIME_PARTS if found.share(part) > 0]
-    key += [("f2", "fewer members")] if any(len(one.members) < len(found.times) for one in found.epochs) else []
+    sizes = {len(one.members) < len(found.times) for one in found.epochs}
+    key += [("f6", "all members")] if False in sizes else []
+    key += [("f2", "fewer members")] if True in sizes else []
     key += [("fault", "fault")] if found.faults else []
     if any(one.text.startswith(INJECTED) for one in found.messages):
         key.append(("injected", "injected fault"))
@@ -220,7 +222,7 @@ def _members(found: Goodput, whole: float) -> Iterator[Span]:
         first, last = group[0], group[-1]
         epochs = f"epoch {first.epoch}" if first is last else f"epochs {first.epoch} to {last.epoch}"
         text = f"{epochs} from step {first.step + 1:,}: {', '.join(first.members)}"
-        style = "f7" if members == len(found.times) else "f2"
+        style = "f6" if members == len(found.times) else "f2"
         yield Span(first.at, until, style, text if len(groups) <= _MOST else "", str(members))
 
 

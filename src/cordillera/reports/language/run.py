@@ -66,7 +66,10 @@ def _title(records: LanguageRecords) -> str:
     name = str(records.model.get("name") or records.setting("model", "name") or "a language model")
     parts = [name if math.isnan(size) else f"{name} of {compact(size)} parameters"]
     if world >= 1:
-        parts.append("on one process" if world == 1 else f"on {world:,.0f} processes")
+        processes = "one process" if world == 1 else f"{world:,.0f} processes"
+        replicas = records.setting("fault_tolerance", "replicas")
+        several = isinstance(replicas, int) and replicas > 1
+        parts.append(f"on {replicas} replicas, each of {processes}" if several else f"on {processes}")
     return " ".join([parts[0][:1].upper() + parts[0][1:], *parts[1:]])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,10 @@ from cordillera.reports import page
 from cordillera.reports.charts import Axis, Figure, Series, box, drawing, figure, padded, stroke, write_text
 
 _DRAWN = 3  # graphs of the front
+_MANY = 20  # architectures from which on the worst are left out of the drawing
 _ROOM = 0.05
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y = 132.0, 40.0, 22.0, 34.0
+_LANE = 4.0  # width of an edge that passes a row
 
 _MEANINGS = {
     "settings": "no valid recipe",
@@ -116,9 +119,9 @@ def _front_chart(
     if not known or not best:
         return None
     titles = [f"{one['name']}: {_told(one)}" for one in known]
-    # the worst few are far away, and would hide the differences that matter
+    # of many, the worst few are far away, and would hide the differences that matter
     lowest, values = min(one["ne"] for one in known), sorted(one["ne"] for one in known)
-    top = max(values[int(0.9 * (len(values) - 1))], lowest + 1e-3)
+    top = max(values[int(0.9 * (len(values) - 1)) if len(values) >= _MANY else -1], lowest + 1e-3)
     low, high = padded([lowest, top])
     flops = [one["flops"] for one in known]
     series = [
@@ -162,42 +165,65 @@ def _drawn(entry: Mapping[str, Any]) -> Markup | None:
         return None
 
 
+def _placed(
+    depth: Mapping[str, int], edges: Sequence[tuple[str, str]]
+) -> tuple[dict[str, tuple[float, float]], list[tuple[str, str]], float]:
+    """Place the ends of edges in rows by their depth, below what they read, with a lane where an edge passes a row.
+
+    Returns:
+        Left upper corner of each box and lane, pairs of those that follow each other, and the width of all.
+    """
+    rows: dict[int, list[str]] = {}
+    for name in dict.fromkeys(name for edge in edges for name in edge):
+        rows.setdefault(depth[name], []).append(name)
+    links: list[tuple[str, str]] = []
+    for number, (source, target) in enumerate(edges):
+        lanes = {level: f"{number}.{level}" for level in range(depth[source] + 1, depth[target])}
+        for level, lane in lanes.items():
+            rows[level].append(lane)
+        links += itertools.pairwise([source, *lanes.values(), target])
+    sizes = {name: _WIDTH if name in depth else _LANE for names in rows.values() for name in names}
+    widths = {level: sum(sizes[name] + _GAP_X for name in names) for level, names in rows.items()}
+    width = max(widths.values()) + _GAP_X
+    places: dict[str, tuple[float, float]] = {}
+    for row, level in enumerate(sorted(rows)):
+        if row:  # in the order of what they hang on
+            above = {name: fmean(places[one][0] for one, other in links if other == name) for name in rows[level]}
+            rows[level].sort(key=above.__getitem__)
+        x = (width - widths[level] + _GAP_X) / 2
+        for name in rows[level]:
+            places[name] = x, 8 + row * (_HEIGHT + _GAP_Y)
+            x += sizes[name] + _GAP_X
+    return places, links, width
+
+
 def draw_graph(config: GraphConfig) -> Markup:
     """Return a drawing of a graph, inputs at the top, each node below those that it reads."""
     depth: dict[str, int] = {DENSE: 0, EMBEDDINGS: 0}
     for node in config.ordered():
         depth[node.name] = 1 + max(depth[name] for name in node.inputs)
-    last = 1 + max(depth.values())
+    depth["heads"] = 1 + max(depth.values())
     edges = [(name, node.name) for node in config.nodes for name in node.inputs]
     edges += [(name, "heads") for name in config.output]
-    used = {name for edge in edges for name in edge}
-    levels: dict[int, list[str]] = {}
-    for name, level in {**depth, "heads": last}.items():
-        if name in used:
-            levels.setdefault(level, []).append(name)
-    widest = max(len(names) for names in levels.values())
-    width = widest * (_WIDTH + _GAP_X) + _GAP_X
-    places: dict[str, tuple[float, float]] = {}
-    for row, level in enumerate(sorted(levels)):
-        names = levels[level]
-        start = (width - len(names) * (_WIDTH + _GAP_X) + _GAP_X) / 2
-        for column, name in enumerate(names):
-            places[name] = start + column * (_WIDTH + _GAP_X), 8 + row * (_HEIGHT + _GAP_Y)
+    places, links, width = _placed(depth, edges)
     sizes = {
         node.name: f"{node.op}, width {node.width}" if node.gives_vector else f"{node.op}, {node.rows} rows"
         for node in config.nodes
     }
-    parts: list[Markup] = []
-    for source, target in edges:
-        (x1, y1), (x2, y2) = places[source], places[target]
-        parts.append(stroke((x1 + _WIDTH / 2, x2 + _WIDTH / 2), (y1 + _HEIGHT, y2), "axis"))
+    middle = {name: x + (_WIDTH if name in depth else _LANE) / 2 for name, (x, _) in places.items()}
+    parts = [
+        stroke((middle[above], middle[below]), (places[above][1] + _HEIGHT, places[below][1]), "axis")
+        for above, below in links
+    ]
+    lanes = {name: y for name, (_, y) in places.items() if name not in depth}
+    parts += [stroke((middle[name], middle[name]), (y, y + _HEIGHT), "axis") for name, y in lanes.items()]
     vectors = {DENSE, *(node.name for node in config.nodes if node.gives_vector)}
-    for name, (x, y) in places.items():
+    for name, (x, y) in ((name, place) for name, place in places.items() if name in depth):
         style = "s3" if name == "heads" else "s0" if name in vectors else "s2"
         parts.append(box(x, y, _WIDTH, _HEIGHT, f"node {style}", sizes.get(name, name)))
         parts.append(write_text(x + _WIDTH / 2, y + (17 if name in sizes else 24), name, style="callout"))
         if name in sizes:
             parts.append(write_text(x + _WIDTH / 2, y + 32, sizes[name]))
-    height = 16 + len(levels) * (_HEIGHT + _GAP_Y) - _GAP_Y
+    height = 8 + max(y for _, y in places.values()) + _HEIGHT
     told = "; ".join(f"{node.name} is {sizes[node.name]} of {', '.join(node.inputs)}" for node in config.ordered())
     return drawing(width, height, f"Graph: {told}; heads read {', '.join(config.output)}", parts, class_="graph")

@@ -218,7 +218,8 @@ def compare(runs: Sequence[Run], *, level: float = 0.95) -> Comparison:
     entries = [_Entry(run) for run in runs]
     tasks = [task for task in entries[0].metrics if all(task in entry.metrics for entry in entries)]
     if not tasks:
-        raise DataError(f"the runs share no task: {[list(entry.metrics) for entry in entries]}", where="compare")
+        listing = "; ".join(", ".join(entry.metrics) for entry in entries)
+        raise DataError(f"the runs share no task: {listing}", where="compare")
     _check_same_data(entries)
     groups: dict[str, list[_Entry]] = {}
     for entry in entries:
@@ -237,12 +238,15 @@ def compare(runs: Sequence[Run], *, level: float = 0.95) -> Comparison:
     for group in members:
         differences = {} if group is members[0] else _differences(members[0], group, tasks, level, notes)
         rows.append(_row(group, tasks, differences, level))
+    notes += [
+        f"{group[0].name}: mean of {', '.join(one.name for one in group)}." for group in members if len(group) > 1
+    ]
     notes += [f"{entry.name}: {note}" for entry in entries for note in entry.notes]
     ranked = [one for entry in entries for one in entry.metrics.values() if math.isfinite(_get(one, "ndcg"))]
     if counts := {_get(one, "ranking_k") for one in ranked}:
         named = ", ".join(f"{count:g}" for count in sorted(counts))
         differ = "" if len(counts) == 1 else ", so these are not comparable"
-        notes.append(f"NDCG, recall and MRR: of the first {named} samples of each group{differ}.")
+        notes.append(f"NDCG, recall and MRR: of the top {named} of each group by score{differ}.")
     if any(len(group) == 1 for group in members):
         notes.append("One seed gives no interval: train the same recipe with more seeds (--seed) before concluding.")
     notes.append(
@@ -305,8 +309,8 @@ def _differences(
     unpaired = len(base) + len(group) - 2 * len(pairs)
     if unpaired:
         notes.append(
-            f"{group[0].name}: seeds shared with {base[0].name}, which differences are over: {len(pairs)}; "
-            f"runs without a partner: {unpaired}."
+            f"{group[0].name}: differences to {base[0].name} are over the seeds that both have "
+            f"({', '.join(str(mine.seed) for _, mine in pairs)}), means over all seeds of each."
         )
     result = {}
     for task in tasks:
@@ -353,10 +357,9 @@ def _estimate(estimate: SeedMean | None, digits: int, *, signed: bool = False, u
     if math.isnan(estimate.value):
         return "undefined"
     sign = "+" if signed else ""
-    text = f"{estimate.value:{sign}.{digits}f}{unit}"
-    if math.isnan(estimate.low):
-        return text
-    return f"{text} [{estimate.low:{sign}.{digits}f}, {estimate.high:{sign}.{digits}f}]"
+    value, low, high = (round(one, digits) + 0.0 for one in (estimate.value, estimate.low, estimate.high))  # no -0.0
+    text = f"{value:{sign}.{digits}f}{unit}"
+    return text if math.isnan(low) else f"{text} [{low:{sign}.{digits}f}, {high:{sign}.{digits}f}]"
 
 
 def _markdown(text: str) -> str:

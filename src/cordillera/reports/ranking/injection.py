@@ -13,6 +13,7 @@ from cordillera.reports import page
 from cordillera.reports.heat_maps import heat_map
 from cordillera.training.ranking.evaluation import number
 
+_FEW = 8  # faults at a bit position, below which their shares are rough
 _GOAL = 0.9  # part of the wrong outputs that protection should remove
 
 
@@ -54,7 +55,10 @@ def advice(components: Sequence[dict[str, Any]]) -> list[str]:
     if not harm:
         most = max(number(one["pvf"]["high"]) for one in measured)
         return [f"No fault made an output wrong. At 95 % confidence the PVF is below {_percent(most)} everywhere."]
-    lines = [f"A fault anywhere in these weights makes an output wrong with a probability of {_percent(harm / bits)}."]
+    lines = [
+        f"A fault anywhere in these weights makes an output wrong with a probability of {_percent(harm / bits)}: "
+        "their PVF (program vulnerability factor)."
+    ]
     caught = math.fsum(entry["detected"]["value"] * size for _, size, _, entry in places)
     lines.append(
         f"{_percent(caught / harm)} of the wrong outputs are NaN or infinite: a check of the scores finds them. "
@@ -73,8 +77,8 @@ def advice(components: Sequence[dict[str, Any]]) -> list[str]:
         plural = "s" if len(found) > 1 else ""
         lines.append(
             f"Protect bit{plural} {_ranges([bit for bit, _, _ in found])} of every {layout} of {name}: "
-            f"{cost / 8:,.0f} bytes ({_percent(cost / bits)} of these weights) against {_percent(gain / harm)} of the "
-            "wrong outputs."
+            f"costs {cost / 8:,.0f} bytes ({_percent(cost / bits)} of these weights) and removes "
+            f"{_percent(gain / harm)} of the wrong outputs."
         )
     whole = math.fsum(size for found in chosen.values() for _, size, _ in found)
     lines.append(
@@ -87,6 +91,9 @@ def advice(components: Sequence[dict[str, Any]]) -> list[str]:
             f"Leave {one['name']} unprotected: {_percent(one['bits'] / bits)} of these weights, and a fault there "
             f"makes an output wrong with a probability of at most {_percent(one['pvf']['high'])}."
         )
+    fewest = min(entry["injections"] for *_, entry in places)
+    if fewest < _FEW:
+        lines.append(f"Some bit positions were hit {fewest} times only, so that all of this is rough: inject more.")
     return lines
 
 

@@ -61,9 +61,9 @@ def reasons(best: TablePlan, base: TablePlan) -> list[str]:
         sizes = [one.step.crossed[outer] / 1e9 for one in (base, best)]
         found.append(f"Exchanged between parts of a {outer}: {sizes[0]:,.1f} GB a step to {sizes[1]:,.1f} GB.")
     if best.layout.copies != base.layout.copies:
-        found.append(f"Tables: {base.layout} to {best.layout}.")
+        found.append(f"Tables: {best.layout}; production-like: {base.layout}.")
     if best.schedule != base.schedule:
-        found.append(f"Order of a step: {base.schedule} to {best.schedule}.")
+        found.append(f"Order of a step: {best.schedule}; production-like: {base.schedule}.")
     return found
 
 

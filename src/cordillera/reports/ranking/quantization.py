@@ -18,7 +18,7 @@ def quantization_page(content: dict[str, Any]) -> str:
     """Return the HTML page of a quantised model from the content of its ``report.json``."""
     return page.fill(
         "quantization",
-        name=f"{content['run']}: fewer bits",
+        name=f"{content['run']}: quantised model",
         content=content,
         budget=f"{100 * content['budget']:g}",
         change=_change(content["confirmed"] or content["searched"]),

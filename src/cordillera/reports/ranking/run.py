@@ -28,7 +28,7 @@ from cordillera.training.ranking.config import STOP_TITLES
 from cordillera.training.ranking.evaluation import TaskEvaluation, number
 
 _MEANINGS = {
-    "ne": "1 is the constant base rate; lower is better",
+    "ne": "normalised entropy: 1 is the constant base rate; lower is better",
     "auc": "0.5 is chance; higher is better",
     "calibration": "sum of predictions over sum of labels; 1 is unbiased",
 }
@@ -90,8 +90,10 @@ def _results(material: Material) -> dict[str, Any]:
     if evaluation is not None:
         tasks, level = evaluation.tasks, evaluation.level
         independent = "groups are taken as independent, samples of one group are not."
-        basis = f"{evaluation.examples:,} examples of the {evaluation.split} split. Intervals: {100 * level:g} %, " + (
-            independent if evaluation.unit == "group" else "samples are taken as independent."
+        of = "" if evaluation.step in (None, evaluation.steps) else f", weights of step {evaluation.step:,}"
+        basis = (
+            f"{evaluation.examples:,} examples of the {evaluation.split} split{of}. Intervals: {100 * level:g} %, "
+            + (independent if evaluation.unit == "group" else "samples are taken as independent.")
         )
     elif material.best is not None:
         tasks = {task: TaskEvaluation(metrics) for task, metrics in material.best["tasks"].items()}
@@ -142,7 +144,7 @@ def _more(result: TaskEvaluation) -> str:
     if not math.isnan(_metric(result, "ndcg")):
         listing = [f"{title} {_with_interval(result, name)}" for name, title in TOP_K_METRICS.items()]
         more.append(
-            f"of the first {_metric(result, 'ranking_k'):,.0f} of each group {', '.join(listing)} over "
+            f"of the top {_metric(result, 'ranking_k'):,.0f} of each group by score {', '.join(listing)} over "
             f"{_metric(result, 'ranking_groups'):,.0f} groups, "
             f"{_metric(result, 'ranking_excluded_groups'):,.0f} without a positive left out"
         )

@@ -40,7 +40,7 @@ def _calibration(result: TaskEvaluation) -> Figure | None:
     xs = [entry.prediction for entry in bins]
     chart.whiskers(xs, [entry.low for entry in bins], [entry.high for entry in bins])
     chart.dots(xs, [entry.rate for entry in bins])
-    caption = f"{len(bins)} bins of equal weight, 95 % Wilson intervals; dashed: perfect calibration. {text}"
+    caption = f"{len(bins)} quantile bins, 95 % Wilson intervals; dashed: perfect calibration. {text}"
     return Figure("Calibration", chart, caption)
 
 

@@ -46,7 +46,7 @@ def summary(plan: TowerPlan) -> list[str]:
     return [
         f"mean absolute cosine of two features: {inside} within a tower, {across} between towers",
         f"largest load of a tower, in means: {', '.join(fullest)}",
-        f"distances on the map are off by {plan.stress:.0%} (root mean square, relative)",
+        f"distances on the map are off by {100 * plan.stress:.0f} % (root mean square, relative)",
     ]
 
 

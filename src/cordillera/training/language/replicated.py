@@ -200,7 +200,7 @@ class ReplicatedTrainer(LanguageTrainer):
             report = self.engine.update(float(found[0]), int(found[1]), rate)
             self.engine.steps = self.progress.step + 1
             self.ahead.take(len(iterations))
-            self._count(iterations, report, rate)
+            self._count(iterations, report, rate, len(membership.participants))
             if stop:
                 self.ended = "interrupted"
         self._leaves = leaves > 0

@@ -134,6 +134,8 @@ class LanguageWindow:
     steps: int = 0
     gradient_norm: float | None = None
     learning_rate: float = 0.0
+    timed_steps: int = 0
+    timed_replicas: int = 0
     timed_tokens: int = 0
     timed_flops: float = 0.0
     waiting: float = 0.0
@@ -340,8 +342,8 @@ class LanguageTrainer:
         report = self.engine.step(iteration.microbatches, rate)
         self._count([iteration], report, rate)
 
-    def _count(self, iterations: Sequence[TextIteration], report: StepReport, rate: float) -> None:
-        """Add a step on some iterations to the progress and to the sums of the next record."""
+    def _count(self, iterations: Sequence[TextIteration], report: StepReport, rate: float, replicas: int = 1) -> None:
+        """Add a step of some replicas on some iterations to the progress and to the sums of the next record."""
         config, progress, window = self.config, self.progress, self._window
         window.gradient_norm = report.gradient_norm if math.isfinite(report.gradient_norm) else None
         window.learning_rate = rate * config.learning_rate
@@ -355,6 +357,8 @@ class LanguageTrainer:
             window.imbalance += iteration.imbalance / len(iterations)
             window.delay += iteration.delay / len(iterations)
         window.steps += 1
+        window.timed_steps += 1
+        window.timed_replicas += replicas
         window.expert_imbalance += report.expert_imbalance or 0.0
         if not report.is_skipped:
             for name, value in report.measures.items():
@@ -413,6 +417,7 @@ class LanguageTrainer:
         window, world = self._window, self.engine.mesh.config.world
         seconds = max(time.perf_counter() - window.started, 1e-9)
         speed = window.timed_flops / seconds
+        devices = world * window.timed_replicas / max(1, window.timed_steps)
         content: dict[str, Any] = {
             "documents": self.progress.documents,
             "loss": window.loss / window.targets if window.targets else math.nan,
@@ -424,7 +429,7 @@ class LanguageTrainer:
             "steps": window.steps,
             "tokens_per_second": window.timed_tokens / seconds,
             "flops_per_second": speed,
-            "mfu": None if self.peak is None else speed / (self.peak * world),
+            "mfu": None if self.peak is None else speed / (self.peak * max(1.0, devices)),
             "imbalance": window.imbalance / window.steps,
             "delay": window.delay / window.steps,
             "expert_imbalance": window.expert_imbalance / window.steps if self.engine.model.experts else None,

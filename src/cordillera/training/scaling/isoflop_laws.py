@@ -192,8 +192,8 @@ def _warnings(
         warnings.append(f"only {degrees} {plural} more than the parabolas need: the intervals are rough")
     if failed > 0.01:
         warnings.append(
-            f"in {failed:.0%} of the resamples a parabola opened downwards; they are missing from the intervals, which "
-            "are too narrow by that"
+            f"in {100 * failed:.0f} % of the resamples a parabola opened downwards; they are missing from the "
+            "intervals, which are too narrow by that"
         )
     if not places.size:
         return warnings

@@ -246,7 +246,7 @@ def _check(
         raise PlanError(
             f"{len(runs)} of the sizes fit, fewer than {fewest}{reasons}",
             where=f"budget {power(budget)}",
-            remedy=f"give {wanted}" + (", smaller steps, or a larger budget" if refused else ""),
+            remedy=f"raise sizes ({wanted} count), lower packing.tokens, or take a larger budget",
         )
     tokens = [run.tokens for run in runs]
     if not min(tokens) < optimum < max(tokens):
@@ -254,7 +254,7 @@ def _check(
         raise PlanError(
             f"all sizes take tokens {side} the expected optimum of {amount(optimum)}{reasons}",
             where=f"budget {power(budget)}",
-            remedy=f"give {wanted}",
+            remedy=f"raise sizes: {wanted} count",
         )
 
 

@@ -357,7 +357,7 @@ class ScalingStudy:
 
     def to_table(self) -> Table:
         """Return a table for the terminal: sizes with mean, seeds and residual."""
-        table = Table()
+        table = Table(box=None, pad_edge=False)
         for heading in ("model", self.unit, self.metric, "seeds", "law", "residual"):
             table.add_column(heading, justify="left" if heading == "model" else "right")
         for model, law in self.laws.items():

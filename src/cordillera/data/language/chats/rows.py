@@ -314,7 +314,9 @@ def _message(value: Any, name: str, where: str) -> Message:
         raise DataError(f"{name} is no message but {_said(value)}", where=where, remedy="an object of role and content")
     role = value.get("role")
     if role not in ROLES:
-        raise DataError(f"{name} has the unknown role {role!r}", where=where, remedy=f"choose one of {list(ROLES)}")
+        raise DataError(
+            f"{name} has the unknown role {role!r}", where=where, remedy=f"choose one of {', '.join(ROLES)}"
+        )
     if unknown := [key for key in _CHANGES if value.get(key) not in (None, [], {})]:
         raise DataError(f"{name} has {', '.join(unknown)}, which cannot be learnt from", where=where)
     content = value.get("content")

@@ -120,9 +120,9 @@ class FileLog:
                         size = file.seek(0, os.SEEK_END)
             except (OSError, ValueError) as error:  # ValueError: a null byte in the name
                 reason = getattr(error, "strerror", None) or error
-                raise DataError(f"cannot be read ({reason})", where=str(path), remedy="correct data.path") from error
+                raise DataError(f"cannot be read ({reason})", where=str(path), remedy="check the path") from error
             if size is None:
-                raise DataError("there is no such file", where=str(path), remedy="correct data.path")
+                raise DataError("there is no such file", where=str(path), remedy="check the path")
             if size == 0:
                 raise DataError("the file is empty", where=str(path), remedy="give a file that holds rows")
 

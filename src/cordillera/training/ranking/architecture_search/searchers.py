@@ -6,6 +6,7 @@ played again from its record takes the same path.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -304,9 +305,10 @@ def make_searcher(name: str, space: SearchSpace, seed: int = 0, goal: Goal = "ne
         DependencyError: If it needs optuna, which is not installed.
     """
     if name not in SEARCHERS:
-        raise PlanError(
-            f"there is no searcher {name!r}; choose one of {', '.join(SEARCHERS)}, learnt", where="searcher"
-        )
+        close = difflib.get_close_matches(name, SEARCHERS, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        known = f"{', '.join(SEARCHERS)}, learnt"
+        raise PlanError(f"there is no searcher {name!r}; {hint}choose one of {known}", where="searcher")
     if not space.genes:
         raise PlanError("the space has one architecture only", where="space", remedy="give a key several values")
     return SEARCHERS[name](space, seed, goal)

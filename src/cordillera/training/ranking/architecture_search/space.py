@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import json
 import math
@@ -169,7 +170,9 @@ def load_space(source: str | Path) -> SpaceConfig:
         elif Path(source).is_file():
             text = read_text(Path(source), limit=TOML_BYTES)
         else:
-            why = f"is neither a shipped space ({', '.join(shipped_spaces())}) nor a file"
+            close = difflib.get_close_matches(str(source), shipped_spaces(), n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            why = f"is neither a shipped space ({', '.join(shipped_spaces())}) nor a file{hint}"
             raise RecipeError(str(source), [("space", why)], "search space")
         return SpaceConfig.model_validate(parse_toml(text, str(source)))
     except DataError as error:
