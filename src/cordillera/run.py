@@ -170,9 +170,9 @@ def check_recipe(saved: Any, recipe: BaseModel, where: Path) -> None:
 
 
 def kept_changes(before: BaseModel, now: BaseModel) -> list[str]:
-    """Return what differs between two recipes and must not in a resumed run: each key with both values.
+    """Return what differs between the recipe ``before`` and that ``now``, and must not in a resumed run.
 
-    Keys of :data:`MAY_CHANGE` and :data:`MAY_GROW` may differ.
+    Each is a key with both values. Keys of :data:`MAY_CHANGE` and :data:`MAY_GROW` may differ.
     """
     old, new = (flat_values(recipe_state(recipe)) for recipe in (before, now))
     free: tuple[str, ...] = MAY_CHANGE
@@ -191,7 +191,7 @@ def kept_changes(before: BaseModel, now: BaseModel) -> list[str]:
 
 
 def flat_values(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a nested mapping by dotted key."""
+    """Return the values of ``content``, a nested mapping, by dotted key after a ``prefix``."""
     found: dict[str, Any] = {}
     for key, value in content.items():
         found |= (

@@ -139,7 +139,7 @@ def test_a_calibration_is_printed_with_the_rows_furthest_off(capsys: pytest.Capt
     ]
     assert lines[first + 5] == "constants: matrix 0.8, memory 0.7, port 0.6, network 0.9, collective_s 1e-05"
     shown = [re.findall(r"[\w.%]+", line) for line in lines if re.match(r"(a|all) +\d", line)]
-    assert shown == [["a", "4.00 %", "0.800", "1.010"], ["all", "5.00 %", "0.900", "1.020"]]
+    assert shown == [["a", "4.00", "%", "0.800", "1.010"], ["all", "5.00", "%", "0.900", "1.020"]]
 
 
 def test_what_is_left_to_measure_ends_the_command_with_its_own_status(
@@ -281,7 +281,7 @@ def test_an_interrupted_training_says_how_it_goes_on(cli: Any, recipe: Path, mon
     asked: list[Any] = []
 
     def stopped(what: Any, run: Any, **options: Any) -> SimpleNamespace:
-        asked.append((run, options["processes"], options["parallel"]))
+        asked.append((run, options["processes"], options["changes"]))
         return outcome("interrupted")
 
     monkeypatch.setattr(workflows, "train", stopped)

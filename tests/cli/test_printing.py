@@ -182,8 +182,12 @@ def test_metrics_stand_under_their_headings():
     metrics = {"ne": 0.9, "auc": 0.7, "gauc": math.nan, "log_loss": 0.5, "calibration": 1.01}
     metrics |= {"positives": 25.0, "examples": 200.0}
     empty = dict.fromkeys(metrics, math.nan) | {"examples": 0.0}
-    evaluation = SimpleNamespace(split="test", examples=1200, metrics=lambda: {"click": metrics, "buy": empty})
-    table = _show.evaluation_table(evaluation)
+    found = {"split": "test", "examples": 1200, "metrics": lambda: {"click": metrics, "buy": empty}, "steps": 40}
+    assert (
+        _show.evaluation_table(SimpleNamespace(**found, step=30)).title
+        == "test split, 1,200 examples, weights of step 30"
+    )
+    table = _show.evaluation_table(SimpleNamespace(**found, step=40))
     assert table.title == "test split, 1,200 examples"
     assert cells(table) == [
         ["task", "NE", "AUC", "GAUC", "log loss", "calibration", "positives"],

@@ -266,7 +266,7 @@ def test_seconds_have_the_unit_that_suits_them() -> None:
 def test_intervals_are_clipped_to_the_scale_of_their_table() -> None:
     svg = interval_strip(0.5, (0.25, 2.0), 0.0, (0.0, 1.0))
     assert numbers(styled(svg, "rule"), "x1", "x2", "y1", "y2") == [(4, 4, 1, 17)]
-    assert numbers(styled(svg, "whisker s0"), "x1", "x2") == [(32, 116)]
+    assert numbers(styled(svg, "whisker s0"), "x1", "x2") == [(32, 116), (116, 112), (116, 112)]  # with an arrow
     assert numbers(styled(svg, "dot s0"), "cx", "cy") == [(60, 9)]
     assert not styled(interval_strip(NAN, (NAN, 1.0), 0.0, (0.0, 1.0)), "dot s0")
     assert not styled(interval_strip(NAN, (NAN, 1.0), 0.0, (0.0, 1.0)), "whisker s0")

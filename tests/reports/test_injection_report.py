@@ -33,16 +33,19 @@ def test_bits_are_protected_in_order_of_what_they_cause() -> None:
     harm = 100 * 0.4 + 100 * 0.2 + 100 * 0.01 + 300 * 0.1  # of numbers times rates, over 400 numbers of 32 bits
     assert f"probability of {100 * harm / 12800:.3g} %" in lines[0]
     assert "0 % of the wrong outputs are NaN" in lines[1]
-    assert lines[2].startswith("Protect bits 29 to 30 of every float32 of top: 25 bytes (1.56 % of these weights)")
+    assert lines[2].startswith(
+        "Protect bits 29 to 30 of every float32 of top: costs 25 bytes (1.56 % of these weights)"
+    )
     assert f"{100 * 60 / harm:.3g} %" in lines[2]
-    assert lines[3].startswith("Protect bit 30 of every float32 of bottom: 38 bytes")
+    assert lines[3].startswith("Protect bit 30 of every float32 of bottom: costs 38 bytes")
     assert f"{100 * 1 / 12800:.3g} %" in lines[4]  # what is left
 
 
 def test_components_that_cause_little_are_left_alone_and_a_check_finds_nan() -> None:
     lines = advice([found("top", 100, {30: 0.4}, detected=0.5), found("tables", 1000, {})])
     assert "50 % of the wrong outputs are NaN" in lines[1]
-    assert lines[-1].startswith("Leave tables unprotected: 90.9 % of these weights")
+    assert lines[-2].startswith("Leave tables unprotected: 90.9 % of these weights")
+    assert lines[-1].startswith("Some bit positions were hit 4 times only")
 
 
 def test_nothing_wrong_and_nothing_injected_are_said() -> None:

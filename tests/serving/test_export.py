@@ -254,7 +254,9 @@ def test_a_compiled_package_scores_as_the_program(tmp_path: Path) -> None:
     assert np.abs(np.array(found) - np.array(expected)).max() <= 1e-6
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [name if name in ("dcn", "mmoe") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 def test_every_model_scores_as_predict_by_onnx(tmp_path: Path, name: str) -> None:
     pytest.importorskip("onnxscript", reason="the exporter of ONNX is not installed")
     pytest.importorskip("onnxruntime", reason="ONNX Runtime is not installed")

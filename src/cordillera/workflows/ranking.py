@@ -188,7 +188,7 @@ def _train_alone(
         if recipe.threads is None and threads is not None:
             keep_threads(run, threads)
         say(
-            f"model: {described['name']}, {described['parameters']:,} dense parameters, "
+            f"model: {described['name']}, {described['parameters']:,} parameters + "
             f"{described['embedding_parameters']:,} in tables, {described['training_flops']:,} training FLOPs an "
             "example"
         )
@@ -344,7 +344,7 @@ def _prepare(recipe: RankingRecipe, folder: Path | str | None, resume: bool, say
     with run.lock():
         described = _begin(run, recipe, model, splits, None) if begins else _check_same_data(run, recipe, splits)
         say(
-            f"model: {described['name']}, {described['parameters']:,} dense parameters, "
+            f"model: {described['name']}, {described['parameters']:,} parameters + "
             f"{described['embedding_parameters']:,} in tables, {described['training_flops']:,} training FLOPs an "
             "example"
         )

@@ -98,7 +98,7 @@ def test_waiting_for_a_busy_processor_does_not_lower_a_peak(monkeypatch: pytest.
     assert quiet is not None
 
     def late(*factors: torch.Tensor) -> torch.Tensor:
-        time.sleep(1.0)
+        time.sleep(0.2)
         return product(*factors)
 
     monkeypatch.setattr(torch, "mm", late)

@@ -15,7 +15,7 @@ from cordillera.models.ranking.sequence import HSTU, HistoryEncoder, HSTUBlock, 
 
 
 class PaddedHistory(nn.Module):
-    """Base of the summaries; a subclass defines :meth:`summary`.
+    """Base of the summaries; a subclass defines :meth:`_summary`.
 
     Args:
         encoder: Trained encoder, whose modules are used.
@@ -36,9 +36,9 @@ class PaddedHistory(nn.Module):
         lengths, vectors = is_there.sum(1), self.encoder.positions
         ages = lengths[:, None] - 1 - torch.arange(rows.shape[1], device=rows.device)
         x = rows + vectors(ages.clamp(0, vectors.num_embeddings - 1)).to(rows.dtype)
-        return self.summary(x, is_there, lengths, candidates)
+        return self._summary(x, is_there, lengths, candidates)
 
-    def summary(self, x: Tensor, is_there: Tensor, lengths: Tensor, candidates: Tensor) -> Tensor:
+    def _summary(self, x: Tensor, is_there: Tensor, lengths: Tensor, candidates: Tensor) -> Tensor:
         raise NotImplementedError
 
     def _split(self, x: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class PaddedTargetAttention(PaddedHistory):
 
     encoder: TargetAttention
 
-    def summary(self, x: Tensor, is_there: Tensor, lengths: Tensor, candidates: Tensor) -> Tensor:
+    def _summary(self, x: Tensor, is_there: Tensor, lengths: Tensor, candidates: Tensor) -> Tensor:
         own = self.encoder
         q, k, v = (self._split(part) for part in (own.query(candidates), own.key(x), own.value(x)))
         scores = torch.einsum("bhd,blhd->bhl", q, k).float() * own.head_dim**-0.5
@@ -64,7 +64,7 @@ class PaddedHSTU(PaddedHistory):
 
     encoder: HSTU
 
-    def summary(self, x: Tensor, is_there: Tensor, lengths: Tensor, candidates: Tensor) -> Tensor:
+    def _summary(self, x: Tensor, is_there: Tensor, lengths: Tensor, candidates: Tensor) -> Tensor:
         x = torch.cat([x, candidates[:, None]], 1)  # [B, L + 1, d]
         places = torch.arange(is_there.shape[1], device=x.device).expand_as(is_there)
         places = torch.cat([places, lengths[:, None]], 1)
