@@ -102,6 +102,7 @@ def _resumed(recipe: str, folder: Path | None, overrides: Sequence[str], plan: P
     run, others = Run(folder or recipe), list[str]()
     if folder is not None and Path(recipe) != folder:
         others = kept_changes(load(run.recipe_file), load(recipe, overrides))
+        others.sort(key=lambda one: not one.startswith("model.name:"))
     if others:
         more = f" and {len(others) - 3} more keys" if len(others) > 3 else ""
         raise RunError(
