@@ -53,7 +53,7 @@ def test_models_are_tuned_weighed_and_averaged_by_commands(cli: Any, folder: Pat
     assert Run("runs/sft").read_json("model.json")["objective"] == "sft"
     judged = cli("judge", "runs/sft", "start", *arguments, "-q")
     assert judged.code == 0, judged.err
-    assert re.search(r"runs/sft wins [\d.]+% of 4 prompts \(95 % interval .*\)", judged.out.replace("\n", " "))
+    assert re.search(r"runs/sft wins [\d.]+ % of 4 prompts \(95 % interval .*\)", judged.out.replace("\n", " "))
     made = cli("average", "runs/sft", "start", "--out", "mean")
     assert made.code == 0, made.err
     assert "mean of 2: mean" in made.out

@@ -92,21 +92,22 @@ def _join(folder: str, replica: str | None, coordinator: str | None, answer: Com
 
 
 def _resumed(recipe: str, folder: Path | None, overrides: Sequence[str], plan: Path | None) -> Any:
-    """Return the run to go on with; a recipe beside its folder must be that of the run."""
+    """Return the run to go on with; a recipe beside its folder must be of the same model and data."""
     from cordillera.errors import RunError
     from cordillera.recipe import load
     from cordillera.run import Run, kept_changes
 
     if plan is not None:
         raise RunError("a resumed run keeps its plan", where="--plan", remedy="leave it out")
-    run, others = Run(folder or recipe), list[str]()
-    if folder is not None and Path(recipe) != folder:
-        others = kept_changes(load(run.recipe_file), load(recipe, overrides))
-        others.sort(key=lambda one: not one.startswith("model.name:"))
+    run = Run(folder or recipe)
+    if folder is None or Path(recipe) == folder:
+        return run
+    # what was set beside the recipe when the run began need not be said again
+    kinds = ("model.name:", "data.dataset:", "objective.name:")
+    others = [one for one in kept_changes(load(run.recipe_file), load(recipe, overrides)) if one.startswith(kinds)]
     if others:
-        more = f" and {len(others) - 3} more keys" if len(others) > 3 else ""
         raise RunError(
-            f"is a run of another recipe than {recipe}: {'; '.join(others[:3])}{more}",
+            f"is a run of another recipe than {recipe}: {'; '.join(others)}",
             where=str(folder),
             remedy=f"go on with `cordillera train {folder} --resume`, or choose another --run folder",
         )
