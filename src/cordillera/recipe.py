@@ -11,6 +11,7 @@ import difflib
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -448,7 +449,8 @@ def _fill(table: Table | tomlkit.TOMLDocument, model: BaseModel, comments: bool)
             nested.append((key, value))
             continue
         if comments and name in texts:
-            table.add(tomlkit.comment(texts[name].replace("``", "`")))
+            for line in textwrap.wrap(texts[name].replace("``", "`"), 78, break_long_words=False):
+                table.add(tomlkit.comment(line))
         if value is None:
             if field.default is not None and not field.is_required():
                 table.add(key, "none")  # a missing key would mean the default

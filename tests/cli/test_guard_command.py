@@ -47,4 +47,4 @@ def test_mistakes_are_named(cli, folder: str, options: list[str], what: str) -> 
 
 
 def test_a_model_must_exist(cli, tmp_path: Path) -> None:
-    assert "neither a model's name" in cli("guard", str(tmp_path / "absent"), "Hello").err
+    assert "no model's name" in cli("guard", str(tmp_path / "absent"), "Hello").err

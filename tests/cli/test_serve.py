@@ -220,7 +220,7 @@ def test_a_port_that_is_taken_is_one_error(cli: Callable[..., Any], folder: Path
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nothing"], "is neither a model's name"),
+        (["nothing"], "is no file, no folder and no model's name"),
         (["a={folder}", "a={folder}"], "two models have the name 'a'"),
         (["={folder}"], "is not NAME=MODEL"),
         (["{folder}", "--device", "tpu"], "unknown device 'tpu'"),

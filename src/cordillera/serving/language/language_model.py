@@ -352,7 +352,7 @@ def find_model(name: str | Path) -> Path:
         raise DataError(f"is a {ASSETS[str(name)].kind}, not a model", where=str(name), remedy=f"use {models[0]}")
     close = difflib.get_close_matches(str(name), models, n=1)
     raise DataError(
-        f"is neither a model's name ({', '.join(models)}) nor a file or folder",
+        f"is no file, no folder and no model's name (known: {', '.join(models)})",
         where=str(name),
         remedy=f"did you mean {close[0]}?" if close else "give the path of a checkpoint",
     )
