@@ -130,6 +130,8 @@ def test_a_tracker_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.Mo
     (run.folder / "refuses").touch()
     with pytest.raises(DependencyError, match="MLflow refuses the run: no route to host"):
         Tracking(run)
+    with pytest.warns(UserWarning, match="no route to host; the results are in the run's folder"):
+        trackers.track_results(run, "test", {"click": {"ne": 0.9}}, 5)
 
 
 def test_a_run_without_a_tracker_tells_nobody(tmp_path: Path) -> None:

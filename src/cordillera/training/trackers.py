@@ -162,10 +162,13 @@ class Tracking:
 def track_results(run: Run, split: str, results: Mapping[str, Mapping[str, float]], step: int) -> None:
     """Add the metrics of a finished ``run`` on a ``split``, by task and name, to what its tracker has at a ``step``.
 
-    Raises:
-        DependencyError: If the recipe names a tracker whose library is not installed, or which refuses the run.
+    A tracker that refuses them now is left out with a warning: the run holds them anyway.
     """
-    tracking = Tracking(run)
+    try:
+        tracking = Tracking(run)
+    except DependencyError as error:
+        warnings.warn(f"{error.what}; the results are in the run's folder", stacklevel=2)
+        return
     tracking.draw(
         {f"{split}/{task}/{name}": one for task, found in results.items() for name, one in found.items()}, step
     )
