@@ -136,7 +136,7 @@ def test_every_plan_is_simulated_on_every_other_network_and_the_best_after_upgra
         asked.append((one, other))
         return SimpleNamespace(seconds=float(len(asked)))
 
-    explorer: Any = SimpleNamespace(topology=whole, again=again)
+    explorer: Any = SimpleNamespace(topology=whole, devices=whole.devices, again=again)
     found = sensitivity(explorer, {"best": "first", "base": "second"})
     assert found is not None
     far, narrow = len(DISTANCES_KM), len(OVERSUBSCRIPTIONS)
@@ -159,5 +159,9 @@ def test_every_plan_is_simulated_on_every_other_network_and_the_best_after_upgra
 @pytest.mark.parametrize("name", sorted(topology.shipped()))
 def test_a_cluster_of_two_levels_has_a_network_to_change_and_one_of_one_has_none(name: str) -> None:
     whole = topology.load(name)
-    explorer: Any = SimpleNamespace(topology=whole, again=lambda plan, other: SimpleNamespace(seconds=1.0))
+    explorer: Any = SimpleNamespace(
+        topology=whole, devices=whole.devices, again=lambda plan, other: SimpleNamespace(seconds=1.0)
+    )
     assert (sensitivity(explorer, {"best": "plan"}) is None) == (len(whole.levels) == 1)
+    explorer.devices = whole.sizes[0][0]  # all in one domain: nothing crosses the outer links
+    assert sensitivity(explorer, {"best": "plan"}) is None

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cordillera.distributed.mesh import DIMENSIONS, ParallelConfig, ranks_of
@@ -419,6 +419,7 @@ def test_thinned_lines_stay_among_their_points(seed: int, size: int, is_log: boo
 
 
 @given(low=st.floats(-6, 14), span=st.floats(0.5, 12))
+@example(low=-0.109375, span=0.5)
 def test_ticks_of_logarithms_are_round_and_inside(low: float, span: float) -> None:
     ticks = log_ticks(low, low + span)
     assert 1 <= len(ticks) <= 8

@@ -288,7 +288,7 @@ def test_onnx_without_torch(tmp_path: Path) -> None:
 def test_without_the_exporter_onnx_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = train(tmp_path, {"name": "lr"})
     monkeypatch.setattr(export, "find_spec", lambda name: None)
-    with pytest.raises(DependencyError, match="--onnx: the exporter of ONNX is not installed"):
+    with pytest.raises(DependencyError, match="onnx: the exporter of ONNX is not installed"):
         workflows.export(run, onnx=True)
     assert not (run / "export").exists()
 

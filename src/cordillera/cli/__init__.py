@@ -17,11 +17,27 @@ from cordillera.errors import CordilleraError, Interrupted, printable
 __all__ = ["app", "main"]
 
 _ARGUMENTS = (
-    *("balance", "budget", "component", "file", "half_width", "injections", "jitter", "lose", "measure", "processes"),
+    *(
+        "balance",
+        "budget",
+        "changes",
+        "component",
+        "file",
+        "half_width",
+        "injections",
+        "jitter",
+        "lose",
+        "measure",
+        "onnx",
+        "processes",
+    ),
     *("products", "replica", "resume", "samples", "searcher", "size", "slow", "space", "split", "supernet", "tokens"),
     *("towers", "what_if"),
 )
 """Arguments of functions of :mod:`cordillera.workflows` that errors name, and that are options of commands."""
+
+_CALLED = {"changes": "--set", "processes": "--nproc"}
+"""Options of other names than their arguments."""
 
 _ARGUMENT = re.compile(rf"\b({'|'.join(_ARGUMENTS)})\b")
 
@@ -42,7 +58,7 @@ def _with_options(error: CordilleraError) -> str:
         return str(error)
 
     def option(match: re.Match[str]) -> str:
-        return "--nproc" if match[0] == "processes" else f"--{match[0].replace('_', '-')}"
+        return _CALLED.get(match[0]) or f"--{match[0].replace('_', '-')}"
 
     names, what = str(error).split(":", 1)
     return f"{_ARGUMENT.sub(option, names)}:{what}"

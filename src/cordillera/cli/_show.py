@@ -116,7 +116,10 @@ class Field(NamedTuple):
         """Return a value for the terminal; None is left blank."""
         if value is None:
             return ""
-        return printable(self.form.format(value).replace("%", " %") if isinstance(self.form, str) else self.form(value))
+        if callable(self.form):
+            return printable(self.form(value))
+        text = self.form.format(value)
+        return printable(text.replace("%", " %") if self.form.endswith("%}") else text)
 
 
 class Sheet(Table):

@@ -31,17 +31,19 @@ class _Repeats(Protocol):
     """An explorer of a language or a recommendation model, with plans of its own kind."""
 
     topology: Topology
+    devices: int
 
     def again(self, plan: Any, topology: Topology) -> Any: ...
 
 
 def sensitivity(explorer: _Repeats, plans: Mapping[str, Any]) -> Sensitivity | None:
-    """Simulate ``plans`` on changed networks of the cluster of ``explorer``; return None for a cluster of one level.
+    """Simulate ``plans`` on changed networks of the cluster of ``explorer``; None if nothing crosses its outer links.
 
     The plans are given by name, the best one first.
     """
     topology = explorer.topology
-    if len(topology.levels) < 2:
+    last = len(topology.levels) - 1
+    if not last or topology.shared_level(0, explorer.devices - 1) < last:
         return None
     outer = topology.levels[-1].name
     far = [topology.changed({f"{outer}.distance_km": km}) for km in DISTANCES_KM]

@@ -88,7 +88,8 @@ def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
     inside = [(place, compact(value)) for place, value in found if low - 1e-9 <= place <= high + 1e-9]
     if len(inside) > 2:
         return inside
-    return [(math.log10(value), compact(value)) for value in nice_ticks(10.0**low, 10.0**high) if value > 0]
+    above_zero = [value for value in nice_ticks(10.0**low, 10.0**high) if value > 0]
+    return [(math.log10(value), compact(value)) for value in above_zero[:: 1 + len(above_zero) // 9]]  # at most 8
 
 
 def _tick_text(ticks: Sequence[float]) -> Callable[[float], str]:
@@ -298,8 +299,7 @@ class Chart:
 
     def mark(self, x: float, y: float, text: str) -> None:
         """Mark the point ``(x, y)`` with a ring and a ``text``."""
-        a, b = self.x(x), self.y(y)
-        base = self._height - self.bottom
+        a, b, base = self.x(x), self.y(y), self._height - self.bottom
         is_above = self.top + 12 < b < (self.top + base) / 2 or b + 26 >= base  # where a curve leaves room
         at = b - 11 if is_above else b + 21
         anchor = "end" if a > self.width * 0.72 else "start" if a < self.width * 0.28 else "middle"

@@ -93,8 +93,6 @@ def fill(
     times = {"production-like": base, **compared, "this plan": best}
     levels = explorer.topology.levels
     spanned = levels[explorer.topology.shared_level(0, explorer.devices - 1)].name
-    if spanned != levels[-1].name:
-        changes = None  # of links that nothing crosses
     return page.fill(
         template,
         name=f"{explorer.workload.name} on {explorer.topology.name}",

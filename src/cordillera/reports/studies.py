@@ -140,7 +140,7 @@ def _curves(study: IsoFlopStudy) -> Figure | None:
 def _of_counts(low: float, high: float) -> Axis:
     """Return a logarithmic axis of tokens or parameters, of which the trade counts billions as B."""
     axis = Axis.log(low, high)
-    return replace(axis, ticks=[(place, text.replace("G", "B")) for place, text in axis.ticks or ()])
+    return replace(axis, ticks=[(place, amount(10**place)) for place, _ in axis.ticks or ()])
 
 
 def _growth(study: IsoFlopStudy) -> list[Figure | None]:

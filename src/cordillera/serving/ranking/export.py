@@ -147,7 +147,7 @@ def write_export(
     """
     if onnx and not all(find_spec(name) for name in ("onnx", "onnxscript")):
         remedy = "pip install onnxscript, or export without --onnx"
-        raise DependencyError("the exporter of ONNX is not installed", where="--onnx", remedy=remedy)
+        raise DependencyError("the exporter of ONNX is not installed", where="onnx", remedy=remedy)
     schema = _schema(encoder, model)
     program = ExportedModel(encoder, model, precision).eval()
     count = torch.export.Dim("rows", min=1)
