@@ -20,7 +20,7 @@ from cordillera.workflows.architectures.trials import TrialConfig
 
 SEEDS = 5
 WIDTHS = ((32,), (128, 64), (256, 128))
-DIMS = (4, 8, 16)
+DIMS = (2, 4, 8, 16)
 MOST_FLOPS = 1_000_000
 TRIALS = {"synthetic": 320, "movielens": 96}
 
@@ -29,7 +29,7 @@ def _recipe(data: str) -> dict[str, Any]:
     """Return the training that all architectures of a data set share, as plain values."""
     if data == "synthetic":
         return RECIPE
-    shipped = recipes.load("movielens-dnn", ["training.precision=fp32"])
+    shipped = recipes.load("movielens-dnn", ["training.precision=fp32", "tables.weight_decay=0.0", "tables.l2=1.0"])
     return shipped.model_dump(mode="json", exclude_none=True, exclude={"description"})
 
 
