@@ -168,10 +168,10 @@ class Collectives:
         """Wait for ``work`` until the deadline; errors tell ``name``, the data, and ``whom`` (a ``peer`` or None)."""
         started = time.perf_counter()
         try:
-            if dist.get_backend(self.group) == "gloo":
-                work.wait(timedelta(seconds=self.deadline_s))
-            else:
+            if "nccl" in dist.get_backend(self.group):
                 work.wait()  # with a timeout, NCCL would make the host wait for the device
+            else:
+                work.wait(timedelta(seconds=self.deadline_s))
         except RuntimeError as error:
             if time.perf_counter() - started >= self.deadline_s:
                 raise PeerError(

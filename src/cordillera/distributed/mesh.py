@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch.distributed.device_mesh import DeviceMesh
 
 from cordillera.distributed.collectives import all_gather_single
+from cordillera.distributed.job.environment import JobBackend
 from cordillera.errors import PeerError, PlanError
 from cordillera.planning.pipeline.schedules import (
     Schedule,
@@ -88,6 +89,8 @@ class ParallelConfig(BaseModel):
             and context holds equally many.
         recompute: Parts that a backward recomputes instead of storing: none, feed-forward nets (``selective``) or whole
             blocks (``full``).
+        backend: What carries what ranks exchange: ``auto`` for gloo on CPUs and NCCL on GPUs, or ``cordillera`` for
+            Cordillera's own on CPUs (:mod:`cordillera.distributed.transport`), which is faster on one machine.
         deadline_s: Longest time of one wait for other ranks, in seconds.
     """
 
@@ -107,6 +110,7 @@ class ParallelConfig(BaseModel):
     sequence: bool = False
     experts: Literal["gather", "exchange"] = "gather"
     recompute: Literal["none", "selective", "full"] = "none"
+    backend: JobBackend = "auto"
     deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
@@ -219,7 +223,11 @@ class ProcessMesh:
         )
         deadline = timedelta(seconds=config.deadline_s)
         for name in self._mesh.mesh_dim_names or ():  # DeviceMesh has no timeout argument for its groups
-            dist.distributed_c10d._set_pg_timeout(deadline, self._mesh.get_group(name))
+            group = self._mesh.get_group(name)
+            if type(group) is dist.ProcessGroup:
+                dist.distributed_c10d._set_pg_timeout(deadline, group)
+            else:
+                group.set_timeout(deadline)
         context = ranks.movedim(names.index("context"), -1).reshape(-1, config.context)
         self.context_group = _enumerated(context, deadline)
         self.ends_group = _enumerated(ranks[[0, -1]].reshape(2, -1).T, deadline) if config.pipeline > 1 else None

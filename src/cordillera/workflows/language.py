@@ -135,7 +135,7 @@ def train(
         recipe = _with_threads(recipe, run, resume, say)
         report = _launch_replicas(recipe, run, device, on_step, say)
     elif size is not None:
-        with join_job(device, parallel.deadline_s) as job:
+        with join_job(device, parallel.deadline_s, backend=parallel.backend) as job:
             run, resume = _prepare_together(job, recipe, folder, resume, say)
             report = _train(job, recipe, run, resume, *((on_step, say) if job.rank == 0 else (None, silent)))
         if job.rank > 0:
@@ -152,7 +152,7 @@ def train(
         if parallel.world > 1:
             report = _launch(recipe, run, resume, device, on_step, say)
         else:
-            with join_job(device, parallel.deadline_s) as job:
+            with join_job(device, parallel.deadline_s, backend=parallel.backend) as job:
                 report = _train(job, recipe, run, resume, on_step, say)
     if report.ended != "interrupted":
         write_language_report(run)
@@ -311,18 +311,22 @@ def batches_of(recipe: LanguageRecipe, corpora: TextCorpora) -> TextBatches:
 def _launch(
     recipe: LanguageRecipe, run: Run, resume: bool, device: Any, on_step: LanguageStepCallback | None, say: Say
 ) -> LanguageReport:
-    config = LaunchConfig(
-        device_type=device,
-        threads=recipe.threads,
-        deadline_s=recipe.parallel.deadline_s,
-        remedy=f"continue it with `cordillera train {run.folder} --resume`",
-        loaded=LOADED,
-    )
-    arguments = (recipe, str(run.folder), resume)
+    config, arguments = _launch_config(recipe, run, device), (recipe, str(run.folder), resume)
     report: LanguageReport = launch(
         _launched, recipe.parallel.world, arguments, config=config, hear=from_ranks(on_step, say)
     )
     return report
+
+
+def _launch_config(recipe: LanguageRecipe, run: Run, device: Any) -> LaunchConfig:
+    return LaunchConfig(
+        device_type=device,
+        threads=recipe.threads,
+        deadline_s=recipe.parallel.deadline_s,
+        backend=recipe.parallel.backend,
+        remedy=f"continue it with `cordillera train {run.folder} --resume`",
+        loaded=LOADED,
+    )
 
 
 def _with_threads(recipe: LanguageRecipe, run: Run, resume: bool, say: Say) -> LanguageRecipe:
@@ -340,14 +344,7 @@ def _launch_replicas(
 ) -> LanguageReport:
     """Train by replicas that this process starts, and write how it ended."""
     tolerance, world = recipe.fault_tolerance, recipe.parallel.world
-    config = LaunchConfig(
-        device_type=device,
-        threads=recipe.threads,
-        deadline_s=recipe.parallel.deadline_s,
-        remedy=f"continue it with `cordillera train {run.folder} --resume`",
-        loaded=LOADED,
-    )
-    arguments = (recipe, str(run.folder))
+    config, arguments = _launch_config(recipe, run, device), (recipe, str(run.folder))
     launcher = ReplicaLauncher(
         _launched_replica,
         world,
@@ -470,9 +467,15 @@ def join(
     place = ReplicaPlace(name, coordinator, job_secret(run.folder), _configuration(recipe), leaves=True)
     device, parallel = select_device(recipe.device).type, recipe.parallel
     if place_in_job() is not None or parallel.world == 1:
-        with join_job(device, parallel.deadline_s) as job:
+        with join_job(device, parallel.deadline_s, backend=parallel.backend) as job:
             return _train(job, recipe, run, True, on_step, say, place)
-    config = LaunchConfig(device_type=device, threads=recipe.threads, deadline_s=parallel.deadline_s, loaded=LOADED)
+    config = LaunchConfig(
+        device_type=device,
+        threads=recipe.threads,
+        deadline_s=parallel.deadline_s,
+        backend=parallel.backend,
+        loaded=LOADED,
+    )
     arguments = (place, recipe, str(run.folder))
     report: LanguageReport = launch(
         _launched_replica, parallel.world, arguments, config=config, hear=from_ranks(on_step, say)

@@ -242,7 +242,7 @@ def _train_together(
             recipe = recipe.model_copy(update={"threads": threads})
         outcome = _launch(recipe, run, resume, on_step, say)
     else:
-        with join_job("cpu", recipe.parallel.deadline_s) as job:
+        with join_job("cpu", recipe.parallel.deadline_s, backend=recipe.parallel.backend) as job:
             folders = [""]
             if job.rank == 0:
                 folders = [str(_prepare(recipe, folder, resume, say).folder)]
@@ -466,10 +466,10 @@ def _launch(recipe: RankingRecipe, run: Run, resume: bool, on_step: StepCallback
     config = LaunchConfig(
         threads=recipe.threads,
         deadline_s=recipe.parallel.deadline_s,
+        backend=recipe.parallel.backend,
         remedy=f"continue it with `cordillera train {run.folder} --resume`",
         loaded=LOADED,
     )
-
     arguments = (recipe, str(run.folder), resume)
     outcome: Outcome = launch(
         _launched, recipe.parallel.processes, arguments, config=config, hear=from_ranks(on_step, say)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from cordillera.errors import PlanError
 
 TOKEN = "CORDILLERA_JOB_TOKEN"
 """Environment variable with the secret that signs the values that the processes of a job exchange."""
+
+JobBackend: TypeAlias = Literal["auto", "cordillera"]
+"""Backend of torch.distributed that carries what processes exchange; ``auto`` is gloo on CPUs and NCCL on GPUs."""
 
 _MOST = 1_000_000  # largest number of processes of a job
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from cordillera.distributed.job.environment import JobPlace, job_key, place_in_job
+from cordillera.distributed.job.environment import JobBackend, JobPlace, job_key, place_in_job
 from cordillera.distributed.job.heartbeats import Verdict
 from cordillera.distributed.job.store import JobStore, StoreError, hold_store, within
 from cordillera.distributed.job.watchdog import JOIN_S, Watchdog, WatchdogConfig
@@ -69,6 +69,7 @@ def join_job(
     device_type: str = "cpu",
     deadline_s: float = 300.0,
     *,
+    backend: JobBackend = "auto",
     join_s: float = JOIN_S,
     stop: threading.Event | None = None,
     abandon: Callable[[RankError], None] | None = None,
@@ -85,6 +86,7 @@ def join_job(
     Args:
         device_type: ``cpu`` or ``cuda``.
         deadline_s: Longest time of one wait for other processes, in seconds.
+        backend: ``auto`` for gloo on CPUs and NCCL on GPUs, or ``cordillera`` for Cordillera's own on CPUs.
         join_s: Longest time until all processes have joined, in seconds.
         stop: Event that a request to stop sets; None for a new one.
         abandon: Function that ends this process at once, with an error that its main thread did not raise; None for the
@@ -93,7 +95,7 @@ def join_job(
     Raises:
         RankError: If another process ended, stalled or failed, in place of torch's error of a broken collective; or if
             a process did not join, or two processes have the same rank.
-        PlanError: If an environment variable of the launcher is missing or invalid.
+        PlanError: If an environment variable of the launcher is missing or invalid, or a backend is for CPUs.
         DependencyError: If there is no GPU for this process.
     """
     global _job, _joined
@@ -123,10 +125,11 @@ def join_job(
             if is_owner:
                 if device is not None:
                     torch.cuda.set_device(device)
-                backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
                 store = dist.PrefixStore(scope, found)
                 deadline = timedelta(seconds=deadline_s)
-                dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
+                dist.init_process_group(
+                    _backend(backend, device_type), store=store, rank=rank, world_size=size, timeout=deadline
+                )
             _job = Job(rank, size, watchdog, restarts, kept)
             yield _job
             watchdog.leave()
@@ -142,6 +145,18 @@ def join_job(
             one.close()
     if is_owner:
         dist.destroy_process_group()
+
+
+def _backend(chosen: JobBackend, device_type: str) -> str:
+    """Return the backend of a process group as torch.distributed names it."""
+    if chosen == "auto":
+        return "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
+    if device_type != "cpu":
+        raise PlanError(f"{chosen} is for CPUs, the device is {device_type}", where="parallel.backend", remedy="auto")
+    from cordillera.distributed.transport import process_group  # only jobs that choose it load it
+
+    process_group.register()
+    return process_group.BACKEND
 
 
 def _job_store(store: dist.Store, scope: str, config: WatchdogConfig) -> JobStore:

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 
-from cordillera.distributed.job.environment import TOKEN, job_key
+from cordillera.distributed.job.environment import TOKEN, JobBackend, job_key
 from cordillera.distributed.job.failures import Failure, pack, unpack
 from cordillera.distributed.job.heartbeats import HeartbeatBoard, Verdict, named
 from cordillera.distributed.job.job import STOPPING, handling, join_job
@@ -61,6 +61,7 @@ class LaunchConfig(BaseModel):
         threads: Number of CPU threads of each process; None for an equal share of the cores.
         deadline_s: Longest time from the moment at which a process stops, or stands still while others wait for it, to
             the end of the job, in seconds.
+        backend: Backend of torch.distributed, as for :func:`~cordillera.distributed.job.job.join_job`.
         remedy: Advice for errors about a process that ended, for instance the command that resumes the run.
         loaded: Modules that processes on CPUs need, take long to load and start no threads. They are loaded once,
             before the processes are forked; the first launch in this process decides which.
@@ -71,6 +72,7 @@ class LaunchConfig(BaseModel):
     device_type: Literal["cpu", "cuda"] = "cpu"
     threads: int | None = Field(None, ge=1)
     deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)
+    backend: JobBackend = "auto"
     remedy: str = "start it again; what was saved is intact"
     loaded: tuple[str, ...] = ("torch.distributed.fsdp", "numba")
 
@@ -478,7 +480,8 @@ def _be_rank(
     torch.set_num_threads(threads)
     try:
         work, arguments = pickle.loads(payload)
-        with join_job(config.device_type, config.deadline_s, stop=stop, abandon=partial(_give_up, pipe)) as job:
+        abandon = partial(_give_up, pipe)
+        with join_job(config.device_type, config.deadline_s, backend=config.backend, stop=stop, abandon=abandon) as job:
             result = work(job.rank, *arguments)
         pipe.send_bytes(pickle.dumps(_Done(pickle.dumps(result if job.rank == 0 else None))))
     except BaseException as error:

@@ -40,6 +40,7 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 _COLLECTIVES = str(Path(dist.__file__).parent) + os.sep
 _STANDARD = str(Path(os.__file__).parent) + os.sep
 _ROOM = str(Path(__file__).parents[1]) + os.sep
+_TRANSPORT = _ROOM + "transport" + os.sep
 
 
 @dataclass(frozen=True)
@@ -326,7 +327,7 @@ def _abandon(error: RankError) -> None:
 
 
 def _is_of_communication(error: RuntimeError) -> bool:
-    return isinstance(error, (dist.DistError, StoreError)) or any(
+    return isinstance(error, (dist.DistError, StoreError, PeerError)) or any(
         word in str(error) for word in ("gloo", "NCCL", "by peer")
     )
 
@@ -343,8 +344,8 @@ def _place(frame: FrameType | None) -> tuple[str, bool]:
     waits = False
     while frame is not None:
         file = frame.f_code.co_filename
-        waits = waits or file.startswith((_COLLECTIVES, _ROOM))
-        is_foreign = file.startswith((_TORCH, __file__, "<")) or (
+        waits = waits or file.startswith((_COLLECTIVES, _ROOM, _TRANSPORT))
+        is_foreign = file.startswith((_TORCH, _TRANSPORT, __file__, "<")) or (
             file.startswith(_STANDARD) and "site-packages" not in file
         )
         if not is_foreign:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from cordillera.data.ranking.balance import SampleBalance
 from cordillera.distributed.codecs.coders import CodecName
+from cordillera.distributed.job.environment import JobBackend
 from cordillera.numerics.emulation.emulation import EmulationConfig
 from cordillera.numerics.formats.precision import Precision, precision_of_machine
 from cordillera.planning.ranking.placer import PlacementConfig
@@ -175,6 +176,8 @@ class RankingParallelConfig(PlacementConfig):
         dense: Where dense matrices are: ``replicated`` (whole on every process), ``full`` (in parts over all of them),
             or ``hybrid`` (in parts over the processes of a host, with equal copies on all hosts).
         hosts: Number of hosts, each with equally many consecutive ranks; for ``hybrid`` and ``towers``.
+        backend: What carries what processes exchange: ``auto`` for gloo, or ``cordillera`` for Cordillera's own
+            (:mod:`cordillera.distributed.transport`), which is faster on one machine.
         deadline_s: Longest time of one wait for other processes, in seconds.
     """
 
@@ -189,6 +192,7 @@ class RankingParallelConfig(PlacementConfig):
     balance: SampleBalance = "none"
     dense: Literal["replicated", "full", "hybrid"] = "replicated"
     hosts: int = Field(1, ge=1, le=2**20)
+    backend: JobBackend = "auto"
     deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)
 
     @model_validator(mode="after")

@@ -1,0 +1,1 @@
+"""Collectives of our own between processes: transport, plans that are run, and a backend of torch.distributed."""

@@ -1,0 +1,461 @@
+"""A communicator: the ranks of a group, their connections, and when to give up.
+
+Operations advance in the thread of whoever waits for one, or in a thread of the communicator while nobody does. No wait
+spins.
+
+Source: every wait ends after an abort or a deadline, and the first reason wins, as in the contract of torchcomms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import threading
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch.distributed as dist
+
+from cordillera.distributed.transport.exchanges import Exchanges, OperationFailed, TransportCounters
+from cordillera.distributed.transport.frames import BrokenConnection, Connection, Frame, FrameKind
+from cordillera.distributed.transport.meeting import Admission, Meeting, address_of, dial, listener, publish, secret_of
+from cordillera.distributed.transport.operations import Exchange, Operation
+from cordillera.distributed.transport.peer_memory import PeerMemory
+from cordillera.distributed.transport.signatures import Signature
+from cordillera.errors import PeerError, PlanError
+
+Path: TypeAlias = Literal["auto", "sockets"]
+_LOOK_S = 1.0  # between looks at whether to go on, while the store is asked
+_ENDED = "ended its connection"
+
+
+class TransportError(PeerError, RuntimeError):
+    """An operation was given up: a rank ended or disagreed, a deadline passed, or someone aborted.
+
+    Its outputs are then undefined. torch.distributed expects a RuntimeError.
+
+    Args:
+        what: One sentence with the first reason.
+        where: Rank and communicator.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None) -> None:
+        super().__init__(what, peer=None, where=where, remedy="look at that rank's log, and begin a new process group")
+
+
+@dataclass
+class _Peer:
+    """What a communicator knows of another rank.
+
+    Attributes:
+        connection: Connection, once there is one.
+        memory: Its memory, if it can be read.
+        watched: Events that are waited for.
+        gone: Why it is gone.
+    """
+
+    connection: Connection | None = None
+    memory: PeerMemory | None = None
+    watched: int = 0
+    gone: str | None = None
+
+
+class Communicator:
+    """The ranks of a group, and what passes between them.
+
+    Any thread may start and wait for operations; all ranks start collectives in the same order.
+
+    Args:
+        store: Store of the group, by which the ranks find each other.
+        rank: Rank of this process.
+        size: Number of ranks.
+        timeout_s: Seconds after which an operation is given up, unless it has a limit of its own.
+        name: Name for messages.
+        path: How bytes pass: ``auto`` reads the memory of ranks on the same host, ``sockets`` never does.
+
+    Raises:
+        PlanError: If an argument is not acceptable.
+        TransportError: If the store is gone.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, *, timeout_s: float, name: str = "", path: Path = "auto"
+    ) -> None:
+        if not 0 <= rank < size:
+            raise PlanError(f"rank is {rank} of {size}", where="communicator")
+        if path not in ("auto", "sockets"):
+            raise PlanError(f"path is {path}", where="communicator", remedy="auto or sockets")
+        self.rank, self.size, self.timeout_s, self.name = rank, size, checked_timeout(timeout_s), name
+        self._store, self._sequence = store, 0
+        self._numbers: defaultdict[tuple[bool, int, int], int] = defaultdict(int)  # of messages, by direction and tag
+        self._exchanges = Exchanges(rank, self, self._end)
+        self._peers: defaultdict[int, _Peer] = defaultdict(_Peer)
+        self._by_file: dict[int, int] = {}  # ranks by their sockets
+        self._posted: deque[Operation] = deque()
+        self._met: deque[Meeting] = deque()
+        self._running: dict[Operation, None] = {}
+        self._told: deque[Callable[[], None]] = deque()  # who is to be called once nobody drives
+        self._reason: str | None = None
+        self._origin = rank  # who was the first to give up
+        self._driver, self._changed = threading.Lock(), threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._poll = select.poll()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._poll.register(self._wake_read, select.POLLIN)
+        self._admission: Admission | None = None
+        if size > 1:
+            try:
+                self._admission = Admission(secret_of(store), rank, size, path == "auto", self._welcome)
+                publish(store, self._admission)
+            except (RuntimeError, OSError) as error:
+                raise TransportError(f"the store of the group is gone ({error})", where=f"rank {rank}") from error
+        _LIVE.add(self)
+
+    @property
+    def reason(self) -> str | None:
+        """Why nothing goes on any more; None while all is well."""
+        return self._reason
+
+    @property
+    def counters(self) -> TransportCounters:
+        """What has passed."""
+        return self._exchanges.counters
+
+    def start(self, operation: Operation, *, in_background: bool = False) -> None:
+        """Begin an operation.
+
+        Args:
+            operation: The operation, which is given its place among the collectives.
+            in_background: Whether it is to advance while nobody waits for it.
+        """
+        operation.posted_s = time.monotonic()
+        if not operation.is_message:
+            operation.sequence, self._sequence = self._sequence, self._sequence + 1
+        self._posted.append(operation)
+        if in_background:
+            self._advance_in_background()
+        if self._driver.acquire(blocking=False):
+            try:
+                self._drive(operation, once=True)
+            finally:
+                self._release()
+        else:
+            self._wake()
+
+    def wait(self, operation: Operation, timeout_s: float | None = None) -> None:
+        """Wait for an operation.
+
+        Args:
+            operation: The operation.
+            timeout_s: Seconds after which it is given up, if that is earlier than its own limit.
+
+        Raises:
+            TransportError: If it was given up.
+        """
+        if timeout_s is not None:
+            operation.timeout_s = min(operation.timeout_s, time.monotonic() - operation.posted_s + timeout_s)
+            self._wake()
+        while not operation.is_done:
+            if self._driver.acquire(blocking=False):
+                try:
+                    self._drive(operation)
+                finally:
+                    self._release()
+            else:
+                with self._changed:
+                    self._changed.wait_for(lambda: operation.is_done or not self._driver.locked())
+        if operation.error is not None:
+            raise operation.error
+
+    def notify(self, operation: Operation, told: Callable[[], None]) -> None:
+        """Call ``told`` once an operation is done or given up, from any thread."""
+        with self._changed:
+            is_done = operation.is_done
+            if not is_done:
+                operation.told.append(told)
+        if is_done:
+            told()
+        else:
+            self._advance_in_background()
+
+    def message_number(self, is_sent: bool, peer: int, tag: int) -> int:
+        """Return the number of the next message of a tag to or from a rank, modulo 2^32."""
+        key = is_sent, peer, tag
+        number = self._numbers[key]
+        self._numbers[key] = (number + 1) % (1 << 32)
+        return number
+
+    def abort(self, reason: str) -> None:
+        """Give up: every wait of this rank ends, and those of the others; the first reason counts.
+
+        Any thread may call this.
+        """
+        self._give_up(reason)
+        self._wake()
+        if self._driver.acquire(blocking=False):
+            try:
+                self._fail()
+            finally:
+                self._release()
+
+    def close_copies(self) -> None:
+        """Close the sockets of a forked process, in which the group cannot be used."""
+        self._reason, self._driver, self._changed = "the process was forked", threading.Lock(), threading.Condition()
+        for peer in self._peers.values():
+            if peer.connection is not None:
+                peer.connection.socket.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    # --- progress -------------------------------------------------------------------------------------------------
+
+    def _release(self) -> None:
+        with self._changed:
+            self._driver.release()
+            self._changed.notify_all()
+        while self._told:  # now, as what is called may wait for another operation
+            with contextlib.suppress(IndexError):
+                self._told.popleft()()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._wake_write, b"x")
+
+    def _advance_in_background(self) -> None:
+        with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._advance_alone, name="cordillera transport", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _advance_alone(self) -> None:
+        """Advance operations while nobody else does."""
+        while self._reason is None:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: (self._running or self._posted or self._reason) and not self._driver.locked()
+                )
+            if self._driver.acquire(blocking=False):
+                try:
+                    self._drive(None)
+                finally:
+                    self._release()
+
+    def _drive(self, until: Operation | None, *, once: bool = False) -> None:
+        """Advance until an operation is done, or all are; ``once`` does only what needs no wait."""
+        while True:
+            try:
+                self._admit()
+            except OperationFailed as error:
+                self._give_up(str(error))
+            if self._reason is not None:
+                self._fail()
+                return
+            if self._told or (until.is_done if until is not None else not (self._running or self._posted)):
+                return
+            ready = self._poll.poll(0 if once else self._patience_ms())
+            for number, _ in ready:
+                if number == self._wake_read:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake_read, 4096)
+                else:
+                    self._serve(self._by_file[number])
+            self._look_at_deadlines()
+            if once and not ready:
+                return
+
+    def _patience_ms(self) -> int:
+        nearest = min((one.deadline_s for one in self._running), default=time.monotonic() + 1)
+        return max(0, math.ceil((nearest - time.monotonic()) * 1000))
+
+    def _look_at_deadlines(self) -> None:
+        now = time.monotonic()
+        for one in self._running:
+            if now >= one.deadline_s:
+                self._give_up(_late(one))
+                return
+
+    def _admit(self) -> None:
+        """Take in what other threads have left: ranks that have come, and operations."""
+        while self._met:
+            self._connect(self._met.popleft())
+        while self._posted and self._reason is None:
+            operation = self._posted.popleft()
+            self._running[operation] = None
+            self._exchanges.post(operation)
+
+    def _end(self, operation: Operation) -> None:
+        """Tell the caller of an operation that it is done, or was given up."""
+        self._running.pop(operation, None)
+        with self._changed:
+            operation.is_done = True
+            self._told.extend(operation.told)
+            self._changed.notify_all()
+
+    # --- giving up ------------------------------------------------------------------------------------------------
+
+    def _give_up(self, reason: str) -> None:
+        if self._reason is None:
+            self._reason, self._exchanges.stops = reason, True
+
+    def _fail(self) -> None:
+        """End all operations, and tell the others why."""
+        reason = self._reason or ""
+        if self._admission is not None:
+            listener().dismiss(self._admission)
+            self._admission = None
+        failed = [*self._running, *self._posted]
+        text = reason.encode()[:2000]
+        for peer in self._peers.values():
+            if (connection := peer.connection) is not None:
+                if failed:
+                    frame = Frame(FrameKind.ABORT, Signature(0, 0, 0), self._origin, 0, 0, len(text))
+                    with contextlib.suppress(BrokenConnection):
+                        connection.send(frame, memoryview(text))
+                connection.socket.close()
+                peer.connection, peer.gone = None, "is not connected any more"
+        while self._met:
+            self._met.popleft().socket.close()
+        where = f"rank {self.rank}" + (f" of {self.name}" if self.name else "")
+        said = reason if self._origin == self.rank else f"rank {self._origin} gave up: {reason}"
+        self._posted.clear()
+        for operation in failed:
+            operation.error = TransportError(said, where=where)
+            self._end(operation)
+        self._exchanges.clear()
+
+    # --- the wire -------------------------------------------------------------------------------------------------
+
+    def open(self, peer: int, operation: Operation) -> bool:
+        """Whether frames can be sent to a rank now; of two ranks, the higher one connects."""
+        known = self._peers[peer]
+        if known.gone is not None:
+            raise OperationFailed(f"{operation.title} needs rank {peer}, which {known.gone}")
+        if known.connection is None and peer < self.rank:
+            assert self._admission is not None
+            try:
+                while (address := address_of(self._store, peer, _LOOK_S)) is None:
+                    if self._reason is not None:
+                        raise OperationFailed(self._reason)
+                    if time.monotonic() >= operation.deadline_s:
+                        raise OperationFailed(_late(operation))
+                self._connect(dial(address, self._admission, peer))
+            except BrokenConnection as error:
+                raise OperationFailed(f"rank {peer} {error}") from error
+        return known.connection is not None
+
+    def send(self, peer: int, frame: Frame, *payload: memoryview) -> bool:
+        """Send a frame; return whether all that was sent to the rank has left this process."""
+        known = self._peers[peer]
+        if (connection := known.connection) is None:
+            return False  # it was lost a moment ago, and all operations end
+        try:
+            connection.send(frame, *payload)
+        except BrokenConnection as error:
+            self._lose(known, connection, str(error))
+            return False
+        self._watch(known, connection)
+        return not connection.has_outgoing
+
+    def memory(self, peer: int) -> PeerMemory | None:
+        """Return the memory of a rank, if both can read each other's."""
+        return self._peers[peer].memory
+
+    def place(self, peer: int, frame: Frame) -> memoryview:
+        """Return where the bytes that follow a frame belong."""
+        return self._exchanges.place(peer, frame)
+
+    def arrived(self, peer: int, frame: Frame, data: memoryview) -> None:
+        """Take a frame whose bytes have come."""
+        if frame.kind != FrameKind.ABORT:
+            self._exchanges.arrived(peer, frame, data)
+        elif self._reason is None:
+            self._origin = frame.sequence
+            self._give_up(bytes(data).decode(errors="replace"))
+
+    def _welcome(self, meeting: Meeting) -> None:
+        """Take in a rank that has connected; a thread of the listener calls this."""
+        self._met.append(meeting)
+        self._wake()
+
+    def _connect(self, meeting: Meeting) -> None:
+        known = self._peers[meeting.peer]
+        if known.connection is not None or known.gone is not None:
+            meeting.socket.close()
+            return
+        known.connection, known.memory = Connection(meeting.peer, meeting.socket), meeting.memory
+        known.watched = select.POLLIN
+        self._by_file[meeting.socket.fileno()] = meeting.peer
+        self._poll.register(meeting.socket, select.POLLIN)
+        self._exchanges.opened(meeting.peer)
+
+    def _serve(self, peer: int) -> None:
+        """Send what waits for a rank, and take what has come from it."""
+        known = self._peers[peer]
+        if (connection := known.connection) is None:
+            return
+        try:
+            connection.flush()
+            connection.receive(self)
+            if known.connection is not None:
+                self._watch(known, connection)
+                if not connection.has_outgoing:
+                    self._exchanges.drained(peer)
+        except BrokenConnection as error:
+            self._lose(known, connection, str(error))
+        except OperationFailed as error:
+            self._give_up(str(error))
+
+    def _watch(self, known: _Peer, connection: Connection) -> None:
+        """Wait for a connection to take more if something waits to be sent."""
+        events = select.POLLIN | select.POLLOUT * connection.has_outgoing
+        if events != known.watched:
+            known.watched = events
+            self._poll.modify(connection.socket, events)
+
+    def _lose(self, known: _Peer, connection: Connection, reason: str) -> None:
+        if known.connection is None:
+            return
+        self._poll.unregister(connection.socket)
+        del self._by_file[connection.socket.fileno()]
+        connection.socket.close()
+        known.connection, known.gone = None, reason
+        if self._exchanges.pending(connection.peer) or reason != _ENDED:
+            self._give_up(f"rank {connection.peer} {reason}")
+
+
+def checked_timeout(seconds: float) -> float:
+    """Return a timeout in ``seconds``.
+
+    Raises:
+        PlanError: If it is not above 0.
+    """
+    if not seconds > 0:
+        raise PlanError(f"timeout is {seconds:g} s", where="communicator", remedy="a time above 0")
+    return seconds
+
+
+def _late(operation: Operation) -> str:
+    peers = {task.peer for task in operation.tasks if isinstance(task, Exchange) and not task.is_done}
+    whom = "rank " + ", ".join(map(str, sorted(peers))) if peers else "nobody"
+    return f"{operation.title} took longer than {operation.timeout_s:g} s; awaited: {whom}"
+
+
+_LIVE: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Give up the sockets in a forked process, which would otherwise hide the end of its parent from the others."""
+    for one in list(_LIVE):
+        one.close_copies()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

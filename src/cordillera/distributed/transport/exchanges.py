@@ -1,0 +1,413 @@
+"""What passes between a rank and others, as a state machine without sockets, clocks or threads.
+
+A rank offers bytes; small ones travel with the offer. The other rank takes them: it copies them from where they lie if
+it can read that memory, and otherwise asks for fragments, a limited number at a time. It then says that it has them,
+and the first rank may change its memory. Everything that arrives is checked against what the rank itself waits for.
+
+Sources: one host-driven state machine over few verbs, fragments with a window and sizes that are checked on arrival
+follow NCCLX (arXiv 2510.20171, section on the transport). Reading the other process's memory in place of a cache of
+registrations is ours.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from cordillera.distributed.transport.frames import BrokenConnection, Frame, FrameKind, decode_spans, encode_spans
+from cordillera.distributed.transport.operations import Exchange, Local, Offer, Operation, Take, Task
+from cordillera.distributed.transport.peer_memory import PeerMemory
+from cordillera.distributed.transport.signatures import MESSAGE, Signature, describe
+
+INLINE_BYTES = 16 << 10
+"""Most bytes of a transfer that travel with its offer."""
+
+FRAGMENT_BYTES, WINDOW = 1 << 20, 4
+"""Bytes that are asked for at a time over a socket, and most of such fragments of a transfer on their way."""
+
+_BLOCK_BYTES = 512 << 10  # what is added at a time, which stays in a core's cache
+_COPY_BYTES = 32 << 20  # what is copied before an abort is looked for
+_MOST_TABLE = 1 << 20  # bytes of a table of addresses
+
+_Key: TypeAlias = tuple[int, bool, int, int]  # rank, whether a message, sequence or tag, index
+
+
+class OperationFailed(Exception):
+    """The ranks of an operation do not agree, or cannot reach each other; the text is one sentence."""
+
+
+class Wire(Protocol):
+    """What carries frames to other ranks."""
+
+    def open(self, peer: int, operation: Operation) -> bool:
+        """Whether frames can be sent to a rank now; if not, it is reached for the sake of an operation.
+
+        Raises:
+            OperationFailed: If the rank is gone or cannot be reached.
+        """
+        ...
+
+    def send(self, peer: int, frame: Frame, *payload: memoryview) -> bool:
+        """Send a frame; return whether all that was sent to the rank has left this process."""
+        ...
+
+    def memory(self, peer: int) -> PeerMemory | None:
+        """Return the memory of a rank, if it can be read from here and this rank's from there."""
+        ...
+
+
+@dataclass
+class TransportCounters:
+    """What has passed.
+
+    Attributes:
+        memory_bytes: Bytes read from the memory of other processes.
+        socket_bytes: Bytes of fragments received.
+        staged_bytes: Bytes that were copied once more than needed: what travelled with an offer, and what was added.
+        peak_in_flight_bytes: Most bytes of fragments of a transfer that were on their way.
+    """
+
+    memory_bytes: int = 0
+    socket_bytes: int = 0
+    staged_bytes: int = 0
+    peak_in_flight_bytes: int = 0
+
+
+@dataclass
+class _Fetch:
+    """A transfer that comes in fragments.
+
+    Attributes:
+        take: What takes it.
+        asked: Bytes that were asked for.
+        arrived: Bytes that have come.
+        waiting: Begin and length of the fragments that were asked for and have not come.
+    """
+
+    take: Take
+    asked: int = 0
+    arrived: int = 0
+    waiting: deque[tuple[int, int]] = field(default_factory=deque)
+
+
+class Exchanges:
+    """Operations that have begun, and what passes for them.
+
+    Args:
+        rank: This rank.
+        wire: What carries frames.
+        complete: Called with each operation that is done.
+
+    Attributes:
+        counters: What has passed.
+        stops: Whether long copies are to end early, as the operations were given up.
+    """
+
+    def __init__(self, rank: int, wire: Wire, complete: Callable[[Operation], None]) -> None:
+        self.rank, self.counters, self.stops = rank, TransportCounters(), False
+        self._wire, self._complete = wire, complete
+        self._collectives: dict[int, Operation] = {}  # by sequence
+        self._pending: defaultdict[int, int] = defaultdict(int)  # by rank: exchanges that are not done
+        self._early: dict[_Key, tuple[Frame, memoryview]] = {}  # offers that came before they were to be taken
+        self._takes: dict[_Key, Take] = {}
+        self._offers: dict[_Key, Offer] = {}
+        self._unsent: defaultdict[int, list[Offer]] = defaultdict(list)  # until a rank is reached
+        self._leaving: defaultdict[int, list[Offer]] = defaultdict(list)  # until their bytes have left
+        self._fetches: dict[_Key, _Fetch] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def post(self, operation: Operation) -> None:
+        """Begin an operation.
+
+        Raises:
+            OperationFailed: If it cannot be done.
+        """
+        if not operation.is_message:
+            self._collectives[operation.sequence] = operation
+        for task in operation.tasks:
+            if isinstance(task, Exchange):
+                self._pending[task.peer] += 1
+        if operation.tasks:
+            self._begin([task for task in operation.tasks if not task.needs])
+        else:
+            self._end(operation)
+
+    def pending(self, peer: int) -> int:
+        """Return how many exchanges with a rank are not done."""
+        return self._pending[peer]
+
+    def opened(self, peer: int) -> None:
+        """Note that a rank has been reached."""
+        for offer in self._unsent.pop(peer, []):
+            if self._offer(offer):
+                self._finish(offer)
+
+    def drained(self, peer: int) -> None:
+        """Note that all that was sent to a rank has left this process."""
+        for offer in self._leaving.pop(peer, []):
+            self._finish(offer)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for table in (self._collectives, self._pending, self._early, self._takes, self._offers, self._unsent,
+                      self._leaving, self._fetches):  # fmt: skip
+            table.clear()
+
+    def place(self, peer: int, frame: Frame) -> memoryview:
+        """Return where the bytes that follow a frame belong.
+
+        Raises:
+            BrokenConnection: If the frame is not acceptable.
+        """
+        if frame.kind == FrameKind.DATA:
+            fetch = self._fetches.get(_key(peer, frame))
+            if fetch is None or not fetch.waiting or frame.length != fetch.waiting[0][1]:
+                raise BrokenConnection("sent a fragment that nobody asked for")
+            if _is_direct(fetch.take):
+                begin = fetch.waiting[0][0]
+                return fetch.take.views[0].numpy().data[begin : begin + frame.length]
+            return memoryview(bytearray(frame.length))
+        most = {FrameKind.INLINE: INLINE_BYTES, FrameKind.OFFER: _MOST_TABLE, FrameKind.GET: 16, FrameKind.ABORT: 4096}
+        if frame.length > most.get(FrameKind(frame.kind), 0):
+            raise BrokenConnection(f"sent a frame of {frame.length} bytes")
+        return memoryview(bytearray(frame.length))
+
+    def arrived(self, peer: int, frame: Frame, data: memoryview) -> None:
+        """Take a frame whose bytes have come.
+
+        Raises:
+            BrokenConnection: If the frame is not acceptable.
+            OperationFailed: If the ranks do not agree.
+        """
+        key = _key(peer, frame)
+        if frame.kind in (FrameKind.OFFER, FrameKind.INLINE):
+            self._offered(key, frame, data)
+        elif frame.kind == FrameKind.GET:
+            self._answer(key, data)
+        elif frame.kind == FrameKind.DATA:
+            self._fragment(key, data)
+        elif (offer := self._offers.pop(key, None)) is None:
+            raise BrokenConnection("took what nobody offered")
+        else:
+            self._finish(offer)
+
+    # --- tasks ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, tasks: Sequence[Task]) -> None:
+        """Begin tasks, and those that need only them."""
+        ready = deque(tasks)
+        while ready:
+            task = ready.popleft()
+            if self._started(task):
+                ready.extend(self._done(task))
+
+    def _started(self, task: Task) -> bool:
+        """Begin a task; return whether it is done at once."""
+        if isinstance(task, Local):
+            task.run()
+            return True
+        assert isinstance(task, Offer | Take)
+        is_open = self._wire.open(task.peer, task.operation)
+        if isinstance(task, Offer):
+            if is_open:
+                return self._offer(task)
+            self._unsent[task.peer].append(task)
+            return False
+        key = (task.peer, *task.key)
+        if (found := self._early.pop(key, None)) is None:
+            self._takes[key] = task
+            return False
+        return self._take(task, *found)
+
+    def _done(self, task: Task) -> list[Task]:
+        """Note that a task is done; return the tasks that may begin now."""
+        task.is_done = True
+        if isinstance(task, Exchange):
+            self._pending[task.peer] -= 1
+        task.operation.left -= 1
+        if not task.operation.left:
+            self._end(task.operation)
+        ready = []
+        for other in task.then:
+            other.needs -= 1
+            if not other.needs:
+                ready.append(other)
+        return ready
+
+    def _finish(self, task: Task) -> None:
+        self._begin(self._done(task))
+
+    def _end(self, operation: Operation) -> None:
+        if not operation.is_message:
+            self._collectives.pop(operation.sequence, None)
+        if operation.finish is not None:
+            operation.finish()
+        self._complete(operation)
+
+    # --- offers ---------------------------------------------------------------------------------------------------
+
+    def _offer(self, offer: Offer) -> bool:
+        """Offer bytes; return whether that is all that is to be done."""
+        size = offer.size
+        if size > INLINE_BYTES:
+            self._offers[(offer.peer, *offer.key)] = offer
+            table = encode_spans(offer.spans()) if self._wire.memory(offer.peer) is not None else b""
+            self._wire.send(offer.peer, _frame(FrameKind.OFFER, offer, len(table)), memoryview(table))
+            return False
+        data = b"".join(view.numpy().data for view in offer.views)
+        self.counters.staged_bytes += size
+        has_left = self._wire.send(offer.peer, _frame(FrameKind.INLINE, offer, size), memoryview(data))
+        if not has_left:  # the process may end after the operation, so the bytes must have left
+            self._leaving[offer.peer].append(offer)
+        return has_left
+
+    def _answer(self, key: _Key, data: memoryview) -> None:
+        """Send a fragment that a rank asks for."""
+        offer, spans = self._offers.get(key), decode_spans(data)
+        if offer is None or len(spans) != 1 or not 0 < spans[0][1] <= offer.size - spans[0][0]:
+            raise BrokenConnection("asked for bytes that nobody offered")
+        ((begin, length),) = spans
+        parts = [view.numpy().data for view in _cut(offer.views, begin, length)]
+        self._wire.send(offer.peer, _frame(FrameKind.DATA, offer, length), *parts)
+
+    # --- takes ----------------------------------------------------------------------------------------------------
+
+    def _offered(self, key: _Key, frame: Frame, data: memoryview) -> None:
+        peer = key[0]
+        if (take := self._takes.pop(key, None)) is not None:
+            if self._take(take, frame, data):
+                self._finish(take)
+            return
+        if not key[1] and (operation := self._collectives.get(frame.sequence)) is not None:
+            self._check(operation, peer, frame.signature)
+            if not any(isinstance(one, Take) and (one.peer, one.index) == (peer, frame.number)
+                       for one in operation.tasks):  # fmt: skip
+                raise OperationFailed(f"rank {peer} offers to {operation.title} what rank {self.rank} does not take")
+        if key in self._early:
+            raise BrokenConnection("sent an offer twice")
+        self._early[key] = frame, data
+
+    def _take(self, take: Take, frame: Frame, data: memoryview) -> bool:
+        """Take what a rank offers; return whether it is all here."""
+        self._check(take.operation, take.peer, frame.signature)
+        if frame.size != take.size or (frame.kind == FrameKind.INLINE and data.nbytes != take.size):
+            raise OperationFailed(
+                f"rank {take.peer} offers {frame.size:,} bytes to {take.operation.title}, rank {self.rank} takes "
+                f"{take.size:,}"
+            )
+        if frame.kind == FrameKind.INLINE:
+            self._put(take, 0, data)
+            return True
+        memory = self._wire.memory(take.peer)
+        if memory is None or not data.nbytes:
+            self._fetches[(take.peer, *take.key)] = fetch = _Fetch(take)
+            self._ask(fetch)
+            return False
+        try:
+            self._read(memory, take, decode_spans(data))
+        except OSError as error:
+            raise OperationFailed(f"the memory of rank {take.peer} could not be read ({error.strerror})") from error
+        self._wire.send(take.peer, _frame(FrameKind.TAKEN, take))
+        return True
+
+    def _check(self, operation: Operation, peer: int, theirs: Signature) -> None:
+        if theirs != operation.signature:
+            raise OperationFailed(
+                f"rank {peer} is at {describe(theirs)}, rank {self.rank} at {describe(operation.signature)} "
+                f"({operation.title})"
+            )
+
+    def _read(self, memory: PeerMemory, take: Take, there: list[tuple[int, int]]) -> None:
+        """Copy, or add, what another rank of this host offers."""
+        if [length for _, length in there] != [view.numel() for view in take.views]:
+            raise OperationFailed(f"rank {take.peer} offers {take.operation.title} in other parts")
+        self.counters.memory_bytes += take.size
+        if take.reduce is None:
+            if take.size <= _COPY_BYTES:
+                memory.read_all(there, take.spans())
+                return
+            for (address, length), (into, _) in zip(there, take.spans(), strict=True):
+                for begin in range(0, length, _COPY_BYTES):
+                    if self.stops:
+                        return
+                    memory.read(address + begin, min(_COPY_BYTES, length - begin), into + begin)
+            return
+        if not self._scratch.numel():
+            self._scratch = torch.empty(_BLOCK_BYTES, dtype=torch.uint8)
+        scratch, at, size = self._scratch.view(take.dtype), self._scratch.data_ptr(), take.dtype.itemsize
+        self.counters.staged_bytes += take.size
+        for (address, length), view in zip(there, take.views, strict=True):
+            values = view.view(take.dtype)
+            for begin in range(0, length, _BLOCK_BYTES):
+                if self.stops:
+                    return
+                count = min(_BLOCK_BYTES, length - begin)
+                memory.read(address + begin, count, at)
+                own = values[begin // size : (begin + count) // size]
+                take.reduce(own, scratch[: count // size], out=own)
+
+    def _put(self, take: Take, begin: int, data: memoryview) -> None:
+        """Write bytes that have come to where they belong, or add them."""
+        if not data.nbytes:
+            return
+        came = torch.frombuffer(data, dtype=torch.uint8)
+        self.counters.staged_bytes += data.nbytes
+        for view in _cut(take.views, begin, data.nbytes):
+            part, came = came[: view.numel()], came[view.numel() :]
+            if take.reduce is None:
+                view.copy_(part)
+            else:
+                own = view.view(take.dtype)
+                take.reduce(own, part.view(take.dtype), out=own)
+
+    def _ask(self, fetch: _Fetch) -> None:
+        """Ask for the next fragments, as far as the window allows."""
+        take = fetch.take
+        while fetch.asked < take.size and len(fetch.waiting) < WINDOW:
+            length = min(FRAGMENT_BYTES, take.size - fetch.asked)
+            fetch.waiting.append((fetch.asked, length))
+            data = encode_spans([(fetch.asked, length)])
+            fetch.asked += length
+            self._wire.send(take.peer, _frame(FrameKind.GET, take, len(data)), memoryview(data))
+        self.counters.peak_in_flight_bytes = max(self.counters.peak_in_flight_bytes, fetch.asked - fetch.arrived)
+
+    def _fragment(self, key: _Key, data: memoryview) -> None:
+        fetch = self._fetches[key]
+        take, (begin, length) = fetch.take, fetch.waiting.popleft()
+        fetch.arrived += length
+        self.counters.socket_bytes += length
+        if not _is_direct(take):
+            self._put(take, begin, data)
+        self._ask(fetch)
+        if fetch.arrived == take.size:
+            del self._fetches[key]
+            self._wire.send(take.peer, _frame(FrameKind.TAKEN, take))
+            self._finish(take)
+
+
+def _key(peer: int, frame: Frame) -> _Key:
+    return peer, frame.signature.collective == MESSAGE, frame.sequence, frame.number
+
+
+def _frame(kind: FrameKind, one: Exchange, length: int = 0) -> Frame:
+    return Frame(kind, one.operation.signature, one.operation.sequence, one.index, one.size, length)
+
+
+def _is_direct(take: Take) -> bool:
+    """Whether fragments are received where they belong."""
+    return take.reduce is None and len(take.views) == 1
+
+
+def _cut(views: Sequence[Tensor], begin: int, length: int) -> Iterator[Tensor]:
+    """Return the parts of views that hold some of their bytes."""
+    for view in views:
+        if begin < view.numel() and length:
+            part = view[begin : begin + length]
+            yield part
+            length -= part.numel()
+        begin = max(0, begin - view.numel())

@@ -1,0 +1,200 @@
+"""Frames between two ranks of a communicator, and the connection that carries them."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+from cordillera.distributed.transport.signatures import Signature
+
+_MAGIC = b"CTR1"
+_HEADER = struct.Struct("<4sBBBBqIQI")
+_CHECK = struct.Struct("<I")
+HEADER_BYTES = _HEADER.size + _CHECK.size
+
+
+class BrokenConnection(Exception):
+    """A connection ended, or something else came over it than was to come."""
+
+
+class FrameKind(IntEnum):
+    """What a frame says.
+
+    Attributes:
+        OFFER: The sender's data lies at the addresses that follow.
+        INLINE: The sender's data follows.
+        GET: The receiver asks for a fragment of an offer; its place follows.
+        DATA: A fragment follows.
+        TAKEN: The receiver has the whole of an offer.
+        ABORT: The sender has given up all operations; the reason follows.
+    """
+
+    OFFER = 1
+    INLINE = 2
+    GET = 3
+    DATA = 4
+    TAKEN = 5
+    ABORT = 6
+
+
+class Frame(NamedTuple):
+    """Header of a frame.
+
+    Attributes:
+        kind: What it says.
+        signature: What the operation is at its sender.
+        sequence: Number of the collective within the communicator, or tag of a message.
+        number: Number of the transfer within the collective, or of the message among those of its tag.
+        size: Bytes of the whole transfer.
+        length: Bytes that follow the header.
+    """
+
+    kind: int
+    signature: Signature
+    sequence: int
+    number: int
+    size: int
+    length: int
+
+    def encode(self) -> bytes:
+        """Return the bytes of the header, the last of which are a checksum of the others."""
+        text = _HEADER.pack(_MAGIC, self.kind, *self.signature, self.sequence, self.number, self.size, self.length)
+        return text + _CHECK.pack(zlib.crc32(text))
+
+    @classmethod
+    def decode(cls, text: bytes | bytearray | memoryview) -> Frame:
+        """Return the header that bytes stand for.
+
+        Raises:
+            BrokenConnection: If they are not those of a header.
+        """
+        magic, kind, collective, dtype, reduction, *numbers = _HEADER.unpack_from(text)
+        if zlib.crc32(text[: _HEADER.size]) != _CHECK.unpack_from(text, _HEADER.size)[0]:
+            raise BrokenConnection("sent a frame whose header is corrupt")
+        if magic != _MAGIC or kind not in _KINDS:
+            raise BrokenConnection("sent a frame of another protocol")
+        return cls(kind, Signature(collective, dtype, reduction), *numbers)
+
+
+_KINDS = frozenset(FrameKind)
+
+
+class FrameHandler(Protocol):
+    """What a :class:`Connection` gives its frames to."""
+
+    def place(self, peer: int, frame: Frame) -> memoryview:
+        """Return where the bytes that follow the header belong, ``frame.length`` of them."""
+        ...
+
+    def arrived(self, peer: int, frame: Frame, data: memoryview) -> None:
+        """Take a frame, whose bytes are in ``data``."""
+        ...
+
+
+class Connection:
+    """Connection to another rank, which never blocks.
+
+    Args:
+        peer: The other rank.
+        connected: Connected socket.
+
+    Attributes:
+        bytes_sent: Bytes of all frames that were given to the socket.
+    """
+
+    def __init__(self, peer: int, connected: socket.socket) -> None:
+        self.peer, self.socket, self.bytes_sent = peer, connected, 0
+        self._outgoing: deque[memoryview] = deque()
+        self._head = memoryview(bytearray(HEADER_BYTES))
+        self._frame: Frame | None = None
+        self._target, self._filled = self._head, 0
+        connected.setblocking(False)
+
+    @property
+    def has_outgoing(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._outgoing)
+
+    def send(self, frame: Frame, *payload: memoryview) -> None:
+        """Send a frame, or what of it fits now; ``payload`` must not change before it is sent.
+
+        Raises:
+            BrokenConnection: If the connection has ended.
+        """
+        self._outgoing.append(memoryview(frame.encode()))
+        self._outgoing.extend(part for part in payload if part.nbytes)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as far as it fits now.
+
+        Raises:
+            BrokenConnection: If the connection has ended.
+        """
+        while self._outgoing:
+            try:
+                count = self.socket.sendmsg(list(self._outgoing)[:16])
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise BrokenConnection("ended its connection") from error
+            self.bytes_sent += count
+            while self._outgoing and count >= self._outgoing[0].nbytes:
+                count -= self._outgoing.popleft().nbytes
+            if count:
+                self._outgoing[0] = self._outgoing[0][count:]
+
+    def receive(self, handler: FrameHandler) -> None:
+        """Give ``handler`` the frames that have come.
+
+        Raises:
+            BrokenConnection: If the connection has ended, or a frame is not acceptable.
+        """
+        while self._fill():
+            if self._frame is None:
+                self._frame = Frame.decode(self._head)
+                self._target, self._filled = handler.place(self.peer, self._frame), 0
+                if self._target.nbytes:
+                    continue
+            frame, data = self._frame, self._target
+            self._frame = None
+            self._target, self._filled = self._head, 0
+            handler.arrived(self.peer, frame, data)
+
+    def _fill(self) -> bool:
+        """Receive into the target; return whether it is full."""
+        while self._filled < self._target.nbytes:
+            try:
+                count = self.socket.recv_into(self._target[self._filled :])
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                raise BrokenConnection("ended its connection") from error
+            if not count:
+                raise BrokenConnection("ended its connection")
+            self._filled += count
+        return True
+
+
+_SPAN = struct.Struct("<QQ")
+
+
+def encode_spans(spans: Sequence[tuple[int, int]]) -> bytes:
+    """Return the bytes of pairs of numbers: addresses and lengths, or a begin and a length."""
+    return b"".join(_SPAN.pack(*span) for span in spans)
+
+
+def decode_spans(data: memoryview) -> list[tuple[int, int]]:
+    """Return the pairs of numbers that bytes stand for.
+
+    Raises:
+        BrokenConnection: If the bytes are not whole pairs.
+    """
+    if data.nbytes % _SPAN.size:
+        raise BrokenConnection("sent pairs of numbers that are not whole")
+    return [(first, second) for first, second in _SPAN.iter_unpack(data)]

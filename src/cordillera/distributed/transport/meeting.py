@@ -1,0 +1,305 @@
+"""How the ranks of a communicator find each other: addresses in a store, one listener a process, two proofs.
+
+A rank writes where it listens into the store and reads the address of another one when it first needs it. Of two ranks
+the one with the higher number connects. Both prove that they know the communicator's secret, and find out whether they
+can read each other's memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from cordillera.distributed.transport.frames import BrokenConnection
+from cordillera.distributed.transport.peer_memory import MemoryProof, PeerMemory, admit_relatives, seen
+
+_HANDSHAKE_S = 10.0
+_LENGTH = struct.Struct("<I")
+_MOST_BYTES = 4096
+
+
+@dataclass
+class Meeting:
+    """A rank that this one is connected with.
+
+    Attributes:
+        peer: The rank.
+        socket: Connected socket.
+        memory: Its memory, if both can read each other's.
+    """
+
+    peer: int
+    socket: socket.socket
+    memory: PeerMemory | None
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What a listener must know to let the ranks of a communicator in.
+
+    Attributes:
+        token: Secret of the communicator.
+        rank: Rank of this process.
+        size: Number of ranks.
+        reads_memory: Whether ranks may read each other's memory.
+        welcome: Called with each rank that has come, from a thread of the listener.
+    """
+
+    token: bytes
+    rank: int
+    size: int
+    reads_memory: bool
+    welcome: Callable[[Meeting], None]
+
+    @property
+    def name(self) -> str:
+        """Name of the communicator, which does not give its secret away."""
+        return hashlib.sha256(b"name" + self.token).hexdigest()
+
+    def answer(self, challenge: str, rank: int) -> str:
+        """Return what only who knows the secret can say to a challenge."""
+        return hmac.new(self.token, f"{rank}:{challenge}".encode(), hashlib.sha256).hexdigest()
+
+
+class Listener:
+    """Where other processes connect to this one: all communicators of a process share it.
+
+    Args:
+        host: Address of the interface to listen on.
+
+    Attributes:
+        address: Where it is reached, as text for the store.
+    """
+
+    def __init__(self, host: str) -> None:
+        admit_relatives()
+        self.proof = MemoryProof()
+        self._admissions: dict[str, Admission] = {}
+        self._sockets = [socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)]
+        address: dict[str, Any] = {"boot": _boot(), "host": host, "port": self._sockets[0].getsockname()[1]}
+        if sys.platform == "linux":  # an abstract name: it is no file, and goes with the process
+            name = f"cordillera-{secrets.token_hex(16)}"
+            local = socket.socket(socket.AF_UNIX)
+            local.bind("\0" + name)
+            local.listen(128)
+            self._sockets.append(local)
+            address["local"] = name
+        self.address = json.dumps(address)
+        threading.Thread(target=self._accept, name="cordillera listener", daemon=True).start()
+
+    def admit(self, admission: Admission) -> None:
+        """Let the ranks of a communicator in."""
+        self._admissions[admission.name] = admission
+
+    def dismiss(self, admission: Admission) -> None:
+        """Let nobody of a communicator in any more."""
+        self._admissions.pop(admission.name, None)
+
+    def close_copies(self) -> None:
+        """Close the sockets of a forked process."""
+        for one in self._sockets:
+            one.close()
+
+    def _accept(self) -> None:
+        selector = selectors.DefaultSelector()
+        for one in self._sockets:
+            selector.register(one, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                try:
+                    came, _ = key.fileobj.accept()  # type: ignore[union-attr]
+                except OSError:
+                    return
+                threading.Thread(target=self._greet, args=(came,), name="cordillera greeting", daemon=True).start()
+
+    def _greet(self, came: socket.socket) -> None:
+        try:
+            came.settimeout(_HANDSHAKE_S)
+            challenge = secrets.token_hex(16)
+            _send(came, {"challenge": challenge})
+            hello = _receive(came)
+            admission = self._admissions.get(str(hello.get("name")))
+            rank = hello.get("rank")
+            if admission is None or not isinstance(rank, int) or not admission.rank < rank < admission.size:
+                raise BrokenConnection("asked for a communicator that is not here")
+            if not hmac.compare_digest(admission.answer(challenge, rank), str(hello.get("answer"))):
+                raise BrokenConnection("does not know the secret")
+            answer = admission.answer(str(hello.get("challenge")), admission.rank)
+            _send(came, {"answer": answer, "proof": _shown(self.proof)})
+            theirs = _receive(came).get("sees")
+            memory = _seen(hello.get("proof")) if admission.reads_memory else None
+            _send(came, {"sees": memory is not None})
+            came.settimeout(None)
+            admission.welcome(Meeting(rank, came, memory if theirs is True else None))
+        except (OSError, ValueError, BrokenConnection):
+            came.close()
+
+
+def dial(address: str, admission: Admission, peer: int) -> Meeting:
+    """Connect to a rank.
+
+    Args:
+        address: :attr:`Listener.address` of its process.
+        admission: The communicator.
+        peer: The rank.
+
+    Raises:
+        BrokenConnection: If it does not listen there, or does not know the secret.
+    """
+    try:
+        connected = _connect(json.loads(address))
+        connected.settimeout(_HANDSHAKE_S)
+        challenge = secrets.token_hex(16)
+        answer = admission.answer(str(_receive(connected).get("challenge")), admission.rank)
+        proof = _shown(listener().proof)
+        hello = {"name": admission.name, "rank": admission.rank, "answer": answer, "challenge": challenge}
+        _send(connected, {**hello, "proof": proof})
+        reply = _receive(connected)
+        if not hmac.compare_digest(admission.answer(challenge, peer), str(reply.get("answer"))):
+            raise BrokenConnection("does not know the secret of the communicator")
+        memory = _seen(reply.get("proof")) if admission.reads_memory else None
+        _send(connected, {"sees": memory is not None})
+        theirs = _receive(connected).get("sees")
+        connected.settimeout(None)
+    except (OSError, ValueError, KeyError) as error:
+        raise BrokenConnection(f"could not be reached ({error})") from error
+    return Meeting(peer, connected, memory if theirs is True else None)
+
+
+def address_of(store: dist.Store, peer: int, patience_s: float) -> str | None:
+    """Return the address of a rank from the store; None if it is not there in time.
+
+    Raises:
+        BrokenConnection: If the store is gone.
+    """
+    key = f"address {peer}"
+    try:
+        store.wait([key], timedelta(seconds=patience_s))
+    except RuntimeError as error:
+        if "timeout" in str(error).lower():
+            return None
+        raise BrokenConnection(f"cannot be found, as the store is gone ({error})") from error
+    try:
+        return store.get(key).decode()
+    except RuntimeError as error:
+        raise BrokenConnection(f"cannot be found, as the store is gone ({error})") from error
+
+
+def secret_of(store: dist.Store) -> bytes:
+    """Return the secret of a communicator, which all its ranks share; the first rank that asks makes it."""
+    return bytes(store.compare_set("token", "", secrets.token_hex(32)))
+
+
+def publish(store: dist.Store, admission: Admission) -> None:
+    """Let the ranks of a communicator in, and write into the store where this one listens."""
+    listener().admit(admission)  # first, as others may come as soon as they find the address
+    store.set(f"address {admission.rank}", listener().address)
+
+
+def listener() -> Listener:
+    """Return the listener of this process."""
+    global _listener
+    with _lock:
+        if _listener is None:
+            _listener = Listener(_own_host())
+        return _listener
+
+
+_listener: Listener | None = None
+_lock = threading.Lock()
+
+
+def _forget() -> None:
+    global _listener, _lock
+    if _listener is not None:
+        _listener.close_copies()
+    _listener, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _own_host() -> str:
+    """Return the address of this machine on the way to the job's store."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as one:
+            one.connect(where)  # sends nothing
+            return str(one.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def _boot() -> str:
+    """Return a name of this start of this machine."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
+def _connect(address: dict[str, Any]) -> socket.socket:
+    if "local" in address and address["boot"] == _boot():
+        local = socket.socket(socket.AF_UNIX)
+        local.settimeout(_HANDSHAKE_S)
+        try:
+            local.connect("\0" + address["local"])
+        except OSError:  # another namespace of the same machine
+            local.close()
+        else:
+            return local
+    connected = socket.create_connection((address["host"], address["port"]), _HANDSHAKE_S)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connected
+
+
+def _shown(proof: MemoryProof) -> list[Any]:
+    return [*proof.place, proof.content.hex()]
+
+
+def _seen(shown: object) -> PeerMemory | None:
+    match shown:
+        case [int(process), int(address), int(length), str(content)]:
+            return seen(process, address, length, bytes.fromhex(content))
+    return None
+
+
+def _send(connected: socket.socket, message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode()
+    connected.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def _receive(connected: socket.socket) -> dict[str, Any]:
+    (length,) = _LENGTH.unpack(_exactly(connected, _LENGTH.size))
+    if length > _MOST_BYTES:
+        raise BrokenConnection("sent too long a greeting")
+    message = json.loads(_exactly(connected, length))
+    if not isinstance(message, dict):
+        raise BrokenConnection("sent a greeting of another protocol")
+    return message
+
+
+def _exactly(connected: socket.socket, length: int) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        part = connected.recv(length - len(data))
+        if not part:
+            raise BrokenConnection("ended its connection")
+        data += part
+    return bytes(data)

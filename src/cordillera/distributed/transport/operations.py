@@ -1,0 +1,239 @@
+"""Operations of a communicator: what a rank offers to others and takes from them, and what must come first.
+
+A plan (:mod:`cordillera.planning.network.collective_plans`) says what all ranks do; :func:`program` derives what one
+rank does. Its transfers wait for each other only where they touch the same chunk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from cordillera.distributed.transport.signatures import Signature
+from cordillera.planning.network.collective_plans import CollectivePlan
+
+Reduction: TypeAlias = Callable[..., Any]
+"""A function of two tensors with an argument ``out``, as :func:`torch.add`."""
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor, as uint8 of one dimension that shares its memory."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+@dataclass(eq=False)
+class Task:
+    """A part of an operation.
+
+    Attributes:
+        needs: Number of tasks that must be done before this one begins.
+        then: Tasks that need this one.
+        is_done: Whether it is done.
+        operation: The operation that it is a part of.
+    """
+
+    needs: int = 0
+    then: list[Task] = field(default_factory=list)
+    is_done: bool = False
+    operation: Operation = field(init=False)
+
+    def after(self, *others: Task) -> None:
+        """Let this task begin after others."""
+        for other in others:
+            other.then.append(self)
+        self.needs += len(others)
+
+
+@dataclass(eq=False)
+class Exchange(Task):
+    """What passes between this rank and another one.
+
+    Attributes:
+        peer: The other rank.
+        index: Number of the transfer, which both ranks know.
+        views: Where its bytes lie here, uint8.
+    """
+
+    peer: int = -1
+    index: int = 0
+    views: Sequence[Tensor] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of its bytes."""
+        return sum(view.numel() for view in self.views)
+
+    @property
+    def key(self) -> tuple[bool, int, int]:
+        """What tells it from the other transfers between the two ranks."""
+        return self.operation.is_message, self.operation.sequence, self.index
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Return addresses and lengths of its bytes."""
+        return [(view.data_ptr(), view.numel()) for view in self.views]
+
+
+@dataclass(eq=False)
+class Offer(Exchange):
+    """Bytes that another rank takes."""
+
+
+@dataclass(eq=False)
+class Take(Exchange):
+    """Bytes that another rank offers.
+
+    Attributes:
+        reduce: What makes one of them and those that are here; None to replace these.
+        dtype: Type of the elements.
+    """
+
+    reduce: Reduction | None = None
+    dtype: torch.dtype = torch.uint8
+
+
+@dataclass(eq=False)
+class Local(Task):
+    """A computation of this rank alone.
+
+    Attributes:
+        run: What computes it.
+    """
+
+    run: Callable[[], Any] = lambda: None
+
+
+@dataclass(eq=False)
+class Operation:
+    """A collective, or a message, as one rank sees it.
+
+    Attributes:
+        name: Name of the collective for messages, such as ``all_reduce``.
+        signature: What the ranks must agree on.
+        tasks: What this rank does.
+        result: Tensors that the caller receives.
+        bytes: Bytes of the tensors of this rank.
+        timeout_s: Seconds after which it is given up.
+        is_message: Whether only two ranks take part, and ``sequence`` is a tag.
+        sequence: Number among the collectives of the communicator.
+        finish: What is done after all tasks, before the caller is told.
+        posted_s: When it was posted, on the monotonic clock.
+        told: What is called once it is done or given up.
+        error: Why it was given up.
+        is_done: Whether the caller may go on.
+        left: Number of tasks that are not done.
+    """
+
+    name: str
+    signature: Signature
+    tasks: list[Task]
+    result: Sequence[Tensor] = ()
+    bytes: int = 0
+    timeout_s: float = 300.0
+    is_message: bool = False
+    sequence: int = -1
+    finish: Callable[[], Any] | None = None
+    posted_s: float = field(default_factory=time.monotonic)
+    told: list[Callable[[], None]] = field(default_factory=list)
+    error: Exception | None = None
+    is_done: bool = False
+    left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = len(self.tasks)
+        for task in self.tasks:
+            task.operation = self
+
+    @property
+    def deadline_s(self) -> float:
+        """When it is given up, on the monotonic clock."""
+        return self.posted_s + self.timeout_s
+
+    @property
+    def title(self) -> str:
+        """Name for messages."""
+        return f"{self.name} of tag {self.sequence}" if self.is_message else f"{self.name} {self.sequence}"
+
+
+@dataclass(frozen=True)
+class ProgramStep:
+    """A transfer of a program.
+
+    Attributes:
+        gives: Whether this rank offers the chunks; otherwise it takes them.
+        peer: The other rank.
+        index: Number of the transfer in the plan.
+        chunks: Numbers of the chunks.
+        reduces: Whether what is taken is added.
+        needs: Places, in the program, of the steps that come first.
+    """
+
+    gives: bool
+    peer: int
+    index: int
+    chunks: tuple[int, ...]
+    reduces: bool
+    needs: tuple[int, ...]
+
+
+def program(plan: CollectivePlan, rank: int) -> tuple[ProgramStep, ...]:
+    """Return what a rank does in a plan.
+
+    A chunk is offered after what was written to it, and written after the others have taken what was offered of it.
+    What is added to a chunk is added in the order of the plan, so the bits do not depend on who comes first.
+
+    Args:
+        plan: A plan that :func:`~cordillera.planning.network.collective_plans.verify` has proved.
+        rank: The rank.
+    """
+    steps: list[ProgramStep] = []
+    written: dict[int, int] = {}  # by chunk: the step that wrote it last
+    offered: dict[int, list[int]] = {}  # by chunk: the steps that offered it since
+    index = 0
+    for transfers in plan.steps:
+        numbered = list(enumerate(transfers, index))
+        index += len(numbered)
+        for number, sent in numbered:
+            if sent.source == rank:
+                needs = tuple(sorted({written[chunk] for chunk in sent.chunks if chunk in written}))
+                for chunk in sent.chunks:
+                    offered.setdefault(chunk, []).append(len(steps))
+                steps.append(ProgramStep(True, sent.target, number, sent.chunks, False, needs))
+        for number, sent in numbered:
+            if sent.target == rank:
+                first = {written[chunk] for chunk in sent.chunks if chunk in written}
+                first |= {step for chunk in sent.chunks for step in offered.pop(chunk, [])}
+                for chunk in sent.chunks:
+                    written[chunk] = len(steps)
+                steps.append(ProgramStep(False, sent.source, number, sent.chunks, sent.reduces, tuple(sorted(first))))
+    return tuple(steps)
+
+
+def tasks_of(
+    steps: Sequence[ProgramStep], chunks: Sequence[Tensor], dtype: torch.dtype, reduce: Reduction | None = None
+) -> list[Task]:
+    """Return the tasks of a program on memory.
+
+    Args:
+        steps: The program.
+        chunks: Where each chunk lies, uint8.
+        dtype: Type of the elements.
+        reduce: What makes one of two values.
+    """
+    tasks: list[Task] = []
+    for step in steps:
+        views = [chunks[chunk] for chunk in step.chunks]
+        task = (
+            Offer(peer=step.peer, index=step.index, views=views)
+            if step.gives
+            else Take(
+                peer=step.peer, index=step.index, views=views, reduce=reduce if step.reduces else None, dtype=dtype
+            )
+        )
+        task.after(*(tasks[need] for need in step.needs))
+        tasks.append(task)
+    return tasks

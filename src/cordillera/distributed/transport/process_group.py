@@ -1,0 +1,537 @@
+"""A backend of torch.distributed for tensors on CPUs: ``init_process_group("cordillera")``.
+
+Collectives are those of torch.distributed, with its arguments; sizes may differ between ranks wherever it lets them.
+"""
+
+# torch declares overloads of every collective, and calls only the one with options
+# mypy: disable-error-code="override,assignment"
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from cordillera.distributed.transport.communicator import Communicator, Path, checked_timeout
+from cordillera.distributed.transport.operations import (
+    Exchange,
+    Local,
+    Offer,
+    Operation,
+    ProgramStep,
+    Reduction,
+    Take,
+    Task,
+    as_bytes,
+    program,
+    tasks_of,
+)
+from cordillera.distributed.transport.signatures import signed
+from cordillera.errors import PlanError
+from cordillera.planning.network.collective_algorithms import direct_all_gather
+from cordillera.planning.network.collective_plans import all_reduced, scattered
+
+BACKEND = "cordillera"
+"""Name of the backend."""
+
+_SMALL_BYTES = 32 << 10  # below, every rank gathers all values and adds them itself
+_TENSOR_INDICES = 1 << 20  # numbers of transfers that each tensor of an operation has
+_REDUCTIONS: dict[str, tuple[str, Reduction]] = {
+    "SUM": ("sum", torch.add),
+    "AVG": ("avg", torch.add),
+    "PRODUCT": ("product", torch.mul),
+    "MIN": ("min", torch.minimum),
+    "MAX": ("max", torch.maximum),
+    "BAND": ("band", torch.bitwise_and),
+    "BOR": ("bor", torch.bitwise_or),
+    "BXOR": ("bxor", torch.bitwise_xor),
+}
+
+
+@dataclass(frozen=True)
+class TransportOptions:
+    """Options of a process group, the ``pg_options`` of torch.distributed.
+
+    Attributes:
+        path: How bytes pass between ranks of one host: ``auto`` reads memory, ``sockets`` never does.
+    """
+
+    path: Path = "auto"
+
+
+class OperationWork(dist.Work):
+    """An operation that has begun, as torch.distributed returns it.
+
+    Args:
+        communicator: Communicator of the operation.
+        operation: The operation.
+    """
+
+    def __init__(self, communicator: Communicator, operation: Operation) -> None:
+        super().__init__()
+        self._communicator, self._operation = communicator, operation
+        self._future: Future[Any] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the operation is done.
+
+        Args:
+            timeout: Longest time; None or zero for that of the operation.
+
+        Raises:
+            TransportError: If it was given up.
+        """
+        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        self._communicator.wait(self._operation, seconds if seconds > 0 else None)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the operation is done or was given up."""
+        return self._operation.is_done
+
+    def is_success(self) -> bool:
+        """Whether the operation is done and was not given up."""
+        return self._operation.is_done and self._operation.error is None
+
+    def exception(self) -> Exception | None:
+        """Return why the operation was given up, if it was."""
+        return self._operation.error
+
+    def synchronize(self) -> None:
+        """Wait until the operation is done."""
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        """Return the tensors that the caller receives."""
+        return list(self._operation.result)
+
+    def source_rank(self) -> int:
+        """Return the rank that a message came from."""
+        return next(task.peer for task in self._operation.tasks if isinstance(task, Exchange))
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future[Any]:
+        """Return a future of the tensors that the caller receives."""
+        if self._future is None:
+            self._future = Future()
+            self._communicator.notify(self._operation, self._resolve)
+        return self._future
+
+    def _resolve(self) -> None:
+        assert self._future is not None
+        if self._operation.error is not None:
+            self._future.set_exception(self._operation.error)
+        else:
+            self._future.set_result(self.result())
+
+
+class TransportProcessGroup(dist.ProcessGroup):
+    """A process group of torch.distributed over a :class:`~cordillera.distributed.transport.communicator.Communicator`.
+
+    Args:
+        store: Store of the group.
+        rank: Rank of this process.
+        size: Number of ranks.
+        timeout: Longest time of an operation.
+        name: Name for messages.
+        options: Options.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        *,
+        name: str = "",
+        options: TransportOptions | None = None,
+    ) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # with a store, torch builds no Python group
+        self._names = [name, "undefined"]
+        options = options or TransportOptions()
+        self.communicator = Communicator(
+            store, rank, size, timeout_s=timeout.total_seconds(), name=name, path=options.path
+        )
+
+    def getBackendName(self) -> str:
+        """Return the name of the backend."""
+        return BACKEND
+
+    def getGroupName(self) -> str:
+        """Return the name that torch.distributed gave to the group."""
+        return self._names[0]
+
+    def setGroupName(self, name: str) -> None:
+        """Keep the name that torch.distributed gives to the group."""
+        self._names[0] = name
+
+    def getGroupDesc(self) -> str:
+        """Return the description of the group."""
+        return self._names[1]
+
+    def setGroupDesc(self, description: str) -> None:
+        """Keep the description of the group."""
+        self._names[1] = description
+
+    # --- collectives, in the order of torch.distributed ------------------------------------------------------------
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Send the tensor of ``opts.rootRank`` to all."""
+        (tensor,) = _checked(tensors)
+        mine, root = as_bytes(tensor), opts.rootRank
+        tasks: list[Task] = (
+            [Offer(peer=peer, views=[mine]) for peer in self._others()]
+            if self.rank() == root
+            else [Take(peer=root, views=[mine])]
+        )
+        return self._run("broadcast", tasks, [tensor], tensor.dtype, opts)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Reduce the tensors of all ranks in place."""
+        return self.allreduce_coalesced(_checked(tensors), opts)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Reduce several tensors in place."""
+        name, reduce = _reduction(opts)
+        parts = [self._all_reduced(one, reduce) for one in _checked(tensors, several=True)]
+        average = _average(name, tensors, self.size())
+        return self._run("all_reduce", _joined(parts), tensors, tensors[0].dtype, opts, name, finish=average)
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Reduce the tensors of all ranks in that of ``opts.rootRank``; those of the others stay as they are."""
+        (tensor,) = _checked(tensors)
+        name, reduce = _reduction(opts)
+        mine, root = as_bytes(tensor), opts.rootRank
+        if self.rank() != root:
+            return self._run("reduce", [Offer(peer=root, views=[mine])], [tensor], tensor.dtype, opts, name)
+        tasks: list[Task] = []
+        for peer in self._others():
+            take = Take(peer=peer, views=[mine], reduce=reduce, dtype=tensor.dtype)
+            take.after(*tasks[-1:])
+            tasks.append(take)
+        average = _average(name, [tensor], self.size())
+        return self._run("reduce", tasks, [tensor], tensor.dtype, opts, name, finish=average)
+
+    def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Collect the tensors of all ranks, whose sizes may differ, on all of them."""
+        return self._gather_all(output_tensors, input_tensors, output_tensors[0], opts)
+
+    def allgather_coalesced(
+        self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Collect several tensors of all ranks on all of them."""
+        by_input = [list(outputs) for outputs in zip(*output_lists, strict=True)]
+        return self._gather_all(by_input, input_list, [one for outputs in output_lists for one in outputs], opts)
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """Concatenate several tensors of all ranks on all of them."""
+        parts = [_split(one, self.size()) for one in _checked(outputs, several=True)]
+        return self._gather_all(parts, inputs, outputs, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        """Concatenate the tensors of all ranks on all of them."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    _allgather_base = all_gather_single
+
+    def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Collect the tensors of all ranks on ``opts.rootRank``."""
+        (given,), root = _checked(input_tensors), opts.rootRank
+        if self.rank() != root:
+            return self._run("gather", [Offer(peer=root, views=[as_bytes(given)])], [], given.dtype, opts)
+        (outputs,) = output_tensors
+        tasks: list[Task] = [_copied(given, outputs[root])]
+        tasks += [Take(peer=peer, views=[as_bytes(_checked([outputs[peer]])[0])]) for peer in self._others()]
+        return self._run("gather", tasks, outputs, given.dtype, opts)
+
+    def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None) -> dist.Work:
+        """Send each rank its tensor of ``opts.rootRank``."""
+        (output,), root = _checked(output_tensors), opts.rootRank
+        if self.rank() != root:
+            return self._run("scatter", [Take(peer=root, views=[as_bytes(output)])], [output], output.dtype, opts)
+        (inputs,) = input_tensors
+        tasks: list[Task] = [_copied(inputs[root], output)]
+        tasks += [Offer(peer=peer, views=[as_bytes(_checked([inputs[peer]])[0])]) for peer in self._others()]
+        return self._run("scatter", tasks, [output], output.dtype, opts)
+
+    def reduce_scatter(
+        self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None
+    ) -> dist.Work:
+        """Reduce the tensors that all ranks have for each; every rank receives its own."""
+        return self._scatter_reduced(output_tensors, input_tensors, opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Reduce several tensors of all ranks; every rank receives its share of each."""
+        return self._scatter_reduced(
+            outputs, [_split(one, self.size()) for one in _checked(inputs, several=True)], opts
+        )
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        """Reduce the tensors of all ranks; every rank receives its share."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Send each rank its tensor and receive one from each, of any sizes."""
+        outputs, inputs = _checked(output_tensors, several=True), _checked(input_tensors, several=True)
+        for tensors in (outputs, inputs):
+            if len(tensors) != self.size():
+                raise PlanError(f"{len(tensors)} tensors for {self.size()} ranks", where="all_to_all")
+        own = self.rank()
+        tasks: list[Task] = [_copied(inputs[own], outputs[own])]
+        for peer in self._others():
+            tasks.append(Offer(peer=peer, views=[as_bytes(inputs[peer])]))
+            tasks.append(Take(peer=peer, views=[as_bytes(outputs[peer])]))
+        dtype = inputs[own].dtype
+        return self._run("all_to_all", tasks, outputs, dtype, opts)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int] | None = None,
+        input_split_sizes: list[int] | None = None,
+        opts: Any = None,
+    ) -> dist.Work:
+        """Send each rank some rows and receive some from each; without split sizes, equally many."""
+        parts = [
+            _rows(_checked([tensor])[0], sizes, self.size())
+            for tensor, sizes in ((output, output_split_sizes), (input, input_split_sizes))
+        ]
+        return self.alltoall(parts[0], parts[1], opts)
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Wait until all ranks have come here."""
+        parts = [torch.empty(0, dtype=torch.uint8)] * self.size()
+        tasks = tasks_of(_program("all-gather", self.size(), self.rank()), parts, torch.uint8)
+        return self._run("barrier", tasks, [], torch.uint8, opts)
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> dist.Work:
+        """Send a tensor to a rank."""
+        (tensor,) = _checked(tensors)
+        number = self.communicator.message_number(True, dst, tag)
+        return self._pass(Offer(peer=dst, index=number, views=[as_bytes(tensor)]), tensor, tag)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> dist.Work:
+        """Receive a tensor from a rank."""
+        (tensor,) = _checked(tensors)
+        number = self.communicator.message_number(False, src, tag)
+        return self._pass(Take(peer=src, index=number, views=[as_bytes(tensor)]), tensor, tag)
+
+    # --- the group -------------------------------------------------------------------------------------------------
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the longest time of an operation."""
+        self.communicator.timeout_s = checked_timeout(timeout.total_seconds())
+
+    def abort(self) -> None:
+        """Give up all operations of all ranks."""
+        self.communicator.abort("the process group was aborted")
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self.communicator.abort("the process group was destroyed")
+
+    # --- how they run ----------------------------------------------------------------------------------------------
+
+    def _others(self) -> list[int]:
+        """Return the other ranks, beginning with the next one."""
+        return [(self.rank() + step) % self.size() for step in range(1, self.size())]
+
+    def _all_reduced(self, tensor: Tensor, reduce: Reduction) -> list[Task]:
+        """Return the tasks of reducing a tensor over all ranks."""
+        if tensor.nbytes > _SMALL_BYTES:
+            chunks = [as_bytes(part) for part in tensor.detach().reshape(-1).tensor_split(self.size())]
+            return tasks_of(_program("all-reduce", self.size(), self.rank()), chunks, tensor.dtype, reduce)
+        gathered = tensor.detach().new_empty((self.size(), *tensor.shape))
+        gathered[self.rank()] = tensor.detach()
+        tasks = tasks_of(
+            _program("all-gather", self.size(), self.rank()), [as_bytes(part) for part in gathered], tensor.dtype
+        )
+
+        def add() -> None:
+            total = gathered[0]
+            for part in gathered[1:]:  # in the order of the ranks, so that all have the same bits
+                reduce(total, part, out=total)
+            tensor.detach().copy_(total)
+
+        last = Local(run=add)
+        last.after(*tasks)
+        return [*tasks, last]
+
+    def _gather_all(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], result: Sequence[Tensor], opts: Any
+    ) -> dist.Work:
+        parts = []
+        for one, given in zip(outputs, _checked(inputs, several=True), strict=True):
+            if len(one) != self.size():
+                raise PlanError(f"{len(one)} outputs for {self.size()} ranks", where="all_gather")
+            chunks = [as_bytes(output) for output in _checked(one, several=True)]
+            own = _copied(given, one[self.rank()])
+            tasks = tasks_of(_program("all-gather", self.size(), self.rank()), chunks, given.dtype)
+            for task in tasks:
+                task.after(own)
+            parts.append([own, *tasks])
+        return self._run("all_gather", _joined(parts), result, inputs[0].dtype, opts)
+
+    def _scatter_reduced(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> dist.Work:
+        name, reduce = _reduction(opts)
+        parts = []
+        for output, one in zip(_checked(outputs, several=True), inputs, strict=True):
+            if len(one) != self.size():
+                raise PlanError(f"{len(one)} inputs for {self.size()} ranks", where="reduce_scatter")
+            chunks = [as_bytes(given) for given in _checked(one, several=True)]
+            own = _copied(one[self.rank()], output)
+            chunks[self.rank()] = as_bytes(output)
+            tasks = tasks_of(_program("reduce-scatter", self.size(), self.rank()), chunks, output.dtype, reduce)
+            for task in tasks:
+                task.after(own)
+            parts.append([own, *tasks])
+        average = _average(name, outputs, self.size())
+        dtype = outputs[0].dtype
+        return self._run("reduce_scatter", _joined(parts), outputs, dtype, opts, name, finish=average)
+
+    def _pass(self, task: Exchange, tensor: Tensor, tag: int) -> dist.Work:
+        if task.peer == self.rank():
+            raise PlanError("a rank cannot send to itself", where="send")
+        operation = Operation(
+            "message", signed("message", tensor.dtype), [task], [tensor], tensor.nbytes,
+            timeout_s=self.communicator.timeout_s, is_message=True, sequence=tag,
+        )  # fmt: skip
+        self.communicator.start(operation, in_background=tensor.nbytes > _SMALL_BYTES)
+        return OperationWork(self.communicator, operation)
+
+    def _run(
+        self,
+        collective: str,
+        tasks: list[Task],
+        result: Sequence[Tensor],
+        dtype: torch.dtype,
+        opts: Any,
+        reduction: str = "none",
+        *,
+        finish: Callable[[], Any] | None = None,
+    ) -> dist.Work:
+        timeout_s = self.communicator.timeout_s
+        given = getattr(opts, "timeout", None)
+        if given is not None and given.total_seconds() > 0:
+            timeout_s = given.total_seconds()
+        elif given is not None and given.total_seconds() < -1e-3:  # torch's default is -1 ms
+            raise PlanError(f"timeout is {given.total_seconds():g} s", where=collective, remedy="a time above 0")
+        operation = Operation(
+            collective, signed(collective, dtype, reduction), tasks, result,
+            sum(one.nbytes for one in result), timeout_s=timeout_s, finish=finish,
+        )  # fmt: skip
+        self.communicator.start(operation, in_background=bool(getattr(opts, "asyncOp", True)))
+        return OperationWork(self.communicator, operation)
+
+
+def _checked(tensors: Sequence[Tensor], *, several: bool = False) -> list[Tensor]:
+    """Return tensors that can be carried.
+
+    Raises:
+        PlanError: If they cannot.
+    """
+    if not several and len(tensors) != 1:
+        raise PlanError(f"got {len(tensors)} tensors", where="tensors", remedy="one tensor a rank")
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            raise PlanError(
+                f"a tensor on {tensor.device} cannot be carried", where="tensors",
+                remedy='the backend serves CPUs; "cpu:gloo,cuda:nccl" serves both',
+            )  # fmt: skip
+        if tensor.layout != torch.strided or not tensor.is_contiguous():
+            raise PlanError("a tensor that is not contiguous cannot be carried", where="tensors")
+    return list(tensors)
+
+
+def _reduction(opts: Any) -> tuple[str, Reduction]:
+    op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
+    for name, found in _REDUCTIONS.items():
+        if op == getattr(dist.ReduceOp, name):
+            return found
+    raise PlanError(f"{op} is not supported", where="op", remedy=", ".join(_REDUCTIONS))
+
+
+def _average(name: str, tensors: Sequence[Tensor], size: int) -> Callable[[], None]:
+    def divide() -> None:
+        if name == "avg":
+            for tensor in tensors:
+                tensor.detach().div_(size)
+
+    return divide
+
+
+def _copied(source: Tensor, target: Tensor) -> Local:
+    """Return the task of copying a tensor to where it belongs on the same rank."""
+    if source.dtype != target.dtype or source.numel() != target.numel():
+        raise PlanError(
+            f"{source.numel():,} elements of {source.dtype} do not fit in {target.numel():,} of {target.dtype}",
+            where="tensors",
+        )
+    return Local(run=lambda: target.detach().view(-1).copy_(source.detach().reshape(-1)))
+
+
+def _joined(parts: Sequence[Sequence[Task]]) -> list[Task]:
+    """Return the tasks of several tensors as those of one operation."""
+    for number, tasks in enumerate(parts):
+        for task in tasks:
+            if isinstance(task, Exchange):
+                task.index += number * _TENSOR_INDICES
+    return [task for tasks in parts for task in tasks]
+
+
+def _split(tensor: Tensor, count: int) -> list[Tensor]:
+    """Return equal parts of a tensor."""
+    if tensor.numel() % count:
+        raise PlanError(f"{tensor.numel():,} elements cannot be divided among {count} ranks", where="tensors")
+    return list(tensor.detach().reshape(-1).chunk(count)) if tensor.numel() else [tensor.detach().reshape(-1)] * count
+
+
+def _rows(tensor: Tensor, sizes: list[int] | None, count: int) -> list[Tensor]:
+    """Return the parts of a tensor along its first dimension."""
+    if not sizes:
+        if len(tensor) % count:
+            raise PlanError(f"{len(tensor)} rows cannot be divided among {count} ranks", where="all_to_all")
+        sizes = [len(tensor) // count] * count
+    if len(sizes) != count or sum(sizes) != len(tensor) or min(sizes) < 0:
+        raise PlanError(f"split sizes {sizes} do not divide {len(tensor)} rows among {count} ranks", where="all_to_all")
+    return list(tensor.detach().split(sizes))
+
+
+@functools.lru_cache(256)
+def _program(collective: str, size: int, rank: int) -> tuple[ProgramStep, ...]:
+    gather = direct_all_gather(size)
+    if collective == "all-gather":
+        return program(gather, rank)
+    return program(scattered(gather) if collective == "reduce-scatter" else all_reduced(gather), rank)
+
+
+def _create(options: Any, chosen: TransportOptions | None) -> TransportProcessGroup:
+    return TransportProcessGroup(
+        options.store, options.group_rank, options.group_size, options.timeout, name=options.group_id, options=chosen
+    )
+
+
+def register() -> None:
+    """Make the backend known to torch.distributed. Registering again does nothing."""
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])

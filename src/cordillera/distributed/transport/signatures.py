@@ -1,0 +1,57 @@
+"""What the ranks of an operation must agree on, as small numbers that travel in every frame."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from cordillera.errors import PlanError
+
+_COLLECTIVES = (
+    "message", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter",
+    "barrier",
+)  # fmt: skip
+_REDUCTIONS = ("none", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+_DTYPES = (
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.uint16, torch.uint32, torch.uint64,
+)  # fmt: skip
+
+MESSAGE = 0
+"""Number of the collective that is none: a message between two ranks."""
+
+
+class Signature(NamedTuple):
+    """What ranks must agree on in an operation, as small numbers.
+
+    Attributes:
+        collective: Number of the collective.
+        dtype: Number of the type of the elements.
+        reduction: Number of the reduction; 0 for none.
+    """
+
+    collective: int
+    dtype: int
+    reduction: int
+
+
+def signed(collective: str, dtype: torch.dtype = torch.uint8, reduction: str = "none") -> Signature:
+    """Return the signature of a ``collective`` of elements of a ``dtype``, with a ``reduction``.
+
+    Raises:
+        PlanError: If the elements are of a type that is not carried.
+    """
+    if dtype not in _DTYPES:
+        raise PlanError(f"{collective} of {dtype} is not supported", where="tensor")
+    return Signature(_COLLECTIVES.index(collective), _DTYPES.index(dtype), _REDUCTIONS.index(reduction))
+
+
+def describe(signature: Signature) -> str:
+    """Return a signature in words."""
+    try:
+        words = f"{_COLLECTIVES[signature.collective]} of {str(_DTYPES[signature.dtype]).removeprefix('torch.')}"
+        return words + (f" ({_REDUCTIONS[signature.reduction]})" if signature.reduction else "")
+    except IndexError:
+        return "an operation that is not known here"
