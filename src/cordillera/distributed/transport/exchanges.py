@@ -310,6 +310,8 @@ class Exchanges:
             return False
         try:
             self._read(memory, take, decode_spans(data))
+        except ProcessLookupError as error:
+            raise OperationFailed(f"rank {take.peer} ended") from error
         except OSError as error:
             raise OperationFailed(f"the memory of rank {take.peer} could not be read ({error.strerror})") from error
         self._wire.send(take.peer, _frame(FrameKind.TAKEN, take))

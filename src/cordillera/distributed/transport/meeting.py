@@ -27,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 from cordillera.distributed.transport.frames import BrokenConnection
-from cordillera.distributed.transport.peer_memory import MemoryProof, PeerMemory, admit_relatives, seen
+from cordillera.distributed.transport.peer_memory import MemoryProof, PeerMemory, seen_by_proof
 
 _HANDSHAKE_S = 10.0
 _LENGTH = struct.Struct("<I")
@@ -88,9 +88,8 @@ class Listener:
     """
 
     def __init__(self, host: str) -> None:
-        admit_relatives()
         self.proof = MemoryProof()
-        self._admissions: dict[str, Admission] = {}
+        self._admissions: dict[tuple[str, int], Admission] = {}  # by name and rank, as tests have ranks in threads
         self._sockets = [socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)]
         address: dict[str, Any] = {"boot": _boot(), "host": host, "port": self._sockets[0].getsockname()[1]}
         if sys.platform == "linux":  # an abstract name: it is no file, and goes with the process
@@ -105,11 +104,11 @@ class Listener:
 
     def admit(self, admission: Admission) -> None:
         """Let the ranks of a communicator in."""
-        self._admissions[admission.name] = admission
+        self._admissions[admission.name, admission.rank] = admission
 
     def dismiss(self, admission: Admission) -> None:
         """Let nobody of a communicator in any more."""
-        self._admissions.pop(admission.name, None)
+        self._admissions.pop((admission.name, admission.rank), None)
 
     def close_copies(self) -> None:
         """Close the sockets of a forked process."""
@@ -134,16 +133,18 @@ class Listener:
             challenge = secrets.token_hex(16)
             _send(came, {"challenge": challenge})
             hello = _receive(came)
-            admission = self._admissions.get(str(hello.get("name")))
-            rank = hello.get("rank")
-            if admission is None or not isinstance(rank, int) or not admission.rank < rank < admission.size:
+            rank, own = hello.get("rank"), hello.get("to")
+            if not isinstance(rank, int) or not isinstance(own, int):
+                raise BrokenConnection("sent a greeting of another protocol")
+            admission = self._admissions.get((str(hello.get("name")), own))
+            if admission is None or not own < rank < admission.size:
                 raise BrokenConnection("asked for a communicator that is not here")
             if not hmac.compare_digest(admission.answer(challenge, rank), str(hello.get("answer"))):
                 raise BrokenConnection("does not know the secret")
             answer = admission.answer(str(hello.get("challenge")), admission.rank)
-            _send(came, {"answer": answer, "proof": _shown(self.proof)})
+            _send(came, {"answer": answer, "proof": self.proof.shown})
             theirs = _receive(came).get("sees")
-            memory = _seen(hello.get("proof")) if admission.reads_memory else None
+            memory = seen_by_proof(hello.get("proof")) if admission.reads_memory else None
             _send(came, {"sees": memory is not None})
             came.settimeout(None)
             admission.welcome(Meeting(rank, came, memory if theirs is True else None))
@@ -167,13 +168,13 @@ def dial(address: str, admission: Admission, peer: int) -> Meeting:
         connected.settimeout(_HANDSHAKE_S)
         challenge = secrets.token_hex(16)
         answer = admission.answer(str(_receive(connected).get("challenge")), admission.rank)
-        proof = _shown(listener().proof)
-        hello = {"name": admission.name, "rank": admission.rank, "answer": answer, "challenge": challenge}
+        proof = listener().proof.shown
+        hello = {"name": admission.name, "rank": admission.rank, "to": peer, "answer": answer, "challenge": challenge}
         _send(connected, {**hello, "proof": proof})
         reply = _receive(connected)
         if not hmac.compare_digest(admission.answer(challenge, peer), str(reply.get("answer"))):
             raise BrokenConnection("does not know the secret of the communicator")
-        memory = _seen(reply.get("proof")) if admission.reads_memory else None
+        memory = seen_by_proof(reply.get("proof")) if admission.reads_memory else None
         _send(connected, {"sees": memory is not None})
         theirs = _receive(connected).get("sees")
         connected.settimeout(None)
@@ -267,17 +268,6 @@ def _connect(address: dict[str, Any]) -> socket.socket:
     connected = socket.create_connection((address["host"], address["port"]), _HANDSHAKE_S)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connected
-
-
-def _shown(proof: MemoryProof) -> list[Any]:
-    return [*proof.place, proof.content.hex()]
-
-
-def _seen(shown: object) -> PeerMemory | None:
-    match shown:
-        case [int(process), int(address), int(length), str(content)]:
-            return seen(process, address, length, bytes.fromhex(content))
-    return None
 
 
 def _send(connected: socket.socket, message: dict[str, Any]) -> None:

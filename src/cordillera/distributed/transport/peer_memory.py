@@ -86,36 +86,43 @@ class MemoryProof:
     """
 
     def __init__(self) -> None:
+        _admit_relatives()
         self.content = secrets.token_bytes(32)
         self._buffer = ctypes.create_string_buffer(self.content, len(self.content))
 
     @property
-    def place(self) -> tuple[int, int, int]:
-        """Process, address and length of the bytes."""
-        return os.getpid(), ctypes.addressof(self._buffer), len(self.content)
+    def shown(self) -> list[Any]:
+        """What another process needs for :func:`seen_by_proof`: process, address, and the bytes in hexadecimal."""
+        return [os.getpid(), ctypes.addressof(self._buffer), self.content.hex()]
 
 
-def seen(process: int, address: int, length: int, content: bytes) -> PeerMemory | None:
+def seen_by_proof(shown: object) -> PeerMemory | None:
     """Return the memory of another process, or None if it cannot be read from here.
 
     Args:
-        process: Number of the process.
-        address: Where the bytes of its :class:`MemoryProof` lie.
-        length: How many there are.
-        content: What they are.
+        shown: :attr:`MemoryProof.shown` of the other process, which is not trusted.
     """
-    if _readv is None or length != len(content) or not 0 < length <= 1024 or not 0 < process < 2**31:
+    match shown:
+        case [int(process), int(address), str(text)] if 0 < process < 2**31 and 0 < len(text) <= 2048:
+            pass
+        case _:
+            return None
+    try:
+        content = bytes.fromhex(text)
+    except ValueError:
         return None
-    found = ctypes.create_string_buffer(length)
+    if _readv is None:
+        return None
+    found = ctypes.create_string_buffer(len(content))
     memory = PeerMemory(process)
     try:
-        memory.read(address, length, ctypes.addressof(found))
+        memory.read(address, len(content), ctypes.addressof(found))
     except (OSError, OverflowError, ctypes.ArgumentError):
         return None
     return memory if found.raw == content else None
 
 
-def admit_relatives() -> None:
+def _admit_relatives() -> None:
     """Let the parent of this process and its descendants read its memory, where the kernel asks for that (Yama).
 
     Ranks are children of one launcher; without this they may be refused each other's memory. On other systems this does

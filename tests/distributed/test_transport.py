@@ -1,0 +1,517 @@
+"""Collectives of our own: exact, the same on all ranks, checked against what each rank waits for, and never stuck."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cordillera.distributed.transport import exchanges
+from cordillera.distributed.transport.communicator import Communicator, TransportError
+from cordillera.distributed.transport.exchanges import Exchanges, OperationFailed
+from cordillera.distributed.transport.frames import BrokenConnection, Frame, FrameKind
+from cordillera.distributed.transport.operations import Exchange, Offer, Operation, Take, as_bytes, program, tasks_of
+from cordillera.distributed.transport.process_group import TransportOptions, TransportProcessGroup
+from cordillera.distributed.transport.signatures import signed
+from cordillera.errors import PlanError
+from cordillera.planning.network.collective_algorithms import direct_all_gather, doubling_all_gather, ring_all_gather
+from cordillera.planning.network.collective_plans import CollectivePlan, all_reduced, execute, scattered
+from tests.planning.domain_plans import hierarchical_all_reduce
+
+PATHS = ("auto", "sockets")
+TIMEOUT = timedelta(seconds=20)
+PLANS: dict[str, Callable[[int], CollectivePlan]] = {
+    "ring": lambda n: all_reduced(ring_all_gather(n)),
+    "bidirectional ring": lambda n: all_reduced(ring_all_gather(n, bidirectional=True)),
+    "doubling": lambda n: all_reduced(doubling_all_gather(n)),
+    "direct": lambda n: all_reduced(direct_all_gather(n)),
+    "ring reduce-scatter": lambda n: scattered(ring_all_gather(n)),
+    "doubling all-gather": doubling_all_gather,
+}
+
+
+class VirtualNetwork:
+    """Ranks in one thread, whose frames are delivered in a random order that keeps the order between two ranks."""
+
+    def __init__(self, ranks: int, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.done: list[Operation] = []
+        self.queues: dict[tuple[int, int], deque[tuple[Frame, bytes]]] = {}
+        self.ranks = [Exchanges(rank, VirtualWire(self, rank), self.done.append) for rank in range(ranks)]
+
+    def run(self) -> None:
+        while waiting := [pair for pair, queue in self.queues.items() if queue]:
+            source, target = self.random.choice(waiting)
+            frame, data = self.queues[source, target].popleft()
+            rank = self.ranks[target]
+            place = rank.place(source, frame)
+            place[:] = data
+            rank.arrived(source, frame, place)
+
+
+class VirtualWire:
+    def __init__(self, network: VirtualNetwork, rank: int) -> None:
+        self.network, self.rank = network, rank
+
+    def open(self, peer: int, operation: Operation) -> bool:
+        return True
+
+    def send(self, peer: int, frame: Frame, *payload: memoryview) -> bool:
+        data = b"".join(bytes(part) for part in payload)
+        assert len(data) == frame.length
+        self.network.queues.setdefault((self.rank, peer), deque()).append((frame, data))
+        return True
+
+    def memory(self, peer: int) -> None:
+        return None
+
+
+def chunks_of(plan: CollectivePlan, rank: int, length: int, given: np.ndarray[Any, Any]) -> list[Tensor]:
+    """Memory of every chunk of a rank, with what it holds at the start."""
+    found = [torch.zeros(length, dtype=torch.int64) for _ in plan.chunks]
+    held = plan.held_at_start(rank)
+    for chunk, part in zip(held, np.split(given, len(held)), strict=True):
+        found[chunk].copy_(torch.from_numpy(part))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(sorted(PLANS)),
+    n=st.integers(1, 9) | st.sampled_from([16, 33, 64]),
+    length=st.sampled_from([0, 1, 5, 70]),
+    seed=st.integers(0, 2**31),
+)
+def test_every_plan_ends_as_the_planner_says_however_its_fragments_are_delivered(
+    name: str, n: int, length: int, seed: int
+) -> None:
+    check_plan(PLANS[name](n), length, seed)
+
+
+def check_plan(plan: CollectivePlan, length: int, seed: int) -> None:
+    n = plan.ranks
+    random_numbers = np.random.default_rng(seed)
+    inputs = [random_numbers.integers(-(2**40), 2**40, length * len(plan.held_at_start(r))) for r in range(n)]
+    network = VirtualNetwork(n, seed)
+    memory = [chunks_of(plan, rank, length, inputs[rank]) for rank in range(n)]
+    operations = []
+    for rank in network.random.sample(range(n), n):
+        tasks = tasks_of(program(plan, rank), [as_bytes(one) for one in memory[rank]], torch.int64, torch.add)
+        operations.append(Operation("all_reduce", signed("all_reduce", torch.int64), tasks, sequence=0))
+        network.ranks[rank].post(operations[-1])
+    network.run()
+    assert len(network.done) == n
+    for rank, (got, want) in enumerate(zip(memory, execute(plan, inputs), strict=True)):
+        held = [got[chunk] for chunk in plan.held_at_end(rank)]
+        assert np.array_equal(torch.cat(held).numpy(), want)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transfers of a few bytes that take several fragments and blocks."""
+    monkeypatch.setattr(exchanges, "INLINE_BYTES", 16)
+    monkeypatch.setattr(exchanges, "FRAGMENT_BYTES", 64)
+    monkeypatch.setattr(exchanges, "_BLOCK_BYTES", 96)
+    monkeypatch.setattr(exchanges, "_COPY_BYTES", 256)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", sorted(PLANS))
+def test_plans_in_fragments(name: str) -> None:
+    for n, length, seed in ((2, 100, 1), (3, 33, 2), (5, 17, 3), (8, 9, 4)):
+        check_plan(PLANS[name](n), length, seed)
+
+
+@pytest.mark.parametrize("domains", [[2, 2], [2, 3], [3, 5, 4], [6, 1, 6]])
+def test_hierarchical_plans(domains: list[int]) -> None:
+    check_plan(hierarchical_all_reduce(domains), 6, 5)
+
+
+def test_no_more_fragments_are_on_their_way_than_the_window_allows(small: None) -> None:
+    network = VirtualNetwork(2, 7)
+    data, into = torch.arange(1000, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8)
+    for rank, task in ((0, Offer(peer=1, views=[data])), (1, Take(peer=0, views=[into]))):
+        network.ranks[rank].post(Operation("broadcast", signed("broadcast"), [task], sequence=0))
+    network.run()
+    assert torch.equal(into, data)
+    assert network.ranks[1].counters.peak_in_flight_bytes == exchanges.WINDOW * exchanges.FRAGMENT_BYTES
+
+
+def test_messages_are_matched_in_the_order_of_their_posting_whatever_comes_first() -> None:
+    network = VirtualNetwork(3, 11)
+    got = {source: [torch.zeros(9, dtype=torch.uint8) for _ in range(5)] for source in (0, 1)}
+    posts: list[tuple[int, Operation]] = []
+    for source in (0, 1):
+        for number in range(5):
+            value = torch.full((9,), 10 * source + number, dtype=torch.uint8)
+            posts.append((source, message(Offer(peer=2, index=number, views=[value]), tag=3)))
+            posts.append((2, message(Take(peer=source, index=number, views=[got[source][number]]), tag=3)))
+    network.random.shuffle(posts)
+    for rank, operation in posts:
+        network.ranks[rank].post(operation)
+    network.run()
+    for source, tensors in got.items():
+        assert [int(one[0]) for one in tensors] == [10 * source + number for number in range(5)]
+
+
+def message(task: Exchange, tag: int) -> Operation:
+    return Operation("message", signed("message"), [task], is_message=True, sequence=tag)
+
+
+class Group:
+    """Ranks in threads of this process, each with a process group of its own."""
+
+    def __init__(self, size: int, path: Any = "auto", timeout: timedelta = TIMEOUT) -> None:
+        store, self.size = dist.HashStore(), size
+        self.groups = [
+            TransportProcessGroup(store, rank, size, timeout, options=TransportOptions(path)) for rank in range(size)
+        ]
+        self.pool = ThreadPoolExecutor(size)
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for group in self.groups:
+            group.shutdown()
+        self.pool.shutdown()
+
+    def each(self, call: Callable[[int, TransportProcessGroup], Any]) -> list[Any]:
+        """What the call returned or raised at each rank."""
+
+        def attempt(rank: int) -> Any:
+            try:
+                return call(rank, self.groups[rank])
+            except (TransportError, PlanError) as error:
+                return error
+
+        return list(self.pool.map(attempt, range(self.size)))
+
+
+def options(kind: Any, **values: Any) -> Any:
+    made = kind()
+    for name, value in values.items():
+        setattr(made, name, value)
+    return made
+
+
+def values(rank: int, length: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed * 100 + rank)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(length, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(0, 2 if dtype == torch.bool else 100, (length,), generator=generator).to(dtype)
+
+
+LENGTHS = st.sampled_from([0, 1, 3, 1000, 8191, 8192, 20_001, 300_000])
+DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool])
+
+
+@settings(max_examples=25, deadline=None)
+@given(n=st.integers(1, 4), path=st.sampled_from(PATHS), length=LENGTHS, dtype=DTYPES, seed=st.integers(0, 1000))
+def test_a_sum_is_exact_for_integers_within_rounding_for_floats_and_the_same_on_all_ranks(
+    n: int, path: str, length: int, dtype: torch.dtype, seed: int
+) -> None:
+    given_values = [values(rank, length, dtype, seed) for rank in range(n)]
+    with Group(n, path) as group:
+        got = group.each(lambda rank, one: summed(one, given_values[rank].clone()))
+    assert all(torch.equal(one.view(torch.uint8), got[0].view(torch.uint8)) for one in got)
+    if dtype.is_floating_point:
+        wide = torch.stack([one.double() for one in given_values])
+        bound = n * torch.finfo(dtype).eps * wide.abs().sum(0)
+        assert ((got[0].double() - wide.sum(0)).abs() <= bound).all()
+    else:
+        want = given_values[0].clone()
+        for one in given_values[1:]:
+            want = want + one
+        assert torch.equal(got[0], want)
+
+
+def summed(group: TransportProcessGroup, tensor: Tensor) -> Tensor:
+    group.allreduce([tensor], c10d.AllreduceOptions()).wait()
+    return tensor
+
+
+@pytest.mark.parametrize("length", [7, 100_000])
+@pytest.mark.parametrize("name", ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"])
+def test_reductions_are_those_of_torch(name: str, length: int) -> None:
+    is_bits = name.startswith("B")
+    dtype = torch.int32 if is_bits else torch.float64
+    given_values = [values(rank, length, dtype, 3) for rank in range(3)]
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "SUM": lambda x: x.sum(0), "AVG": lambda x: x.mean(0), "PRODUCT": lambda x: x.prod(0),
+        "MIN": lambda x: x.amin(0), "MAX": lambda x: x.amax(0), "BAND": lambda x: x[0] & x[1] & x[2],
+        "BOR": lambda x: x[0] | x[1] | x[2], "BXOR": lambda x: x[0] ^ x[1] ^ x[2],
+    }  # fmt: skip
+    want = functions[name](torch.stack(given_values))
+    opts = options(c10d.AllreduceOptions, reduceOp=getattr(dist.ReduceOp, name))
+
+    def call(rank: int, one: TransportProcessGroup) -> list[Tensor]:
+        whole, root, part = given_values[rank].clone(), given_values[rank].clone(), torch.empty(length, dtype=dtype)
+        one.allreduce([whole], opts).wait()
+        one.reduce([root], options(c10d.ReduceOptions, reduceOp=opts.reduceOp, rootRank=1)).wait()
+        scatter = options(c10d.ReduceScatterOptions, reduceOp=opts.reduceOp)
+        one.reduce_scatter_single(part, given_values[rank].repeat(3), scatter).wait()
+        return [whole, part, *([root] if rank == 1 else [])]
+
+    with Group(3) as group:
+        for results in group.each(call):
+            for result in results:
+                torch.testing.assert_close(result, want, rtol=1e-12, atol=1e-12)
+
+
+def test_nan_and_infinity_are_passed_on() -> None:
+    def call(rank: int, one: TransportProcessGroup) -> Tensor:
+        tensor = torch.tensor([1.0, 2.0, 3.0])
+        if rank == 1:
+            tensor[0], tensor[1] = float("nan"), float("inf")
+        return summed(one, tensor)
+
+    with Group(2) as group:
+        for got in group.each(call):
+            assert got[0].isnan()
+            assert got[1:].tolist() == [float("inf"), 6.0]
+
+
+@settings(max_examples=15, deadline=None)
+@given(n=st.integers(1, 4), path=st.sampled_from(PATHS), seed=st.integers(0, 1000), scale=st.sampled_from([1, 9000]))
+def test_an_exchange_of_any_sizes_gives_every_rank_what_the_others_have_for_it(
+    n: int, path: str, seed: int, scale: int
+) -> None:
+    sizes = np.random.default_rng(seed).integers(0, 4, (n, n)) * scale
+
+    def call(rank: int, one: TransportProcessGroup) -> bool:
+        sent = [torch.full((int(size),), 10 * rank + peer) for peer, size in enumerate(sizes[rank])]
+        received = [torch.empty(int(sizes[peer][rank]), dtype=torch.int64) for peer in range(n)]
+        one.alltoall(received, sent, c10d.AllToAllOptions()).wait()
+        whole = torch.empty(int(sizes[:, rank].sum()), dtype=torch.int64)
+        splits = [sizes[:, rank].tolist(), sizes[rank].tolist()]
+        one.all_to_all_single(whole, torch.cat(sent), splits[0], splits[1], c10d.AllToAllOptions()).wait()
+        return torch.equal(whole, torch.cat(received)) and all(
+            (part == 10 * peer + rank).all() for peer, part in enumerate(received)
+        )
+
+    with Group(n, path) as group:
+        assert group.each(call) == [True] * n
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("length", [0, 5, 50_000])
+def test_what_is_gathered_scattered_and_broadcast_arrives(path: str, length: int) -> None:
+    def call(rank: int, one: TransportProcessGroup) -> None:
+        own, n = torch.full((length,), float(rank)), one.size()
+        lists = [torch.empty(length) for _ in range(n)]
+        one.allgather([lists], [own], c10d.AllgatherOptions()).wait()
+        flat = torch.empty(n * length)
+        one.all_gather_single(flat, own, c10d.AllgatherOptions()).wait()
+        assert torch.equal(flat, torch.cat(lists))
+        assert all((part == peer).all() for peer, part in enumerate(lists))
+        root = options(c10d.GatherOptions, rootRank=1)
+        gathered = [torch.empty(length) for _ in range(n)] if rank == 1 else []
+        one.gather([gathered] if rank == 1 else [], [own], root).wait()
+        assert rank != 1 or torch.equal(torch.cat(gathered), flat)
+        got = torch.empty(length)
+        one.scatter([got], [lists] if rank == 1 else [], options(c10d.ScatterOptions, rootRank=1)).wait()
+        assert torch.equal(got, own)
+        one.broadcast([got], options(c10d.BroadcastOptions, rootRank=2)).wait()
+        assert (got == 2).all()
+        one.barrier(c10d.BarrierOptions()).wait()
+
+    with Group(3, path) as group:
+        assert group.each(call) == [None] * 3
+
+
+def test_several_tensors_travel_as_one_operation() -> None:
+    def call(rank: int, one: TransportProcessGroup) -> None:
+        tensors = [torch.full((size,), float(rank + 1)) for size in (3, 20_000, 7)]
+        one.allreduce_coalesced(tensors, c10d.AllreduceCoalescedOptions()).wait()
+        assert all((tensor == 6).all() for tensor in tensors)
+        outputs = [torch.empty(3 * size) for size in (2, 9_000)]
+        inputs = [torch.full((size,), float(rank)) for size in (2, 9_000)]
+        one.all_gather_single_coalesced(outputs, inputs, c10d.AllgatherOptions()).wait()
+        assert all(torch.equal(o.view(3, -1)[:, 0], torch.arange(3.0)) for o in outputs)
+
+    with Group(3) as group:
+        assert group.each(call) == [None] * 3
+
+
+def test_operations_advance_while_nobody_waits_and_tell_their_future() -> None:
+    def call(rank: int, one: TransportProcessGroup) -> float:
+        tensors = [torch.full((50_000,), float(rank + 1)) for _ in range(4)]
+        works = [one.allreduce([tensor], c10d.AllreduceOptions()) for tensor in tensors]
+        told = threading.Event()
+        works[-1].get_future().then(lambda future: told.set())
+        assert told.wait(10)
+        assert all(work.is_completed() for work in works)
+        return float(sum(tensor[0] for tensor in tensors))
+
+    with Group(2) as group:
+        assert group.each(call) == [12.0, 12.0]
+
+
+def test_a_future_may_begin_another_operation() -> None:
+    def call(rank: int, one: TransportProcessGroup) -> float:
+        first, second = torch.ones(20_000), torch.ones(20_000)
+
+        def then(_: Any) -> float:
+            summed(one, second)
+            return float(second[0])
+
+        return one.allreduce([first], c10d.AllreduceOptions()).get_future().then(then).wait()
+
+    with Group(2) as group:
+        assert group.each(call) == [2.0, 2.0]
+
+
+def test_numbers_of_messages_wrap_around() -> None:
+    with Group(2) as group:
+        for rank, is_sent in ((0, True), (1, False)):
+            group.groups[rank].communicator._numbers[is_sent, 1 - rank, 0] = (1 << 32) - 1
+
+        def call(rank: int, one: TransportProcessGroup) -> list[float]:
+            got = []
+            for value in (1.0, 2.0):
+                tensor = torch.full((4,), value if rank == 0 else 0.0)
+                (one.send([tensor], 1) if rank == 0 else one.recv([tensor], 0)).wait()
+                got.append(float(tensor[0]))
+            return got
+
+        assert group.each(call) == [[1.0, 2.0]] * 2
+
+
+# --- what cannot be ------------------------------------------------------------------------------------------------
+
+
+def differing(group: Group, calls: Sequence[Callable[[TransportProcessGroup], Any]]) -> list[str]:
+    errors = group.each(lambda rank, one: calls[rank](one).wait())
+    found = [error.what for error in errors if isinstance(error, TransportError)]
+    assert found, errors  # who sends little may be done before the other sees it
+    return found
+
+
+@pytest.mark.parametrize("length", [4, 60_000])
+def test_ranks_that_do_not_agree_are_told_what_the_other_does(length: int) -> None:
+    reduce, gather = c10d.AllreduceOptions(), c10d.AllgatherOptions()
+    cases: list[tuple[list[Callable[[TransportProcessGroup], Any]], str]] = [
+        ([lambda g: g.allreduce([torch.ones(length)], reduce),
+          lambda g: g.allreduce([torch.ones(length, dtype=torch.int32)], reduce)], "all_reduce of int32"),
+        ([lambda g: g.allreduce([torch.ones(length)], reduce),
+          lambda g: g.allreduce([torch.ones(length + 8)], reduce)], "bytes"),
+        ([lambda g: g.allreduce([torch.ones(length)], reduce),
+          lambda g: g.all_gather_single(torch.empty(2 * length), torch.ones(length), gather)], "all_gather"),
+        ([lambda g: g.broadcast([torch.ones(length)], options(c10d.BroadcastOptions, rootRank=0)),
+          lambda g: g.broadcast([torch.ones(length // 2)], options(c10d.BroadcastOptions, rootRank=0))], "bytes"),
+    ]  # fmt: skip
+    for calls, said in cases:
+        with Group(2) as group:
+            assert any(said in what for what in differing(group, calls))
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with Group(3, timeout=timedelta(seconds=0.3)) as group:
+        begun = time.monotonic()
+        errors = group.each(lambda rank, one: summed(one, torch.ones(9)) if rank < 2 else None)
+        assert time.monotonic() - begun < 5
+    assert "awaited: rank 2" in errors[0].what
+    assert errors[2] is None
+
+
+def test_an_abort_ends_every_wait_at_once_and_the_first_reason_counts() -> None:
+    with Group(3) as group:
+        for one in group.groups:  # so that all are connected
+            assert one.size() == 3
+        group.each(lambda rank, one: summed(one, torch.ones(9)))
+
+        def call(rank: int, one: TransportProcessGroup) -> float:
+            if rank == 2:
+                time.sleep(0.2)
+                one.communicator.abort("the first reason")
+                one.communicator.abort("the second reason")
+                return time.monotonic()
+            with pytest.raises(TransportError, match=r"rank 2 gave up: the first reason|rank 2 ended"):
+                summed(one, torch.ones(9))
+            return time.monotonic()
+
+        ended = group.each(call)
+    assert max(ended) - ended[2] < 0.1
+
+
+def test_a_group_that_was_destroyed_leaves_no_wait_of_others_undone() -> None:
+    with Group(3) as group:
+        group.each(lambda rank, one: summed(one, torch.ones(9)))
+        group.groups[2].shutdown()
+
+        def call(rank: int, one: TransportProcessGroup) -> float | None:
+            if rank == 2:
+                return None
+            tensor = torch.full((30_000,), float(rank))
+            (one.send([tensor], 1) if rank == 0 else one.recv([tensor], 0)).wait()  # needs rank 2 no more
+            with pytest.raises(TransportError, match="rank 2"):
+                summed(one, tensor)
+            return float(tensor[0])
+
+        assert group.each(call)[0] == 0.0
+
+
+def test_what_cannot_be_carried_is_refused_by_name() -> None:
+    reduce, negative = c10d.AllreduceOptions(), options(c10d.AllreduceOptions, timeout=timedelta(seconds=-5))
+    with Group(1) as group:
+        one = group.groups[0]
+        for call, said in (
+            (lambda: one.allreduce([torch.ones(4, 4).t()], reduce), "not contiguous"),
+            (lambda: one.allreduce([torch.ones(4, device="meta")], reduce), "meta"),
+            (lambda: one.allreduce([torch.eye(3).to_sparse()], reduce), "not contiguous"),
+            (lambda: one.allreduce([torch.ones(3)], negative), "timeout is -5 s"),
+            (lambda: one.all_gather_single(torch.empty(3), torch.ones(4), c10d.AllgatherOptions()), "fit"),
+            (lambda: one.alltoall([torch.ones(1)] * 2, [torch.ones(1)] * 2, c10d.AllToAllOptions()), "2 tensors for 1"),
+            (lambda: one.all_to_all_single(torch.ones(3), torch.ones(3), [2], [3], c10d.AllToAllOptions()), "[2]"),
+            (lambda: one.send([torch.ones(1)], 0), "itself"),
+            (lambda: one.set_timeout(timedelta(0)), "timeout is 0 s"),
+        ):  # fmt: skip
+            with pytest.raises(PlanError, match=said.replace("[", r"\[")):
+                call()
+    with pytest.raises(PlanError, match="rank is 3 of 2"):
+        Communicator(dist.HashStore(), 3, 2, timeout_s=1.0)
+    with pytest.raises(PlanError, match="path is shared"):
+        TransportProcessGroup(dist.HashStore(), 0, 1, TIMEOUT, options=TransportOptions("shared"))  # type: ignore[arg-type]
+
+
+def test_frames_that_nobody_waits_for_are_refused_by_name() -> None:
+    rank = VirtualNetwork(2, 0).ranks[0]
+    sign = signed("all_reduce", torch.float32)
+    for kind, said in (
+        (FrameKind.TAKEN, "took what nobody offered"),
+        (FrameKind.GET, "asked for bytes that nobody offered"),
+        (FrameKind.DATA, "a fragment that nobody asked for"),
+    ):
+        frame = Frame(kind, sign, 0, 0, 64, 16 if kind != FrameKind.TAKEN else 0)
+        with pytest.raises(BrokenConnection, match=said):
+            rank.arrived(1, frame, rank.place(1, frame))
+    with pytest.raises(BrokenConnection, match="a frame of"):
+        rank.place(1, Frame(FrameKind.INLINE, sign, 0, 0, 1 << 30, 1 << 30))
+    rank.post(
+        Operation("all_reduce", sign, [Take(peer=1, index=0, views=[torch.empty(8, dtype=torch.uint8)])], sequence=0)
+    )
+    with pytest.raises(OperationFailed, match="offers to all_reduce 0 what rank 0 does not take"):
+        rank.arrived(1, Frame(FrameKind.OFFER, sign, 0, 5, 64, 0), memoryview(b""))
+
+
+@pytest.mark.parametrize("place", range(0, 40, 3))
+def test_a_corrupt_header_is_refused(place: int) -> None:
+    text = bytearray(Frame(FrameKind.OFFER, signed("barrier"), 3, 4, 5, 6).encode())
+    text[place % len(text)] ^= 4
+    with pytest.raises(BrokenConnection, match="corrupt"):
+        Frame.decode(text)
