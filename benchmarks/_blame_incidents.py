@@ -170,7 +170,7 @@ class Simulation:
             changed[fault.at] = _changed(program[fault.at], fault.how)
             self.programs[fault.rank] = changed
         elif fault.name == "swap":
-            for rank in {fault.rank, fault.other} - {-1}:
+            for rank in _swapped(fault):
                 changed = list(self.programs[rank])
                 changed[fault.at], changed[fault.at + 1] = changed[fault.at + 1], changed[fault.at]
                 self.programs[rank] = changed
@@ -498,9 +498,29 @@ def _incident(simulation: Simulation, moment: float, timeout_s: float, chance: r
     chance.shuffle(traces)
     culprits = {rank for fault in simulation.happened for rank in _to_blame(fault)}
     for fault in simulation.faults:
-        if fault.name == "swap" and any(records[-1].call.end == math.inf for records in simulation.records):
-            culprits |= {fault.rank, fault.other} - {-1}
+        if fault.name == "swap" and all(_waits_too_early(simulation, rank, fault) for rank in _swapped(fault)):
+            simulation.happened.add(fault)
+            culprits |= _swapped(fault)
     return Incident(simulation.shape, tuple(sorted(simulation.happened, key=str)), frozenset(culprits), tuple(traces))
+
+
+def _swapped(fault: Fault) -> set[int]:
+    return {fault.rank, fault.other} - {-1}
+
+
+def _waits_too_early(simulation: Simulation, rank: int, fault: Fault) -> bool:
+    """Return whether a rank waits in an operation that it called too early, and others in the one that it left out."""
+    records = simulation.records[rank]
+    if simulation.place[rank] != fault.at or len(records) <= fault.at or records[-1].call.end < math.inf:
+        return False
+    left_out = simulation.programs[rank][fault.at + 1].kind
+    others = set(simulation.members(left_out, rank)) - {rank}
+    return any(
+        simulation.records[other]
+        and simulation.records[other][-1].step.kind == left_out
+        and simulation.records[other][-1].call.end == math.inf
+        for other in others
+    )
 
 
 def _to_blame(fault: Fault) -> set[int]:

@@ -137,7 +137,7 @@ def _notes(snapshot: Snapshot, graph: _WaitGraph, blamed: set[int]) -> tuple[str
     notes = []
     left = sorted(snapshot.absent - blamed)
     if left:
-        notes.append(f"{named(left)} left no trace; whether they are at fault cannot be told from these traces")
+        notes.append(f"{named(left)} left no trace: whether to blame, cannot be told from these traces")
     if snapshot.without_times:
         notes.append("the operations have no times of their ends: slow ranks cannot be told from these traces")
     if any(trace.written_ns is None for trace in snapshot.traces.values()):
@@ -163,8 +163,9 @@ def named(ranks: Iterable[int], most: int = 12) -> str:
             ranges[-1][1] = rank
         else:
             ranges.append([rank, rank])
-    shown = ", ".join(f"{low:,}" if low == high else f"{low:,}-{high:,}" for low, high in ranges[:most])
+    words = [str(low) if low == high else f"{low}{', ' if high == low + 1 else '-'}{high}" for low, high in ranges[:most]]
     left = sum(high - low + 1 for low, high in ranges[most:])
+    shown = ", ".join(words) if len(ordered) != 2 else f"{ordered[0]} and {ordered[1]}"
     return f"rank{'s' if len(ordered) != 1 else ''} {shown}" + (f" and {left:,} others" if left else "")
 
 
@@ -376,7 +377,8 @@ class _WaitGraph:
             elif nodes[0] >= count:
                 cause = self.points[keys[nodes[0] - count]].cause
                 assert cause is not None
-                found.append(replace(cause, waiting=self._waiting_for(nodes)))
+                own = {self.place[rank] for rank in cause.ranks}
+                found.append(replace(cause, waiting=self._waiting_for({*nodes, *own}, nodes)))
             else:
                 rank = self.ranks[nodes[0]]
                 first = self._first_wait_for(nodes[0])
@@ -388,12 +390,13 @@ class _WaitGraph:
                 found.append(self._outside(kind, first, known))
         return sorted(_merged(found), key=lambda cause: (-cause.waiting, cause.ranks))
 
-    def _waiting_for(self, nodes: Iterable[int]) -> int:
-        """Return the number of ranks that wait for nodes of the graph, themselves or through others."""
+    def _waiting_for(self, nodes: Iterable[int], starts: Iterable[int] | None = None) -> int:
+        """Return the number of other ranks that wait for nodes of the graph, or for ``starts``, or through others."""
         own = set(nodes)
         reached: set[int] = set()
-        for start in own:
-            reached.update(breadth_first_order(self.backward, start, return_predecessors=False).tolist())
+        for start in own if starts is None else starts:
+            if start not in reached:
+                reached.update(breadth_first_order(self.backward, start, return_predecessors=False).tolist())
         return sum(node < len(self.ranks) for node in reached - own)
 
     def _first_wait_for(self, node: int) -> tuple[int, ...] | None:
@@ -451,7 +454,7 @@ class _WaitGraph:
                 continue
             points = [point for point in self.points.values() if point.view == number and point.cause is None]
             for point in points:
-                if point.wait.record.peer is None:
+                if point.wait.record.peer is None and not self._is_after(point, rank):
                     starts |= {self.place[other] for other in point.behind if other != rank}
             partners = {other for pair in view.messages for other in pair[:2] if rank in pair[:2]} - {rank}
             waiting = {point.wait.rank for point in points if point.wait.record.peer == rank}
@@ -463,6 +466,20 @@ class _WaitGraph:
             if not ends.isdisjoint(reached.tolist()):
                 return True
         return False
+
+    def _is_after(self, point: _Point, rank: int) -> bool:
+        """Return whether other ranks call an operation after one that waits for a single rank only."""
+        later = self._kind(point)
+        for other in self.points.values():
+            if other.behind == {rank} and other.wait.record.peer is None and self._kind(other)[0] != later[0]:
+                orders = Counter(self._orders(self._kind(other), later).values())
+                if orders[True] > 2 * orders[False]:
+                    return True
+        return False
+
+    def _kind(self, point: _Point) -> tuple[str, int]:
+        """Return what operations of one place in the program have in common in all communicators of a description."""
+        return self.snapshot.views[point.view].communicator.description, point.wait.record.sequence
 
     def _deadlock(self, nodes: list[int]) -> RootCause:
         """Return a circle of ranks and who of them has another order of operations than most ranks."""
@@ -507,10 +524,9 @@ class _WaitGraph:
         """Return the ranks of a circle that called two operations in another order than most ranks of the job."""
         kinds: dict[tuple[str, int], Collective] = {}
         for key in points:
-            wait = self.points[key].wait
-            if wait.record.peer is None:
-                description = self.snapshot.views[wait.view].communicator.description
-                kinds.setdefault((description, wait.record.sequence), wait.record)
+            point = self.points[key]
+            if point.wait.record.peer is None:
+                kinds.setdefault(self._kind(point), point.wait.record)
         found: set[int] = set()
         facts = []
         ordered = sorted(kinds)

@@ -32,8 +32,9 @@ class Signature(NamedTuple):
 
     def __str__(self) -> str:
         elements = self.inputs or self.outputs
-        size = f" of {' + '.join(f'{one:,}' for one in elements)} {'/'.join(dict.fromkeys(self.dtypes))}"
-        return self.op + (size if elements else "") + ("" if self.root is None else f" with root {self.root}")
+        size = f" of {' + '.join(f'{one:,}' for one in elements)} elements" if elements else ""
+        form = f" in {'/'.join(self.dtypes)}" if self.dtypes else ""
+        return self.op + size + form + ("" if self.root is None else f" with root {self.root}")
 
 
 @dataclass(frozen=True)

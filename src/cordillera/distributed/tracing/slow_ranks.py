@@ -18,7 +18,7 @@ FACTOR = 1.3
 FEWEST = 5
 """Operations that a slow rank has taken part in."""
 
-_SPREADS = 4.0  # least distance of the factor from 1, in standard deviations of the others' ratios
+_SPREADS = 3.0  # least distance of the factor from 1, in standard deviations of the rank's ratios
 _TO_DEVIATION = 1.4826  # from the median absolute deviation to the standard deviation of normal values
 _LEAST_NS = 20_000.0  # shorter times are those of the program between two calls
 
@@ -79,9 +79,9 @@ def _compare(group: list[tuple[int, list[int], np.ndarray, bool]], found: dict[i
         middle = values[..., ::-1]
     ratios = values / np.maximum(middle, 1e-12)
     factor = np.median(ratios, axis=1)
-    spread = _TO_DEVIATION * np.median(np.abs(ratios - np.median(ratios, axis=(1, 2), keepdims=True)), axis=(1, 2))
+    spread = _TO_DEVIATION * np.median(np.abs(ratios - factor[:, None]), axis=1)
     last = (values == values.max(axis=2, keepdims=True)).mean(axis=1)
-    slow = (factor > np.maximum(FACTOR, 1 + _SPREADS * spread)[:, None]) & (last >= 0.5)
+    slow = (factor > np.maximum(FACTOR, 1 + _SPREADS * spread)) & (last >= 0.5)
     for which, at in zip(*np.nonzero(slow), strict=True):
         number, ranks, _, normalised = group[which]
         one = SlowRank(
