@@ -333,8 +333,8 @@ def _direct(call: _Call, members: list[int], pairs: set[tuple[int, int]]) -> dic
 class _Writer:
     """Makes traces of a simulation at one moment."""
 
-    def __init__(self, simulation: Simulation, moment: float, timeout_s: float) -> None:
-        self.sim, self.moment, self.timeout_ms = simulation, moment, int(1000 * timeout_s)
+    def __init__(self, simulation: Simulation, moment: float, timeout_s: float, kept: int) -> None:
+        self.sim, self.moment, self.timeout_ms, self.kept = simulation, moment, int(1000 * timeout_s), kept
         shape = simulation.shape
         chance = simulation.random
         self.skew = [chance.uniform(-2.0, 2.0) for _ in range(shape.ranks)]
@@ -359,7 +359,7 @@ class _Writer:
         """Return what a rank recorded until it wrote its trace."""
         written = self.moment + self.late[rank]
         kept: list[Collective] = []
-        room: dict[str, int] = defaultdict(lambda: KEPT)
+        room: dict[str, int] = defaultdict(lambda: self.kept)
         channels = self._channels(rank)
         for number in range(len(self.sim.records[rank]) - 1, -1, -1):
             record = self.sim.records[rank][number]
@@ -461,7 +461,7 @@ def healthy(shape: JobShape, seed: int) -> Incident:
     return _incident(simulation, moment, chance.choice((60.0, 600.0, 1800.0)), chance)
 
 
-def incident(shape: JobShape, names: tuple[FaultName, ...], seed: int, remove: bool = False) -> Incident:
+def incident(shape: JobShape, names: tuple[FaultName, ...], seed: int, remove: bool = False, kept: int = KEPT) -> Incident:
     """Return the traces of a job with the given faults, when the watchdog of a waiting rank ended.
 
     Args:
@@ -469,6 +469,7 @@ def incident(shape: JobShape, names: tuple[FaultName, ...], seed: int, remove: b
         names: Faults; ``slow`` alone is written at a random moment.
         seed: Seed of ranks, places and times.
         remove: Whether the faults do not happen, everything else being the same.
+        kept: Newest operations of each communicator in a trace.
     """
     chance = random.Random(seed)
     if "slow" in names:
@@ -481,11 +482,13 @@ def incident(shape: JobShape, names: tuple[FaultName, ...], seed: int, remove: b
         records[-1].enqueued for records in simulation.records if records and records[-1].call.end == math.inf
     ]
     moment = min(blocked) + timeout_s if blocked else chance.uniform(0.7, 1.0) * max(simulation.now)
-    return _incident(simulation, moment, timeout_s, chance)
+    return _incident(simulation, moment, timeout_s, chance, kept)
 
 
-def _incident(simulation: Simulation, moment: float, timeout_s: float, chance: random.Random) -> Incident:
-    writer = _Writer(simulation, moment, timeout_s)
+def _incident(
+    simulation: Simulation, moment: float, timeout_s: float, chance: random.Random, kept: int = KEPT
+) -> Incident:
+    writer = _Writer(simulation, moment, timeout_s, kept)
     traces = []
     for rank in range(simulation.shape.ranks):
         trace = writer.trace(rank)

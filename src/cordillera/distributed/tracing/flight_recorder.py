@@ -166,7 +166,7 @@ def to_flight_recorder(trace: RankTrace) -> dict[str, Any]:
         "comm_lib_version": "",
         "entries": [
             _entry(number, one, communicators[one.communicator], numbers[one.communicator], trace.rank)
-            for number, one in enumerate(trace.collectives)
+            for number, one in enumerate(trace.collectives, 1)  # 0 would say that nothing came before
         ],
         _OWN: {**extra, "inside": trace.inside, "estimated": trace.estimated},
     }

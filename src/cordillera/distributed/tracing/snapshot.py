@@ -203,7 +203,8 @@ class Snapshot:
         in the job, as the stages of a pipeline, are left out.
         """
         found: dict[int, dict[int, dict[int, tuple[float, float | None]]]] = defaultdict(lambda: defaultdict(dict))
-        roles = {rank: self._role(trace) for rank, trace in self.traces.items()}
+        places: dict[int, dict[int, int]] = {}
+        roles = {rank: self._role(trace, places) for rank, trace in self.traces.items()}
         usable = [len({roles.get(rank) for rank in view.members}) == 1 for view in self.views]
         for rank, trace in self.traces.items():
             own, end = self.of_rank[rank], None
@@ -216,9 +217,16 @@ class Snapshot:
                 end = one.ended_ns if end is None else max(end, one.ended_ns)
         return found
 
-    def _role(self, trace: RankTrace) -> frozenset[tuple[str, str, bool]]:
-        own = self.of_rank[trace.rank]
-        return frozenset(
-            (self.views[own[one.communicator]].communicator.description, one.op, (one.peer or 0) > trace.rank)
-            for one in trace.collectives
-        )
+    def _role(self, trace: RankTrace, places: dict[int, dict[int, int]]) -> frozenset[tuple[str, str, bool]]:
+        """Return the kinds of operations of a rank, and whether messages go to or come from later members."""
+        own, found = self.of_rank[trace.rank], set()
+        for one in trace.collectives:
+            number = own[one.communicator]
+            view, later = self.views[number], False
+            if one.peer is not None:
+                if number not in places:
+                    places[number] = {rank: at for at, rank in enumerate(view.communicator.ranks)}
+                place = places[number]
+                later = place.get(one.peer, one.peer) > place.get(trace.rank, trace.rank)
+            found.add((view.communicator.description, one.op, later))
+        return frozenset(found)
