@@ -1,7 +1,7 @@
 """Incidents of simulated training jobs: what every rank recorded when the watchdog wrote the traces.
 
 A job has ranks in tensor, pipeline and data parallel communicators and in one of all ranks. Every rank runs its own
-program of operations; it computes, calls an operation, and goes on when all members have called it. A fault changes what
+program: it computes, calls an operation, and goes on when all members have called it. A fault changes what
 one rank or connection does, and nothing else: who waits for whom follows from the simulation. Traces hold the times of
 each rank's own clock, which differ by a skew, and are written at slightly different moments.
 """
@@ -13,6 +13,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from cordillera.distributed.tracing.rank_trace import Collective, Communicator, PeerProgress, RankTrace
@@ -312,7 +313,10 @@ def _ring(call: _Call, members: list[int], steps: int) -> dict[int, list[PeerPro
         if before == following:
             found[rank] = [PeerProgress(following, posted[at], finished[at], notified[at])]
         else:
-            found[rank] = [PeerProgress(before, 0, 0, notified[at]), PeerProgress(following, posted[at], finished[at], 0)]
+            found[rank] = [
+                PeerProgress(before, 0, 0, notified[at]),
+                PeerProgress(following, posted[at], finished[at], 0),
+            ]
     return found
 
 
@@ -440,7 +444,7 @@ class _Writer:
             elif step.op == "all_to_all":
                 found = _direct(call, members, {(a, b) for a in members for b in members if a != b})
             elif step.op == "broadcast":
-                found = _direct(call, members, set(zip(members, members[1:], strict=False)))
+                found = _direct(call, members, set(pairwise(members)))
             else:
                 found = _ring(call, members, 2 * (len(members) - 1) if step.op == "all_reduce" else len(members) - 1)
             self.progress[id(call)] = found
@@ -461,7 +465,9 @@ def healthy(shape: JobShape, seed: int) -> Incident:
     return _incident(simulation, moment, chance.choice((60.0, 600.0, 1800.0)), chance)
 
 
-def incident(shape: JobShape, names: tuple[FaultName, ...], seed: int, remove: bool = False, kept: int = KEPT) -> Incident:
+def incident(
+    shape: JobShape, names: tuple[FaultName, ...], seed: int, remove: bool = False, kept: int = KEPT
+) -> Incident:
     """Return the traces of a job with the given faults, when the watchdog of a waiting rank ended.
 
     Args:
@@ -478,9 +484,7 @@ def incident(shape: JobShape, names: tuple[FaultName, ...], seed: int, remove: b
     simulation = Simulation(shape, () if remove else faults, seed)
     simulation.run()
     timeout_s = chance.choice((60.0, 600.0, 1800.0))
-    blocked = [
-        records[-1].enqueued for records in simulation.records if records and records[-1].call.end == math.inf
-    ]
+    blocked = [records[-1].enqueued for records in simulation.records if records and records[-1].call.end == math.inf]
     moment = min(blocked) + timeout_s if blocked else chance.uniform(0.7, 1.0) * max(simulation.now)
     return _incident(simulation, moment, timeout_s, chance, kept)
 
@@ -603,5 +607,11 @@ def _slow(shape: JobShape, chance: random.Random) -> Fault:
 
 
 _FAULTS: dict[FaultName, Callable[[JobShape, random.Random], Fault]] = {
-    "dead": _dead, "outside": _outside, "mismatch": _mismatch, "swap": _swap, "link": _link, "sender": _sender, "slow": _slow,
-}  # fmt: skip
+    "dead": _dead,
+    "outside": _outside,
+    "mismatch": _mismatch,
+    "swap": _swap,
+    "link": _link,
+    "sender": _sender,
+    "slow": _slow,
+}

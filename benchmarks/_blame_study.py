@@ -1,4 +1,4 @@
-"""Simulated incidents, and whom the analysis of traces blames: shares by kind of fault, seconds, and torch's analysis."""
+"""Simulated incidents, and whom the analysis of traces blames: shares by kind of fault, its time, torch's analysis."""
 
 from __future__ import annotations
 
@@ -35,34 +35,37 @@ def study(console: Console, quick: bool) -> dict[str, Any]:
     kinds = {name: _counted(incidents) for name, incidents in alone.items()}
     both = [_made(64 if quick else 512, pair, 100 + seed) for seed, pair in enumerate(_pairs(3 if quick else 60))]
     kinds["two at a time"] = _counted([one for one in both if len(one.faults) == 2])
-    false = sum(
-        bool(blame(healthy(_shape(size, seed), seed).traces).causes) for seed in range(3 if quick else 200)
-    )
+    false = sum(bool(blame(healthy(_shape(size, seed), seed).traces).causes) for seed in range(3 if quick else 200))
     seconds = {str(ranks): _seconds(ranks, 1 if quick else 5) for ranks in ((64,) if quick else SIZES)}
     peers = {
-        name: _beside_torch([_made(64, (name,), seed, 1000) for seed in range(1 if quick else 15)])
-        for name in FAULTS
+        name: _beside_torch([_made(64, (name,), seed, 1000) for seed in range(1 if quick else 15)]) for name in FAULTS
     }
     table = Table(title="exact sets of culprits (simulated incidents)", title_justify="left")
     for heading in ("fault", "incidents", "exact", "torch names them", "without messages", "ranks that torch names"):
         table.add_column(heading)
     for name, row in kinds.items():
         peer = peers.get(name, {})  # type: ignore[arg-type]
-        table.add_row(
-            name, str(row["incidents"]), f"{100 * row['exact']:.1f} %",
-            *((f"{100 * peer['named']:.0f} %", f"{100 * peer['named_without_messages']:.0f} %", f"{peer['ranks']:.1f}") if peer else ("", "", "")),
-        )  # fmt: skip
+        shown = ["", "", ""]
+        if peer:
+            shown = [f"{100 * peer[key]:.0f} %" for key in ("named", "named_without_messages")] + [
+                f"{peer['ranks']:.1f}"
+            ]
+        table.add_row(name, str(row["incidents"]), f"{100 * row['exact']:.1f} %", *shown)
     console.print(table)
     single = sum(kinds[name]["exact"] * kinds[name]["incidents"] for name in FAULTS) / (len(FAULTS) * count)
-    console.print(f"one fault: {100 * single:.1f} % exact ({100 * TARGET_EXACT:.0f} asked); healthy jobs blamed: {false}")
+    console.print(
+        f"one fault: {100 * single:.1f} % exact ({100 * TARGET_EXACT:.0f} asked); healthy jobs blamed: {false}"
+    )
     for ranks, one in seconds.items():
-        console.print(f"{ranks} ranks, {one['records']:,} operations: {one['seconds']['median']:.2f} s, files {one['read']:.1f} s")
+        console.print(
+            f"{ranks} ranks, {one['records']:,} operations: {one['seconds']['median']:.2f} s, files {one['read']:.1f} s"
+        )
     return {
         "evidence": "simulated incidents, analysed by real code; seconds measured",
         "kinds": kinds,
         "exact": single,
         "healthy": {"jobs": 3 if quick else 200, "blamed": false},
-        "seconds": seconds,
+        "analysis": seconds,
         "torch": peers,
         "targets": {"exact": TARGET_EXACT, "seconds": TARGET_SECONDS},
         "reached": {

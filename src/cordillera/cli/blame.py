@@ -10,17 +10,21 @@ import typer
 from cordillera.cli._show import AsJson
 
 if TYPE_CHECKING:
-    from cordillera.distributed.tracing.blame import RootCause
+    from cordillera.distributed.tracing.causes import RootCause
 
 BLAMED = 3
 """Exit status if a rank or an operation is to blame."""
 
 
 def blame(
-    traces: Annotated[Path, typer.Argument(help="A folder with one trace a rank, as torch's Flight Recorder writes them.")],
+    traces: Annotated[
+        Path, typer.Argument(help="A folder with a trace of each rank, in the form of torch's Flight Recorder.")
+    ],
     after: Annotated[
         float | None,
-        typer.Option(min=0, help="Seconds after which a wait is a stall. Default: ten times the longest of the traces."),
+        typer.Option(
+            min=0, help="Seconds after which a wait is a stall. Default: ten times the longest of the traces."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -28,8 +32,8 @@ def blame(
 
     The exit status is 3 if something is to blame.
 
-    Traces of all ranks are compared: who has not joined an operation, who called it differently, who waits for whom, and
-    whose computation takes longer than that of the others. Ranks that only wait for others are counted.
+    Traces of all ranks are compared: who has not joined an operation, who called it differently, who waits for whom,
+    and whose computation takes longer than that of the others. Ranks that only wait for others are counted.
     """
     from cordillera.cli._show import console, print_json
     from cordillera.distributed.tracing.blame import blame as find

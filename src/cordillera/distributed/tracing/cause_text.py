@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cordillera.distributed.tracing.blame import Blame, CauseKind, RootCause, label, named
+from cordillera.distributed.tracing.causes import Blame, CauseKind, RootCause, label, named
 
 _REMEDIES: dict[CauseKind, str] = {
     "RANK_PROCESS_DEAD": "Read the end of its log and the kernel's log of its host, then replace the process.",
-    "RANK_UNRESPONSIVE": "See whether its process and its host still run; a stack of the process (py-spy) shows where it is.",
+    "RANK_UNRESPONSIVE": "See whether its process and its host still run; a stack of the process (py-spy) shows where "
+    "it is.",
     "RANK_ERROR": "Repair what its error names; the errors of ranks that wait follow from it.",
     "STUCK_IN_INIT": "See where it is before it makes the communicator: a stack of the process (py-spy) shows it.",
-    "RANK_NOT_JOINED": "Look at what it does outside of collectives (data loading, a checkpoint, a kernel): a stack of the "
-    "process (py-spy) shows it.",
-    "METADATA_MISMATCH": "Compare what these ranks compute before this operation: they took another branch or another shape.",
+    "RANK_NOT_JOINED": "Look at what it does outside of collectives (data loading, a checkpoint, a kernel): a stack of "
+    "the process (py-spy) shows it.",
+    "METADATA_MISMATCH": "Compare what these ranks compute before this operation: they took another branch or another "
+    "shape.",
     "COLLECTIVE_DEADLOCK": "Call operations of different communicators in the same order on all ranks.",
     "NETWORK_STUCK": "Check the connection between the two: counters of both network ports, cable, switch.",
     "SENDER_STUCK": "Check the sender's network adapter, its memory registration and its progress thread.",
-    "STUCK_INSIDE": "Record the progress of messages in the traces, or compare stacks and network counters of the members.",
+    "STUCK_INSIDE": "Record the progress of messages in the traces, or compare stacks and network counters of the "
+    "members.",
     "SLOW_RANK": "Compare its clock rate, temperature, neighbours on the host and input data with those of the others.",
 }
 
@@ -63,26 +66,21 @@ def _happened(cause: RootCause) -> str:
     if not cause.certain and cause.ranks:
         who = f"one or more of {who}"
     one = len(cause.ranks) == 1
+    has, waits = ("has", "waits") if one else ("have", "wait")
     operation = "" if cause.communicator is None else f"{cause.op} {cause.sequence} of {label(cause.communicator)}"
-    if cause.kind == "RANK_PROCESS_DEAD":
-        return f"{who} died" + (f", and others wait for {'it' if one else 'them'} in {operation}" if operation else "")
-    if cause.kind == "RANK_UNRESPONSIVE":
-        return f"{who} did not answer" + (f", and others wait for {'it' if one else 'them'} in {operation}" if operation else "")
-    if cause.kind == "RANK_ERROR":
-        return f"{who} met an error" + (f", and others wait for {'it' if one else 'them'} in {operation}" if operation else "")
-    if cause.kind == "STUCK_IN_INIT":
-        return f"{who} {'has' if one else 'have'} not made the communicator that {operation} needs"
-    if cause.kind == "RANK_NOT_JOINED":
-        return f"{who} {'has' if one else 'have'} not joined {operation}, and {'waits' if one else 'wait'} for no other rank"
-    if cause.kind == "METADATA_MISMATCH":
-        return f"{who} called {operation} differently from the other members"
-    if cause.kind == "COLLECTIVE_DEADLOCK":
-        return f"{who} called operations in another order, so that ranks wait for each other, in {operation}"
-    if cause.kind == "NETWORK_STUCK":
-        return f"a message between {who} is lost in {operation}"
-    if cause.kind == "SENDER_STUCK":
-        return f"{who} cannot send in {operation}"
-    if cause.kind == "STUCK_INSIDE":
-        return f"{who} holds {operation}, which all members have called"
-    assert cause.communicator is not None
-    return f"{who} is slow: it takes {cause.factor:.2f} times as long as the other members of {label(cause.communicator)}"
+    awaited = f", and others wait for {'it' if one else 'them'} in {operation}" if operation else ""
+    return {
+        "RANK_PROCESS_DEAD": f"{who} died{awaited}",
+        "RANK_UNRESPONSIVE": f"{who} did not answer{awaited}",
+        "RANK_ERROR": f"{who} met an error{awaited}",
+        "STUCK_IN_INIT": f"{who} {has} not made the communicator that {operation} needs",
+        "RANK_NOT_JOINED": f"{who} {has} not joined {operation}, and {waits} for no other rank",
+        "METADATA_MISMATCH": f"{who} called {operation} differently from the other members",
+        "COLLECTIVE_DEADLOCK": f"{who} called operations in another order, so that ranks wait for each other, "
+        f"in {operation}",
+        "NETWORK_STUCK": f"a message between {who} is lost in {operation}",
+        "SENDER_STUCK": f"{who} cannot send in {operation}",
+        "STUCK_INSIDE": f"{who} holds {operation}, which all members have called",
+        "SLOW_RANK": f"{who} is slow: it takes {cause.factor or 1.0:.2f} times as long as the other members of "
+        + ("its communicator" if cause.communicator is None else label(cause.communicator)),
+    }[cause.kind]

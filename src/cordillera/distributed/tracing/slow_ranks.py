@@ -45,7 +45,8 @@ class SlowRank:
 
 
 def find_slow_ranks(
-    own_times: Mapping[int, Mapping[int, Mapping[int, tuple[float, float | None]]]], members: Mapping[int, Iterable[int]]
+    own_times: Mapping[int, Mapping[int, Mapping[int, tuple[float, float | None]]]],
+    members: Mapping[int, Iterable[int]],
 ) -> list[SlowRank]:
     """Return the slow ranks, slowest first.
 
@@ -61,7 +62,9 @@ def find_slow_ranks(
         if len(ranks) < 2 or len(rows) < FEWEST:
             continue
         normalised = all(row[rank][1] for row in rows for rank in ranks)
-        values = np.array([[row[rank][0] / ((row[rank][1] or 1.0) if normalised else 1.0) for rank in ranks] for row in rows])
+        values = np.array(
+            [[row[rank][0] / ((row[rank][1] or 1.0) if normalised else 1.0) for rank in ranks] for row in rows]
+        )
         times = np.array([[row[rank][0] for rank in ranks] for row in rows])
         values = values[np.median(times, axis=1) >= _LEAST_NS]
         if len(values) >= FEWEST:
@@ -84,8 +87,6 @@ def _compare(group: list[tuple[int, list[int], np.ndarray, bool]], found: dict[i
     slow = (factor > np.maximum(FACTOR, 1 + _SPREADS * spread)) & (last >= 0.5)
     for which, at in zip(*np.nonzero(slow), strict=True):
         number, ranks, _, normalised = group[which]
-        one = SlowRank(
-            ranks[at], number, float(factor[which, at]), float(last[which, at]), values.shape[1], normalised
-        )
+        one = SlowRank(ranks[at], number, float(factor[which, at]), float(last[which, at]), values.shape[1], normalised)
         if one.rank not in found or found[one.rank].operations < one.operations:
             found[one.rank] = one

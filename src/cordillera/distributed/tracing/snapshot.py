@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from cordillera.distributed.tracing.metadata import needs_all
 from cordillera.distributed.tracing.rank_trace import Collective, Communicator, RankTrace
 from cordillera.errors import DataError
 
@@ -36,8 +37,8 @@ class CommunicatorView:
 
 
 @dataclass(frozen=True)
-class StalledWait:
-    """Operation that a rank has waited in for longer than any wait of a working job.
+class RankWait:
+    """Operation that a rank waits in.
 
     Attributes:
         rank: Rank that waits.
@@ -144,43 +145,39 @@ class Snapshot:
     def _stall_ns(self, one: Collective) -> float:
         if self.stalled_after_s is not None:
             return 1e9 * self.stalled_after_s
-        default: float = max(_STALL_FACTOR * self.longest_ns, _LEAST_STALL_NS) if self.longest_ns else (
-            _STALL_WITHOUT_HISTORY_NS
+        default: float = (
+            max(_STALL_FACTOR * self.longest_ns, _LEAST_STALL_NS) if self.longest_ns else (_STALL_WITHOUT_HISTORY_NS)
         )
         return min(default, 5e5 * one.timeout_ms) if one.timeout_ms else default
 
-    def stalled(self) -> Iterator[StalledWait]:
+    def stalled(self) -> Iterator[RankWait]:
         """Yield the operations in which ranks wait for too long.
 
         An operation that is over without saying how (``ended``) counts as one if it needs a member that has not called
         it, because then it failed.
         """
-        for rank, trace in self.traces.items():
-            if trace.written_ns is None or trace.inside is False:
+        for rank in self.traces:
+            for wait in self.waits_of(rank):
+                if 1e9 * wait.seconds > self._stall_ns(wait.record):
+                    yield wait
+
+    def waits_of(self, rank: int) -> Iterator[RankWait]:
+        """Yield the operations in which a rank waits, for however short."""
+        trace = self.traces.get(rank)
+        if trace is None or trace.written_ns is None or trace.inside is False:
+            return
+        for one in trace.collectives:
+            if one.state == "completed":
                 continue
-            own = self.of_rank[rank]
-            for one in trace.collectives:
-                if one.state == "completed":
-                    continue
-                number = own[one.communicator]
-                if one.state == "ended" and not self._failed(one, self.views[number]):
-                    continue
-                waited = trace.written_ns - one.enqueued_ns
-                if waited > self._stall_ns(one):
-                    yield StalledWait(rank, number, one, waited / 1e9)
+            number = self.of_rank[rank][one.communicator]
+            if one.state != "ended" or self._failed(one, self.views[number]):
+                yield RankWait(rank, number, one, (trace.written_ns - one.enqueued_ns) / 1e9)
 
     @staticmethod
     def _failed(one: Collective, view: CommunicatorView) -> bool:
-        from cordillera.distributed.tracing.metadata import needs_all
-
         if one.peer is not None or not needs_all(one):
             return False
         return any(view.heads.get(rank, -1) < one.sequence for rank in view.members)
-
-    def in_flight(self, rank: int) -> Sequence[Collective]:
-        """Return the operations of a rank that are not over."""
-        trace = self.traces.get(rank)
-        return [] if trace is None else [one for one in trace.collectives if one.state in _IN_FLIGHT]
 
     def last_ended(self, rank: int) -> Collective | None:
         """Return a rank's newest operation that is over, or None."""
@@ -197,7 +194,7 @@ class Snapshot:
                 yield from one.collectives.get(sequence, {}).values()
 
     def own_times(self) -> dict[int, dict[int, dict[int, tuple[float, float | None]]]]:
-        """Return each rank's time from the end of its previous operation to its next call, in nanoseconds, and its work.
+        """Return each rank's time from the end of its previous operation to the next call, in ns, and its work.
 
         The keys are communicator, number of the collective, and rank. Communicators whose members have different parts
         in the job, as the stages of a pipeline, are left out.
