@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple
 
 from cordillera.distributed.tracing.rank_trace import Collective, Communicator, PeerProgress, RankTrace
 
-FaultName = Literal["dead", "outside", "mismatch", "swap", "link", "sender", "slow"]
-FAULTS: tuple[FaultName, ...] = ("dead", "outside", "mismatch", "swap", "link", "sender", "slow")
+FaultName = Literal["dead", "outside", "mismatch", "swap", "link", "sender", "slow", "slow-link"]
+FAULTS: tuple[FaultName, ...] = ("dead", "outside", "mismatch", "swap", "link", "sender", "slow", "slow-link")
 START_NS = 1_790_000_000_000_000_000
 KEPT = 20  # newest operations of each communicator in a trace, as CollTrace keeps them
 
@@ -96,6 +96,7 @@ class _Call:
     lost: tuple[int, int] | None = None
     stuck: int | None = None
     began: int = 0  # messages that went through before a fault
+    transfer: float = 0.0  # seconds of the data on usual connections
 
 
 @dataclass
@@ -128,7 +129,8 @@ class Simulation:
         self.slow = {fault.rank: fault.factor for fault in faults if fault.name == "slow"}
         self.stops: dict[tuple[int, int], Fault] = {}
         self.holds: dict[tuple[int, int], Fault] = {}
-        self.happened: set[Fault] = {fault for fault in faults if fault.name == "slow"}
+        self.slow_links = [fault for fault in faults if fault.name == "slow-link"]
+        self.happened: set[Fault] = {fault for fault in faults if fault.name in ("slow", "slow-link")}
         for fault in faults:
             self._inject(fault)
         self.now = [0.0] * shape.ranks
@@ -225,11 +227,24 @@ class Simulation:
                 self.happened.add(fault)
         if call.poisoned:
             return []
-        call.end = call.latest + 8e-6 * math.log2(call.expected + 1) + 2e-12 * max(step.inputs, step.outputs)
+        call.transfer = 3e-11 * max(step.inputs, step.outputs) * math.exp(self.random.gauss(0.0, 0.2))
+        slowest = max((fault.factor for fault in self.slow_links if self.uses(fault, rank, step)), default=1.0)
+        call.end = call.latest + 8e-6 * math.log2(call.expected + 1) + slowest * call.transfer
         for member in call.members:
             self.now[member] = call.end
             self.place[member] += 1
         return list(call.members)
+
+    def uses(self, fault: Fault, rank: int, step: Step) -> bool:
+        """Return whether data of a rank's operation takes a slow connection."""
+        if fault.how != step.kind:
+            return False
+        if step.kind == "pp":
+            d, s, t = self.place_of(rank)
+            peer = self.rank_at(d, s + step.offset, t)
+            return (fault.rank, fault.other) == ((rank, peer) if step.op == "send" else (peer, rank))
+        members = self.members(step.kind, rank)
+        return fault.rank in members and (step.op != "broadcast" or members[0] != fault.other)
 
     def _key(self, rank: int, step: Step) -> tuple[tuple[int, ...], int, int]:
         """Return the identity of an operation, its number of members and its number in the communicator."""
@@ -427,9 +442,23 @@ class _Writer:
             output_splits=splits[1],
             work=record.work,
             timeout_ms=self.timeout_ms,
-            peers=() if over else self._peers(rank, record, peer),
+            peers=self._ended_peers(rank, record) if over else self._peers(rank, record, peer),
             backend="nccl",
         )
+
+    def _ended_peers(self, rank: int, record: _Record) -> tuple[PeerProgress, ...]:
+        """Return the messages of a ring with the time to send them, if connections are among the faults."""
+        step = record.step
+        if not self.sim.slow_links or step.kind not in ("tp", "dp") or step.op in ("all_to_all", "broadcast"):
+            return ()
+        members = self.sim.members(step.kind, rank)
+        at, count = members.index(rank), len(members)
+        peer = members[(at + 1) % count]
+        factor = max(
+            (fault.factor for fault in self.sim.slow_links if (fault.rank, fault.other) == (rank, peer)), default=1
+        )
+        time = int(1e9 * factor * record.call.transfer * math.exp(self.sim.random.gauss(0.0, 0.2)))
+        return (PeerProgress(peer, count - 1, count - 1, count - 1 if count == 2 else 0, max(1, time)),)
 
     def _peers(self, rank: int, record: _Record, peer: int | None) -> tuple[PeerProgress, ...]:
         step, call = record.step, record.call
@@ -478,14 +507,14 @@ def incident(
         kept: Newest operations of each communicator in a trace.
     """
     chance = random.Random(seed)
-    if "slow" in names:
-        shape = replace(shape, steps=max(shape.steps, 4))
+    if {"slow", "slow-link"} & set(names):
+        shape = replace(shape, steps=max(shape.steps, 5))
     faults = tuple(_FAULTS[name](shape, chance) for name in names)
     simulation = Simulation(shape, () if remove else faults, seed)
     simulation.run()
     timeout_s = chance.choice((60.0, 600.0, 1800.0))
     blocked = [records[-1].enqueued for records in simulation.records if records and records[-1].call.end == math.inf]
-    moment = min(blocked) + timeout_s if blocked else chance.uniform(0.7, 1.0) * max(simulation.now)
+    moment = min(blocked) + timeout_s if blocked else chance.uniform(0.8, 1.0) * max(simulation.now)
     return _incident(simulation, moment, timeout_s, chance, kept)
 
 
@@ -531,7 +560,7 @@ def _waits_too_early(simulation: Simulation, rank: int, fault: Fault) -> bool:
 
 
 def _to_blame(fault: Fault) -> set[int]:
-    return {fault.rank, fault.other} if fault.name == "link" else {fault.rank}
+    return {fault.rank, fault.other} if fault.name in ("link", "slow-link") else {fault.rank}
 
 
 def _places(shape: JobShape, rank: int, wanted: Callable[[Step], bool]) -> list[int]:
@@ -606,6 +635,16 @@ def _slow(shape: JobShape, chance: random.Random) -> Fault:
     return Fault("slow", chance.randrange(shape.ranks), factor=chance.uniform(1.6, 4.0))
 
 
+def _slow_link(shape: JobShape, chance: random.Random) -> Fault:
+    rank = chance.randrange(shape.ranks)
+    kind = chance.choice(("tp", "pp", "dp") if shape.pp > 1 else ("tp", "dp"))
+    simulation = Simulation(replace(shape, steps=1), (), 0)
+    members = simulation.members(kind, rank)
+    at = members.index(rank)
+    other = members[at + 1] if at + 1 < len(members) else members[at - 1] if kind == "pp" else members[0]
+    return Fault("slow-link", rank, 0, other, kind, chance.uniform(10.0, 30.0))
+
+
 _FAULTS: dict[FaultName, Callable[[JobShape, random.Random], Fault]] = {
     "dead": _dead,
     "outside": _outside,
@@ -614,4 +653,5 @@ _FAULTS: dict[FaultName, Callable[[JobShape, random.Random], Fault]] = {
     "link": _link,
     "sender": _sender,
     "slow": _slow,
+    "slow-link": _slow_link,
 }

@@ -27,6 +27,7 @@ KIND = {
     "link": {"NETWORK_STUCK"},
     "sender": {"SENDER_STUCK"},
     "slow": {"SLOW_RANK"},
+    "slow-link": {"NETWORK_SLOW"},
 }
 SECOND = 1_000_000_000
 TINY = JobShape(2, 2, 4)
@@ -48,6 +49,7 @@ def test_the_culprit_of_one_fault_is_found(name: FaultName) -> None:
         assert found.culprits == made.culprits
         assert {cause.kind for cause in found.causes} <= KIND[name]
         assert all(cause.certain for cause in found.causes)
+        assert len(describe(found)) >= len(found.causes)
 
 
 @pytest.mark.slow
@@ -76,7 +78,7 @@ def test_a_healthy_job_has_no_verdict() -> None:
 
 
 def test_two_faults_are_both_found() -> None:
-    pairs = list(itertools.combinations([name for name in FAULTS if name not in ("swap", "slow")], 2))
+    pairs = list(itertools.combinations([name for name in FAULTS if name not in ("swap", "slow", "slow-link")], 2))
     made = [incident(shape_of(64, seed), pair, 50 + seed) for seed, pair in enumerate(pairs)]
     both = [one for one in made if len(one.faults) == 2]
     assert len(both) >= 4
@@ -343,6 +345,16 @@ def test_unequal_work_that_is_recorded_is_not_slowness() -> None:
     assert (slow.kind, slow.ranks) == ("SLOW_RANK", (2,))
     assert 1.9 < slow.factor < 2.1
     assert "work was not recorded" in only(blame(traces((None, None, None)))).facts[0]
+
+
+def test_a_slow_network_is_told_without_the_connection_if_messages_have_no_times() -> None:
+    made = incident(SHAPES[64][0], ("slow-link",), 3)
+    (fault,) = made.faults
+    assert fault.how != "pp"
+    bare = [_changed(trace, lambda one: replace(one, peers=())) for trace in made.traces]
+    cause = only(blame(bare))
+    assert (cause.kind, cause.ranks, cause.certain) == ("NETWORK_SLOW", (), False)
+    assert {fault.rank, fault.other} <= set(cause.communicator.ranks)
 
 
 def test_traces_that_contradict_each_other_are_refused() -> None:

@@ -15,6 +15,7 @@ from cordillera.distributed.tracing.causes import Blame, RootCause, named
 from cordillera.distributed.tracing.held import mismatch_cause
 from cordillera.distributed.tracing.metadata import alike, find_mismatch
 from cordillera.distributed.tracing.rank_trace import RankTrace
+from cordillera.distributed.tracing.slow_links import find_slow_links
 from cordillera.distributed.tracing.slow_ranks import find_slow_ranks
 from cordillera.distributed.tracing.snapshot import Snapshot
 from cordillera.distributed.tracing.wait_graph import WaitGraph
@@ -44,6 +45,7 @@ def blame(traces: Iterable[RankTrace], *, stalled_after_s: float | None = None) 
     blamed = {rank for cause in causes for rank in cause.ranks}
     causes += _past_mismatches(snapshot, graph.mismatched)
     causes += [cause for cause in _slow_causes(snapshot) if not blamed.issuperset(cause.ranks)]
+    causes += _slow_links(snapshot)
     blamed = {rank for cause in causes for rank in cause.ranks}
     victims = graph.waiting.keys() - blamed
     return Blame(
@@ -63,6 +65,16 @@ def _slow_causes(snapshot: Snapshot) -> Iterator[RootCause]:
         facts = (own, f"it came last to {100 * one.last:.0f} % of them")
         view = snapshot.views[one.communicator].communicator
         yield RootCause("SLOW_RANK", (one.rank,), communicator=view, facts=facts, factor=one.factor)
+
+
+def _slow_links(snapshot: Snapshot) -> Iterator[RootCause]:
+    for one in find_slow_links(snapshot):
+        view = snapshot.views[one.communicator].communicator
+        facts = [f"data takes {one.factor:.1f} times as long as elsewhere, in {one.operations} operations"]
+        if not one.ranks:
+            facts.append("between which members cannot be told from these traces")
+        ranks = tuple(sorted(one.ranks))
+        yield RootCause("NETWORK_SLOW", ranks, bool(ranks), view, facts=tuple(facts), factor=one.factor)
 
 
 def _notes(snapshot: Snapshot, graph: WaitGraph, blamed: set[int]) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ _REMEDIES: dict[CauseKind, str] = {
     "SENDER_STUCK": "Check the sender's network adapter, its memory registration and its progress thread.",
     "STUCK_INSIDE": "Record the progress of messages in the traces, or compare stacks and network counters of the "
     "members.",
+    "NETWORK_SLOW": "Compare counters of retransmissions and congestion of its network ports with those of the others.",
     "SLOW_RANK": "Compare its clock rate, temperature, neighbours on the host and input data with those of the others.",
 }
 
@@ -81,6 +82,8 @@ def _happened(cause: RootCause) -> str:
         "NETWORK_STUCK": f"a message between {who} is lost in {operation}",
         "SENDER_STUCK": f"{who} cannot send in {operation}",
         "STUCK_INSIDE": f"{who} holds {operation}, which all members have called",
+        "NETWORK_SLOW": (f"the connection between {who} is slow" if cause.ranks else "the network is slow")
+        + f" in {'a communicator' if cause.communicator is None else label(cause.communicator)}",
         "SLOW_RANK": f"{who} is slow: it takes {cause.factor or 1.0:.2f} times as long as the other members of "
         + ("its communicator" if cause.communicator is None else label(cause.communicator)),
     }[cause.kind]

@@ -19,6 +19,7 @@ CauseKind: TypeAlias = Literal[
     "NETWORK_STUCK",
     "SENDER_STUCK",
     "STUCK_INSIDE",
+    "NETWORK_SLOW",
     "SLOW_RANK",
 ]
 
@@ -38,7 +39,7 @@ class RootCause:
         waiting: Number of ranks that wait for it, themselves or through others; 0 for slowness.
         facts: What the traces show of it, a sentence each.
         circle: Ranks of a deadlock, each of which waits for the next one.
-        factor: Slowness of a rank, in the time of the other members.
+        factor: Time of a slow rank or connection, in that of the others.
     """
 
     kind: CauseKind

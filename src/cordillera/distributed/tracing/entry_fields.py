@@ -107,7 +107,11 @@ class EntryFields:
         """Return the messages with each peer; a missing key is none."""
         value = self.take(key, (list, tuple), ())
         for row in value:
-            if not isinstance(row, (list, tuple)) or len(row) != 4 or not all(type(n) is int and n >= 0 for n in row):
+            if (
+                not isinstance(row, (list, tuple))
+                or len(row) not in (4, 5)
+                or not all(type(n) is int and n >= 0 for n in row)
+            ):
                 raise self.wrong(key, value)
         return tuple(PeerProgress(*row) for row in value)
 

@@ -26,6 +26,7 @@ from cordillera.distributed.tracing.rank_trace import (
     Collective,
     CollectiveState,
     Communicator,
+    PeerProgress,
     RankStatus,
     RankTrace,
 )
@@ -189,7 +190,7 @@ def _entry(number: int, one: Collective, communicator: Communicator, group: int,
         "input_splits": list(one.input_splits),
         "output_splits": list(one.output_splits),
         "work": one.work,
-        "peers": [[peer.peer, peer.posted, peer.finished, peer.notified] for peer in one.peers],
+        "peers": [_row(peer) for peer in one.peers],
     }
     message = one.peer is not None
     return {
@@ -213,6 +214,11 @@ def _entry(number: int, one: Collective, communicator: Communicator, group: int,
         "is_p2p": message,
         _OWN: {key: value for key, value in extra.items() if value not in (None, [])},
     }
+
+
+def _row(peer: PeerProgress) -> list[int]:
+    row = [peer.peer, peer.posted, peer.finished, peer.notified]
+    return [*row, peer.put_ns] if peer.put_ns else row
 
 
 def from_flight_recorder(content: Any, rank: int, where: str) -> RankTrace:

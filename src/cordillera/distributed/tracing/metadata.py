@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from cordillera.distributed.tracing.rank_trace import Collective, Communicator
 
 _GATHERS = {"all_gather", "_all_gather_base", "all_gather_single", "all_gather_into_tensor_coalesced"}
@@ -75,10 +77,9 @@ def needs_all(one: Collective) -> bool:
 def alike(records: Iterable[Collective]) -> bool:
     """Return whether operations are equal in all that is compared; if not, they may still be compatible."""
     seen = {
-        (one.op, one.input_sizes, one.output_sizes, one.input_dtypes, one.root, one.input_splits, one.op in _EXCHANGES)
-        for one in records
+        (one.op, one.input_sizes, one.output_sizes, one.input_dtypes, one.output_dtypes, one.root) for one in records
     }
-    return len(seen) < 2 and not any(key[-1] for key in seen)
+    return len(seen) < 2 and not any(key[0] in _EXCHANGES for key in seen)
 
 
 def find_mismatch(
@@ -93,16 +94,21 @@ def find_mismatch(
             forms that equally many ranks called.
     """
     forms: dict[Signature, list[int]] = {}
+    rooted = all(one.root is not None for one in records.values())  # otherwise some roots are unknown
     for rank in sorted(records):
-        forms.setdefault(signature(records[rank]), []).append(rank)
+        form = signature(records[rank])
+        forms.setdefault(form if rooted else form._replace(root=None), []).append(rank)
     if len(forms) < 2:
         return _exchange_mismatch(records, communicator)
     ordered = sorted(forms, key=lambda form: -len(forms[form]))
     right: Signature | None = ordered[0] if len(forms[ordered[0]]) > len(forms[ordered[1]]) else None
     if right is None:
-        others = Counter(signature(one) for one in siblings)
-        known = sorted((form for form in forms if others[form]), key=lambda form: -others[form])
-        if known and (len(known) == 1 or others[known[0]] > others[known[1]]):
+        others = Counter(
+            signature(one)._replace(root=None) for one in siblings
+        )  # each communicator has roots of its own
+        seen = {form: others[form._replace(root=None)] for form in forms}
+        known = sorted((form for form in forms if seen[form]), key=lambda form: -seen[form])
+        if known and (len(known) == 1 or seen[known[0]] > seen[known[1]]):
             right = known[0]
             ordered.sort(key=lambda form: form != right)
     wrong = sorted(rank for form, ranks in forms.items() if form != right for rank in ranks)
@@ -129,12 +135,10 @@ def _exchange_mismatch(records: Mapping[int, Collective], communicator: Communic
 
 
 def _split_mismatch(records: Mapping[int, Collective], place: Mapping[int, int]) -> Mismatch | None:
-    pairs = [
-        (sender, receiver)
-        for sender, sending in records.items()
-        for receiver, receiving in records.items()
-        if sending.input_splits[place[receiver]] != receiving.output_splits[place[sender]]
-    ]
+    ranks = list(place)
+    sent = np.array([records[rank].input_splits for rank in ranks])
+    expected = np.array([records[rank].output_splits for rank in ranks]).T
+    pairs = [(ranks[sender], ranks[receiver]) for sender, receiver in np.argwhere(sent != expected).tolist()]
     if not pairs:
         return None
     count = Counter(rank for pair in pairs for rank in set(pair))
