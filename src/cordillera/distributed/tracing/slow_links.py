@@ -58,14 +58,13 @@ def find_slow_links(snapshot: Snapshot) -> list[SlowLink]:
             usual = statistics.median(map(statistics.median, places.values()))
             for place, own in places.items():
                 ratios[place] += [time / usual for time in own]
-    found = []
+    located = [link for number, view in enumerate(snapshot.views) if (link := _located(number, view)) is not None]
+    known = {link.communicator for link in located}
     for place, own in ratios.items():
         factor = statistics.median(own)
-        if len(own) >= FEWEST and factor >= FACTOR:
-            number, ranks = place[0], place[1:]
-            located = _located(snapshot.views[number]) if not ranks else (ranks, factor)
-            found.append(SlowLink(number, *located, len(own)) if located else SlowLink(number, (), factor, len(own)))
-    return sorted(found, key=lambda one: (-one.factor, one.communicator))
+        if len(own) >= FEWEST and factor >= FACTOR and (place[1:] or place[0] not in known):
+            located.append(SlowLink(place[0], place[1:], factor, len(own)))
+    return sorted(located, key=lambda one: (-one.factor, one.communicator))
 
 
 def _transfers(number: int, view: CommunicatorView) -> Iterator[tuple[tuple[object, ...], tuple[int, ...], float]]:
@@ -88,8 +87,8 @@ def _transfers(number: int, view: CommunicatorView) -> Iterator[tuple[tuple[obje
                 yield (description, "message", one.input_sizes), (number, sender, receiver), float(time)
 
 
-def _located(view: CommunicatorView) -> tuple[tuple[int, ...], float] | None:
-    """Return the pair of members whose messages take longest, with its factor, if it is far longer than of others."""
+def _located(number: int, view: CommunicatorView) -> SlowLink | None:
+    """Return the pair of members whose messages take far longer than those of all other pairs, if there is one."""
     ratios: dict[tuple[int, int], list[float]] = defaultdict(list)
     for records in view.collectives.values():
         times = dict(_messages(records))
@@ -99,7 +98,7 @@ def _located(view: CommunicatorView) -> tuple[tuple[int, ...], float] | None:
                 ratios[pair].append(time / usual)
     factors = {pair: statistics.median(own) for pair, own in ratios.items() if len(own) >= FEWEST}
     slow = [pair for pair, factor in factors.items() if factor >= FACTOR]
-    return (slow[0], factors[slow[0]]) if len(slow) == 1 else None
+    return SlowLink(number, slow[0], factors[slow[0]], len(ratios[slow[0]])) if len(slow) == 1 else None
 
 
 def _messages(records: dict[int, Collective]) -> Iterator[tuple[tuple[int, int], float]]:
