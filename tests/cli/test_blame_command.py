@@ -60,3 +60,14 @@ def test_a_folder_without_traces_is_refused(cli: Any, tmp_path: Path) -> None:
     result = cli("blame", tmp_path / "empty")
     assert result.code == 2
     assert "wants os.system, and only plain data is read" in result.err
+
+
+def test_the_ranks_are_drawn(cli: Any, tmp_path: Path) -> None:
+    made = incident(TINY, ("swap",), 1)
+    folder, plot = written(tmp_path / "traces", made), tmp_path / "blame.svg"
+    assert cli("blame", folder, "--plot", plot).code == 3
+    text = plot.read_text()
+    assert all(words in text for words in ("to blame: rank", "wait for others"))
+    result = cli("blame", folder, "--plot", tmp_path / "blame.txt")
+    assert result.code == 2
+    assert "cannot draw into blame.txt" in result.err

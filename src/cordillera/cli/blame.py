@@ -26,6 +26,7 @@ def blame(
             min=0, help="Seconds after which a wait is a stall. Default: ten times the longest of the traces."
         ),
     ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the ranks into this .png or .svg.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the ranks that a hang or slowness comes from.
@@ -39,11 +40,18 @@ def blame(
     from cordillera.distributed.tracing.blame import blame as find
     from cordillera.distributed.tracing.cause_text import describe
     from cordillera.distributed.tracing.flight_recorder import read_traces
+    from cordillera.errors import PlanError
 
+    if plot is not None and plot.suffix not in (".png", ".svg"):
+        raise PlanError(f"cannot draw into {plot.name}", where="--plot", remedy="name a .png or an .svg")
     found = find(read_traces(traces), stalled_after_s=after)
+    if plot is not None:
+        from cordillera.reports.blame import plot_blame
+
+        plot_blame(found, plot)
     if as_json:
         causes = [_plain(cause) for cause in found.causes]
-        answer = {"causes": causes, "victims": found.victims, "ranks": found.ranks, "absent": found.absent}
+        answer = {"causes": causes, "victims": len(found.victims), "ranks": found.ranks, "absent": found.absent}
         print_json({**answer, "notes": found.notes})
     else:
         out = console()

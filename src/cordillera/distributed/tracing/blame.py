@@ -34,7 +34,7 @@ def blame(traces: Iterable[RankTrace], *, stalled_after_s: float | None = None) 
             the operation's own timeout.
 
     Returns:
-        The causes, and the number of ranks that only wait.
+        The causes, and the ranks that only wait.
 
     Raises:
         DataError: If there are no traces, or two of one rank.
@@ -50,7 +50,7 @@ def blame(traces: Iterable[RankTrace], *, stalled_after_s: float | None = None) 
     victims = graph.waiting.keys() - blamed
     return Blame(
         tuple(causes),
-        len(victims),
+        tuple(sorted(victims)),
         len(snapshot.members),
         tuple(sorted(snapshot.absent)),
         _notes(snapshot, graph, blamed),

@@ -36,8 +36,9 @@ def describe(found: Blame) -> list[str]:
     if not paragraphs:
         paragraphs = [f"no rank is to blame: none of {found.ranks:,} ranks waits longer than a working job does"]
     if found.victims:
-        verb = "rank waits for others and is" if found.victims == 1 else "ranks wait for others and are"
-        paragraphs.append(f"{found.victims:,} of {found.ranks:,} {verb} not to blame")
+        count = len(found.victims)
+        verb = "waits for others and is" if count == 1 else "wait for others and are"
+        paragraphs.append(f"{count:,} of {found.ranks:,} ranks {verb} not to blame")
     return [*paragraphs, *(f"note: {note}" for note in found.notes)]
 
 

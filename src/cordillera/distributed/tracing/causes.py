@@ -57,18 +57,18 @@ class RootCause:
 
 @dataclass(frozen=True)
 class Blame:
-    """Causes of a hang or of slowness, and how many ranks suffer from them.
+    """Causes of a hang or of slowness, and the ranks that suffer from them.
 
     Attributes:
         causes: Root causes; none for a healthy job.
-        victims: Number of ranks that wait for others and are not to blame.
+        victims: Ranks that wait for others and are not to blame, ascending.
         ranks: Number of ranks of the job.
         absent: Ranks without a trace.
         notes: What cannot be told from these traces, a sentence each.
     """
 
     causes: tuple[RootCause, ...]
-    victims: int
+    victims: tuple[int, ...]
     ranks: int
     absent: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()

@@ -263,9 +263,10 @@ class WaitGraph:
         deviants, facts = self._deviants([self.ranks[node] for node in inside], points)
         start = self.place[deviants[0]] if deviants else min(inside)
         circle = self._circle(start, set(nodes))
-        wait = max((self.points[key].wait for key in points), key=lambda one: one.seconds)
-        view = self.snapshot.views[wait.view].communicator
         ranks = tuple(deviants) or tuple(sorted(circle))
+        own = [self.points[key].wait for rank in ranks for key in self.waiting[rank] if key in points]
+        wait = max(own, key=lambda one: one.seconds)
+        view = self.snapshot.views[wait.view].communicator
         return RootCause(
             "COLLECTIVE_DEADLOCK",
             ranks,
