@@ -40,7 +40,7 @@ def simple(rank: int = 0) -> RankTrace:
     sizes = {"input_sizes": ((4,),), "output_sizes": ((4,),), "input_dtypes": ("Float",), "output_dtypes": ("Float",)}
     done = Collective("0", 1, "all_reduce", **sizes, state="completed", enqueued_ns=10, started_ns=20, ended_ns=30)
     send = Collective("0", 1, "send", ((9,),), (), ("Half",), (), enqueued_ns=40, peer=1 - rank, channel=7)
-    return RankTrace(rank, 50, (PAIR,), (done, send), "running", "an error", True)
+    return RankTrace(rank, 50, (PAIR,), (done, send), "running", "an error", True, False)
 
 
 @pytest.mark.parametrize("form", ["pickle", "json"])
@@ -140,6 +140,18 @@ def test_an_operation_of_gloo_that_timed_out_counts_as_a_wait() -> None:
     records = Collective("0", 1, "all_reduce", state="ended", enqueued_ns=10)
     traces = [RankTrace(0, 500 * 10**9, (PAIR,), (records,)), RankTrace(1, 500 * 10**9, (PAIR,))]
     assert blame(traces).culprits == {1}
+
+
+def test_an_operation_that_another_rank_has_forgotten_is_no_wait() -> None:
+    old = Collective("0", 1, "all_reduce", state="ended", enqueued_ns=10)
+    traces = [RankTrace(0, 500 * 10**9, (PAIR,), (old,)), RankTrace(1, 500 * 10**9, (PAIR,), dropped=True)]
+    assert blame(traces).causes == ()
+    content = to_flight_recorder(simple())
+    assert not from_flight_recorder(content, 0, "here").dropped
+    del content["cordillera"]
+    assert from_flight_recorder(content, 0, "here").dropped
+    content["entries"][0]["record_id"] = 0
+    assert not from_flight_recorder(content, 0, "here").dropped
 
 
 def test_operations_that_were_called_together_have_the_state_of_the_whole() -> None:

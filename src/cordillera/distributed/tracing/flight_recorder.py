@@ -169,7 +169,7 @@ def to_flight_recorder(trace: RankTrace) -> dict[str, Any]:
             _entry(number, one, communicators[one.communicator], numbers[one.communicator], trace.rank)
             for number, one in enumerate(trace.collectives, 1)  # 0 would say that nothing came before
         ],
-        _OWN: {**extra, "inside": trace.inside, "estimated": trace.estimated},
+        _OWN: {**extra, "inside": trace.inside, "dropped": trace.dropped, "estimated": trace.estimated},
     }
 
 
@@ -271,6 +271,7 @@ def from_flight_recorder(content: Any, rank: int, where: str) -> RankTrace:
         status=own.choice("status", _STATUSES, "running"),
         error=own.text("error", ""),
         inside=own.take("inside", bool, None),
+        dropped=own.take("dropped", bool, counted is None and not own.content),
         estimated=own.take("estimated", bool, False),
     )
 

@@ -64,19 +64,19 @@ class Collective:
         op: Operation, such as ``all_reduce``, ``broadcast``, ``send``.
         input_sizes: Shapes of the input tensors.
         output_sizes: Shapes of the output tensors.
-        input_dtypes: Their number formats.
-        output_dtypes: Those of the output tensors.
-        state: How far the operation is.
-        enqueued_ns: When the program called it.
-        started_ns: When it began; None if this was not recorded.
-        ended_ns: When it was over; None if it is not, or if this was not recorded.
+        input_dtypes: Number formats of the input tensors.
+        output_dtypes: Number formats of the output tensors.
+        state: Progress of the operation.
+        enqueued_ns: Time of the call.
+        started_ns: Time of the beginning; None if it was not recorded.
+        ended_ns: Time of the end; None before it, or if it was not recorded.
         peer: Global rank of the other side of a point-to-point operation; None for a collective.
-        channel: Number of this message among those from the same sender to the same receiver; None if unknown.
+        channel: Number of the message among all of its sender to its receiver, from 0 on; None if unknown.
         root: Global rank of the root of a broadcast, reduce, gather or scatter; None if there is none, or if unknown.
-        input_splits: Elements that an all-to-all sends to each member; empty if they are equal, or unknown.
-        output_splits: Elements that it receives from each member.
+        input_splits: Numbers of elements that an all-to-all sends to each member; empty if equal or unknown.
+        output_splits: Numbers of elements that an all-to-all receives from each member; empty if equal or unknown.
         work: Amount of work that the rank did since its previous operation, such as FLOPs; None if unknown.
-        timeout_ms: Time after which the operation counts as failed; None if unknown.
+        timeout_ms: Milliseconds after which the operation counts as failed; None if unknown.
         peers: Progress of the messages of the operation; empty if it was not recorded.
         backend: Library that communicates, such as ``gloo`` or ``nccl``.
     """
@@ -109,13 +109,14 @@ class RankTrace:
 
     Attributes:
         rank: Global rank.
-        written_ns: When the trace was written; None if unknown.
+        written_ns: Time at which the trace was written; None if unknown.
         communicators: Communicators that the rank has made.
         collectives: Its newest operations in the order of their calls.
         status: ``died`` if its process ended, ``unresponsive`` if it did not answer when asked for its trace. The
             lists of such a rank may be empty.
         error: Error that the rank met by itself, such as one of CUDA; empty for none. A wait that timed out is none.
         inside: Whether the program waited in an operation when the trace was written; None if unknown.
+        dropped: Whether older operations are missing, because the buffer was full.
         estimated: Whether ``written_ns`` is the time of a file and not one that the rank recorded.
     """
 
@@ -126,4 +127,5 @@ class RankTrace:
     status: RankStatus = "running"
     error: str = ""
     inside: bool | None = None
+    dropped: bool = False
     estimated: bool = False

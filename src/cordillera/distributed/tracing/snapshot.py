@@ -173,11 +173,18 @@ class Snapshot:
             if one.state != "ended" or self._failed(one, self.views[number]):
                 yield RankWait(rank, number, one, (trace.written_ns - one.enqueued_ns) / 1e9)
 
-    @staticmethod
-    def _failed(one: Collective, view: CommunicatorView) -> bool:
+    def _failed(self, one: Collective, view: CommunicatorView) -> bool:
+        """Return whether an operation that is over needed a member that has not called it."""
         if one.peer is not None or not needs_all(one):
             return False
-        return any(view.heads.get(rank, -1) < one.sequence for rank in view.members)
+        return any(
+            view.heads[rank] < one.sequence if rank in view.heads else self._is_whole(rank) for rank in view.members
+        )
+
+    def _is_whole(self, rank: int) -> bool:
+        """Return whether a rank's trace has all of its operations."""
+        trace = self.traces.get(rank)
+        return trace is not None and not trace.dropped
 
     def last_ended(self, rank: int) -> Collective | None:
         """Return a rank's newest operation that is over, or None."""
