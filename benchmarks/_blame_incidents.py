@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from cordillera.distributed.tracing.rank_trace import Collective, Communicator, PeerProgress, RankTrace
+from cordillera.distributed.tracing.rank_trace import Collective, PeerProgress, RankTrace, TracedCommunicator
 
 FaultName = Literal["dead", "outside", "mismatch", "swap", "link", "sender", "slow", "slow-link"]
 FAULTS: tuple[FaultName, ...] = ("dead", "outside", "mismatch", "swap", "link", "sender", "slow", "slow-link")
@@ -359,11 +359,11 @@ class _Writer:
         self.skew = [chance.uniform(-2.0, 2.0) for _ in range(shape.ranks)]
         self.late = [chance.uniform(0.0, 0.2) for _ in range(shape.ranks)]
         everyone = tuple(range(shape.ranks))
-        self.groups: dict[tuple[str, tuple[int, ...]], Communicator] = {}
-        self.world = Communicator("0", "default_pg", everyone)
+        self.groups: dict[tuple[str, tuple[int, ...]], TracedCommunicator] = {}
+        self.world = TracedCommunicator("0", "default_pg", everyone)
         self.progress: dict[int, dict[int, list[PeerProgress]]] = {}
 
-    def communicator(self, kind: str, rank: int) -> Communicator:
+    def communicator(self, kind: str, rank: int) -> TracedCommunicator:
         if kind == "world":
             return self.world
         d, s, t = self.sim.place_of(rank)
@@ -371,7 +371,7 @@ class _Writer:
         found = self.groups.get((kind, place))
         if found is None:
             ranks = tuple(self.sim.members(kind, rank))
-            found = self.groups[kind, place] = Communicator(f"{kind}-{'-'.join(map(str, place))}", kind, ranks)
+            found = self.groups[kind, place] = TracedCommunicator(f"{kind}-{'-'.join(map(str, place))}", kind, ranks)
         return found
 
     def trace(self, rank: int) -> RankTrace:

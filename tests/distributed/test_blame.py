@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cordillera.distributed.tracing.blame import blame
 from cordillera.distributed.tracing.cause_text import describe
 from cordillera.distributed.tracing.causes import Blame, named
-from cordillera.distributed.tracing.rank_trace import Collective, Communicator, PeerProgress, RankTrace
+from cordillera.distributed.tracing.rank_trace import Collective, PeerProgress, RankTrace, TracedCommunicator
 from cordillera.errors import DataError
 
 KIND = {
@@ -145,7 +145,7 @@ def _renumbered(trace: RankTrace, numbers: list[int]) -> RankTrace:
 
 def _with_others(trace: RankTrace, size: int) -> RankTrace:
     first = trace.rank // size * size
-    group = Communicator(f"ep-{first}", "ep", tuple(range(first, first + size)))
+    group = TracedCommunicator(f"ep-{first}", "ep", tuple(range(first, first + size)))
     begin = min((one.enqueued_ns for one in trace.collectives), default=10 * SECOND) - SECOND
     extra = [
         Collective(
@@ -173,16 +173,18 @@ def _shifted(trace: RankTrace, skew: int) -> RankTrace:
 
 # Small jobs, by hand.
 
-PAIR = Communicator("0", "default_pg", (0, 1))
-THREE = Communicator("1", "tp", (0, 1, 2))
+PAIR = TracedCommunicator("0", "default_pg", (0, 1))
+THREE = TracedCommunicator("1", "tp", (0, 1, 2))
 
 
-def waits(group: Communicator, sequence: int = 1, op: str = "all_reduce", **others: Any) -> Collective:
+def waits(group: TracedCommunicator, sequence: int = 1, op: str = "all_reduce", **others: Any) -> Collective:
     sizes = {"input_sizes": ((4,),), "output_sizes": ((4,),), "input_dtypes": ("Float",), "output_dtypes": ("Float",)}
     return Collective(group.name, sequence, op, **{**sizes, "enqueued_ns": SECOND, **others})
 
 
-def trace(rank: int, *records: Collective, groups: tuple[Communicator, ...] = (PAIR,), **others: Any) -> RankTrace:
+def trace(
+    rank: int, *records: Collective, groups: tuple[TracedCommunicator, ...] = (PAIR,), **others: Any
+) -> RankTrace:
     return RankTrace(rank, **{"written_ns": 500 * SECOND, "communicators": groups, "collectives": records, **others})
 
 
@@ -263,7 +265,7 @@ def test_a_mismatch_that_did_not_hang_is_told() -> None:
 
 
 def test_two_orders_of_two_communicators_are_a_deadlock() -> None:
-    other = Communicator("2", "dp", (0, 1))
+    other = TracedCommunicator("2", "dp", (0, 1))
     groups = (PAIR, other)
     cause = only(blame([trace(0, waits(PAIR), groups=groups), trace(1, waits(other), groups=groups)]))
     assert (cause.kind, cause.ranks, cause.certain, sorted(cause.circle)) == (
@@ -306,7 +308,7 @@ def test_where_a_message_stopped_tells_who_holds_it(
 
 
 def test_a_rank_outside_of_operations_waits_for_none() -> None:
-    other = Communicator("2", "dp", (0, 1))
+    other = TracedCommunicator("2", "dp", (0, 1))
     groups = (PAIR, other)
     traces = [trace(0, waits(PAIR), groups=groups), trace(1, waits(other), groups=groups, inside=False)]
     assert only(blame(traces)).ranks == (1,)
@@ -314,7 +316,7 @@ def test_a_rank_outside_of_operations_waits_for_none() -> None:
 
 def test_a_missing_trace_is_blamed_only_if_nothing_else_explains_its_silence() -> None:
     assert only(blame([trace(0, waits(PAIR))])).kind == "RANK_UNRESPONSIVE"
-    other = Communicator("2", "dp", (1, 2))
+    other = TracedCommunicator("2", "dp", (1, 2))
     found = blame([trace(0, waits(THREE), groups=(THREE,)), trace(2, groups=(THREE, other))])
     assert found.culprits == {2}
     assert "rank 1 left no trace: whether to blame, cannot be told from these traces" in found.notes
@@ -376,7 +378,7 @@ def test_ranks_are_named_in_ranges() -> None:
 
 
 def test_who_is_waited_for_and_has_just_begun_to_wait_passes_the_blame_on() -> None:
-    other = Communicator("2", "dp", (1, 2))
+    other = TracedCommunicator("2", "dp", (1, 2))
     late = waits(other, enqueued_ns=499 * SECOND)
     traces = [trace(0, waits(PAIR)), trace(1, late, groups=(PAIR, other)), trace(2, groups=(other,))]
     assert only(blame(traces)).ranks == (2,)

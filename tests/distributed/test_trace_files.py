@@ -28,11 +28,11 @@ from cordillera.distributed.tracing.flight_recorder import (
     write_trace,
 )
 from cordillera.distributed.tracing.plain_pickle import load_plain
-from cordillera.distributed.tracing.rank_trace import Collective, Communicator, RankTrace
+from cordillera.distributed.tracing.rank_trace import Collective, RankTrace, TracedCommunicator
 from cordillera.errors import CordilleraError, DataError
 from tests.distributed.processes import needs_gloo, run_processes
 
-PAIR = Communicator("0", "default_pg", (0, 1))
+PAIR = TracedCommunicator("0", "default_pg", (0, 1))
 TINY = JobShape(2, 2, 2)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from cordillera.distributed.tracing.rank_trace import Communicator
+from cordillera.distributed.tracing.rank_trace import TracedCommunicator
 
 CauseKind: TypeAlias = Literal[
     "RANK_PROCESS_DEAD",
@@ -32,7 +32,7 @@ class RootCause:
         kind: What happened.
         ranks: Ranks to blame, ascending; empty if the traces do not tell which.
         certain: Whether the traces tell these ranks from others; if not, one or more of them are at fault.
-        communicator: Communicator in which others wait; None if nobody waits.
+        communicator: TracedCommunicator in which others wait; None if nobody waits.
         op: Operation in which they wait.
         sequence: Its number.
         waited_s: Longest wait for it, in seconds; None if nobody waits.
@@ -45,7 +45,7 @@ class RootCause:
     kind: CauseKind
     ranks: tuple[int, ...]
     certain: bool = True
-    communicator: Communicator | None = None
+    communicator: TracedCommunicator | None = None
     op: str = ""
     sequence: int | None = None
     waited_s: float | None = None
@@ -101,7 +101,7 @@ def named(ranks: Iterable[int], most: int = 12) -> str:
     return f"rank{'s' if len(ordered) != 1 else ''} {shown}" + (f" and {left:,} others" if left else "")
 
 
-def label(communicator: Communicator) -> str:
+def label(communicator: TracedCommunicator) -> str:
     """Return the name and description of a communicator as words."""
     if not communicator.description or communicator.description in (communicator.name, "undefined"):
         return f"communicator {communicator.name}"

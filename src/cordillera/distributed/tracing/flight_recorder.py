@@ -25,10 +25,10 @@ from cordillera.distributed.tracing.plain_pickle import load_plain
 from cordillera.distributed.tracing.rank_trace import (
     Collective,
     CollectiveState,
-    Communicator,
     PeerProgress,
     RankStatus,
     RankTrace,
+    TracedCommunicator,
 )
 from cordillera.errors import DataError
 from cordillera.files import parse_json
@@ -178,7 +178,7 @@ def _listed(ranks: tuple[int, ...]) -> str:
     return str(list(ranks))
 
 
-def _entry(number: int, one: Collective, communicator: Communicator, group: int, rank: int) -> dict[str, Any]:
+def _entry(number: int, one: Collective, communicator: TracedCommunicator, group: int, rank: int) -> dict[str, Any]:
     name = one.op
     if one.peer is not None:
         members = communicator.ranks
@@ -247,7 +247,7 @@ def from_flight_recorder(content: Any, rank: int, where: str) -> RankTrace:
         if ranks is None:
             raise one.wrong("ranks", group["ranks"])
         if ranks or name:  # Gloo in torch 2.13 has one entry without a name
-            communicators[str(name)] = Communicator(str(name), one.text("desc", ""), ranks)
+            communicators[str(name)] = TracedCommunicator(str(name), one.text("desc", ""), ranks)
     collectives: list[Collective] = []
     counted: Counter[tuple[str, int, bool]] | None = Counter()  # of messages to and from a peer, from the first one on
     for number, entry in enumerate(fields.take("entries", list, [])):
@@ -288,14 +288,14 @@ def _finish_coalesced(collectives: list[Collective], whole: Collective, message:
         )
 
 
-def _collective(one: EntryFields, communicators: dict[str, Communicator], rank: int) -> tuple[Collective, bool]:
+def _collective(one: EntryFields, communicators: dict[str, TracedCommunicator], rank: int) -> tuple[Collective, bool]:
     """Return the operation of an entry, and whether it is a message or several of them."""
     group = one.take("process_group", (list, tuple))
     if len(group) != 2 or not all(isinstance(part, str) for part in group):
         raise DataError("process_group is not a name with a description", where=one.where)
     name, description = group
     if name not in communicators:
-        communicators[name] = Communicator(name, description, ())
+        communicators[name] = TracedCommunicator(name, description, ())
     backend, _, op = one.text("profiling_name").rpartition(":")
     message, peer = one.take("is_p2p", bool, False), None
     match = _MESSAGE.fullmatch(op)
@@ -332,7 +332,7 @@ def _collective(one: EntryFields, communicators: dict[str, Communicator], rank: 
     )
 
 
-def _member(communicator: Communicator, number: int, where: str) -> int:
+def _member(communicator: TracedCommunicator, number: int, where: str) -> int:
     """Return a member's global rank."""
     if number < len(communicator.ranks):
         return communicator.ranks[number]

@@ -9,20 +9,20 @@ from typing import Literal
 
 from cordillera.distributed.tracing.causes import RootCause, named
 from cordillera.distributed.tracing.metadata import Mismatch
-from cordillera.distributed.tracing.rank_trace import Collective, Communicator, PeerProgress
+from cordillera.distributed.tracing.rank_trace import Collective, PeerProgress, TracedCommunicator
 from cordillera.distributed.tracing.snapshot import Snapshot
 
 _MOST_FACTS = 8
 
 
 def mismatch_cause(
-    mismatch: Mismatch, communicator: Communicator, one: Collective, waited_s: float | None
+    mismatch: Mismatch, communicator: TracedCommunicator, one: Collective, waited_s: float | None
 ) -> RootCause:
     """Return the cause that ranks called a collective in several forms.
 
     Args:
         mismatch: Who called which form.
-        communicator: Communicator of the collective.
+        communicator: TracedCommunicator of the collective.
         one: The collective of any of its members.
         waited_s: Longest wait in it, in seconds; None if nobody waits.
     """
@@ -77,7 +77,7 @@ def _form(one: Collective) -> tuple[int, tuple[str, ...]]:
 
 
 def held_inside(
-    records: Mapping[int, Collective], communicator: Communicator, one: Collective, waited_s: float
+    records: Mapping[int, Collective], communicator: TracedCommunicator, one: Collective, waited_s: float
 ) -> RootCause:
     """Return what holds an operation that all members have called alike.
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cordillera.distributed.tracing.rank_trace import Collective, Communicator
+from cordillera.distributed.tracing.rank_trace import Collective, TracedCommunicator
 
 _GATHERS = {"all_gather", "_all_gather_base", "all_gather_single", "all_gather_into_tensor_coalesced"}
 _SCATTERS = {"reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced"}
@@ -23,7 +23,7 @@ _OUTPUTS_AGREE = _GATHERS | _SCATTERS | _REDUCES | {"broadcast", "_broadcast_oop
 _EXCHANGES = {"all_to_all", "all_to_all_single", "all_to_all_v_single"}
 
 
-class Signature(NamedTuple):
+class CallSignature(NamedTuple):
     """Part of a collective that all its members must call alike."""
 
     op: str
@@ -54,13 +54,13 @@ class Mismatch:
     groups: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def signature(one: Collective) -> Signature:
+def signature(one: Collective) -> CallSignature:
     """Return what the other members of an operation must have called as well."""
     if one.op in _EXCHANGES:
-        return Signature(one.op, dtypes=one.input_dtypes[:1])
+        return CallSignature(one.op, dtypes=one.input_dtypes[:1])
     inputs, outputs = one.op in _INPUTS_AGREE, one.op in _OUTPUTS_AGREE
     dtypes = (one.input_dtypes if inputs else ()) + (one.output_dtypes if outputs else ())
-    return Signature(
+    return CallSignature(
         one.op,
         tuple(map(math.prod, one.input_sizes)) if inputs else (),
         tuple(map(math.prod, one.output_sizes)) if outputs else (),
@@ -83,7 +83,7 @@ def alike(records: Iterable[Collective]) -> bool:
 
 
 def find_mismatch(
-    records: Mapping[int, Collective], communicator: Communicator, siblings: Iterable[Collective]
+    records: Mapping[int, Collective], communicator: TracedCommunicator, siblings: Iterable[Collective]
 ) -> Mismatch | None:
     """Return the ranks that called a collective differently from the others, or None if all agree.
 
@@ -93,7 +93,7 @@ def find_mismatch(
         siblings: Collectives of the same number in other communicators of the description, which decide between two
             forms that equally many ranks called.
     """
-    forms: dict[Signature, list[int]] = {}
+    forms: dict[CallSignature, list[int]] = {}
     rooted = all(one.root is not None for one in records.values())  # otherwise some roots are unknown
     for rank in sorted(records):
         form = signature(records[rank])
@@ -101,7 +101,7 @@ def find_mismatch(
     if len(forms) < 2:
         return _exchange_mismatch(records, communicator)
     ordered = sorted(forms, key=lambda form: -len(forms[form]))
-    right: Signature | None = ordered[0] if len(forms[ordered[0]]) > len(forms[ordered[1]]) else None
+    right: CallSignature | None = ordered[0] if len(forms[ordered[0]]) > len(forms[ordered[1]]) else None
     if right is None:
         others = Counter(
             signature(one)._replace(root=None) for one in siblings
@@ -116,7 +116,7 @@ def find_mismatch(
     return Mismatch(tuple(wrong), right is not None, groups)
 
 
-def _exchange_mismatch(records: Mapping[int, Collective], communicator: Communicator) -> Mismatch | None:
+def _exchange_mismatch(records: Mapping[int, Collective], communicator: TracedCommunicator) -> Mismatch | None:
     """Compare what members of an all-to-all send with what the others receive."""
     if not records or next(iter(records.values())).op not in _EXCHANGES or len(records) < len(communicator.ranks):
         return None

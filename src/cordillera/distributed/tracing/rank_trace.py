@@ -18,7 +18,7 @@ RankStatus: TypeAlias = Literal["running", "unresponsive", "died"]
 
 
 @dataclass(frozen=True, slots=True)
-class Communicator:
+class TracedCommunicator:
     """Group of ranks that communicate with each other.
 
     Attributes:
@@ -122,7 +122,7 @@ class RankTrace:
 
     rank: int
     written_ns: int | None = None
-    communicators: tuple[Communicator, ...] = ()
+    communicators: tuple[TracedCommunicator, ...] = ()
     collectives: tuple[Collective, ...] = ()
     status: RankStatus = "running"
     error: str = ""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from cordillera.distributed.tracing.metadata import needs_all
-from cordillera.distributed.tracing.rank_trace import Collective, Communicator, RankTrace
+from cordillera.distributed.tracing.rank_trace import Collective, RankTrace, TracedCommunicator
 from cordillera.errors import DataError
 
 _STALL_FACTOR, _LEAST_STALL_NS, _STALL_WITHOUT_HISTORY_NS = 10, 1_000_000_000, 60_000_000_000
@@ -28,7 +28,7 @@ class CommunicatorView:
         makers: Ranks whose traces list the communicator.
     """
 
-    communicator: Communicator
+    communicator: TracedCommunicator
     members: set[int]
     heads: dict[int, int] = field(default_factory=dict)
     collectives: dict[int, dict[int, Collective]] = field(default_factory=lambda: defaultdict(dict))
