@@ -70,6 +70,7 @@ NOT_RUN = {
     "cordillera bench exfm": "takes minutes; tests/benchmarks runs it with few steps",
     "cordillera bench rankitect": "takes minutes; tests/benchmarks runs it with few trials",
     "cordillera bench multibalance": "takes minutes; tests/benchmarks runs it with few steps",
+    "cordillera bench ncclx": "takes minutes; tests/benchmarks runs it with few incidents",
     "cordillera bench serving": "takes minutes; tests/benchmarks runs it with few requests",
     "cordillera train smollm2-sft --run runs/own": "takes minutes; tests/training/test_post_training.py has such rows",
     "cordillera train smollm2-reward": _OF_SMALL,

@@ -14,6 +14,7 @@ from cordillera.cli import (
     answers,
     augment,
     bench,
+    blame,
     chaos,
     compare,
     coordinate,
@@ -80,6 +81,7 @@ SECTIONS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
         "simulate-faults": simulate_faults.simulate_faults,
         "coordinate": coordinate.coordinate,
         "chaos": chaos.chaos,
+        "blame": blame.blame,
     },
     "This machine": {
         "doctor": doctor.doctor,

@@ -1,0 +1,92 @@
+"""Ranks that come late to collectives again and again because they compute longer than the other members.
+
+A rank's own time is the time between the end of its previous operation and the call of the next. Both are read from one
+clock, so that clocks of ranks may differ, and a rank that is late because it waited for another has no more of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+FACTOR = 1.3
+"""Least own time of a slow rank, in that of the other members."""
+
+FEWEST = 5
+"""Operations that a slow rank has taken part in."""
+
+_SPREADS = 3.0  # least distance of the factor from 1, in standard deviations of the rank's ratios
+_TO_DEVIATION = 1.4826  # from the median absolute deviation to the standard deviation of normal values
+_LEAST_NS = 20_000.0  # shorter times are those of the program between two calls
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """Rank that computes longer than the other members of a communicator.
+
+    Attributes:
+        rank: Global rank.
+        communicator: Number of the communicator in which this is seen best.
+        factor: Median of its own time over that of the other members, for equal work where work is known.
+        last: Share of the operations to which it came last.
+        operations: Number of operations that were compared.
+        normalised: Whether times are divided by recorded work.
+    """
+
+    rank: int
+    communicator: int
+    factor: float
+    last: float
+    operations: int
+    normalised: bool
+
+
+def find_slow_ranks(
+    own_times: Mapping[int, Mapping[int, Mapping[int, tuple[float, float | None]]]],
+    members: Mapping[int, Iterable[int]],
+) -> list[SlowRank]:
+    """Return the slow ranks, slowest first.
+
+    Args:
+        own_times: Nanoseconds and work before an operation, by communicator, number of the operation and rank.
+        members: Members of each communicator.
+    """
+    found: dict[int, SlowRank] = {}
+    by_shape: dict[tuple[int, int], list[tuple[int, list[int], np.ndarray, bool]]] = defaultdict(list)
+    for number, operations in own_times.items():
+        ranks = sorted(members[number])
+        rows = [operations[at] for at in sorted(operations) if len(operations[at]) == len(ranks)]
+        if len(ranks) < 2 or len(rows) < FEWEST:
+            continue
+        normalised = all(row[rank][1] for row in rows for rank in ranks)
+        values = np.array(
+            [[row[rank][0] / ((row[rank][1] or 1.0) if normalised else 1.0) for rank in ranks] for row in rows]
+        )
+        times = np.array([[row[rank][0] for rank in ranks] for row in rows])
+        values = values[np.median(times, axis=1) >= _LEAST_NS]
+        if len(values) >= FEWEST:
+            by_shape[values.shape].append((number, ranks, values, normalised))
+    for group in by_shape.values():
+        _compare(group, found)
+    return sorted(found.values(), key=lambda one: (-one.factor, one.rank))
+
+
+def _compare(group: list[tuple[int, list[int], np.ndarray, bool]], found: dict[int, SlowRank]) -> None:
+    """Add the slow ranks of communicators with equally many members and operations: ``values`` are ``[C, N, R]``."""
+    values = np.stack([one[2] for one in group])
+    middle = np.median(values, axis=2, keepdims=True)
+    if values.shape[2] == 2:  # each is compared with the other one
+        middle = values[..., ::-1]
+    ratios = values / np.maximum(middle, 1e-12)
+    factor = np.median(ratios, axis=1)
+    spread = _TO_DEVIATION * np.median(np.abs(ratios - factor[:, None]), axis=1)
+    last = (values == values.max(axis=2, keepdims=True)).mean(axis=1)
+    slow = (factor > np.maximum(FACTOR, 1 + _SPREADS * spread)) & (last >= 0.5)
+    for which, at in zip(*np.nonzero(slow), strict=True):
+        number, ranks, _, normalised = group[which]
+        one = SlowRank(ranks[at], number, float(factor[which, at]), float(last[which, at]), values.shape[1], normalised)
+        if one.rank not in found or found[one.rank].operations < one.operations:
+            found[one.rank] = one
