@@ -23,8 +23,16 @@ from torch import Tensor
 from cordillera.distributed.transport import exchanges
 from cordillera.distributed.transport.communicator import Communicator, TransportError
 from cordillera.distributed.transport.exchanges import Exchanges, OperationFailed
-from cordillera.distributed.transport.frames import BrokenConnection, Frame, FrameKind
-from cordillera.distributed.transport.operations import Exchange, Offer, Operation, Take, as_bytes, program, tasks_of
+from cordillera.distributed.transport.frames import BrokenConnection, FrameKind, TransportFrame
+from cordillera.distributed.transport.operations import (
+    Offer,
+    PeerTask,
+    Take,
+    TransportOperation,
+    as_bytes,
+    program,
+    tasks_of,
+)
 from cordillera.distributed.transport.process_group import TransportOptions, TransportProcessGroup
 from cordillera.distributed.transport.signatures import signed
 from cordillera.errors import PlanError
@@ -49,8 +57,8 @@ class VirtualNetwork:
 
     def __init__(self, ranks: int, seed: int) -> None:
         self.random = random.Random(seed)
-        self.done: list[Operation] = []
-        self.queues: dict[tuple[int, int], deque[tuple[Frame, bytes]]] = {}
+        self.done: list[TransportOperation] = []
+        self.queues: dict[tuple[int, int], deque[tuple[TransportFrame, bytes]]] = {}
         self.ranks = [Exchanges(rank, VirtualWire(self, rank), self.done.append) for rank in range(ranks)]
 
     def run(self) -> None:
@@ -67,10 +75,10 @@ class VirtualWire:
     def __init__(self, network: VirtualNetwork, rank: int) -> None:
         self.network, self.rank = network, rank
 
-    def open(self, peer: int, operation: Operation) -> bool:
+    def open(self, peer: int, operation: TransportOperation) -> bool:
         return True
 
-    def send(self, peer: int, frame: Frame, *payload: memoryview) -> bool:
+    def send(self, peer: int, frame: TransportFrame, *payload: memoryview) -> bool:
         data = b"".join(bytes(part) for part in payload)
         assert len(data) == frame.length
         self.network.queues.setdefault((self.rank, peer), deque()).append((frame, data))
@@ -111,7 +119,7 @@ def check_plan(plan: CollectivePlan, length: int, seed: int) -> None:
     operations = []
     for rank in network.random.sample(range(n), n):
         tasks = tasks_of(program(plan, rank), [as_bytes(one) for one in memory[rank]], torch.int64, torch.add)
-        operations.append(Operation("all_reduce", signed("all_reduce", torch.int64), tasks, sequence=0))
+        operations.append(TransportOperation("all_reduce", signed("all_reduce", torch.int64), tasks, sequence=0))
         network.ranks[rank].post(operations[-1])
     network.run()
     assert len(network.done) == n
@@ -145,7 +153,7 @@ def test_no_more_fragments_are_on_their_way_than_the_window_allows(small: None) 
     network = VirtualNetwork(2, 7)
     data, into = torch.arange(1000, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8)
     for rank, task in ((0, Offer(peer=1, views=[data])), (1, Take(peer=0, views=[into]))):
-        network.ranks[rank].post(Operation("broadcast", signed("broadcast"), [task], sequence=0))
+        network.ranks[rank].post(TransportOperation("broadcast", signed("broadcast"), [task], sequence=0))
     network.run()
     assert torch.equal(into, data)
     assert network.ranks[1].counters.peak_in_flight_bytes == exchanges.WINDOW * exchanges.FRAGMENT_BYTES
@@ -154,7 +162,7 @@ def test_no_more_fragments_are_on_their_way_than_the_window_allows(small: None) 
 def test_messages_are_matched_in_the_order_of_their_posting_whatever_comes_first() -> None:
     network = VirtualNetwork(3, 11)
     got = {source: [torch.zeros(9, dtype=torch.uint8) for _ in range(5)] for source in (0, 1)}
-    posts: list[tuple[int, Operation]] = []
+    posts: list[tuple[int, TransportOperation]] = []
     for source in (0, 1):
         for number in range(5):
             value = torch.full((9,), 10 * source + number, dtype=torch.uint8)
@@ -168,8 +176,8 @@ def test_messages_are_matched_in_the_order_of_their_posting_whatever_comes_first
         assert [int(one[0]) for one in tensors] == [10 * source + number for number in range(5)]
 
 
-def message(task: Exchange, tag: int) -> Operation:
-    return Operation("message", signed("message"), [task], is_message=True, sequence=tag)
+def message(task: PeerTask, tag: int) -> TransportOperation:
+    return TransportOperation("message", signed("message"), [task], is_message=True, sequence=tag)
 
 
 class Group:
@@ -497,21 +505,23 @@ def test_frames_that_nobody_waits_for_are_refused_by_name() -> None:
         (FrameKind.GET, "asked for bytes that nobody offered"),
         (FrameKind.DATA, "a fragment that nobody asked for"),
     ):
-        frame = Frame(kind, sign, 0, 0, 64, 16 if kind != FrameKind.TAKEN else 0)
+        frame = TransportFrame(kind, sign, 0, 0, 64, 16 if kind != FrameKind.TAKEN else 0)
         with pytest.raises(BrokenConnection, match=said):
             rank.arrived(1, frame, rank.place(1, frame))
     with pytest.raises(BrokenConnection, match="a frame of"):
-        rank.place(1, Frame(FrameKind.INLINE, sign, 0, 0, 1 << 30, 1 << 30))
+        rank.place(1, TransportFrame(FrameKind.INLINE, sign, 0, 0, 1 << 30, 1 << 30))
     rank.post(
-        Operation("all_reduce", sign, [Take(peer=1, index=0, views=[torch.empty(8, dtype=torch.uint8)])], sequence=0)
+        TransportOperation(
+            "all_reduce", sign, [Take(peer=1, index=0, views=[torch.empty(8, dtype=torch.uint8)])], sequence=0
+        )
     )
     with pytest.raises(OperationFailed, match="offers to all_reduce 0 what rank 0 does not take"):
-        rank.arrived(1, Frame(FrameKind.OFFER, sign, 0, 5, 64, 0), memoryview(b""))
+        rank.arrived(1, TransportFrame(FrameKind.OFFER, sign, 0, 5, 64, 0), memoryview(b""))
 
 
 @pytest.mark.parametrize("place", range(0, 40, 3))
 def test_a_corrupt_header_is_refused(place: int) -> None:
-    text = bytearray(Frame(FrameKind.OFFER, signed("barrier"), 3, 4, 5, 6).encode())
+    text = bytearray(TransportFrame(FrameKind.OFFER, signed("barrier"), 3, 4, 5, 6).encode())
     text[place % len(text)] ^= 4
     with pytest.raises(BrokenConnection, match="corrupt"):
-        Frame.decode(text)
+        TransportFrame.decode(text)

@@ -23,9 +23,9 @@ from typing import Literal, TypeAlias
 import torch.distributed as dist
 
 from cordillera.distributed.transport.exchanges import Exchanges, OperationFailed, TransportCounters
-from cordillera.distributed.transport.frames import BrokenConnection, Connection, Frame, FrameKind
+from cordillera.distributed.transport.frames import BrokenConnection, Connection, FrameKind, TransportFrame
 from cordillera.distributed.transport.meeting import Admission, Meeting, address_of, dial, listener, publish, secret_of
-from cordillera.distributed.transport.operations import Exchange, Operation
+from cordillera.distributed.transport.operations import PeerTask, TransportOperation
 from cordillera.distributed.transport.peer_memory import PeerMemory
 from cordillera.distributed.transport.signatures import Signature
 from cordillera.errors import PeerError, PlanError
@@ -97,9 +97,9 @@ class Communicator:
         self._exchanges = Exchanges(rank, self, self._end)
         self._peers: defaultdict[int, _Peer] = defaultdict(_Peer)
         self._by_file: dict[int, int] = {}  # ranks by their sockets
-        self._posted: deque[Operation] = deque()
+        self._posted: deque[TransportOperation] = deque()
         self._met: deque[Meeting] = deque()
-        self._running: dict[Operation, None] = {}
+        self._running: dict[TransportOperation, None] = {}
         self._told: deque[Callable[[], None]] = deque()  # who is to be called once nobody drives
         self._reason: str | None = None
         self._origin = rank  # who was the first to give up
@@ -129,7 +129,7 @@ class Communicator:
         """What has passed."""
         return self._exchanges.counters
 
-    def start(self, operation: Operation, *, in_background: bool = False) -> None:
+    def start(self, operation: TransportOperation, *, in_background: bool = False) -> None:
         """Begin an operation.
 
         Args:
@@ -150,7 +150,7 @@ class Communicator:
         else:
             self._wake()
 
-    def wait(self, operation: Operation, timeout_s: float | None = None) -> None:
+    def wait(self, operation: TransportOperation, timeout_s: float | None = None) -> None:
         """Wait for an operation.
 
         Args:
@@ -175,7 +175,7 @@ class Communicator:
         if operation.error is not None:
             raise operation.error
 
-    def notify(self, operation: Operation, told: Callable[[], None]) -> None:
+    def notify(self, operation: TransportOperation, told: Callable[[], None]) -> None:
         """Call ``told`` once an operation is done or given up, from any thread."""
         with self._changed:
             is_done = operation.is_done
@@ -249,7 +249,7 @@ class Communicator:
                 finally:
                     self._release()
 
-    def _drive(self, until: Operation | None, *, once: bool = False) -> None:
+    def _drive(self, until: TransportOperation | None, *, once: bool = False) -> None:
         """Advance until an operation is done, or all are; ``once`` does only what needs no wait."""
         while True:
             try:
@@ -292,7 +292,7 @@ class Communicator:
             self._running[operation] = None
             self._exchanges.post(operation)
 
-    def _end(self, operation: Operation) -> None:
+    def _end(self, operation: TransportOperation) -> None:
         """Tell the caller of an operation that it is done, or was given up."""
         self._running.pop(operation, None)
         with self._changed:
@@ -317,7 +317,7 @@ class Communicator:
         for peer in self._peers.values():
             if (connection := peer.connection) is not None:
                 if failed:
-                    frame = Frame(FrameKind.ABORT, Signature(0, 0, 0), self._origin, 0, 0, len(text))
+                    frame = TransportFrame(FrameKind.ABORT, Signature(0, 0, 0), self._origin, 0, 0, len(text))
                     with contextlib.suppress(BrokenConnection):
                         connection.send(frame, memoryview(text))
                 connection.socket.close()
@@ -334,7 +334,7 @@ class Communicator:
 
     # --- the wire -------------------------------------------------------------------------------------------------
 
-    def open(self, peer: int, operation: Operation) -> bool:
+    def open(self, peer: int, operation: TransportOperation) -> bool:
         """Whether frames can be sent to a rank now; of two ranks, the higher one connects."""
         known = self._peers[peer]
         if known.gone is not None:
@@ -352,7 +352,7 @@ class Communicator:
                 raise OperationFailed(f"rank {peer} {error}") from error
         return known.connection is not None
 
-    def send(self, peer: int, frame: Frame, *payload: memoryview) -> bool:
+    def send(self, peer: int, frame: TransportFrame, *payload: memoryview) -> bool:
         """Send a frame; return whether all that was sent to the rank has left this process."""
         known = self._peers[peer]
         if (connection := known.connection) is None:
@@ -369,11 +369,11 @@ class Communicator:
         """Return the memory of a rank, if both can read each other's."""
         return self._peers[peer].memory
 
-    def place(self, peer: int, frame: Frame) -> memoryview:
+    def place(self, peer: int, frame: TransportFrame) -> memoryview:
         """Return where the bytes that follow a frame belong."""
         return self._exchanges.place(peer, frame)
 
-    def arrived(self, peer: int, frame: Frame, data: memoryview) -> None:
+    def arrived(self, peer: int, frame: TransportFrame, data: memoryview) -> None:
         """Take a frame whose bytes have come."""
         if frame.kind != FrameKind.ABORT:
             self._exchanges.arrived(peer, frame, data)
@@ -443,8 +443,8 @@ def checked_timeout(seconds: float) -> float:
     return seconds
 
 
-def _late(operation: Operation) -> str:
-    peers = {task.peer for task in operation.tasks if isinstance(task, Exchange) and not task.is_done}
+def _late(operation: TransportOperation) -> str:
+    peers = {task.peer for task in operation.tasks if isinstance(task, PeerTask) and not task.is_done}
     whom = "rank " + ", ".join(map(str, sorted(peers))) if peers else "nobody"
     return f"{operation.title} took longer than {operation.timeout_s:g} s; awaited: {whom}"
 

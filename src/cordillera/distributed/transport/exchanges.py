@@ -19,8 +19,14 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from cordillera.distributed.transport.frames import BrokenConnection, Frame, FrameKind, decode_spans, encode_spans
-from cordillera.distributed.transport.operations import Exchange, Local, Offer, Operation, Take, Task
+from cordillera.distributed.transport.frames import (
+    BrokenConnection,
+    FrameKind,
+    TransportFrame,
+    decode_spans,
+    encode_spans,
+)
+from cordillera.distributed.transport.operations import Local, Offer, PeerTask, Take, Task, TransportOperation
 from cordillera.distributed.transport.peer_memory import PeerMemory
 from cordillera.distributed.transport.signatures import MESSAGE, Signature, describe
 
@@ -44,7 +50,7 @@ class OperationFailed(Exception):
 class Wire(Protocol):
     """What carries frames to other ranks."""
 
-    def open(self, peer: int, operation: Operation) -> bool:
+    def open(self, peer: int, operation: TransportOperation) -> bool:
         """Whether frames can be sent to a rank now; if not, it is reached for the sake of an operation.
 
         Raises:
@@ -52,7 +58,7 @@ class Wire(Protocol):
         """
         ...
 
-    def send(self, peer: int, frame: Frame, *payload: memoryview) -> bool:
+    def send(self, peer: int, frame: TransportFrame, *payload: memoryview) -> bool:
         """Send a frame; return whether all that was sent to the rank has left this process."""
         ...
 
@@ -108,12 +114,12 @@ class Exchanges:
         stops: Whether long copies are to end early, as the operations were given up.
     """
 
-    def __init__(self, rank: int, wire: Wire, complete: Callable[[Operation], None]) -> None:
+    def __init__(self, rank: int, wire: Wire, complete: Callable[[TransportOperation], None]) -> None:
         self.rank, self.counters, self.stops = rank, TransportCounters(), False
         self._wire, self._complete = wire, complete
-        self._collectives: dict[int, Operation] = {}  # by sequence
+        self._collectives: dict[int, TransportOperation] = {}  # by sequence
         self._pending: defaultdict[int, int] = defaultdict(int)  # by rank: exchanges that are not done
-        self._early: dict[_Key, tuple[Frame, memoryview]] = {}  # offers that came before they were to be taken
+        self._early: dict[_Key, tuple[TransportFrame, memoryview]] = {}  # offers that came before they were to be taken
         self._takes: dict[_Key, Take] = {}
         self._offers: dict[_Key, Offer] = {}
         self._unsent: defaultdict[int, list[Offer]] = defaultdict(list)  # until a rank is reached
@@ -121,7 +127,7 @@ class Exchanges:
         self._fetches: dict[_Key, _Fetch] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def post(self, operation: Operation) -> None:
+    def post(self, operation: TransportOperation) -> None:
         """Begin an operation.
 
         Raises:
@@ -130,7 +136,7 @@ class Exchanges:
         if not operation.is_message:
             self._collectives[operation.sequence] = operation
         for task in operation.tasks:
-            if isinstance(task, Exchange):
+            if isinstance(task, PeerTask):
                 self._pending[task.peer] += 1
         if operation.tasks:
             self._begin([task for task in operation.tasks if not task.needs])
@@ -158,7 +164,7 @@ class Exchanges:
                       self._leaving, self._fetches):  # fmt: skip
             table.clear()
 
-    def place(self, peer: int, frame: Frame) -> memoryview:
+    def place(self, peer: int, frame: TransportFrame) -> memoryview:
         """Return where the bytes that follow a frame belong.
 
         Raises:
@@ -177,7 +183,7 @@ class Exchanges:
             raise BrokenConnection(f"sent a frame of {frame.length} bytes")
         return memoryview(bytearray(frame.length))
 
-    def arrived(self, peer: int, frame: Frame, data: memoryview) -> None:
+    def arrived(self, peer: int, frame: TransportFrame, data: memoryview) -> None:
         """Take a frame whose bytes have come.
 
         Raises:
@@ -227,7 +233,7 @@ class Exchanges:
     def _done(self, task: Task) -> list[Task]:
         """Note that a task is done; return the tasks that may begin now."""
         task.is_done = True
-        if isinstance(task, Exchange):
+        if isinstance(task, PeerTask):
             self._pending[task.peer] -= 1
         task.operation.left -= 1
         if not task.operation.left:
@@ -242,7 +248,7 @@ class Exchanges:
     def _finish(self, task: Task) -> None:
         self._begin(self._done(task))
 
-    def _end(self, operation: Operation) -> None:
+    def _end(self, operation: TransportOperation) -> None:
         if not operation.is_message:
             self._collectives.pop(operation.sequence, None)
         if operation.finish is not None:
@@ -277,7 +283,7 @@ class Exchanges:
 
     # --- takes ----------------------------------------------------------------------------------------------------
 
-    def _offered(self, key: _Key, frame: Frame, data: memoryview) -> None:
+    def _offered(self, key: _Key, frame: TransportFrame, data: memoryview) -> None:
         peer = key[0]
         if (take := self._takes.pop(key, None)) is not None:
             if self._take(take, frame, data):
@@ -292,7 +298,7 @@ class Exchanges:
             raise BrokenConnection("sent an offer twice")
         self._early[key] = frame, data
 
-    def _take(self, take: Take, frame: Frame, data: memoryview) -> bool:
+    def _take(self, take: Take, frame: TransportFrame, data: memoryview) -> bool:
         """Take what a rank offers; return whether it is all here."""
         self._check(take.operation, take.peer, frame.signature)
         if frame.size != take.size or (frame.kind == FrameKind.INLINE and data.nbytes != take.size):
@@ -317,7 +323,7 @@ class Exchanges:
         self._wire.send(take.peer, _frame(FrameKind.TAKEN, take))
         return True
 
-    def _check(self, operation: Operation, peer: int, theirs: Signature) -> None:
+    def _check(self, operation: TransportOperation, peer: int, theirs: Signature) -> None:
         if theirs != operation.signature:
             raise OperationFailed(
                 f"rank {peer} is at {describe(theirs)}, rank {self.rank} at {describe(operation.signature)} "
@@ -392,12 +398,12 @@ class Exchanges:
             self._finish(take)
 
 
-def _key(peer: int, frame: Frame) -> _Key:
+def _key(peer: int, frame: TransportFrame) -> _Key:
     return peer, frame.signature.collective == MESSAGE, frame.sequence, frame.number
 
 
-def _frame(kind: FrameKind, one: Exchange, length: int = 0) -> Frame:
-    return Frame(kind, one.operation.signature, one.operation.sequence, one.index, one.size, length)
+def _frame(kind: FrameKind, one: PeerTask, length: int = 0) -> TransportFrame:
+    return TransportFrame(kind, one.operation.signature, one.operation.sequence, one.index, one.size, length)
 
 
 def _is_direct(take: Take) -> bool:

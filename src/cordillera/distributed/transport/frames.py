@@ -42,7 +42,7 @@ class FrameKind(IntEnum):
     ABORT = 6
 
 
-class Frame(NamedTuple):
+class TransportFrame(NamedTuple):
     """Header of a frame.
 
     Attributes:
@@ -67,7 +67,7 @@ class Frame(NamedTuple):
         return text + _CHECK.pack(zlib.crc32(text))
 
     @classmethod
-    def decode(cls, text: bytes | bytearray | memoryview) -> Frame:
+    def decode(cls, text: bytes | bytearray | memoryview) -> TransportFrame:
         """Return the header that bytes stand for.
 
         Raises:
@@ -87,11 +87,11 @@ _KINDS = frozenset(FrameKind)
 class FrameHandler(Protocol):
     """What a :class:`Connection` gives its frames to."""
 
-    def place(self, peer: int, frame: Frame) -> memoryview:
+    def place(self, peer: int, frame: TransportFrame) -> memoryview:
         """Return where the bytes that follow the header belong, ``frame.length`` of them."""
         ...
 
-    def arrived(self, peer: int, frame: Frame, data: memoryview) -> None:
+    def arrived(self, peer: int, frame: TransportFrame, data: memoryview) -> None:
         """Take a frame, whose bytes are in ``data``."""
         ...
 
@@ -111,7 +111,7 @@ class Connection:
         self.peer, self.socket, self.bytes_sent = peer, connected, 0
         self._outgoing: deque[memoryview] = deque()
         self._head = memoryview(bytearray(HEADER_BYTES))
-        self._frame: Frame | None = None
+        self._frame: TransportFrame | None = None
         self._target, self._filled = self._head, 0
         connected.setblocking(False)
 
@@ -120,7 +120,7 @@ class Connection:
         """Whether something waits to be sent."""
         return bool(self._outgoing)
 
-    def send(self, frame: Frame, *payload: memoryview) -> None:
+    def send(self, frame: TransportFrame, *payload: memoryview) -> None:
         """Send a frame, or what of it fits now; ``payload`` must not change before it is sent.
 
         Raises:
@@ -157,7 +157,7 @@ class Connection:
         """
         while self._fill():
             if self._frame is None:
-                self._frame = Frame.decode(self._head)
+                self._frame = TransportFrame.decode(self._head)
                 self._target, self._filled = handler.place(self.peer, self._frame), 0
                 if self._target.nbytes:
                     continue

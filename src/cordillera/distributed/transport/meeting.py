@@ -77,7 +77,7 @@ class Admission:
         return hmac.new(self.token, f"{rank}:{challenge}".encode(), hashlib.sha256).hexdigest()
 
 
-class Listener:
+class PeerListener:
     """Where other processes connect to this one: all communicators of a process share it.
 
     Args:
@@ -156,7 +156,7 @@ def dial(address: str, admission: Admission, peer: int) -> Meeting:
     """Connect to a rank.
 
     Args:
-        address: :attr:`Listener.address` of its process.
+        address: :attr:`PeerListener.address` of its process.
         admission: The communicator.
         peer: The rank.
 
@@ -213,16 +213,16 @@ def publish(store: dist.Store, admission: Admission) -> None:
     store.set(f"address {admission.rank}", listener().address)
 
 
-def listener() -> Listener:
+def listener() -> PeerListener:
     """Return the listener of this process."""
     global _listener
     with _lock:
         if _listener is None:
-            _listener = Listener(_own_host())
+            _listener = PeerListener(_own_host())
         return _listener
 
 
-_listener: Listener | None = None
+_listener: PeerListener | None = None
 _lock = threading.Lock()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from cordillera.distributed.transport.signatures import Signature
 from cordillera.planning.network.collective_plans import CollectivePlan
 
-Reduction: TypeAlias = Callable[..., Any]
+ReduceFunction: TypeAlias = Callable[..., Any]
 """A function of two tensors with an argument ``out``, as :func:`torch.add`."""
 
 
@@ -40,7 +40,7 @@ class Task:
     needs: int = 0
     then: list[Task] = field(default_factory=list)
     is_done: bool = False
-    operation: Operation = field(init=False)
+    operation: TransportOperation = field(init=False)
 
     def after(self, *others: Task) -> None:
         """Let this task begin after others."""
@@ -50,7 +50,7 @@ class Task:
 
 
 @dataclass(eq=False)
-class Exchange(Task):
+class PeerTask(Task):
     """What passes between this rank and another one.
 
     Attributes:
@@ -79,12 +79,12 @@ class Exchange(Task):
 
 
 @dataclass(eq=False)
-class Offer(Exchange):
+class Offer(PeerTask):
     """Bytes that another rank takes."""
 
 
 @dataclass(eq=False)
-class Take(Exchange):
+class Take(PeerTask):
     """Bytes that another rank offers.
 
     Attributes:
@@ -92,7 +92,7 @@ class Take(Exchange):
         dtype: Type of the elements.
     """
 
-    reduce: Reduction | None = None
+    reduce: ReduceFunction | None = None
     dtype: torch.dtype = torch.uint8
 
 
@@ -108,7 +108,7 @@ class Local(Task):
 
 
 @dataclass(eq=False)
-class Operation:
+class TransportOperation:
     """A collective, or a message, as one rank sees it.
 
     Attributes:
@@ -214,7 +214,7 @@ def program(plan: CollectivePlan, rank: int) -> tuple[ProgramStep, ...]:
 
 
 def tasks_of(
-    steps: Sequence[ProgramStep], chunks: Sequence[Tensor], dtype: torch.dtype, reduce: Reduction | None = None
+    steps: Sequence[ProgramStep], chunks: Sequence[Tensor], dtype: torch.dtype, reduce: ReduceFunction | None = None
 ) -> list[Task]:
     """Return the tasks of a program on memory.
 

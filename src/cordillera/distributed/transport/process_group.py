@@ -21,14 +21,14 @@ from torch.futures import Future
 
 from cordillera.distributed.transport.communicator import Communicator, Path, checked_timeout
 from cordillera.distributed.transport.operations import (
-    Exchange,
     Local,
     Offer,
-    Operation,
+    PeerTask,
     ProgramStep,
-    Reduction,
+    ReduceFunction,
     Take,
     Task,
+    TransportOperation,
     as_bytes,
     program,
     tasks_of,
@@ -43,7 +43,7 @@ BACKEND = "cordillera"
 
 _SMALL_BYTES = 32 << 10  # below, every rank gathers all values and adds them itself
 _TENSOR_INDICES = 1 << 20  # numbers of transfers that each tensor of an operation has
-_REDUCTIONS: dict[str, tuple[str, Reduction]] = {
+_REDUCTIONS: dict[str, tuple[str, ReduceFunction]] = {
     "SUM": ("sum", torch.add),
     "AVG": ("avg", torch.add),
     "PRODUCT": ("product", torch.mul),
@@ -74,7 +74,7 @@ class OperationWork(dist.Work):
         operation: The operation.
     """
 
-    def __init__(self, communicator: Communicator, operation: Operation) -> None:
+    def __init__(self, communicator: Communicator, operation: TransportOperation) -> None:
         super().__init__()
         self._communicator, self._operation = communicator, operation
         self._future: Future[Any] | None = None
@@ -114,7 +114,7 @@ class OperationWork(dist.Work):
 
     def source_rank(self) -> int:
         """Return the rank that a message came from."""
-        return next(task.peer for task in self._operation.tasks if isinstance(task, Exchange))
+        return next(task.peer for task in self._operation.tasks if isinstance(task, PeerTask))
 
     _source_rank = source_rank
 
@@ -356,7 +356,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         """Return the other ranks, beginning with the next one."""
         return [(self.rank() + step) % self.size() for step in range(1, self.size())]
 
-    def _all_reduced(self, tensor: Tensor, reduce: Reduction) -> list[Task]:
+    def _all_reduced(self, tensor: Tensor, reduce: ReduceFunction) -> list[Task]:
         """Return the tasks of reducing a tensor over all ranks."""
         if tensor.nbytes > _SMALL_BYTES:
             chunks = [as_bytes(part) for part in tensor.detach().reshape(-1).tensor_split(self.size())]
@@ -409,10 +409,10 @@ class TransportProcessGroup(dist.ProcessGroup):
         dtype = outputs[0].dtype
         return self._run("reduce_scatter", _joined(parts), outputs, dtype, opts, name, finish=average)
 
-    def _pass(self, task: Exchange, tensor: Tensor, tag: int) -> dist.Work:
+    def _pass(self, task: PeerTask, tensor: Tensor, tag: int) -> dist.Work:
         if task.peer == self.rank():
             raise PlanError("a rank cannot send to itself", where="send")
-        operation = Operation(
+        operation = TransportOperation(
             "message", signed("message", tensor.dtype), [task], [tensor], tensor.nbytes,
             timeout_s=self.communicator.timeout_s, is_message=True, sequence=tag,
         )  # fmt: skip
@@ -436,7 +436,7 @@ class TransportProcessGroup(dist.ProcessGroup):
             timeout_s = given.total_seconds()
         elif given is not None and given.total_seconds() < -1e-3:  # torch's default is -1 ms
             raise PlanError(f"timeout is {given.total_seconds():g} s", where=collective, remedy="a time above 0")
-        operation = Operation(
+        operation = TransportOperation(
             collective, signed(collective, dtype, reduction), tasks, result,
             sum(one.nbytes for one in result), timeout_s=timeout_s, finish=finish,
         )  # fmt: skip
@@ -463,7 +463,7 @@ def _checked(tensors: Sequence[Tensor], *, several: bool = False) -> list[Tensor
     return list(tensors)
 
 
-def _reduction(opts: Any) -> tuple[str, Reduction]:
+def _reduction(opts: Any) -> tuple[str, ReduceFunction]:
     op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
     for name, found in _REDUCTIONS.items():
         if op == getattr(dist.ReduceOp, name):
@@ -494,7 +494,7 @@ def _joined(parts: Sequence[Sequence[Task]]) -> list[Task]:
     """Return the tasks of several tensors as those of one operation."""
     for number, tasks in enumerate(parts):
         for task in tasks:
-            if isinstance(task, Exchange):
+            if isinstance(task, PeerTask):
                 task.index += number * _TENSOR_INDICES
     return [task for tasks in parts for task in tasks]
 
