@@ -1,4 +1,4 @@
-"""``cordillera bench ncclx``: what NCCLX's tools for large jobs find, on simulated incidents."""
+"""``cordillera bench ncclx``: collectives of our own beside Gloo's, and who is to blame for simulated hangs."""
 
 from __future__ import annotations
 
@@ -9,21 +9,31 @@ from typing import Any
 import typer
 from _blame_study import study
 from _program import Program
+from _transport_speed import collectives, messages
+from _transport_training import training
 from rich.console import Console
 
 
 class Part(str, enum.Enum):
     """What is measured."""
 
+    collectives = "collectives"
+    messages = "messages"
+    training = "training"
     blame = "blame"
 
 
-PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {Part.blame: study}
+PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {
+    Part.collectives: collectives,
+    Part.messages: messages,
+    Part.training: training,
+    Part.blame: study,
+}
 
 main = Program(
     "ncclx",
     PARTS,
-    "Let the analysis of traces find who is to blame for simulated hangs, beside torch's own analysis.",
+    "Time collectives of our own beside Gloo's, and find who is to blame for simulated hangs, beside torch's analysis.",
 ).command()
 
 

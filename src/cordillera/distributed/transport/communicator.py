@@ -144,7 +144,7 @@ class Communicator:
             self._advance_in_background()
         if self._driver.acquire(blocking=False):
             try:
-                self._drive(operation, once=True)
+                self._admit()
             finally:
                 self._release()
         else:
@@ -249,28 +249,19 @@ class Communicator:
                 finally:
                     self._release()
 
-    def _drive(self, until: TransportOperation | None, *, once: bool = False) -> None:
-        """Advance until an operation is done, or all are; ``once`` does only what needs no wait."""
+    def _drive(self, until: TransportOperation | None) -> None:
+        """Advance until an operation is done, or all are."""
         while True:
-            try:
-                self._admit()
-            except OperationFailed as error:
-                self._give_up(str(error))
-            if self._reason is not None:
-                self._fail()
-                return
+            self._admit()
             if self._told or (until.is_done if until is not None else not (self._running or self._posted)):
                 return
-            ready = self._poll.poll(0 if once else self._patience_ms())
-            for number, _ in ready:
+            for number, _ in self._poll.poll(self._patience_ms()):
                 if number == self._wake_read:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wake_read, 4096)
                 else:
                     self._serve(self._by_file[number])
             self._look_at_deadlines()
-            if once and not ready:
-                return
 
     def _patience_ms(self) -> int:
         nearest = min((one.deadline_s for one in self._running), default=time.monotonic() + 1)
@@ -284,13 +275,18 @@ class Communicator:
                 return
 
     def _admit(self) -> None:
-        """Take in what other threads have left: ranks that have come, and operations."""
-        while self._met:
-            self._connect(self._met.popleft())
-        while self._posted and self._reason is None:
-            operation = self._posted.popleft()
-            self._running[operation] = None
-            self._exchanges.post(operation)
+        """Take in what other threads have left: ranks that have come, operations, and a reason to give up."""
+        try:
+            while self._met:
+                self._connect(self._met.popleft())
+            while self._posted and self._reason is None:
+                operation = self._posted.popleft()
+                self._running[operation] = None
+                self._exchanges.post(operation)
+        except OperationFailed as error:
+            self._give_up(str(error))
+        if self._reason is not None:
+            self._fail()
 
     def _end(self, operation: TransportOperation) -> None:
         """Tell the caller of an operation that it is done, or was given up."""

@@ -217,18 +217,18 @@ class Exchanges:
         if isinstance(task, Local):
             task.run()
             return True
-        assert isinstance(task, Offer | Take)
-        is_open = self._wire.open(task.peer, task.operation)
         if isinstance(task, Offer):
-            if is_open:
+            if self._wire.open(task.peer, task.operation):
                 return self._offer(task)
             self._unsent[task.peer].append(task)
             return False
+        assert isinstance(task, Take)
         key = (task.peer, *task.key)
-        if (found := self._early.pop(key, None)) is None:
-            self._takes[key] = task
-            return False
-        return self._take(task, *found)
+        if (found := self._early.pop(key, None)) is not None:  # who sent it may be gone since
+            return self._take(task, *found)
+        self._wire.open(task.peer, task.operation)
+        self._takes[key] = task
+        return False
 
     def _done(self, task: Task) -> list[Task]:
         """Note that a task is done; return the tasks that may begin now."""

@@ -26,7 +26,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Task:
     """A part of an operation.
 
@@ -49,7 +49,7 @@ class Task:
         self.needs += len(others)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class PeerTask(Task):
     """What passes between this rank and another one.
 
@@ -78,12 +78,12 @@ class PeerTask(Task):
         return [(view.data_ptr(), view.numel()) for view in self.views]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Offer(PeerTask):
     """Bytes that another rank takes."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Take(PeerTask):
     """Bytes that another rank offers.
 
@@ -96,7 +96,7 @@ class Take(PeerTask):
     dtype: torch.dtype = torch.uint8
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Local(Task):
     """A computation of this rank alone.
 
@@ -107,7 +107,7 @@ class Local(Task):
     run: Callable[[], Any] = lambda: None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class TransportOperation:
     """A collective, or a message, as one rank sees it.
 

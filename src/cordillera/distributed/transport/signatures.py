@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ class Signature(NamedTuple):
     reduction: int
 
 
+@functools.lru_cache(512)
 def signed(collective: str, dtype: torch.dtype = torch.uint8, reduction: str = "none") -> Signature:
     """Return the signature of a ``collective`` of elements of a ``dtype``, with a ``reduction``.
 

@@ -1,0 +1,109 @@
+"""The backend of torch.distributed in real processes, some of which are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cordillera.distributed.transport.communicator import TransportError
+from cordillera.distributed.transport.frames import Connection
+from cordillera.distributed.transport.peer_memory import PeerMemory
+from cordillera.distributed.transport.process_group import BACKEND, TransportOptions, register
+from tests.distributed.processes import needs_gloo, run_processes
+
+pytestmark = needs_gloo
+DEADLINE_S = 2.0
+
+
+def ours(path: Any = "auto") -> Any:
+    register()
+    options = TransportOptions(path)
+    return dist.new_group(backend=BACKEND, pg_options=options, timeout=timedelta(seconds=DEADLINE_S))
+
+
+def equal_to_gloo(rank: int, folder: str) -> dict[str, Any]:
+    wrong = []
+    for path in ("auto", "sockets"):
+        group = ours(path)
+        for length in (1, 1000, 300_001):
+            for dtype in (torch.int64, torch.float32, torch.bfloat16):
+                x = torch.arange(length).remainder(50).add(rank).to(dtype)
+                mine, theirs = x.clone(), x.clone()
+                dist.all_reduce(mine, group=group)
+                dist.all_reduce(theirs)
+                if not torch.equal(mine, theirs):
+                    wrong.append(f"all_reduce {path} {length} {dtype}")
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, {"rank": rank}, group=group)
+        if found != [{"rank": other} for other in range(dist.get_world_size())]:
+            wrong.append(f"objects {found}")
+        if path == "auto" and not group.communicator.counters.memory_bytes:
+            wrong.append("no memory was read")
+        dist.destroy_process_group(group)
+    return {"wrong": wrong}
+
+
+def test_sums_of_small_numbers_equal_those_of_gloo_to_the_bit(tmp_path: Path) -> None:
+    ended = run_processes(3, tmp_path, equal_to_gloo, 120)
+    assert [ended.found[rank]["wrong"] for rank in range(3)] == [[], [], []], ended.said
+
+
+def killed_at(rank: int, folder: str, event: int, path: str) -> dict[str, Any]:
+    """Sum until rank 1 is killed at an event: a connection, a frame that is sent, or memory that is read."""
+    group, count = ours(path), [0]
+
+    def dying(original: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            if rank == 1:
+                if count[0] == event:
+                    Path(folder, "killed").write_text(repr(time.monotonic()))
+                    os.kill(os.getpid(), signal.SIGKILL)
+                count[0] += 1
+            return original(*arguments)
+
+        return call
+
+    Connection.__init__ = dying(Connection.__init__)  # type: ignore[method-assign]
+    Connection.send = dying(Connection.send)  # type: ignore[method-assign]
+    PeerMemory.read = dying(PeerMemory.read)  # type: ignore[method-assign]
+    tensor, at, said = torch.ones(1 << 18), 0.0, ""
+    try:
+        for _ in range(50):
+            dist.all_reduce(tensor, group=group)
+    except TransportError as error:
+        at, said = time.monotonic(), error.what
+    survivors = dist.new_group([0, 2], backend=BACKEND, use_local_synchronization=True)
+    left = torch.ones(1 << 18)
+    dist.all_reduce(left, group=survivors)
+    Path(folder, f"{rank}.done").touch()
+    while not all(Path(folder, f"{other}.done").exists() for other in (0, 2)):
+        time.sleep(0.01)
+    torch.save({"at": at, "said": said, "left": float(left.sum())}, f"{folder}/{rank}.pt")
+    os._exit(0)  # gloo would wait for the rank that was killed
+
+
+@pytest.mark.parametrize("path", ["auto", "sockets"])
+@pytest.mark.parametrize(
+    "event", [0, 3, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow),
+              pytest.param(5, marks=pytest.mark.slow), 8, pytest.param(21, marks=pytest.mark.slow)]
+)  # fmt: skip
+def test_when_a_rank_is_killed_the_others_know_in_time_and_go_on_without_it(
+    event: int, path: str, tmp_path: Path
+) -> None:
+    ended = run_processes(3, tmp_path, partial(killed_at, event=event, path=path), 60)
+    assert ended.codes[1] == -signal.SIGKILL, ended.said
+    assert set(ended.found) == {0, 2}, ended.said
+    began = float((tmp_path / "killed").read_text())
+    for found in ended.found.values():
+        assert "rank 1" in found["said"]
+        assert found["at"] - began < DEADLINE_S + 0.5
+        assert found["left"] == 2.0 * (1 << 18)
