@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -28,11 +28,13 @@ from cordillera.distributed.transport.meeting import Admission, Meeting, address
 from cordillera.distributed.transport.operations import PeerTask, TransportOperation
 from cordillera.distributed.transport.peer_memory import PeerMemory
 from cordillera.distributed.transport.signatures import Signature
+from cordillera.distributed.transport.tracer import OperationTracer, write_rank_trace
 from cordillera.errors import PeerError, PlanError
 
 Path: TypeAlias = Literal["auto", "sockets"]
 _LOOK_S = 1.0  # between looks at whether to go on, while the store is asked
 _ENDED = "ended its connection"
+_FAREWELL_S = 0.02  # longest wait for a rank to take the reason to give up
 
 
 class TransportError(PeerError, RuntimeError):
@@ -77,6 +79,7 @@ class Communicator:
         size: Number of ranks.
         timeout_s: Seconds after which an operation is given up, unless it has a limit of its own.
         name: Name for messages.
+        ranks: Ranks of the members in the job; by default those of the group.
         path: How bytes pass: ``auto`` reads the memory of ranks on the same host, ``sockets`` never does.
 
     Raises:
@@ -85,7 +88,15 @@ class Communicator:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, *, timeout_s: float, name: str = "", path: Path = "auto"
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        timeout_s: float,
+        name: str = "",
+        ranks: Sequence[int] = (),
+        path: Path = "auto",
     ) -> None:
         if not 0 <= rank < size:
             raise PlanError(f"rank is {rank} of {size}", where="communicator")
@@ -94,7 +105,9 @@ class Communicator:
         self.rank, self.size, self.timeout_s, self.name = rank, size, checked_timeout(timeout_s), name
         self._store, self._sequence = store, 0
         self._numbers: defaultdict[tuple[bool, int, int], int] = defaultdict(int)  # of messages, by direction and tag
-        self._exchanges = Exchanges(rank, self, self._end)
+        self.ranks = tuple(ranks or range(size))
+        self._exchanges = Exchanges(rank, self, self._end, self.ranks)
+        self._tracer = OperationTracer(name, self.ranks)
         self._peers: defaultdict[int, _Peer] = defaultdict(_Peer)
         self._by_file: dict[int, int] = {}  # ranks by their sockets
         self._posted: deque[TransportOperation] = deque()
@@ -103,6 +116,8 @@ class Communicator:
         self._told: deque[Callable[[], None]] = deque()  # who is to be called once nobody drives
         self._reason: str | None = None
         self._origin = rank  # who was the first to give up
+        self._is_traced = False
+        self._ended: list[Connection] = []  # what others may still read from
         self._driver, self._changed = threading.Lock(), threading.Condition()
         self._thread: threading.Thread | None = None
         self._poll = select.poll()
@@ -116,8 +131,12 @@ class Communicator:
                 self._admission = Admission(secret_of(store), rank, size, path == "auto", self._welcome)
                 publish(store, self._admission)
             except (RuntimeError, OSError) as error:
-                raise TransportError(f"the store of the group is gone ({error})", where=f"rank {rank}") from error
+                raise TransportError(f"the store of the group is gone ({error})", where=self._where) from error
         _LIVE.add(self)
+
+    @property
+    def _where(self) -> str:
+        return f"rank {self.ranks[self.rank]}" + (f", group {self.name}" if self.name else "")
 
     @property
     def reason(self) -> str | None:
@@ -136,6 +155,11 @@ class Communicator:
             operation: The operation, which is given its place among the collectives.
             in_background: Whether it is to advance while nobody waits for it.
         """
+        if self._driver.acquire(blocking=False):
+            try:
+                self._serve_all(0)  # an operation that begins after the end of the group has not waited for anyone
+            finally:
+                self._release()
         operation.posted_s = time.monotonic()
         if not operation.is_message:
             operation.sequence, self._sequence = self._sequence, self._sequence + 1
@@ -255,13 +279,17 @@ class Communicator:
             self._admit()
             if self._told or (until.is_done if until is not None else not (self._running or self._posted)):
                 return
-            for number, _ in self._poll.poll(self._patience_ms()):
-                if number == self._wake_read:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._wake_read, 4096)
-                else:
-                    self._serve(self._by_file[number])
+            self._serve_all(self._patience_ms())
             self._look_at_deadlines()
+
+    def _serve_all(self, patience_ms: int) -> None:
+        """Take what has come within some milliseconds."""
+        for number, _ in self._poll.poll(patience_ms):
+            if number == self._wake_read:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+            elif (peer := self._by_file.get(number)) is not None:
+                self._serve(peer)
 
     def _patience_ms(self) -> int:
         nearest = min((one.deadline_s for one in self._running), default=time.monotonic() + 1)
@@ -271,8 +299,13 @@ class Communicator:
         now = time.monotonic()
         for one in self._running:
             if now >= one.deadline_s:
-                self._give_up(_late(one))
+                self._give_up(self._late(one))
                 return
+
+    def _late(self, operation: TransportOperation) -> str:
+        peers = {task.peer for task in operation.tasks if isinstance(task, PeerTask) and not task.is_done}
+        whom = "rank " + ", ".join(str(self.ranks[peer]) for peer in sorted(peers)) if peers else "nobody"
+        return f"{operation.title} took longer than {operation.timeout_s:g} s; awaited: {whom}"
 
     def _admit(self) -> None:
         """Take in what other threads have left: ranks that have come, operations, and a reason to give up."""
@@ -291,6 +324,8 @@ class Communicator:
     def _end(self, operation: TransportOperation) -> None:
         """Tell the caller of an operation that it is done, or was given up."""
         self._running.pop(operation, None)
+        if operation.error is None:
+            self._tracer.ended(operation)
         with self._changed:
             operation.is_done = True
             self._told.extend(operation.told)
@@ -309,22 +344,26 @@ class Communicator:
             listener().dismiss(self._admission)
             self._admission = None
         failed = [*self._running, *self._posted]
+        if failed and not self._is_traced:
+            self._is_traced = True
+            alive = [one for one in list(_LIVE) if one is self or one._reason is None]
+            write_rank_trace([(one._tracer, list(one._running)) for one in alive], self.ranks[self.rank])
         text = reason.encode()[:2000]
         for peer in self._peers.values():
             if (connection := peer.connection) is not None:
                 if failed:
                     frame = TransportFrame(FrameKind.ABORT, Signature(0, 0, 0), self._origin, 0, 0, len(text))
-                    with contextlib.suppress(BrokenConnection):
-                        connection.send(frame, memoryview(text))
-                connection.socket.close()
+                    connection.end(frame, memoryview(text), _FAREWELL_S)
+                    self._ended.append(connection)
+                else:
+                    connection.socket.close()
                 peer.connection, peer.gone = None, "is not connected any more"
         while self._met:
             self._met.popleft().socket.close()
-        where = f"rank {self.rank}" + (f" of {self.name}" if self.name else "")
-        said = reason if self._origin == self.rank else f"rank {self._origin} gave up: {reason}"
+        said = reason if self._origin == self.rank else f"rank {self.ranks[self._origin]} gave up: {reason}"
         self._posted.clear()
         for operation in failed:
-            operation.error = TransportError(said, where=where)
+            operation.error = TransportError(said, where=self._where)
             self._end(operation)
         self._exchanges.clear()
 
@@ -334,7 +373,7 @@ class Communicator:
         """Whether frames can be sent to a rank now; of two ranks, the higher one connects."""
         known = self._peers[peer]
         if known.gone is not None:
-            raise OperationFailed(f"{operation.title} needs rank {peer}, which {known.gone}")
+            raise OperationFailed(f"{operation.title} needs rank {self.ranks[peer]}, which {known.gone}")
         if known.connection is None and peer < self.rank:
             assert self._admission is not None
             try:
@@ -342,10 +381,10 @@ class Communicator:
                     if self._reason is not None:
                         raise OperationFailed(self._reason)
                     if time.monotonic() >= operation.deadline_s:
-                        raise OperationFailed(_late(operation))
+                        raise OperationFailed(self._late(operation))
                 self._connect(dial(address, self._admission, peer))
             except BrokenConnection as error:
-                raise OperationFailed(f"rank {peer} {error}") from error
+                raise OperationFailed(f"rank {self.ranks[peer]} {error}") from error
         return known.connection is not None
 
     def send(self, peer: int, frame: TransportFrame, *payload: memoryview) -> bool:
@@ -374,7 +413,7 @@ class Communicator:
         if frame.kind != FrameKind.ABORT:
             self._exchanges.arrived(peer, frame, data)
         elif self._reason is None:
-            self._origin = frame.sequence
+            self._origin = frame.sequence if 0 <= frame.sequence < self.size else peer
             self._give_up(bytes(data).decode(errors="replace"))
 
     def _welcome(self, meeting: Meeting) -> None:
@@ -425,7 +464,7 @@ class Communicator:
         connection.socket.close()
         known.connection, known.gone = None, reason
         if self._exchanges.pending(connection.peer) or reason != _ENDED:
-            self._give_up(f"rank {connection.peer} {reason}")
+            self._give_up(f"rank {self.ranks[connection.peer]} {reason}")
 
 
 def checked_timeout(seconds: float) -> float:
@@ -437,12 +476,6 @@ def checked_timeout(seconds: float) -> float:
     if not seconds > 0:
         raise PlanError(f"timeout is {seconds:g} s", where="communicator", remedy="a time above 0")
     return seconds
-
-
-def _late(operation: TransportOperation) -> str:
-    peers = {task.peer for task in operation.tasks if isinstance(task, PeerTask) and not task.is_done}
-    whom = "rank " + ", ".join(map(str, sorted(peers))) if peers else "nobody"
-    return f"{operation.title} took longer than {operation.timeout_s:g} s; awaited: {whom}"
 
 
 _LIVE: weakref.WeakSet[Communicator] = weakref.WeakSet()

@@ -108,15 +108,18 @@ class Exchanges:
         rank: This rank.
         wire: What carries frames.
         complete: Called with each operation that is done.
+        ranks: Ranks of the members in the job, for messages; by default those of the group.
 
     Attributes:
         counters: What has passed.
         stops: Whether long copies are to end early, as the operations were given up.
     """
 
-    def __init__(self, rank: int, wire: Wire, complete: Callable[[TransportOperation], None]) -> None:
+    def __init__(
+        self, rank: int, wire: Wire, complete: Callable[[TransportOperation], None], ranks: Sequence[int] = ()
+    ) -> None:
         self.rank, self.counters, self.stops = rank, TransportCounters(), False
-        self._wire, self._complete = wire, complete
+        self._wire, self._complete, self._ranks = wire, complete, ranks
         self._collectives: dict[int, TransportOperation] = {}  # by sequence
         self._pending: defaultdict[int, int] = defaultdict(int)  # by rank: exchanges that are not done
         self._early: dict[_Key, tuple[TransportFrame, memoryview]] = {}  # offers that came before they were to be taken
@@ -293,7 +296,9 @@ class Exchanges:
             self._check(operation, peer, frame.signature)
             if not any(isinstance(one, Take) and (one.peer, one.index) == (peer, frame.number)
                        for one in operation.tasks):  # fmt: skip
-                raise OperationFailed(f"rank {peer} offers to {operation.title} what rank {self.rank} does not take")
+                raise OperationFailed(
+                    f"{self._name(peer)} offers to {operation.title} what {self._name(self.rank)} does not take"
+                )
         if key in self._early:
             raise BrokenConnection("sent an offer twice")
         self._early[key] = frame, data
@@ -303,8 +308,8 @@ class Exchanges:
         self._check(take.operation, take.peer, frame.signature)
         if frame.size != take.size or (frame.kind == FrameKind.INLINE and data.nbytes != take.size):
             raise OperationFailed(
-                f"rank {take.peer} offers {frame.size:,} bytes to {take.operation.title}, rank {self.rank} takes "
-                f"{take.size:,}"
+                f"{self._name(take.peer)} offers {frame.size:,} bytes to {take.operation.title}, "
+                f"{self._name(self.rank)} takes {take.size:,}"
             )
         if frame.kind == FrameKind.INLINE:
             self._put(take, 0, data)
@@ -317,23 +322,28 @@ class Exchanges:
         try:
             self._read(memory, take, decode_spans(data))
         except ProcessLookupError as error:
-            raise OperationFailed(f"rank {take.peer} ended") from error
+            raise OperationFailed(f"{self._name(take.peer)} ended") from error
         except OSError as error:
-            raise OperationFailed(f"the memory of rank {take.peer} could not be read ({error.strerror})") from error
+            raise OperationFailed(
+                f"the memory of {self._name(take.peer)} could not be read ({error.strerror})"
+            ) from error
         self._wire.send(take.peer, _frame(FrameKind.TAKEN, take))
         return True
+
+    def _name(self, rank: int) -> str:
+        return f"rank {self._ranks[rank] if self._ranks else rank}"
 
     def _check(self, operation: TransportOperation, peer: int, theirs: Signature) -> None:
         if theirs != operation.signature:
             raise OperationFailed(
-                f"rank {peer} is at {describe(theirs)}, rank {self.rank} at {describe(operation.signature)} "
-                f"({operation.title})"
+                f"{self._name(peer)} is at {describe(theirs)}, {self._name(self.rank)} at "
+                f"{describe(operation.signature)} ({operation.title})"
             )
 
     def _read(self, memory: PeerMemory, take: Take, there: list[tuple[int, int]]) -> None:
         """Copy, or add, what another rank of this host offers."""
         if [length for _, length in there] != [view.numel() for view in take.views]:
-            raise OperationFailed(f"rank {take.peer} offers {take.operation.title} in other parts")
+            raise OperationFailed(f"{self._name(take.peer)} offers {take.operation.title} in other parts")
         self.counters.memory_bytes += take.size
         if take.reduce is None:
             if take.size <= _COPY_BYTES:

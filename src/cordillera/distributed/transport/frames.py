@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import zlib
@@ -148,6 +149,17 @@ class Connection:
                 count -= self._outgoing.popleft().nbytes
             if count:
                 self._outgoing[0] = self._outgoing[0][count:]
+
+    def end(self, frame: TransportFrame, payload: memoryview, patience_s: float) -> None:
+        """Send a last frame behind what waits, if the other side takes it within ``patience_s``, and nothing more.
+
+        The socket stays open, as closing it would take away from the other side what it has not read yet.
+        """
+        with contextlib.suppress(OSError):
+            self.socket.settimeout(patience_s)
+            self.socket.sendall(b"".join([*self._outgoing, frame.encode(), payload]))
+            self.socket.shutdown(socket.SHUT_WR)
+        self._outgoing.clear()
 
     def receive(self, handler: FrameHandler) -> None:
         """Give ``handler`` the frames that have come.

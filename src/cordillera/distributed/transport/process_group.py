@@ -142,6 +142,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         size: Number of ranks.
         timeout: Longest time of an operation.
         name: Name for messages.
+        ranks: Ranks of the members in the job; by default those of the group.
         options: Options.
     """
 
@@ -153,13 +154,14 @@ class TransportProcessGroup(dist.ProcessGroup):
         timeout: timedelta,
         *,
         name: str = "",
+        ranks: Sequence[int] = (),
         options: TransportOptions | None = None,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # with a store, torch builds no Python group
         self._names = [name, "undefined"]
         options = options or TransportOptions()
         self.communicator = Communicator(
-            store, rank, size, timeout_s=timeout.total_seconds(), name=name, path=options.path
+            store, rank, size, timeout_s=timeout.total_seconds(), name=name, ranks=ranks, path=options.path
         )
 
     def getBackendName(self) -> str:
@@ -527,7 +529,13 @@ def _program(collective: str, size: int, rank: int) -> tuple[ProgramStep, ...]:
 
 def _create(options: Any, chosen: TransportOptions | None) -> TransportProcessGroup:
     return TransportProcessGroup(
-        options.store, options.group_rank, options.group_size, options.timeout, name=options.group_id, options=chosen
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        name=options.group_id,
+        ranks=options.global_ranks_in_group,
+        options=chosen,
     )
 
 

@@ -50,10 +50,15 @@ def signed(collective: str, dtype: torch.dtype = torch.uint8, reduction: str = "
     return Signature(_COLLECTIVES.index(collective), _DTYPES.index(dtype), _REDUCTIONS.index(reduction))
 
 
+def dtype_of(signature: Signature) -> str:
+    """Return the type of the elements of a ``signature``, as torch names it."""
+    return str(_DTYPES[signature.dtype]).removeprefix("torch.")
+
+
 def describe(signature: Signature) -> str:
     """Return a signature in words."""
     try:
-        words = f"{_COLLECTIVES[signature.collective]} of {str(_DTYPES[signature.dtype]).removeprefix('torch.')}"
+        words = f"{_COLLECTIVES[signature.collective]} of {dtype_of(signature)}"
         return words + (f" ({_REDUCTIONS[signature.reduction]})" if signature.reduction else "")
     except IndexError:
         return "an operation that is not known here"

@@ -1,0 +1,144 @@
+"""What a communicator has done and waits for, as a trace for ``cordillera blame``.
+
+If the environment variable :data:`TRACES` names a folder, every rank writes its trace there when an operation is given
+up. Source: NCCLX (arXiv 2510.20171), which records current and past collectives of each communicator and the progress
+of each peer.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from cordillera.distributed.tracing.rank_trace import Collective, PeerProgress, RankTrace, TracedCommunicator
+from cordillera.distributed.transport.operations import Offer, PeerTask, Take, TransportOperation
+from cordillera.distributed.transport.signatures import Signature, dtype_of
+from cordillera.errors import CordilleraError
+
+TRACES = "CORDILLERA_TRACES"
+"""Environment variable with the folder of traces."""
+
+_KEPT = 256  # operations of a communicator that are remembered once they are done
+_SAME_SIZE = ("all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter")  # bytes are equal on all ranks
+
+
+class _Past(NamedTuple):
+    """What is remembered of an operation that is done; its tensors are not kept."""
+
+    name: str
+    signature: Signature
+    bytes: int
+    timeout_s: float
+    sequence: int
+    posted_s: float
+    message: tuple[int, int, bool] | None  # the other rank, the number among those of the tag, whether it is sent
+    ended_s: float | None
+
+
+class OperationTracer:
+    """Operations of a communicator.
+
+    Args:
+        name: Name of the communicator.
+        ranks: Its members as ranks of the job.
+    """
+
+    def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
+        self.name, self.ranks = name, ranks
+        self._past: deque[_Past] = deque(maxlen=_KEPT)
+        self._count = 0
+
+    def ended(self, operation: TransportOperation) -> None:
+        """Remember an operation that is done."""
+        self._past.append(_past(operation, time.monotonic()))
+        self._count += 1
+
+    def trace(self, running: Iterable[TransportOperation]) -> tuple[TracedCommunicator, list[Collective], bool]:
+        """Return the communicator, its operations, and whether older ones are missing."""
+        offset = time.time_ns() - time.monotonic_ns()
+        records = [self._record(one, offset, ()) for one in list(self._past)]
+        records += [self._record(_past(one, None), offset, self._progress(one)) for one in running]
+        return TracedCommunicator(self.name, self.name, self.ranks), records, self._count > _KEPT
+
+    def _record(self, one: _Past, offset_ns: int, peers: tuple[PeerProgress, ...]) -> Collective:
+        dtypes = (dtype_of(one.signature),)
+        sizes = ((one.bytes,),) if one.name in _SAME_SIZE else ()
+        peer, channel, op = None, None, one.name
+        if one.message is not None:
+            other, number, gives = one.message
+            peer, channel, op = self.ranks[other], (one.sequence << 32) + number, "send" if gives else "recv"
+        begun = offset_ns + int(one.posted_s * 1e9)
+        return Collective(
+            self.name,
+            one.sequence + 1,
+            op,
+            input_sizes=sizes,
+            output_sizes=sizes,
+            input_dtypes=dtypes,
+            output_dtypes=dtypes,
+            state="started" if one.ended_s is None else "completed",
+            enqueued_ns=begun,
+            started_ns=begun,
+            ended_ns=None if one.ended_s is None else offset_ns + int(one.ended_s * 1e9),
+            peer=peer,
+            channel=channel,
+            timeout_ms=int(one.timeout_s * 1e3),
+            peers=peers,
+            backend="cordillera",
+        )
+
+    def _progress(self, operation: TransportOperation) -> tuple[PeerProgress, ...]:
+        counts: dict[int, list[int]] = {}
+        for task in operation.tasks:
+            if isinstance(task, PeerTask):
+                count = counts.setdefault(task.peer, [0, 0, 0])
+                is_given = isinstance(task, Offer) and task.is_done  # a transfer begins when its receiver takes it
+                count[0] += is_given
+                count[1] += is_given
+                count[2] += isinstance(task, Take) and task.is_done
+        return tuple(PeerProgress(self.ranks[peer], *count) for peer, count in counts.items())
+
+
+def _past(operation: TransportOperation, ended_s: float | None) -> _Past:
+    message = None
+    if operation.is_message:
+        task = operation.tasks[0]
+        assert isinstance(task, PeerTask)
+        message = task.peer, task.index, isinstance(task, Offer)
+    return _Past(
+        operation.name, operation.signature, operation.bytes, operation.timeout_s, operation.sequence,
+        operation.posted_s, message, ended_s,
+    )  # fmt: skip
+
+
+def write_rank_trace(traced: Iterable[tuple[OperationTracer, Iterable[TransportOperation]]], rank: int) -> Path | None:
+    """Write the trace of this process into the folder that :data:`TRACES` names.
+
+    Args:
+        traced: Communicators with the operations that are not done.
+        rank: Rank of this process in the job.
+
+    Returns:
+        The file; None if there is no such variable, or the file could not be written, which is said on stderr.
+    """
+    from cordillera.distributed.tracing.flight_recorder import write_trace  # only who writes loads it
+
+    folder = os.environ.get(TRACES)
+    if not folder:
+        return None
+    found = [tracer.trace(running) for tracer, running in traced]
+    records = sorted((one for _, ones, _ in found for one in ones), key=lambda one: one.enqueued_ns)
+    communicators = tuple(communicator for communicator, _, _ in found)
+    dropped = any(is_dropped for _, _, is_dropped in found)
+    try:
+        return write_trace(
+            RankTrace(rank, time.time_ns(), communicators, tuple(records), dropped=dropped), Path(folder)
+        )
+    except CordilleraError as error:
+        print(f"warning: {error}", file=sys.stderr)
+        return None
