@@ -29,6 +29,7 @@ import _figures_search
 import _figures_serving
 import _figures_tasks
 import _figures_teachers
+import _figures_transport
 import _figures_zionex
 from _figures import Figures
 
@@ -42,6 +43,7 @@ FIGURES: Figures = {
     **_figures_planning.FIGURES,
     **_figures_exchange.FIGURES,
     **_figures_faults.FIGURES,
+    **_figures_transport.FIGURES,
     **_figures_zionex.FIGURES,
     **_figures_kernels.FIGURES,
     **_figures_gpu.FIGURES,

@@ -1,0 +1,53 @@
+"""Figures of the backend ``cordillera`` and of blame in the documentation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from _figures import Figures, percent, results, table
+
+
+def _size(kibibytes: int) -> str:
+    return f"{kibibytes // 1024} MiB" if kibibytes >= 1024 else f"{kibibytes} KiB"
+
+
+def _rows(part: str) -> list[dict[str, Any]]:
+    return list(results(f"ncclx-{part}")["rows"])
+
+
+def _ratio(found: dict[str, float]) -> str:
+    return f"{found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+
+
+def sums() -> str:
+    """Return times of sums, beside Gloo."""
+    rows = []
+    for row in _rows("collectives"):
+        asked = f"{row['target']:g}" if row["target"] else ""
+        cells = [str(row["processes"]), _size(row["kibibytes"]), f"{row['gloo']['median'] * 1e3:.2f} ms"]
+        rows.append([*cells, _ratio(row["memory against gloo"]), asked, _ratio(row["sockets against gloo"])])
+    return table(["processes", "tensor", "gloo", "memory is", "asked", "sockets are"], rows)
+
+
+def messages() -> str:
+    """Return times of messages, beside Gloo and beside the way through sockets."""
+    rows = []
+    for row in _rows("messages"):
+        asked = f"{row['target']:g}" if row["target"] else ""
+        cells = [_size(row["kibibytes"]), f"{row['gloo']['median'] * 1e3:.2f} ms", _ratio(row["memory against gloo"])]
+        rows.append([*cells, asked, _ratio(row["memory against sockets"])])
+    return table(["message", "gloo", "memory is", "asked", "beside our sockets"], rows)
+
+
+def trainings() -> str:
+    """Return times of training steps, beside Gloo."""
+    rows = []
+    for row in _rows("training"):
+        gloo, ours = row["auto"], row["cordillera"]
+        waiting = f"{percent(gloo['exposed'], '.0f')}, {percent(ours['exposed'], '.0f')}"
+        same = "to the bit" if row["same"] else "no"
+        rows.append([row["training"], f"{gloo['step_s'] * 1e3:.1f} ms", _ratio(row["ratio"]), waiting, same])
+    return table(["training", "a step on gloo", "ours is", "waiting for others: gloo, ours", "equal losses"], rows)
+
+
+FIGURES: Figures = {"transport-sums": sums, "transport-messages": messages, "transport-trainings": trainings}
