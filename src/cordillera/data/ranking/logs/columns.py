@@ -102,6 +102,19 @@ def hash_strings(values: pl.Series, salt: str = "") -> np.ndarray:
     return values.to_frame("value").join(hashes, on="value", how="left", maintain_order="left")["hash"].to_numpy()
 
 
+def column_names(given: Sequence[str], where: str) -> list[str]:
+    """Return the names of a file's columns; one that is ``given`` without a name is called ``unnamed_0``, by its place.
+
+    Raises:
+        DataError: two columns have the same name; the error names the place ``where`` they are.
+    """
+    names = [name or f"unnamed_{place}" for place, name in enumerate(given)]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise DataError(f"columns must differ, these stand twice: {twice[:8]}", where=where)
+    return names
+
+
 def column_of(frame: pl.DataFrame, name: str, place: RowPlace) -> pl.Series:
     """Return a column of a frame; a missing one is an error."""
     if name not in frame.columns:
