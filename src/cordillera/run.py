@@ -11,6 +11,7 @@ content. Layout::
     tensorboard/     event files
     tracked.json     ids that MLflow or Weights & Biases gave to the run, if its recipe names one
     encoder/         the fitted vocabularies and transforms
+    predictions/     scores that were written nowhere else
     evaluation.json, model.json, report.html
 
 JSON files and the lines of ``metrics.jsonl`` end with a checksum of their own, which readers verify.
@@ -473,12 +474,12 @@ def check_new_folder(folder: Path) -> list[Path]:
     return begun
 
 
-def next_folder(parent: Path, name: str) -> Path:
-    """Return the first of ``name``, ``name-2``, ``name-3``, ... that does not exist in ``parent``."""
-    folder, number = parent / name, 2
-    while folder.exists():
-        folder, number = parent / f"{name}-{number}", number + 1
-    return folder
+def next_path(parent: Path, name: str, ending: str = "") -> Path:
+    """Return the first of ``name``, ``name-2``, ... with this ``ending`` that does not exist in ``parent``."""
+    path, number = parent / f"{name}{ending}", 2
+    while path.exists():
+        path, number = parent / f"{name}-{number}{ending}", number + 1
+    return path
 
 
 def remove_folder(folder: Path) -> None:

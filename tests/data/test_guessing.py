@@ -163,10 +163,10 @@ def test_a_first_column_without_a_name_that_counts_no_rows_is_a_feature(tmp_path
 def test_a_recipe_is_written_that_trains(tmp_path: Path) -> None:
     frame_of().write_csv(tmp_path / "log.csv", separator=";")
     out = tmp_path / "mine.toml"
-    with pytest.raises(DataError, match='single column.*\n.*--separator ";"'):
+    with pytest.raises(DataError, match=r'single column.*\n.*--separator ";"'):
         write_recipe([str(tmp_path / "log.csv")], out)
     frame_of().write_csv(tmp_path / "quoted.csv", separator=";", quote_style="always")
-    with pytest.raises(DataError, match='if ";" divides the fields, .*--separator'):
+    with pytest.raises(DataError, match=r'if ";" divides the fields, .*--separator'):
         write_recipe([str(tmp_path / "quoted.csv")], out)
     guesses = write_recipe([str(tmp_path / "log.csv")], out, separator=";")
     assert {one.name: one.role for one in guesses} == EXPECTED

@@ -326,7 +326,9 @@ def guess_format(path: Path) -> FileFormat:
     for ending, kind in endings.items():
         if name.endswith(ending):
             return kind
-    remedy = 'set data.format to "csv", "tsv" or "parquet"'
+    remedy = (
+        "name files of samples that end in .csv, .tsv, .txt, .parquet or .pq, or set data.format in a recipe to train"
+    )
     raise DataError("the name does not tell the format", where=str(path), remedy=remedy)
 
 
