@@ -195,7 +195,9 @@ def _paths(config: DataConfig) -> tuple[tuple[Path, ...], ...]:
 def _encoder_folder(config: DataConfig) -> Path:
     folder = Path(config.encoder or "").expanduser() / "encoder"
     if not (folder / "encoder.json").is_file():
-        raise DataError("is no run of a ranking model", where=str(config.encoder), remedy="correct data.encoder")
+        what = "is no run of a ranking model" if folder.parent.is_dir() else "there is no such folder"
+        remedy = "correct data.encoder, or training.start, which sets it"
+        raise DataError(what, where=str(config.encoder), remedy=remedy)
     return folder
 
 
