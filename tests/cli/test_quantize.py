@@ -215,7 +215,7 @@ def test_a_table_whose_scale_grew_raises_an_alarm(cli, run_folder, tmp_path):
     assert watched.code == 1
     assert "alarm" in watched.out
     assert "embedding of user" in watched.out
-    assert "quantise the run anew" in watched.out
+    assert "and quantise that run" in watched.out
 
 
 def test_a_feature_that_moved_raises_an_alarm(cli, run_folder, tmp_path):
