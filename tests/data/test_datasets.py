@@ -405,8 +405,10 @@ def test_wrong_settings_say_what_is_wrong(setting: dict[str, object], message: s
 
 
 def test_an_unknown_name_is_refused_with_the_names_that_there_are() -> None:
-    with pytest.raises(DataError, match="movielens-100k"):
-        configure("movielens")
+    with pytest.raises(DataError, match=r"'movielens-100k'\?\n  -> choose one of .*smollm2"):
+        configure("movielens-100")
+    with pytest.raises(DataError, match=r"is fetched, and takes no files\n  -> leave --path out"):
+        configure("movielens-100k", ["ads.csv"])
 
 
 def test_preparing_twice_at_once_is_harmless(tmp_path: Path, schema: Schema) -> None:

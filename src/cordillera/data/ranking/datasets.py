@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import sys
@@ -13,11 +14,12 @@ from typing import Annotated, Literal
 
 import numpy as np
 import polars as pl
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cordillera.data.ahead import map_ahead, reading_threads
+from cordillera.data.assets import ASSETS
 from cordillera.data.files import cache_folder, checksum, folder_beside
 from cordillera.data.paths import expand_paths
 from cordillera.data.ranking.cache import FORMAT, SPLITS, CacheWriter, Splits, TrueEntropy, open_splits
@@ -41,7 +43,7 @@ from cordillera.data.ranking.logs.columns import RowPlace, splitmix64, timestamp
 from cordillera.data.ranking.logs.histories import HistoriesConfig, HistoriesLog
 from cordillera.data.ranking.logs.synthetic import SyntheticConfig, SyntheticLog
 from cordillera.errors import DataError
-from cordillera.toml_files import explain, text_of
+from cordillera.toml_files import text_of
 
 Split = Literal["time", "order", "random", "files"]
 
@@ -588,12 +590,16 @@ def configure(name: str, path: Sequence[str] | None = None) -> DataConfig:
     Raises:
         DataError: the name is unknown, a path is given that the data set does not take, or a required path is missing.
     """
-    entry = DATASETS.get(name)
-    if entry is not None and entry.needs_files and not path:
+    entry, where = DATASETS.get(name), f"data set '{name}'"
+    if entry is None:
+        names = [*DATASETS, *ASSETS]
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise DataError(f"is not known{hint}", where=f"'{name}'", remedy=f"choose one of {', '.join(names)}")
+    if entry.needs_files and not path:
         remedy = f"then: cordillera data get {name} --path FILE, or data.path = 'FILE' in a recipe"
-        raise DataError(f"cannot be fetched; {entry.source} ({entry.terms})", where=f"data set '{name}'", remedy=remedy)
-    try:
-        return DataConfig(dataset=name, path=tuple(path) if path else None)
-    except ValidationError as error:
-        message = "; ".join(what for _, what in explain(error.errors(), lambda path: list(DataConfig.model_fields)))
-        raise DataError(message, where=f"data set '{name}'", remedy="see 'cordillera data list'") from None
+        raise DataError(f"cannot be fetched; {entry.source} ({entry.terms})", where=where, remedy=remedy)
+    if path and not entry.needs_files:
+        remedy = "leave --path out; `cordillera recipe new FILES` is for logs of your own"
+        raise DataError("is fetched, and takes no files", where=where, remedy=remedy)
+    return DataConfig(dataset=name, path=tuple(path) if path else None)
