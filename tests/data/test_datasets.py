@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from cordillera.data.ranking.cache import SPLITS, ClickDataset, open_splits
-from cordillera.data.ranking.datasets import DataConfig, configure, prepare
+from cordillera.data.ranking.datasets import DataConfig, prepare
 from cordillera.data.ranking.exports import export
 from cordillera.data.ranking.features import RankingBatch, Schema
 from cordillera.data.ranking.loader import Loader
 from cordillera.data.ranking.logs import click_logs
-from cordillera.data.ranking.rows import raw_rows, read_rows
+from cordillera.data.ranking.rows import configure, raw_rows, read_rows
 from cordillera.errors import DataError
 
 from .conftest import config, make_frame, write

@@ -84,7 +84,7 @@ def _print(answer: CommandOutput, outcome: AugmentationOutcome) -> None:
     counts = Counter(progress.counts)
     events, twice, labels = counts["events"], counts["duplicates"], counts["labels"]
     answer.say(
-        f"{events:,} events, {twice:,} of them duplicates; {labels:,} labels",
+        f"{events - twice:,} events{f' in {events:,} rows' if twice else ''}; {labels:,} labels",
         **{name: counts[name] for name in ("events", "duplicates", "labels", *_DROPPED)},
     )
     for name, meaning in _DROPPED.items():

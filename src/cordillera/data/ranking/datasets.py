@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,7 +18,6 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cordillera.data.ahead import map_ahead, reading_threads
-from cordillera.data.assets import ASSETS
 from cordillera.data.files import cache_folder, checksum, folder_beside
 from cordillera.data.paths import expand_paths
 from cordillera.data.ranking.cache import FORMAT, SPLITS, CacheWriter, Splits, TrueEntropy, open_splits
@@ -582,24 +580,3 @@ def _check(config: DataConfig, writer: CacheWriter, name: str) -> None:
                 where=name,
                 remedy="check how the label is made, or how the rows are split; a model needs both classes",
             )
-
-
-def configure(name: str, path: Sequence[str] | None = None) -> DataConfig:
-    """Return the default configuration of the data set ``name`` with the files at ``path``, None if they are fetched.
-
-    Raises:
-        DataError: the name is unknown, a path is given that the data set does not take, or a required path is missing.
-    """
-    entry, where = DATASETS.get(name), f"data set '{name}'"
-    if entry is None:
-        names = [*DATASETS, *ASSETS]
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise DataError(f"is not known{hint}", where=f"'{name}'", remedy=f"choose one of {', '.join(names)}")
-    if entry.needs_files and not path:
-        remedy = f"then: cordillera data get {name} --path FILE, or data.path = 'FILE' in a recipe"
-        raise DataError(f"cannot be fetched; {entry.source} ({entry.terms})", where=where, remedy=remedy)
-    if path and not entry.needs_files:
-        remedy = "leave --path out; `cordillera recipe new FILES` is for logs of your own"
-        raise DataError("is fetched, and takes no files", where=where, remedy=remedy)
-    return DataConfig(dataset=name, path=tuple(path) if path else None)
