@@ -468,7 +468,7 @@ def save_figure(draw: Callable[[], Figure], paths: Sequence[Path]) -> None:
 
 
 def label_axis(axis: Axis, text: Callable[[float], str]) -> None:
-    """Label a logarithmic axis at as many round numbers as fit its range."""
+    """Label a logarithmic ``axis`` at as many round numbers as fit its range, each written by ``text``."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
