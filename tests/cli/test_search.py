@@ -296,7 +296,7 @@ def test_the_page_of_a_search_is_written_again(cli: Any, files: Any, tried: list
             "probe run",
             "watch run log.csv",
         ),
-        "train FILE --set training.start=run",
+        *("train FILE --set training.start=run", "generate run hello"),
     ],
 )
 def test_the_folder_of_a_search_is_no_run(cli: Any, files: Any, tried: list[str], command: str) -> None:
