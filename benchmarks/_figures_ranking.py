@@ -114,9 +114,10 @@ def update_target() -> str:
 
 
 def update_bounds() -> str:
-    """Return whole numbers between which the gain of our kernels lies."""
-    found = _updates("numba", BAG)
-    return f"{math.floor(min(found))} and {math.ceil(max(found))}"
+    """Return whole numbers between which the gain of our kernels lies, with two threads and with one."""
+    found = [_updates("numba", BAG, threads) for threads in (2, 1)]
+    of_two, of_one = (f"between {math.floor(min(one))} and {math.ceil(max(one))}" for one in found)
+    return f"{of_two} with two threads and {of_one} with one"
 
 
 def waiting() -> str:

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from cordillera import run as run_module
 from cordillera.errors import RunError
-from cordillera.run import Run, check_recipe, next_folder, recipe_state, write_atomically
+from cordillera.run import Run, check_recipe, next_path, recipe_state, write_atomically
 from tests.fuzzing import flips
 
 
@@ -236,11 +236,11 @@ def test_an_unwritable_place_is_named(tmp_path):
         write_atomically(tmp_path / "x", "text")
 
 
-def test_the_next_folder_is_the_first_free_one(tmp_path):
-    assert next_folder(tmp_path, "a").name == "a"
+def test_the_next_path_is_the_first_free_one(tmp_path):
+    assert next_path(tmp_path, "a").name == "a"
     (tmp_path / "a").mkdir()
     (tmp_path / "a-2").mkdir()
-    assert next_folder(tmp_path, "a").name == "a-3"
+    assert next_path(tmp_path, "a").name == "a-3"
 
 
 def test_a_folder_whose_process_was_killed_before_it_had_a_recipe_is_taken_again(tmp_path):

@@ -11,6 +11,7 @@ content. Layout::
     tensorboard/     event files
     tracked.json     ids that MLflow or Weights & Biases gave to the run, if its recipe names one
     encoder/         the fitted vocabularies and transforms
+    predictions/     scores that were written nowhere else
     evaluation.json, model.json, report.html
 
 JSON files and the lines of ``metrics.jsonl`` end with a checksum of their own, which readers verify.
@@ -39,6 +40,9 @@ from cordillera.errors import RunError
 from cordillera.files import TOML_BYTES, parse_sealed, parse_toml, read_sealed, read_text, sealed_json
 
 _LIBRARIES = ("torch", "numpy", "numba", "fbgemm-gpu-cpu", "fbgemm-gpu", "polars", "pyarrow", "triton", "pydantic")
+
+SEARCH_FILE = "search.json"
+"""File with the settings of a search, whose folder holds candidates and no run."""
 
 MAY_CHANGE = (
     *("name", "description", "device", "threads", "track", "parallel", "fault_tolerance"),
@@ -261,12 +265,13 @@ class Run:
 
     Args:
         folder: Existing run folder; :meth:`create` makes one.
+        of_search: Whether the folder may be that of a search, which holds a recipe, records and a page, but no model.
 
     Raises:
-        RunError: If the folder does not exist or holds no ``recipe.toml``.
+        RunError: If the folder does not exist or holds no ``recipe.toml``, or is that of a search.
     """
 
-    def __init__(self, folder: Path | str) -> None:
+    def __init__(self, folder: Path | str, *, of_search: bool = False) -> None:
         self.folder = Path(folder)
         self._is_held = False
         if not (self.folder / "recipe.toml").is_file():
@@ -274,6 +279,13 @@ class Run:
                 "is not a run folder (it holds no recipe.toml)",
                 where=str(self.folder),
                 remedy="name a folder that `cordillera train` made; `ls runs` shows them",
+            )
+        if not of_search and (self.folder / SEARCH_FILE).is_file():
+            raise RunError(
+                "is the folder of a search, which holds recipes and no model",
+                where=str(self.folder),
+                remedy=f"train a recipe of {self.folder / 'front'}; to go on with the search, give its "
+                "`cordillera search` command again",
             )
 
     @classmethod
@@ -465,20 +477,17 @@ def check_new_folder(folder: Path) -> list[Path]:
     """
     begun = _temporary(folder, "recipe.toml")
     if folder.exists() and (not folder.is_dir() or set(folder.iterdir()) - set(begun)):
-        raise RunError(
-            "already exists",
-            where=str(folder),
-            remedy=f"choose another --run folder, or go on with `cordillera train {folder} --resume`",
-        )
+        go_on = "" if (folder / SEARCH_FILE).is_file() else f", or go on with `cordillera train {folder} --resume`"
+        raise RunError("already exists", where=str(folder), remedy=f"choose another --run folder{go_on}")
     return begun
 
 
-def next_folder(parent: Path, name: str) -> Path:
-    """Return the first of ``name``, ``name-2``, ``name-3``, ... that does not exist in ``parent``."""
-    folder, number = parent / name, 2
-    while folder.exists():
-        folder, number = parent / f"{name}-{number}", number + 1
-    return folder
+def next_path(parent: Path, name: str, ending: str = "") -> Path:
+    """Return the first of ``name``, ``name-2``, ... with this ``ending`` that does not exist in ``parent``."""
+    path, number = parent / f"{name}{ending}", 2
+    while path.exists():
+        path, number = parent / f"{name}-{number}{ending}", number + 1
+    return path
 
 
 def remove_folder(folder: Path) -> None:

@@ -19,6 +19,28 @@ from cordillera.training import checkpoints
 from .conftest import write_log
 
 
+def test_scores_are_not_written_among_the_samples(cli, recipe, tmp_path):
+    for day in (1, 2):
+        (tmp_path / f"logs/dt={day}").mkdir(parents=True)
+        write_log(tmp_path / f"logs/dt={day}/ads.csv", rows=200, seed=day)
+    before = sorted((tmp_path / "logs").rglob("*"))
+    changes = ("--set", "data.path=logs", "--set", "data.fractions=[0.6,0.2,0.2]", "--set", "data.unordered=sort")
+    assert cli("train", recipe, "--run", "run", "-q", *changes, "--set", "training.epochs=1").code == 0
+    named = {
+        "logs/dt=1": "dt=1", str(tmp_path / "logs/dt=2/"): "dt=2", "logs/dt=2/ads.csv": "ads",
+        "logs/dt=1/ads.csv": "ads-2", "logs/**": "logs", "logs/dt=1/a*.csv": "dt=1-2",
+    }  # fmt: skip
+    for path, name in named.items():
+        done = cli("predict", "run", path)
+        assert done.code == 0, done.err
+        assert done.out.endswith(f"scores: run/predictions/{name}.csv\n")
+    assert sorted((tmp_path / "logs").rglob("*")) == before
+    assert cli("evaluate", "run").code == 0
+    refused = cli("predict", "run", recipe)
+    assert refused.code == 2
+    assert "end in .csv, .tsv, .txt, .parquet or .pq" in refused.err.replace("\n", " ")
+
+
 def test_train_evaluate_predict_report_and_compare_work_together(cli, recipe, tmp_path):
     done = cli("train", recipe, "--run", "runs/a", "--quiet")
     assert done.code == 0, done.err
@@ -40,7 +62,7 @@ def test_train_evaluate_predict_report_and_compare_work_together(cli, recipe, tm
     write_log(tmp_path / "new.csv", rows=50, seed=3)
     predicted = cli("predict", "runs/a", "new.csv")
     assert predicted.code == 0, predicted.err
-    with open(tmp_path / "new-scores.csv") as file:
+    with open(tmp_path / "runs/a/predictions/new.csv") as file:
         rows = list(csv.DictReader(file))
     assert [row["id"] for row in rows] == [f"r{n}" for n in range(50)]
     assert all(0 < float(row["score"]) < 1 for row in rows)

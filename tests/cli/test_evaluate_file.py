@@ -52,7 +52,7 @@ def test_samples_in_a_store_are_evaluated_and_scored_as_those_on_the_disk(
     assert (near["tasks"], near["examples"]) == (far["tasks"], far["examples"])
     assert far["split"] == "new.csv"
     assert [cli("predict", run, one).code for one in ("near.csv", address)] == [0, 0]
-    assert Path("near-scores.csv").read_text() == Path("new-scores.csv").read_text()
+    assert (run / "predictions/near.csv").read_text() == (run / "predictions/new.csv").read_text()
 
 
 def test_what_cannot_be_evaluated_is_one_error(cli, run: Path, tmp_path: Path) -> None:

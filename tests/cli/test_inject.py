@@ -136,8 +136,8 @@ def test_inject_prints_writes_and_advises(cli, recipe, tmp_path):
 MISTAKES = {
     "no run": (["nowhere"], "not a run folder"),
     "component": (["DONE", "--component", "middle"], "one of tables, bottom MLP, top MLP"),
-    "too many bits": (["DONE", "--bits", 33], "float32 has 32 bits, not 33"),
-    "threshold": (["DONE", "--threshold", 1], "between 0 and 1"),
+    "too many bits": (["DONE", "--bits", 33], "--bits: a number of float32 has 32 bits, not 33"),
+    "threshold": (["DONE", "--threshold", 1], "--threshold: must lie between 0 and 1"),
     "half width": (["DONE", "--half-width", 0], "above zero"),
 }
 

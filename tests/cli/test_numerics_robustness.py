@@ -104,10 +104,10 @@ def test_a_plan_is_whole_without_the_statistics_that_it_was_made_with(cli, run, 
     """Those of another run, in their place, would give other ranges without any other sign."""
     write_log(tmp_path / "new.csv", rows=20)
     assert cli("predict", run, "new.csv", "--plan").code == 0
-    before = (tmp_path / "new-scores.csv").read_bytes()
+    before = (run / "predictions/new.csv").read_bytes()
     (run / probing.PROBE_FILE).unlink()
     assert cli("predict", run, "new.csv", "--plan").code == 0
-    assert (tmp_path / "new-scores.csv").read_bytes() == before
+    assert (run / "predictions/new-2.csv").read_bytes() == before
 
 
 def test_weights_that_are_no_numbers_are_said_to_be_before_anything_is_written(run, monkeypatch) -> None:

@@ -249,7 +249,9 @@ def test_watching_ends_with_a_status_that_scripts_see(cli: Any, monkeypatch: pyt
     assert done.code == (1 if alarms else 0)
     assert asked == [0.01]
     assert "no column 'user'" in done.out
-    moved = "2 moved; quantise the run anew on recent data" if alarms else "no alarm"
+    moved = (
+        "2 moved; train on recent data, with training.start = 'run', and quantise that run" if alarms else "no alarm"
+    )
     assert f"1,234 samples, 5 numbers and shares watched by 6,000 checks: {moved}" in done.out
 
 

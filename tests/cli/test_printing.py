@@ -228,6 +228,8 @@ def test_choices_and_layers_of_a_quantisation_stand_under_their_headings():
     parts, beside = map(cells, _show.quantized_tables(outcome).values())
     summary = cells(_show.quantized_summary(outcome, 2e-4))
     assert parts[1:] == [["table user", "int4", "NE +0.0200 %"], ["layer top", "fp32", ""]]
+    selection.alone = {}
+    assert cells(_show.quantized_tables(outcome)["parts"])[0] == ["part", "kept as"]
     assert beside[1] == ["top", "int8 static", "33.2", "29.5"]
     assert summary[1:5] == [
         ["bytes", "200", "50", "25.0 %"],

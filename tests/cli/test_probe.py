@@ -47,7 +47,7 @@ def with_kernel(folder, kernel):
 
 
 def scores(cli, tmp_path, *arguments):
-    done = cli("predict", *arguments)
+    done = cli("predict", *arguments, "--out", "new-scores.csv")
     assert done.code == 0, done.err
     with open(tmp_path / "new-scores.csv") as file:
         return [float(row["score"]) for row in csv.DictReader(file)]
@@ -225,7 +225,7 @@ def test_a_plan_of_another_machine_or_library_is_refused(cli, trained, tmp_path,
     refused = cli("predict", run, "new.csv", "--plan")
     assert refused.code == 2
     assert message in refused.err
-    assert not (tmp_path / "new-scores.csv").exists()
+    assert not (run / "predictions").exists()
 
 
 @pytest.mark.slow

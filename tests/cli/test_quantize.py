@@ -165,7 +165,7 @@ def test_the_commands_work_together(cli, run_folder, tmp_path):
     write_log(tmp_path / "new.csv", rows=400, seed=5)
     scores = []
     for options in ([], ["--quantized"]):
-        assert cli("predict", run_folder, "new.csv", *options).code == 0
+        assert cli("predict", run_folder, "new.csv", "--out", "new-scores.csv", *options).code == 0
         with open(tmp_path / "new-scores.csv") as file:
             scores.append([float(row["score"]) for row in csv.DictReader(file)])
     assert scores[0] != scores[1]
@@ -215,7 +215,7 @@ def test_a_table_whose_scale_grew_raises_an_alarm(cli, run_folder, tmp_path):
     assert watched.code == 1
     assert "alarm" in watched.out
     assert "embedding of user" in watched.out
-    assert "quantise the run anew" in watched.out
+    assert "and quantise that run" in watched.out
 
 
 def test_a_feature_that_moved_raises_an_alarm(cli, run_folder, tmp_path):
@@ -288,7 +288,7 @@ def test_a_damaged_model_is_refused(cli, run_folder, tmp_path, name, way):
     write_log(tmp_path / "new.csv", rows=10)
     refused = cli("predict", run_folder, "new.csv", "--quantized")
     assert refused.code == 2
-    assert not (tmp_path / "new-scores.csv").exists()
+    assert not (run_folder / "predictions").exists()
     assert "Traceback" not in refused.err
 
 
@@ -326,7 +326,7 @@ def test_a_quantised_model_that_was_copied_into_another_run_is_refused(cli, trai
         refused = cli(*command)
         assert refused.code == 2
         assert "was made of another checkpoint than that of this run" in refused.err.replace("\n", " ")
-    assert not (tmp_path / "new-scores.csv").exists()
+    assert not (other / "predictions").exists()
     with pytest.raises(CheckpointError, match="another checkpoint"):
         loaded_of(other)
     recipe = load(trained[0] / "recipe.toml")

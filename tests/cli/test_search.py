@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def files(tmp_path: Path) -> tuple[str, str]:
 
 
 def entries(folder: Path, kind: str = "candidate") -> list[dict[str, Any]]:
-    found = [one for one in Run(folder).metrics() if one["kind"] == kind]
+    found = [one for one in Run(folder, of_search=True).metrics() if one["kind"] == kind]
     return sorted(found, key=lambda one: one.get("number", 0))
 
 
@@ -109,8 +109,10 @@ class InstantWorkers:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def try_all(self, candidates: Sequence[dict[str, Any]]) -> Iterator[tuple[int, SearchTrial]]:
-        for index in reversed(range(len(candidates))):
+    def try_all(
+        self, candidates: Sequence[dict[str, Any]], has_time: Callable[[], bool] = lambda: True
+    ) -> Iterator[tuple[int, SearchTrial]]:
+        for index in reversed(range(len(candidates) if has_time() else 0)):
             text = json.dumps(candidates[index], sort_keys=True)
             number = int(hashlib.sha256(text.encode()).hexdigest()[:8], 16)
             self.tried.append(text)
@@ -232,15 +234,80 @@ def test_a_search_begins_nothing_that_would_end_after_its_hours(
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
 
-    def passes(*_: Any) -> None:
-        clock.now += 100.0
+    def one_by_one(
+        self: InstantWorkers, candidates: Sequence[dict[str, Any]], has_time: Callable[[], bool]
+    ) -> Iterator[tuple[int, SearchTrial]]:
+        for index in range(len(candidates)):
+            if not has_time():
+                return
+            clock.now += 100.0
+            yield index, SearchTrial("finished", "", 0.9, flops=1, seconds=100.0)
 
-    batch = settings().batch
-    found = workflows.search(*files, settings(), folder=tmp_path / "run", hours=batch * 190 / 3600, on_candidate=passes)
-    assert len(found.candidates) == batch
-    clock.now = 0.0
-    again = workflows.search(*files, settings(), folder=tmp_path / "run", hours=batch * 290 / 3600, on_candidate=passes)
-    assert len(again.candidates) == 2 * batch  # the first was on record
+    monkeypatch.setattr(InstantWorkers, "try_all", one_by_one)
+    proposals = [graph({**LINEAR, "width": width}) for width in (4, 5, 6)]
+    whole = workflows.search(*files, settings(), proposals=proposals, folder=tmp_path / "whole")
+
+    def names(hours: float) -> list[str]:
+        clock.now = 0.0
+        found = workflows.search(*files, settings(), proposals=proposals, folder=tmp_path / "run", hours=hours)
+        assert not found.is_exhausted
+        return [one.name for one in found.candidates]
+
+    expected = [one.name for one in whole.candidates]
+    assert len(expected) == 3 + settings().trials
+    assert names(250 / 3600) == expected[:2]  # not all proposals
+    assert names(350 / 3600) == expected[:5]  # those on record take no time; within a batch of four
+    assert names(50 / 3600) == expected[:6]  # how long one takes is not known before the first
+    assert names(0) == expected[:6]
+    assert names(1) == expected
+
+
+def test_workers_begin_nothing_without_time() -> None:
+    content, _ = material()
+    with TrialWorkers(2, content, TrialConfig(sample=0), 300) as workers:
+        assert list(workers.try_all([graph(LINEAR)] * 3, lambda: False)) == []
+        assert not workers._workers
+
+
+@pytest.mark.parametrize("setting", [False, True])
+def test_the_page_of_a_search_is_written_again(cli: Any, files: Any, tried: list[str], setting: bool) -> None:
+    space = "settings" if setting else files[1]
+    made = cli("search", files[0], "--space", space, "--run", "run", "--trials", 9, "--judge", 2)
+    assert made.code == 0, made.err
+    page = Path("run/report.html")
+    before = page.read_text()
+    page.unlink()
+    done = cli("report", "run")
+    assert (done.code, done.out) == (0, "run/report.html\n")
+    assert page.read_text() == before
+    assert ("training.learning_rate = " in made.out) == ("training.learning_rate = " in before) == setting
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("train run --resume", "train run", "train FILE --run run --resume", "predict run log.csv", "export run"),
+        *(
+            "evaluate run",
+            "quantize run",
+            "compare run run",
+            "serve run",
+            "inject run",
+            "probe run",
+            "watch run log.csv",
+        ),
+        *("train FILE --set training.start=run", "generate run hello"),
+    ],
+)
+def test_the_folder_of_a_search_is_no_run(cli: Any, files: Any, tried: list[str], command: str) -> None:
+    workflows.search(*files, settings(), folder="run")
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    refused = cli(*command.replace("FILE", files[0]).split())
+    assert refused.code == 2
+    said = " ".join(refused.err.split())
+    assert "is the folder of a search" in said
+    assert "train a recipe of run/front" in said
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
 
 
 def test_the_front_is_judged_with_new_seeds_on_the_test_split(
@@ -273,8 +340,21 @@ def test_the_front_is_judged_with_new_seeds_on_the_test_split(
     assert len(entries(tmp_path / "run", "judged")) == len(outcome.front)
     shown = cli("search", files[0], "--space", files[1], "--run", "other", "--trials", 9, "--judge", 2)
     assert shown.code == 0, shown.err
+    assert "NE (new seeds)" in shown.out
     assert "NE (test)" in shown.out
+    assert "train the best, by its mean NE over new seeds" in shown.out
     assert "by the test split, new seeds for each: 2" in shown.out
+
+
+def test_the_best_is_that_of_the_new_seeds_if_the_front_was_judged() -> None:
+    def trial(ne: float) -> SearchTrial:
+        return SearchTrial("finished", "", ne)
+
+    lucky, better, dead = (SearchCandidate(i, "abc"[i], "search", {}, trial(0.8 + i / 100)) for i in range(3))
+    judged = {"a": trial(0.95), "b": trial(0.9), "c": SearchTrial("training", "failed")}
+    found = module.SearchOutcome(Path("run"), [], [lucky, better, dead], Path("page"))
+    assert found.best == lucky
+    assert dataclasses.replace(found, judged=judged).best == better
 
 
 def test_an_architecture_that_dies_with_a_new_seed_is_named(
@@ -283,10 +363,9 @@ def test_an_architecture_that_dies_with_a_new_seed_is_named(
     plain = InstantWorkers.try_all
     dead = SearchTrial("training", "the NE of the test split is not a number")
 
-    def dying(self: InstantWorkers, candidates: Sequence[dict[str, Any]]) -> Iterator[tuple[int, SearchTrial]]:
-        return (
-            iter([(place, dead) for place in range(len(candidates))]) if self.config.test else plain(self, candidates)
-        )
+    def dying(self: InstantWorkers, candidates: Sequence[dict[str, Any]], *has_time: Any) -> Any:
+        every = ((place, dead) for place in range(len(candidates)))
+        return every if self.config.test else plain(self, candidates, *has_time)
 
     monkeypatch.setattr(InstantWorkers, "try_all", dying)
     result = cli("search", files[0], "--space", files[1], "--run", "run", "--trials", 9, "--judge", 2)
@@ -306,7 +385,7 @@ def test_without_a_test_split_nothing_is_judged(files: Any, tried: list[str], tm
 
 def test_a_search_of_before_a_setting_was_added_goes_on(files: Any, tried: list[str], tmp_path: Path) -> None:
     workflows.search(*files, settings(), folder=tmp_path / "run")
-    run = Run(tmp_path / "run")
+    run = Run(tmp_path / "run", of_search=True)
     saved = run.read_json("search.json")
     del saved["config"]["most_seconds"], saved["config"]["trial"]["test"]
     run.write_json("search.json", saved)
@@ -353,14 +432,14 @@ def test_another_search_in_the_folder_is_refused(files: Any, tried: list[str], t
             workflows.search(given.pop("source"), given.pop("space"), given.pop("config"), **given)
         assert error.value.where == str(folder)
         assert (folder / "metrics.jsonl").read_bytes() == record
-    with Run(folder).lock(), pytest.raises(RunError, match="another process"):
+    with Run(folder, of_search=True).lock(), pytest.raises(RunError, match="another process"):
         workflows.search(recipe, space, settings(), folder=folder)
     lines = [json.loads(line) for line in record.decode().splitlines()]
     for line in lines:
         del line["seal"]
     (folder / "metrics.jsonl").unlink()
     for line in lines:
-        Run(folder).log({**line, "name": "0" * 16} if line["number"] == 2 else line)
+        Run(folder, of_search=True).log({**line, "name": "0" * 16} if line["number"] == 2 else line)
     with pytest.raises(RunError, match="candidate 2 on record is 0000000000000000, the search proposes"):
         workflows.search(recipe, space, settings(), folder=folder)
 
@@ -396,7 +475,7 @@ def test_a_candidate_is_shown_once_all_before_it_are_tried(
     shown: list[int] = []
     trial = SearchTrial("finished", "", 0.9, 0.8, 1.0, (0.9,), (), 10, 5, 0.1)
 
-    def one_by_one(self: InstantWorkers, candidates: Sequence[dict[str, Any]]) -> Iterator[tuple[int, SearchTrial]]:
+    def one_by_one(self: InstantWorkers, *_: Any) -> Iterator[tuple[int, SearchTrial]]:
         for index, before in ((1, 0), (0, 0), (2, 2)):
             assert len(shown) == before
             yield index, trial
@@ -415,7 +494,7 @@ def test_a_search_without_a_survivor_says_so(
 ) -> None:
     dead = SearchTrial("budget", "4,000 flops, of at most 10")
     monkeypatch.setattr(
-        InstantWorkers, "try_all", lambda self, some: iter([(place, dead) for place in range(len(some))])
+        InstantWorkers, "try_all", lambda self, some, has_time: iter([(place, dead) for place in range(len(some))])
     )
     for searcher in ("evolution", "predictor"):
         result = cli("search", files[0], "--space", files[1], "--trials", 20, "--run", searcher, "--searcher", searcher)

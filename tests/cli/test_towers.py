@@ -92,6 +92,9 @@ def test_a_stopped_run_resumes_bit_for_bit(recipe, tmp_path, kind):
 
 
 def test_mistakes_are_explained(cli, recipe, tmp_path):
+    refused = cli("towers", "run", "--towers", 2, "--aim", "foo")
+    assert refused.code == 2
+    assert "'--aim': 'foo' is not one of 'coherent'" in refused.err
     refused = cli("train", recipe, "--set", "model.towers.count=4")
     assert refused.code == 2
     assert "4 towers for 3 embedded features" in refused.err

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from cordillera.cli.data import app
 from cordillera.data.ranking import datasets
+from cordillera.data.ranking import rows as raw
 from cordillera.data.ranking.logs.synthetic import SyntheticConfig
 from cordillera.errors import DataError
 
@@ -18,9 +19,9 @@ from cordillera.errors import DataError
 def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CORDILLERA_CACHE", str(tmp_path / "cache"))
     small = SyntheticConfig(rows=5_000)
-    whole = datasets.configure
+    whole = raw.configure
     monkeypatch.setattr(
-        "cordillera.data.ranking.datasets.configure",
+        "cordillera.data.ranking.rows.configure",
         lambda name, path: whole(name, path).model_copy(update={"synthetic": small}),
     )
 

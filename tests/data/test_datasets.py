@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from cordillera.data.ranking.cache import SPLITS, ClickDataset, open_splits
-from cordillera.data.ranking.datasets import DataConfig, configure, prepare
+from cordillera.data.ranking.datasets import DataConfig, prepare
 from cordillera.data.ranking.exports import export
 from cordillera.data.ranking.features import RankingBatch, Schema
 from cordillera.data.ranking.loader import Loader
 from cordillera.data.ranking.logs import click_logs
-from cordillera.data.ranking.rows import raw_rows, read_rows
+from cordillera.data.ranking.rows import configure, raw_rows, read_rows
 from cordillera.errors import DataError
 
 from .conftest import config, make_frame, write
@@ -405,8 +405,10 @@ def test_wrong_settings_say_what_is_wrong(setting: dict[str, object], message: s
 
 
 def test_an_unknown_name_is_refused_with_the_names_that_there_are() -> None:
-    with pytest.raises(DataError, match="movielens-100k"):
-        configure("movielens")
+    with pytest.raises(DataError, match=r"'movielens-100k'\?\n  -> choose one of .*smollm2"):
+        configure("movielens-100")
+    with pytest.raises(DataError, match=r"is fetched, and takes no files\n  -> leave --path out"):
+        configure("movielens-100k", ["ads.csv"])
 
 
 def test_preparing_twice_at_once_is_harmless(tmp_path: Path, schema: Schema) -> None:

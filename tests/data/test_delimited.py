@@ -63,6 +63,7 @@ def reference(content: bytes, separator: str, quoted: bool, names: list[str] | N
         rows.append(row)
     if any(len(row) != len(rows[0]) for row in rows) or (len(rows[0]) == 1 and "" in lines):
         return None
+    rows[0] = [name or f"unnamed_{place}" for place, name in enumerate(rows[0])]
     return rows if len(set(rows[0])) == len(rows[0]) else None
 
 

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
+import pyarrow.parquet as pq
 import pytest
 
 from cordillera.data.ranking.datasets import prepare
 from cordillera.data.ranking.features import DenseFeature, Schema
 from cordillera.data.ranking.guessing import ColumnGuess, guess_roles, schema_of
 from cordillera.data.ranking.logs.click_logs import FileLog
+from cordillera.data.ranking.rows import read_rows
 from cordillera.errors import DataError, RecipeError
 from cordillera.recipe import RankingRecipe, load, write_recipe
 
@@ -105,7 +107,7 @@ def test_a_label_that_is_not_clear_is_asked_for(tmp_path: Path) -> None:
     frame_of().drop("clicked").write_csv(tmp_path / "none.csv")
     with pytest.raises(DataError, match="several columns look like the label; columns are clicked, liked"):
         roles(tmp_path / "two.csv")
-    with pytest.raises(DataError, match="no column looks like the label; columns are paid"):
+    with pytest.raises(DataError, match="no column looks like the label; columns of zeros and ones are paid"):
         roles(tmp_path / "none.csv")
     with pytest.raises(DataError, match="there is no column 'buy'"):
         roles(tmp_path / "two.csv", ("buy",))
@@ -114,11 +116,58 @@ def test_a_label_that_is_not_clear_is_asked_for(tmp_path: Path) -> None:
         schema_of(list(roles(tmp_path / "bare.csv").values()))
 
 
+def test_all_columns_are_listed_where_none_looks_like_the_label(tmp_path: Path) -> None:
+    pl.DataFrame({f"number_{place}": [1.5, 2.5] for place in range(30)}).write_csv(tmp_path / "log.csv")
+    with pytest.raises(DataError, match=r"no column looks like the label; columns are number_0, .*number_29"):
+        roles(tmp_path / "log.csv")
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [([1, 2, 3, 4, 5] * 2, "1, 2, 3, 4, 5;"), ([0.5 * i for i in range(10)], r"\(10 different\);"), (["a"] * 10, "a;")],
+)
+def test_a_label_of_other_values_is_refused(tmp_path: Path, values: list[object], shown: str) -> None:
+    pl.DataFrame({"x": range(10), "rating": values}).write_parquet(tmp_path / "log.parquet")
+    with pytest.raises(DataError, match=f"column 'rating' holds .*{shown} labels are 0 and 1"):
+        roles(tmp_path / "log.parquet", ("rating",))
+
+
+def with_index(frame: pl.DataFrame, name: str) -> pl.DataFrame:
+    return frame.drop("request_id").with_row_index("index").rename({"index": name})
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+@pytest.mark.parametrize(
+    ("header", "name"), [("", "unnamed_0"), ("Unnamed: 0", "Unnamed: 0"), ("__index_level_0__", "__index_level_0__")]
+)
+def test_the_index_of_pandas_is_an_id(tmp_path: Path, ending: str, header: str, name: str) -> None:
+    path, frame = tmp_path / f"log.{ending}", with_index(frame_of(), header)
+    frame.write_csv(path) if ending == "csv" else pq.write_table(frame.to_arrow(), path)
+    guesses = write_recipe([str(path)], tmp_path / "recipe.toml")
+    assert (guesses[0].name, guesses[0].role) == (name, "id")
+    recipe = load(tmp_path / "recipe.toml", [f"data.cache_dir={tmp_path / 'cache'}"])
+    assert isinstance(recipe, RankingRecipe)
+    assert len(prepare(recipe.data, progress=False).train) == 800
+    assert next(iter(read_rows(str(path), recipe.data)))[0].columns[0] == name
+
+
+def test_a_first_column_without_a_name_that_counts_no_rows_is_a_feature(tmp_path: Path) -> None:
+    frame = frame_of().select("ctr", "clicked").rename({"ctr": ""})
+    frame.write_csv(tmp_path / "log.csv")
+    assert roles(tmp_path / "log.csv")["unnamed_0"].role == "dense"
+    (tmp_path / "log.csv").write_text(",unnamed_0,clicked\n1,2,0\n")
+    with pytest.raises(DataError, match="stand twice"):
+        roles(tmp_path / "log.csv")
+
+
 def test_a_recipe_is_written_that_trains(tmp_path: Path) -> None:
     frame_of().write_csv(tmp_path / "log.csv", separator=";")
     out = tmp_path / "mine.toml"
-    with pytest.raises(DataError, match="label"):  # a single column
+    with pytest.raises(DataError, match=r'single column.*\n.*--separator ";"'):
         write_recipe([str(tmp_path / "log.csv")], out)
+    frame_of().write_csv(tmp_path / "quoted.csv", separator=";", quote_style="always")
+    with pytest.raises(DataError, match=r'if ";" divides the fields, .*--separator'):
+        write_recipe([str(tmp_path / "quoted.csv")], out)
     guesses = write_recipe([str(tmp_path / "log.csv")], out, separator=";")
     assert {one.name: one.role for one in guesses} == EXPECTED
     recipe = load(out, [f"data.cache_dir={tmp_path / 'cache'}"])

@@ -151,7 +151,8 @@ def test_times_are_read_in_seconds(values: list[Any], unit: Any, expected: list[
         (["2026-01-31", ""], "row 2.*a timestamp is blank"),
         ([1.0, float("nan")], "row 2.*nan is not a timestamp"),
         ([1, None], "row 2.*a timestamp is blank"),
-        (["31.01.2026"], "is not a number"),
+        (["31.01.2026"], "is not a number\n  -> write 2026-01-31, "),
+        (["yesterday"], "is not a number\n  -> write 2026-01-31, "),
         ([datetime.date(2026, 1, 31), None], "row 2.*a timestamp is blank"),
     ],
 )

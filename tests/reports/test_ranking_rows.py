@@ -129,7 +129,9 @@ def test_speed_is_told_with_its_median_its_waiting_and_its_time(tmp_path: Path) 
     found = run._throughput(read(tmp_path, train, [(1, 0.9), (2, 0.8)]))
     assert found["text"] == "2 min 0 s of training; 4.0 s of validation"
     speed, waiting = found["charts"]
-    assert speed.caption == "Median 300 examples per second, 4 records."
+    assert speed.caption == "Median 300 examples per second, without the first record, which holds the start."
+    two = run._throughput(read(tmp_path / "two", train[:2]))["charts"][0]
+    assert two.caption == "Median 300 examples per second, without the first record, which holds the start."
     assert waiting.caption == "25.0 % of the training time in all."
     assert waiting.chart._y == pytest.approx((0.0, 46.0)), "40 % at most, and air above"
     low = run._throughput(read(tmp_path / "low", [{**one, "data_fraction": 0.01} for one in train]))

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +179,8 @@ def test_values_that_training_refuses_are_refused(tmp_path: Path) -> None:
     for change, why in wrong:
         with pytest.raises(ValueError, match=why):
             one.predict([{**row, **change}])
-    with pytest.raises(KeyError, match="word"):
-        one.predict([{key: value for key, value in row.items() if key != "word"}])
+    with pytest.raises(ValueError, match="row 1 has no 'word'; give every column, None for a blank"):
+        one.predict([row, {key: value for key, value in row.items() if key != "word"}])
 
 
 @pytest.mark.parametrize(
@@ -257,11 +258,14 @@ def test_a_compiled_package_scores_as_the_program(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", [name if name in ("dcn", "mmoe") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
-def test_every_model_scores_as_predict_by_onnx(tmp_path: Path, name: str) -> None:
+def test_every_model_scores_as_predict_by_onnx(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
     pytest.importorskip("onnxscript", reason="the exporter of ONNX is not installed")
     pytest.importorskip("onnxruntime", reason="ONNX Runtime is not installed")
     run = train(tmp_path, {"name": name, **MODELS[name]})
-    folder = workflows.export(run, onnx=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        folder = workflows.export(run, onnx=True)
+    assert capfd.readouterr() == ("", "")
     assert sorted(path.name for path in folder.iterdir()) == ["model.onnx", "model.pt2", "schema.json", "score.py"]
     rows = log_of(tmp_path / "other.parquet", rows=120, seed=3)
     expected = cordillera.load_model(run).predict(rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,20 @@ def test_metrics_are_those_of_the_whole_split_however_it_is_batched() -> None:
     assert a.tasks == b.tasks
     assert a.metrics()["y"]["auc"] == compute(logits[:, 1], labels[:, 1])["auc"]
     assert a.examples == 900
-    assert a.examples_per_second == pytest.approx(900 / a.seconds)
+
+
+def test_speed_is_measured_after_the_first_batch() -> None:
+    logits, labels = click_data(0, 900, 2)
+    delays = iter([1.0, 0.0, 0.0])
+
+    def late(batch: RankingBatch) -> torch.Tensor:
+        time.sleep(next(delays))
+        return identity(batch)
+
+    found = evaluate(late, batches(logits, labels, 300), ["x", "y"])
+    assert found.seconds > 1
+    assert found.examples_per_second > 600
+    assert math.isnan(evaluate(identity, batches(logits, labels, 900), ["x", "y"]).examples_per_second)
 
 
 def test_samples_without_a_label_count_for_other_tasks_alone() -> None:

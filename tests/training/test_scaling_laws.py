@@ -297,6 +297,12 @@ def test_a_study_fits_every_model_and_names_those_it_cannot(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "a.svg", "b.svg"]
 
 
+def test_a_short_axis_has_several_labels(tmp_path: Path) -> None:
+    points = [MeasuredRun("dcn", flops, value, 0) for flops, value in ((66e3, 0.9), (150e3, 0.89), (418e3, 0.87))]
+    plot(study(points), [tmp_path / "a.svg"])
+    assert set(re.findall(r">(\d+ k)<", (tmp_path / "a.svg").read_text())) == {"70 k", *(f"{n}00 k" for n in "1234")}
+
+
 def test_measurements_come_from_run_folders(tmp_path: Path) -> None:
     run = make_run(tmp_path / "one", seed=3, flops=600)
     (found,) = measure([run])

@@ -241,11 +241,13 @@ def test_dynamic_tables_start_with_all_rows(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_one_error(tmp_path: Path, day_1: Path) -> None:
-    with pytest.raises(DataError, match=r"missing: is no run of a ranking model"):
+    with pytest.raises(RunError, match=r"training\.start: there is no folder .*missing"):
         workflows.train(after(tmp_path, tmp_path / "missing"), tmp_path / "a")
-    with pytest.raises(CheckpointError, match="holds another model"):
+    with pytest.raises(RunError, match=r"training\.start: .* is not a run folder"):
+        workflows.train(after(tmp_path, tmp_path), tmp_path / "a")
+    with pytest.raises(CheckpointError, match=r"training\.start: .*: model\.mlp is \[8\] there, \[16\] here"):
         workflows.train(after(tmp_path, day_1, model__mlp=[16]), tmp_path / "b")
-    with pytest.raises(CheckpointError, match="holds another model"):
+    with pytest.raises(CheckpointError, match=r"training\.start: .*: model\.embedding_dim is 4 there, 8 here"):
         workflows.train(after(tmp_path, day_1, model__embedding_dim=8), tmp_path / "c")
     dense = [{"name": "price", "transform": "quantile"}]
     with pytest.raises(DataError, match="feature 'price' differs beside the run"):

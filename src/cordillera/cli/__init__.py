@@ -17,22 +17,9 @@ from cordillera.errors import CordilleraError, Interrupted, printable
 __all__ = ["app", "main"]
 
 _ARGUMENTS = (
-    *(
-        "balance",
-        "budget",
-        "changes",
-        "component",
-        "file",
-        "half_width",
-        "injections",
-        "jitter",
-        "lose",
-        "measure",
-        "onnx",
-        "processes",
-    ),
-    *("products", "replica", "resume", "samples", "searcher", "size", "slow", "space", "split", "supernet", "tokens"),
-    *("towers", "what_if"),
+    *("balance", "bits", "budget", "changes", "component", "file", "half_width", "injections", "jitter", "lose"),
+    *("measure", "onnx", "processes", "products", "replica", "resume", "samples", "searcher", "size", "slow"),
+    *("space", "split", "supernet", "threshold", "tokens", "towers", "what_if"),
 )
 """Arguments of functions of :mod:`cordillera.workflows` that errors name, and that are options of commands."""
 
@@ -101,7 +88,9 @@ def main() -> None:
             from cordillera.toml_files import explain
 
             first: Any = error.__cause__.errors()[0]
-            if first["type"] != "value_error":  # whose sentence is Typer's own
+            if first["type"] == "value_error":  # whose sentence is Typer's own
+                error.message = error.message.removeprefix("Value error, ")  # type: ignore[attr-defined]
+            else:
                 error.message = explain([{**first, "loc": ()}], lambda path: ())[0][1]  # type: ignore[attr-defined]
         said = printable(error.format_message(), lines=True)
         error.format_message = lambda: said

@@ -373,6 +373,8 @@ def quantized_tables(outcome: Quantized) -> dict[str, Sheet]:
     parts = Sheet("precision of each part", Field("part"), Field("kept_as"), alone)
     for name, option in selection.options.items():
         parts.add(name, option, selection.alone.get(name))
+    if not selection.alone:  # all parts keep the budget together, so none was tried alone
+        parts.columns.pop()
     layers = Sheet(
         "layers beside fp32, dB",
         Field("layer"),

@@ -55,13 +55,13 @@ def _train_students(answer: CommandOutput, recipes: Mapping[str, RankingRecipe],
     """Train the recipes of streams, by their names."""
     from cordillera import workflows
     from cordillera.cli._show import evaluation_table, group_tables, training_progress
-    from cordillera.run import next_folder
+    from cordillera.run import next_path
 
     students: list[dict[str, Any]] = []
     for stream, recipe in recipes.items():
         with training_progress(answer.notes, quiet=quiet) as (on_student, say):
             say(f"student of {stream}")
-            folder = next_folder(out / stream, "run")
+            folder = next_path(out / stream, "run")
             student = workflows.train(recipe, folder, on_step=on_student, say=say)
         ended, folder = student.report.ended, student.run.folder
         students.append({"stream": stream, "ended": ended, "run": folder})
@@ -84,7 +84,7 @@ def _print(answer: CommandOutput, outcome: AugmentationOutcome) -> None:
     counts = Counter(progress.counts)
     events, twice, labels = counts["events"], counts["duplicates"], counts["labels"]
     answer.say(
-        f"{events:,} events, {twice:,} of them duplicates; {labels:,} labels",
+        f"{events - twice:,} events{f' in {events:,} rows' if twice else ''}; {labels:,} labels",
         **{name: counts[name] for name in ("events", "duplicates", "labels", *_DROPPED)},
     )
     for name, meaning in _DROPPED.items():

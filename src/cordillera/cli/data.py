@@ -48,8 +48,9 @@ def get(
     """Fetch a data set and prepare it for training, or fetch a model or a tokenizer."""
     from cordillera.data.assets import ASSETS, fetch_asset
     from cordillera.data.ranking.cache import SPLITS
-    from cordillera.data.ranking.datasets import configure, prepare
+    from cordillera.data.ranking.datasets import prepare
     from cordillera.data.ranking.exports import export
+    from cordillera.data.ranking.rows import configure
 
     answer = CommandOutput(as_json=False)
     if name in ASSETS:
@@ -76,7 +77,8 @@ def get(
 def describe(name: _Name, path: _Path = None, as_json: AsJson = False) -> None:
     """Rows, labels, features and their gaps; of a model or a tokenizer, its sizes and special tokens."""
     from cordillera.data.assets import ASSETS, fetch_asset
-    from cordillera.data.ranking.datasets import configure, prepare
+    from cordillera.data.ranking.datasets import prepare
+    from cordillera.data.ranking.rows import configure
 
     with CommandOutput(as_json) as answer:
         if name in ASSETS:

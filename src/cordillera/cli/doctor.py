@@ -334,20 +334,36 @@ def _triton() -> Finding:
     return _library("Triton", "triton", "import triton", use, "on a machine with a GPU: pip install triton")
 
 
-def _peer(name: str, distribution: str, use: str) -> Finding:
-    """Look for a library that benchmarks and tests load, without loading it, which takes seconds."""
-    found = _version(distribution)
+def _installed(name: str, distribution: str | tuple[str, ...], use: str, remedy: str = "make peers") -> Finding:
+    """Look for a library without loading it, which takes seconds."""
+    found = _version(*([distribution] if isinstance(distribution, str) else distribution))
     if found is None:
-        return Finding("libraries", name, "absent", f"not installed; {use}", "make peers")
+        return Finding("libraries", name, "absent", f"not installed; {use}", remedy)
     return Finding("libraries", name, "usable", f"{found[1]} is installed; {use}")
 
 
+def _optional() -> list[Finding]:
+    """Return the libraries of extras and trackers."""
+    return [
+        _installed(
+            "OR-tools", "ortools", "proves pipeline schedules of `plan` optimal", "pip install 'cordillera[plan]'"
+        ),
+        _installed("optuna", "optuna", "the searchers tpe and nsga2 of `search`", "pip install 'cordillera[search]'"),
+        _installed("onnxscript", "onnxscript", "writes programs of `export --onnx`", "pip install onnxscript"),
+        _installed("ONNX Runtime", "onnxruntime", "runs programs of `export --onnx`", "pip install onnxruntime"),
+        _installed(
+            "MLflow", ("mlflow", "mlflow-skinny"), 'follows runs with track = "mlflow"', "pip install mlflow-skinny"
+        ),
+        _installed("Weights & Biases", "wandb", 'follows runs with track = "wandb"', "pip install wandb"),
+    ]
+
+
 def _torchrec() -> Finding:
-    return _peer("TorchRec", "torchrec", "a peer of `cordillera bench` and an oracle of the tests")
+    return _installed("TorchRec", "torchrec", "a peer of `cordillera bench` and an oracle of the tests")
 
 
 def _fuxictr() -> Finding:
-    finding = _peer("FuxiCTR", "fuxictr", "a peer of `cordillera bench`")
+    finding = _installed("FuxiCTR", "fuxictr", "a peer of `cordillera bench`")
     if finding.status == "usable" and not Path(".peers/FuxiCTR/model_zoo").is_dir():
         detail = f"{finding.detail}; its model zoo is not in .peers/FuxiCTR of this folder"
         return Finding("libraries", "FuxiCTR", "limited", detail, "make peers, in the folder of the repository")
@@ -419,6 +435,7 @@ def examine() -> list[Finding]:
         _triton,
         _compiler,
         _tensorboard,
+        _optional,
         _torchrec,
         _fuxictr,
     ]

@@ -10,9 +10,15 @@ import typer
 
 def predict(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    file: Annotated[str, typer.Argument(help="Samples: CSV, TSV or Parquet with the columns of the training data.")],
+    file: Annotated[
+        str,
+        typer.Argument(
+            help="Samples: a file (CSV, TSV or Parquet) with the columns of the training data, a folder or a pattern."
+        ),
+    ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Where scores go (.csv or .parquet). Default: FILE-scores.csv.")
+        Path | None,
+        typer.Option("--out", "-o", help="Where scores go (.csv or .parquet). Default: RUN/predictions/NAME.csv."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples scored at a time.")] = 8192,
     quantized: Annotated[

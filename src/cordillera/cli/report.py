@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 
-def report(run: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None:
-    """Write a run's report again, as one HTML file."""
+def report(run: Annotated[Path, typer.Argument(help="Folder of a run or a search.")]) -> None:
+    """Write the report of a run or a search again, as one HTML file."""
     from cordillera import workflows
     from cordillera.cli._show import echo
 

@@ -161,25 +161,30 @@ def _print(answer: CommandOutput, outcome: SearchOutcome) -> None:
         lines.append("the space has no further architecture")
     answer.say("\n".join(lines), tried=tried, trained=finished, died=died, is_exhausted=outcome.is_exhausted)
     interval = Field("interval", "95 % interval", "{0[0]:.4f} to {0[1]:.4f}")
-    judged = Field("test_ne", "NE (test)", lambda ne: "died" if math.isnan(ne) else f"{ne:.4f}")
+    form = lambda ne: "died" if math.isnan(ne) else f"{ne:.4f}"  # noqa: E731
+    judged = [Field("judged_ne", "NE (new seeds)", form), Field("test_ne", "NE (test)", form)]
     table = Sheet(
         "front of NE and FLOPs, by the validation split",
         Field("architecture"),
         Field("ne", "NE", "{:.4f}"),
-        judged if outcome.judged else interval,
+        *(judged if outcome.judged else [interval]),
         Field("flops", "FLOPs", "{:,}"),
         Field("parameters", form="{:,}"),
     )
     for one in outcome.front:
         trial = one.trial
-        shown: object = None if math.isnan(trial.low) else (trial.low, trial.high)
+        shown: list[object] = [None if math.isnan(trial.low) else (trial.low, trial.high)]
         if outcome.judged:
             again = outcome.judged[one.name]
-            shown = again.test_ne if again.is_finished else math.nan
-        table.add(one.name, trial.ne, shown, trial.flops, trial.parameters)
+            shown = [again.ne, again.test_ne] if again.is_finished else [math.nan, math.nan]
+        table.add(one.name, trial.ne, *shown, trial.flops, trial.parameters)
     answer.tables(front=table)
     if outcome.best is not None:
         front = outcome.folder / "front"
         path = front / f"{outcome.best.name}.toml"
-        answer.say(f"recipes: {front}\n  -> train the best with: cordillera train {path}", best=path)
+        by = ", by its mean NE over new seeds" if outcome.judged else ""
+        chosen = [f"{one.name}: {one.settings}" for one in outcome.front if one.settings]
+        if chosen:
+            answer.say("\n".join(chosen), settings={one.name: one.overrides for one in outcome.front})
+        answer.say(f"recipes: {front}\n  -> train the best{by} with: cordillera train {path}", best=path)
     answer.say(f"report: {outcome.report}", report=outcome.report)

@@ -119,11 +119,12 @@ def _begun(recipe: str, run: Path | None, overrides: Sequence[str], plan: Path |
     from cordillera.distributed.job.environment import place_in_job
     from cordillera.errors import RunError
     from cordillera.recipe import load
-    from cordillera.run import check_new_folder
+    from cordillera.run import Run, check_new_folder
 
     if run is not None and place_in_job() is None:  # before the data is read
         check_new_folder(run)
     if (Path(recipe) / "recipe.toml").is_file() and run is None:
+        Run(recipe)  # or the folder of a search
         raise RunError("is a run folder", where=recipe, remedy=f"continue it with `cordillera train {recipe} --resume`")
     found = load(recipe, overrides)
     if plan is None:

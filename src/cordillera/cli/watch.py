@@ -35,7 +35,11 @@ def watch(
             answer.say(f"the file has no column {found.lacks!r}: samples of one group count as independent")
         answer.say(
             f"{found.samples:,} samples, {found.watched} numbers and shares watched by {found.checks:,} checks: "
-            + (f"{len(found.alarms)} moved; quantise the run anew on recent data" if found.alarms else "no alarm"),
+            + (
+                f"{len(found.alarms)} moved; train on recent data, with training.start = '{run}', and quantise that run"
+                if found.alarms
+                else "no alarm"
+            ),
             samples=found.samples,
             watched=found.watched,
             checks=found.checks,

@@ -59,7 +59,7 @@ from cordillera.numerics.formats.precision import compute_dtype
 from cordillera.recipe import LanguageRecipe, PostTrainingRecipe
 from cordillera.reports.language.replicas import write_replicas_page
 from cordillera.reports.language.run import write_language_report
-from cordillera.run import Run, check_recipe, next_folder, recipe_state, write_atomically
+from cordillera.run import Run, check_recipe, next_path, recipe_state, write_atomically
 from cordillera.serving.language.language_model import find_model
 from cordillera.training.checkpoints import folder_of, steps
 from cordillera.training.language.checkpoints import ShardedCheckpoints
@@ -228,7 +228,7 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, sa
             write_atomically(run.recipe_file, recipes.dump(recipe))
             run.write_json("model.json", described)
     else:
-        run = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe))
+        run = Run.create(folder or next_path(Path("runs"), recipe.name), recipes.dump(recipe))
         run.write_json("model.json", described)
     if recipe.training.start is not None and not steps(run.checkpoints):
         compare_with_first_sight(open_checkpoint(find_model(recipe.training.start)).files, run.folder / "start.json")

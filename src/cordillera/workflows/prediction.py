@@ -29,7 +29,7 @@ from cordillera.data.ranking.unseen import UnseenCount
 from cordillera.errors import DataError, RunError
 from cordillera.kernels.repeatable import products_repeat
 from cordillera.recipe import RankingRecipe
-from cordillera.run import Run, disk_errors, remove_folder
+from cordillera.run import Run, disk_errors, next_path, remove_folder
 from cordillera.serving.ranking import export as exports
 from cordillera.serving.ranking import quantized_model
 from cordillera.serving.ranking.scorer import RowScorer, probabilities
@@ -42,6 +42,9 @@ from cordillera.workflows.trained import (
     restore_model,
     with_threads,
 )
+
+PREDICTIONS = "predictions"
+"""Folder in a run's folder with the scores of :func:`predict`, if they are written nowhere else."""
 
 
 def predict(
@@ -59,9 +62,10 @@ def predict(
     Args:
         file: CSV, TSV or Parquet file with the columns of the training data, folder, pattern or address; labels are not
             needed.
-        out: Path of the scores, ending in ``.csv`` or ``.parquet``. Default: ``FILE-scores.csv`` beside ``file``, or in
-            this folder if ``file`` is an address. The columns are the schema's ``ids``, then ``score`` (or
-            ``score_TASK`` for several tasks): probabilities in float64. The file appears only when it is complete.
+        out: Path of the scores, ending in ``.csv`` or ``.parquet``. Default: ``predictions/NAME.csv`` in the run's
+            folder, with the name of ``file``, or ``NAME-2.csv`` and so on if that exists. The columns are the schema's
+            ``ids``, then ``score`` (or ``score_TASK`` for several tasks): probabilities in float64. The file appears
+            only when it is complete.
         quantized: Whether to score with the model that ``cordillera quantize`` made from the run.
         planned: Whether to score with the kernels that ``cordillera probe`` chose for the run.
         on_rows: Function called with the number of rows that are scored so far.
@@ -75,7 +79,7 @@ def predict(
         RunError: If the scores cannot be written; no part of them remains.
     """
     run = run if isinstance(run, Run) else Run(run)
-    target = _checked_target(Path(Path(file).name) if "://" in str(file) else Path(file), out)
+    target = _default_target(run, str(file)) if out is None else _checked_target(Path(file), Path(out))
     with _opened_scorer(run, quantized=quantized, planned=planned) as (recipe, one):
         encoder, tasks = one.encoder, one.tasks
         unseen = UnseenCount(encoder, card_of(run)["data"]["facts"])
@@ -276,8 +280,15 @@ def _scorer_of(
     return RowScorer(encoder, model, features.tasks, device, training.precision, emulate=training.emulate)
 
 
-def _checked_target(file: Path, out: Path | str | None) -> Path:
-    target = Path(out) if out is not None else file.with_name(f"{file.name.split('.')[0]}-scores.csv")
+def _default_target(run: Run, file: str) -> Path:
+    """Return where scores go: into the run's folder, because a file among samples would be read with them later."""
+    parts = Path(file.partition("://")[2] or file).absolute().parts
+    whole = [part for part in parts[1:] if not any(mark in part for mark in "*?[")]
+    name = whole[-1].split(".")[0] if whole else ""
+    return next_path(run.folder / PREDICTIONS, name or "scores", ".csv")
+
+
+def _checked_target(file: Path, target: Path) -> Path:
     if target.suffix not in (".csv", ".parquet"):
         raise DataError(f"must end in .csv or .parquet, got {target.suffix!r}", where=str(target))
     if target.resolve() == file.resolve():
@@ -299,6 +310,7 @@ class _Writer:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if a process still writes it
                 left.unlink()
         with self._errors():
+            target.parent.mkdir(exist_ok=True)
             self.file = open(self.temporary, "xb")  # noqa: SIM115 (closed in __exit__)
             fcntl.flock(self.file, fcntl.LOCK_SH)
 

@@ -148,7 +148,7 @@ def quantize(
         model.eval()
         check_weights(model)
         seen = _probed(model, splits, recipe, say)
-        trials = _try_layers(model, seen, least_db, _SMALLEST_KERNELS if smallest else _LAYER_KERNELS, say)
+        trials = _try_layers(model, seen, least_db, smallest, say)
         parts = _parts(model, trials, seen, some_batches(splits.train, recipe, _BATCH)[0], smallest)
         search = splits.validation if len(splits.validation) else splits.train
         base = scored(model, search, splits)
@@ -238,8 +238,9 @@ def _probed(model: RankingModel, splits: Splits, recipe: RankingRecipe, say: Say
 
 
 def _try_layers(
-    model: RankingModel, seen: _ProbedModel, least_db: float, kernels: tuple[str, ...], say: Say
+    model: RankingModel, seen: _ProbedModel, least_db: float, by_bytes: bool, say: Say
 ) -> dict[str, list[Trial]]:
+    kernels = _SMALLEST_KERNELS if by_bytes else _LAYER_KERNELS
     config = DispatchConfig(
         sqnr_db=least_db, median_relative=1.0, rows=(_BATCH,), draws=2, judged_rows=_BATCH, kernels=kernels
     )
@@ -248,7 +249,11 @@ def _try_layers(
     found = {}
     for product in products:
         found[product.site] = try_all(product, chosen(kernels), config)[_BATCH]
-        say(f"layer {product.site}: {_fastest(found[product.site])} is the fastest of {len(kernels) + 1}")
+        say(f"layer {product.site}: {_fastest(found[product.site])} is the fastest of {len(kernels) + 1} kernels")
+    if small := len(sites(model)) - len(found):
+        say(f"layers of fewer than {_LEAST_WEIGHTS:,} weights stay in fp32: {small}")
+    if found:
+        say(f"a layer's kernel is chosen by {'the bytes of its weights' if by_bytes else 'time and bytes together'}")
     say_skipped(skipped_layers(found), say)
     return found
 

@@ -42,7 +42,7 @@ from cordillera.planning.ranking.table_cost import TableProfile
 from cordillera.recipe import RankingRecipe
 from cordillera.reports.ranking.placement import PLACEMENT_FILE, REASONS_FILE
 from cordillera.reports.ranking.run import write_report
-from cordillera.run import Run, disk_errors, next_folder, remove_folder, write_atomically
+from cordillera.run import Run, disk_errors, next_path, remove_folder, write_atomically
 from cordillera.training import checkpoints
 from cordillera.training.ranking import slices
 from cordillera.training.ranking.codecs import coders_of, keep_given_choice
@@ -261,7 +261,7 @@ def _train_together(
 
 def _create(recipe: RankingRecipe, folder: Path | str | None, stack: contextlib.ExitStack) -> Run:
     """Make the folder of a run, and hold its lock in the region of the stack."""
-    run = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe))
+    run = Run.create(folder or next_path(Path("runs"), recipe.name), recipes.dump(recipe))
     stack.enter_context(run.lock())
     return run
 
@@ -340,7 +340,7 @@ def _prepare(recipe: RankingRecipe, folder: Path | str | None, resume: bool, say
         run = Run(folder or "")
         begins = not checkpoints.steps(run.checkpoints)
     else:
-        run, begins = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe)), True
+        run, begins = Run.create(folder or next_path(Path("runs"), recipe.name), recipes.dump(recipe)), True
     with run.lock():
         described = _begin(run, recipe, model, splits, None) if begins else _check_same_data(run, recipe, splits)
         say(

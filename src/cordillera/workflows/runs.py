@@ -25,18 +25,19 @@ from cordillera.reports.language.run import write_language_report
 from cordillera.reports.ranking.comparison import Comparison
 from cordillera.reports.ranking.comparison import compare as compare_ranking
 from cordillera.reports.ranking.run import write_report
-from cordillera.run import Run, check_recipe, kept_changes
+from cordillera.run import SEARCH_FILE, Run, check_recipe, kept_changes
 from cordillera.training import checkpoints
 from cordillera.training.language.trainer import LanguageEvaluation
 from cordillera.training.ranking.evaluation import Evaluation
 from cordillera.training.ranking.run_deltas import RunDelta, write_run_delta
 from cordillera.training.ranking.scoring import best_checkpoint, load_weights
 from cordillera.workflows import language, ranking
+from cordillera.workflows.architectures.search import report_search
 from cordillera.workflows.evaluation.other_files import evaluate_file
 from cordillera.workflows.language import LanguageOutcome
 from cordillera.workflows.processes import Say, silent
 from cordillera.workflows.ranking import Outcome
-from cordillera.workflows.trained import card_of, model_of, recipe_of
+from cordillera.workflows.trained import card_of, model_of, recipe_of, start_of
 
 
 def train(
@@ -85,6 +86,8 @@ def train(
     if isinstance(recipe, LanguageRecipe):
         return language.train(recipe, folder, resume=resume, processes=processes, on_step=on_step, say=say)
     assert isinstance(recipe, RankingRecipe)
+    if recipe.training.start is not None and not resume:  # before the data is read
+        start_of(recipe)
     return ranking.train(recipe, folder, resume=resume, processes=processes, on_step=on_step, say=say)
 
 
@@ -141,7 +144,12 @@ def compare(runs: Sequence[Run | Path | str]) -> Comparison | LanguageComparison
 
 
 def report(run: Run | Path | str) -> Path:
-    """Write a run's ``report.html`` again and return its path; with replicas, ``replicas.html`` as well."""
+    """Write a run's ``report.html`` again and return its path; with replicas, ``replicas.html`` as well.
+
+    The folder of a search is taken in place of that of a ``run``.
+    """
+    if not isinstance(run, Run) and (Path(run) / SEARCH_FILE).is_file():
+        return report_search(run)
     run = run if isinstance(run, Run) else Run(run)
     is_language = isinstance(recipes.load(run.recipe_file), LanguageRecipe)
     if is_language and any((run.folder / FOLDER).glob("*.jsonl")):

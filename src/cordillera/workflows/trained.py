@@ -23,7 +23,7 @@ from cordillera.errors import CheckpointError, DataError, RunError, TrainingErro
 from cordillera.models.ranking import build
 from cordillera.models.ranking.base import RankingModel
 from cordillera.recipe import RankingRecipe
-from cordillera.run import Run, check_recipe
+from cordillera.run import Run, check_recipe, flat_values, recipe_state
 from cordillera.training import checkpoints
 from cordillera.training.optimizers import embedding_tables
 from cordillera.training.ranking.config import NEED_GROUPS
@@ -183,6 +183,23 @@ def splits_of(run: Run, recipe: RankingRecipe) -> Splits:
     return splits
 
 
+def start_of(recipe: RankingRecipe) -> tuple[Run, RankingRecipe]:
+    """Return the run that ``training.start`` of a ``recipe`` names, and its recipe.
+
+    Raises:
+        RunError: If it does not exist, or is no run of a ranking model.
+    """
+    folder = Path(recipe.training.start or "").expanduser()
+    if not folder.is_dir():
+        remedy = "name the folder of a run that was trained"
+        raise RunError(f"there is no folder '{folder}'", where="training.start", remedy=remedy)
+    try:
+        run = Run(folder)
+        return run, recipe_of(run)
+    except RunError as error:
+        raise RunError(f"{error.where} {error.what}", where="training.start", remedy=error.remedy) from None
+
+
 def start_from(model: RankingModel, recipe: RankingRecipe) -> str:
     """Give a new ``model`` of a ``recipe`` the weights of the run that ``training.start`` names.
 
@@ -195,8 +212,7 @@ def start_from(model: RankingModel, recipe: RankingRecipe) -> str:
         CheckpointError: If the run has no checkpoint, it is corrupt, or it is of another model.
         RunError: If it is no run of a ranking model, or the tables of one of both have no rows of fixed size in memory.
     """
-    run = Run(recipe.training.start or "")
-    started = recipe_of(run)
+    run, started = start_of(recipe)
     for one in (started, recipe):
         kept = one.tables.storage == "memory" and not one.tables.are_encoded
         if not kept or (one.tables.dynamic is None) != (recipe.tables.dynamic is None):
@@ -221,9 +237,11 @@ def start_from(model: RankingModel, recipe: RankingRecipe) -> str:
         for name, tables in embedding_tables(model).items():
             news += _take_rows(before[name], tables)
     except (RuntimeError, KeyError) as error:
+        old, new = (flat_values({"model": recipe_state(one.model)}) for one in (started, recipe))
+        differs = [f"{key} is {old.get(key)} there, {new[key]} here" for key in new if old.get(key) != new[key]]
         raise CheckpointError(
-            f"holds another model: {str(error).splitlines()[-1].strip()}",
-            where=str(checkpoint.folder),
+            f"{run.folder} holds another model: {'; '.join(differs) or str(error).splitlines()[-1].strip()}",
+            where="training.start",
             remedy="train the model of that run, with the same [model] section",
         ) from error
     return f"start: weights of {run.folder} after {checkpoint.step:,} steps; {news:,} rows of tables are new"

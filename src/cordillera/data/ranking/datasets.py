@@ -6,14 +6,14 @@ import hashlib
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
 import polars as pl
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -41,7 +41,7 @@ from cordillera.data.ranking.logs.columns import RowPlace, splitmix64, timestamp
 from cordillera.data.ranking.logs.histories import HistoriesConfig, HistoriesLog
 from cordillera.data.ranking.logs.synthetic import SyntheticConfig, SyntheticLog
 from cordillera.errors import DataError
-from cordillera.toml_files import explain, text_of
+from cordillera.toml_files import text_of
 
 Split = Literal["time", "order", "random", "files"]
 
@@ -195,7 +195,9 @@ def _paths(config: DataConfig) -> tuple[tuple[Path, ...], ...]:
 def _encoder_folder(config: DataConfig) -> Path:
     folder = Path(config.encoder or "").expanduser() / "encoder"
     if not (folder / "encoder.json").is_file():
-        raise DataError("is no run of a ranking model", where=str(config.encoder), remedy="correct data.encoder")
+        what = "is no run of a ranking model" if folder.parent.is_dir() else "there is no such folder"
+        remedy = "correct data.encoder, or training.start, which sets it"
+        raise DataError(what, where=str(config.encoder), remedy=remedy)
     return folder
 
 
@@ -578,20 +580,3 @@ def _check(config: DataConfig, writer: CacheWriter, name: str) -> None:
                 where=name,
                 remedy="check how the label is made, or how the rows are split; a model needs both classes",
             )
-
-
-def configure(name: str, path: Sequence[str] | None = None) -> DataConfig:
-    """Return the default configuration of the data set ``name`` with the files at ``path``, None if they are fetched.
-
-    Raises:
-        DataError: the name is unknown, a path is given that the data set does not take, or a required path is missing.
-    """
-    entry = DATASETS.get(name)
-    if entry is not None and entry.needs_files and not path:
-        remedy = f"then: cordillera data get {name} --path FILE, or data.path = 'FILE' in a recipe"
-        raise DataError(f"cannot be fetched; {entry.source} ({entry.terms})", where=f"data set '{name}'", remedy=remedy)
-    try:
-        return DataConfig(dataset=name, path=tuple(path) if path else None)
-    except ValidationError as error:
-        message = "; ".join(what for _, what in explain(error.errors(), lambda path: list(DataConfig.model_fields)))
-        raise DataError(message, where=f"data set '{name}'", remedy="see 'cordillera data list'") from None

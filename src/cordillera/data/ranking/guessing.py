@@ -13,6 +13,7 @@ import polars as pl
 from cordillera.data.ranking.features import Schema
 from cordillera.data.ranking.logs.click_logs import FileLog
 from cordillera.data.ranking.logs.columns import RowPlace, timestamps_of
+from cordillera.data.ranking.logs.delimited import other_separator
 from cordillera.errors import DataError
 
 ColumnRole = Literal["label", "timestamp", "id", "dense", "categorical", "list", "left out"]
@@ -30,6 +31,8 @@ _IDS = re.compile(
     r"(_?ids?)?s?($|_)"
 )
 _PEOPLE = re.compile(r"(^|_)(uid|user|visitor|member|customer|account|reader|viewer)(_?id)?($|_)")
+_INDEX = re.compile(r"^(unnamed_0|unnamed: 0|__index_level_0__|index)$")  # by this library, pandas and Arrow
+_SHOWN = 5  # values of a column that is no label
 _FEW = 32  # different whole numbers that are taken for codes
 _SEPARATORS = "|;, "
 
@@ -58,8 +61,9 @@ def guess_roles(log: FileLog, labels: Sequence[str] = ()) -> list[ColumnGuess]:
         labels: Names of the labels. Default: the column of zeros and ones that is called like a label.
 
     Raises:
-        DataError: If a label is no column, or no column or several look like the label.
+        DataError: If a label is no column of zeros and ones, or no column or several look like the label.
     """
+    _check_separator(log)
     parts, rows = [], 0
     for frame, _ in log.chunks():
         parts.append(frame.head(ROWS - rows))
@@ -68,9 +72,7 @@ def guess_roles(log: FileLog, labels: Sequence[str] = ()) -> list[ColumnGuess]:
             break
     frame = pl.concat(parts, how="diagonal_relaxed")
     place = str(log.paths[0])
-    absent = [name for name in labels if name not in frame.columns]
-    if absent:
-        raise DataError(f"there is no column '{absent[0]}'; there are {frame.columns}", where=place)
+    _check_labels(frame, labels, place)
     chosen = list(labels) or _label_of(frame, place)
     found: list[ColumnGuess] = []
     for name in frame.columns:
@@ -109,14 +111,45 @@ def schema_of(guesses: Sequence[ColumnGuess]) -> Schema:
     return Schema.model_validate({key: value for key, value in content.items() if value})
 
 
+def _check_separator(log: FileLog) -> None:
+    """Refuse text files whose fields seem to be divided by another character."""
+    if log.format == "parquet":
+        return
+    names = log.delimited(log.paths[0]).names
+    if mark := other_separator(names):
+        raise DataError(
+            f"the file has a single column, {names[0]!r}: another character seems to divide its fields",
+            where=str(log.paths[0]),
+            remedy=f"add --separator {mark}",
+        )
+
+
+def _check_labels(frame: pl.DataFrame, labels: Sequence[str], place: str) -> None:
+    for name in labels:
+        if name not in frame.columns:
+            raise DataError(f"there is no column '{name}'; there are {frame.columns}", where=place)
+        if not _is_binary(frame[name]):
+            values = frame[name].drop_nulls().unique().sort()
+            shown = ", ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values.head(_SHOWN))
+            more = f", ... ({len(values):,} different)" if len(values) > _SHOWN else ""
+            raise DataError(
+                f"column '{name}' holds {shown or 'no value'}{more}; labels are 0 and 1, or false and true",
+                where=place,
+                remedy="add a column of 0 and 1 to the log, such as 1 for ratings of at least 4, and name it with "
+                "--label",
+            )
+
+
 def _label_of(frame: pl.DataFrame, place: str) -> list[str]:
     binary = [name for name in frame.columns if _is_binary(frame[name])]
     called = [name for name in binary if name.lower() in _LABELS]
     if len(called) != 1:
-        which = "several columns look" if called else "no column looks"
-        columns = called or binary or frame.columns
+        which = "several columns look like the label" if called else "no column looks like the label"
+        kind = "; columns of zeros and ones" if binary and not called else "; columns"
         raise DataError(
-            f"{which} like the label; columns are {', '.join(columns[:20])}", where=place, remedy="name it with --label"
+            f"{which}{kind} are {', '.join(called or binary or frame.columns)}",
+            where=place,
+            remedy="name it with --label",
         )
     return called
 
@@ -142,6 +175,8 @@ def _guess(series: pl.Series, has_time: bool) -> ColumnGuess:
     different = given.n_unique() if len(given) else 0
     if different <= 1:
         return ColumnGuess(name, "left out", "one value in all rows" if different else "blank")
+    if _INDEX.search(called) and _counts_rows(given):
+        return ColumnGuess(name, "id", "counts the rows: the index of a table")
     if _is_time(given, called):
         return ColumnGuess(name, "left out", "another time") if has_time else ColumnGuess(name, "timestamp", "times")
     if different > 0.95 * len(given) > 100 and (_ROW_IDS.search(called) or not _numbers(given)[1]):
@@ -153,10 +188,17 @@ def _guess(series: pl.Series, has_time: bool) -> ColumnGuess:
         return _categorical(name, different, "text")
     whole = bool((numbers == np.floor(numbers)).all())
     if whole and (_IDS.search(called) or different <= _FEW):
-        return _categorical(name, different, "whole numbers called like ids" if _IDS.search(called) else "few numbers")
+        why = "whole numbers; the name suggests codes, not amounts" if _IDS.search(called) else "few numbers"
+        return _categorical(name, different, why)
     if numbers.min() >= 0 and numbers.max() > 10 * max(1e-12, float(np.median(numbers))):
         return ColumnGuess(name, "dense", "numbers with a long tail", {"transform": "log"})
     return ColumnGuess(name, "dense", "numbers", {"transform": "standardise"})
+
+
+def _counts_rows(given: pl.Series) -> bool:
+    """Return whether a column counts from 0, in each file anew or on from file to file."""
+    numbers, are_numbers = _numbers(given)
+    return are_numbers and bool(numbers[0] == 0) and bool(((np.diff(numbers) == 1) | (numbers[1:] == 0)).all())
 
 
 def _categorical(name: str, different: int, why: str) -> ColumnGuess:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pyarrow.csv
 import pyarrow.parquet
 from polars.exceptions import PolarsError
 
+from cordillera.data.assets import ASSETS
 from cordillera.data.paths import expand_paths
 from cordillera.data.ranking.cache import SPLITS
 from cordillera.data.ranking.datasets import DATASETS, DataConfig, Splitter, open_log, with_unit
@@ -59,6 +61,27 @@ def raw_rows(config: DataConfig, split: str = "test", rows: int | None = None) -
         times = splitter.times(joined, RowPlace(config.label))
         joined = joined[np.argsort(times, kind="stable")]
         yield joined if rows is None else joined.head(rows)
+
+
+def configure(name: str, path: Sequence[str] | None = None) -> DataConfig:
+    """Return the default configuration of the data set ``name`` with the files at ``path``, None if they are fetched.
+
+    Raises:
+        DataError: the name is unknown, a path is given that the data set does not take, or a required path is missing.
+    """
+    entry, where = DATASETS.get(name), f"data set '{name}'"
+    if entry is None:
+        names = [*DATASETS, *ASSETS]
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise DataError(f"is not known{hint}", where=f"'{name}'", remedy=f"choose one of {', '.join(names)}")
+    if entry.needs_files and not path:
+        remedy = f"then: cordillera data get {name} --path FILE, or data.path = 'FILE' in a recipe"
+        raise DataError(f"cannot be fetched; {entry.source} ({entry.terms})", where=where, remedy=remedy)
+    if path and not entry.needs_files:
+        remedy = "leave --path out; `cordillera recipe new FILES` is for logs of your own"
+        raise DataError("is fetched, and takes no files", where=where, remedy=remedy)
+    return DataConfig(dataset=name, path=tuple(path) if path else None)
 
 
 def open_schema(config: DataConfig) -> Schema:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 from cordillera.models.ranking.graphs.config import DENSE, EMBEDDINGS, GraphConfig
 from cordillera.reports import page
 from cordillera.reports.charts import Axis, Figure, Series, box, drawing, figure, padded, stroke, write_text
+from cordillera.run import flat_values
 
 _DRAWN = 3  # graphs of the front
 _MANY = 20  # architectures from which on the worst are left out of the drawing
@@ -40,7 +42,7 @@ def search_page(
     entries: Sequence[Mapping[str, Any]],
     front: Sequence[str],
     settings: Mapping[str, Any],
-    judged: Mapping[str, Sequence[float]] | None = None,
+    judged: Mapping[str, tuple[float, Sequence[float]]] | None = None,
 ) -> str:
     """Return the HTML page of a search.
 
@@ -50,22 +52,25 @@ def search_page(
         entries: Candidates in order: ``name``, ``origin``, ``overrides`` and the fields of a trial.
         front: Names of the candidates of the front, by FLOPs.
         settings: Settings by name.
-        judged: NE of the test split of each new seed, by the name of the candidate.
+        judged: Mean NE of the validation split over new seeds, and NE of the test split of each, by the name of the
+            candidate.
     """
     judged = judged or {}
     finished = [one for one in entries if one["stage"] == "finished"]
     by_name = {one["name"]: one for one in finished}
     best = [by_name[one] for one in front]
     died = Counter(one["stage"] for one in entries if one["stage"] != "finished")
-    seeds = max((len(one) for one in judged.values()), default=0)
+    seeds = max((len(tested) for _, tested in judged.values()), default=0)
+    chosen = any(chosen_settings(one["overrides"]) for one in best)
     return page.fill(
         "architectures",
         name=name,
         lede=description,
         tiles=_tiles(entries, finished, best),
         charts=[_front_chart(finished, best, judged), _path(entries)],
-        front=[_row(one, judged if seeds else {}) for one in reversed(best)],
+        front=[_row(one, judged if seeds else {}, chosen) for one in reversed(best)],
         seeds=seeds,
+        chosen=chosen,
         graphs=[(one["name"], _told(one), drawn) for one in reversed(best) if (drawn := _drawn(one))][:_DRAWN],
         deaths=[(f"{stage}: {count:,}", _death(entries, stage)) for stage, count in died.items()],
         settings=[(key.replace("_", " "), page.plain(value)) for key, value in settings.items()],
@@ -91,14 +96,25 @@ def _interval(entry: Mapping[str, Any]) -> str:
     return "" if low is None or high is None else f"{low:.4f} to {high:.4f}"
 
 
-def _row(entry: Mapping[str, Any], judged: Mapping[str, Sequence[float]]) -> tuple[str, ...]:
-    of_test: tuple[str, ...] = ()
+def chosen_settings(overrides: Mapping[str, Any]) -> str:
+    """Return a candidate's keys of the recipe with their values in one line; those of a graph, which is drawn, not."""
+    model = overrides.get("model")
+    is_graph = isinstance(model, Mapping) and model.get("name") == "graph"
+    kept = {key: value for key, value in overrides.items() if not (key == "model" and is_graph)}
+    return ", ".join(f"{key} = {json.dumps(value)}" for key, value in flat_values(kept).items())
+
+
+def _row(
+    entry: Mapping[str, Any], judged: Mapping[str, tuple[float, Sequence[float]]], chosen: bool
+) -> tuple[str, ...]:
+    again: tuple[str, ...] = ()
     if judged:
-        found = judged.get(entry["name"], ())
-        of_test = (f"{fmean(found):.4f}", f"{min(found):.4f} to {max(found):.4f}") if found else ("", "")
+        mean, found = judged.get(entry["name"], (math.inf, ()))
+        shown = (f"{mean:.4f}", f"{fmean(found):.4f}", f"{min(found):.4f} to {max(found):.4f}") if found else None
+        again = shown or ("", "", "")
     return (
-        entry["name"], f"{entry['ne']:.4f}", _interval(entry), *of_test, f"{entry['flops']:,}",
-        f"{entry['parameters']:,}", entry["origin"],
+        entry["name"], *([chosen_settings(entry["overrides"])] if chosen else []), f"{entry['ne']:.4f}",
+        _interval(entry), *again, f"{entry['flops']:,}", f"{entry['parameters']:,}", entry["origin"],
     )  # fmt: skip
 
 
@@ -113,7 +129,9 @@ def _death(entries: Sequence[Mapping[str, Any]], stage: str) -> str:
 
 
 def _front_chart(
-    finished: Sequence[Mapping[str, Any]], best: Sequence[Mapping[str, Any]], judged: Mapping[str, Sequence[float]]
+    finished: Sequence[Mapping[str, Any]],
+    best: Sequence[Mapping[str, Any]],
+    judged: Mapping[str, tuple[float, Sequence[float]]],
 ) -> Figure | None:
     known = [one for one in finished if one["flops"] > 0]
     if not known or not best:
@@ -128,7 +146,7 @@ def _front_chart(
         Series("all architectures", "s1", flops, [one["ne"] for one in known], "dots", titles),
         Series("front", "s0", [one["flops"] for one in best], [one["ne"] for one in best], "both"),
     ]
-    of_test = [(one["flops"], fmean(judged[one["name"]])) for one in best if judged.get(one["name"])]
+    of_test = [(one["flops"], fmean(judged[one["name"]][1])) for one in best if judged.get(one["name"], ((), ()))[1]]
     if of_test:
         xs, ys = [flops for flops, _ in of_test], [ne for _, ne in of_test]
         series.append(Series("front on the test split, new seeds", "s2", xs, ys, "dots"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,7 +19,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from cordillera.errors import DataError
-from cordillera.reports.ranking.material import TOP_K_METRICS, Material
+from cordillera.reports.ranking.material import TOP_K_METRICS, Material, median_speed
 from cordillera.run import Run
 from cordillera.training.ranking.config import STOP_TITLES
 from cordillera.training.ranking.evaluation import jsonable
@@ -275,8 +274,7 @@ class _Entry(Material):
         same = {key: value for key, value in self.recipe.items() if key not in _NOT_IDENTITY}
         self.identity = json.dumps(same, sort_keys=True, default=str)
         self.is_complete = self.status is None or self.status.is_complete
-        rates = [rate for one in self.train if math.isfinite(rate := one["examples_per_second"])]
-        self.examples_per_second = statistics.median_high(rates) if rates else math.nan
+        self.examples_per_second = median_speed(self.train)
         self.notes = [text for text in (self.banner, self.age) if text]
         for task, undefined in self.undefined.items():
             self.notes += [f"{name} of {task} is undefined: {why}." for name, why in undefined.items()]

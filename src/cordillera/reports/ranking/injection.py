@@ -57,7 +57,7 @@ def advice(components: Sequence[dict[str, Any]]) -> list[str]:
         return [f"No fault made an output wrong. At 95 % confidence the PVF is below {_percent(most)} everywhere."]
     lines = [
         f"A fault anywhere in these weights makes an output wrong with a probability of {_percent(harm / bits)}: "
-        "their PVF (program vulnerability factor)."
+        "their PVF (parameter vulnerability factor)."
     ]
     caught = math.fsum(entry["detected"]["value"] * size for _, size, _, entry in places)
     lines.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -111,6 +112,12 @@ def share_of_time(train: Sequence[Mapping[str, Any]], key: str = "data_fraction"
     pairs = [(share, seconds) for share, seconds in pairs if math.isfinite(share * seconds)]
     total = sum(seconds for _, seconds in pairs)
     return sum(share * seconds for share, seconds in pairs) / total if total > 0 else math.nan
+
+
+def median_speed(train: Sequence[Mapping[str, Any]]) -> float:
+    """Return the median of examples a second of training records, but for the first, which holds the start."""
+    rates = [rate for one in train if math.isfinite(rate := one["examples_per_second"])]
+    return statistics.median(rates[1:] or rates) if rates else math.nan
 
 
 def _checked(record: dict[str, Any], where: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from cordillera.reports.ranking.material import (
     TOP_K_METRICS,
     Material,
     interval_text,
+    median_speed,
     share_of_time,
 )
 from cordillera.reports.ranking.placement import placed_tables
@@ -207,8 +207,8 @@ def _throughput(material: Material) -> dict[str, Any]:
     if not records:
         return {}
     speed = Series.of("examples a second", "s0", records, "examples", "examples_per_second")
-    middle = statistics.median_high(speed.ys)
-    text = f"Median {compact(middle)} examples per second, {len(records):,} records."
+    without = "without the first record" if len(records) > 1 else "of one record"
+    text = f"Median {compact(median_speed(records))} examples per second, {without}, which holds the start."
     labels = ("training examples", "examples per second")
     charts = [figure("Throughput", [speed], labels, text, height=230)]
     for title, key in (("Waiting for data", "data_fraction"), ("Waiting for other processes", "exposed_fraction")):

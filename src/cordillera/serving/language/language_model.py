@@ -342,7 +342,7 @@ def find_model(name: str | Path) -> Path:
         return stored_asset(str(name))
     path = Path(name).expanduser()
     if _is_run(path):
-        found = sorted((path / "checkpoints").glob("step-*"))
+        found = sorted(Run(path).checkpoints.glob("step-*"))
         if not found:
             raise CheckpointError("holds no checkpoint yet", where=str(path), remedy="train first")
         return found[-1]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -170,11 +171,24 @@ def write_export(
     (folder / SCORER).write_text(text, encoding="utf-8")
 
 
+@contextlib.contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    """Silence warnings in the region, and those of a logger and of those below it: they are of its own code."""
+    log = logging.getLogger(logger)
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
 def _write_onnx(path: Path, program: ExportedModel, example: tuple[Any, ...], sizes: tuple[Any, ...]) -> None:
     program.is_onnx, program.bf16 = True, False
     names = ["dense", "ids", *(f"list_{place}" for place in range(len(example[2])))]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that all inputs have as many rows
+    with _quiet("torch.onnx"):
         written = torch.onnx.export(
             program, example, dynamo=True, dynamic_shapes=sizes, input_names=names, output_names=["scores"],
             verbose=False,

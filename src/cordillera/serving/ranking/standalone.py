@@ -43,11 +43,14 @@ class Scorer:
         """Return the probabilities of each row by task; ``None`` and empty text are blanks.
 
         Raises:
-            KeyError: If a row lacks a column.
-            ValueError: If a value is one that the model does not take.
+            ValueError: If a row lacks a column, or a value is one that the model does not take.
         """
         if not rows:
             return []
+        wanted = {one["name"] for kind in ("dense", "categorical", "lists") for one in self.schema[kind]}
+        for place, row in enumerate(rows):
+            if absent := wanted - row.keys():
+                raise ValueError(f"row {place} has no {min(absent)!r}; give every column, None for a blank")
         dense = [[value for one in self.schema["dense"] for value in _numbers(row, one)] for row in rows]
         ids = [[self._row(row[one["name"]], one) for one in self.schema["categorical"]] for row in rows]
         lists = [self._padded(rows, one) for one in self.schema["lists"]]

@@ -93,7 +93,8 @@ class Evaluation:
 
     Attributes:
         seconds: Wall time of the pass, including loading.
-        examples_per_second: Samples evaluated per second; NaN without samples.
+        examples_per_second: Samples evaluated per second after the first batch, which waits for what starts with it;
+            NaN if there is one batch only.
         segments: Metrics by feature and value, largest segments first.
         level: Confidence level of the intervals.
         unit: Unit that the intervals treat as independent: ``sample`` or ``group``.
@@ -291,7 +292,7 @@ def evaluate(
         TrainingError: If logits are not finite; the message names the task, their number and the first rows.
         DataError: If a batch has no labels, or shapes do not fit.
     """
-    samples, named, seconds = _score_all(score, loader, tasks, split, segments if callable(segments) else None)
+    samples, named, seconds, speed = _score_all(score, loader, tasks, split, segments if callable(segments) else None)
     size = len(samples.rows)
     results = {
         task: _evaluate_task(*samples.of_task(t), level, calibration_bins, histogram_bins, ranking_k)
@@ -305,7 +306,7 @@ def evaluate(
         split=split,
         examples=size,
         seconds=seconds,
-        examples_per_second=size / seconds if size and seconds > 0 else math.nan,
+        examples_per_second=speed,
         tasks=results,
         segments=broken_down,
         level=level,
@@ -355,9 +356,12 @@ def _score_all(
     tasks: Sequence[str],
     split: str,
     segments: SegmentFunction | None,
-) -> tuple[_Samples, dict[str, list[Any]], float]:
-    """Score every batch; return the samples, the values of ``segments`` by feature, and the seconds of the pass."""
+) -> tuple[_Samples, dict[str, list[Any]], float, float]:
+    """Score every batch; return the samples, the values of ``segments`` by feature, the seconds of the pass and the
+    samples a second.
+    """
     began = time.perf_counter()
+    warm, unmeasured = began, 0
     parts: dict[str, list[NDArray[Any]]] = {name: [] for name in _Samples._fields}
     named: dict[str, list[Any]] = {}
     seen = 0
@@ -387,7 +391,10 @@ def _score_all(
                 for feature, values in segments(batch).items():
                     named.setdefault(feature, []).extend(values)
             seen += size
-    seconds = time.perf_counter() - began
+            if seen == size:
+                warm, unmeasured = time.perf_counter(), size
+    ended = time.perf_counter()
+    seconds, speed = ended - began, (seen - unmeasured) / (ended - warm) if seen > unmeasured else math.nan
     samples = _Samples(
         np.concatenate([np.empty((0, len(tasks)), np.float32), *parts["logits"]]),
         np.concatenate([np.empty((0, len(tasks)), np.float32), *parts["labels"]]),
@@ -397,7 +404,7 @@ def _score_all(
     )
     _refuse_non_finite(samples.logits, samples.rows, tasks, split)
     weights, groups, teacher = (_optional(parts[name], seen, name, split) for name in ("weights", "groups", "teacher"))
-    return samples._replace(weights=weights, groups=groups, teacher=teacher), named, seconds
+    return samples._replace(weights=weights, groups=groups, teacher=teacher), named, seconds, speed
 
 
 def _keep(dtype: torch.dtype) -> torch.dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +11,10 @@ import numpy as np
 
 from cordillera.training.scaling.isoflop import QUANTITIES, IsoFlopCurve, amount, power
 from cordillera.training.scaling.isoflop_laws import IsoFlopStudy
-from cordillera.training.scaling.power_law import save_figure
+from cordillera.training.scaling.power_law import label_axis, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 _LAWS = {"tokens": ("#1f5fa8", "o"), "parameters": ("#b8520f", "s")}
@@ -74,7 +73,7 @@ def _draw_curves(axes: Axes, curves: Sequence[IsoFlopCurve]) -> None:
                   linewidth=1, linestyle=(0, (4, 3)), marker="D", markersize=7.5, markerfacecolor="#d9482b",
                   markeredgecolor="white", label="optimum", zorder=4)  # fmt: skip
     axes.margins(y=0.12)  # room for the legend
-    _label(axes.xaxis, amount)
+    label_axis(axes.xaxis, amount)
     axes.legend(fontsize=9, loc="best", facecolor="white", edgecolor="none", framealpha=0.9)
 
 
@@ -105,17 +104,6 @@ def _draw_laws(axes: Axes, result: IsoFlopStudy) -> None:
             at = result.forecast.compute, result.forecast.values[name][0]
             axes.plot(*at, marker="*", markersize=12, color=colour, markeredgecolor="white", zorder=4)
             axes.annotate(amount(at[1]), at, xytext=(-6, 8), textcoords="offset points", ha="right", fontsize=9.5)
-    _label(axes.xaxis, power)
-    _label(axes.yaxis, amount)
+    label_axis(axes.xaxis, power)
+    label_axis(axes.yaxis, amount)
     axes.legend(fontsize=9, loc="best", facecolor="white", edgecolor="none", framealpha=0.9)
-
-
-def _label(axis: Axis, text: Callable[[float], str]) -> None:
-    """Label a logarithmic axis at as many round numbers as fit its range."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    low, high = axis.get_view_interval()
-    decades = math.log10(high / low)
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 2 else (1, 3) if decades < 4 else (1,), numticks=12))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
-    axis.set_minor_formatter(NullFormatter())

@@ -28,6 +28,7 @@ from cordillera.run import Run, read_recipe
 from cordillera.training.ranking.evaluation import Evaluation, jsonable, number
 
 if TYPE_CHECKING:
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 _Floats = NDArray[np.float64]
@@ -466,6 +467,18 @@ def save_figure(draw: Callable[[], Figure], paths: Sequence[Path]) -> None:
                 beside.unlink(missing_ok=True)
 
 
+def label_axis(axis: Axis, text: Callable[[float], str]) -> None:
+    """Label a logarithmic ``axis`` at as many round numbers as fit its range, each written by ``text``."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    decades = math.log10(high / low)
+    many = (1, 2, 3, 4, 5, 7) if decades < 1 else (1, 2, 5) if decades < 2 else (1, 3) if decades < 4 else (1,)
+    axis.set_major_locator(LogLocator(subs=many, numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def _dark_style() -> str:
     """Return style rules that replace the colours of a drawing for readers who prefer dark pages."""
     rules = [
@@ -478,9 +491,9 @@ def _dark_style() -> str:
 
 def _draw(result: ScalingStudy, bayes: float | None, references: Mapping[str, float], title: str | None) -> Figure:
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter, NullFormatter
+    from matplotlib.ticker import EngFormatter
 
-    figure = Figure(figsize=(7.6, 4.6), layout="constrained")
+    figure = Figure(figsize=(7.6, 5.2), layout="constrained")
     axes = figure.subplots()
     axes.set_xscale("log")
     models = list(dict.fromkeys(entry.model for entry in result.measurements))
@@ -514,8 +527,7 @@ def _draw(result: ScalingStudy, bayes: float | None, references: Mapping[str, fl
     values += near.values()
     air = 0.12 * (max(values) - min(values)) or 0.01
     axes.set_ylim(min(values) - air, max(values) + air)
-    axes.xaxis.set_major_formatter(EngFormatter())
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    label_axis(axes.xaxis, EngFormatter())
     axes.grid(axis="y", color="#dde2e8", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.set_xlabel(result.unit)
@@ -525,5 +537,5 @@ def _draw(result: ScalingStudy, bayes: float | None, references: Mapping[str, fl
     for label in lines.keys() - near.keys():
         side = "above" if lines[label] > max(values) else "below"
         axes.plot([], [], linestyle="none", label=f"{label}: {lines[label]:.4g}, {side} the frame")
-    axes.legend(fontsize=9.5, loc="best", facecolor="white", edgecolor="none", framealpha=0.9)
+    figure.legend(fontsize=9.5, loc="outside lower left", edgecolor="none")  # where it covers no line
     return figure

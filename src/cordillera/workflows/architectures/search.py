@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -24,8 +25,8 @@ from cordillera.models.ranking.graphs.config import short_digest
 from cordillera.models.ranking.graphs.nasrec import from_nasrec, is_nasrec
 from cordillera.recipe import RankingRecipe
 from cordillera.reports import page
-from cordillera.reports.ranking.architectures import search_page
-from cordillera.run import Run, write_atomically
+from cordillera.reports.ranking.architectures import chosen_settings, search_page
+from cordillera.run import SEARCH_FILE, Run, write_atomically
 from cordillera.training.ranking.architecture_search.searchers import (
     Goal,
     LearntSearcher,
@@ -39,11 +40,19 @@ from cordillera.workflows.architectures.trials import SearchTrial, TrialConfig, 
 from cordillera.workflows.architectures.workers import TrialWorkers
 from cordillera.workflows.processes import Say, silent
 
-SEARCH_FILE = "search.json"
-"""File in a search's folder with its settings."""
-
 FRONT_FOLDER = "front"
 """Folder in a search's folder with a recipe of each architecture of the front."""
+
+
+_WORDS = {
+    "most_flops": "most FLOPs an example",
+    "most_parameters": "most parameters",
+    "sample": "share of the data in the first training",
+    "sample_ne": "highest NE after the first training",
+    "supernet": "supernet",
+    "fine_tune": "steps from the supernet's weights",
+    "seeds": "trainings of a candidate",
+}
 
 
 class SearchConfig(BaseModel):
@@ -95,6 +104,11 @@ class SearchCandidate:
     trial: SearchTrial
 
     @property
+    def settings(self) -> str:
+        """Keys of the recipe with their values in one line, without those of a graph."""
+        return chosen_settings(self.overrides)
+
+    @property
     def score(self) -> SearchScore:
         """NE and FLOPs."""
         return SearchScore(self.trial.ne, self.trial.flops)
@@ -111,7 +125,7 @@ class SearchOutcome:
         report: Page that draws them.
         judged: Trials with new seeds of the front's architectures, by name, with the NE of the test split.
         is_exhausted: Whether the space has no further architecture.
-        best: The one of the lowest NE; None if none was trained.
+        best: The one of the lowest NE, over the new seeds if the front was judged; None if none was trained.
     """
 
     folder: Path
@@ -123,7 +137,7 @@ class SearchOutcome:
     best: SearchCandidate | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.best = min(self.front, key=lambda one: one.trial.ne, default=None)
+        self.best = min(self.front, key=lambda one: self.judged.get(one.name, one.trial).ne, default=None)
 
 
 OnCandidate = Callable[[SearchCandidate, int], None]
@@ -157,8 +171,8 @@ def search(
             ``{"model": {...}}``.
         folder: Folder of the search. Default: ``runs/NAME-search``.
         workers: Number of processes, of one thread each. Default: one for each core.
-        hours: Hours after which no further candidate of the searcher begins, nor any that would end later, by the time
-            of those before; the same call goes on. Default: no limit.
+        hours: Hours after which no further candidate begins, nor any that would end later, by the mean time of those
+            before; the same call goes on. The front is judged in any case. Default: no limit.
         on_candidate: Function called with every candidate in order, and the planned number of candidates.
         say: Function called with one line of text at each stage.
 
@@ -193,7 +207,7 @@ def search(
         for split, needed in (("validation", True), ("test", config.judge > 0)):
             if needed and not len(getattr(splits, split)):
                 raise DataError(f"a search needs a {split} split", where="data.fractions", remedy="give it a share")
-        say(f"space: {made.size:,} genomes of {len(made.genes)} genes; searcher: {config.searcher}")
+        say(f"space: {made.size:,} combinations of {len(made.genes)} decisions; searcher: {config.searcher}")
         found = _OpenSearch(run, made, searcher, config, content, proposals)
         found.ends = math.inf if hours is None else time.monotonic() + 3600 * hours
         with TrialWorkers(workers or os.cpu_count() or 1, content, config.trial, config.most_seconds) as pool:
@@ -282,7 +296,7 @@ def _open(folder: Path, recipe: RankingRecipe, described: dict[str, Any]) -> Run
         run = Run.create(folder, text)
         run.write_json(SEARCH_FILE, described)
         return run
-    run = Run(folder)
+    run = Run(folder, of_search=True)
     if not (folder / SEARCH_FILE).is_file():
         if run.status() is not None:
             raise RunError("holds no search", where=str(folder), remedy="choose another --run folder")
@@ -316,35 +330,33 @@ class _OpenSearch:
         self.content, self.proposals = content, proposals
         self.record = {entry["number"]: entry for entry in run.metrics() if entry.get("kind") == "candidate"}
         self.done: list[SearchCandidate] = []
+        self.seconds: list[float] = []  # of the trials that are made now
         self.is_exhausted, self.ends = False, math.inf
 
     def candidates(self, pool: TrialWorkers) -> Iterator[SearchCandidate]:
-        """Yield candidates in order."""
+        """Yield candidates in order, as long as there is time."""
         given = [(short_digest(one), dict(one)) for one in self.proposals]
-        if given:
-            yield from self._tried("proposal", given, pool)
-        proposed, took = 0, 0.0
-
-        def has_time() -> bool:  # for as long as the last batch took; what is on record takes none
-            return time.monotonic() + took < self.ends or len(self.done) < len(self.record)
-
-        while proposed < self.config.trials and has_time():
-            began = time.monotonic()
+        yield from self._tried("proposal", given, pool)
+        proposed = 0
+        while proposed < self.config.trials and len(self.done) == len(given) + proposed:  # all had time
             genomes: list[Genome] = []
             while len(genomes) < min(self.config.batch, self.config.trials - proposed):
                 genome = self.searcher.ask()
                 if genome is None:
-                    self.is_exhausted = True
+                    self.is_exhausted = not genomes
                     break
                 genomes.append(genome)
             if not genomes:
                 break
             proposed += len(genomes)
             batch = [(self.space.identify(genome), self.space.overrides(genome)) for genome in genomes]
-            for genome, candidate in zip(genomes, self._tried("search", batch, pool), strict=True):
+            for candidate, genome in zip(self._tried("search", batch, pool), genomes, strict=False):
                 self.searcher.tell(genome, candidate.score)
                 yield candidate
-            took = time.monotonic() - began
+
+    def _has_time(self) -> bool:
+        """Return whether a candidate that begins now would end in time, by the mean time of those before."""
+        return time.monotonic() + (fmean(self.seconds) if self.seconds else 0.0) < self.ends
 
     def _tried(
         self, origin: str, batch: list[tuple[str, dict[str, Any]]], pool: TrialWorkers
@@ -362,7 +374,8 @@ class _OpenSearch:
                 results[place] = SearchTrial.from_dict(entry)
         yield from self._in_order(origin, batch, results, start)
         todo = [place for place in range(len(batch)) if place not in results]
-        for index, trial in pool.try_all([batch[place][1] for place in todo]):
+        for index, trial in pool.try_all([batch[place][1] for place in todo], self._has_time):
+            self.seconds.append(trial.seconds)
             place = todo[index]
             results[place] = trial
             name, overrides = batch[place]
@@ -381,8 +394,7 @@ class _OpenSearch:
 
     def front(self) -> list[SearchCandidate]:
         """Return the candidates that no other dominates, by FLOPs."""
-        finished = [one for one in self.done if one.trial.is_finished]
-        return [finished[index] for index in front([one.score for one in finished])]
+        return _front_of(self.done)
 
     def judge(self, workers: int | None, say: Say) -> dict[str, SearchTrial]:
         """Train the architectures of the front with new seeds and score the test split; return the trials by name."""
@@ -408,6 +420,11 @@ class _OpenSearch:
         return {one.name: known[one.name] for one in best}
 
 
+def _front_of(tried: Sequence[SearchCandidate]) -> list[SearchCandidate]:
+    finished = [one for one in tried if one.trial.is_finished]
+    return [finished[index] for index in front([one.score for one in finished])]
+
+
 def _finish(run: Run, content: dict[str, Any], found: _OpenSearch, judged: dict[str, SearchTrial]) -> SearchOutcome:
     """Write the recipes and the page of the front."""
     best = found.front()
@@ -429,15 +446,28 @@ def _finish(run: Run, content: dict[str, Any], found: _OpenSearch, judged: dict[
     for path in folder.glob("*.toml"):  # of before the search went on
         if path.name not in wanted:
             path.unlink()
-    config = found.config
+    page_of_it = _write_page(run, found.config, content, found.space.size, found.done, best, judged)
+    return SearchOutcome(run.folder, found.done, best, page_of_it, judged, found.is_exhausted)
+
+
+def _write_page(
+    run: Run,
+    config: SearchConfig,
+    content: dict[str, Any],
+    size: int,
+    tried: Sequence[SearchCandidate],
+    best: Sequence[SearchCandidate],
+    judged: Mapping[str, SearchTrial],
+) -> Path:
+    trial = config.trial.model_dump(mode="json", exclude_none=True)
     settings = {
         "searcher": config.searcher,
         "goal": config.goal,
         "seed": config.seed,
         "batch": config.batch,
-        "genomes": f"{found.space.size:,}",
-        **config.trial.model_dump(mode="json", exclude_none=True, exclude={"test"}),
-        "judge": config.judge,
+        "combinations in the space": f"{size:,}",
+        **{_WORDS[key]: value for key, value in trial.items() if key in _WORDS},
+        "new seeds of the front": config.judge,
     }
     entries = [
         {
@@ -447,12 +477,41 @@ def _finish(run: Run, content: dict[str, Any], found: _OpenSearch, judged: dict[
             "origin": one.origin,
             "overrides": one.overrides,
         }
-        for one in found.done
+        for one in tried
     ]
     described = f"search by {config.searcher} on {content['data'].get('dataset') or 'own data'}"
-    tested = {name: list(trial.test_ne_of_seeds) for name, trial in judged.items()}
-    text = search_page(run.name, described, entries, [one.name for one in best], settings, tested)
-    return SearchOutcome(run.folder, found.done, best, page.write(run, text), judged, found.is_exhausted)
+    tested = {name: (one.ne, one.test_ne_of_seeds) for name, one in judged.items()}
+    return page.write(run, search_page(run.name, described, entries, [one.name for one in best], settings, tested))
+
+
+def report_search(folder: Path | str) -> Path:
+    """Write the page of a search again, from its record in a ``folder``, and return its path.
+
+    Raises:
+        RunError: If the folder is that of no search, or of one of another version of this program.
+    """
+    run = Run(folder, of_search=True)
+    saved, recipe = run.read_json(SEARCH_FILE), recipes.load(run.recipe_file)
+    try:
+        config = SearchConfig.model_validate(saved.get("config"))
+        content = recipe.model_dump(mode="json", exclude_none=True)
+        size = SearchSpace(SpaceConfig.model_validate(saved.get("space")), content["model"]).size
+    except ValidationError as error:
+        remedy = "search again in another --run folder"
+        raise RunError("is a search of another version of this program", where=str(folder), remedy=remedy) from error
+    records: dict[str, list[dict[str, Any]]] = {"candidate": [], "judged": []}
+    for entry in run.metrics():
+        records.get(entry.get("kind", ""), []).append(entry)
+    tried = [
+        SearchCandidate(one["number"], one["name"], one["origin"], one["overrides"], SearchTrial.from_dict(one))
+        for one in sorted(records["candidate"], key=lambda one: one["number"])
+    ]
+    best, judged = _front_of(tried), records["judged"]
+    seeds = judged[-1]["seeds"] if judged else 0
+    by_name = {one["name"]: SearchTrial.from_dict(one) for one in judged if one["seeds"] == seeds}
+    found = {one.name: by_name[one.name] for one in best if one.name in by_name}
+    config = config.model_copy(update={"judge": seeds})
+    return _write_page(run, config, content, size, tried, best, found)
 
 
 def read_proposals(text: str, where: str) -> list[dict[str, Any]]:

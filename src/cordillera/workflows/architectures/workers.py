@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -80,10 +80,15 @@ class TrialWorkers:
             worker.stop()
         self._workers = []
 
-    def try_all(self, candidates: Sequence[dict[str, Any]]) -> Iterator[tuple[int, SearchTrial]]:
-        """Yield the index and the trial of each candidate as it finishes."""
+    def try_all(
+        self, candidates: Sequence[dict[str, Any]], has_time: Callable[[], bool] = lambda: True
+    ) -> Iterator[tuple[int, SearchTrial]]:
+        """Yield the index and the trial of each candidate as it finishes; once ``has_time`` denies, no other begins."""
         waiting = list(reversed(range(len(candidates))))
         while waiting or any(worker.number is not None for worker in self._workers):
+            if waiting and not has_time():
+                waiting.clear()
+                continue
             self._fill(waiting, candidates)
             busy = [worker for worker in self._workers if worker.number is not None]
             ready = wait([worker.pipe for worker in busy], timeout=0.5)

@@ -19,8 +19,8 @@ from polars.exceptions import PolarsError
 
 from cordillera.data.ahead import map_ahead, reading_threads
 from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, Schema, TimeUnit
-from cordillera.data.ranking.logs.columns import RowPlace, ids_of, timestamps_of, unit_of
-from cordillera.data.ranking.logs.delimited import DelimitedFile
+from cordillera.data.ranking.logs.columns import RowPlace, column_names, ids_of, timestamps_of, unit_of
+from cordillera.data.ranking.logs.delimited import DelimitedFile, other_separator
 from cordillera.errors import DataError
 
 CHUNK_ROWS = 262_144
@@ -181,11 +181,8 @@ class FileLog:
         lost = [name for name in absent if name not in _folder_values(path)]
         if lost:
             remedy = "name the column in the file, or take it out of the schema"
-            if len(there) == 1 and self.format != "parquet":
-                marks = {";": '";"', "\t": '"\\t"', "|": '"|"', ",": '","', " ": '" "'}
-                mark = max(marks, key=there[0].count)
-                if mark in there[0]:
-                    remedy = f"the file has a single column: its separator may be {marks[mark]}; set data.separator"
+            if self.format != "parquet" and (mark := other_separator(there)):
+                remedy = f"the file has a single column: its separator may be {mark}; set data.separator"
             raise DataError(f"column '{lost[0]}' is missing; there are {list(there)}", where=str(path), remedy=remedy)
         return [name for name in wanted if name not in absent]
 
@@ -194,7 +191,7 @@ class FileLog:
         try:
             with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
                 columns = self._parquet_columns(path, file.schema_arrow, wanted)
-                for batch in file.iter_batches(batch_size=CHUNK_ROWS, columns=columns):
+                for batch in file.iter_batches(batch_size=CHUNK_ROWS, columns=list(columns.values())):
                     yield partial(_rows_of_batch, batch, columns, RowPlace(str(path), row))
                     row += batch.num_rows
                 rows = file.metadata.num_rows
@@ -207,13 +204,14 @@ class FileLog:
                 remedy="write it again",
             )
 
-    def _parquet_columns(self, path: Path, schema: pa.Schema, wanted: list[str] | None) -> list[str]:
-        names: list[str] = schema.names
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise DataError(f"columns must differ, these stand twice: {twice[:8]}", where=str(path))
+    def _parquet_columns(self, path: Path, schema: pa.Schema, wanted: list[str] | None) -> dict[str, str]:
+        """Return the columns to read, with their names in the file."""
+        if schema.names.count("") > 1:  # which cannot be told apart
+            raise DataError("several columns have no name", where=str(path), remedy="name them in the file")
+        names = column_names(schema.names, str(path))
+        in_file = dict(zip(names, schema.names, strict=True))
         own = self._in_file(path, wanted, names)
-        kinds = {name: schema.field(name).type for name in names}
+        kinds = {name: schema.field(in_file[name]).type for name in names}
         # Raises UnicodeDecodeError for names within types that are not UTF-8.
         str(kinds)
         needed = own if own is not None else [*self.schema.columns, *self.schema.ids]
@@ -224,24 +222,28 @@ class FileLog:
                     where=str(path),
                     remedy="convert it to numbers of at most 64 bits, text, dates, or lists of these",
                 )
-        if own:
-            return own
-        readable = [name for name in names if _is_readable(kinds[name])]
-        return readable if own is None else readable[:1]  # one column tells the number of rows
+        if not own:
+            readable = [name for name in names if _is_readable(kinds[name])]
+            own = readable if own is None else readable[:1]  # one column tells the number of rows
+        return {name: in_file[name] for name in own}
+
+    def delimited(self, path: Path) -> DelimitedFile:
+        """Open a text file of the log."""
+        mark = self.separator or ("\t" if self.format == "tsv" else ",")
+        # Published logs without a header hold raw text, in which a quotation mark is an ordinary character.
+        return DelimitedFile(path, mark, quoted=self.header is None, names=self.header)
 
     def _text(self, path: Path, wanted: list[str] | None) -> Iterator[Callable[[], RowChunk]]:
-        # Published logs without a header hold raw text, in which a quotation mark is an ordinary character.
-        mark = self.separator or ("\t" if self.format == "tsv" else ",")
-        file = DelimitedFile(path, mark, quoted=self.header is None, names=self.header)
+        file = self.delimited(path)
         own = self._in_file(path, wanted, file.names)
         for block in file.blocks():
             yield partial(file.parse, block, own)
 
 
-def _rows_of_batch(batch: pa.RecordBatch, columns: list[str], place: RowPlace) -> RowChunk:
+def _rows_of_batch(batch: pa.RecordBatch, columns: dict[str, str], place: RowPlace) -> RowChunk:
     try:
         # Metadata or text that is not UTF-8, and offsets out of range, would end the process.
-        batch = pa.RecordBatch.from_arrays(batch.select(columns).columns, names=columns)
+        batch = pa.RecordBatch.from_arrays(batch.select(list(columns.values())).columns, names=list(columns))
         batch.validate(full=True)
         frame = pl.from_arrow(batch)
     except _DAMAGE as error:
@@ -324,7 +326,9 @@ def guess_format(path: Path) -> FileFormat:
     for ending, kind in endings.items():
         if name.endswith(ending):
             return kind
-    remedy = 'set data.format to "csv", "tsv" or "parquet"'
+    remedy = (
+        "name files of samples that end in .csv, .tsv, .txt, .parquet or .pq, or set data.format in a recipe to train"
+    )
     raise DataError("the name does not tell the format", where=str(path), remedy=remedy)
 
 

@@ -39,6 +39,7 @@ _DATE_PATTERNS = (
     *("%Y-%m-%dT%H:%M:%S%.f%#z", "%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M", "%Y/%m/%d %H:%M:%S%.f", "%Y/%m/%d"),
 )  # patterns with a time zone end with z or +
 _LABEL_REMEDY = "make the column 0/1 (1 for a click, a purchase, a like) or take the row out"
+_TIME_REMEDY = "write 2026-01-31, 2026-01-31 12:00:00 or 2026-01-31T12:00:00Z, all rows alike or as numbers"
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -102,6 +103,19 @@ def hash_strings(values: pl.Series, salt: str = "") -> np.ndarray:
     return values.to_frame("value").join(hashes, on="value", how="left", maintain_order="left")["hash"].to_numpy()
 
 
+def column_names(given: Sequence[str], where: str) -> list[str]:
+    """Return the names of a file's columns; one that is ``given`` without a name is called ``unnamed_0``, by its place.
+
+    Raises:
+        DataError: two columns have the same name; the error names the place ``where`` they are.
+    """
+    names = [name or f"unnamed_{place}" for place, name in enumerate(given)]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise DataError(f"columns must differ, these stand twice: {twice[:8]}", where=where)
+    return names
+
+
 def column_of(frame: pl.DataFrame, name: str, place: RowPlace) -> pl.Series:
     """Return a column of a frame; a missing one is an error."""
     if name not in frame.columns:
@@ -118,8 +132,13 @@ def first_of(mask: np.ndarray) -> int:
     return int(np.argmax(mask))
 
 
-def numbers_of(series: pl.Series, name: str, place: RowPlace) -> tuple[np.ndarray, np.ndarray]:
-    """Convert a column to ``float64 [N]`` and its blanks to ``bool [N]``; NaN is kept."""
+def numbers_of(
+    series: pl.Series, name: str, place: RowPlace, remedy: str = "correct the value"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Convert a column to ``float64 [N]`` and its blanks to ``bool [N]``; NaN is kept.
+
+    The ``remedy`` is that of values that are no numbers.
+    """
     if series.dtype == pl.Float64 and not series.null_count():
         return series.to_numpy(), np.zeros(len(series), dtype=bool)  # each step below takes 0.2 ms, also for few rows
     if series.dtype in (pl.Categorical, pl.Enum):
@@ -135,7 +154,7 @@ def numbers_of(series: pl.Series, name: str, place: RowPlace) -> tuple[np.ndarra
         raise DataError(
             f"column '{name}' holds {series.dtype}, not numbers",
             where=place.source,
-            remedy="convert the column, or declare it as a categorical or list feature",
+            remedy=remedy,
         )
     wrong = (parsed.is_null() & ~blank).to_numpy()
     if wrong.any():
@@ -143,7 +162,7 @@ def numbers_of(series: pl.Series, name: str, place: RowPlace) -> tuple[np.ndarra
         raise DataError(
             f"{series[row]!r} is not a number",
             where=place.at(row, name),
-            remedy="correct the value, leave it blank, or declare the column as categorical",
+            remedy=remedy,
         )
     return parsed.fill_null(0.0).to_numpy(), blank.to_numpy()
 
@@ -153,7 +172,8 @@ def dense_of(series: pl.Series, feature: DenseFeature, place: RowPlace) -> tuple
 
     Values must be finite and fit into float32; the feature says whether NaN and blanks are allowed.
     """
-    values, blank = numbers_of(series, feature.name, place)
+    remedy = "correct the value, leave it blank, or declare the column as categorical or list feature"
+    values, blank = numbers_of(series, feature.name, place, remedy)
     infinite = np.isinf(values)
     if infinite.any():
         row = first_of(infinite)
@@ -462,7 +482,7 @@ def timestamps_of(series: pl.Series, name: str, place: RowPlace, unit: TimeUnit 
     whole = series.cast(pl.Int64, strict=False) if series.dtype == pl.String or series.dtype.is_integer() else None
     if whole is not None and whole.null_count() == 0:
         return whole.to_numpy() // _UNITS[unit or "s"]
-    values, blank = numbers_of(series, name, place)
+    values, blank = numbers_of(series, name, place, _TIME_REMEDY)
     wrong = blank | ~np.isfinite(values) | (np.abs(values) >= 2.0**63)
     if wrong.any():
         row = first_of(wrong)
@@ -499,7 +519,7 @@ def _times_of_text(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
         raise DataError(
             "a timestamp is blank" if blank else f"{series[row]!r} is not a date or time",
             where=place.at(row, name),
-            remedy="write 2026-01-31, 2026-01-31 12:00:00 or 2026-01-31T12:00:00Z, all rows alike or as numbers",
+            remedy=_TIME_REMEDY,
         )
     times: np.ndarray = found.dt.epoch("us").to_numpy() // _UNITS["us"]
     return times

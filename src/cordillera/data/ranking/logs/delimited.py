@@ -12,7 +12,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.csv
 
-from cordillera.data.ranking.logs.columns import RowPlace
+from cordillera.data.ranking.logs.columns import RowPlace, column_names
 from cordillera.errors import DataError
 
 BLOCK_BYTES = 8 << 20
@@ -22,12 +22,19 @@ LINE_BYTES = 32 << 20
 """Size of the longest line, in bytes."""
 
 _HEADER_BYTES = 4 << 20
+_MARKS = {";": '";"', "\t": '"\\t"', "|": '"|"', ",": '","', " ": '" "'}
 _PIECE_BYTES = 1 << 17  # fits into a processor's second-level cache
 _BREAK, _QUOTE, _RETURN = b'\n"\r'
 _REMEDY = (
     "close the quotation mark in its line: a field cannot hold a line break, and a quotation mark inside a quoted "
     "field is written twice"
 )
+
+
+def other_separator(names: Sequence[str]) -> str | None:
+    """Return the separator, in quotation marks, that a file of one column seems to have; None if it seems right."""
+    mark = max(_MARKS, key=names[0].count)
+    return _MARKS[mark] if len(names) == 1 and mark in names[0] else None
 
 
 @dataclass(frozen=True)
@@ -67,10 +74,7 @@ class DelimitedFile:
         """
         self.path, self.separator, self.quoted = path, separator, quoted
         self._named = names is None
-        self.names = list(names) if names is not None else self._read_names()
-        twice = sorted({name for name in self.names if self.names.count(name) > 1}) if self._named else []
-        if twice:
-            raise DataError(f"columns must differ, these stand twice: {twice[:8]}", where=f"{path}, line 1")
+        self.names = list(names) if names is not None else column_names(self._read_names(), f"{path}, line 1")
 
     def frames(self, wanted: Sequence[str] | None = None) -> Iterator[tuple[pl.DataFrame, RowPlace]]:
         """Read the rows in order, in the ``wanted`` columns or all, with every column as text and blanks as null.
@@ -282,12 +286,13 @@ class DelimitedFile:
             if place == len(text):
                 return fields
             if text[place : place + 1] != mark:
-                opens = text[place] == _QUOTE
+                opens, after = text[place] == _QUOTE, _MARKS.get(chr(text[place]))
+                divided = f"if {after} divides the fields, set data.separator, or --separator of `recipe new`"
                 column = len(text[:place].decode("utf-8")) + 1
                 what = "a quotation mark opens a field that does not end in its line"
                 raise DataError(
                     what if opens else "a field goes on after its closing quotation mark",
                     where=f"{where}, character {column}",
-                    remedy=_REMEDY,
+                    remedy=_REMEDY if after is None else divided,
                 )
             place += 1

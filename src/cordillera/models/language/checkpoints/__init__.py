@@ -66,7 +66,9 @@ def open_checkpoint(path: str | Path) -> Source:
     raise CheckpointError(
         f"holds {len(found)} GGUF files" if found else "holds no config.json, params.json or .gguf file",
         where=str(path),
-        remedy="give the path of one of them" if found else "give the folder that a checkpoint was downloaded to",
+        remedy="give the path of one of them"
+        if found
+        else "give the folder of a run, or of a checkpoint as it was downloaded",
     )
 
 
