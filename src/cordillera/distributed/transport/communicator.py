@@ -211,7 +211,7 @@ class Communicator:
             self._advance_in_background()
 
     def message_number(self, is_sent: bool, peer: int, tag: int) -> int:
-        """Return the number of the next message of a tag to or from a rank, modulo 2^32."""
+        """Return the number of the next message of a tag to (``is_sent``) or from the rank ``peer``, modulo 2^32."""
         key = is_sent, peer, tag
         number = self._numbers[key]
         self._numbers[key] = (number + 1) % (1 << 32)
@@ -370,7 +370,7 @@ class Communicator:
     # --- the wire -------------------------------------------------------------------------------------------------
 
     def open(self, peer: int, operation: TransportOperation) -> bool:
-        """Whether frames can be sent to a rank now; of two ranks, the higher one connects."""
+        """Whether frames can be sent to the rank ``peer`` now, for an ``operation``; of two ranks, the higher connects."""
         known = self._peers[peer]
         if known.gone is not None:
             raise OperationFailed(f"{operation.title} needs rank {self.ranks[peer]}, which {known.gone}")
@@ -388,7 +388,7 @@ class Communicator:
         return known.connection is not None
 
     def send(self, peer: int, frame: TransportFrame, *payload: memoryview) -> bool:
-        """Send a frame; return whether all that was sent to the rank has left this process."""
+        """Send a frame with its ``payload`` to ``peer``; return whether all that was sent to it has left this process."""
         known = self._peers[peer]
         if (connection := known.connection) is None:
             return False  # it was lost a moment ago, and all operations end
@@ -405,11 +405,11 @@ class Communicator:
         return self._peers[peer].memory
 
     def place(self, peer: int, frame: TransportFrame) -> memoryview:
-        """Return where the bytes that follow a frame belong."""
+        """Return where the bytes that follow a frame of ``peer`` belong."""
         return self._exchanges.place(peer, frame)
 
     def arrived(self, peer: int, frame: TransportFrame, data: memoryview) -> None:
-        """Take a frame whose bytes have come."""
+        """Take a frame of ``peer`` whose bytes, ``data``, have come."""
         if frame.kind != FrameKind.ABORT:
             self._exchanges.arrived(peer, frame, data)
         elif self._reason is None:

@@ -187,7 +187,7 @@ class TransportProcessGroup(dist.ProcessGroup):
     # --- collectives, in the order of torch.distributed ------------------------------------------------------------
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Send the tensor of ``opts.rootRank`` to all."""
+        """Send the one of ``tensors`` of ``opts.rootRank`` to all."""
         (tensor,) = _checked(tensors)
         mine, root = as_bytes(tensor), opts.rootRank
         tasks: list[Task] = (
@@ -198,18 +198,18 @@ class TransportProcessGroup(dist.ProcessGroup):
         return self._run("broadcast", tasks, [tensor], tensor.dtype, opts)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Reduce the tensors of all ranks in place."""
+        """Reduce the one of ``tensors`` of all ranks in place, by ``opts.reduceOp``."""
         return self.allreduce_coalesced(_checked(tensors), opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Reduce several tensors in place."""
+        """Reduce several ``tensors`` in place, by ``opts.reduceOp``."""
         name, reduce = _reduction(opts)
         parts = [self._all_reduced(one, reduce) for one in _checked(tensors, several=True)]
         average = _average(name, tensors, self.size())
         return self._run("all_reduce", _joined(parts), tensors, tensors[0].dtype, opts, name, finish=average)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Reduce the tensors of all ranks in that of ``opts.rootRank``; those of the others stay as they are."""
+        """Reduce ``tensors``, one a rank, in that of ``opts.rootRank``; those of the others stay as they are."""
         (tensor,) = _checked(tensors)
         name, reduce = _reduction(opts)
         mine, root = as_bytes(tensor), opts.rootRank
@@ -224,31 +224,34 @@ class TransportProcessGroup(dist.ProcessGroup):
         return self._run("reduce", tasks, [tensor], tensor.dtype, opts, name, finish=average)
 
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Collect the tensors of all ranks, whose sizes may differ, on all of them."""
+        """Collect ``input_tensors``, one a rank, whose sizes may differ, in ``output_tensors`` of all ranks.
+
+        Of ``opts`` the timeout counts.
+        """
         return self._gather_all(output_tensors, input_tensors, output_tensors[0], opts)
 
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Collect several tensors of all ranks on all of them."""
+        """Collect several tensors, ``input_list``, of all ranks in the ``output_lists`` of all; ``opts`` as above."""
         by_input = [list(outputs) for outputs in zip(*output_lists, strict=True)]
         return self._gather_all(by_input, input_list, [one for outputs in output_lists for one in outputs], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        """Concatenate several tensors of all ranks on all of them."""
+        """Concatenate each of ``inputs`` of all ranks in one of ``outputs`` of all ranks; ``opts`` as above."""
         parts = [_split(one, self.size()) for one in _checked(outputs, several=True)]
         return self._gather_all(parts, inputs, outputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """Concatenate the tensors of all ranks on all of them."""
+        """Concatenate ``input`` of all ranks in ``output`` of all ranks; ``opts`` as above."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     _allgather_base = all_gather_single
 
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Collect the tensors of all ranks on ``opts.rootRank``."""
+        """Collect ``input_tensors``, one a rank, in ``output_tensors`` of ``opts.rootRank``."""
         (given,), root = _checked(input_tensors), opts.rootRank
         if self.rank() != root:
             return self._run("gather", [Offer(peer=root, views=[as_bytes(given)])], [], given.dtype, opts)
@@ -258,7 +261,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         return self._run("gather", tasks, outputs, given.dtype, opts)
 
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None) -> dist.Work:
-        """Send each rank its tensor of ``opts.rootRank``."""
+        """Send each rank its one of ``input_tensors`` of ``opts.rootRank``, into ``output_tensors``."""
         (output,), root = _checked(output_tensors), opts.rootRank
         if self.rank() != root:
             return self._run("scatter", [Take(peer=root, views=[as_bytes(output)])], [output], output.dtype, opts)
@@ -270,13 +273,13 @@ class TransportProcessGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None
     ) -> dist.Work:
-        """Reduce the tensors that all ranks have for each; every rank receives its own."""
+        """Reduce ``input_tensors``, one for each rank, by ``opts.reduceOp``; ``output_tensors`` takes this rank's."""
         return self._scatter_reduced(output_tensors, input_tensors, opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Reduce several tensors of all ranks; every rank receives its share of each."""
+        """Reduce ``inputs`` by ``opts.reduceOp``; each of ``outputs`` takes this rank's share of one."""
         return self._scatter_reduced(
             outputs, [_split(one, self.size()) for one in _checked(inputs, several=True)], opts
         )
@@ -284,13 +287,16 @@ class TransportProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """Reduce the tensors of all ranks; every rank receives its share."""
+        """Reduce ``input`` of all ranks by ``opts.reduceOp``; ``output`` takes this rank's share."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
     def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Send each rank its tensor and receive one from each, of any sizes."""
+        """Send each rank its one of ``input_tensors``, of any sizes; ``output_tensors`` takes one from each.
+
+        Of ``opts`` the timeout counts.
+        """
         outputs, inputs = _checked(output_tensors, several=True), _checked(input_tensors, several=True)
         for tensors in (outputs, inputs):
             if len(tensors) != self.size():
@@ -311,7 +317,10 @@ class TransportProcessGroup(dist.ProcessGroup):
         input_split_sizes: list[int] | None = None,
         opts: Any = None,
     ) -> dist.Work:
-        """Send each rank some rows and receive some from each; without split sizes, equally many."""
+        """Send each rank some rows of ``input``; ``output`` takes some from each; ``opts`` as above.
+
+        ``input_split_sizes`` and ``output_split_sizes`` say how many; without them, equally many.
+        """
         parts = [
             _rows(_checked([tensor])[0], sizes, self.size())
             for tensor, sizes in ((output, output_split_sizes), (input, input_split_sizes))
@@ -321,19 +330,19 @@ class TransportProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Wait until all ranks have come here."""
+        """Wait until all ranks have come here, or the timeout of ``opts`` has passed."""
         parts = [torch.empty(0, dtype=torch.uint8)] * self.size()
         tasks = tasks_of(_program("all-gather", self.size(), self.rank()), parts, torch.uint8)
         return self._run("barrier", tasks, [], torch.uint8, opts)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> dist.Work:
-        """Send a tensor to a rank."""
+        """Send the one of ``tensors`` to rank ``dst`` of the group, under a ``tag``."""
         (tensor,) = _checked(tensors)
         number = self.communicator.message_number(True, dst, tag)
         return self._pass(Offer(peer=dst, index=number, views=[as_bytes(tensor)]), tensor, tag)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> dist.Work:
-        """Receive a tensor from a rank."""
+        """Receive into the one of ``tensors`` from rank ``src`` of the group, under a ``tag``."""
         (tensor,) = _checked(tensors)
         number = self.communicator.message_number(False, src, tag)
         return self._pass(Take(peer=src, index=number, views=[as_bytes(tensor)]), tensor, tag)
@@ -341,7 +350,7 @@ class TransportProcessGroup(dist.ProcessGroup):
     # --- the group -------------------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the longest time of an operation."""
+        """Set the longest time of an operation to ``timeout``."""
         self.communicator.timeout_s = checked_timeout(timeout.total_seconds())
 
     def abort(self) -> None:
