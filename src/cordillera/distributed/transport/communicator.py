@@ -370,7 +370,7 @@ class Communicator:
     # --- the wire -------------------------------------------------------------------------------------------------
 
     def open(self, peer: int, operation: TransportOperation) -> bool:
-        """Whether frames can be sent to the rank ``peer`` now, for an ``operation``; of two ranks, the higher connects."""
+        """Whether ``peer`` can be sent frames now, for an ``operation``; of two ranks, the higher one connects."""
         known = self._peers[peer]
         if known.gone is not None:
             raise OperationFailed(f"{operation.title} needs rank {self.ranks[peer]}, which {known.gone}")
@@ -388,7 +388,7 @@ class Communicator:
         return known.connection is not None
 
     def send(self, peer: int, frame: TransportFrame, *payload: memoryview) -> bool:
-        """Send a frame with its ``payload`` to ``peer``; return whether all that was sent to it has left this process."""
+        """Send ``peer`` a frame with its ``payload``; return whether all that was sent has left this process."""
         known = self._peers[peer]
         if (connection := known.connection) is None:
             return False  # it was lost a moment ago, and all operations end
