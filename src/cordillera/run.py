@@ -457,8 +457,12 @@ class Run:
         return read_sealed(path, error=RunError, remedy="restore the file")
 
 
-def check_new_folder(folder: Path) -> list[Path]:
+def check_new_folder(folder: Path, command: str = "train") -> list[Path]:
     """Check that a run can be made in a ``folder``; return what a process left there that was killed at once.
+
+    Args:
+        folder: Folder, which need not exist.
+        command: Command that would go on with a run that is there.
 
     Raises:
         RunError: If the folder exists and is not empty.
@@ -468,9 +472,20 @@ def check_new_folder(folder: Path) -> list[Path]:
         raise RunError(
             "already exists",
             where=str(folder),
-            remedy=f"choose another --run folder, or go on with `cordillera train {folder} --resume`",
+            remedy=f"choose another --run folder, or go on with `cordillera {command} {folder} --resume`",
         )
     return begun
+
+
+def check_no_run(recipe: str, command: str) -> None:
+    """Check that a ``recipe``, as a user named it, is not the folder of a run, which a ``command`` would go on with.
+
+    Raises:
+        RunError: If it is.
+    """
+    if (Path(recipe) / "recipe.toml").is_file():
+        remedy = f"continue it with `cordillera {command} {recipe} --resume`"
+        raise RunError("is a run folder", where=recipe, remedy=remedy)
 
 
 def next_folder(parent: Path, name: str) -> Path:

@@ -66,13 +66,7 @@ def train(
             outcome = workflows.train(
                 what, run, processes=nproc, changes=overrides if resume else (), on_step=on_step, say=say
             )
-        folder, step = outcome.run.folder, outcome.report.progress.step
-        if outcome.report.ended == "interrupted":
-            answer.say(f"interrupted at step {step}; everything is saved", ended="interrupted", steps=step, run=folder)
-            answer.say(f"  -> continue with: cordillera train {folder} --resume")
-            raise typer.Exit(130)
-        _print(answer, outcome)
-        answer.say(f"report: {folder / 'report.html'}", run=folder, report=folder / "report.html")
+        tell_outcome(answer, outcome, "train")
 
 
 def _join(folder: str, replica: str | None, coordinator: str | None, answer: CommandOutput, quiet: bool) -> None:
@@ -117,20 +111,34 @@ def _resumed(recipe: str, folder: Path | None, overrides: Sequence[str], plan: P
 def _begun(recipe: str, run: Path | None, overrides: Sequence[str], plan: Path | None, nproc: int | None) -> Any:
     """Return the recipe to train."""
     from cordillera.distributed.job.environment import place_in_job
-    from cordillera.errors import RunError
     from cordillera.recipe import load
-    from cordillera.run import check_new_folder
+    from cordillera.run import check_new_folder, check_no_run
 
-    if run is not None and place_in_job() is None:  # before the data is read
+    if run is None:
+        check_no_run(recipe, "train")
+    elif place_in_job() is None:  # before the data is read
         check_new_folder(run)
-    if (Path(recipe) / "recipe.toml").is_file() and run is None:
-        raise RunError("is a run folder", where=recipe, remedy=f"continue it with `cordillera train {recipe} --resume`")
     found = load(recipe, overrides)
     if plan is None:
         return found
     from cordillera.workflows.language_recipes import follow_plan
 
     return follow_plan(found, plan, nproc)
+
+
+def tell_outcome(answer: CommandOutput, outcome: Outcome | LanguageOutcome, command: str) -> None:
+    """Print how a training ended, what was reached, and where the report is, or with which ``command`` to go on.
+
+    Raises:
+        typer.Exit: If it was interrupted.
+    """
+    folder, step = outcome.run.folder, outcome.report.progress.step
+    if outcome.report.ended == "interrupted":
+        answer.say(f"interrupted at step {step:,}; everything is saved", ended="interrupted", steps=step, run=folder)
+        answer.say(f"  -> continue with: cordillera {command} {folder} --resume")
+        raise typer.Exit(130)
+    _print(answer, outcome)
+    answer.say(f"report: {folder / 'report.html'}", run=folder, report=folder / "report.html")
 
 
 def _print(answer: CommandOutput, outcome: Outcome | LanguageOutcome) -> None:
