@@ -73,7 +73,10 @@ def follow_plan(
             difference.
     """
     if not isinstance(recipe, LanguageRecipe):
-        raise RecipeError(recipe.name, [("--plan", "plans are for language models; give --nproc N to train this one in several processes")])
+        raise RecipeError(
+            recipe.name,
+            [("--plan", "plans are for language models; give --nproc N to train this one in several processes")],
+        )
     plan = read_written_plan(file)
     mesh = planned_mesh(plan)
     problems = differences(plan, mesh, recipe.model, recipe.packing, recipe.parallel)

@@ -54,6 +54,8 @@ def card(records: LanguageRecords) -> dict[str, Any]:
 def _parallelism(records: LanguageRecords, mesh: ParallelConfig) -> list[tuple[str, str]]:
     sizes = [f"{name} {getattr(mesh, name)}" for name in DIMENSIONS if getattr(mesh, name) > 1]
     found = [("Processes", f"{mesh.world:,}"), ("Mesh", " \u00d7 ".join(sizes) or "one process")]
+    if (replicas := records.replicas) > 1:
+        found = [("Replicas", f"{replicas:,}"), *((f"{name} of a replica", text) for name, text in found)]
     found.append(("Precision of blocks", plain(records.setting("training", "precision"))))
     emulate = records.setting("training", "emulate")
     if isinstance(emulate, dict):

@@ -509,7 +509,10 @@ def read_evaluation(run: Run, step: int) -> LanguageEvaluation | None:
     content = read_object(run.folder / "evaluation.json")
     if content.get("step") != step:
         return None
-    return LanguageEvaluation(*(math.nan if content[x] is None else content[x] for x in LanguageEvaluation._fields))
+    found: dict[str, Any] = {
+        name: math.nan if content[name] is None else content[name] for name in LanguageEvaluation._fields
+    }
+    return LanguageEvaluation(**found)
 
 
 def peak_memory(device_type: str) -> int:
