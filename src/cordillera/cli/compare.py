@@ -22,11 +22,13 @@ def compare(
     """
     from cordillera import workflows
     from cordillera.cli._show import console, echo, print_json
+    from cordillera.run import check_new_file, disk_errors
 
+    if out is not None:
+        check_new_file(out, "--out")
     comparison = workflows.compare(runs)
     if out is not None:
         from cordillera.reports.studies import comparison_page
-        from cordillera.run import disk_errors
 
         with disk_errors(out, "name another file with --out"):
             out.write_text(comparison_page(comparison), encoding="utf-8")
