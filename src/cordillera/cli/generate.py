@@ -43,7 +43,9 @@ def generate(
     system: Annotated[str | None, typer.Option(help="Instructions that the chat begins with.")] = None,
     dtype: Annotated[str, typer.Option(help="Of weights: auto, bfloat16, float16, float32, int8 or int4.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer's file. Default: the checkpoint's.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer's name, such as bytes, or file. Default: the checkpoint's.")
+    ] = None,
     drafter: Annotated[
         str,
         typer.Option(
