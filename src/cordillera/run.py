@@ -488,18 +488,6 @@ def check_no_run(recipe: str, command: str) -> None:
         raise RunError("is a run folder", where=recipe, remedy=remedy)
 
 
-def check_new_file(path: Path, option: str) -> None:
-    """Check that a file can be written at a ``path`` that an ``option`` names, before the work for it.
-
-    Raises:
-        RunError: If there is no folder for it, or it is one.
-    """
-    if path.is_dir():
-        raise RunError(f"{path} is a folder", where=option, remedy="name a file")
-    if not path.parent.is_dir():
-        raise RunError(f"there is no folder {path.parent}", where=option, remedy="make it, or name another file")
-
-
 def next_folder(parent: Path, name: str) -> Path:
     """Return the first of ``name``, ``name-2``, ``name-3``, ... that does not exist in ``parent``."""
     folder, number = parent / name, 2

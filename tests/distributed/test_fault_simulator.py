@@ -175,10 +175,15 @@ def test_what_cannot_be_simulated_is_refused_with_its_option(option: str, value:
     assert f"Invalid value for '{option}'" in ran.output
 
 
-def test_a_plot_that_has_no_folder_is_refused_before_the_simulation(tmp_path: Path) -> None:
-    ran = CliRunner().invoke(app, ["simulate-faults", "--plot", str(tmp_path / "none" / "x.png")])
-    assert "there is no folder" in str(ran.exception)
+def test_a_plot_that_cannot_be_written_is_refused_before_the_simulation(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ran = CliRunner().invoke(app, ["simulate-faults", "--plot", str(tmp_path / "file" / "x.png")])
+    assert "x.png: cannot be written" in str(ran.exception)
     assert not ran.output
+    made = tmp_path / "new" / "x.png"
+    ran = CliRunner().invoke(app, ["simulate-faults", "--days", "1", "--runs", "2", "--plot", str(made)])
+    assert ran.exit_code == 0, ran.output
+    assert made.is_file()
 
 
 def test_intervals_of_shares_end_at_one(tmp_path: Path) -> None:

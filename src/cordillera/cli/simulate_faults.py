@@ -75,7 +75,8 @@ def simulate_faults(
     from cordillera.distributed.fault_tolerance.simulator import FaultyJob
     from cordillera.errors import PlanError
     from cordillera.reports.faults import plot_fault_study
-    from cordillera.run import check_new_file, disk_errors
+    from cordillera.run import disk_errors
+    from cordillera.topology import check_writable
     from cordillera.workflows.scaling import planned_job, study_faults
 
     planned = None if plan is None else planned_job(plan)
@@ -88,7 +89,7 @@ def simulate_faults(
     if plot is not None:
         if plot.suffix not in (".png", ".svg"):
             raise PlanError(f"cannot draw into {plot.name}", where="--plot", remedy="name a .png or an .svg")
-        check_new_file(plot, "--plot")
+        check_writable(plot)
     out = console()
     with console(stderr=as_json).status("simulating") as status:
         rows = study_faults(
@@ -110,6 +111,7 @@ def simulate_faults(
             out.print(f"s a step: with its share of what failures cost; {job.step_s:.4g} without")
     if plot is not None:
         with disk_errors(plot, "name another file with --plot"):
+            plot.parent.mkdir(parents=True, exist_ok=True)
             plot_fault_study(rows, plot)
         if not as_json:
             out.print(f"plot: {plot}")

@@ -143,12 +143,13 @@ def tell_outcome(answer: CommandOutput, outcome: Outcome | LanguageOutcome, comm
 
 def _print(answer: CommandOutput, outcome: Outcome | LanguageOutcome) -> None:
     from cordillera.cli._show import evaluation_table, group_tables, language_line
+    from cordillera.numbers import counted
     from cordillera.workflows import LanguageOutcome
 
     report = outcome.report
     how = {"finished": "finished", "early": "stopped early", "exhausted": "the text ended"}[report.ended]
     step, seconds = report.progress.step, report.seconds
-    ended = f"{how} after {step:,} steps in {seconds:.1f} s"
+    ended = f"{how} after {counted(step, 'step')} in {seconds:.1f} s"
     facts = {"ended": report.ended, "steps": step, "seconds": seconds}
     if isinstance(outcome, LanguageOutcome):
         tokens = outcome.report.progress.tokens

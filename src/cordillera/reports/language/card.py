@@ -121,7 +121,7 @@ def _told(value: object) -> str:
         if isinstance(entry, dict | list):
             parts.append(f"{name}: {text}" if (text := _told(entry)) else "")
         elif isinstance(entry, int | float) and not isinstance(entry, bool):
-            parts.append(f"{_value(entry)} {name}" if entry else "")
+            parts.append(f"{_value(entry)} {name[:-1] if entry == 1 and name.endswith('s') else name}" if entry else "")
         elif entry:
             text = _value(entry)
             parts.append(text if key in ("name", "path") else f"{name} {text[:12] if key == 'fingerprint' else text}")
