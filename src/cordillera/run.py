@@ -183,7 +183,10 @@ def kept_changes(before: BaseModel, now: BaseModel) -> list[str]:
         for key in {**old, **new}
         if old.get(key) != new.get(key) and not any(key == one or key.startswith(f"{one}.") for one in free)
     ]
-    why = " (learning rates depend on it: training.decay is not 'none', or training.warmup_fraction is not 0)"
+    causes = {"decay": "none", "warmup_fraction": 0.0}
+    given = {key: value for key in causes if (value := new.get(f"training.{key}", causes[key])) != causes[key]}
+    because = " and ".join(f"training.{key} is {json.dumps(value)}" for key, value in given.items())
+    why = f" (learning rates depend on it, as {because})"
     return [
         f"{key}: {json.dumps(old.get(key))} -> {json.dumps(new.get(key))}{why if key in MAY_GROW else ''}"
         for key in changed

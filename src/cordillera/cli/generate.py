@@ -115,7 +115,7 @@ def _form(schema: Path | None, regex: str | None, choice: list[str] | None) -> F
     from cordillera.serving.language.guided import choice_form, json_form, regex_form
 
     if schema is not None:
-        return json_form(read_text(schema))
+        return json_form(read_text(schema), f"--json-schema {schema}")
     return regex_form(regex) if regex is not None else choice_form(choice or [])
 
 

@@ -208,7 +208,7 @@ class LanguageModel:
         Raises:
             DataError: If a prompt is empty or not text, there is no chat format, or ``system`` is given without a chat.
         """
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate(prompts, 1):
             where = "prompt" if len(prompts) == 1 else f"prompt {number}"
             check_text(prompt, where)  # before a template adds other text
             if not prompt:
