@@ -323,7 +323,7 @@ def test_a_rank_that_dies_is_named_the_run_goes_on_and_ctrl_c_saves(recipe, tmp_
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=120)[0]
     assert process.returncode == 130, said
-    step = int(re.search(r"interrupted at step (\d+); everything is saved", said)[1])
+    step = int(re.search(r"interrupted at step ([\d,]+); everything is saved", said)[1].replace(",", ""))
     assert checkpoints.steps(folder / "checkpoints")[-1] == step
     assert "--resume" in said
 

@@ -147,7 +147,7 @@ def tell_outcome(
     answer.say(f"report: {folder / 'report.html'}", run=folder, report=folder / "report.html")
 
 
-def _print(answer: CommandOutput, outcome: Outcome | LanguageOutcome, is_old: bool) -> None:
+def _print(answer: CommandOutput, outcome: Outcome | LanguageOutcome, is_old: bool = False) -> None:
     from cordillera.cli._show import evaluation_table, group_tables, language_line
     from cordillera.numbers import counted
     from cordillera.workflows import LanguageOutcome

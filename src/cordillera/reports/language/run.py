@@ -300,7 +300,7 @@ def _memory(records: LanguageRecords) -> dict[str, Any]:
     return {"chart": chart, "facts": facts}
 
 
-def _events(records: LanguageRecords, replicas: Goodput | None) -> dict[str, Any]:
+def _events(records: LanguageRecords, replicas: Goodput | None = None) -> dict[str, Any]:
     """Return rows of what happened: the first ones, later ones, and the number of those left out."""
     faults = [] if replicas is None else [(_step_before(replicas, one.at), one) for one in replicas.faults]
     events: list[tuple[str, Any]] = [*records.events]
