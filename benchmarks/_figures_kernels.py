@@ -106,6 +106,21 @@ def moe_memory() -> str:
     return table(["tokens, d, h, E, k", "expert", *headings], lines)
 
 
+def moe_missed() -> str:
+    """Return which targets of bytes are reached, and by how much the others are missed."""
+    content = results("moe-memory")
+    asked, missed = content["asked"], []
+    for row in content["rows"]:
+        times = {policy: row["kept"]["grouped"] / row["kept"][policy] for policy in ("AB", "AB8", "X")}
+        wanted = {**asked, "AB": asked["AB, one choice"]} if row["choices"] == 1 else asked
+        sizes = ", ".join(str(row[key]) for key in ("tokens", "width", "hidden", "experts", "choices"))
+        expert = "SwiGLU" if row["gated"] else "SiLU"
+        for policy, value in times.items():
+            if value < wanted[policy]:
+                missed.append(f"`{policy}` at {sizes} with {expert} ({value:.2f} of {wanted[policy]:g})")
+    return f"reached, except by {' and by '.join(missed)}" if missed else "all reached"
+
+
 def moe_speed() -> str:
     """Return how many times as fast our policies are as grouped products and as a loop."""
     lines = []
@@ -190,6 +205,7 @@ def moe_loss() -> str:
 
 FIGURES: Figures = {
     "moe-memory": moe_memory,
+    "moe-missed": moe_missed,
     "moe-speed": moe_speed,
     "moe-finer": moe_finer,
     "moe-loss": moe_loss,

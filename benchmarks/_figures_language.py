@@ -61,7 +61,8 @@ def training() -> str:
         for ratio in case["ratios"].values():
             rates = [f"{case['tokens_per_s'][one]['median']:,.0f}" for one in ("ours", ratio["fastest"])]
             target = "" if ratio["target"] is None else str(ratio["target"])
-            rows.append([name, ratio["fastest"], *spread(ratio["times"]), target, *rates])
+            case_name = name.replace(", 1 threads", ", 1 thread")
+            rows.append([case_name, ratio["fastest"], *spread(ratio["times"]), target, *rates])
     return table(["case", "beside", "times as fast", "quartiles", "asked", "ours", "peer"], rows)
 
 

@@ -126,8 +126,9 @@ def waiting() -> str:
 
 
 def _llama_times(peer: str) -> str:
-    cases = results("llama-training")["results"].values()
-    ratios = [case["ratios"].get(peer) for case in cases]
+    """Return how many times as fast training is as that of a peer, over the cases of two threads."""
+    cases = results("llama-training")["results"].items()
+    ratios = [case["ratios"].get(peer) for name, case in cases if name.endswith(", 2 threads")]
     return span((one["times"]["median"] for one in ratios if one and one["target"] is not None), ".2f")
 
 

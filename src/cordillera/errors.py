@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 # Control characters (C0, C1, DEL), marks that change the direction of text, and lone surrogates.
 _NOT_PRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -66,6 +67,20 @@ class RecipeError(CordilleraError):
 
 class DataError(CordilleraError):
     """A data file, a schema or a value in one is not acceptable."""
+
+
+@contextlib.contextmanager
+def at_key(key: str) -> Iterator[None]:
+    """Name the ``key`` of a recipe before the place of a :class:`DataError` that its value causes.
+
+    Raises:
+        DataError: The error, with the key.
+    """
+    try:
+        yield
+    except DataError as error:
+        where = f"{key}, {error.where}" if error.where else key
+        raise DataError(error.what, where=where, remedy=error.remedy) from error
 
 
 class CheckpointError(CordilleraError):

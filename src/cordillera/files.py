@@ -199,8 +199,10 @@ def parse_sealed(
             ``error``.
     """
     content = _parse_object(text, where, error, remedy)
-    if schema is not None and content.get("schema") != schema:
-        raise error(f"is of version {content.get('schema')!r}, this library reads {schema}", where=where, remedy=remedy)
+    if schema is not None and "schema" not in content:
+        raise error("is another kind of file: it does not say of which version it is", where=where, remedy=remedy)
+    if schema is not None and content["schema"] != schema:
+        raise error(f"is of version {content['schema']!r}, this library reads {schema}", where=where, remedy=remedy)
     keys, values = list(content), list(content.values())
 
     def has_digest(place: int, key: str) -> bool:  # a flipped byte may have changed the key itself

@@ -15,3 +15,13 @@ def compact(value: float) -> str:
         if abs(value) >= limit * 0.9995:
             return f"{float(f'{value / limit:.3g}'):g}{suffix}"
     return f"{float(f'{value:.3g}'):g}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, of which ``noun`` is the singular: ``1 step``, ``1,200 steps``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def shown(value: float, decimals: int) -> str:
+    """Return a number with so many ``decimals``, or with two digits where these would show less than one."""
+    return f"{value:.{decimals}f}" if value == 0 or abs(value) >= 10**-decimals else f"{value:.2g}"

@@ -187,7 +187,10 @@ def kept_changes(before: BaseModel, now: BaseModel) -> list[str]:
         for key in {**old, **new}
         if old.get(key) != new.get(key) and not any(key == one or key.startswith(f"{one}.") for one in free)
     ]
-    why = " (learning rates depend on it: training.decay is not 'none', or training.warmup_fraction is not 0)"
+    causes = {"decay": "none", "warmup_fraction": 0.0}
+    given = {key: value for key in causes if (value := new.get(f"training.{key}", causes[key])) != causes[key]}
+    because = " and ".join(f"training.{key} is {json.dumps(value)}" for key, value in given.items())
+    why = f" (learning rates depend on it, as {because})"
     return [
         f"{key}: {json.dumps(old.get(key))} -> {json.dumps(new.get(key))}{why if key in MAY_GROW else ''}"
         for key in changed
@@ -469,17 +472,33 @@ class Run:
         return read_sealed(path, error=RunError, remedy="restore the file")
 
 
-def check_new_folder(folder: Path) -> list[Path]:
+def check_new_folder(folder: Path, command: str = "train") -> list[Path]:
     """Check that a run can be made in a ``folder``; return what a process left there that was killed at once.
+
+    Args:
+        folder: Folder, which need not exist.
+        command: Command that would go on with a run that is there.
 
     Raises:
         RunError: If the folder exists and is not empty.
     """
     begun = _temporary(folder, "recipe.toml")
     if folder.exists() and (not folder.is_dir() or set(folder.iterdir()) - set(begun)):
-        go_on = "" if (folder / SEARCH_FILE).is_file() else f", or go on with `cordillera train {folder} --resume`"
+        go_on = "" if (folder / SEARCH_FILE).is_file() else f", or go on with `cordillera {command} {folder} --resume`"
         raise RunError("already exists", where=str(folder), remedy=f"choose another --run folder{go_on}")
     return begun
+
+
+def check_no_run(recipe: str, command: str) -> None:
+    """Check that a ``recipe``, as a user named it, is not the folder of a run, which a ``command`` would go on with.
+
+    Raises:
+        RunError: If it is, or is the folder of a search.
+    """
+    if (Path(recipe) / "recipe.toml").is_file():
+        Run(recipe)  # or the folder of a search
+        remedy = f"continue it with `cordillera {command} {recipe} --resume`"
+        raise RunError("is a run folder", where=recipe, remedy=remedy)
 
 
 def next_path(parent: Path, name: str, ending: str = "") -> Path:

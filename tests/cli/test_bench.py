@@ -13,3 +13,8 @@ def test_stale_takes_no_system_and_a_system_is_needed_without_it(cli: Any) -> No
     assert done.code == 2
     assert "SYSTEM: is missing" in done.err
     assert "ranking" in done.err
+
+
+def test_a_benchmark_that_is_misspelt_is_guessed(cli: Any) -> None:
+    assert "there is no benchmark 'rankng'\n  -> did you mean ranking?" in cli("bench", "rankng").err
+    assert "there is no benchmark 'xyz'\n  -> one of bfloat16," in cli("bench", "xyz").err

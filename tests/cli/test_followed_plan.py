@@ -171,7 +171,10 @@ def test_a_plan_for_more_devices_than_processes_is_refused(
 
 def test_files_and_recipes_that_training_cannot_follow_are_refused(cli: Any, recipe: Path, tmp_path: Path) -> None:
     path = write_plan(tmp_path / "plan.json", PIPELINE)
-    assert "trained in one process, without a plan" in cli("train", "movielens-wukong", "--plan", "plan.json").err
+    assert (
+        "--plan: plans are for language models; give --nproc N"
+        in cli("train", "movielens-wukong", "--plan", "plan.json").err
+    )
     (tmp_path / "run").mkdir()
     assert "a resumed run keeps its plan" in cli("train", "run", "--resume", "--plan", "plan.json").err
     path.write_text(path.read_text().replace("small", "large"))

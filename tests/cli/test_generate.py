@@ -71,7 +71,7 @@ def test_what_is_not_utf8_is_named_by_its_place_in_the_prompt(cli, folder, tmp_p
     for more in ([], ["--raw"]):
         failed = cli("generate", folder, "fine", "ab\udcff", *more)
         assert failed.code == 2
-        assert "prompt 1: character 2 is a lone surrogate, byte 0xff is not UTF-8" in failed.err
+        assert "prompt 2: character 2 is a lone surrogate, byte 0xff is not UTF-8" in failed.err
     failed = cli("generate", folder, "fine", "--system", "\udcfe")
     assert "system: character 0" in failed.err
     (tmp_path / "latin.txt").write_bytes(b"one\nab\xe9")
@@ -196,7 +196,7 @@ def test_an_interruption_ends_with_what_there_is(cli, folder, monkeypatch):
         (("the", "--dtype", "int3"), "unknown dtype 'int3'"),
         (("the", "--device", "tpu"), "unknown device 'tpu'"),
         (("the", "--raw", "--system", "be short"), "system: plain text has no system turn"),
-        (("the " * CONTEXT,), f"does not fit the context of {CONTEXT}"),
+        (("the " * CONTEXT,), f"does not fit the context of {CONTEXT:,}"),
         (("the", "--tokenizer", "absent"), "absent: there is no such file"),
     ],
 )

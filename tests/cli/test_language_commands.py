@@ -144,6 +144,20 @@ def test_train_evaluate_generate_report_and_compare_work_together(cli, recipe, t
     monkeypatch.chdir(tmp_path)
     assert cli("predict", "runs/a", "text.jsonl").code == 2
 
+    again = cli("train", "runs/a", "--resume")
+    assert again.code == 0, again.err
+    assert "nothing was left to train: finished before, after 12 steps" in again.out
+    longer = cli("train", "runs/a", "--resume", "--set", "training.steps=20").err
+    assert 'learning rates depend on it, as training.decay is "cosine")' in longer
+    for change, said in (
+        (
+            "data.tokenizer=gpt2",
+            "data.tokenizer, gpt2: there is no such file or folder\n  -> tokenizers with a name are:",
+        ),
+        ("data.path=none/*.txt", "data.path, none/*.txt: no file fits the pattern"),
+    ):
+        assert said in cli("train", recipe, "--run", "runs/none", "--set", change).err
+
     assert cli("train", recipe, "--run", "runs/b", "--seed", 4, "-q").code == 0
     compared = cli("compare", "runs/a", "runs/b")
     assert compared.code == 0, compared.err
@@ -309,7 +323,7 @@ def test_a_rank_that_dies_is_named_the_run_goes_on_and_ctrl_c_saves(recipe, tmp_
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=120)[0]
     assert process.returncode == 130, said
-    step = int(re.search(r"interrupted at step (\d+); everything is saved", said)[1])
+    step = int(re.search(r"interrupted at step ([\d,]+); everything is saved", said)[1].replace(",", ""))
     assert checkpoints.steps(folder / "checkpoints")[-1] == step
     assert "--resume" in said
 

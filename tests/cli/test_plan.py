@@ -48,6 +48,25 @@ def test_a_plan_is_printed_and_written(cli: Any) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["plan.html", "plan.json", "trace.json"]
 
 
+def test_a_changed_cluster_is_told_by_its_changes_and_small_numbers_keep_digits(cli: Any) -> None:
+    Path("tiny.toml").write_text(
+        "sequence = 64\nbatch = 8\n[model]\nlayers = 2\nhidden = 64\nheads = 4\nkv_heads = 2\nffn = 128\n"
+        "gated = true\nvocabulary = 264\ntied = true\nfused_attention = true\n"
+    )
+    changes = ("--set", "host.members=4", "--set", "host.latency_s=3e-6")
+    result = cli("plan", "tiny.toml", "a100-node", *changes, "--only", "placement", "--out", "p")
+    assert result.code == 0, result.err
+    told = "a100-node with host.members=4, host.latency_s=3e-6"
+    assert json.loads(Path("p/plan.json").read_text())["cluster"]["description"] == told
+    page = Path("p/plan.html").read_text()
+    assert f"{told}; 4 devices are used" in page
+    assert "One host of eight" not in page
+    best = next(line.split() for line in result.out.splitlines() if line.split()[:1] == ["1"])
+    assert float(best[-1]) > 0
+    assert float(best[-3]) > 0
+    assert (best[-2], best[-4]) == ("%", "ms")
+
+
 def test_a_plan_is_charged_what_failures_cost(cli: Any) -> None:
     assert cli("plan", "llama3-8b", "selene", "--devices", 64, "--only", "placement", "--out", "p").code == 0
     best = json.loads(Path("p/plan.json").read_text())["plans"][0]

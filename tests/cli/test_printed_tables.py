@@ -290,7 +290,7 @@ def test_an_interrupted_training_says_how_it_goes_on(cli: Any, recipe: Path, mon
     done = cli("train", recipe, "--run", "runs/a", "--nproc", 2, "-q")
     assert done.code == 130
     assert done.out.splitlines() == [
-        "interrupted at step 1234; everything is saved",
+        "interrupted at step 1,234; everything is saved",
         "  -> continue with: cordillera train runs/a --resume",
     ]
     assert asked == [(Path("runs/a"), 2, ())]

@@ -358,7 +358,7 @@ def test_a_killed_rank_is_named_ctrl_c_saves_and_the_run_goes_on_to_the_same_bit
     wait_for_step(folder, process, reached + 8)
     process.send_signal(signal.SIGINT)
     said = ends(process, 130)
-    step = int(re.search(r"interrupted at step (\d+); everything is saved", said)[1])  # type: ignore[index]
+    step = int(re.search(r"interrupted at step ([\d,]+); everything is saved", said)[1].replace(",", ""))  # type: ignore[index]
     assert checkpoints.steps(folder / "checkpoints")[-1] == step
     assert "over 2 processes" in said
     assert f"resumed at step {reached}" in said

@@ -24,6 +24,7 @@ from cordillera.data.language.chats.rows import (
     read_chats,
     read_preferences,
     read_problems,
+    read_prompts,
     split_held_out,
 )
 from cordillera.data.tokenizers.chat import Message
@@ -265,3 +266,12 @@ def test_settings_are_checked() -> None:
     for wrong in ({"held_out": 1}, {"max_length": 1}, {"epochs": 0}, {"long_chats": "cut"}, {"other": 1}):
         with pytest.raises(ValidationError):
             ChatDataConfig(path="x", **wrong)  # type: ignore[arg-type]
+
+
+def test_a_set_that_is_misspelt_is_guessed() -> None:
+    with pytest.raises(
+        DataError, match=r"no such file or built-in set\n  -> did you mean the built-in set arithmetic\?"
+    ):
+        read_prompts("arithmetik")
+    with pytest.raises(DataError, match=r"nothing: there is no such file$"):
+        read_prompts("nothing")

@@ -153,12 +153,43 @@ def test_a_study_has_a_row_for_each_policy_and_number_of_replicas() -> None:
         lambda: simulate_faults(FaultyJob(), math.inf, 0),
         lambda: study_faults(FaultyJob(), runs=1),
         lambda: study_faults(FaultyJob(), replicas=[0]),
+        lambda: study_faults(FaultyJob(), devices=[4], replicas=[12]),
         lambda: best_checkpoint_interval(100.0, 0.0),
     ],
 )
 def test_settings_are_checked(wrong: Callable[[], object]) -> None:
     with pytest.raises(PlanError):
         wrong()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("--step", "0"), ("--between", "0"), ("--between", "-1"), ("--days", "-2"), ("--days", "nan")),
+        *(("--devices", "0"), ("--replicas", "0"), ("--together", "3"), ("--detect", "-1"), ("--save", "-1")),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_with_its_option(option: str, value: str) -> None:
+    ran = CliRunner().invoke(app, ["simulate-faults", "--days", "1", "--runs", "2", option, value])
+    assert ran.exit_code == 2
+    assert f"Invalid value for '{option}'" in ran.output
+
+
+def test_a_plot_that_cannot_be_written_is_refused_before_the_simulation(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ran = CliRunner().invoke(app, ["simulate-faults", "--plot", str(tmp_path / "file" / "x.png")])
+    assert "x.png: cannot be written" in str(ran.exception)
+    assert not ran.output
+    made = tmp_path / "new" / "x.png"
+    ran = CliRunner().invoke(app, ["simulate-faults", "--days", "1", "--runs", "2", "--plot", str(made)])
+    assert ran.exit_code == 0, ran.output
+    assert made.is_file()
+
+
+def test_intervals_of_shares_end_at_one(tmp_path: Path) -> None:
+    rows = study_faults(FaultyJob(repair_s=2000.0), devices=[500], replicas=[4], days=3, runs=3)
+    assert all(0 <= row.effective.low <= row.effective.value <= row.effective.high <= 1 for row in rows)
+    assert any(row.effective.high == 1 for row in rows)
 
 
 def test_the_command_prints_draws_and_writes_json(tmp_path: Path) -> None:

@@ -278,8 +278,33 @@ def test_a_replica_that_stands_still_is_absent_from_the_epoch_that_began_without
     assert found.times["r1"]["redone"] == pytest.approx(3.0)
     assert found.times["r1"]["absent"] == pytest.approx(job.now - began - 3.0)
     (fault,) = found.faults
-    assert "process went on" in fault.what
+    assert fault.what == "left out of epoch 2; the same process came back"
     assert fault.stall_s == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_replica_that_stands_still_between_steps_is_absent_beyond_the_longest_pause(is_over: bool) -> None:
+    job = SampleJob(2)
+    for _ in range(2):
+        job.attempt()
+        job.now += 0.2  # an evaluation
+    began = job.now - 0.21
+    job.now, job.members, job.epoch = job.now + 3.0, ["r0"], 2
+    job.tell(COORDINATOR, "epoch", epoch=2, step=2, members=["r0"])
+    job.now -= 3.0
+    job.attempt(ask=3.05)
+    job.attempt()
+    if not is_over:
+        job.members, job.behind, job.is_new = ["r0", "r1"], {"r1"}, True
+        job.attempt()
+    returned = job.now if is_over else job.now - 1.36
+    job.members = job.names
+    job.finish()
+    found = account(job.events, 2)
+    check_parts(found)
+    assert found.times["r1"]["paused"] == pytest.approx(2 * 0.21 + (0.0 if is_over else 0.51))
+    assert found.times["r1"]["absent"] == pytest.approx(returned - began - 0.21 + (0.5 if is_over else 0.0))
+    assert found.times["r0"]["absent"] == 0.0
 
 
 def test_replicas_that_are_started_elsewhere_need_no_launcher() -> None:

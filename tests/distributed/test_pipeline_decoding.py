@@ -54,7 +54,7 @@ def run_all(rank: int, folder: str) -> dict[str, Any]:
                     found[f"{kind} {size} {count} {name}"] = texts
     decoder = PipelineDecoder(model, 2, groups[3])
     found["none"] = decoder.generate([], TOKENS)
-    with pytest.raises(DataError, match="prompt 1: holds no token"):
+    with pytest.raises(DataError, match="prompt 2: holds no token"):
         decoder.generate([[1], []], TOKENS)
     with pytest.raises(PlanError, match="3 ranks for 2 layers"):
         PipelineDecoder(Llama(SHAPE.model_copy(update={"layers": 2})), 2, groups[3])

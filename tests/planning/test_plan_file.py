@@ -77,7 +77,10 @@ def _changed(change: Callable[[dict[str, Any]], object]) -> str:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda c: c.update(schema=2), r"plan\.json: is of version 2, this library reads 1\n  -> plan again"),
+        (
+            lambda c: c.update(schema=2),
+            r"plan\.json: is of version 2, this library reads 1\n  -> name a plan.json of `cordillera plan`",
+        ),
         (lambda c: c.update(workload={"tables": []}), "is the plan of a recommendation model"),
         (lambda c: c.update(plans=[]), "plans: must have at least 1 entry"),
         (lambda c: c["plans"][0].pop("schedule"), r"plans\[0\]\.schedule: is missing"),
@@ -109,7 +112,7 @@ def test_a_file_that_is_none_is_refused_in_words(tmp_path: Path) -> None:
         (json.dumps({"schema": 1}), "holds no checksum"),
         (whole[:-40], "is not JSON"),
         ("[]", "is not a JSON object"),
-        (json.dumps({"plans": []}), "is of version None"),
+        (json.dumps({"plans": []}), "is another kind of file: it does not say of which version it is"),
     ):
         path.write_text(text)
         with pytest.raises(PlanError, match=said):

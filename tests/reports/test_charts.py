@@ -163,7 +163,7 @@ def test_figures_have_a_key_for_several_series_and_are_none_for_dots_alone() -> 
     assert alone is not None
     assert both is not None
     assert list(alone.key) == []
-    assert list(both.key) == [("s0", "a"), ("s1", "b")]
+    assert list(both.key) == [("s0", "a"), ("s1 dots", "b")]
     assert numbers(styled(both.chart.svg(1), "mark"), "cx", "cy") == [
         (466, pytest.approx(280 - 42 - 208 / 1.1, abs=0.01))
     ]

@@ -14,11 +14,13 @@ from cordillera.distributed.fault_tolerance.events import FOLDER, EventLog
 from cordillera.distributed.fault_tolerance.goodput import TimeSpan, account
 from cordillera.errors import RunError
 from cordillera.reports.language.replicas import _drawn, render_replicas, write_replicas_page
+from cordillera.reports.language.run import render
 from cordillera.run import Run
 from tests.distributed.test_goodput import SampleJob
 from tests.reports.test_plan_page import browse, with_look
 from tests.reports.test_ranking_report import Page
 from tests.reports.test_templates import EVIL
+from tests.training.sample_language_runs import make_model
 
 SECTIONS = ["The replicas over time", "Faults", "Where the time goes", "Time of a step", "Stragglers", "Messages"]
 
@@ -53,6 +55,34 @@ def run_of(job: SampleJob, folder: Path) -> Run:
         log = logs.setdefault(writer, EventLog(folder / FOLDER / f"{writer}.jsonl"))
         log.write(**{key: value for key, value in event.items() if key != "writer"})
     return Run(folder)
+
+
+def test_the_report_has_the_faults_and_tells_a_save_from_standing_still_in_it(tmp_path: Path) -> None:
+    job = SampleJob(2)
+    for _ in range(2):
+        job.attempt()
+        job.now += 0.2  # saving
+    job.now, job.members, job.epoch = job.now + 3.0, ["r1"], 2
+    job.tell("coordinator", "epoch", epoch=2, step=2, members=["r1"])
+    job.now -= 3.0
+    job.attempt(ask=3.05)
+    job.members, job.behind, job.is_new = ["r0", "r1"], {"r0"}, True
+    for _ in range(2):
+        job.attempt()
+    job.finish()
+    run = run_of(job, tmp_path / "run")
+    run.write_json("model.json", make_model())
+    for step, seconds in ((1, 0.2), (2, 3.3), (5, 0.2)):
+        run.log({"kind": "checkpoint", "step": step, "tokens": step, "seconds": seconds, "bytes": 10})
+    write_replicas_page(run)
+    found = Page(render(run))
+    text = " ".join(" ".join(found.text).split())
+    assert "on 2 replicas, each of" in text
+    assert re.search(r"Replicas 2 Processes of a replica \d+ Mesh of a replica", text)
+    rows = text[text.index("replicas.html, beside this page") :]
+    assert re.search(
+        r"1, 2 training stood still for 0\.4 s in all.* Fault 2 r0: left out of epoch 2; .* 5 training", rows
+    )
 
 
 def test_the_page_has_every_replica_and_fault_and_escapes_texts(tmp_path: Path) -> None:

@@ -95,8 +95,9 @@ def test_an_isoflop_study_marks_the_optimum_of_every_budget() -> None:
     assert len(rows(page)) == 1 + len(study.curves)
     for line in study.summary.splitlines():
         assert line in unescape(page)
-    assert chart(page, "Optimal tokens") is not None
-    assert chart(page, "Optimal parameters") is not None
+    for quantity in ("tokens", "parameters"):
+        found, law = chart(page, f"Optimal {quantity}"), study.laws[quantity]
+        assert len([one for one in found.iter("line") if "whisker" in one.attrib["class"]]) == len(law.optima_low) == 3
 
 
 def test_an_isoflop_study_of_too_few_sizes_has_a_page() -> None:

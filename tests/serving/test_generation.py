@@ -102,10 +102,10 @@ def test_tokens_come_in_rounds_one_a_sequence_before_all_are_done() -> None:
 @pytest.mark.parametrize(
     ("prompts", "count", "said"),
     [
-        ([[1], []], 3, "prompt 1: holds no token"),
-        ([[1] * CONTEXT], 3, f"prompt 0: has {CONTEXT} tokens"),
-        ([[1, 29]], 3, "prompt 0: token 1 is 29, not an id from 0 to 28"),
-        ([[-1]], 3, "prompt 0: token 0 is -1"),
+        ([[1], []], 3, "prompt 2: holds no token"),
+        ([[1] * CONTEXT], 3, f"prompt: has {CONTEXT} tokens"),
+        ([[1, 29]], 3, "prompt: token 1 is 29, not an id from 0 to 28"),
+        ([[-1]], 3, "prompt: token 0 is -1"),
         ([[1]], 0, "max_new_tokens: 0 is not a number"),
     ],
 )

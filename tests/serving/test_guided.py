@@ -155,7 +155,8 @@ def test_what_is_forced_is_allowed_and_spells_the_names_of_fields(guides: Guides
         (lambda: choice_form([]), "choice: needs texts that are not empty"),
         (lambda: choice_form(["a", ""]), "choice: needs texts that are not empty"),
         (lambda: json_form({"type": "what"}), "JSON schema: "),
-        (lambda: regex_form("(a"), "regular expression: "),
+        (lambda: json_form("{", "form.json"), "form.json: is not JSON"),
+        (lambda: regex_form("(a"), "regular expression: .*: unclosed group"),
     ],
 )
 def test_forms_that_make_no_sense_are_refused(guides: Guides, make: Any, said: str) -> None:

@@ -78,7 +78,7 @@ def test_special_tokens_in_a_prompt_are_text(folder: Path) -> None:
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize(("prompts", "said"), [("", "prompt: is empty"), (["a", ""], "prompt 1: is empty")])
+@pytest.mark.parametrize(("prompts", "said"), [("", "prompt: is empty"), (["a", ""], "prompt 2: is empty")])
 def test_empty_prompts_are_refused(folder: Path, prompts: str | list[str], said: str) -> None:
     with pytest.raises(DataError, match=said):
         LanguageModel(folder).stream(prompts)

@@ -171,6 +171,9 @@ def test_unknown_models_paths_and_methods(client: openai.OpenAI, plain: httpx.Cl
         with pytest.raises(openai.NotFoundError, match="no model") as caught:
             call()
         assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    refused = plain.post("/v1/score", json={"rows": [{}], "model": "small"})
+    assert refused.status_code == 404
+    assert "the models here write text: /v1/completions" in refused.text
     assert plain.get("/v1/nothing").status_code == 404
     assert plain.get("/v1/completions").status_code == 405
     assert plain.post("/health").status_code == 405

@@ -22,6 +22,7 @@ from cordillera.errors import CheckpointError, DataError
 from cordillera.intervals import wilson_interval
 from cordillera.models.language.checkpoints import load, save_hugging_face
 from cordillera.models.language.llama import Llama, LlamaConfig
+from cordillera.serving.language.language_model import LanguageModel
 from cordillera.workflows.post_training import answers
 from cordillera.workflows.post_training.averaging import average
 from tests.training.post_training_runs import SIZES, newest, post_recipe, train
@@ -297,6 +298,9 @@ def test_runs_are_averaged_with_their_adapters_and_rewards_are_not(
     found = parameters(average(["thin", begun / "start"], "mean"))
     for key, tensor in found.items():
         torch.testing.assert_close(tensor, (merged[key] + start[key]) / 2, rtol=1e-6, atol=1e-8)
+    mean, run = LanguageModel("mean").tokenizer, LanguageModel("thin").tokenizer
+    assert mean.fingerprint == run.fingerprint
+    assert vars(mean.chat_format) == vars(run.chat_format)
     train(post_recipe(begun, "reward", begun / "start", training={"steps": 1}), "scores")
     with pytest.raises(DataError, match="scores: is a reward model"):
         average(["scores"], "other")

@@ -118,8 +118,15 @@ def test_what_cannot_be_planned_is_refused_with_what_would_do() -> None:
     with pytest.raises(PlanError, match=r"fewer than 4; .* would train for \d+ steps, fewer than 100") as caught:
         make_plan(tokens_per_step=65536)
     assert "lower packing.tokens" in str(caught.value)
-    with pytest.raises(PlanError, match=r"would need [\d,]+ tokens of the text's 1,000,000"):
+    with pytest.raises(PlanError, match=r"would need [\d,]+ tokens of the text's 1,000,000") as caught:
         make_plan(most_tokens=1_000_000)
+    assert "give more text" in str(caught.value)
+    assert "larger budget" not in str(caught.value)
+    for count in (4, 30):  # no number of sizes adds one that widths of whole heads do not have
+        budgets = [1e8, 3e8, 1e9]
+        with pytest.raises(PlanError, match="as widths are whole heads of 8") as caught:
+            make_plan(budgets, sizes=sizes_for(BASE, budgets, per_budget=count), tokens_per_step=16)
+        assert "take a larger budget, or a smaller vocabulary" in str(caught.value)
     with pytest.raises(PlanError, match=r"0 of the sizes fit") as caught:
         make_plan(sizes=[PRESETS["llama3-8b"], PRESETS["llama3-70b"]])
     assert "of about" in str(caught.value)

@@ -389,6 +389,39 @@ def _command(*arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
+def test_a_coordinator_that_is_stopped_alone_says_how_to_go_on(recipe: Any) -> None:
+    Path("own.toml").write_text(dump(recipe()))
+    coordinator = _command("coordinate", "own.toml", "--run", "run")
+    assert coordinator.stdout is not None
+    next(line for line in coordinator.stdout if line.startswith("coordinator:"))
+    time.sleep(1)  # until it serves, which it said before
+    coordinator.terminate()
+    said = coordinator.communicate(timeout=60)[0]
+    assert "interrupted: run: the coordinator was stopped before the replicas had ended" in said
+    assert "`cordillera coordinate run --resume`" in said
+    assert coordinator.returncode == 130
+    assert Run("run").status().ended == "failed"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run"], "run: is a run folder\n  -> continue it with `cordillera coordinate run --resume`"),
+        (["own.toml", "--run", "run"], "go on with `cordillera coordinate run --resume`"),
+        (["own.toml", "--run", "new", "--listen", "nonsense"], "listen: 'nonsense' is no HOST:PORT"),
+        (["own.toml", "--run", "new", "--listen", "127.0.0.1:99999"], "listen: '127.0.0.1:99999' is no HOST:PORT"),
+    ],
+)
+def test_what_cannot_be_coordinated_leaves_no_folder(recipe: Any, arguments: list[str], message: str) -> None:
+    Run.create("run", dump(recipe()))
+    Path("own.toml").write_text(dump(recipe()))
+    found = CliRunner().invoke(app, ["coordinate", *arguments])
+    assert message in str(found.exception)
+    assert not Path("new").exists()
+    assert not Path("runs").exists()
+
+
+@pytest.mark.slow
 def test_replicas_that_are_started_by_hand_find_their_coordinator(recipe: Any) -> None:
     made = recipe(training={"steps": 150, "checkpoint_every": 50})
     Path("own.toml").write_text(dump(made))
@@ -403,12 +436,17 @@ def test_replicas_that_are_started_by_hand_find_their_coordinator(recipe: Any) -
         until = time.monotonic() + 60
         while last_step(Path("run/replicas/r1.jsonl")) < 20 and time.monotonic() < until:
             time.sleep(0.05)
+        refused = CliRunner().invoke(app, ["chaos", "run", "--kill", "r1"])  # nothing shows which processes are theirs
+        assert "its replicas were started elsewhere" in str(refused.exception)
         replicas["r1"].terminate()  # it leaves; the other goes on
         assert "r1: interrupted at step" in replicas["r1"].communicate(timeout=60)[0]
         replicas["r1"] = _command("train", "run", "--replica", "r1", "--coordinator", address, "--quiet")
         said = {name: one.communicate(timeout=120)[0] for name, one in replicas.items()}
         assert "r0: finished at step 150" in said["r0"]
-        assert coordinator.wait(30) == 0
+        told = coordinator.communicate(timeout=30)[0]
+        assert coordinator.returncode == 0
+        for line in ("held-out text: loss ", "finished after 150 steps in ", f"report: {Path('run/report.html')}"):
+            assert line in told
     finally:
         for one in (coordinator, *replicas.values()):
             one.kill()
@@ -427,6 +465,7 @@ def test_replicas_that_are_started_by_hand_find_their_coordinator(recipe: Any) -
     [
         (["--replica", "r7", "--coordinator", "127.0.0.1:9"], "there is no replica r7"),
         (["--replica", "r0"], "--replica and --coordinator: go together"),
+        (["--replica", "r0", "--coordinator", "nonsense"], "coordinator: 'nonsense' is no HOST:PORT"),
         (["--replica", "r0", "--coordinator", "127.0.0.1:9"], "holds no secret of a job"),
     ],
 )

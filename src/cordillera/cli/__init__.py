@@ -17,9 +17,10 @@ from cordillera.errors import CordilleraError, Interrupted, printable
 __all__ = ["app", "main"]
 
 _ARGUMENTS = (
-    *("balance", "bits", "budget", "changes", "component", "file", "half_width", "injections", "jitter", "lose"),
-    *("measure", "onnx", "processes", "products", "replica", "resume", "samples", "searcher", "size", "slow"),
-    *("space", "split", "supernet", "threshold", "tokens", "towers", "what_if"),
+    *("balance", "bits", "budget", "changes", "component", "coordinator", "devices", "file", "half_width"),
+    *("injections", "jitter", "listen", "lose", "measure", "onnx", "processes", "products", "replica"),
+    *("replicas", "resume", "samples", "searcher", "size", "slow", "space", "split", "supernet"),
+    *("threshold", "tokens", "towers", "what_if"),
 )
 """Arguments of functions of :mod:`cordillera.workflows` that errors name, and that are options of commands."""
 

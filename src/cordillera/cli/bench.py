@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,9 @@ def bench(
     if system is None:
         raise CordilleraError("is missing", where="SYSTEM", remedy=f"one of {', '.join(available)}, or --stale")
     if system not in available:
-        known = f"one of {', '.join(available)}" if available else "none was found"
-        raise CordilleraError(f"there is no benchmark {system!r} ({known})", where=_looked(), remedy=_REMEDY)
+        if not available:
+            raise CordilleraError("there are no benchmarks", where=_looked(), remedy=_REMEDY)
+        close = difflib.get_close_matches(system, available, 1)
+        remedy = f"did you mean {close[0]}?" if close else f"one of {', '.join(available)}"
+        raise CordilleraError(f"there is no benchmark {system!r}", where="SYSTEM", remedy=remedy)
     raise typer.Exit(subprocess.run([sys.executable, str(available[system]), *context.args]).returncode)

@@ -22,13 +22,17 @@ def compare(
     """
     from cordillera import workflows
     from cordillera.cli._show import console, echo, print_json
+    from cordillera.run import disk_errors
+    from cordillera.topology import check_writable
 
+    if out is not None:
+        check_writable(out)
     comparison = workflows.compare(runs)
     if out is not None:
         from cordillera.reports.studies import comparison_page
-        from cordillera.run import disk_errors
 
         with disk_errors(out, "name another file with --out"):
+            out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(comparison_page(comparison), encoding="utf-8")
     if as_json:
         print_json(comparison)

@@ -22,22 +22,21 @@ def coordinate(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
 ) -> None:
     """Coordinate replicas that are started on other machines."""
-    from cordillera.cli._show import console
+    from cordillera.cli._show import CommandOutput
+    from cordillera.cli.train import tell_outcome
     from cordillera.errors import RecipeError
     from cordillera.recipe import LanguageRecipe, load
-    from cordillera.run import Run
+    from cordillera.run import Run, check_no_run
     from cordillera.workflows.language import coordinate as coordinate_replicas
 
-    out = console()
+    if not resume and run is None:
+        check_no_run(recipe, "coordinate")
+    answer = CommandOutput(as_json=False)
     overrides = list(set_ or []) + ([f"fault_tolerance.replicas={replicas}"] if replicas is not None else [])
     found = load(Run(recipe).recipe_file if resume else recipe, overrides)
     if not isinstance(found, LanguageRecipe):
         raise RecipeError(recipe, [("model", "only language models are trained by replicas")])
-    coordinate_replicas(
-        found,
-        recipe if resume else run,
-        resume=resume,
-        processes=nproc,
-        listen=listen,
-        say=lambda text: out.print(text, markup=False),
+    outcome = coordinate_replicas(
+        found, recipe if resume else run, resume=resume, processes=nproc, listen=listen, say=answer.say
     )
+    tell_outcome(answer, outcome, "coordinate")

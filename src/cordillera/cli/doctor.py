@@ -28,6 +28,7 @@ from cordillera.cli._show import AsJson, console, print_json
 from cordillera.data.files import cache_folder
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.kernels.threads import SPINS_ALONE, quota, spins_long, usable_cores
+from cordillera.numbers import counted
 
 CheckStatus = Literal["usable", "limited", "absent", "broken"]
 
@@ -248,7 +249,7 @@ def _torch_and_gpu(worked: bool, text: str) -> list[Finding]:
     if not worked:
         return [Finding("python", "torch", "broken", text, remedy)]
     version, kernels, threads, runtime, names = json.loads(text)
-    detail = f"{version}, {kernels} kernels, {threads} threads"
+    detail = f"{version}, {kernels} kernels, {counted(threads, 'thread')}"
     spinning = spins_long(SPINS_ALONE)
     if threads > 1 and spinning:
         detail += f", slow beside other processes: {spinning}"

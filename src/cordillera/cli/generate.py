@@ -43,7 +43,9 @@ def generate(
     system: Annotated[str | None, typer.Option(help="Instructions that the chat begins with.")] = None,
     dtype: Annotated[str, typer.Option(help="Of weights: auto, bfloat16, float16, float32, int8 or int4.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer's file. Default: the checkpoint's.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer's name, such as bytes, or file. Default: the checkpoint's.")
+    ] = None,
     drafter: Annotated[
         str,
         typer.Option(
@@ -113,7 +115,7 @@ def _form(schema: Path | None, regex: str | None, choice: list[str] | None) -> F
     from cordillera.serving.language.guided import choice_form, json_form, regex_form
 
     if schema is not None:
-        return json_form(read_text(schema))
+        return json_form(read_text(schema), f"--json-schema {schema}")
     return regex_form(regex) if regex is not None else choice_form(choice or [])
 
 

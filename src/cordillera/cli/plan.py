@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet, console
 from cordillera.errors import PlanError
+from cordillera.numbers import counted, shown
 
 if TYPE_CHECKING:
     from cordillera.cost import ProductShape
@@ -201,7 +202,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
 
 
-_MEMORY = Field("memory_bytes", "GB", lambda count: f"{count / 1e9:.0f}")
+_MEMORY = Field("memory_bytes", "GB", lambda count: shown(count / 1e9, 0))
 
 
 def _best(planned: Planned | PlannedRecommender) -> tuple[object, ...]:
@@ -240,12 +241,12 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
     title = f"{planned.explorer.workload.name} on {planned.explorer.topology.name}"
     if isinstance(planned, PlannedRecommender):
         reasons = recommender_export.reasons(planned.found.best, planned.production)
-        layouts, counted = planned.found.layouts, f"{planned.found.layouts:,} layouts"
+        layouts, searched = planned.found.layouts, counted(planned.found.layouts, "layout")
         table = _list_tables(title, planned)
         answer.keep(tables_of_best=planned.found.best.cut)
     else:
         reasons = export.reasons(planned.found.best, planned.production)
-        layouts, counted = planned.found.estimated, f"{planned.found.estimated:,} layouts estimated"
+        layouts, searched = planned.found.estimated, f"{counted(planned.found.estimated, 'layout')} estimated"
         table = _list_layouts(title, planned)
     found, base, best = planned.found, planned.production, planned.found.best
     answer.tables(plans=table)
@@ -258,7 +259,7 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
     for case in planned.what_if:
         speed = f"with {case.what}: {_seconds(case.seconds)} ({100 * case.speed(best.seconds):+.2f} %)"
         answer.say(f"{speed} {case.note}".rstrip())
-    answer.say(f"{counted}, {found.simulated:,} steps simulated in {found.seconds:.1f} s")
+    answer.say(f"{searched}, {counted(found.simulated, 'step')} simulated in {found.seconds:.1f} s")
     answer.say(f"constants: {planned.explorer.cost.calibration.provenance}")
     if isinstance(planned, Planned) and (used := export.measured(planned.explorer, planned.found.best)):
         answer.say(used, measured=used)
@@ -279,7 +280,7 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
 
 def _list_layouts(title: str, planned: Planned) -> Sheet:
     texts = (Field(key) for key in ("layout", "recompute", "across", "schedule"))
-    step, share = Field("seconds", "step", "{:.3f} s"), Field("mfu", "MFU", "{:.1%}")
+    step, share = Field("seconds", "step", _seconds), Field("mfu", "MFU", lambda part: f"{shown(100 * part, 1)} %")
     table = Sheet(title, Field("place", "", right=True), *texts, step, share, _MEMORY)
     for place, one in [*zip("12345", planned.found.plans, strict=False), ("base", planned.production)]:
         table.add(
@@ -301,7 +302,7 @@ def _list_tables(title: str, planned: PlannedRecommender) -> Sheet:
         Field("place", "", right=True),
         Field("layout"),
         Field("schedule"),
-        Field("seconds", "step", lambda seconds: f"{seconds * 1e3:.2f} ms"),
+        Field("seconds", "step", _seconds),
         Field("samples_per_s", "samples/s", lambda rate: f"{rate / 1e6:.2f} M"),
         _MEMORY,
     )

@@ -17,33 +17,49 @@ if TYPE_CHECKING:
     from cordillera.reports.faults import FaultStudyRow
 
 
+def _above_zero(value: float | None) -> float | None:
+    """Refuse a value that is not a number above 0."""
+    if value is not None and not 0 < value < math.inf:
+        raise typer.BadParameter(f"{value:g} is no number above 0.")
+    return value
+
+
 # Half of its lines are the command's options, which Typer reads from one signature.
 def simulate_faults(
     devices: Annotated[
-        list[int] | None, typer.Option("--devices", help="Size of the cluster; repeat it. Default: 98304.")
+        list[int] | None, typer.Option("--devices", min=1, help="Size of the cluster; repeat it. Default: 98304.")
     ] = None,
     replicas: Annotated[
-        list[int] | None, typer.Option("--replicas", help="Replicas that it is divided into; repeat it. Default: 12.")
+        list[int] | None,
+        typer.Option("--replicas", min=1, help="Replicas that it is divided into; repeat it. Default: 12."),
     ] = None,
     plan: Annotated[
         Path | None,
         typer.Option(help="Take devices, replicas and the step from a plan.json of `cordillera plan`."),
     ] = None,
-    between: Annotated[float, typer.Option(help="Minutes between failures of 98,304 devices.")] = 18.0,
-    step: Annotated[float | None, typer.Option(help="Seconds of a step. Default: 20.")] = None,
-    detect: Annotated[float, typer.Option(help="Seconds until the others notice a failure.")] = 0.5,
-    resume: Annotated[float, typer.Option(help="Seconds from there to their next step.")] = 0.5,
-    repair: Annotated[float, typer.Option(help="Seconds until a failed replica, or a stopped job, is back.")] = 600.0,
-    rejoin: Annotated[float, typer.Option(help="Seconds for which all wait when a replica is back.")] = 0.0,
-    consensus: Annotated[float, typer.Option(help="Seconds of agreement before each step, not overlapped.")] = 0.0,
-    save: Annotated[
-        float, typer.Option(help="Seconds for which a checkpoint stops a job that restarts; 0: nothing is lost.")
+    between: Annotated[
+        float, typer.Option(callback=_above_zero, help="Minutes between failures of 98,304 devices.")
+    ] = 18.0,
+    step: Annotated[float | None, typer.Option(callback=_above_zero, help="Seconds of a step. Default: 20.")] = None,
+    detect: Annotated[float, typer.Option(min=0, help="Seconds until the others notice a failure.")] = 0.5,
+    resume: Annotated[float, typer.Option(min=0, help="Seconds from there to their next step.")] = 0.5,
+    repair: Annotated[
+        float, typer.Option(min=0, help="Seconds until a failed replica, or a stopped job, is back.")
+    ] = 600.0,
+    rejoin: Annotated[float, typer.Option(min=0, help="Seconds for which all wait when a replica is back.")] = 0.0,
+    consensus: Annotated[
+        float, typer.Option(min=0, help="Seconds of agreement before each step, not overlapped.")
     ] = 0.0,
-    together: Annotated[float, typer.Option(help="Probability that a failure takes a second replica.")] = 0.0,
+    save: Annotated[
+        float, typer.Option(min=0, help="Seconds for which a checkpoint stops a job that restarts; 0: nothing is lost.")
+    ] = 0.0,
+    together: Annotated[
+        float, typer.Option(min=0, max=1, help="Probability that a failure takes a second replica.")
+    ] = 0.0,
     queue: Annotated[
         bool, typer.Option("--queue", help="Recoveries that overlap follow each other, as published formulas assume.")
     ] = False,
-    days: Annotated[float, typer.Option(help="Simulated days of a run.")] = 30.0,
+    days: Annotated[float, typer.Option(callback=_above_zero, help="Simulated days of a run.")] = 30.0,
     runs: Annotated[int, typer.Option(min=2, help="Runs, each with other failures.")] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Of the failures.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Draw the rates over cluster sizes into this .png or .svg.")] = None,
@@ -59,16 +75,21 @@ def simulate_faults(
     from cordillera.distributed.fault_tolerance.simulator import FaultyJob
     from cordillera.errors import PlanError
     from cordillera.reports.faults import plot_fault_study
+    from cordillera.run import disk_errors
+    from cordillera.topology import check_writable
     from cordillera.workflows.scaling import planned_job, study_faults
 
     planned = None if plan is None else planned_job(plan)
-    step_s = step or (20.0 if planned is None else planned.step_s)
+    if step is None:
+        step = 20.0 if planned is None else planned.step_s
     job = FaultyJob(
-        between_s=60 * between, step_s=step_s, detect_s=detect, resume_s=resume, repair_s=repair, rejoin_s=rejoin,
+        between_s=60 * between, step_s=step, detect_s=detect, resume_s=resume, repair_s=repair, rejoin_s=rejoin,
         consensus_s=consensus, save_s=save, together=together, queue=queue,
     )  # fmt: skip
-    if plot is not None and plot.suffix not in (".png", ".svg"):
-        raise PlanError(f"cannot draw into {plot.name}", where="--plot", remedy="name a .png or an .svg")
+    if plot is not None:
+        if plot.suffix not in (".png", ".svg"):
+            raise PlanError(f"cannot draw into {plot.name}", where="--plot", remedy="name a .png or an .svg")
+        check_writable(plot)
     out = console()
     with console(stderr=as_json).status("simulating") as status:
         rows = study_faults(
@@ -80,18 +101,20 @@ def simulate_faults(
             seed=seed,
             on_row=lambda row: status.update(f"{row.devices:,} devices, {row.job.policy}"),
         )
-    if plot is not None:
-        plot_fault_study(rows, plot)
     if as_json:
         print_json([row.to_dict() for row in rows])
-        return
-    out.print(_table(rows, runs, days, None if planned is None else job.step_s))
-    for line in _chosen(rows):
-        out.print(line)
-    if planned is not None:
-        out.print(f"s a step: with its share of what failures cost; {job.step_s:.4g} without")
+    else:
+        out.print(_table(rows, runs, days, None if planned is None else job.step_s))
+        for line in _chosen(rows):
+            out.print(line)
+        if planned is not None:
+            out.print(f"s a step: with its share of what failures cost; {job.step_s:.4g} without")
     if plot is not None:
-        out.print(f"plot: {plot}")
+        with disk_errors(plot, "name another file with --plot"):
+            plot.parent.mkdir(parents=True, exist_ok=True)
+            plot_fault_study(rows, plot)
+        if not as_json:
+            out.print(f"plot: {plot}")
 
 
 def _chosen(rows: Sequence[FaultStudyRow]) -> Iterator[str]:
@@ -120,14 +143,11 @@ def _table(rows: Sequence[FaultStudyRow], runs: int, days: float, step_s: float 
     for heading in ("devices", "policy", "effective", "formula", *uses, *charged):
         table.add_column(heading, justify="left" if heading == "policy" else "right")
     for row in rows:
-        interval = ""
-        if math.isfinite(row.effective.low):  # of one run there is none
-            low, high = max(0.0, row.effective.low), min(1.0, row.effective.high)
-            interval = f" [{100 * low:.1f}, {100 * high:.1f}]"
+        interval = f"[{100 * row.effective.low:.1f}, {100 * row.effective.high:.1f}]"
         table.add_row(
             f"{row.devices:,}",
             row.job.policy if row.job.policy == "restart" else f"{row.job.policy}, {row.job.replicas}",
-            f"{100 * row.effective.value:.1f}{interval}",
+            f"{100 * row.effective.value:.1f} {interval}",
             f"{100 * row.formula:.1f}",
             *(f"{100 * row.shares[name]:.2f}" for name in uses),
             *(() if step_s is None else (f"{step_s / row.effective.value:.4g}",)),

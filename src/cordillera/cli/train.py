@@ -61,18 +61,14 @@ def train(
     overrides = list(set_ or []) + ([f"seed={seed}"] if seed is not None else [])
     overrides += [f"fault_tolerance.replicas={replicas}"] if replicas is not None else []
     what = _resumed(recipe, run, overrides, plan) if resume else _begun(recipe, run, overrides, plan, nproc)
+    before = what.status() if resume else None
     with CommandOutput(as_json) as answer:
         with training_progress(answer.notes, quiet=quiet) as (on_step, say):
             outcome = workflows.train(
                 what, run, processes=nproc, changes=overrides if resume else (), on_step=on_step, say=say
             )
-        folder, step = outcome.run.folder, outcome.report.progress.step
-        if outcome.report.ended == "interrupted":
-            answer.say(f"interrupted at step {step}; everything is saved", ended="interrupted", steps=step, run=folder)
-            answer.say(f"  -> continue with: cordillera train {folder} --resume")
-            raise typer.Exit(130)
-        _print(answer, outcome)
-        answer.say(f"report: {folder / 'report.html'}", run=folder, report=folder / "report.html")
+        is_old = before is not None and before.is_complete and before.step == outcome.report.progress.step
+        tell_outcome(answer, outcome, "train", is_old=is_old)
 
 
 def _join(folder: str, replica: str | None, coordinator: str | None, answer: CommandOutput, quiet: bool) -> None:
@@ -117,15 +113,13 @@ def _resumed(recipe: str, folder: Path | None, overrides: Sequence[str], plan: P
 def _begun(recipe: str, run: Path | None, overrides: Sequence[str], plan: Path | None, nproc: int | None) -> Any:
     """Return the recipe to train."""
     from cordillera.distributed.job.environment import place_in_job
-    from cordillera.errors import RunError
     from cordillera.recipe import load
-    from cordillera.run import Run, check_new_folder
+    from cordillera.run import check_new_folder, check_no_run
 
-    if run is not None and place_in_job() is None:  # before the data is read
+    if run is None:
+        check_no_run(recipe, "train")
+    elif place_in_job() is None:  # before the data is read
         check_new_folder(run)
-    if (Path(recipe) / "recipe.toml").is_file() and run is None:
-        Run(recipe)  # or the folder of a search
-        raise RunError("is a run folder", where=recipe, remedy=f"continue it with `cordillera train {recipe} --resume`")
     found = load(recipe, overrides)
     if plan is None:
         return found
@@ -134,14 +128,36 @@ def _begun(recipe: str, run: Path | None, overrides: Sequence[str], plan: Path |
     return follow_plan(found, plan, nproc)
 
 
-def _print(answer: CommandOutput, outcome: Outcome | LanguageOutcome) -> None:
+def tell_outcome(
+    answer: CommandOutput, outcome: Outcome | LanguageOutcome, command: str, *, is_old: bool = False
+) -> None:
+    """Print how a training ended, what was reached, and where the report is, or with which ``command`` to go on.
+
+    With ``is_old``, it had ended before the command.
+
+    Raises:
+        typer.Exit: If it was interrupted.
+    """
+    folder, step = outcome.run.folder, outcome.report.progress.step
+    if outcome.report.ended == "interrupted":
+        answer.say(f"interrupted at step {step:,}; everything is saved", ended="interrupted", steps=step, run=folder)
+        answer.say(f"  -> continue with: cordillera {command} {folder} --resume")
+        raise typer.Exit(130)
+    _print(answer, outcome, is_old)
+    answer.say(f"report: {folder / 'report.html'}", run=folder, report=folder / "report.html")
+
+
+def _print(answer: CommandOutput, outcome: Outcome | LanguageOutcome, is_old: bool = False) -> None:
     from cordillera.cli._show import evaluation_table, group_tables, language_line
+    from cordillera.numbers import counted
     from cordillera.workflows import LanguageOutcome
 
     report = outcome.report
     how = {"finished": "finished", "early": "stopped early", "exhausted": "the text ended"}[report.ended]
     step, seconds = report.progress.step, report.seconds
-    ended = f"{how} after {step:,} steps in {seconds:.1f} s"
+    ended = f"{how} after {counted(step, 'step')} in {seconds:.1f} s"
+    if is_old:
+        ended = f"nothing was left to train: {how} before, after {counted(step, 'step')}"
     facts = {"ended": report.ended, "steps": step, "seconds": seconds}
     if isinstance(outcome, LanguageOutcome):
         tokens = outcome.report.progress.tokens

@@ -440,7 +440,8 @@ def figure(
         one.draw(chart, x, y)
     if mark is not None:
         chart.mark(x.place(mark[0]), y.place(mark[1]), mark[2])
-    return Figure(heading, chart, caption, [(one.style, one.name) for one in series] if len(series) > 1 else ())
+    key = [(one.style + " dots" * (one.drawn == "dots"), one.name) for one in series]
+    return Figure(heading, chart, caption, key if len(series) > 1 else ())
 
 
 def _said(series: Sequence[Series], labels: tuple[str, str]) -> str:
@@ -452,9 +453,6 @@ def _said(series: Sequence[Series], labels: tuple[str, str]) -> str:
         said.setdefault(at, []).append(f"{one.name} {text}" + ("" if labels[1] in one.name else f" ({labels[1]})"))
     places = {at: f"{at:,.0f}" if at.is_integer() else f"{at:,.6g}" for at in map(float, said)}
     return "; ".join(f"{labels[0]} {places[at]}: {', '.join(values)}" for at, values in said.items())
-
-
-# Drawings of other kinds
 
 
 def interval_strip(

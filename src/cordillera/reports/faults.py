@@ -61,8 +61,8 @@ def _draw(rows: Sequence[FaultStudyRow]) -> Figure:
     styles = {"restart": "-", "replicas": "-", "decoupled": "--"}
     for name, line in lines.items():
         values = [row.effective.value for row in line]
-        errors = [[value - max(0.0, row.effective.low) for row, value in zip(line, values, strict=True)],
-                  [min(1.0, row.effective.high) - value for row, value in zip(line, values, strict=True)]]  # fmt: skip
+        errors = [[row.effective.value - row.effective.low for row in line],
+                  [row.effective.high - row.effective.value for row in line]]  # fmt: skip
         axes.errorbar([row.devices for row in line], values, yerr=errors, label=name, marker="o", markersize=4,
                       linestyle=styles[line[0].job.policy], capsize=2)  # fmt: skip
     axes.set_xscale("log")

@@ -13,6 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from cordillera.numbers import shown
 from cordillera.reports.charts import seconds_text
 from cordillera.run import Run, write_atomically
 
@@ -99,5 +100,10 @@ def plain(value: Any) -> str:
 
 
 _TEMPLATES.filters.update(
-    count=count, number=lambda value, form=",": format(value, form), part=part, plain=plain, seconds=seconds_text
+    count=count,
+    number=lambda value, form=",": format(value, form),
+    part=part,
+    plain=plain,
+    shown=shown,
+    seconds=seconds_text,
 )

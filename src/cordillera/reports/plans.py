@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from cordillera.numbers import shown
 from cordillera.planning.sensitivity import DISTANCES_KM, OVERSUBSCRIPTIONS, Sensitivity
 from cordillera.reports import page
 from cordillera.reports.charts import Axis, Figure, Series, bars, figure, padded, seconds_text
@@ -56,7 +57,7 @@ def content(explorer: Any, found: Any, base: Any) -> dict[str, Any]:
 
 def gigabytes(size: float) -> str:
     """Return bytes as text in GB."""
-    return f"{size / 1e9:.1f} GB"
+    return f"{shown(size / 1e9, 1)} GB"
 
 
 def colours(titles: Mapping[str, str], rows: Iterable[Mapping[str, float]]) -> list[tuple[str, str]]:

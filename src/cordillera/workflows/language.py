@@ -14,7 +14,7 @@ import zlib
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from cordillera.data.language.chats.corpora import ChatCorpora, prepare_chats
 from cordillera.data.language.corpora import TextCorpora, prepare_corpora, text_identity
 from cordillera.data.language.held_out import held_out_batches
 from cordillera.data.packing.work import DocumentWork
+from cordillera.distributed.fault_tolerance.coordinator import listen_at
 from cordillera.distributed.fault_tolerance.launcher import (
     ReplicaLauncher,
     ReplicaService,
@@ -32,6 +33,7 @@ from cordillera.distributed.fault_tolerance.launcher import (
     job_secret,
     replica_names,
 )
+from cordillera.distributed.fault_tolerance.messages import parse_address
 from cordillera.distributed.fault_tolerance.replica import ReplicaPlace
 from cordillera.distributed.job.environment import place_in_job
 from cordillera.distributed.job.job import Job, join_job
@@ -48,28 +50,28 @@ from cordillera.errors import (
     RecipeError,
     RunError,
 )
-from cordillera.models.language.adapters import ADAPTER_WEIGHTS
-from cordillera.models.language.checkpoints import open_checkpoint, read_model
+from cordillera.models.language.checkpoints import open_checkpoint
 from cordillera.models.language.checkpoints.first_sight import compare_with_first_sight
 from cordillera.models.language.checkpoints.sharded import STATE, ShardedFolder
-from cordillera.models.language.checkpoints.source import Source, parameter_shapes
 from cordillera.models.language.flops import peak_flops
-from cordillera.models.language.llama import draw_weight
 from cordillera.numerics.formats.precision import compute_dtype
 from cordillera.recipe import LanguageRecipe, PostTrainingRecipe
 from cordillera.reports.language.replicas import write_replicas_page
 from cordillera.reports.language.run import write_language_report
-from cordillera.run import Run, check_recipe, next_path, recipe_state, write_atomically
+from cordillera.run import Run, check_new_folder, check_recipe, next_path, recipe_state, write_atomically
 from cordillera.serving.language.language_model import find_model
 from cordillera.training.checkpoints import folder_of, steps
-from cordillera.training.language.checkpoints import ShardedCheckpoints
+from cordillera.training.language.checkpoints import ShardedCheckpoints, start_from
 from cordillera.training.language.engine import LanguageEngine
 from cordillera.training.language.replicated import ReplicatedTrainer
 from cordillera.training.language.trainer import (
+    LanguageEnd,
     LanguageEvaluation,
+    LanguageProgress,
     LanguageReport,
     LanguageStepCallback,
     LanguageTrainer,
+    read_evaluation,
     write_evaluation,
 )
 from cordillera.training.ranking.scoring import select_device
@@ -391,7 +393,7 @@ def coordinate(
     processes: int | None = None,
     listen: str = "127.0.0.1:0",
     say: Say = silent,
-) -> Run:
+) -> LanguageOutcome:
     """Coordinate replicas that are started elsewhere, until they end; Ctrl-C or SIGTERM lets all stop after a step.
 
     Args:
@@ -404,35 +406,48 @@ def coordinate(
 
     Raises:
         PlanError: If the recipe has no replicas, or the address cannot be used.
-        RunError: If the run is in use.
+        RunError: If the run is in use, or the folder of a new one is not empty.
+        Interrupted: If it was stopped before the replicas had ended.
     """
     recipe = with_processes(recipe, processes)
     if recipe.fault_tolerance.replicas == 1:
         raise PlanError("is 1", where="fault_tolerance.replicas", remedy="give --replicas N")
     check_trainable(recipe, folder if resume else None)
-    run = _prepare(recipe, folder, resume, say)
-    host, _, port = listen.rpartition(":")
-    if not port.isdecimal():
-        raise PlanError("has no port", where=listen, remedy="write HOST:PORT, with port 0 for one that is free")
-    service = ReplicaService(
-        run.folder, recipe.fault_tolerance, _configuration(recipe), host=host or "127.0.0.1", port=int(port)
-    )
-    say(f"coordinator: {service.address}")
-    for name in replica_names(recipe.fault_tolerance.replicas):
-        say(f"  -> cordillera train {run.folder} --replica {name} --coordinator {service.address}")
+    host, port = parse_address(listen, "listen")
+    listen_at(host, port).close()  # before there is a folder
+    if folder is not None and not resume:
+        check_new_folder(Path(folder), "coordinate")
+    run, since = _prepare(recipe, folder, resume, say), time.perf_counter()
     begun = max(steps(run.checkpoints), default=0)
     with run.lock():
         run.rewind_metrics(begun)
         run.write_status(None, begun, recipe.training.steps)
+        service = ReplicaService(run.folder, recipe.fault_tolerance, _configuration(recipe), host=host, port=port)
+        say(f"coordinator: {service.address}")
+        for name in replica_names(recipe.fault_tolerance.replicas):
+            say(f"  -> cordillera train {run.folder} --replica {name} --coordinator {service.address}")
         service.serve(lambda: (status := run.status()) is not None and status.ended is not None)
-        status = run.status()
-        if status is None or status.ended is None:
+        report = _ended(run, time.perf_counter() - since)
+        if report is None:
             why = "the coordinator was stopped before the replicas had ended"
             run.write_status("failed", max(steps(run.checkpoints), default=0), recipe.training.steps, why)
         _write_replicas_page(run, say)
-        if status is not None and status.ended in ("finished", "exhausted"):
+        if report is None:
+            remedy = f"go on from the newest checkpoint with `cordillera coordinate {run.folder} --resume`"
+            raise Interrupted(why, where=str(run.folder), remedy=remedy)
+        if report.ended != "interrupted":
             write_language_report(run)
-    return run
+    return LanguageOutcome(run, report)
+
+
+def _ended(run: Run, seconds: float) -> LanguageReport | None:
+    """Return how the replicas of a run say that their job of so many ``seconds`` ended; None if they do not."""
+    status = run.status()
+    if status is None or status.ended is None:
+        return None
+    last = (run.metrics() or [{}])[-1]
+    progress = LanguageProgress(status.step, last.get("tokens", 0), last.get("documents", 0))
+    return LanguageReport(cast("LanguageEnd", status.ended), progress, seconds, read_evaluation(run, status.step))
 
 
 def join(
@@ -461,6 +476,7 @@ def join(
     recipe = recipes.load(run.recipe_file)
     if not isinstance(recipe, LanguageRecipe) or recipe.fault_tolerance.replicas == 1:
         raise PlanError("is no run of replicas", where=str(run.folder), remedy="begin it with `cordillera coordinate`")
+    parse_address(coordinator, "coordinator")
     names = replica_names(recipe.fault_tolerance.replicas)
     if name not in names:
         raise PlanError(f"there is no replica {name}", where="replica", remedy=f"one of {', '.join(names)}")
@@ -522,7 +538,7 @@ def _train(
     if resume and (found or place is None):
         say(f"resumed at step {trainer.progress.step}" if found else "no checkpoint yet: starting from the beginning")
     if recipe.training.start is not None and not found:
-        _start_from(trainer.engine, open_checkpoint(find_model(recipe.training.start)), recipe.seed)
+        start_from(trainer.engine, open_checkpoint(find_model(recipe.training.start)), recipe.seed)
     if isinstance(recipe, PostTrainingRecipe):
         add_reference(recipe, trainer, run, say)
     return trainer.fit()
@@ -572,29 +588,3 @@ def _trainer(
             recipe.training, engine, batches, place=place, tolerance=tolerance, local=local, **common
         )
     return LanguageTrainer(recipe.training, engine, batches, **common)
-
-
-def _start_from(engine: LanguageEngine, source: Source, seed: int) -> None:
-    """Load the weights of a checkpoint into an engine; each rank reads those of its stages, and draws new ones."""
-    merged = None if source.config.adapter is None else dict(read_model(source).named_parameters())
-    known = parameter_shapes(source.config)
-
-    def read(name: str, shape: torch.Size) -> torch.Tensor:
-        whole = torch.empty(shape)
-        if name not in known or name.endswith(ADAPTER_WEIGHTS):
-            draw_weight(whole, name, engine.model, seed)
-        elif merged is not None:
-            whole.copy_(merged[name].detach())
-        else:
-            source.read(name, whole)
-            if not whole.isfinite().all():
-                raise CheckpointError(
-                    f"tensor {source.name_of(name)} holds NaN or infinity",
-                    where=f"training.start, {source.path}",
-                    remedy="the checkpoint is damaged: start from another",
-                )
-        return whole
-
-    for stage in engine.stages.values():
-        stage.fill(read)
-    engine.take_weights()

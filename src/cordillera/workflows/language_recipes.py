@@ -15,6 +15,7 @@ from cordillera.models.language.checkpoints import open_checkpoint
 from cordillera.models.language.flops import flops_per_token
 from cordillera.models.language.llama import parameter_count
 from cordillera.models.language.parallelize import check_fit
+from cordillera.numbers import counted
 from cordillera.planning.language.plan_file import read_written_plan
 from cordillera.recipe import ON_TOP, LanguageRecipe, PostTrainingRecipe, RankingRecipe
 from cordillera.run import Run
@@ -73,7 +74,10 @@ def follow_plan(
             difference.
     """
     if not isinstance(recipe, LanguageRecipe):
-        raise RecipeError(recipe.name, [("--plan", "ranking models are trained in one process, without a plan")])
+        raise RecipeError(
+            recipe.name,
+            [("--plan", "plans are for language models; give --nproc N to train this one in several processes")],
+        )
     plan = read_written_plan(file)
     mesh = planned_mesh(plan)
     problems = differences(plan, mesh, recipe.model, recipe.packing, recipe.parallel)
@@ -180,8 +184,11 @@ def text_line(recipe: LanguageRecipe, corpora: TextCorpora | ChatCorpora) -> str
     learnt = sum(source["tokens"] for source in corpora.facts["sources"])
     held = sum(part["tokens"] for part in corpora.facts["held_out"])
     passes = min(wanted * per_step / max(learnt, 1), recipe.data.epochs or math.inf)
-    share = f"go through it {passes:.2g} times" if passes >= 1 else f"are {100 * passes:.2g} % of it"
-    return f"{learnt:,} tokens to learn from, {held:,} held out\n      {wanted:,} steps of {per_step:,} tokens {share}"
+    times = f"{passes:,.0f}" if passes >= 9.95 else f"{passes:.1f}"
+    several = f"{'goes' if wanted == 1 else 'go'} through it {times} times"
+    share = several if passes >= 1 else f"{'is' if wanted == 1 else 'are'} {100 * passes:.3g} % of it"
+    taken = f"{counted(wanted, 'step')} of {per_step:,} tokens {share}"
+    return f"{learnt:,} tokens to learn from, {held:,} held out\n      {taken}"
 
 
 def describe(recipe: LanguageRecipe, corpora: TextCorpora | ChatCorpora) -> dict[str, Any]:

@@ -85,13 +85,18 @@ class PlannedRecommender:
 
 def _changed(cluster: str | Path, changes: Iterable[str]) -> clusters.Topology:
     edits: dict[str, float | str] = {}
-    for text in changes:
+    told = [*changes]
+    for text in told:
         path, value = parse_change(text)
         if path in edits:
             raise PlanError(f"changes {path} a second time", where=text or "change ''", remedy="one change of each key")
         edits[path] = value
     topology = clusters.load(cluster)
-    return topology.changed(edits) if edits else topology
+    if not edits:
+        return topology
+    # its own description may be of what was changed
+    described = {"description": f"{topology.name} with {', '.join(told)}"}
+    return topology.changed(edits).model_copy(update=described)
 
 
 def plan(

@@ -23,7 +23,7 @@ from cordillera.models.language.flops import training_flops
 from cordillera.planning.language.plan_file import read_content
 from cordillera.recipe import LanguageRecipe, RankingRecipe
 from cordillera.reports.faults import FaultStudyRow
-from cordillera.reports.ranking.comparison import mean_interval
+from cordillera.reports.ranking.comparison import SeedMean, mean_interval
 from cordillera.reports.studies import isoflop_page, sweep_page
 from cordillera.run import Run, write_atomically
 from cordillera.training.language.trainer import LanguageStepCallback
@@ -234,10 +234,9 @@ def study_faults(
         on_row: Function called with each finished row.
 
     Raises:
-        PlanError: If a number is not positive, or there are fewer than two runs.
+        PlanError: If a number is not positive, there are fewer than two runs, or more replicas than devices.
     """
-    if runs < 2 or not (math.isfinite(days) and days > 0) or min([*devices, *replicas], default=0) < 1:
-        raise PlanError("needs two runs, and positive numbers of devices, replicas and days", where="study")
+    _check_study(devices, replicas, days, runs)
     rows = []
     for size in devices:
         between = job.between_s * REFERENCE_DEVICES / size
@@ -253,7 +252,7 @@ def study_faults(
                 FaultStudyRow(
                     size,
                     one,
-                    mean_interval([run.effective for run in found]),
+                    _share_interval([run.effective for run in found]),
                     shares,
                     sum(run.failures for run in found) / runs,
                     _formula(one),
@@ -262,6 +261,26 @@ def study_faults(
             if on_row is not None:
                 on_row(rows[-1])
     return rows
+
+
+def _check_study(devices: Sequence[int], replicas: Sequence[int], days: float, runs: int) -> None:
+    for name, values in (("devices", devices), ("replicas", replicas)):
+        if min(values, default=0) < 1:
+            what = f"{min(values):,} is not above 0" if values else "is empty"
+            raise PlanError(what, where=name, remedy="give numbers of 1 or more")
+    if not 0 < days < math.inf:
+        raise PlanError(f"is {days:g}", where="days", remedy="give a number above 0")
+    if runs < 2:
+        raise PlanError(f"is {runs}", where="runs", remedy="give at least 2, which an interval needs")
+    if max(replicas) > min(devices):
+        what = f"{min(devices):,} devices cannot be divided into {max(replicas):,} replicas"
+        raise PlanError(what, where="replicas", remedy="give fewer replicas, or more devices")
+
+
+def _share_interval(shares: Sequence[float]) -> SeedMean:
+    """Return the mean of shares with its interval, which ends at 0 and 1."""
+    found = mean_interval(shares)
+    return replace(found, low=max(0.0, found.low), high=min(1.0, found.high))
 
 
 @dataclass(frozen=True)

@@ -285,7 +285,7 @@ def test_answers_end_at_the_context(seeing: VisionLlama) -> None:
 
 @pytest.mark.parametrize(
     ("prompts", "said"),
-    [([[1], []], "prompt 1: has 0 tokens"), ([[1] * 64], "prompt 0: has 64 tokens"), ([[61]], "61 is no token")],
+    [([[1], []], "prompt 2: has 0 tokens"), ([[1] * 64], "prompt 1: has 64 tokens"), ([[61]], "61 is no token")],
 )
 def test_wrong_prompts_are_refused(seeing: VisionLlama, prompts: list[list[int]], said: str) -> None:
     with pytest.raises(DataError, match=said):

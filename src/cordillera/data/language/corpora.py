@@ -13,7 +13,7 @@ from cordillera.data.language.shards import ChosenDocuments, Documents, TextData
 from cordillera.data.language.tokenised import TextConfig, TextSettings, prepare_text
 from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.data.tokenizers.tokenizer import Tokenizer
-from cordillera.errors import DataError
+from cordillera.errors import DataError, at_key
 
 HELD_OUT = 0.01
 """Default share of documents that are held out."""
@@ -118,13 +118,15 @@ def prepare_corpora(config: TextDataConfig, *, wait_s: float = 0.0) -> TextCorpo
     Raises:
         DataError: bad input; no document is left to learn from; another process is preparing the same text.
     """
-    tokenizer = load_tokenizer(config.tokenizer)
+    with at_key("data.tokenizer"):
+        tokenizer = load_tokenizer(config.tokenizer)
     configs = config.corpora()
-    datasets = [prepare_text(one, wait_s=wait_s) for one in configs]
+    keys = [f"data.sources[{number}].path" for number in range(len(config.sources))] or ["data.path"]
+    datasets = [prepare_text(one, wait_s=wait_s, where=key) for one, key in zip(configs, keys, strict=True)]
     validation: TextDataset | None = None
     if config.validation:
         common = config.model_copy(update={"path": config.validation, "sources": ()}).corpora()[0]
-        validation = prepare_text(common, wait_s=wait_s)
+        validation = prepare_text(common, wait_s=wait_s, where="data.validation")
     part = config.held_out if config.held_out is not None else 0.0 if validation else HELD_OUT
     limit = hash_limit([dataset.hashes for dataset in datasets], part)
     chosen = [dataset.hashes < limit for dataset in datasets]

@@ -154,6 +154,8 @@ def _kind(path: Path) -> Literal["text", "json", "parquet"]:
         return "json"
     if name.endswith(_PARQUET):
         return "parquet"
+    if not path.exists():
+        raise DataError("there is no such file", where=str(path))
     raise DataError(
         "the name does not tell what the file holds",
         where=str(path),

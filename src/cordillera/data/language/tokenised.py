@@ -27,7 +27,7 @@ from cordillera.data.language.shards import FORMAT, ShardWriter, TextDataset
 from cordillera.data.paths import expand_paths
 from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.data.tokenizers.tokenizer import Tokenizer
-from cordillera.errors import DataError
+from cordillera.errors import DataError, at_key
 
 PYTHON_LIBRARY = "python-library"
 """Name of the corpus that needs no files of the user."""
@@ -117,6 +117,7 @@ def prepare_text(
     language: Callable[[str], str] | None = None,
     quality: Callable[[str], float] | None = None,
     wait_s: float = 0.0,
+    where: str = "path",
 ) -> TextDataset:
     """Read, clean and tokenise the text of ``config``; a second call opens the cached corpus.
 
@@ -128,12 +129,14 @@ def prepare_text(
             and name count as the same.
         quality: Function that scores a text, for ``cleaning.min_quality``.
         wait_s: Longest time in seconds to wait for another process that prepares the same text.
+        where: Key that errors name where the path is wrong.
 
     Raises:
         DataError: bad input (file and row are named), no document is left, another process prepares the same text.
     """
     tokenizer = load_tokenizer(config.tokenizer)
-    paths = text_files(config.path)
+    with at_key(where):
+        paths = text_files(config.path)
     ends = _ends(tokenizer, tokenizer.adds_bos if config.bos is None else config.bos, config.eos)
     key = _key(config, tokenizer, ends, paths, (language, quality))
     folder = cache_folder(config.cache_dir) / "text" / f"{_name(config.path, paths)}-{key}"

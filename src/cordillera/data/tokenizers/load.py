@@ -48,7 +48,10 @@ def read_tokenizer(path: Path) -> Tokenizer:
     """Read a tokenizer from a file or folder; see :func:`load_tokenizer`."""
     try:
         if not path.exists():
-            raise DataError("there is no such file or folder", where=str(path))
+            names = ", ".join([BYTES, *ASSETS])
+            raise DataError(
+                "there is no such file or folder", where=str(path), remedy=f"tokenizers with a name are: {names}"
+            )
         if path.is_dir():
             path = _in_folder(path)
         if not path.is_file():

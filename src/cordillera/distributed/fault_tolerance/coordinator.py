@@ -150,6 +150,23 @@ class _Connection:
 _Event: TypeAlias = tuple[_Connection, ReplicaMessage]
 
 
+def listen_at(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address of this machine.
+
+    Args:
+        host: Address.
+        port: Port; 0 for one that is free.
+
+    Raises:
+        PlanError: If it cannot listen there.
+    """
+    try:
+        return socket.create_server((host, port), backlog=256)
+    except OSError as error:
+        where = f"{host}:{port}"
+        raise PlanError(f"cannot listen ({error.strerror})", where=where, remedy="choose another port") from error
+
+
 class Coordinator:
     """A coordinator that listens at a port; :meth:`serve` runs it.
 
@@ -194,11 +211,7 @@ class Coordinator:
             now = time.monotonic()
             known = {name: ReplicaStatus(now) for name in before.members}
             self._state = replace(before, began=now, connected=known)
-        try:
-            self._listener = socket.create_server((host, port), backlog=256)
-        except OSError as error:
-            where = f"{host}:{port}"
-            raise PlanError(f"cannot listen ({error.strerror})", where=where, remedy="choose another port") from error
+        self._listener = listen_at(host, port)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
         self._connections: dict[str, _Connection] = {}

@@ -10,9 +10,11 @@ since 1970, by a clock that does not jump while a writer lasts.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +100,48 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
                 raise RunError("does not say when it was", where=where)
             found.append({**content, "writer": path.stem})
     return sorted(found, key=lambda event: event["at"])
+
+
+def _place_of(event: Mapping[str, Any]) -> str:
+    return f"{event.get('writer', 'unknown')}.jsonl, event {event.get('kind')!r} of {event.get('at')}"
+
+
+def value_of(event: Mapping[str, Any], key: str, is_right: Callable[[Any], bool], wanted: str) -> Any:
+    """Return the value of ``key`` in an ``event``, if it ``is_right``.
+
+    Raises:
+        RunError: If not; the message says what was ``wanted``.
+    """
+    if not is_right(value := event.get(key)):
+        raise RunError(f"{key} is {value!r}, not {wanted}", where=_place_of(event))
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
+
+
+def time_of(event: Mapping[str, Any]) -> float:
+    """Return the time of an ``event`` in seconds since 1970; see :func:`value_of` for errors."""
+    return float(value_of(event, "at", _is_number, "a time"))
+
+
+def count_of(event: Mapping[str, Any], key: str) -> int:
+    """Return the count ``key`` of an ``event``; see :func:`value_of` for errors."""
+    return int(value_of(event, key, lambda one: type(one) is int and one >= 0, "a count"))
+
+
+def name_of(event: Mapping[str, Any], key: str) -> str:
+    """Return the text ``key`` of an ``event``; see :func:`value_of` for errors."""
+    return str(value_of(event, key, lambda one: isinstance(one, str), "a text"))
+
+
+def names_of(event: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Return the list of names ``key`` of an ``event``; see :func:`value_of` for errors."""
+    is_right = lambda one: isinstance(one, list | tuple) and all(isinstance(x, str) for x in one)  # noqa: E731
+    return tuple(value_of(event, key, is_right, "a list of names"))
+
+
+def is_times(value: Any) -> bool:
+    """Return whether a ``value`` holds the seconds of phases and of ``all``."""
+    return isinstance(value, Mapping) and "all" in value and all(_is_number(x) and x >= 0 for x in value.values())

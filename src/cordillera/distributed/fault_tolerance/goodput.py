@@ -12,7 +12,7 @@ The time of each replica, from the job's first event to its last, is divided int
   the whole step if the replica contributed nothing to it.
 - ``paused``: time between steps and after the last one: evaluations, checkpoints, records.
 - ``absent``: from the end of a process to the return of its replica, and from the epoch that began without a replica
-  to the end of its attempt.
+  to the end of its attempt. Of a pause in which one began, all beyond the longest other pause.
 - ``starting``: from the start of the job to the first connection of the replica.
 
 The normal time of a sum is the median over useful steps of the shortest time of their replicas. After the last record
@@ -29,10 +29,11 @@ import math
 import statistics
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from cordillera.distributed.fault_tolerance.events import count_of, is_times, name_of, names_of, time_of, value_of
 from cordillera.distributed.fault_tolerance.launcher import replica_names
 from cordillera.distributed.stragglers import Straggler, find_stragglers
 from cordillera.errors import RunError
@@ -221,14 +222,14 @@ def account(events: Iterable[Mapping[str, Any]], replicas: int) -> Goodput:
         RunError: If there are no events, some are missing, or one lacks what it should have.
     """
     history = _History(replicas)
-    history.read(sorted(events, key=_time_of))
+    history.read(sorted(events, key=time_of))
     history.check()
     _mark_useful(history)
     attempts = [one for found in history.attempts.values() for one in found]
     useful = [one for one in attempts if one.is_useful]
     step_s = statistics.median(one.seconds["all"] for one in useful) if useful else math.nan
-    times = _normal_sum(useful), step_s if useful else 0.0
-    lanes = {name: _walk(history, name, *times) for name in history.names}
+    times = _Normal(_normal_sum(useful), step_s if useful else 0.0, _longest_pause(history))
+    lanes = {name: _walk(history, name, times) for name in history.names}
     chain = {one.lineage for one in useful}
     return Goodput(
         elapsed_s=history.elapsed,
@@ -246,41 +247,6 @@ def account(events: Iterable[Mapping[str, Any]], replicas: int) -> Goodput:
         launches=history.launches,
         messages=history.messages,
     )
-
-
-def _where(event: Mapping[str, Any]) -> str:
-    return f"{event.get('writer', 'unknown')}.jsonl, event {event.get('kind')!r} of {event.get('at')}"
-
-
-def _value(event: Mapping[str, Any], key: str, is_right: Callable[[Any], bool], wanted: str) -> Any:
-    if not is_right(value := event.get(key)):
-        raise RunError(f"{key} is {value!r}, not {wanted}", where=_where(event))
-    return value
-
-
-def _is_number(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
-
-
-def _time_of(event: Mapping[str, Any]) -> float:
-    return float(_value(event, "at", _is_number, "a time"))
-
-
-def _count(event: Mapping[str, Any], key: str) -> int:
-    return int(_value(event, key, lambda one: type(one) is int and one >= 0, "a count"))
-
-
-def _name(event: Mapping[str, Any], key: str) -> str:
-    return str(_value(event, key, lambda one: isinstance(one, str), "a text"))
-
-
-def _names(event: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    is_right = lambda one: isinstance(one, list | tuple) and all(isinstance(x, str) for x in one)  # noqa: E731
-    return tuple(_value(event, key, is_right, "a list of names"))
-
-
-def _is_times(value: Any) -> bool:
-    return isinstance(value, Mapping) and "all" in value and all(_is_number(x) and x >= 0 for x in value.values())
 
 
 class _Mark(NamedTuple):
@@ -314,10 +280,10 @@ class _History:
         """Take over events, in their order."""
         if not events:
             raise RunError("there are no events of replicas", remedy="train with fault_tolerance.replicas above 1")
-        offset = last = _time_of(events[0])
+        offset = last = time_of(events[0])
         is_up, self.names = False, tuple(replica_names(self.replicas))
         for event in events:
-            kind, writer, at = _name(event, "kind"), _name(event, "writer"), _time_of(event)
+            kind, writer, at = name_of(event, "kind"), name_of(event, "writer"), time_of(event)
             if writer == "launcher" and kind == "coordinator":
                 if is_up:  # another launcher: that before it ended without a word
                     offset += at - last
@@ -348,49 +314,52 @@ class _History:
             self._take_coordinator(event, kind, at)
         elif kind == "joined":
             self.starts[writer] += 1
-            self.began_at.add(_count(event, "step"))
+            self.began_at.add(count_of(event, "step"))
             self.marks[writer].append(_Mark(at, kind))
         elif kind == "step":
             self.marks[writer].append(_Mark(at, kind, self._attempt(event, writer, at)))
         elif kind == "left":
             self.marks[writer].append(_Mark(at, "finished"))
         elif kind == "fault":
-            self.messages.append(JobMessage(at, event.get("replica") or COORDINATOR, INJECTED + _name(event, "what")))
+            self.messages.append(JobMessage(at, event.get("replica") or COORDINATOR, INJECTED + name_of(event, "what")))
 
     def _take_launcher(self, event: Mapping[str, Any], kind: str, at: float) -> None:
         if kind in ("ended", "finished"):
-            why = _name(event, "why") if kind == "ended" else ""
-            self.marks[_name(event, "replica")].append(_Mark(at, kind, None, why))
+            why = name_of(event, "why") if kind == "ended" else ""
+            self.marks[name_of(event, "replica")].append(_Mark(at, kind, None, why))
         elif kind == "given up":
-            self.messages.append(JobMessage(at, _name(event, "replica"), f"given up: {_name(event, 'why')}"))
+            self.messages.append(JobMessage(at, name_of(event, "replica"), f"given up: {name_of(event, 'why')}"))
         elif kind == "coordinator ended":
             self.coordinator_ends.append(_Mark(at, kind, None, f"it ended with code {event.get('code')}"))
 
     def _take_coordinator(self, event: Mapping[str, Any], kind: str, at: float) -> None:
         launch = len(self.launches) - 1
         if kind == "epoch":
-            begun = EpochBegin(at, launch, _count(event, "epoch"), _count(event, "step"), _names(event, "members"))
+            begun = EpochBegin(
+                at, launch, count_of(event, "epoch"), count_of(event, "step"), names_of(event, "members")
+            )
             if self.epochs and self.epochs[-1].launch == launch:
                 for name in set(self.epochs[-1].members) - set(begun.members):
                     self.dropped[name].append(begun)
             self.epochs.append(begun)
         elif kind == "rollback":
-            lost, kept = (_value(event, k, lambda one: isinstance(one, Mapping), "a state") for k in ("lost", "kept"))
+            lost, kept = (value_of(event, k, lambda one: isinstance(one, Mapping), "a state") for k in ("lost", "kept"))
             self.replaced[str(lost.get("lineage"))] = str(kept.get("lineage"))
             text = f"step {lost.get('step')} was rolled back to step {kept.get('step')}"
             self.messages.append(JobMessage(at, COORDINATOR, text))
         elif kind in ("refused", "waiting"):
-            who = _name(event, "replica") if kind == "refused" else COORDINATOR
-            self.messages.append(JobMessage(at, who, f"{kind}: {_name(event, 'why')}"))
+            who = name_of(event, "replica") if kind == "refused" else COORDINATOR
+            self.messages.append(JobMessage(at, who, f"{kind}: {name_of(event, 'why')}"))
 
     def _attempt(self, event: Mapping[str, Any], writer: str, at: float) -> StepAttempt:
-        is_committed = _value(event, "outcome", _OUTCOMES.__contains__, " or ".join(_OUTCOMES)) == "committed"
+        is_committed = value_of(event, "outcome", _OUTCOMES.__contains__, " or ".join(_OUTCOMES)) == "committed"
         return StepAttempt(
-            writer, at, len(self.launches) - 1, self.starts[writer], is_committed, _count(event, "epoch"),
-            _count(event, "step"), _name(event, "parent"), _name(event, "lineage"), _names(event, "participants"),
-            _names(event, "members"), _count(event, "first"), _count(event, "iterations"),
-            _count(event, "targets") if is_committed else 0,
-            dict(_value(event, "seconds", _is_times, "the times of phases and of all")),
+            writer, at, len(self.launches) - 1, self.starts[writer], is_committed, count_of(event, "epoch"),
+            count_of(event, "step"), name_of(event, "parent"), name_of(event, "lineage"),
+            names_of(event, "participants"), names_of(event, "members"), count_of(event, "first"),
+            count_of(event, "iterations"),
+            count_of(event, "targets") if is_committed else 0,
+            dict(value_of(event, "seconds", is_times, "the times of phases and of all")),
         )  # fmt: skip
 
 
@@ -431,7 +400,31 @@ def _normal_sum(useful: Iterable[StepAttempt]) -> float:
     return statistics.median(shortest.values()) if shortest else 0.0
 
 
+def _longest_pause(history: _History) -> float:
+    """Return the longest pause between attempts of one process in which no epoch began without it, in seconds."""
+    longest = 0.0
+    for name, attempts in history.attempts.items():
+        for one, after in itertools.pairwise(attempts):
+            begin = after.at - after.seconds["all"]
+            if (one.launch, one.process) == (after.launch, after.process):
+                longest = max(longest, begin - one.at if _without(history.dropped[name], one.at) > begin else 0.0)
+    return longest
+
+
+def _without(dropped: Sequence[EpochBegin], at: float) -> float:
+    """Return when the first epoch after a time began without a replica; infinity if none did."""
+    return next((one.at for one in dropped[bisect_right(dropped, at, key=lambda one: one.at) :]), math.inf)
+
+
 # Parts of the time
+
+
+class _Normal(NamedTuple):
+    """Normal time of a sum of gradients and of a step, and the longest pause, in seconds."""
+
+    sum_s: float
+    step_s: float
+    pause_s: float
 
 
 class _Lane:
@@ -458,23 +451,25 @@ class _Lane:
         return {part: math.fsum(values) for part, values in found.items()}
 
 
-def _walk(history: _History, name: str, normal: float, step_s: float) -> _Lane:
+def _walk(history: _History, name: str, normal: _Normal) -> _Lane:
     """Divide the time of a replica."""
     lane, phase = _Lane(), "starting"
     dropped = history.dropped[name]
     for mark in [*history.marks[name], _Mark(history.elapsed, "launch")]:
         if mark.kind == "joined":
             if phase == "running":  # the end before it was not recorded
-                _fail(lane, mark.at, dropped, step_s)
+                _fail(lane, mark.at, dropped, normal.step_s)
             lane.until(mark.at, "starting" if phase == "starting" else "absent")
             phase = "running"
         elif mark.attempt is not None:
             _divide(lane, mark.attempt, dropped, normal, len(history.names))
             phase = "running"
         elif phase == "running" and mark.kind != "finished":
-            _fail(lane, mark.at, dropped, step_s)
+            _fail(lane, mark.at, dropped, normal.step_s)
+        elif phase == "running":
+            _pause(lane, mark.at, dropped, normal.pause_s)
         else:
-            lane.until(mark.at, _UNTIL[phase] if phase != "running" else "paused")
+            lane.until(mark.at, _UNTIL[phase])
         if mark.kind in ("ended", "finished"):
             phase = mark.kind
         elif mark.kind == "launch":
@@ -487,15 +482,21 @@ _UNTIL: Mapping[str, TimePart] = {"starting": "starting", "ended": "absent", "fi
 
 def _fail(lane: _Lane, at: float, dropped: Sequence[EpochBegin], step_s: float) -> None:
     """Count the time from the last record of a process to its end."""
-    without = next((one.at for one in dropped[bisect_right(dropped, lane.at, key=lambda one: one.at) :]), math.inf)
-    lane.until(min(at, without, lane.at + step_s), "redone")
+    lane.until(min(at, _without(dropped, lane.at), lane.at + step_s), "redone")
     lane.until(at, "absent")
 
 
-def _divide(lane: _Lane, one: StepAttempt, dropped: Sequence[EpochBegin], normal: float, replicas: int) -> None:
+def _pause(lane: _Lane, until: float, dropped: Sequence[EpochBegin], longest: float) -> None:
+    """Count the time between attempts; a replica that the others went on without has stood still in a part of it."""
+    without = _without(dropped, lane.at)
+    lane.until(until if without > until else min(without, lane.at + longest), "paused")
+    lane.until(until, "absent")
+
+
+def _divide(lane: _Lane, one: StepAttempt, dropped: Sequence[EpochBegin], normal: _Normal, replicas: int) -> None:
     """Count the time of an attempt, its phases in their order."""
     seconds = one.seconds
-    lane.until(one.at - seconds["all"], "paused")
+    _pause(lane, one.at - seconds["all"], dropped, normal.pause_s)
     later = (begun.at for begun in dropped if begun.launch == one.launch and begun.epoch > one.epoch)
     stop = min(one.at, next(later, math.inf))
     work: TimePart = "useful" if one.is_useful else "redone"
@@ -510,8 +511,8 @@ def _divide(lane: _Lane, one: StepAttempt, dropped: Sequence[EpochBegin], normal
     for part, time in (
         ("stalled", waiting),
         (compute, own),
-        (work, rest + min(summing, normal)),
-        ("stalled", max(0.0, summing - normal) + vote),
+        (work, rest + min(summing, normal.sum_s)),
+        ("stalled", max(0.0, summing - normal.sum_s) + vote),
         (work, update),
     ):
         begin = lane.at
@@ -569,8 +570,8 @@ def _failures(history: _History, name: str) -> list[tuple[float, str]]:
         before = bisect_right(finished, (begun.at, "\U0010ffff"))
         if not before or finished[before - 1][1] != "finished":
             place = bisect_left(records, begun.at)
-            went_on = ", while its process went on" if steps.intersection(records[place : place + 1]) else ""
-            told.append((begun.at, f"left out of epoch {begun.epoch}{went_on}", False))
+            came_back = "; the same process came back" if steps.intersection(records[place : place + 1]) else ""
+            told.append((begun.at, f"left out of epoch {begun.epoch}{came_back}", False))
     for _, group in itertools.groupby(sorted(told), key=lambda one: bisect_left(records, one[0])):
         items = list(group)
         ends = [one[:2] for one in items if one[2]]

@@ -18,7 +18,7 @@ import time
 import zlib
 from typing import Any, Literal
 
-from cordillera.errors import PeerError
+from cordillera.errors import PeerError, PlanError
 
 _HEADER = struct.Struct("!4sIII")
 _MAGIC = b"CDLR"
@@ -37,6 +37,18 @@ class MessageError(PeerError):
 
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
         super().__init__(what, peer=None, where=where, remedy=remedy)
+
+
+def parse_address(address: str, where: str) -> tuple[str, int]:
+    """Return host and port of an ``address``, ``HOST:PORT``, that the argument ``where`` gives.
+
+    Raises:
+        PlanError: If it is none.
+    """
+    host, colon, port = address.rpartition(":")
+    if not (colon and port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) < 1 << 16):
+        raise PlanError(f"{address!r} is no HOST:PORT", where=where, remedy="write it like 127.0.0.1:29400")
+    return host, int(port)
 
 
 def packed(message: Any) -> bytes:

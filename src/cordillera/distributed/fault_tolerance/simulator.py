@@ -80,12 +80,12 @@ class FaultyJob:
         for one in fields(self):
             value = getattr(self, one.name)
             if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
-                raise PlanError(f"{one.name} is {value}", remedy="choose a finite number, 0 or more")
+                raise PlanError(f"is {value:g}", where=one.name, remedy="choose a finite number, 0 or more")
         for name in ("between_s", "step_s", "interval_s", "replicas", "merge_steps"):
             if getattr(self, name) <= 0:
-                raise PlanError(f"{name} is {getattr(self, name)}", remedy="choose a number above 0")
+                raise PlanError(f"is {getattr(self, name):g}", where=name, remedy="choose a number above 0")
         if self.together > 1:
-            raise PlanError(f"together is {self.together}", remedy="choose a probability")
+            raise PlanError(f"is {self.together:g}", where="together", remedy="choose a probability")
 
 
 @dataclass

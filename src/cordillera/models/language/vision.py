@@ -368,7 +368,7 @@ def _check_numbers(image_of: Tensor, documents: int, images: int) -> None:
 
 
 def _check_prompts(config: LlamaConfig, prompts: Sequence[Sequence[int]]) -> None:
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(prompts, 1):
         where = f"prompt {number}"
         if not 1 <= len(prompt) < config.context:
             raise DataError(f"has {len(prompt)} tokens", where=where, remedy=f"1 to {config.context - 1} fit the model")

@@ -87,7 +87,8 @@ def read_content(path: str | Path) -> dict[str, Any]:
     Raises:
         PlanError: If the file does not exist, has another version, or does not match its checksum.
     """
-    return read_sealed(path, error=PlanError, required=True, schema=SCHEMA, remedy="plan again")
+    remedy = "name a plan.json of `cordillera plan`, or plan again"
+    return read_sealed(path, error=PlanError, required=True, schema=SCHEMA, remedy=remedy)
 
 
 def read_written_plan(path: str | Path) -> WrittenPlan:
@@ -102,9 +103,9 @@ def read_written_plan(path: str | Path) -> WrittenPlan:
     file, content = str(path), read_content(path)
     if isinstance(content.get("workload"), dict) and "tables" in content["workload"]:
         raise PlanError(
-            "is the plan of a recommendation model, which is trained in one process",
+            "is the plan of a recommendation model, which training does not follow",
             where=file,
-            remedy="a language model can be trained by its plan",
+            remedy="give the plan of a language model",
         )
     checked = validate(_PlanContent, content, file)
     workload, best = checked.workload, checked.plans[0]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cordillera.errors import PlanError
+from cordillera.numbers import counted
 from cordillera.planning.language.step import SimulatedStep
 from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.settings import NetworkSettings
@@ -95,7 +96,7 @@ class Exploration(SearchResult[Plan]):
 
     def no_plan(self) -> PlanError:
         """Return the error that nothing fits, with the reasons and the smallest change that would help."""
-        reasons = "; ".join(f"{count:,} layouts: {reason}" for reason, count in self.dropped.most_common(4))
+        reasons = "; ".join(f"{counted(count, 'layout')}: {reason}" for reason, count in self.dropped.most_common(4))
         remedy = "a batch that the number of devices divides, or another number of devices"
         if self.enough is not None:
             remedy += f": {self.enough:,} would do"

@@ -15,6 +15,7 @@ from typing import Any
 
 from cordillera.cost import Calibration, CostModel
 from cordillera.errors import PlanError
+from cordillera.numbers import counted
 from cordillera.planning.network.settings import NetworkSettings, production_network, tuned_network
 from cordillera.planning.ranking.exchange import INSIDE, Exchange, Reduction, TableLayout, TableSchedule
 from cordillera.planning.ranking.step import TableJob, TableStep, fixed_memory, local_samples
@@ -268,7 +269,9 @@ class RecommenderExplorer(ClusterSearch[Recommender]):
                 needed = sum(job.memory(schedule).values())
                 if needed > self._limit:
                     over = (needed - self._limit) / 1e9
-                    found.dropped[f"tables over {layout.group:,} devices: {over:,.1f} GB more than a device has"] += 1
+                    found.dropped[
+                        f"tables over {counted(layout.group, 'device')}: {over:,.1f} GB more than a device has"
+                    ] += 1
                     continue
                 if best is not None and job.bound(schedule) >= best.seconds:
                     continue

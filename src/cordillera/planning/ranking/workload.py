@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cordillera.errors import PlanError
+from cordillera.numbers import counted
 from cordillera.partition import NOWHERE, divisors, list_scheduling
 from cordillera.topology import Label, Numeric, Words
 
@@ -371,13 +372,13 @@ def place_tables(
     needed = sum(one.count * one.rows * (one.dim * one.weight_bytes + workload.optimizer_bytes) for _, one in tables)
     missing = needed - room * size
     if missing > 0:
-        raise PlanError(f"tables over {size:,} devices: {missing / 1e9:,.0f} GB do not fit")
+        raise PlanError(f"tables over {counted(size, 'device')}: {missing / 1e9:,.0f} GB do not fit")
     for finer in (1, 2, 4, 8):  # parts nearly as large as a device waste memory
         shards: list[tuple[float, float, Shard]] = []
         for i, _ in tables:
             shards += _parts(workload, i, costs[i], share * grain, room / finer, size)
             if len(shards) > MOST_PARTS:
-                raise PlanError(f"tables over {size:,} devices: more than {MOST_PARTS:,} parts")
+                raise PlanError(f"tables over {counted(size, 'device')}: more than {MOST_PARTS:,} parts")
         dearest = sorted(range(len(shards)), key=lambda at: (-shards[at][0], at))
         largest = sorted(range(len(shards)), key=lambda at: (-shards[at][1], at))
         for order in (dearest, largest):  # the second if the first leaves no room for the last part
@@ -385,7 +386,7 @@ def place_tables(
             places = list_scheduling(loads, size, sizes, room * (1 + 1e-9))
             if NOWHERE not in places:
                 return PlacedTables(workload, tuple(shards[at][2] for at in order), places, size)
-    raise PlanError(f"tables over {size:,} devices: parts leave gaps into which the last do not fit")
+    raise PlanError(f"tables over {counted(size, 'device')}: parts leave gaps into which the last do not fit")
 
 
 def _parts(
@@ -405,7 +406,7 @@ def _parts(
         deep = max(deep, math.ceil(up / wide / max(limit - sent / wide, limit / 2)))
     deep = min(deep, one.rows, size)
     if one.count * wide * deep > MOST_PARTS:
-        raise PlanError(f"tables over {size:,} devices: more than {MOST_PARTS:,} parts")
+        raise PlanError(f"tables over {counted(size, 'device')}: more than {MOST_PARTS:,} parts")
     width, edges = one.dim // wide, [round(i * one.rows / deep) for i in range(deep + 1)]
     found = []
     for copy, (first, end), column in product(range(one.count), pairwise(edges), range(wide)):

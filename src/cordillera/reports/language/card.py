@@ -54,6 +54,8 @@ def card(records: LanguageRecords) -> dict[str, Any]:
 def _parallelism(records: LanguageRecords, mesh: ParallelConfig) -> list[tuple[str, str]]:
     sizes = [f"{name} {getattr(mesh, name)}" for name in DIMENSIONS if getattr(mesh, name) > 1]
     found = [("Processes", f"{mesh.world:,}"), ("Mesh", " \u00d7 ".join(sizes) or "one process")]
+    if (replicas := records.replicas) > 1:
+        found = [("Replicas", f"{replicas:,}"), *((f"{name} of a replica", text) for name, text in found)]
     found.append(("Precision of blocks", plain(records.setting("training", "precision"))))
     emulate = records.setting("training", "emulate")
     if isinstance(emulate, dict):
@@ -119,7 +121,7 @@ def _told(value: object) -> str:
         if isinstance(entry, dict | list):
             parts.append(f"{name}: {text}" if (text := _told(entry)) else "")
         elif isinstance(entry, int | float) and not isinstance(entry, bool):
-            parts.append(f"{_value(entry)} {name}" if entry else "")
+            parts.append(f"{_value(entry)} {name[:-1] if entry == 1 and name.endswith('s') else name}" if entry else "")
         elif entry:
             text = _value(entry)
             parts.append(text if key in ("name", "path") else f"{name} {text[:12] if key == 'fingerprint' else text}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from cordillera.distributed.fault_tolerance.events import read_events
+from cordillera.distributed.fault_tolerance.events import FOLDER, read_events
 from cordillera.distributed.fault_tolerance.goodput import (
     COORDINATOR,
     INJECTED,
@@ -28,6 +28,9 @@ from cordillera.reports import page
 from cordillera.reports.charts import Axis, Figure, Mark, Series, Span, figure, framed, gantt, nice_ticks, stacked_bar
 from cordillera.reports.page import duration, known
 from cordillera.run import Run, read_recipe, write_atomically
+
+REPLICAS_PAGE = "replicas.html"
+"""File in the folder of a run of replicas: their page."""
 
 _STYLES: dict[TimePart, str] = {
     "useful": "f0", "redone": "f4", "stalled": "f5", "paused": "f1", "absent": "f3", "starting": "f7",
@@ -61,14 +64,22 @@ def write_replicas_page(run: Run) -> Path:
     replicas = page.part(recipe, "fault_tolerance").get("replicas")
     if not isinstance(replicas, int) or replicas < 2:
         raise RunError("fault_tolerance.replicas is not above 1", where=str(run.recipe_file))
-    try:
-        found = account(read_events(run.folder), replicas)
-    except RunError as error:
-        place = str(run.folder / "replicas")
-        raise RunError(error.what, where=f"{place}, {error.where}" if error.where else place) from error
-    path = run.folder / "replicas.html"
-    write_atomically(path, render_replicas(run.name, found))
+    path = run.folder / REPLICAS_PAGE
+    write_atomically(path, render_replicas(run.name, read_account(run, replicas)))
     return path
+
+
+def read_account(run: Run, replicas: int) -> Goodput:
+    """Return the account of the events of a ``run`` that is configured for a number of ``replicas``.
+
+    Raises:
+        RunError: If there are no events, or some are missing or damaged.
+    """
+    try:
+        return account(read_events(run.folder), replicas)
+    except RunError as error:
+        place = str(run.folder / FOLDER)
+        raise RunError(error.what, where=f"{place}, {error.where}" if error.where else place) from error
 
 
 def render_replicas(name: str, found: Goodput) -> str:

@@ -9,11 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cordillera.distributed.fault_tolerance.events import FOLDER
+from cordillera.distributed.fault_tolerance.goodput import Goodput, ReplicaFault
+from cordillera.errors import RunError
 from cordillera.numbers import compact
 from cordillera.reports import page
 from cordillera.reports.charts import LINEAR, Axis, Figure, Series, figure, framed, padded, stacked_bar
 from cordillera.reports.language.card import card
 from cordillera.reports.language.headline import headline
+from cordillera.reports.language.replicas import REPLICAS_PAGE, read_account
 from cordillera.reports.language.warnings import find_warnings
 from cordillera.reports.page import duration, fixed, known, whole
 from cordillera.run import Run
@@ -40,6 +44,9 @@ def write_language_report(run: Run) -> Path:
 def render(run: Run) -> str:
     """Return the report of a ``run`` as HTML text; see :func:`write_language_report`."""
     records = LanguageRecords(run)
+    replicas = _account(run, records)
+    if replicas is not None:
+        _leave_out_absence(records, replicas)
     title, description = _title(records), records.recipe.get("description")
     world = records.size("world")
     return page.fill(
@@ -55,10 +62,37 @@ def render(run: Run) -> str:
         speed=_speed(records),
         times=_times(records),
         memory=_memory(records),
-        events=_events(records),
+        events=_events(records, replicas),
+        replicas=REPLICAS_PAGE if (run.folder / REPLICAS_PAGE).is_file() else None,
         card=card(records),
         command="cordillera train recipe.toml" + (f" --nproc {world:.0f}" if world > 1 else ""),
     )
+
+
+def _account(run: Run, records: LanguageRecords) -> Goodput | None:
+    """Return the account of the replicas; None for other runs, and if their events are damaged, as their page says."""
+    if records.replicas == 1 or not (run.folder / FOLDER).is_dir():
+        return None
+    try:
+        return read_account(run, records.replicas)
+    except RunError:
+        return None
+
+
+def _leave_out_absence(records: LanguageRecords, found: Goodput) -> None:
+    """Take from the times of checkpoints those in which the replica that saved stood still and was left out."""
+    ends = {
+        one.step: one
+        for name, attempts in found.attempts.items()
+        for one in attempts
+        if one.is_useful and name == one.participants[0]
+    }
+    for record in records.of_kind("checkpoint"):
+        if (one := ends.get(int(record["step"]) if math.isfinite(record["step"]) else -1)) is not None:
+            until = one.at + record["seconds"]
+            parts = (part for part in found.spans[one.replica] if part.part == "absent")
+            gone = math.fsum(max(0.0, min(part.end, until) - max(part.start, one.at)) for part in parts)
+            record["seconds"] = max(0.0, record["seconds"] - gone)
 
 
 def _title(records: LanguageRecords) -> str:
@@ -67,9 +101,8 @@ def _title(records: LanguageRecords) -> str:
     parts = [name if math.isnan(size) else f"{name} of {compact(size)} parameters"]
     if world >= 1:
         processes = "one process" if world == 1 else f"{world:,.0f} processes"
-        replicas = records.setting("fault_tolerance", "replicas")
-        several = isinstance(replicas, int) and replicas > 1
-        parts.append(f"on {replicas} replicas, each of {processes}" if several else f"on {processes}")
+        replicas = records.replicas
+        parts.append(f"on {replicas:,} replicas, each of {processes}" if replicas > 1 else f"on {processes}")
     return " ".join([parts[0][:1].upper() + parts[0][1:], *parts[1:]])
 
 
@@ -267,15 +300,32 @@ def _memory(records: LanguageRecords) -> dict[str, Any]:
     return {"chart": chart, "facts": facts}
 
 
-def _events(records: LanguageRecords) -> dict[str, Any]:
+def _events(records: LanguageRecords, replicas: Goodput | None = None) -> dict[str, Any]:
     """Return rows of what happened: the first ones, later ones, and the number of those left out."""
-    groups = itertools.groupby(records.events, key=lambda event: event[0])
-    rows = [_event(kind, [record for _, record in group]) for kind, group in groups]
+    faults = [] if replicas is None else [(_step_before(replicas, one.at), one) for one in replicas.faults]
+    events: list[tuple[str, Any]] = [*records.events]
+    for step, fault in reversed(faults):
+        place = next((at for at, (_, one) in enumerate(records.events) if one["step"] > step), len(records.events))
+        events.insert(place, ("fault", (step, fault)))
+    rows = []
+    for kind, group in itertools.groupby(events, key=lambda event: event[0]):
+        found = [one for _, one in group]
+        rows += [_fault(*one) for one in found] if kind == "fault" else [_event(kind, found)]
     return {
         "first": rows[:_SHOWN_EVENTS],
         "later": rows[_SHOWN_EVENTS:_MOST_EVENTS],
         "left_out": max(0, len(rows) - _MOST_EVENTS),
     }
+
+
+def _step_before(replicas: Goodput, at: float) -> int:
+    """Return the last useful step that ended before a time; 0 if none did."""
+    attempts = (one for found in replicas.attempts.values() for one in found)
+    return max((one.step for one in attempts if one.is_useful and one.at <= at), default=0)
+
+
+def _fault(step: int, fault: ReplicaFault) -> tuple[str, str, str]:
+    return "Fault", f"{step:,}", f"{fault.replica}: {fault.what}"
 
 
 def _event(kind: str, found: Sequence[Record]) -> tuple[str, str, str]:

@@ -191,7 +191,7 @@ def _service_of(services: Mapping[str, ScoreService], name: str | None) -> Score
         raise RowError(
             "the model is missing" if name is None else f"there is no model {name!r} that scores rows",
             code="model_not_found", where="model", status=400 if name is None else 404,
-            remedy=f"there are: {', '.join(services)}",
+            remedy=f"there are: {', '.join(services)}" if services else "the models here write text: /v1/completions",
         )  # fmt: skip
     return services[name]
 

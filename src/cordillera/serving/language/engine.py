@@ -568,7 +568,7 @@ def check_prompt(
         raise DataError("holds no token", where=where, remedy="begin it with the begin-of-text token")
     if len(prompt) >= capacity:
         raise DataError(
-            f"has {len(prompt)} tokens; with at least one more it does not fit the context of {capacity}",
+            f"has {len(prompt):,} tokens; with at least one more it does not fit the context of {capacity:,}",
             where=where,
             remedy="shorten it, or use a model with a longer context",
         )

@@ -111,8 +111,8 @@ def check_prompts(config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new
     Raises:
         DataError: If a prompt is empty, too long or holds an id that is not a token, or ``max_new_tokens`` is below 1.
     """
-    for number, prompt in enumerate(prompts):
-        check_prompt(config, prompt, max_new_tokens, f"prompt {number}")
+    for number, prompt in enumerate(prompts, 1):
+        check_prompt(config, prompt, max_new_tokens, "prompt" if len(prompts) == 1 else f"prompt {number}")
 
 
 def _generate(

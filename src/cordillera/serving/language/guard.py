@@ -120,7 +120,15 @@ class Guard:
                 where = f"conversation {place}, {error.where}"
                 raise DataError(error.what, where=where, remedy=error.remedy) from error
         tokens = self._opened.encode(prompts)
-        check_prompts(self._opened.config, tokens, _ANSWER)
+        try:
+            check_prompts(self._opened.config, tokens, _ANSWER)
+        except DataError as error:
+            question = guard_prompt([Message("user", "a")], self.categories)
+            own = len(self._opened.encode([question])[0]) - 1
+            what = f"{error.what}; the guard's question about it takes {own:,} of them"
+            is_full = own >= self._opened.config.context
+            remedy = "use a model with a longer context" if is_full else error.remedy
+            raise DataError(what, where=error.where, remedy=remedy) from error
         found: list[GuardVerdict] = []
         for first in range(0, len(tokens), _TOGETHER):
             found += self._check(tokens[first : first + _TOGETHER])

@@ -33,18 +33,18 @@ class Form:
     where: str
 
 
-def json_form(schema: Mapping[str, Any] | str | None = None) -> Form:
+def json_form(schema: Mapping[str, Any] | str | None = None, where: str = "JSON schema") -> Form:
     """Return the form of JSON documents.
 
     Args:
         schema: JSON schema, as a dictionary or as text; None for any object.
+        where: What errors name.
 
     Raises:
         DataError: If the text is not JSON, or the schema is not an object.
     """
     from llguidance import LLMatcher
 
-    where = "JSON schema"
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -102,7 +102,10 @@ class Guides:
 
         matcher = LLMatcher(self._tokenizer, form.grammar, log_level=0)
         if matcher.is_error():
-            raise DataError(matcher.get_error().strip().splitlines()[0], where=form.where)
+            first, *rest = matcher.get_error().strip().splitlines()
+            # a parser shows the place in lines of its own, before the cause
+            cause = next((line.removeprefix("error:") for line in rest if line.startswith("error:")), "")
+            raise DataError(first + cause, where=form.where)
         return Guide(matcher, self.vocabulary)
 
 

@@ -105,7 +105,7 @@ class PipelineDecoder:
             DataError: If a prompt is invalid, or logits are not finite (on the last rank).
             PeerError: If a rank does not answer in time.
         """
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate(prompts, 1):
             check_prompt(self.model.config, prompt, max_new_tokens, f"prompt {number}")
         self._prompts, self._stop, self._sampling = prompts, frozenset(stop), sampling or Sampling()
         context = self.model.config.context

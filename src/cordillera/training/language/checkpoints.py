@@ -19,6 +19,8 @@ from cordillera.distributed.dtensors import is_dtensor, is_sharded
 from cordillera.distributed.mesh import ProcessMesh
 from cordillera.distributed.tensor_parts import Parts, part_file
 from cordillera.errors import CheckpointError
+from cordillera.models.language.adapters import ADAPTER_WEIGHTS
+from cordillera.models.language.checkpoints import read_model
 from cordillera.models.language.checkpoints.sharded import (
     MODEL,
     OPTIMIZER,
@@ -27,7 +29,13 @@ from cordillera.models.language.checkpoints.sharded import (
     ShardedFolder,
     check_weights,
 )
-from cordillera.models.language.checkpoints.source import check_architecture, trained_names
+from cordillera.models.language.checkpoints.source import (
+    Source,
+    check_architecture,
+    parameter_shapes,
+    trained_names,
+)
+from cordillera.models.language.llama import draw_weight
 from cordillera.numerics.emulation.weight_storage import WeightStorage
 from cordillera.training.checkpoints import folder_of, not_finite
 from cordillera.training.language.engine import LanguageEngine
@@ -134,6 +142,40 @@ class ShardedCheckpoints(RankCheckpoints):
         opened = ShardedFolder(path)
         self.verify_share(opened, opened.sizes)
         return opened
+
+
+def start_from(engine: LanguageEngine, source: Source, seed: int) -> None:
+    """Load the weights of a checkpoint into an engine; each rank reads those of its stages, and draws new ones.
+
+    Args:
+        source: Checkpoint.
+        seed: Seed from which weights that it lacks are drawn.
+
+    Raises:
+        CheckpointError: If a tensor holds NaN or infinity.
+    """
+    merged = None if source.config.adapter is None else dict(read_model(source).named_parameters())
+    known = parameter_shapes(source.config)
+
+    def read(name: str, shape: torch.Size) -> torch.Tensor:
+        whole = torch.empty(shape)
+        if name not in known or name.endswith(ADAPTER_WEIGHTS):
+            draw_weight(whole, name, engine.model, seed)
+        elif merged is not None:
+            whole.copy_(merged[name].detach())
+        else:
+            source.read(name, whole)
+            if not whole.isfinite().all():
+                raise CheckpointError(
+                    f"tensor {source.name_of(name)} holds NaN or infinity",
+                    where=f"training.start, {source.path}",
+                    remedy="the checkpoint is damaged: start from another",
+                )
+        return whole
+
+    for stage in engine.stages.values():
+        stage.fill(read)
+    engine.take_weights()
 
 
 def _tensors(engine: LanguageEngine) -> Iterator[tuple[int, str, DTensor]]:

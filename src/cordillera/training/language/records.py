@@ -105,6 +105,12 @@ class LanguageRecords:
         return found.get(key) if isinstance(found, dict) else None
 
     @property
+    def replicas(self) -> int:
+        """Number of replicas that the run is configured for."""
+        found = self.setting("fault_tolerance", "replicas")
+        return found if isinstance(found, int) and found > 1 else 1
+
+    @property
     def headline(self) -> tuple[str, Record] | None:
         """The final evaluation of the run with its split, or else the last one on validation data."""
         if self.final is not None:

@@ -29,7 +29,7 @@ from cordillera.distributed.job.watchdog import Watchdog
 from cordillera.errors import Interrupted, TrainingError
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.language.flops import training_flops
-from cordillera.run import Run
+from cordillera.run import Run, read_object
 from cordillera.training.language.checkpoints import ShardedCheckpoints
 from cordillera.training.language.engine import LanguageConfig, LanguageEngine, StepReport
 from cordillera.training.language.objectives import means
@@ -502,6 +502,17 @@ def write_evaluation(run: Run, step: int, tokens: int, found: LanguageEvaluation
     """Write ``evaluation.json`` of a ``run``: ``found`` after ``step``, at which the weights had seen ``tokens``."""
     place = {"step": step, "tokens": tokens}
     run.write_json("evaluation.json", {"kind": "language", "split": "validation", **place, **found._asdict()})
+
+
+def read_evaluation(run: Run, step: int) -> LanguageEvaluation | None:
+    """Return what :func:`write_evaluation` wrote after a ``step`` into the folder of a ``run``; None if nothing."""
+    content = read_object(run.folder / "evaluation.json")
+    if content.get("step") != step:
+        return None
+    found: dict[str, Any] = {
+        name: math.nan if content[name] is None else content[name] for name in LanguageEvaluation._fields
+    }
+    return LanguageEvaluation(**found)
 
 
 def peak_memory(device_type: str) -> int:

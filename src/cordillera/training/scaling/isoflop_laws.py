@@ -233,7 +233,8 @@ class Forecast:
 
         def told(name: str) -> str:
             value, low, high = self.values[name]
-            interval = "" if math.isnan(low) else f" [{amount(low)}, {amount(high)}]"
+            least = "below 1" if low < 1 else amount(low)
+            interval = "" if math.isnan(low) else f" [{least}, {amount(high)}]"
             return f"{amount(value)} {QUANTITIES[name]}{interval}"
 
         where = "within the budgets that were trained"

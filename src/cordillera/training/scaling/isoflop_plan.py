@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from cordillera.errors import DataError, Interrupted, PlanError, RunError, TrainingError
 from cordillera.models.language.llama import LlamaConfig, ffn_width, parameter_count
@@ -27,11 +28,12 @@ _SHAPES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "tied")
 # Least ratio of two budgets; closer ones could not be told apart by the final costs of their runs.
 _APART = 1.25
 _WIDTH_OF_LAYER = 24
+_HEAD = 8  # width of a head
 _SPAN = 4.0  # ratio of the largest size to the optimum; less than that of plan_runs, which also counts attention
 
 
 def ladder(
-    base: LlamaConfig, smallest: float, largest: float, count: int, *, head_dim: int = 8, allow_gaps: bool = False
+    base: LlamaConfig, smallest: float, largest: float, count: int, *, head_dim: int = _HEAD, allow_gaps: bool = False
 ) -> list[LlamaConfig]:
     """Return models of one family, evenly spaced by the logarithm of their size.
 
@@ -207,11 +209,16 @@ def plan_runs(
     total = sum(lengths)
     if total < 1 or tokens_per_step < 1:
         raise PlanError("there are no tokens to plan with", where="IsoFLOP plan")
-    rates = sorted(((training_flops(size, lengths) / total, size) for size in sizes), key=lambda pair: pair[0])
+
+    def rate_of(size: LlamaConfig) -> float:
+        return training_flops(size, lengths) / total
+
+    rates = sorted(((rate_of(size), size) for size in sizes), key=lambda pair: pair[0])
     planned = []
     for budget in ordered:
         optimum = expected_tokens(budget, tokens_per_parameter)
-        runs, refused = [], []
+        runs = []
+        refused: dict[_Cause, list[str]] = {"steps": [], "text": []}
         for rate, size in rates:
             steps = round(budget / rate / tokens_per_step)
             tokens = steps * tokens_per_step
@@ -219,43 +226,83 @@ def plan_runs(
             if not optimum / span <= budget / rate <= optimum * span:
                 continue
             if steps < fewest_steps:
-                refused.append(f"{told} would train for {steps} steps, fewer than {fewest_steps}")
+                refused["steps"].append(f"{told} would train for {steps:,} steps, fewer than {fewest_steps:,}")
             elif most_tokens is not None and tokens > most_tokens:
-                refused.append(f"{told} would need {tokens:,} tokens of the text's {most_tokens:,}")
+                refused["text"].append(f"{told} would need {tokens:,} tokens of the text's {most_tokens:,}")
             else:
                 name = f"{power(budget)}-{size.layers}x{size.hidden}"
                 warmup_steps = round(warmup * steps)
                 runs.append(PlannedRun(name, budget, size, steps, warmup_steps, tokens, tokens * rate))
-        _check(budget, optimum, span, runs, refused, fewest_sizes)
+        wanted = _Wanted(budget, optimum / span, optimum, optimum * span, fewest_sizes)
+        if (what := _shortage(wanted, runs)) is not None:
+            raise _refusal(what, wanted, runs, refused, _possible(sizes[0], wanted, rate_of))
         planned += runs
     return planned
 
 
-def _check(
-    budget: float, optimum: float, span: float, runs: Sequence[PlannedRun], refused: Sequence[str], fewest: int
-) -> None:
-    names = [run.name for run in runs]
+_Cause = Literal["steps", "text"]
+
+
+class _Wanted(NamedTuple):
+    """Budget with the tokens that its sizes may take, the expected optimum between them, and the fewest sizes."""
+
+    budget: float
+    low: float
+    optimum: float
+    high: float
+    sizes: int
+
+    @property
+    def where(self) -> str:
+        return f"budget {power(self.budget)}"
+
+    @property
+    def told(self) -> str:
+        most, least = (amount(self.budget / 6 / tokens) for tokens in (self.low, self.high))
+        return (
+            f"sizes that take {amount(self.low)} to {amount(self.high)} tokens, of about {least} to {most} parameters"
+        )
+
+
+def _possible(base: LlamaConfig, wanted: _Wanted, rate: Callable[[LlamaConfig], float]) -> int:
+    """Return how many sizes a :func:`ladder` of many rungs has for a budget."""
+    family = _family(base, 2 * wanted.budget / 6 / wanted.low, _HEAD)
+    return sum(wanted.low <= wanted.budget / rate(one) <= wanted.high for one in family)
+
+
+def _shortage(wanted: _Wanted, runs: Sequence[PlannedRun]) -> str | None:
+    """Return what the sizes of a budget lack; None if nothing."""
+    names, tokens = [run.name for run in runs], [run.tokens for run in runs]
     if len(set(names)) < len(names):
         raise PlanError("two sizes have as many layers and the same width", where="sizes", remedy="leave one out")
-    wanted = (
-        f"sizes that take {amount(optimum / span)} to {amount(optimum * span)} tokens, of about "
-        f"{amount(budget / 6 / optimum / span)} to {amount(budget / 6 / optimum * span)} parameters"
-    )
-    reasons = "".join(f"; {reason}" for reason in refused)
-    if len(runs) < fewest:
-        raise PlanError(
-            f"{len(runs)} of the sizes fit, fewer than {fewest}{reasons}",
-            where=f"budget {power(budget)}",
-            remedy=f"raise sizes ({wanted} count), lower packing.tokens, or take a larger budget",
-        )
-    tokens = [run.tokens for run in runs]
-    if not min(tokens) < optimum < max(tokens):
-        side = "below" if max(tokens) <= optimum else "above"
-        raise PlanError(
-            f"all sizes take tokens {side} the expected optimum of {amount(optimum)}{reasons}",
-            where=f"budget {power(budget)}",
-            remedy=f"raise sizes: {wanted} count",
-        )
+    if len(runs) < wanted.sizes:
+        return f"{len(runs)} of the sizes fit, fewer than {wanted.sizes}"
+    if not min(tokens) < wanted.optimum < max(tokens):
+        side = "below" if max(tokens) <= wanted.optimum else "above"
+        return f"all sizes take tokens {side} the expected optimum of {amount(wanted.optimum)}"
+    return None
+
+
+def _refusal(
+    what: str, wanted: _Wanted, runs: Sequence[PlannedRun], refused: Mapping[_Cause, Sequence[str]], possible: int
+) -> PlanError:
+    """Return the error of a budget that lacks sizes, of which a ladder has no more than are ``possible``."""
+    for reasons in refused.values():
+        what += "".join(f"; {reason}" for reason in reasons[:1])
+        what += f", and {len(reasons) - 1:,} more would not do either" if len(reasons) > 1 else ""
+    offered = len(runs) + sum(map(len, refused.values()))
+    if possible < wanted.sizes:
+        what += f"; {possible} {wanted.told} are to be had, as widths are whole heads of {_HEAD} and the head of the "
+        what += "vocabulary is most of a small model"
+        remedy = "take a larger budget" + (" and more text" if refused["text"] else "") + ", or a smaller vocabulary"
+    elif refused["text"]:
+        remedy = "give more text or raise data.epochs, or "
+        remedy += "lower packing.tokens" if refused["steps"] else "take a smaller budget"
+    elif refused["steps"] and offered >= wanted.sizes:
+        remedy = "lower packing.tokens, or take a larger budget"
+    else:
+        remedy = f"raise sizes: {wanted.told} count"
+    return PlanError(what, where=wanted.where, remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -311,7 +358,7 @@ def train_plan(
             run = Run(place)
         else:
             size = parameter_count(planned.model)
-            say(f"{head}: {size:,} parameters, {planned.tokens:,} tokens in {planned.steps} steps")
+            say(f"{head}: {size:,} parameters, {planned.tokens:,} tokens in {planned.steps:,} steps")
             try:
                 run = train(planned.overrides, place)
             except TrainingError as error:

@@ -13,11 +13,13 @@ import torch
 from cordillera.errors import DataError
 from cordillera.models.language.checkpoints import open_checkpoint, read_model, save_hugging_face
 from cordillera.models.language.checkpoints.source import check_architecture
-from cordillera.serving.language.language_model import find_model
+from cordillera.serving.language.language_model import find_model, name_tokenizer
 
 
 def average(models: Sequence[str | Path], folder: Path | str) -> Path:
     """Write the mean of the weights of models, in float32, as a checkpoint in Hugging Face's layout.
+
+    The folder also names the tokenizer of the first model.
 
     Adapters are merged and drafters left out first: the mean of one model is that model without them. Sums are in
     float64.
@@ -49,4 +51,5 @@ def average(models: Sequence[str | Path], folder: Path | str) -> Path:
         for name, weight in mean.named_parameters():
             weight.copy_(sums[name] / len(sources))
     save_hugging_face(mean, folder)
+    name_tokenizer(Path(folder), models[0])
     return Path(folder)

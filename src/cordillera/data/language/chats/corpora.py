@@ -27,6 +27,7 @@ from cordillera.data.language.chats.tokens import (
 )
 from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.data.tokenizers.tokenizer import Tokenizer
+from cordillera.errors import at_key
 
 ChatKind = Literal["chats", "preferences", "problems"]
 Item = tuple[TokenisedChat, ...]
@@ -61,7 +62,8 @@ def prepare_chats(config: ChatDataConfig, kind: ChatKind) -> ChatCorpora:
     Raises:
         DataError: If the data is invalid, or nothing is left to learn from.
     """
-    tokenizer = chat_tokenizer(load_tokenizer(config.tokenizer))
+    with at_key("data.tokenizer"):
+        tokenizer = chat_tokenizer(load_tokenizer(config.tokenizer))
     if kind == "problems":
         learnt, held = split_held_out(read_problems(config.path), config.held_out)
         facts = _facts(config, tokenizer, _digest_problems(learnt), _digest_problems(held))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -200,6 +202,9 @@ def _rows(path: str | Sequence[str]) -> Iterator[FileRow]:
         elif one.startswith(HUGGING_FACE):
             yield from _hugging_face(one)
         else:
+            if not Path(one).exists() and (close := difflib.get_close_matches(one, CHAT_SETS, 1)):
+                remedy = f"did you mean the built-in set {close[0]}?"
+                raise DataError("there is no such file or built-in set", where=one, remedy=remedy)
             yield from read_rows(expand_paths(one))
 
 
