@@ -34,6 +34,7 @@ from cordillera.errors import PeerError, PlanError
 Path: TypeAlias = Literal["auto", "sockets"]
 _LOOK_S = 1.0  # between looks at whether to go on, while the store is asked
 _ENDED = "ended its connection"
+_MOMENT_S = 0.02  # after which an operation advances by itself
 _FAREWELL_S = 0.02  # longest wait for a rank to take the reason to give up
 
 
@@ -119,6 +120,8 @@ class Communicator:
         self._is_traced = False
         self._ended: list[Connection] = []  # what others may still read from
         self._driver, self._changed = threading.Lock(), threading.Condition()
+        self._unattended = threading.Event()  # set when operations are to advance that nobody waits for
+        self._is_hurried = False  # whether one of those that run is to
         self._thread: threading.Thread | None = None
         self._poll = select.poll()
         self._wake_read, self._wake_write = os.pipe()
@@ -153,7 +156,8 @@ class Communicator:
 
         Args:
             operation: The operation, which is given its place among the collectives.
-            in_background: Whether it is to advance while nobody waits for it.
+            in_background: Whether it is to advance at once while nobody waits for it; otherwise it does so after a
+                moment, as waking a thread takes longer than most messages.
         """
         if self._driver.acquire(blocking=False):
             try:
@@ -166,6 +170,8 @@ class Communicator:
         self._posted.append(operation)
         if in_background:
             self._advance_in_background()
+        elif self._thread is None:
+            self._start_thread()
         if self._driver.acquire(blocking=False):
             try:
                 self._admit()
@@ -245,6 +251,10 @@ class Communicator:
         with self._changed:
             self._driver.release()
             self._changed.notify_all()
+        if self._is_hurried and (self._running or self._posted):
+            self._unattended.set()
+        else:
+            self._is_hurried = False
         while self._told:  # now, as what is called may wait for another operation
             with contextlib.suppress(IndexError):
                 self._told.popleft()()
@@ -254,20 +264,21 @@ class Communicator:
             os.write(self._wake_write, b"x")
 
     def _advance_in_background(self) -> None:
-        with self._changed:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._advance_alone, name="cordillera transport", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+        self._is_hurried = True
+        if self._thread is None:
+            self._start_thread()
+        self._unattended.set()
+
+    def _start_thread(self) -> None:
+        self._thread = threading.Thread(target=self._advance_alone, name="cordillera transport", daemon=True)
+        self._thread.start()
 
     def _advance_alone(self) -> None:
         """Advance operations while nobody else does."""
         while self._reason is None:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: (self._running or self._posted or self._reason) and not self._driver.locked()
-                )
-            if self._driver.acquire(blocking=False):
+            self._unattended.wait(_MOMENT_S)
+            self._unattended.clear()
+            if (self._running or self._posted) and self._driver.acquire(blocking=False):
                 try:
                     self._drive(None)
                 finally:

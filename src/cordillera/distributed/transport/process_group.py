@@ -427,7 +427,7 @@ class TransportProcessGroup(dist.ProcessGroup):
             "message", signed("message", tensor.dtype), [task], [tensor], tensor.nbytes,
             timeout_s=self.communicator.timeout_s, is_message=True, sequence=tag,
         )  # fmt: skip
-        self.communicator.start(operation, in_background=tensor.nbytes > _SMALL_BYTES)
+        self.communicator.start(operation)
         return OperationWork(self.communicator, operation)
 
     def _run(
