@@ -21,7 +21,6 @@ import torch
 from cordillera.distributed.fault_tolerance._chunks import (
     HEADER_BYTES,
     SUMMED,
-    TAKEN,
     FrameHeader,
     MemberLink,
     SumInProgress,
@@ -258,7 +257,6 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "chunk": ({"chunk": 1}, "chunk 1, due was chunk 0"),
     "long": ({"length": 1 << 40}, "bytes, a part has 2048 at most"),
     "length": ({"length": 8}, "8 bytes of chunk 0"),
-    "taken": ({"phase": TAKEN, "length": 0}, "took sums that were not given"),
 }
 
 
@@ -266,7 +264,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_frame_that_is_not_due_is_named(change: str, transport: str) -> None:
     changes, text = CHANGES[change]
-    due = FrameHeader(1, 0, 1, 7, 3, 0, 2048 if transport == "sockets" else 0, 40_000, 0, 0)
+    due = FrameHeader(1, 0, 1, 7, 3, 0, 2048 if transport == "sockets" else 0, 40_000, 0)
     with a_ring(2, transport) as ring:
         assert ring.members["b"]._ring is not None
         ring.members["b"]._ring.links[0].socket.send(due._replace(**changes).encode())
@@ -275,18 +273,9 @@ def test_a_frame_that_is_not_due_is_named(change: str, transport: str) -> None:
     assert "replica b" in str(errors["a"])
 
 
-def test_memory_that_is_not_there_is_named() -> None:
-    with a_ring(2, "memory") as ring:
-        assert ring.members["b"]._ring is not None
-        frame = FrameHeader(1, 0, 1, 7, 3, 0, 0, 40_000, 4096, 0)  # no process has memory there
-        ring.members["b"]._ring.links[0].socket.send(frame.encode())
-        errors = ring.reduce({"a": torch.zeros(10_000)}, ("a",))
-    assert "replica b has memory that could not be read" in str(errors["a"]), errors
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_bit_of_a_header_is_checked(transport: str) -> None:
-    header = FrameHeader(1, 0, 1, 7, 3, 0, 0, 4000, 0, 0).encode()
+    header = FrameHeader(1, 0, 1, 7, 3, 0, 0, 4000, 0).encode()
     assert len(header) == HEADER_BYTES
     for position in range(len(header)):
         changed = bytearray(header)
@@ -334,7 +323,7 @@ def test_frames_of_an_earlier_epoch_are_dropped(transport: str) -> None:
         assert ring.connect(5) == {"a": None, "b": None}
         assert ring.members["b"]._ring is not None
         payload = np.ones(100, np.uint8)
-        old = FrameHeader(1, 0, 4, 7, 3, 0, payload.size, 40_000, 0, checksum(payload)).encode()
+        old = FrameHeader(1, 0, 4, 7, 3, 0, payload.size, 40_000, checksum(payload)).encode()
         ring.members["b"]._ring.links[0].socket.send(old + payload.tobytes())
         wanted = bits(values["a"] + values["b"])
         assert {bits(found) for found in ring.reduce(values).values()} == {wanted}

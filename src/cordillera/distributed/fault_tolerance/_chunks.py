@@ -1,9 +1,15 @@
-"""How a tensor passes between the members of an all-reduce: frames with a checksum, memory of others, and a sum."""
+"""How a tensor passes between the members of an all-reduce: frames with a checksum, memory that all see, and a sum."""
 
 from __future__ import annotations
 
+import fcntl
+import mmap
+import os
+import secrets
 import socket
+import stat
 import struct
+import sys
 import zlib
 from collections import deque
 from collections.abc import Sequence
@@ -14,26 +20,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cordillera.distributed.transport.peer_memory import PeerMemory
-
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
 """Types of elements that can be summed."""
 
 LINE = 64
 """Parts begin at multiples of as many bytes."""
 
-BLOCK_BYTES = 256 << 10
-"""Most bytes of another member's memory that are read and added at a time; they stay in a core's cache."""
-
-OFFERED, SUMMED, TAKEN = 1, 2, 3
-"""Phases of a chunk: a member gives what it adds, then the sum of its part; at last, others have read all its sums."""
+OFFERED, SUMMED = 1, 2
+"""Phases of a chunk: a member gives what it adds, then the sum of its part."""
 
 _MAGIC = b"CAR1"
-_HEADER = struct.Struct("<4sBBHQQIIQQQQ")
+_HEADER = struct.Struct("<4sBBHQQIIQQQ")
 _CHECK = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CHECK.size
 _LANES, _ROWS = 512, 16  # words of a row, rows of a block
 _FACTOR, _ODD = 0x9E3779B97F4A7C15, np.uint64(0xC2B2AE3D27D4EB4F)
+_NONCE_BYTES, _PAGE = 32, 4096
 
 
 class BrokenLink(Exception):
@@ -44,7 +46,7 @@ class FrameHeader(NamedTuple):
     """What stands before the payload of a frame.
 
     Attributes:
-        phase: :data:`OFFERED`, :data:`SUMMED` or :data:`TAKEN`.
+        phase: :data:`OFFERED` or :data:`SUMMED`.
         kind: Number of the type of the elements.
         epoch: Epoch of the ring.
         step: Step of the training.
@@ -52,7 +54,6 @@ class FrameHeader(NamedTuple):
         chunk: Number of the chunk within the tensor.
         length: Bytes that follow.
         size: Bytes of the whole tensor.
-        address: Where the tensor lies in the memory of the sender, if others read it there; 0 otherwise.
         checksum: Checksum of the bytes that follow.
     """
 
@@ -64,7 +65,6 @@ class FrameHeader(NamedTuple):
     chunk: int
     length: int
     size: int
-    address: int
     checksum: int
 
     def encode(self) -> bytes:
@@ -224,6 +224,78 @@ class MemberLink:
         return True
 
 
+class SharedSegment:
+    """Memory that processes of one host can map; it has no name, and goes with the last process that maps it.
+
+    Attributes:
+        bytes: The memory, of dtype uint8.
+        nonce: Random bytes at its start, by which a process shows that it sees the memory.
+    """
+
+    def __init__(self, file: int, size: int, nonce: bytes | None) -> None:
+        populate = getattr(mmap, "MAP_POPULATE", 0)
+        self.file, self.size = file, size
+        mapped = mmap.mmap(file, _PAGE + size, flags=mmap.MAP_SHARED | populate)
+        if nonce is not None:
+            mapped[:_NONCE_BYTES] = nonce
+        self.nonce = mapped[:_NONCE_BYTES]
+        self.bytes = torch.frombuffer(mapped, dtype=torch.uint8, offset=_PAGE)
+
+    @classmethod
+    def create(cls, size: int) -> SharedSegment | None:
+        """Return new memory of ``size`` bytes, or None where this is not possible."""
+        if sys.platform != "linux":
+            return None
+        try:
+            file = os.memfd_create("all-reduce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError:
+            return None
+        try:
+            os.ftruncate(file, _PAGE + size)
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            return cls(file, size, secrets.token_bytes(_NONCE_BYTES))
+        except (OSError, ValueError):
+            os.close(file)
+            return None
+
+    @property
+    def place(self) -> list[int]:
+        """Process and number of the file, by which another process finds it."""
+        return [os.getpid(), self.file]
+
+    @classmethod
+    def attach(cls, place: object, size: int) -> SharedSegment | None:
+        """Return the memory of another process, or None if it is not to be seen from here."""
+        match place:
+            case [int(process), int(file)]:
+                path = f"/proc/{process}/fd/{file}"
+            case _:
+                return None
+        try:
+            opened = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        except (OSError, ValueError):
+            return None
+        try:
+            status = os.fstat(opened)
+            if not stat.S_ISREG(status.st_mode) or status.st_size != _PAGE + size:
+                return None
+            if not fcntl.fcntl(opened, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:  # it could vanish while it is read
+                return None
+            attached = cls(opened, size, None)
+            attached.file = -1
+            return attached
+        except (OSError, ValueError):
+            return None
+        finally:
+            os.close(opened)
+
+    def forget(self) -> None:
+        """Close the file, after which nobody else can find the memory."""
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+
 @dataclass
 class RingState:
     """What the members of an epoch have agreed on, and what they share.
@@ -236,8 +308,8 @@ class RingState:
         chunk_bytes: Bytes of a chunk.
         window: Number of chunks on their way.
         links: Connections by place.
-        memories: Memory of each other member, by place; None if parts pass through sockets.
-        received: Room for parts that come, by place: uint8 [window * part_bytes], or a block that is read.
+        segments: Memory of each member, by place; None if parts pass through sockets.
+        received: Slots for parts that come through a socket, by place; uint8 [window * part_bytes].
         sent: Bytes of contributions and of sums on their way to each member.
         scratch: Sum of the first terms of a part; uint8 [part_bytes].
     """
@@ -249,7 +321,7 @@ class RingState:
     chunk_bytes: int
     window: int
     links: dict[int, MemberLink] = field(default_factory=dict)
-    memories: dict[int, PeerMemory] | None = None
+    segments: list[SharedSegment] | None = None
     received: dict[int, Tensor] = field(default_factory=dict)
     sent: dict[int, list[int]] = field(default_factory=dict)
     scratch: Tensor = field(init=False)
@@ -261,6 +333,14 @@ class RingState:
     def part_bytes(self) -> int:
         """Most bytes of a part."""
         return _part_bytes(self.chunk_bytes, len(self.names))
+
+    def slot(self, chunk: int) -> int:
+        """Return where the slot of a chunk's contribution begins in the memory of a member."""
+        return chunk % self.window * self.chunk_bytes
+
+    def sum_slot(self, chunk: int) -> int:
+        """Return where the slot of a chunk's sum begins in the memory of a member."""
+        return self.window * self.chunk_bytes + chunk % self.window * self.part_bytes
 
 
 def _part_bytes(size: int, members: int) -> int:
@@ -305,8 +385,6 @@ class SumInProgress:
         self._given = self._added = 0  # chunks that this member has given, and added
         self._offered = dict.fromkeys(ring.links, 0)  # chunks that each member has given
         self._summed = dict.fromkeys(ring.links, 0)  # chunks whose sum each member has given
-        self._taken = dict.fromkeys(ring.links, ring.memories is None)  # members that have read all sums of this one
-        self._addresses: dict[int, int] = {}  # where the tensor of each member lies
         self.peak = 0
 
     @property
@@ -330,20 +408,25 @@ class SumInProgress:
 
     def _header(self, phase: int, chunk: int, payload: np.ndarray[Any, Any] | None) -> FrameHeader:
         length, code = (0, 0) if payload is None else (payload.size, checksum(payload))
-        ring, address = self._ring, 0 if self._ring.memories is None else self._bytes.data_ptr()
-        return FrameHeader(
-            phase, self._kind, ring.epoch, self._step, self._bucket, chunk, length, self._size, address, code
-        )
+        ring = self._ring
+        return FrameHeader(phase, self._kind, ring.epoch, self._step, self._bucket, chunk, length, self._size, code)
 
     def _give(self) -> bool:
         """Give the others the next chunk, if the window is open."""
         ring, chunk = self._ring, self._given
         if chunk >= min(self._chunks, self._added + ring.window, *(n + ring.window for n in self._summed.values())):
             return False
+        if self._contributes and ring.segments is not None:
+            first, last = chunk * ring.chunk_bytes, min((chunk + 1) * ring.chunk_bytes, self._size)
+            begin, end = self._part(chunk, ring.own)
+            memory, slot = ring.segments[ring.own].bytes, ring.slot(chunk)
+            for low, high in ((first, begin), (end, last)):
+                if low < high:
+                    memory[slot + low - first : slot + high - first].copy_(self._bytes[low:high])
         self._given += 1
         for place, link in ring.links.items():
             begin, end = self._part(chunk, place)
-            through_socket = self._contributes and ring.memories is None
+            through_socket = self._contributes and ring.segments is None
             payload = self._array[begin:end] if through_socket else None
             if self._contributes:
                 self._count(place, 0, end - begin)
@@ -356,14 +439,15 @@ class SumInProgress:
         if chunk >= min(self._given, *self._offered.values()):
             return False
         begin, end = self._part(chunk, ring.own)
-        block = ring.part_bytes if ring.memories is None else BLOCK_BYTES
-        for first in range(begin, end, block):
-            last = min(first + block, end)
-            part, scratch = self._bytes[first:last], ring.scratch[: last - first]
-            terms = [self._term(place, chunk, first, last).view(self._dtype) for place in ring.contributing]
+        if begin < end:
+            part, scratch = self._bytes[begin:end], ring.scratch[: end - begin]
+            terms = [self._term(place, chunk, begin, end).view(self._dtype) for place in ring.contributing]
             _add_in_order(terms, scratch.view(self._dtype), part.view(self._dtype))
+            if ring.segments is not None:
+                slot = ring.sum_slot(chunk)
+                ring.segments[ring.own].bytes[slot : slot + end - begin].copy_(part)
         self._added += 1
-        payload = self._array[begin:end] if ring.memories is None else None
+        payload = self._array[begin:end] if ring.segments is None else None
         header = self._header(SUMMED, chunk, payload)
         for place, link in ring.links.items():
             self._count(place, 1, end - begin)
@@ -375,23 +459,11 @@ class SumInProgress:
         ring = self._ring
         if place == ring.own:
             return self._bytes[begin:end]
-        if ring.memories is None:
+        if ring.segments is None:
             slot = chunk % ring.window * ring.part_bytes
             return ring.received[place][slot : slot + end - begin]
-        block = ring.received[place][: end - begin]
-        self._read(place, begin, block)
-        return block
-
-    def _read(self, place: int, begin: int, into: Tensor) -> None:
-        """Copy bytes of the tensor of another member."""
-        memories, link = self._ring.memories, self._ring.links[place]
-        assert memories is not None
-        try:
-            memories[place].read(self._addresses[place] + begin, into.numel(), into.data_ptr())
-        except ProcessLookupError as error:
-            raise link.blame("ended") from error
-        except OSError as error:
-            raise link.blame(f"has memory that could not be read ({error.strerror})") from error
+        slot = ring.slot(chunk) + begin - chunk * ring.chunk_bytes
+        return ring.segments[place].bytes[slot : slot + end - begin]
 
     def _count(self, place: int, phase: int, size: int) -> None:
         sent = self._ring.sent[place]
@@ -399,8 +471,8 @@ class SumInProgress:
         self.peak = max(self.peak, sum(sent))
 
     def awaits(self, link: MemberLink) -> bool:
-        """Whether another frame of this sum is to come."""
-        return self._summed[link.place] < self._chunks or not self._taken[link.place]
+        """Whether another frame of this sum is to come: the last one is the sum of the last chunk."""
+        return self._summed[link.place] < self._chunks
 
     def destination(self, link: MemberLink, header: FrameHeader) -> np.ndarray[Any, Any] | None:
         """Return where the payload of a frame belongs; None for one of an earlier epoch, which is dropped.
@@ -423,10 +495,6 @@ class SumInProgress:
         for name, value in agreed.items():
             if (came := getattr(header, name)) != value:
                 raise link.blame(f"sent a frame of {name} {came} instead of {value}")
-        if header.phase == TAKEN:
-            if self._taken[place] or self._added < self._chunks or header.length:
-                raise link.blame("took sums that were not given")
-            return self._array[:0]
         if header.phase not in (OFFERED, SUMMED):
             raise link.blame(f"sent a frame of phase {header.phase}")
         given = header.phase == OFFERED
@@ -434,7 +502,7 @@ class SumInProgress:
         if chunk != due or chunk >= (min(self._chunks, self._added + ring.window) if given else self._given):
             raise link.blame(f"sent phase {header.phase} of chunk {chunk}, due was chunk {due}")
         begin, end = self._part(chunk, ring.own if given else place)
-        carries = ring.memories is None and (not given or place in ring.contributing)
+        carries = ring.segments is None and (not given or place in ring.contributing)
         if header.length != (end - begin if carries else 0):
             raise link.blame(f"sent {header.length} bytes of chunk {chunk} instead of {end - begin if carries else 0}")
         if not carries:
@@ -447,20 +515,15 @@ class SumInProgress:
     def arrived(self, link: MemberLink, header: FrameHeader) -> None:
         """Take a frame whose payload is in its place."""
         ring, place, chunk = self._ring, link.place, header.chunk
-        if header.phase == TAKEN:
-            self._taken[place] = True
-            return
         begin, end = self._part(chunk, place)
         if header.phase == OFFERED:  # the member has taken all sums up to one window before
             self._offered[place] += 1
-            self._addresses[place] = header.address
             read = self._part(chunk - ring.window, ring.own) if chunk >= ring.window else (0, 0)
             ring.sent[place][1] = ring.sent[place][1] - read[1] + read[0] if chunk else 0
             return
         self._summed[place] += 1
         if self._contributes:
             ring.sent[place][0] -= end - begin
-        if ring.memories is not None:
-            self._read(place, begin, self._bytes[begin:end])
-            if self._summed[place] == self._chunks:
-                link.send(self._header(TAKEN, chunk, None))
+        if ring.segments is not None:
+            slot = ring.sum_slot(chunk)
+            self._bytes[begin:end].copy_(ring.segments[place].bytes[slot : slot + end - begin])

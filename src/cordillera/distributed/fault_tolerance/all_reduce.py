@@ -6,7 +6,7 @@ A link thus carries as many bytes as in a ring, ``2 (n - 1) / n`` times the tens
 same order, by one member; the way in which the bytes pass cannot change the result. At most ``window`` chunks are on
 their way.
 
-On one host members read each other's tensors where they lie, and only the headers of frames pass through sockets.
+On one host the parts lie in memory that all members map, and only the headers of frames pass through sockets.
 
 Sources: the window of fixed chunks is that of FTAR in FT-HSDP (arXiv 2602.00277); that waits end by themselves after an
 abort is the contract of torchcomms. The exchange is ours.
@@ -30,16 +30,15 @@ import torch
 from torch import Tensor
 
 from cordillera.distributed.fault_tolerance._chunks import (
-    BLOCK_BYTES,
     DTYPES,
     LINE,
     BrokenLink,
     MemberLink,
     RingState,
+    SharedSegment,
     SumInProgress,
 )
 from cordillera.distributed.fault_tolerance._lobby import Lobby, Parley, dial, job_key
-from cordillera.distributed.transport.peer_memory import MemoryProof, seen_by_proof
 from cordillera.errors import PeerError, PlanError
 
 CHUNK_BYTES, WINDOW = 4 << 20, 2
@@ -83,8 +82,8 @@ class AllReduce:
         job: Name of the job.
         token: Secret of the job, which is never sent.
         host: Address of the interface to listen on, at which other members reach this process.
-        transport: How parts pass: ``memory`` for members on one host, which read each other's, ``sockets``, or ``auto``
-            to use memory if all can.
+        transport: How parts pass: ``memory`` for members on one host, ``sockets``, or ``auto`` to use memory if all
+            members see each other's.
         chunk_bytes: Bytes of a tensor that pass at a time, a multiple of 64.
         window: Number of chunks on their way.
 
@@ -124,7 +123,7 @@ class AllReduce:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        self._lobby, self._proof = Lobby(self._key, host), MemoryProof()
+        self._lobby = Lobby(self._key, host)
         self._closed = False
         _LIVE.add(self)
 
@@ -284,11 +283,23 @@ class AllReduce:
     def _meet(self, ring: RingState, addresses: Mapping[str, str], until: float) -> None:
         """Connect with all members, agree on the ring and on the way in which parts pass."""
         others = [name for name in ring.names if name != ring.names[ring.own]]
-        reads = bool(others) and self._transport != "sockets"
-        parleys, theirs = self._introduce(ring, addresses, others, until)
-        seen = {name: seen_by_proof(theirs[name].get("memory")) if reads else None for name in others}
-        sees = reads and None not in seen.values()
-        answers = self._exchange(parleys, {name: {"memory": sees} for name in others}, until)
+        size = ring.window * (ring.chunk_bytes + ring.part_bytes)
+        segment = SharedSegment.create(size) if others and self._transport != "sockets" else None
+        try:
+            parleys, theirs = self._introduce(ring, addresses, others, segment, until)
+            seen = {
+                name: SharedSegment.attach(theirs[name].get("segment"), size) if segment else None for name in others
+            }
+            proofs = self._exchange(
+                parleys, {name: {"nonce": one.nonce.hex() if one else ""} for name, one in seen.items()}, until
+            )
+            sees = segment is not None and all(
+                seen[name] is not None and proofs[name].get("nonce") == segment.nonce.hex() for name in others
+            )
+            answers = self._exchange(parleys, {name: {"memory": sees} for name in others}, until)
+        finally:
+            if segment is not None:
+                segment.forget()
         in_memory = sees and all(answer.get("memory") is True for answer in answers.values())
         if others and self._transport == "memory" and not in_memory:
             raise BrokenLink("the members do not see each other's memory")
@@ -299,20 +310,18 @@ class AllReduce:
             if name in parleys
         }
         ring.sent = {place: [0, 0] for place in ring.links}
-        incoming = [place for place in ring.contributing if place != ring.own]
-        room = ring.window * ring.part_bytes
         if in_memory:
-            ring.memories = {
-                place: memory for place, name in enumerate(ring.names) if (memory := seen.get(name)) is not None
-            }
-            room = min(room, BLOCK_BYTES)
-        ring.received = {place: torch.empty(room, dtype=torch.uint8) for place in incoming}
+            ring.segments = [one for name in ring.names if (one := seen.get(name, segment)) is not None]
+        else:
+            incoming = [place for place in ring.contributing if place != ring.own]
+            ring.received = {place: torch.empty(ring.window * ring.part_bytes, dtype=torch.uint8) for place in incoming}
 
     def _introduce(
         self,
         ring: RingState,
         addresses: Mapping[str, str],
         others: list[str],
+        segment: SharedSegment | None,
         until: float,
     ) -> tuple[dict[str, Parley], dict[str, dict[str, Any]]]:
         """Connect to the members that stand before this one, and wait for those that stand after it."""
@@ -325,7 +334,7 @@ class AllReduce:
             "chunk_bytes": ring.chunk_bytes,
             "window": ring.window,
         }
-        terms = {**agreed, "name": own, "memory": self._proof.shown}
+        terms = {**agreed, "name": own, "segment": segment.place if segment else None}
         parleys: dict[str, Parley] = {}
         for name in others:
             if name < own:
