@@ -125,12 +125,12 @@ def test_traces_of_torch_itself_name_who_has_not_joined(tmp_path: Path) -> None:
         assert [one.op for one in traces[1].collectives] == ["all_reduce", "broadcast"]
         assert traces[1].collectives[0].state == "ended"
         assert all(trace.estimated for trace in traces)
-        assert blame(traces).causes == ()
-        for trace in traces:
-            later = time.time() + 300
-            path = next((tmp_path / form).glob(f"trace_{trace.rank}*"))
-            os.utime(path, (later, later))
-        found = blame(read_traces(tmp_path / form))
+        newest = max(one.enqueued_ns for trace in traces for one in trace.collectives) / 1e9
+        for after in (0.2, 300):  # a busy machine may write the files late
+            for path in (tmp_path / form).iterdir():
+                os.utime(path, (newest + after, newest + after))
+            found = blame(read_traces(tmp_path / form))
+            assert bool(found.causes) == (after == 300)
         assert [(cause.kind, cause.ranks) for cause in found.causes] == [("RANK_NOT_JOINED", (1,))]
         assert "how long ranks have waited is taken from the times of the files" in found.notes
         assert any("slow ranks cannot be told" in note for note in found.notes)

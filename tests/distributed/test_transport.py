@@ -281,6 +281,16 @@ def test_reductions_are_those_of_torch(name: str, length: int) -> None:
                 torch.testing.assert_close(result, want, rtol=1e-12, atol=1e-12)
 
 
+def test_bytes_pass_once_through_memory_or_in_fragments_through_sockets() -> None:
+    for path in PATHS:
+        with Group(2, path) as group:
+            group.each(lambda rank, one: summed(one, torch.ones(100_000)))
+            for one in group.groups:
+                counters = one.communicator.counters
+                passed = {"auto": counters.memory_bytes, "sockets": counters.socket_bytes}
+                assert passed == {"auto": 0, "sockets": 0, path: 400_000}  # half of it to add, half of it to copy
+
+
 def test_nan_and_infinity_are_passed_on() -> None:
     def call(rank: int, one: TransportProcessGroup) -> Tensor:
         tensor = torch.tensor([1.0, 2.0, 3.0])

@@ -46,8 +46,6 @@ def equal_to_gloo(rank: int, folder: str) -> dict[str, Any]:
         dist.all_gather_object(found, {"rank": rank}, group=group)
         if found != [{"rank": other} for other in range(dist.get_world_size())]:
             wrong.append(f"objects {found}")
-        if path == "auto" and not group.communicator.counters.memory_bytes:
-            wrong.append("no memory was read")
         dist.destroy_process_group(group)
     return {"wrong": wrong}
 

@@ -90,7 +90,7 @@ class ParallelConfig(BaseModel):
         recompute: Parts that a backward recomputes instead of storing: none, feed-forward nets (``selective``) or whole
             blocks (``full``).
         backend: What carries what ranks exchange: ``auto`` for gloo on CPUs and NCCL on GPUs, or ``cordillera`` for
-            Cordillera's own on CPUs (:mod:`cordillera.distributed.transport`), which is faster on one machine.
+            Cordillera's own on CPUs (:mod:`cordillera.distributed.transport`), which is faster for large tensors.
         deadline_s: Longest time of one wait for other ranks, in seconds.
     """
 

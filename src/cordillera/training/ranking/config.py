@@ -177,7 +177,7 @@ class RankingParallelConfig(PlacementConfig):
             or ``hybrid`` (in parts over the processes of a host, with equal copies on all hosts).
         hosts: Number of hosts, each with equally many consecutive ranks; for ``hybrid`` and ``towers``.
         backend: What carries what processes exchange: ``auto`` for gloo, or ``cordillera`` for Cordillera's own
-            (:mod:`cordillera.distributed.transport`), which is faster on one machine.
+            (:mod:`cordillera.distributed.transport`), which is faster for large tensors.
         deadline_s: Longest time of one wait for other processes, in seconds.
     """
 
