@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from _figures import Figures, results, table
+from _figures import Figures, percent, results, table
 
 
 def _size(kibibytes: int) -> str:
@@ -39,4 +39,15 @@ def messages() -> str:
     return table(["message", "gloo", "memory is", "asked", "beside our sockets"], rows)
 
 
-FIGURES: Figures = {"transport-sums": sums, "transport-messages": messages}
+def trainings() -> str:
+    """Return times of training steps, beside Gloo."""
+    rows = []
+    for row in _rows("training"):
+        gloo, ours = row["auto"], row["cordillera"]
+        waiting = f"{percent(gloo['exposed'], '.0f')}, {percent(ours['exposed'], '.0f')}"
+        same = "to the bit" if row["same"] else "no"
+        rows.append([row["training"], f"{gloo['step_s'] * 1e3:.1f} ms", _ratio(row["ratio"]), waiting, same])
+    return table(["training", "a step on gloo", "ours is", "waiting for others: gloo, ours", "equal losses"], rows)
+
+
+FIGURES: Figures = {"transport-sums": sums, "transport-messages": messages, "transport-trainings": trainings}
