@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -25,6 +26,7 @@ from cordillera.distributed.transport.communicator import Communicator, Transpor
 from cordillera.distributed.transport.exchanges import Exchanges, OperationFailed
 from cordillera.distributed.transport.frames import BrokenConnection, FrameKind, TransportFrame
 from cordillera.distributed.transport.operations import (
+    Local,
     Offer,
     PeerTask,
     Take,
@@ -394,10 +396,10 @@ def test_a_future_may_begin_another_operation() -> None:
         assert group.each(call) == [2.0, 2.0]
 
 
-def test_numbers_of_messages_wrap_around() -> None:
+def test_numbers_of_messages_pass_the_largest_of_32_bits() -> None:
     with Group(2) as group:
         for rank, is_sent in ((0, True), (1, False)):
-            group.groups[rank].communicator._numbers[is_sent, 1 - rank, 0] = (1 << 32) - 1
+            group.groups[rank].communicator._numbers[is_sent, 1 - rank, 0] = itertools.count((1 << 32) - 1)
 
         def call(rank: int, one: TransportProcessGroup) -> list[float]:
             got = []
@@ -447,6 +449,21 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert errors[2] is None
 
 
+def test_an_error_of_what_is_computed_ends_the_operation() -> None:
+    def failing() -> None:
+        raise ArithmeticError("no sum")
+
+    with Group(2) as group:
+
+        def call(rank: int, one: TransportProcessGroup) -> None:
+            operation = TransportOperation("barrier", signed("barrier"), [Local(run=failing)])
+            one.communicator.start(operation)
+            with pytest.raises(TransportError, match="ArithmeticError: no sum"):
+                one.communicator.wait(operation)
+
+        assert group.each(call) == [None, None]
+
+
 def test_an_abort_ends_every_wait_at_once_and_the_first_reason_counts() -> None:
     with Group(3) as group:
         for one in group.groups:  # so that all are connected
@@ -486,6 +503,8 @@ def test_a_group_that_was_destroyed_leaves_no_wait_of_others_undone() -> None:
 
 def test_what_cannot_be_carried_is_refused_by_name() -> None:
     reduce, negative = c10d.AllreduceOptions(), options(c10d.AllreduceOptions, timeout=timedelta(seconds=-5))
+    average = options(c10d.AllreduceOptions, reduceOp=dist.ReduceOp.AVG)
+    bits = options(c10d.AllreduceOptions, reduceOp=dist.ReduceOp.BAND)
     with Group(1) as group:
         one = group.groups[0]
         for call, said in (
@@ -497,6 +516,10 @@ def test_what_cannot_be_carried_is_refused_by_name() -> None:
             (lambda: one.alltoall([torch.ones(1)] * 2, [torch.ones(1)] * 2, c10d.AllToAllOptions()), "2 tensors for 1"),
             (lambda: one.all_to_all_single(torch.ones(3), torch.ones(3), [2], [3], c10d.AllToAllOptions()), "[2]"),
             (lambda: one.send([torch.ones(1)], 0), "itself"),
+            (lambda: one.recv_anysource([torch.ones(1)]), "from any rank"),
+            (lambda: one.allreduce_coalesced([], reduce), "got 0 tensors"),
+            (lambda: one.allreduce([torch.ones(1, dtype=torch.int32)], average), "AVG of torch.int32"),
+            (lambda: one.allreduce([torch.ones(1)], bits), "BAND of torch.float32"),
             (lambda: one.set_timeout(timedelta(0)), "timeout is 0 s"),
         ):  # fmt: skip
             with pytest.raises(PlanError, match=said.replace("[", r"\[")):

@@ -41,13 +41,17 @@ def blame(
     from cordillera.distributed.tracing.cause_text import describe
     from cordillera.distributed.tracing.flight_recorder import read_traces
     from cordillera.errors import PlanError
+    from cordillera.topology import check_writable
 
     if plot is not None and plot.suffix not in (".png", ".svg"):
         raise PlanError(f"cannot draw into {plot.name}", where="--plot", remedy="name a .png or an .svg")
+    if plot is not None:
+        check_writable(plot)
     found = find(read_traces(traces), stalled_after_s=after)
     if plot is not None:
         from cordillera.reports.blame import plot_blame
 
+        plot.parent.mkdir(parents=True, exist_ok=True)
         plot_blame(found, plot)
     if as_json:
         causes = [_plain(cause) for cause in found.causes]

@@ -11,7 +11,6 @@ import stat
 import struct
 import sys
 import zlib
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +18,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+
+from cordillera.distributed.transport.frame_socket import FrameSocket
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
 """Types of elements that can be summed."""
@@ -123,8 +124,8 @@ class FrameReader(Protocol):
         ...
 
 
-class MemberLink:
-    """Connection to another member, which never blocks.
+class MemberLink(FrameSocket):
+    """Connection to another member.
 
     Args:
         name: Name of the member.
@@ -133,19 +134,16 @@ class MemberLink:
     """
 
     def __init__(self, name: str, place: int, connection: socket.socket) -> None:
-        self.name, self.place, self.socket = name, place, connection
-        self._outgoing: deque[memoryview] = deque()
+        super().__init__(connection)
+        self.name, self.place = name, place
         self._head = bytearray(HEADER_BYTES)
         self._header: FrameHeader | None = None
         self._destination: np.ndarray[Any, np.dtype[np.uint8]] | None = None
-        self._target = memoryview(self._head)
-        self._filled = 0
-        connection.setblocking(False)
+        self._aim(memoryview(self._head))
 
-    @property
-    def has_outgoing(self) -> bool:
-        """Whether something waits to be sent."""
-        return bool(self._outgoing)
+    def ended(self) -> BrokenLink:
+        """Return the error for a connection that has ended."""
+        return self.blame("ended its connection")
 
     def blame(self, what: str) -> BrokenLink:
         """Return an error that names the member."""
@@ -157,24 +155,6 @@ class MemberLink:
         if payload is not None and payload.size:
             self._outgoing.append(payload.data)
         self.flush()
-
-    def flush(self) -> None:
-        """Send what waits, as far as it fits now.
-
-        Raises:
-            BrokenLink: If the connection has ended.
-        """
-        while self._outgoing:
-            try:
-                count = self.socket.sendmsg(list(self._outgoing)[:16])
-            except BlockingIOError:
-                return
-            except OSError as error:
-                raise self.blame("ended its connection") from error
-            while self._outgoing and count >= len(self._outgoing[0]):
-                count -= len(self._outgoing.popleft())
-            if count:
-                self._outgoing[0] = self._outgoing[0][count:]
 
     def receive(self, reader: FrameReader) -> None:
         """Give ``reader`` the frames that have come, until it awaits none.
@@ -189,39 +169,18 @@ class MemberLink:
                 except ValueError as error:
                     raise self.blame(str(error)) from error
                 self._destination = reader.destination(self, self._header)
-                dropped = self._destination is None and self._header.length
-                self._aim(np.empty(self._header.length, np.uint8) if dropped else self._destination)
+                place = self._destination
+                self._aim((np.empty(self._header.length, np.uint8) if place is None else place).data)
                 if self._target:
                     continue
             header, place = self._header, self._destination
             self._header = self._destination = None
-            self._aim(None)
+            self._aim(memoryview(self._head))
             if place is None:
                 continue
             if checksum(place) != header.checksum:
                 raise self.blame(f"sent a part of chunk {header.chunk} that is corrupt")
             reader.arrived(self, header)
-
-    def _aim(self, place: np.ndarray[Any, np.dtype[np.uint8]] | None) -> None:
-        self._filled = 0
-        if self._header is None:
-            self._target = memoryview(self._head)
-        else:
-            self._target = memoryview(b"") if place is None else place.data
-
-    def _fill(self) -> bool:
-        """Receive into the target; return whether it is full."""
-        while self._filled < len(self._target):
-            try:
-                count = self.socket.recv_into(self._target[self._filled :])
-            except BlockingIOError:
-                return False
-            except OSError as error:
-                raise self.blame("ended its connection") from error
-            if not count:
-                raise self.blame("ended its connection")
-            self._filled += count
-        return True
 
 
 class SharedSegment:

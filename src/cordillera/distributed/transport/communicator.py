@@ -9,6 +9,7 @@ Source: every wait ends after an abort or a deadline, and the first reason wins,
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import select
@@ -104,8 +105,9 @@ class Communicator:
         if path not in ("auto", "sockets"):
             raise PlanError(f"path is {path}", where="communicator", remedy="auto or sockets")
         self.rank, self.size, self.timeout_s, self.name = rank, size, checked_timeout(timeout_s), name
-        self._store, self._sequence = store, 0
-        self._numbers: defaultdict[tuple[bool, int, int], int] = defaultdict(int)  # of messages, by direction and tag
+        self._store, self._sequence = store, itertools.count()
+        # of messages, by direction, rank and tag
+        self._numbers: defaultdict[tuple[bool, int, int], itertools.count[int]] = defaultdict(itertools.count)
         self.ranks = tuple(ranks or range(size))
         self._exchanges = Exchanges(rank, self, self._end, self.ranks)
         self._tracer = OperationTracer(name, self.ranks)
@@ -127,6 +129,7 @@ class Communicator:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
+        weakref.finalize(self, _close, self._wake_read, self._wake_write).atexit = False
         self._poll.register(self._wake_read, select.POLLIN)
         self._admission: Admission | None = None
         if size > 1:
@@ -140,11 +143,6 @@ class Communicator:
     @property
     def _where(self) -> str:
         return f"rank {self.ranks[self.rank]}" + (f", group {self.name}" if self.name else "")
-
-    @property
-    def reason(self) -> str | None:
-        """Why nothing goes on any more; None while all is well."""
-        return self._reason
 
     @property
     def counters(self) -> TransportCounters:
@@ -166,7 +164,7 @@ class Communicator:
                 self._release()
         operation.posted_s = time.monotonic()
         if not operation.is_message:
-            operation.sequence, self._sequence = self._sequence, self._sequence + 1
+            operation.sequence = next(self._sequence)
         self._posted.append(operation)
         if in_background:
             self._advance_in_background()
@@ -190,8 +188,9 @@ class Communicator:
         Raises:
             TransportError: If it was given up.
         """
-        if timeout_s is not None:
-            operation.timeout_s = min(operation.timeout_s, time.monotonic() - operation.posted_s + timeout_s)
+        limit = math.inf if timeout_s is None else time.monotonic() - operation.posted_s + timeout_s
+        if limit < operation.timeout_s:
+            operation.timeout_s = limit
             self._wake()
         while not operation.is_done:
             if self._driver.acquire(blocking=False):
@@ -217,11 +216,8 @@ class Communicator:
             self._advance_in_background()
 
     def message_number(self, is_sent: bool, peer: int, tag: int) -> int:
-        """Return the number of the next message of a tag to (``is_sent``) or from the rank ``peer``, modulo 2^32."""
-        key = is_sent, peer, tag
-        number = self._numbers[key]
-        self._numbers[key] = (number + 1) % (1 << 32)
-        return number
+        """Return the number of the next message of a tag to (``is_sent``) or from the rank ``peer``."""
+        return next(self._numbers[is_sent, peer, tag])
 
     def abort(self, reason: str) -> None:
         """Give up: every wait of this rank ends, and those of the others; the first reason counts.
@@ -242,8 +238,6 @@ class Communicator:
         for peer in self._peers.values():
             if peer.connection is not None:
                 peer.connection.socket.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
 
     # --- progress -------------------------------------------------------------------------------------------------
 
@@ -329,6 +323,8 @@ class Communicator:
                 self._exchanges.post(operation)
         except OperationFailed as error:
             self._give_up(str(error))
+        except Exception as error:  # of what is computed, which nobody else would hear of
+            self._give_up(f"{type(error).__name__}: {error}")
         if self._reason is not None:
             self._fail()
 
@@ -356,8 +352,9 @@ class Communicator:
             self._admission = None
         failed = [*self._running, *self._posted]
         if failed and not self._is_traced:
-            self._is_traced = True
             alive = [one for one in list(_LIVE) if one is self or one._reason is None]
+            for one in alive:  # what fails next is a consequence, and would write over the trace
+                one._is_traced = True
             write_rank_trace([(one._tracer, list(one._running)) for one in alive], self.ranks[self.rank])
         text = reason.encode()[:2000]
         for peer in self._peers.values():
@@ -459,6 +456,8 @@ class Communicator:
             self._lose(known, connection, str(error))
         except OperationFailed as error:
             self._give_up(str(error))
+        except Exception as error:  # of what is computed, which nobody else would hear of
+            self._give_up(f"{type(error).__name__}: {error}")
 
     def _watch(self, known: _Peer, connection: Connection) -> None:
         """Wait for a connection to take more if something waits to be sent."""
@@ -487,6 +486,11 @@ def checked_timeout(seconds: float) -> float:
     if not seconds > 0:
         raise PlanError(f"timeout is {seconds:g} s", where="communicator", remedy="a time above 0")
     return seconds
+
+
+def _close(*files: int) -> None:
+    for one in files:
+        os.close(one)
 
 
 _LIVE: weakref.WeakSet[Communicator] = weakref.WeakSet()

@@ -74,13 +74,11 @@ class TransportCounters:
     Attributes:
         memory_bytes: Bytes read from the memory of other processes.
         socket_bytes: Bytes of fragments received.
-        staged_bytes: Bytes that were copied once more than needed: what travelled with an offer, and what was added.
         peak_in_flight_bytes: Most bytes of fragments of a transfer that were on their way.
     """
 
     memory_bytes: int = 0
     socket_bytes: int = 0
-    staged_bytes: int = 0
     peak_in_flight_bytes: int = 0
 
 
@@ -269,7 +267,6 @@ class Exchanges:
             self._wire.send(offer.peer, _frame(FrameKind.OFFER, offer, len(table)), memoryview(table))
             return False
         data = b"".join(view.numpy().data for view in offer.views)
-        self.counters.staged_bytes += size
         has_left = self._wire.send(offer.peer, _frame(FrameKind.INLINE, offer, size), memoryview(data))
         if not has_left:  # the process may end after the operation, so the bytes must have left
             self._leaving[offer.peer].append(offer)
@@ -358,7 +355,6 @@ class Exchanges:
         if not self._scratch.numel():
             self._scratch = torch.empty(_BLOCK_BYTES, dtype=torch.uint8)
         scratch, at, size = self._scratch.view(take.dtype), self._scratch.data_ptr(), take.dtype.itemsize
-        self.counters.staged_bytes += take.size
         for (address, length), view in zip(there, take.views, strict=True):
             values = view.view(take.dtype)
             for begin in range(0, length, _BLOCK_BYTES):
@@ -374,7 +370,6 @@ class Exchanges:
         if not data.nbytes:
             return
         came = torch.frombuffer(data, dtype=torch.uint8)
-        self.counters.staged_bytes += data.nbytes
         for view in _cut(take.views, begin, data.nbytes):
             part, came = came[: view.numel()], came[view.numel() :]
             if take.reduce is None:

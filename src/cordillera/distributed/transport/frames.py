@@ -6,15 +6,15 @@ import contextlib
 import socket
 import struct
 import zlib
-from collections import deque
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
+from cordillera.distributed.transport.frame_socket import FrameSocket
 from cordillera.distributed.transport.signatures import Signature
 
 _MAGIC = b"CTR1"
-_HEADER = struct.Struct("<4sBBBBqIQI")
+_HEADER = struct.Struct("<4sBBBBqQQI")
 _CHECK = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CHECK.size
 
@@ -97,29 +97,24 @@ class FrameHandler(Protocol):
         ...
 
 
-class Connection:
-    """Connection to another rank, which never blocks.
+class Connection(FrameSocket):
+    """Connection to another rank.
 
     Args:
         peer: The other rank.
         connected: Connected socket.
-
-    Attributes:
-        bytes_sent: Bytes of all frames that were given to the socket.
     """
 
     def __init__(self, peer: int, connected: socket.socket) -> None:
-        self.peer, self.socket, self.bytes_sent = peer, connected, 0
-        self._outgoing: deque[memoryview] = deque()
+        super().__init__(connected)
+        self.peer = peer
         self._head = memoryview(bytearray(HEADER_BYTES))
         self._frame: TransportFrame | None = None
-        self._target, self._filled = self._head, 0
-        connected.setblocking(False)
+        self._aim(self._head)
 
-    @property
-    def has_outgoing(self) -> bool:
-        """Whether something waits to be sent."""
-        return bool(self._outgoing)
+    def ended(self) -> BrokenConnection:
+        """Return the error for a connection that has ended."""
+        return BrokenConnection("ended its connection")
 
     def send(self, frame: TransportFrame, *payload: memoryview) -> None:
         """Send a frame, or what of it fits now; ``payload`` must not change before it is sent.
@@ -130,25 +125,6 @@ class Connection:
         self._outgoing.append(memoryview(frame.encode()))
         self._outgoing.extend(part for part in payload if part.nbytes)
         self.flush()
-
-    def flush(self) -> None:
-        """Send what waits, as far as it fits now.
-
-        Raises:
-            BrokenConnection: If the connection has ended.
-        """
-        while self._outgoing:
-            try:
-                count = self.socket.sendmsg(list(self._outgoing)[:16])
-            except BlockingIOError:
-                return
-            except OSError as error:
-                raise BrokenConnection("ended its connection") from error
-            self.bytes_sent += count
-            while self._outgoing and count >= self._outgoing[0].nbytes:
-                count -= self._outgoing.popleft().nbytes
-            if count:
-                self._outgoing[0] = self._outgoing[0][count:]
 
     def end(self, frame: TransportFrame, payload: memoryview, patience_s: float) -> None:
         """Send a last frame behind what waits, if the other side takes it within ``patience_s``, and nothing more.
@@ -170,27 +146,13 @@ class Connection:
         while self._fill():
             if self._frame is None:
                 self._frame = TransportFrame.decode(self._head)
-                self._target, self._filled = handler.place(self.peer, self._frame), 0
+                self._aim(handler.place(self.peer, self._frame))
                 if self._target.nbytes:
                     continue
             frame, data = self._frame, self._target
             self._frame = None
-            self._target, self._filled = self._head, 0
+            self._aim(self._head)
             handler.arrived(self.peer, frame, data)
-
-    def _fill(self) -> bool:
-        """Receive into the target; return whether it is full."""
-        while self._filled < self._target.nbytes:
-            try:
-                count = self.socket.recv_into(self._target[self._filled :])
-            except BlockingIOError:
-                return False
-            except OSError as error:
-                raise BrokenConnection("ended its connection") from error
-            if not count:
-                raise BrokenConnection("ended its connection")
-            self._filled += count
-        return True
 
 
 _SPAN = struct.Struct("<QQ")

@@ -42,7 +42,7 @@ BACKEND = "cordillera"
 """Name of the backend."""
 
 _SMALL_BYTES = 32 << 10  # below, every rank gathers all values and adds them itself
-_TENSOR_INDICES = 1 << 20  # numbers of transfers that each tensor of an operation has
+_TENSOR_INDICES = 1 << 32  # numbers of transfers that each tensor of an operation has
 _REDUCTIONS: dict[str, tuple[str, ReduceFunction]] = {
     "SUM": ("sum", torch.add),
     "AVG": ("avg", torch.add),
@@ -203,7 +203,7 @@ class TransportProcessGroup(dist.ProcessGroup):
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Reduce several ``tensors`` in place, by ``opts.reduceOp``."""
-        name, reduce = _reduction(opts)
+        name, reduce = _reduction(opts, *(tensor.dtype for tensor in tensors))
         parts = [self._all_reduced(one, reduce) for one in _checked(tensors, several=True)]
         average = _average(name, tensors, self.size())
         return self._run("all_reduce", _joined(parts), tensors, tensors[0].dtype, opts, name, finish=average)
@@ -211,7 +211,7 @@ class TransportProcessGroup(dist.ProcessGroup):
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Reduce ``tensors``, one a rank, in that of ``opts.rootRank``; those of the others stay as they are."""
         (tensor,) = _checked(tensors)
-        name, reduce = _reduction(opts)
+        name, reduce = _reduction(opts, tensor.dtype)
         mine, root = as_bytes(tensor), opts.rootRank
         if self.rank() != root:
             return self._run("reduce", [Offer(peer=root, views=[mine])], [tensor], tensor.dtype, opts, name)
@@ -347,6 +347,10 @@ class TransportProcessGroup(dist.ProcessGroup):
         number = self.communicator.message_number(False, src, tag)
         return self._pass(Take(peer=src, index=number, views=[as_bytes(tensor)]), tensor, tag)
 
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
+        """Refuse to receive ``tensors`` under a ``tag`` from whoever sends them."""
+        raise PlanError("messages from any rank are not supported", where="recv", remedy="name the rank with src")
+
     # --- the group -------------------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -404,7 +408,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         return self._run("all_gather", _joined(parts), result, inputs[0].dtype, opts)
 
     def _scatter_reduced(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> dist.Work:
-        name, reduce = _reduction(opts)
+        name, reduce = _reduction(opts, *(output.dtype for output in outputs))
         parts = []
         for output, one in zip(_checked(outputs, several=True), inputs, strict=True):
             if len(one) != self.size():
@@ -461,7 +465,7 @@ def _checked(tensors: Sequence[Tensor], *, several: bool = False) -> list[Tensor
     Raises:
         PlanError: If they cannot.
     """
-    if not several and len(tensors) != 1:
+    if not tensors or (not several and len(tensors) != 1):
         raise PlanError(f"got {len(tensors)} tensors", where="tensors", remedy="one tensor a rank")
     for tensor in tensors:
         if tensor.device.type != "cpu":
@@ -474,12 +478,33 @@ def _checked(tensors: Sequence[Tensor], *, several: bool = False) -> list[Tensor
     return list(tensors)
 
 
-def _reduction(opts: Any) -> tuple[str, ReduceFunction]:
+def _reduction(opts: Any, *dtypes: torch.dtype) -> tuple[str, ReduceFunction]:
+    """Return name and function of a reduction.
+
+    Raises:
+        PlanError: If it is not supported, or torch cannot compute it with one of the types.
+    """
     op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
-    for name, found in _REDUCTIONS.items():
+    for name, (called, reduce) in _REDUCTIONS.items():
         if op == getattr(dist.ReduceOp, name):
-            return found
+            for dtype in dtypes:
+                if not _computes(name, dtype):
+                    raise PlanError(f"{name} of {dtype} is not supported", where="op")
+            return called, reduce
     raise PlanError(f"{op} is not supported", where="op", remedy=", ".join(_REDUCTIONS))
+
+
+@functools.lru_cache(256)
+def _computes(name: str, dtype: torch.dtype) -> bool:
+    """Whether torch can reduce elements of a type."""
+    called, reduce = _REDUCTIONS[name]
+    one = torch.zeros(1, dtype=torch.uint8).repeat(dtype.itemsize).view(dtype)
+    try:
+        reduce(one, one, out=one)
+        _average(called, [one], 1)()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _average(name: str, tensors: Sequence[Tensor], size: int) -> Callable[[], None]:
