@@ -15,6 +15,7 @@ import torch
 from cordillera import recipe as recipes
 from cordillera.data.ranking.datasets import prepare
 from cordillera.distributed.job.job import STOPPING
+from cordillera.distributed.job.launch import start_tracker
 from cordillera.recipe import RankingRecipe
 from cordillera.workflows.architectures.trials import SearchTrial, TrialConfig, try_candidate
 
@@ -43,6 +44,7 @@ class _TrialWorker:
         context = multiprocessing.get_context("spawn")
         self.pipe, other = context.Pipe()
         self.process: SpawnProcess = context.Process(target=_work, args=(other, content, config), daemon=True)
+        start_tracker()
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # pending until the process ignores them
         try:
             self.process.start()
