@@ -15,7 +15,7 @@ import torch
 from cordillera import recipe as recipes
 from cordillera.data.ranking.datasets import prepare
 from cordillera.distributed.job.job import STOPPING
-from cordillera.distributed.job.launch import start_tracker
+from cordillera.distributed.job.launch import counted_signals, start_tracker
 from cordillera.recipe import RankingRecipe
 from cordillera.workflows.architectures.trials import SearchTrial, TrialConfig, try_candidate
 
@@ -45,14 +45,18 @@ class _TrialWorker:
         self.pipe, other = context.Pipe()
         self.process: SpawnProcess = context.Process(target=_work, args=(other, content, config), daemon=True)
         start_tracker()
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # pending until the process ignores them
-        try:
-            self.process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        with counted_signals() as stops:  # neither this process nor the other is interrupted before both are ready
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+            try:
+                self.process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         other.close()
         self.number: int | None = None
         self.since = 0.0
+        if stops():
+            self.stop()
+            raise KeyboardInterrupt
 
     def stop(self) -> None:
         self.pipe.close()
