@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import threading
 import time
@@ -35,6 +36,7 @@ from cordillera.distributed.transport.operations import (
     program,
     tasks_of,
 )
+from cordillera.distributed.transport.peer_memory import MemoryProof, PeerMemory, seen_by_proof
 from cordillera.distributed.transport.process_group import TransportOptions, TransportProcessGroup
 from cordillera.distributed.transport.signatures import signed
 from cordillera.errors import PlanError
@@ -482,6 +484,61 @@ def test_an_abort_ends_every_wait_at_once_and_the_first_reason_counts() -> None:
 
         ended = group.each(call)
     assert max(ended) - ended[2] < 0.1
+
+
+def test_nobody_takes_bytes_that_changed_after_their_rank_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, asked, changed = PeerMemory._copy, threading.Event(), threading.Event()
+    given, taken = torch.ones(30_000), torch.zeros(30_000)
+
+    def copy(*arguments: Any) -> None:
+        if arguments[-1] == given.nbytes:
+            asked.set()
+            assert changed.wait(10)
+        original(*arguments)
+
+    monkeypatch.setattr(PeerMemory, "_copy", copy)
+    with Group(2) as group:
+
+        def call(rank: int, one: TransportProcessGroup) -> None:
+            if rank == 1:
+                one.recv([taken], 0).wait()
+                return
+            work = one.send([given], 1)
+            assert asked.wait(10)
+            one.communicator.abort("the reason")
+            with pytest.raises(TransportError, match="the reason"):
+                work.wait()
+            given.fill_(2)  # it is the caller's again
+            changed.set()
+
+        assert "the reason" in str(group.each(call)[1]), taken
+
+
+@pytest.mark.parametrize("spans", [1, 2])
+def test_memory_is_of_no_use_once_its_proof_was_withdrawn(spans: int) -> None:
+    proof, there, here = MemoryProof(), torch.arange(20), torch.zeros(20, dtype=torch.int64)
+    memory = seen_by_proof(proof.shown)
+    assert memory is not None
+
+    def read() -> None:
+        sides = [[(part.data_ptr(), part.nbytes) for part in side.chunk(spans)] for side in (there, here)]
+        memory.read_all(*sides)
+
+    read()
+    assert torch.equal(there, here)
+    proof.withdraw()
+    with pytest.raises(OSError, match="given up"):
+        read()
+    assert seen_by_proof(proof.shown) is None
+
+
+@pytest.mark.parametrize(
+    "shown", [None, [], [0, 0, "00" * 32], [1, 2, "00"], [-1, 8, "00" * 32], [os.getpid(), -8, "00" * 32],
+              [os.getpid(), 1 << 80, "00" * 32], [os.getpid(), 4096, "00" * 32], [os.getpid(), 4096, "xy" * 32],
+              ["1", 8, "00" * 32], [1 << 80, 8, "00" * 32]]
+)  # fmt: skip
+def test_a_proof_that_is_none_is_not_believed(shown: object) -> None:
+    assert seen_by_proof(shown) is None
 
 
 def test_a_group_that_was_destroyed_leaves_no_wait_of_others_undone() -> None:

@@ -37,6 +37,7 @@ HEADER_BYTES = _HEADER.size + _CHECK.size
 _LANES, _ROWS = 512, 16  # words of a row, rows of a block
 _FACTOR, _ODD = 0x9E3779B97F4A7C15, np.uint64(0xC2B2AE3D27D4EB4F)
 _NONCE_BYTES, _PAGE = 32, 4096
+_BLOCK_BYTES = 512 << 10  # what is added at a time, which stays in a core's cache
 
 
 class BrokenLink(Exception):
@@ -188,6 +189,7 @@ class SharedSegment:
 
     Attributes:
         bytes: The memory, of dtype uint8.
+        array: The same for numpy, which copies up to half as fast again.
         nonce: Random bytes at its start, by which a process shows that it sees the memory.
     """
 
@@ -199,6 +201,7 @@ class SharedSegment:
             mapped[:_NONCE_BYTES] = nonce
         self.nonce = mapped[:_NONCE_BYTES]
         self.bytes = torch.frombuffer(mapped, dtype=torch.uint8, offset=_PAGE)
+        self.array = self.bytes.numpy()
 
     @classmethod
     def create(cls, size: int) -> SharedSegment | None:
@@ -270,7 +273,7 @@ class RingState:
         segments: Memory of each member, by place; None if parts pass through sockets.
         received: Slots for parts that come through a socket, by place; uint8 [window * part_bytes].
         sent: Bytes of contributions and of sums on their way to each member.
-        scratch: Sum of the first terms of a part; uint8 [part_bytes].
+        scratch: Sum of the first terms of a block; uint8.
     """
 
     epoch: int
@@ -286,7 +289,7 @@ class RingState:
     scratch: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.scratch = torch.empty(self.part_bytes, dtype=torch.uint8)
+        self.scratch = torch.empty(min(_BLOCK_BYTES, self.part_bytes), dtype=torch.uint8)
 
     @property
     def part_bytes(self) -> int:
@@ -378,10 +381,9 @@ class SumInProgress:
         if self._contributes and ring.segments is not None:
             first, last = chunk * ring.chunk_bytes, min((chunk + 1) * ring.chunk_bytes, self._size)
             begin, end = self._part(chunk, ring.own)
-            memory, slot = ring.segments[ring.own].bytes, ring.slot(chunk)
+            memory, slot = ring.segments[ring.own].array, ring.slot(chunk) - first
             for low, high in ((first, begin), (end, last)):
-                if low < high:
-                    memory[slot + low - first : slot + high - first].copy_(self._bytes[low:high])
+                memory[slot + low : slot + high] = self._array[low:high]
         self._given += 1
         for place, link in ring.links.items():
             begin, end = self._part(chunk, place)
@@ -398,13 +400,14 @@ class SumInProgress:
         if chunk >= min(self._given, *self._offered.values()):
             return False
         begin, end = self._part(chunk, ring.own)
-        if begin < end:
-            part, scratch = self._bytes[begin:end], ring.scratch[: end - begin]
-            terms = [self._term(place, chunk, begin, end).view(self._dtype) for place in ring.contributing]
+        for first in range(begin, end, _BLOCK_BYTES):
+            last = min(first + _BLOCK_BYTES, end)
+            terms = [self._term(place, chunk, first, last).view(self._dtype) for place in ring.contributing]
+            part, scratch = self._bytes[first:last], ring.scratch[: last - first]
             _add_in_order(terms, scratch.view(self._dtype), part.view(self._dtype))
             if ring.segments is not None:
-                slot = ring.sum_slot(chunk)
-                ring.segments[ring.own].bytes[slot : slot + end - begin].copy_(part)
+                slot = ring.sum_slot(chunk) - begin
+                ring.segments[ring.own].array[slot + first : slot + last] = self._array[first:last]
         self._added += 1
         payload = self._array[begin:end] if ring.segments is None else None
         header = self._header(SUMMED, chunk, payload)
@@ -414,12 +417,12 @@ class SumInProgress:
         return True
 
     def _term(self, place: int, chunk: int, begin: int, end: int) -> Tensor:
-        """Return what a member adds to the own part of a chunk, which are these bytes of the tensor."""
+        """Return what a member adds to these bytes of the tensor, which are of the own part of a chunk."""
         ring = self._ring
         if place == ring.own:
             return self._bytes[begin:end]
         if ring.segments is None:
-            slot = chunk % ring.window * ring.part_bytes
+            slot = chunk % ring.window * ring.part_bytes + begin - self._part(chunk, ring.own)[0]
             return ring.received[place][slot : slot + end - begin]
         slot = ring.slot(chunk) + begin - chunk * ring.chunk_bytes
         return ring.segments[place].bytes[slot : slot + end - begin]
@@ -485,4 +488,4 @@ class SumInProgress:
             ring.sent[place][0] -= end - begin
         if ring.segments is not None:
             slot = ring.sum_slot(chunk)
-            self._bytes[begin:end].copy_(ring.segments[place].bytes[slot : slot + end - begin])
+            self._array[begin:end] = ring.segments[place].array[slot : slot + end - begin]

@@ -349,6 +349,7 @@ class Communicator:
         reason = self._reason or ""
         if self._admission is not None:
             listener().dismiss(self._admission)
+            self._admission.proof.withdraw()  # before callers, who learn of it, change what others may be reading
             self._admission = None
         failed = [*self._running, *self._posted]
         if failed and not self._is_traced:

@@ -11,6 +11,7 @@ registrations is ours.
 
 from __future__ import annotations
 
+import errno
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -321,6 +322,8 @@ class Exchanges:
         except ProcessLookupError as error:
             raise OperationFailed(f"{self._name(take.peer)} ended") from error
         except OSError as error:
+            if error.errno == errno.ECANCELED:  # what it says, or its end, is on its way
+                return False
             raise OperationFailed(
                 f"the memory of {self._name(take.peer)} could not be read ({error.strerror})"
             ) from error

@@ -19,7 +19,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ class Admission:
         size: Number of ranks.
         reads_memory: Whether ranks may read each other's memory.
         welcome: Called with each rank that has come, from a thread of the listener.
+        proof: By what other ranks see whether what they read from this one's memory holds.
     """
 
     token: bytes
@@ -66,6 +67,7 @@ class Admission:
     size: int
     reads_memory: bool
     welcome: Callable[[Meeting], None]
+    proof: MemoryProof = field(default_factory=MemoryProof)
 
     @property
     def name(self) -> str:
@@ -88,7 +90,6 @@ class PeerListener:
     """
 
     def __init__(self, host: str) -> None:
-        self.proof = MemoryProof()
         self._admissions: dict[tuple[str, int], Admission] = {}  # by name and rank, as tests have ranks in threads
         self._sockets = [socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)]
         address: dict[str, Any] = {"boot": _boot(), "host": host, "port": self._sockets[0].getsockname()[1]}
@@ -142,7 +143,7 @@ class PeerListener:
             if not hmac.compare_digest(admission.answer(challenge, rank), str(hello.get("answer"))):
                 raise BrokenConnection("does not know the secret")
             answer = admission.answer(str(hello.get("challenge")), admission.rank)
-            _send(came, {"answer": answer, "proof": self.proof.shown})
+            _send(came, {"answer": answer, "proof": admission.proof.shown})
             theirs = _receive(came).get("sees")
             memory = seen_by_proof(hello.get("proof")) if admission.reads_memory else None
             _send(came, {"sees": memory is not None})
@@ -168,9 +169,8 @@ def dial(address: str, admission: Admission, peer: int) -> Meeting:
         connected.settimeout(_HANDSHAKE_S)
         challenge = secrets.token_hex(16)
         answer = admission.answer(str(_receive(connected).get("challenge")), admission.rank)
-        proof = listener().proof.shown
         hello = {"name": admission.name, "rank": admission.rank, "to": peer, "answer": answer, "challenge": challenge}
-        _send(connected, {**hello, "proof": proof})
+        _send(connected, {**hello, "proof": admission.proof.shown})
         reply = _receive(connected)
         if not hmac.compare_digest(admission.answer(challenge, peer), str(reply.get("answer"))):
             raise BrokenConnection("does not know the secret of the communicator")

@@ -7,6 +7,7 @@ none can be left behind, and a tensor needs no registration: what lies in a rank
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import secrets
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 _PR_SET_PTRACER = 0x59616D61
 _MOST_SPANS = 512  # below the kernel's limit of 1,024
 _MOST_BYTES = 1 << 30  # of one call, which returns early at 2 GiB
+_PROOF_BYTES = 32
 
 
 class _Span(ctypes.Structure):
@@ -23,14 +25,19 @@ class _Span(ctypes.Structure):
 
 
 class PeerMemory:
-    """Memory of another process.
+    """Memory of another process, for one thread at a time.
 
     Args:
         process: Its number.
+        address: Where its proof lies there.
+        content: The proof (:class:`MemoryProof`), which is read after everything else.
     """
 
-    def __init__(self, process: int) -> None:
+    def __init__(self, process: int, address: int, content: bytes) -> None:
         self.process = process
+        self._content, self._found = content, ctypes.create_string_buffer(len(content))
+        self._here, self._there = (_Span * 2)(), (_Span * 2)()
+        self._proofs = (_Span(ctypes.addressof(self._found), len(content)), _Span(address, len(content)))
 
     def read(self, address: int, length: int, into: int) -> None:
         """Copy bytes of the other process into this one.
@@ -41,23 +48,21 @@ class PeerMemory:
             into: Where they belong here.
 
         Raises:
-            OSError: If the process is gone, may not be read, or has no such memory.
+            OSError: If the process is gone, may not be read, has no such memory, or has withdrawn its proof: what was
+                copied is then of no use.
         """
-        here, there = _Span(), _Span()
-        while length:
-            here.address, there.address = into, address
-            here.length = there.length = min(length, _MOST_BYTES)
-            count = _readv(self.process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-            if count <= 0:
-                error = ctypes.get_errno()
-                raise OSError(error, os.strerror(error) if count < 0 else "no bytes came")
-            address, into, length = address + count, into + count, length - count
+        here, there = self._here, self._there
+        for begin in range(0, length, _MOST_BYTES):
+            size = min(length - begin, _MOST_BYTES)
+            here[0], there[0] = _Span(into + begin, size), _Span(address + begin, size)
+            here[1], there[1] = self._proofs
+            self._copy(here, there, size)
 
     def read_all(self, there: Sequence[tuple[int, int]], here: Sequence[tuple[int, int]]) -> None:
         """Copy several spans of bytes; the spans of ``there`` and ``here`` are addresses and equal lengths.
 
         Raises:
-            OSError: If the process is gone, may not be read, or has no such memory.
+            OSError: As :meth:`read` does.
         """
         for first in range(0, len(there), _MOST_SPANS):
             sources, targets = there[first : first + _MOST_SPANS], here[first : first + _MOST_SPANS]
@@ -66,34 +71,46 @@ class PeerMemory:
                 for (address, length), (into, _) in zip(sources, targets, strict=True):
                     self.read(address, length, into)
                 continue
-            count = _readv(self.process, _array(targets), len(targets), _array(sources), len(sources), 0)
-            if count != total:
-                error = ctypes.get_errno()
-                raise OSError(error, os.strerror(error) if count < 0 else "fewer bytes came")
+            self._copy(_array(targets, self._proofs[0]), _array(sources, self._proofs[1]), total)
+
+    def check(self) -> None:
+        """Read the proof.
+
+        Raises:
+            OSError: As :meth:`read` does.
+        """
+        self._copy(_array([], self._proofs[0]), _array([], self._proofs[1]), 0)
+
+    def _copy(self, here: ctypes.Array[_Span], there: ctypes.Array[_Span], size: int) -> None:
+        """Copy spans, the last of which is the proof."""
+        count = _readv(self.process, here, len(here), there, len(there), 0)
+        if count != size + len(self._content):
+            error = ctypes.get_errno() if count < 0 else errno.EFAULT
+            raise OSError(error, os.strerror(error))
+        if self._found.raw != self._content:
+            raise OSError(errno.ECANCELED, "it has given up")
 
 
-def _array(spans: Sequence[tuple[int, int]]) -> ctypes.Array[_Span]:
-    return (_Span * len(spans))(*[_Span(*span) for span in spans])
+def _array(spans: Sequence[tuple[int, int]], proof: _Span) -> ctypes.Array[_Span]:
+    return (_Span * (len(spans) + 1))(*[_Span(*span) for span in spans], proof)
 
 
 class MemoryProof:
-    """Random bytes in this process, by which another one shows that it reads the memory that it means.
+    """Random bytes in this process, by which another one sees that it reads the memory that it means.
 
-    Numbers of processes are those of a namespace, and containers of one host may have equal ones.
-
-    Attributes:
-        content: The bytes.
+    Numbers of processes are those of a namespace, and containers of one host may have equal ones. Who reads bytes that
+    this process may have changed meanwhile, because it gave up, sees that as well: the proof is withdrawn before.
     """
 
     def __init__(self) -> None:
         _admit_relatives()
-        self.content = secrets.token_bytes(32)
-        self._buffer = ctypes.create_string_buffer(self.content, len(self.content))
-
-    @property
-    def shown(self) -> list[Any]:
+        self._buffer = ctypes.create_string_buffer(secrets.token_bytes(_PROOF_BYTES), _PROOF_BYTES)
+        self.shown: list[Any] = [os.getpid(), ctypes.addressof(self._buffer), self._buffer.raw.hex()]
         """What another process needs for :func:`seen_by_proof`: process, address, and the bytes in hexadecimal."""
-        return [os.getpid(), ctypes.addressof(self._buffer), self.content.hex()]
+
+    def withdraw(self) -> None:
+        """Let nobody rely on what is read from now on."""
+        ctypes.memset(self._buffer, 0, _PROOF_BYTES)
 
 
 def seen_by_proof(shown: object) -> PeerMemory | None:
@@ -103,23 +120,18 @@ def seen_by_proof(shown: object) -> PeerMemory | None:
         shown: :attr:`MemoryProof.shown` of the other process, which is not trusted.
     """
     match shown:
-        case [int(process), int(address), str(text)] if 0 < process < 2**31 and 0 < len(text) <= 2048:
+        case [int(process), int(address), str(text)] if 0 < process < 2**31 and len(text) == 2 * _PROOF_BYTES:
             pass
         case _:
             return None
-    try:
-        content = bytes.fromhex(text)
-    except ValueError:
-        return None
     if _readv is None:
         return None
-    found = ctypes.create_string_buffer(len(content))
-    memory = PeerMemory(process)
     try:
-        memory.read(address, len(content), ctypes.addressof(found))
-    except (OSError, OverflowError, ctypes.ArgumentError):
+        memory = PeerMemory(process, address, bytes.fromhex(text))
+        memory.check()
+    except (OSError, ValueError, OverflowError, TypeError):
         return None
-    return memory if found.raw == content else None
+    return memory
 
 
 def _admit_relatives() -> None:
