@@ -8,11 +8,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from cordillera.distributed.fault_tolerance import events
 from cordillera.distributed.fault_tolerance.coordination import (
@@ -29,6 +32,7 @@ from cordillera.distributed.fault_tolerance.messages import MOST_JSON, Channel, 
 from cordillera.distributed.fault_tolerance.replica import Replica, ReplicaPlace
 from cordillera.distributed.fault_tolerance.state_transfer import StateProvider, fetch_state
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
+from cordillera.distributed.transport.process_group import TransportProcessGroup
 from cordillera.errors import CheckpointError, CordilleraError, PeerError, PlanError, RunError
 
 TOKEN, JOB = b"secret", "configuration"
@@ -207,6 +211,65 @@ def test_a_replica_does_not_train_from_a_checkpoint_once_there_is_a_newer_one(sa
             with replica.committing():
                 checkpoints.append(76)  # its own one
             assert replica.begin().head.step == 76
+
+
+class GroupReducer:
+    """Sums over a process group of torch.distributed for each epoch."""
+
+    address = "in the store"
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self._contributes = store, False
+        self._group: TransportProcessGroup | None = None
+
+    def connect(self, epoch: int, ring: Any, own: str, contributing: Any, deadline_s: float) -> None:
+        self.close()
+        names, store = sorted(member.name for member in ring), dist.PrefixStore(f"epoch {epoch}", self._store)
+        limit = timedelta(seconds=deadline_s)
+        self._group = TransportProcessGroup(store, names.index(own), len(names), limit)
+        self._contributes = own in contributing
+
+    def reduce(self, tensor: torch.Tensor, *, step: int, bucket: int, deadline_s: float) -> None:
+        assert self._group is not None
+        if not self._contributes:
+            tensor.zero_()
+        self._group.allreduce([tensor]).wait(timedelta(seconds=deadline_s))
+
+    def abort(self, reason: str) -> None:
+        if self._group is not None:
+            self._group.communicator.abort(reason)
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.shutdown()
+
+
+def test_a_process_group_may_carry_the_sums_and_the_others_go_on_without_one_that_left() -> None:
+    tolerance = FaultToleranceConfig(replicas=3, deadline_s=2.0, start_s=5.0, grace_s=0.2)
+    store, steps, leaves = dist.HashStore(), 4, {"r1": 2}
+    began = threading.Barrier(3)
+
+    def train(name: str) -> list[tuple[int, float]]:
+        place, found = ReplicaPlace(name, coordinator.address, TOKEN, JOB), []
+        state, mesh = initial_commit(JOB), ProcessMesh(ParallelConfig())
+        with Replica(place, tolerance, mesh, NoState(), state, reducer=GroupReducer(store)) as replica:
+            began.wait(10)
+            while replica.held.step < steps:
+                membership = replica.begin()
+                if membership.head.step == leaves.get(name):
+                    break
+                tensor = torch.full((50_000,), 2.0 ** int(name[1]))
+                if not replica.agree(replica.add(tensor)):
+                    replica.discard()
+                    continue
+                with replica.committing():
+                    found.append((len(membership.participants), float(tensor[-1])))
+        return found
+
+    with served(Coordinator(tolerance.rules, JOB, TOKEN)) as coordinator, ThreadPoolExecutor(3) as pool:
+        found = dict(zip(("r0", "r1", "r2"), pool.map(train, ("r0", "r1", "r2")), strict=True))
+    assert found["r0"] == found["r2"] == [(3, 7.0)] * 2 + [(2, 5.0)] * 2
+    assert found["r1"] == [(3, 7.0)] * 2
 
 
 def test_another_configuration_or_secret_is_refused_by_name() -> None:

@@ -13,7 +13,7 @@ import contextlib
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,6 +50,48 @@ class ReplicatedState(Protocol):
         ...
 
 
+class Reducer(Protocol):
+    """What adds tensors over the members of an epoch, as :class:`AllReduce` does; its methods are explained there.
+
+    Any means will do that ends every wait of all members when one of them fails, aborts or is late: NCCL and torchcomms
+    can abort, the groups of Gloo cannot.
+    """
+
+    @property
+    def address(self) -> str:
+        """Where other members reach this process, as text that only they understand."""
+        ...
+
+    def connect(
+        self, epoch: int, ring: Sequence[RingMember], own: str, contributing: Collection[str], deadline_s: float
+    ) -> None:
+        """Meet the members ``ring`` of an ``epoch``; raise PeerError if not all come within ``deadline_s``.
+
+        Args:
+            own: Name of this member.
+            contributing: Names of the members whose tensors are added.
+        """
+        ...
+
+    def reduce(self, tensor: Tensor, *, step: int, bucket: int, deadline_s: float) -> None:
+        """Replace ``tensor`` by the sum of those of the contributing members; raise PeerError if it was given up.
+
+        Args:
+            step: Step of the training.
+            bucket: Number of the tensor within the step.
+            deadline_s: Seconds after which to give up.
+        """
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Give up the epoch, for a ``reason``: every wait of this member and of the others ends."""
+        ...
+
+    def close(self) -> None:
+        """Leave the epoch and stop listening."""
+        ...
+
+
 @dataclass(frozen=True)
 class ReplicaPlace:
     """How a replica reaches its job.
@@ -82,6 +124,7 @@ class Replica:
             newer one, the state is too old to train from.
         durable: Function that returns the step of the newest checkpoint.
         watchdog: Watchdog that follows what this rank waits for.
+        reducer: What adds tensors over the replicas; an :class:`AllReduce` by default.
 
     Attributes:
         held: Commit that the state is of.
@@ -102,6 +145,7 @@ class Replica:
         restored: int | None = None,
         durable: Callable[[], int] = lambda: 0,
         watchdog: Watchdog | None = None,
+        reducer: Reducer | None = None,
     ) -> None:
         self.place, self.config, self.mesh, self.held = place, config, mesh, commit
         self.seconds: dict[str, float] = {}
@@ -112,7 +156,9 @@ class Replica:
         self._membership: Membership | None = None
         self._is_last = False
         host = _own_address(place.coordinator)
-        self._reducer = AllReduce(place.configuration, place.token, host=host)
+        if reducer is None:
+            reducer = AllReduce(place.configuration, place.token, host=host)
+        self._reducer = reducer
         self._provider = StateProvider(state.tensors, state.facts, place.token, host=host, deadline_s=config.deadline_s)
         with self._provider.changing(commit):
             pass
