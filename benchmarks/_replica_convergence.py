@@ -6,7 +6,9 @@ model is small and trained for minutes: with fewer tokens it is also behind by w
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +20,12 @@ from rich.table import Table
 
 from cordillera.data.language.held_out import held_out_batches
 from cordillera.distributed.fault_tolerance.coordination import FaultToleranceConfig
+from cordillera.kernels.threads import usable_cores
 from cordillera.recipe import LanguageRecipe, validate
 from cordillera.training.optimizers import schedule
 
 REPLICAS, SEEDS = 4, (1, 2, 3)
-STEPS, STEPS_QUICK, EVALUATIONS = 2500, 6, 20
+STEPS, STEPS_QUICK, EVALUATIONS = 5000, 6, 20
 PRESENT, ABSENT, BLOCKS = 90, 365, 2  # of a thousand steps: with all replicas and without one, in turn
 TARGETS = {"shrink": 0.01, "shrink, sqrt": 0.01, "constant": 0.003}  # difference in final loss
 
@@ -50,14 +53,14 @@ POLICIES = {
 
 def recipe(seed: int, steps: int) -> LanguageRecipe:
     """Return the recipe: a model of bytes on the source files of Python's standard library."""
-    sizes = {"layers": 1, "hidden": 32, "heads": 1, "kv_heads": 1, "ffn": 96, "vocabulary": 264, "context": 1024}
+    sizes = {"layers": 1, "hidden": 32, "heads": 4, "kv_heads": 4, "ffn": 96, "vocabulary": 264, "context": 256}
     content: dict[str, Any] = {
         "device": "cpu",
         "seed": seed,
         "data": {"path": "python-library", "tokenizer": "bytes"},
-        "packing": {"tokens": 1024, "context": 1024, "microbatches": 1},
+        "packing": {"tokens": 1024, "context": 256, "bound": 1024, "microbatches": 1},
         "model": {"name": "llama", **sizes},
-        "training": {"steps": steps, "warmup_steps": steps // 10, "learning_rate": 1e-2, "evaluation_tokens": 32_768},
+        "training": {"steps": steps, "warmup_steps": steps // 10, "learning_rate": 1e-2, "evaluation_tokens": 131_072},
         "fault_tolerance": {"replicas": REPLICAS},
     }
     found = validate(content)
@@ -95,14 +98,17 @@ def trained(name: str, seed: int, steps: int) -> dict[str, Any]:
 def convergence(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
     """Train by each policy and seed, and compare final losses with those of the same seed without faults."""
     steps, seeds = (STEPS_QUICK, SEEDS[:1]) if quick else (STEPS, SEEDS)
+    keys: list[dict[str, Any]] = [{"policy": name, "seed": seed, "steps": steps} for seed in seeds for name in POLICIES]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(usable_cores(), spawn, torch.set_num_threads, (1,)) as pool:
+        waiting = {pool.submit(trained, key["policy"], key["seed"], steps): key for key in keys if not pieces.get(key)}
+        for one in as_completed(waiting):
+            pieces.add(waiting[one], one.result())
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in POLICIES}
-    for seed in seeds:
-        for name in POLICIES:
-            key = {"policy": name, "seed": seed, "steps": steps, "threads": torch.get_num_threads()}
-            if (one := pieces.get(key)) is None:
-                one = trained(name, seed, steps)
-                pieces.add(key, one)
-            found[name].append({"seed": seed, **one})
+    for key in keys:
+        value = pieces.get(key)
+        assert value is not None
+        found[key["policy"]].append({"seed": key["seed"], **value})
     table = Table(title=f"one of {REPLICAS} replicas absent (measured)", title_justify="left")
     for heading in ("policy", "steps absent", "tokens", "final loss", "difference", "asked", "largest excursion"):
         table.add_column(heading)

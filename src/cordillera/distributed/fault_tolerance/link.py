@@ -16,6 +16,7 @@ from cordillera.distributed.fault_tolerance.messages import Channel, MessageErro
 from cordillera.errors import PeerError, PlanError
 
 _CONNECT_S = 2.0
+_SILENT_BEATS = 4  # signs of life that nobody confirms, after which a connection is made anew
 _AGAIN_S = 0.1  # between attempts to connect
 
 
@@ -40,8 +41,8 @@ _Answer: TypeAlias = StepMembers | PeerError | PlanError
 class CoordinatorLink:
     """What the first rank of a replica says to the coordinator, and hears.
 
-    A thread gives signs of life, hears answers, and connects again if the coordinator was started anew. A question that
-    is open then is asked again.
+    A thread gives signs of life, hears answers, and connects again if the coordinator was started anew or the network
+    drops what is sent to it. A question that is open then is asked again.
 
     Args:
         address: ``HOST:PORT`` of the coordinator.
@@ -118,6 +119,7 @@ class CoordinatorLink:
         while True:
             try:
                 channel = Channel.connect(self._address, self._token, "the coordinator", _CONNECT_S)
+                channel.give_up_silence(_SILENT_BEATS * self._beat_s)
                 channel.send(self._join)
                 return channel
             except MessageError:
