@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import os
+import queue
+import shutil
 import socket
+import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +28,7 @@ from cordillera.distributed.fault_tolerance.coordination import (
     Commit,
     CoordinationRules,
     FaultToleranceConfig,
+    Membership,
     initial_commit,
 )
 from cordillera.distributed.fault_tolerance.coordinator import Coordinator, CoordinatorLog
@@ -332,6 +338,82 @@ def test_a_coordinator_goes_on_from_its_log_and_replicas_find_it(tmp_path: Path)
         assert found[0].members == ("r0", "r1")
         assert found[0].head == states["r0"]
         assert found[0].epoch >= epoch
+        for link in links.values():
+            link.close()
+
+
+@contextlib.contextmanager
+def on_another_machine(
+    coordinator: Callable[[str], Coordinator],
+) -> Iterator[tuple[Coordinator, Callable[[str], None]]]:
+    """A coordinator in a network of its own, and what sets its cable ``up`` or ``down``."""
+    name, found = f"c{os.getpid() % 10**9}", queue.SimpleQueue[Coordinator]()
+
+    def ip(*arguments: str) -> None:
+        done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"networks of its own need root and the command ip: {done.stderr.strip()}")
+
+    def serve() -> None:
+        with open(f"/var/run/netns/{name}") as space:
+            assert ctypes.CDLL(None, use_errno=True).setns(space.fileno(), 0) == 0  # of this thread
+        made = coordinator("198.18.0.2")
+        found.put(made)
+        made.serve()
+
+    if os.geteuid() or not shutil.which("ip"):
+        pytest.skip("networks of its own need root and the command ip")
+    ip("netns", "add", name)
+    try:
+        ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+        ip("addr", "add", "198.18.0.1/30", "dev", name)
+        ip("link", "set", name, "up")
+        ip("-n", name, "addr", "add", "198.18.0.2/30", "dev", "eth0")
+        ip("-n", name, "link", "set", "eth0", "up")
+        thread = threading.Thread(target=serve)
+        thread.start()
+        served = found.get(timeout=5)
+        try:
+            yield served, lambda state: ip("link", "set", name, state)
+        finally:
+            served.close()
+            thread.join(5)
+            assert not thread.is_alive()
+    finally:
+        for kind in ("link", "netns"):
+            subprocess.run(["ip", kind, "del", name], capture_output=True, check=False)
+
+
+@pytest.mark.slow
+def test_a_network_that_drops_everything_in_silence_is_as_a_coordinator_that_ended() -> None:
+    with on_another_machine(lambda host: Coordinator(RULES, JOB, TOKEN, host=host)) as (coordinator, cable):
+        links = {name: link_to(coordinator, name, patience_s=1.0) for name in ("r0", "r1")}
+        for name, link in links.items():
+            link.ask(Ask(name, initial_commit(JOB)))
+        state = [answer(link).membership.result for link in links.values()].pop()
+        cable("down")
+        for name, link in links.items():
+            link.ask(Ask(name, state))
+        time.sleep(0.8)  # longer than signs of life may be unconfirmed
+        cable("up")
+        together: dict[str, Membership] = {}  # the first to be back may take steps alone before
+        until = time.monotonic() + 5
+        while len(together) < 2 and time.monotonic() < until:
+            for name, link in links.items():
+                if (found := link.answer(0.05)) is not None:
+                    if found.membership.members == ("r0", "r1"):
+                        together[name] = found.membership
+                    else:
+                        link.ask(Ask(name, found.membership.result))
+        assert together["r0"] == together["r1"]
+        cable("down")
+        began = time.monotonic()
+        for name, link in links.items():
+            link.ask(Ask(name, together[name].result))
+        for link in links.values():
+            with pytest.raises(PeerError, match="no other came within 1 s"):
+                answer(link)
+        assert 1.0 < time.monotonic() - began < 5.0
         for link in links.values():
             link.close()
 
