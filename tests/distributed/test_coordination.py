@@ -226,6 +226,7 @@ class Worker:
     task: Membership | None = None
     is_frozen: bool = False
     discarded: bool = False
+    missed: tuple[str, ...] = ()
 
 
 @dataclass
@@ -235,6 +236,7 @@ class World:
     seed: int
     now: float = 0.0
     workers: dict[str, Worker] = field(default_factory=dict)
+    cut: tuple[str, ...] = ()  # two that cannot reach each other
     seen: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("step", "behind", "rolled back", "refused"), 0))
 
     def __post_init__(self) -> None:
@@ -280,6 +282,8 @@ class World:
         for task in tasks.values():
             ring = [self.workers.get(name) for name in task.members]
             complete = all(one is not None and one.task == task and not one.is_frozen for one in ring)
+            parted = self.cut if set(self.cut) <= set(task.members) else ()
+            complete = complete and not parted
             exchange = next(self.exchanges)
             before = {name: self.workers[name].content for name in task.participants} if complete else {}
             for name in task.members:
@@ -287,6 +291,7 @@ class World:
                 if one is None or one.task != task or one.is_frozen:
                     continue
                 one.task = None
+                one.missed = tuple(other for other in parted if other != name)
                 if complete and self.random.random() < 0.9:
                     source = task.donors.get(name, name)
                     one.content = (*before[source], exchange)
@@ -297,7 +302,7 @@ class World:
                         continue
                 else:
                     one.discarded = True
-                self.tell(Ask(name, one.state, one.discarded))
+                self.tell(Ask(name, one.state, one.discarded, missed=one.missed))
 
     def act(self) -> None:
         """Let something happen to a replica."""
@@ -358,6 +363,64 @@ def test_whoever_takes_part_holds_the_same_weights(seed: int) -> None:
     for _ in range(10):
         world.tick(faults=False)
     assert world.seen["step"] > before
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_replicas_that_cannot_reach_each_other_do_not_stop_the_others(seed: int) -> None:
+    world = World(seed)
+    for _ in range(30):
+        world.tick(faults=False)
+    world.cut, before = ("a", "c"), world.seen["step"]
+    for _ in range(200):
+        world.tick(faults=False)
+    assert world.seen["step"] - before > 150  # of about 600 without the cut
+    world.cut = ()
+    for _ in range(1000):
+        world.tick(faults=False)
+    assert len(world.state.members) == 4
+    assert not world.state.isolated
+
+
+def apart(state: CoordinatorState, held: Commit, now: float) -> tuple[CoordinatorState, Membership]:
+    """Replicas ``a`` and ``b`` give a step up, as they do not reach each other."""
+    pairs = (("a", "b"), ("b", "a"))
+    state, replies = decide(state, [Ask(one, held, discarded=True, missed=(other,)) for one, other in pairs], now)
+    return state, formed(replies)
+
+
+def test_after_three_attempts_one_of_two_is_left_out_and_each_time_for_twice_as_long() -> None:
+    rules = CoordinationRules(2, lease_s=1e6, grace_s=1e6, start_s=30.0)
+    state, replies = ask(begun("ab", rules), "ab", FRESH, 1.0)
+    assert formed(replies).members == ("a", "b")
+    for now in (2.0, 3.0):
+        state, found = apart(state, FRESH, now)
+        assert found.members == ("a", "b")
+    state, found = apart(state, FRESH, 4.0)
+    assert found.members == ("a",)
+    state, replies = ask(state, "a", found.result, 33.9)
+    assert formed(replies).members == ("a",)
+    state, replies = ask(state, "a", formed(replies).result, 34.0)
+    found = formed(replies)
+    assert (found.members, found.donors) == (("a", "b"), {"b": "a"})
+    states = {"a": found.head, "b": FRESH}
+    asks = [Ask(one, held, discarded=True, missed=("b" if one == "a" else "a",)) for one, held in states.items()]
+    state, replies = decide(state, asks, 40.0)
+    assert formed(replies).members == ("a",)  # at the first attempt
+    state, replies = ask(state, "a", formed(replies).result, 99.9)
+    assert formed(replies).members == ("a",)
+    state, replies = ask(state, "a", formed(replies).result, 100.0)
+    found = formed(replies)
+    assert found.members == ("a", "b")
+    state, replies = ask(state, "ab", found.result, 101.0)
+    assert not state.isolated  # they have committed a step together
+
+
+def test_nobody_is_left_out_of_the_least_members() -> None:
+    rules = CoordinationRules(2, least=2, lease_s=1e6, grace_s=1e6)
+    state, _ = ask(begun("ab", rules), "ab", FRESH, 1.0)
+    for now in range(2, 9):
+        state, found = apart(state, FRESH, float(now))
+        assert found.members == ("a", "b")
 
 
 def test_the_world_finds_steps_that_are_taken_for_identities(monkeypatch: pytest.MonkeyPatch) -> None:

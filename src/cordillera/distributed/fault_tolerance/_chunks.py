@@ -41,7 +41,16 @@ _BLOCK_BYTES = 512 << 10  # what is added at a time, which stays in a core's cac
 
 
 class BrokenLink(Exception):
-    """A connection ended, or something else came over it than was to come."""
+    """A connection ended, or something else came over it than was to come.
+
+    Args:
+        what: One sentence.
+        missed: Members from which nothing came in time.
+    """
+
+    def __init__(self, what: str, missed: Sequence[str] = ()) -> None:
+        super().__init__(what)
+        self.missed = tuple(missed)
 
 
 class FrameHeader(NamedTuple):
@@ -435,6 +444,13 @@ class SumInProgress:
     def awaits(self, link: MemberLink) -> bool:
         """Whether another frame of this sum is to come: the last one is the sum of the last chunk."""
         return self._summed[link.place] < self._chunks
+
+    def missed(self) -> list[str]:
+        """Return the members that hold this one up: others than those that only wait for one of them as well."""
+        least = min(self._offered.values())
+        held_up = [place for place, count in self._offered.items() if count == least <= self._added]
+        awaited = [place for place, link in self._ring.links.items() if self.awaits(link)]
+        return [self._ring.names[place] for place in held_up or awaited]
 
     def destination(self, link: MemberLink, header: FrameHeader) -> np.ndarray[Any, Any] | None:
         """Return where the payload of a frame belongs; None for one of an earlier epoch, which is dropped.

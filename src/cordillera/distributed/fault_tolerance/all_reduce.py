@@ -66,10 +66,12 @@ class ReduceAborted(PeerError):
     Args:
         what: One sentence with the first reason.
         where: Replica and epoch.
+        missed: Members that could not be reached, or from which nothing came in time.
     """
 
-    def __init__(self, what: str, *, where: str | None = None) -> None:
+    def __init__(self, what: str, *, where: str | None = None, missed: Sequence[str] = ()) -> None:
         super().__init__(what, peer=None, where=where, remedy="connect again in a new epoch, and repeat the step")
+        self.missed = tuple(missed)
 
 
 class AllReduce:
@@ -252,7 +254,8 @@ class AllReduce:
             yield
         except BrokenLink as error:
             self._leave(str(error))
-            raise ReduceAborted(str(self._reason), where=f"replica {self._own}, epoch {self._epoch}") from error
+            where = f"replica {self._own}, epoch {self._epoch}"
+            raise ReduceAborted(str(self._reason), where=where, missed=error.missed) from error
         except BaseException as error:
             self._leave(f"{type(error).__name__} at replica {self._own}")
             raise
@@ -351,7 +354,7 @@ class AllReduce:
                 parley.send({**terms, "to": name})
         self._check()
         if missing := [name for name in later if name not in guests]:
-            raise BrokenLink(f"replica {', '.join(missing)} did not come in time")
+            raise BrokenLink(f"replica {', '.join(missing)} did not come in time", missing)
         theirs.update(self._gather({name: one for name, one in parleys.items() if name not in theirs}, until))
         for name, message in theirs.items():
             for key, value in {**agreed, "name": name, "to": own}.items():
@@ -385,7 +388,8 @@ class AllReduce:
             if not waiting:
                 return found
             events = {parleys[name].socket.fileno(): parleys[name].events for name in waiting}
-            self._wait(events, until, f"replica {', '.join(waiting)} did not agree in time")
+            if self._wait(events, until) is None:
+                raise BrokenLink(f"replica {', '.join(waiting)} did not agree in time", waiting)
 
     def _run(self, ring: RingState, one: SumInProgress, until: float) -> None:
         links = {link.socket.fileno(): link for link in ring.links.values()}
@@ -398,13 +402,15 @@ class AllReduce:
                 number: select.POLLIN * one.awaits(link) | select.POLLOUT * link.has_outgoing
                 for number, link in links.items()
             }
-            late = "the deadline passed; awaited: replica " + ", ".join(links[n].name for n in events if events[n])
-            for number in self._wait(events, until, late):
+            if (ready := self._wait(events, until)) is None:
+                missed = one.missed()
+                raise BrokenLink(f"the deadline passed; awaited: replica {', '.join(missed)}", missed)
+            for number in ready:
                 links[number].flush()
                 links[number].receive(one)
 
-    def _wait(self, events: Mapping[int, int], until: float, late: str) -> list[int]:
-        """Wait for one of the events; return the sockets where there is one."""
+    def _wait(self, events: Mapping[int, int], until: float) -> list[int] | None:
+        """Wait for one of the events; return the sockets where there is one, or None once the deadline has passed."""
         poller = select.poll()
         poller.register(self._wake_read, select.POLLIN)
         for number, mask in events.items():
@@ -413,9 +419,7 @@ class AllReduce:
         left = until - time.monotonic()
         ready = poller.poll(math.ceil(left * 1000)) if left > 0 else []
         self._check()
-        if not ready:
-            raise BrokenLink(late)
-        return [number for number, _ in ready if number != self._wake_read]
+        return [number for number, _ in ready if number != self._wake_read] if ready else None
 
 
 @contextlib.contextmanager
@@ -424,7 +428,7 @@ def _naming(name: str) -> Iterator[None]:
     try:
         yield
     except BrokenLink as error:
-        raise BrokenLink(f"replica {name} {error}") from error
+        raise BrokenLink(f"replica {name} {error}", error.missed) from error
 
 
 def _check_tensor(tensor: Tensor, step: int, bucket: int) -> None:

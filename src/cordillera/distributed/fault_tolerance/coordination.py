@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
@@ -21,6 +22,8 @@ from typing import Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cordillera.errors import PlanError
+
+_ATTEMPTS = 3  # of the same members at a step, before one is left out
 
 
 @dataclass(frozen=True, order=True)
@@ -83,6 +86,7 @@ class Ask:
         discarded: Whether it was given a step since its last commit, and discarded it.
         durable: Largest step of a checkpoint that it knows of.
         restored: Whether it holds what the newest checkpoint holds, and has not trained since.
+        missed: Replicas from which nothing came in time in the step that it discarded.
     """
 
     replica: str
@@ -90,6 +94,7 @@ class Ask:
     discarded: bool = False
     durable: int = 0
     restored: bool = False
+    missed: tuple[str, ...] = ()
 
 
 ReplicaMessage: TypeAlias = Join | Alive | Leave | Ask
@@ -247,6 +252,19 @@ class ReplicaStatus:
 
 
 @dataclass(frozen=True)
+class Isolation:
+    """A replica that others do not reach.
+
+    Attributes:
+        until: Time until which steps are taken without it, in seconds.
+        times: How often in a row that happened.
+    """
+
+    until: float
+    times: int
+
+
+@dataclass(frozen=True)
 class CoordinatorState:
     """All that decisions depend on beside rules, messages and time.
 
@@ -260,6 +278,8 @@ class CoordinatorState:
         silent: Those of them that contribute nothing, as they were behind.
         began: Time of the first message.
         connected: Replicas with an open connection.
+        attempts: Memberships of the same members since the last commit.
+        isolated: Replicas that were left out, as others did not reach them, and have not committed a step since.
     """
 
     rules: CoordinationRules
@@ -271,6 +291,8 @@ class CoordinatorState:
     silent: tuple[str, ...] = ()
     began: float = math.inf
     connected: Mapping[str, ReplicaStatus] = field(default_factory=dict)
+    attempts: int = 0
+    isolated: Mapping[str, Isolation] = field(default_factory=dict)
 
     @classmethod
     def begin(cls, rules: CoordinationRules, configuration: str) -> CoordinatorState:
@@ -286,6 +308,7 @@ class CoordinatorState:
         times = [one.heard + self.rules.lease_s for one in self.connected.values()]
         times += [one.since + self.rules.grace_s for one in self.connected.values()]
         times += [one.since + self.rules.start_s for one in self.connected.values()]
+        times += [one.until for one in self.isolated.values()]
         times.append(self.began + self.rules.start_s)
         return min((one for one in times if one > now), default=math.inf)
 
@@ -298,6 +321,10 @@ def decide(
     A membership is formed of those that have asked, as soon as all live members of the epoch are among them, or
     ``grace_s`` after the first member. It starts a new epoch if its members are others than before, one of them
     discarded a step, or one is behind or was so in the last step.
+
+    Where the same members have given a step up three times, the one from which most of them got nothing in time is left
+    out for ``start_s``, and for twice as long each time that this happens again: replicas that cannot reach each other
+    would otherwise try for ever.
 
     A commit becomes the head if it was made in the current epoch. One of an older epoch that is reported only now is
     void: the current epoch began without it. If nobody who asks holds the head, training goes on from the one before,
@@ -342,7 +369,8 @@ def _heard(state: CoordinatorState, message: ReplicaMessage, now: float) -> tupl
     if not state.members and reported > state.head:  # a job that goes on from a checkpoint, or without its log
         state = replace(state, head=reported, previous=None, epoch=max(state.epoch, reported.epoch))
     elif reported.epoch == state.epoch and reported > state.head:
-        state = replace(state, head=reported, previous=state.head)
+        isolated = {name: one for name, one in state.isolated.items() if name not in state.members}
+        state = replace(state, head=reported, previous=state.head, attempts=0, isolated=isolated)
     return state, []
 
 
@@ -351,6 +379,7 @@ def _form(state: CoordinatorState, now: float) -> tuple[CoordinatorState, list[R
     asked = {name: one.asked for name, one in live.items() if one.asked is not None}
     if len(asked) < rules.least or not _is_complete(state, live, asked, now):
         return state, []
+    state, asked = _reached(state, asked, now)
     reason, replies, epoch = None, [], state.epoch
     states, durable = {ask.state for ask in asked.values()}, max(ask.durable for ask in asked.values())
     able = [ask.state for ask in asked.values() if ask.restored or ask.state.step >= max(1, durable)]
@@ -385,8 +414,26 @@ def _form(state: CoordinatorState, now: float) -> tuple[CoordinatorState, list[R
     }
     has_changed = members != state.members or bool(donors) or bool(state.silent)
     is_new = has_changed or any(ask.discarded for ask in asked.values())
-    state = replace(state, epoch=epoch + is_new, members=members, silent=tuple(donors))
+    attempts = state.attempts + 1 if members == state.members else 1
+    state = replace(state, epoch=epoch + is_new, members=members, silent=tuple(donors), attempts=attempts)
     return state, [*replies, Membership(state.epoch, state.head, members, donors)]
+
+
+def _reached(state: CoordinatorState, asked: dict[str, Ask], now: float) -> tuple[CoordinatorState, dict[str, Ask]]:
+    """Leave out who is isolated, if a step is possible without: return the questions of the others."""
+    rules, members = state.rules, [asked[name] for name in state.members if name in asked]
+    missed = Counter(name for ask in members for name in ask.missed if name in asked)
+    if missed and len(members) == len(state.members):
+        name = max(missed, key=lambda one: (missed[one], one))
+        times = state.isolated[name].times if name in state.isolated else 0
+        if state.attempts >= (1 if times else _ATTEMPTS) and len(asked) > rules.least:
+            isolation = Isolation(now + rules.start_s * 2**times, times + 1)
+            state = replace(state, isolated={**state.isolated, name: isolation})
+    out = {name for name, one in state.isolated.items() if now < one.until}
+    others = {name: ask for name, ask in asked.items() if name not in out}
+    if len(others) < rules.least or all(ask.state != state.head for ask in others.values()):
+        return state, asked
+    return state, others
 
 
 def _is_complete(

@@ -285,6 +285,8 @@ class Coordinator:
                         connection.channel.send({"kind": "replaced"})
                 connection.channel.close()
         self._state, self._connections = state, connections
+        for name in state.isolated.keys() - was.isolated.keys():
+            self._hear({"kind": "isolated", "replica": name})
         if state.epoch != was.epoch:
             self._hear({"kind": "epoch", "epoch": state.epoch, "step": state.head.step, "members": list(state.members)})
         for reply in replies:
@@ -381,6 +383,7 @@ def _message(replica: str, content: Any) -> ReplicaMessage:
                 discarded=content["discarded"] is True,
                 durable=_whole(content["durable"]),
                 restored=content["restored"] is True,
+                missed=tuple(map(str, content["missed"])),
             )
     except (KeyError, TypeError) as error:
         raise MessageError(f"a message of {replica} is incomplete") from error

@@ -84,6 +84,7 @@ class CoordinatorLink:
             "discarded": ask.discarded,
             "durable": ask.durable,
             "restored": ask.restored,
+            "missed": list(ask.missed),
         }
         with self._lock:
             self._asked = content

@@ -152,6 +152,7 @@ class Replica:
         self._durable, self._newest = durable, durable()
         self._state, self._watchdog, self._restored, self._discarded = state, watchdog, restored, False
         self._connected: tuple[int, tuple[str, ...]] | None = None
+        self._missed: set[str] = set()
         self._bucket = 0
         self._membership: Membership | None = None
         self._is_last = False
@@ -228,6 +229,7 @@ class Replica:
                 self._connect(found)
             except PeerError as error:
                 why = str(error)
+                self._note(error)
         if self.place.name not in membership.donors:
             return why
         fetched = None
@@ -238,6 +240,7 @@ class Replica:
                     fetched = fetch_state(donor, self.place.token, membership.head, self.config.deadline_s)
                 except (MessageError, LookupError) as error:
                     why = str(error)
+                    self._missed.add(membership.donors[self.place.name])
         if not self.agree(fetched is not None):  # all ranks install it, or none
             self._reducer.abort("a replica that was behind did not catch up")
             return why or "another rank did not catch up"
@@ -281,9 +284,14 @@ class Replica:
                 self._reducer.reduce(
                     tensor, step=self.held.step + 1, bucket=self._bucket, deadline_s=self.config.deadline_s
                 )
-            except PeerError:
+            except PeerError as error:
+                self._note(error)
                 return False
         return True
+
+    def _note(self, error: PeerError) -> None:
+        """Remember from whom nothing came in time."""
+        self._missed.update(getattr(error, "missed", ()))
 
     def agree(self, is_well: bool) -> bool:
         """Return whether all ranks of this replica are well.
@@ -303,8 +311,9 @@ class Replica:
         self.held, self._discarded, self._restored = self._membership.result, False, None
 
     def discard(self) -> None:
-        """Give the step up; its samples are trained in a later one."""
+        """Give the step up; its samples are trained in a later one. All ranks of this replica call this."""
         self._discarded, self._connected = True, None
+        self._missed = {name for found in self._gathered(sorted(self._missed)) for name in found}
 
     def _ask(self) -> StepMembers:
         """Ask the coordinator on the first rank; wait for its answer on all of them."""
@@ -313,7 +322,9 @@ class Replica:
             if self._discarded:  # others may have gone on without this replica
                 self._newest = self._durable()
             is_restored = self._restored is not None and not self._is_outdated()
-            self._link.ask(Ask(self.place.name, self.held, self._discarded, self._newest, is_restored))
+            missed = tuple(sorted(self._missed))
+            self._link.ask(Ask(self.place.name, self.held, self._discarded, self._newest, is_restored, missed))
+        self._missed = set()
         while True:
             found: Any = None
             if self._link is not None:
