@@ -24,7 +24,7 @@ from cordillera.reports import plans as plan_pages
 
 HEADINGS = [
     "The plan",
-    "Why it wins",
+    "Beside the production-like plan",
     "Where a step goes",
     "The pipeline in time",
     "Memory of a device by pipeline rank",

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -215,10 +216,14 @@ def evaluation_table(evaluation: Evaluation) -> Table:
     title = f"{evaluation.split}{' split' if is_split else ''}, {evaluation.examples:,} examples"
     if evaluation.step is not None and evaluation.step != evaluation.steps:
         title += f", weights of step {evaluation.step:,}"
-    table = titled_table(title, "task", right=("NE", "AUC", "GAUC", "log loss", "calibration", "positives"))
-    for task, values in evaluation.metrics().items():
+    metrics = evaluation.metrics()
+    shown = {"ne": "NE", "auc": "AUC", "gauc": "GAUC", "log_loss": "log loss", "calibration": "calibration"}
+    if not any("ranking_k" in values or math.isfinite(values.get("gauc", math.nan)) for values in metrics.values()):
+        del shown["gauc"]  # there are no groups
+    table = titled_table(title, "task", right=(*shown.values(), "positives"))
+    for task, values in metrics.items():
         share = values["positives"] / values["examples"] if values["examples"] else math.nan
-        cells = [number(values.get(key, math.nan)) for key in ("ne", "auc", "gauc", "log_loss", "calibration")]
+        cells = [number(values.get(key, math.nan)) for key in shown]
         table.add_row(printable(task), *cells, "undefined" if math.isnan(share) else f"{100 * share:.1f} %")
     return table
 
@@ -250,8 +255,10 @@ def group_tables(evaluation: Evaluation) -> list[Table]:
 def language_line(evaluation: LanguageEvaluation) -> str:
     """Return the evaluation of a language model in one line."""
     loss, perplexity, bits, targets, _, measures = evaluation
+    if "solved" in measures:
+        return f"{measures['solved'] * targets:,.0f} of {targets:,} problems solved"
     if measures:
-        return f"loss {loss:.4f}, {_measures_line(measures)} ({targets:,} units)"
+        return f"loss {loss:.4f}, {_measures_line(measures)} ({targets:,} examples)"
     per_byte = "" if math.isnan(bits) else f", {bits:.3f} bits a byte"
     return f"loss {loss:.4f} nats a token, perplexity {perplexity:,.2f}{per_byte} ({targets:,} tokens)"
 
@@ -329,14 +336,22 @@ def answering_progress(
         yield on_answer
 
 
+_AT_ONCE_S = 0.1  # in which no candidate is tried
+
+
 @contextlib.contextmanager
 def search_progress(
     out: Console, *, quiet: bool = False
 ) -> Iterator[tuple[Callable[[int, int], object], Callable[[str], object]]]:
     """Draw a progress bar of a search; yield a function of the numbers of candidates shown and planned, and ``say``."""
     with _progress(out, quiet) as (bar, task, say):
+        came = time.monotonic()
 
         def on_candidate(done: int, planned: int) -> None:
+            nonlocal came
+            if time.monotonic() - came < _AT_ONCE_S:  # it was on record, and says nothing of the time left
+                bar.reset(task, description="searching", completed=done, total=planned)
+            came = time.monotonic()
             bar.update(task, description="searching", completed=done, total=planned)
 
         yield on_candidate, say

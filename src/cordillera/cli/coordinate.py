@@ -39,4 +39,4 @@ def coordinate(
     outcome = coordinate_replicas(
         found, recipe if resume else run, resume=resume, processes=nproc, listen=listen, say=answer.say
     )
-    tell_outcome(answer, outcome, "coordinate")
+    tell_outcome(answer, outcome, "coordinate", is_resumed=resume)

@@ -18,7 +18,8 @@ def inject(
             "--injections",
             "-n",
             min=1,
-            help="Faults a component of float32; narrower numbers get fewer. Default: 8192, or what --half-width asks.",
+            help="Faults a component of float32, at least two a bit; narrower numbers get fewer. Default: 8192, or "
+            "what --half-width asks.",
         ),
     ] = None,
     half_width: Annotated[

@@ -129,12 +129,15 @@ def plan(
     )
     with CommandOutput(as_json) as answer:
         if len(cluster) > 1:
-            _compare(answer, workload, cluster, folder, search)
-            return
-        place = folder or _default_folder(workload, cluster[0])
-        with console(stderr=True).status("searching") as status:
-            planned = search(cluster[0], place, progress=status.update)
-        _show(answer, planned)
+            is_whole = _compare(answer, workload, cluster, folder, search)
+        else:
+            place = folder or _default_folder(workload, cluster[0])
+            with console(stderr=True).status("searching") as status:
+                planned = search(cluster[0], place, progress=status.update)
+            _show(answer, planned)
+            is_whole = not planned.found.interrupted
+        if not is_whole:
+            raise typer.Exit(130)
 
 
 def _default_folder(workload: str, cluster: str) -> Path:
@@ -143,8 +146,8 @@ def _default_folder(workload: str, cluster: str) -> Path:
 
 def _compare(
     answer: CommandOutput, workload: str, clusters: Sequence[str], folder: Path | None, search: Callable[..., Any]
-) -> None:
-    """Plan for several clusters and print the best plan of each, or why there is none."""
+) -> bool:
+    """Plan for several clusters and print the best plan of each, or why there is none; return whether all were."""
     from cordillera import topology
     from cordillera.workflows.planning import Planned
 
@@ -196,6 +199,7 @@ def _compare(
         problems={name: problem.what for name, problem in problems},
         reports=[one.files["plan.html"] for one in found],
     )
+    return not interrupted
 
 
 def _seconds(seconds: float) -> str:
@@ -253,7 +257,8 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
     if found.interrupted:
         answer.say("interrupted: this is the best until then")
     faster = base.seconds / best.seconds
-    answer.say(f"{faster:.2f} times as fast as the production-like plan (base), both simulated:", times_base=faster)
+    text = f"{faster:.2f} times as fast as the production-like plan (base), both simulated"
+    answer.say(text + ":" * bool(reasons), times_base=faster)
     for reason in reasons:
         answer.say(f"  {reason}")
     for case in planned.what_if:

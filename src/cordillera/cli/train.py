@@ -68,7 +68,7 @@ def train(
                 what, run, processes=nproc, changes=overrides if resume else (), on_step=on_step, say=say
             )
         is_old = before is not None and before.is_complete and before.step == outcome.report.progress.step
-        tell_outcome(answer, outcome, "train", is_old=is_old)
+        tell_outcome(answer, outcome, "train", is_resumed=resume, is_old=is_old)
 
 
 def _join(folder: str, replica: str | None, coordinator: str | None, answer: CommandOutput, quiet: bool) -> None:
@@ -129,11 +129,16 @@ def _begun(recipe: str, run: Path | None, overrides: Sequence[str], plan: Path |
 
 
 def tell_outcome(
-    answer: CommandOutput, outcome: Outcome | LanguageOutcome, command: str, *, is_old: bool = False
+    answer: CommandOutput,
+    outcome: Outcome | LanguageOutcome,
+    command: str,
+    *,
+    is_resumed: bool = False,
+    is_old: bool = False,
 ) -> None:
     """Print how a training ended, what was reached, and where the report is, or with which ``command`` to go on.
 
-    With ``is_old``, it had ended before the command.
+    With ``is_resumed``, the command trained the last part; with ``is_old``, it had ended before the command.
 
     Raises:
         typer.Exit: If it was interrupted.
@@ -143,11 +148,11 @@ def tell_outcome(
         answer.say(f"interrupted at step {step:,}; everything is saved", ended="interrupted", steps=step, run=folder)
         answer.say(f"  -> continue with: cordillera {command} {folder} --resume")
         raise typer.Exit(130)
-    _print(answer, outcome, is_old)
+    _print(answer, outcome, is_resumed, is_old)
     answer.say(f"report: {folder / 'report.html'}", run=folder, report=folder / "report.html")
 
 
-def _print(answer: CommandOutput, outcome: Outcome | LanguageOutcome, is_old: bool = False) -> None:
+def _print(answer: CommandOutput, outcome: Outcome | LanguageOutcome, is_resumed: bool, is_old: bool) -> None:
     from cordillera.cli._show import evaluation_table, group_tables, language_line
     from cordillera.numbers import counted
     from cordillera.workflows import LanguageOutcome
@@ -155,7 +160,8 @@ def _print(answer: CommandOutput, outcome: Outcome | LanguageOutcome, is_old: bo
     report = outcome.report
     how = {"finished": "finished", "early": "stopped early", "exhausted": "the text ended"}[report.ended]
     step, seconds = report.progress.step, report.seconds
-    ended = f"{how} after {counted(step, 'step')} in {seconds:.1f} s"
+    took = f"({seconds:.1f} s since it was resumed)" if is_resumed else f"in {seconds:.1f} s"
+    ended = f"{how} after {counted(step, 'step')} {took}"
     if is_old:
         ended = f"nothing was left to train: {how} before, after {counted(step, 'step')}"
     facts = {"ended": report.ended, "steps": step, "seconds": seconds}

@@ -50,7 +50,7 @@ def plot_fault_study(rows: Sequence[FaultStudyRow], path: Path) -> None:
 
 def _draw(rows: Sequence[FaultStudyRow]) -> Figure:
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter, FixedLocator, NullFormatter, PercentFormatter
+    from matplotlib.ticker import FixedLocator, NullFormatter, PercentFormatter, StrMethodFormatter
 
     figure = Figure(figsize=(7.6, 4.6), layout="constrained")
     axes = figure.subplots()
@@ -67,7 +67,7 @@ def _draw(rows: Sequence[FaultStudyRow]) -> Figure:
                       linestyle=styles[line[0].job.policy], capsize=2)  # fmt: skip
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(FixedLocator(sorted({row.devices for row in rows})))
-    axes.xaxis.set_major_formatter(EngFormatter())
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_ylim(0, 1)

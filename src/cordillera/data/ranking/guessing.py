@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -185,7 +185,9 @@ def _guess(series: pl.Series, has_time: bool) -> ColumnGuess:
         return ColumnGuess(name, "list", f"text with {mark!r} between entries", {"separator": mark})
     numbers, are_numbers = _numbers(given)
     if not are_numbers:
-        return _categorical(name, different, "text")
+        unread = "; a time by its name, and not in a form that is read, such as 2026-03-01 12:00:00"
+        guess = _categorical(name, different, "text")
+        return replace(guess, why=guess.why + unread) if _TIMES.search(called) else guess
     whole = bool((numbers == np.floor(numbers)).all())
     if whole and (_IDS.search(called) or different <= _FEW):
         why = "whole numbers; the name suggests codes, not amounts" if _IDS.search(called) else "few numbers"

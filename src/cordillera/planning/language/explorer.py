@@ -203,12 +203,12 @@ class Explorer(ClusterSearch[Workload]):
     def _enough(self, more: bool) -> int | None:
         """Return the number of devices nearest to the requested one that can be planned, or None.
 
-        If more are needed, the number is doubled.
+        If more are needed, the number is doubled first.
         """
+        numbers = sorted(divisible(self.workload, self.topology), key=lambda one: (abs(one - self.devices), -one))
         if more:
-            numbers = [self.devices << i for i in range(1, 32) if self.devices << i <= self.topology.devices]
-        else:
-            numbers = sorted(divisible(self.workload, self.topology), key=lambda one: (abs(one - self.devices), -one))
+            doubled = [self.devices << i for i in range(1, 32) if self.devices << i <= self.topology.devices]
+            numbers = [*doubled, *(one for one in numbers if one > self.devices)]
         for one in numbers[:16]:
             other = Explorer(
                 self.workload, self.topology, self.cost.calibration, products=self.cost.products, devices=one

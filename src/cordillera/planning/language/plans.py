@@ -103,7 +103,7 @@ class Exploration(SearchResult[Plan]):
         if math.isfinite(self.least_memory):
             remedy = (
                 f"the layout that needs least takes {self.least_memory / 1e9:,.0f} GB on a device: devices with "
-                f"{self.least_memory / USABLE_MEMORY / 1e9:,.0f} GB, or more of them"
-                + (f": {self.enough:,} would do" if self.enough is not None else "")
+                f"{self.least_memory / USABLE_MEMORY / 1e9:,.0f} GB ({100 * (1 - USABLE_MEMORY):.0f} % stay free), or "
+                "more of them" + (f": {self.enough:,} would do" if self.enough is not None else "")
             )
         return PlanError(f"no plan is possible ({reasons or 'nothing was tried'})", remedy=remedy)

@@ -155,6 +155,7 @@ def page(
     """
     best, capacity = found.best, explorer.topology.device.memory_bytes
     timeline, beginning = best.step.timeline, _beginning(best.step.timeline)
+    enlarged = timeline_svg(timeline, beginning) if beginning is not None else ""
     memory = [(f"rank {rank}", parts) for rank, parts in enumerate(best.step.memory)]
     limit = (f"{capacity / 1e9:g} GB, the device's memory", capacity)
     return plans.fill(
@@ -164,7 +165,8 @@ def page(
         reasons=reasons(best, base),
         kinds=_kinds(timeline),
         timeline=timeline_svg(timeline),
-        enlarged=timeline_svg(timeline, beginning) if beginning is not None else "",
+        enlarged=enlarged,
+        has_numbers='class="number"' in enlarged,
         memory=bars("Memory by rank", memory, {name: name for name in _MEMORY}, plans.gigabytes, limit),
         held=plans.colours({name: name.capitalize() for name in _MEMORY}, best.step.memory),
         cases=cases,

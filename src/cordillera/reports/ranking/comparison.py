@@ -287,8 +287,9 @@ def _check_same_data(entries: Sequence[_Entry]) -> None:
             for count in ("examples", "positives", "weight"):
                 mine, others = first.metrics[task].get(count), entry.metrics[task].get(count)
                 if mine != others:
+                    shown = " and ".join("none" if one is None else f"{one:,.10g}" for one in (others, mine))
                     raise DataError(
-                        f"was evaluated on other data than {first.name}: {count} of '{task}' are {others} and {mine}",
+                        f"was evaluated on other data than {first.name}: {count} of '{task}' are {shown}",
                         where=entry.name,
                         remedy="compare runs over one data set and split",
                     )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from cordillera.numbers import counted
 from cordillera.reports import page
 from cordillera.reports.charts import Axis, Chart, Figure, interval_strip, padded
 from cordillera.reports.page import known
@@ -70,19 +71,21 @@ def _search(content: dict[str, Any]) -> dict[str, Any]:
     chart.rule(y=budget, text="budget")
     chart.whiskers(xs, lows, highs)
     chart.dots(xs, means)
-    most = max(len(step["options"]) for step in steps)
+    cheapest = max((step["options"] for step in steps), key=len)  # the first of those of all parts
     rows = [
-        (_parts(list(step["options"]), most), f"{cost:.1f}", f"{mean:+.4f}", f"{low:+.4f} to {high:+.4f}")
+        (_parts(step["options"], cheapest), f"{cost:.1f}", f"{mean:+.4f}", f"{low:+.4f} to {high:+.4f}")
         for step, (cost, mean, low, high) in zip(steps, points, strict=True)
     ]
     return {"chart": Figure("", chart, caption) if len(points) > 1 else None, "rows": rows}
 
 
-def _parts(options: Sequence[str], most: int) -> str:
-    if len(options) == most:
-        return "everything at its cheapest"
-    more = f" and {len(options) - _SHOWN_PARTS} more" if len(options) > _SHOWN_PARTS else ""
-    return ", ".join(options[:_SHOWN_PARTS]) + more
+def _parts(options: dict[str, str], cheapest: dict[str, str]) -> str:
+    if len(options) == len(cheapest):
+        above = sum(option != cheapest[name] for name, option in options.items())
+        return f"everything, {counted(above, 'part')} above the cheapest" if above else "everything at its cheapest"
+    names = list(options)
+    more = f" and {len(names) - _SHOWN_PARTS} more" if len(names) > _SHOWN_PARTS else ""
+    return ", ".join(names[:_SHOWN_PARTS]) + more
 
 
 def _tables(tables: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:

@@ -7,6 +7,7 @@ token has a state of its own. What a form allows in one way only, such as the na
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +106,7 @@ class Guides:
             first, *rest = matcher.get_error().strip().splitlines()
             # a parser shows the place in lines of its own, before the cause
             cause = next((line.removeprefix("error:") for line in rest if line.startswith("error:")), "")
-            raise DataError(first + cause, where=form.where)
+            raise DataError(re.sub(r"^at \d+\(\d+\): ", "", first) + cause, where=form.where)
         return Guide(matcher, self.vocabulary)
 
 

@@ -233,6 +233,11 @@ def _beyond(curve: IsoFlopCurve, tokens: float) -> str:
     end = curve.runs[-1] if is_more else curve.runs[0]
     kind, bound = ("smaller", "down") if is_more else ("larger", "up")
     parameters = end.parameters * end.tokens / tokens
+    if parameters < end.parameters - end.non_embedding:
+        return (
+            f"the vocabulary alone takes {amount(end.parameters - end.non_embedding)} parameters of the smallest "
+            "model: take a larger budget, or a smaller vocabulary"
+        )
     return (
         f"train {kind} models at this budget too, {bound} to about {amount(parameters)} parameters on "
         f"{amount(tokens)} tokens"

@@ -320,7 +320,7 @@ class IsoFlopStudy:
             lines.append(self.forecast.summary + ".")
         lines += [f"At {power(curve.budget)} FLOPs: {curve.refusal}." for curve in self.curves if curve.refusal]
         lines += [f"Left out: {name} ({why})." for name, why in self.left_out.items()]
-        lines += [f"WARNING: {warning}." for warning in self.warnings]
+        lines += [f"warning: {warning}." for warning in self.warnings]
         return "\n".join(lines)
 
 

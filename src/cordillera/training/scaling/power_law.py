@@ -130,14 +130,14 @@ class PowerLaw:
 
     @property
     def summary(self) -> str:
-        """The fit in one line of text."""
+        """The fit in a line of text, and each warning in one of its own."""
         floor = (
             f"{self.floor:.6g}{' (fitted)' if self.floor_fitted else ''} + " if self.floor or self.floor_fitted else ""
         )
         return (
             f"y = {floor}{self.scale:.6g} * x^{self.exponent:.5g}; exponent {100 * self.level:g} % interval "
             f"[{self.exponent_low:.5g}, {self.exponent_high:.5g}], {len(self.x)} sizes over {self.decades:.2f} decades"
-            f", R^2 {self.r_squared:.3f}" + "".join(f"; WARNING: {warning}" for warning in self.warnings)
+            f", R^2 {self.r_squared:.3f}" + "".join(f"\nwarning: {warning}" for warning in self.warnings)
         )
 
 

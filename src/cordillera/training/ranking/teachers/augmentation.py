@@ -123,7 +123,7 @@ class Augmentation:
         frames, state = found
         asked = self._identity()
         if state["identity"] != asked:
-            changed = sorted(key for key in asked if state["identity"].get(key) != asked[key])
+            changed = sorted(key.rstrip("_") for key in asked if state["identity"].get(key) != asked[key])
             raise DataError(
                 f"was made with other settings of {', '.join(changed) or 'its streams'}",
                 where=str(self.folder.folder),
