@@ -268,14 +268,16 @@ def outcome(ended: str, **values: Any) -> SimpleNamespace:
 )
 def test_the_end_of_training_says_how_it_ended(capsys: pytest.CaptureFixture[str], ended: str, said: str) -> None:
     one: Any = outcome(ended)
-    train._print(_show.CommandOutput(False), one)
+    train._print(_show.CommandOutput(False), one, False, False)
     assert capsys.readouterr().out == f"{said} after 1,234 steps in 20.0 s\n"
+    train._print(_show.CommandOutput(False), one, True, False)
+    assert capsys.readouterr().out == f"{said} after 1,234 steps (20.0 s since it was resumed)\n"
     one.report.probing_seconds = 0.5
-    train._print(_show.CommandOutput(False), one)
+    train._print(_show.CommandOutput(False), one, False, False)
     assert "probing its layers took 0.50 s of that, 2.5 %" in capsys.readouterr().out
     language: Any = workflows.LanguageOutcome.__new__(workflows.LanguageOutcome)
     object.__setattr__(language, "report", one.report)
-    train._print(_show.CommandOutput(False), language)
+    train._print(_show.CommandOutput(False), language, False, False)
     assert capsys.readouterr().out == f"{said} after 1,234 steps in 20.0 s, 5,000,000 tokens\n"
 
 

@@ -179,7 +179,7 @@ def cells(table):
 
 
 def test_metrics_stand_under_their_headings():
-    metrics = {"ne": 0.9, "auc": 0.7, "gauc": math.nan, "log_loss": 0.5, "calibration": 1.01}
+    metrics = {"ne": 0.9, "auc": 0.7, "gauc": math.nan, "ranking_k": 10.0, "log_loss": 0.5, "calibration": 1.01}
     metrics |= {"positives": 25.0, "examples": 200.0}
     empty = dict.fromkeys(metrics, math.nan) | {"examples": 0.0}
     found = {"split": "test", "examples": 1200, "metrics": lambda: {"click": metrics, "buy": empty}, "steps": 40}
@@ -194,6 +194,10 @@ def test_metrics_stand_under_their_headings():
         ["click", "0.9000", "0.7000", "undefined", "0.5000", "1.0100", "12.5 %"],
         ["buy", *["undefined"] * 6],
     ]
+    del metrics["ranking_k"], empty["ranking_k"]  # without groups
+    assert cells(_show.evaluation_table(SimpleNamespace(**found, step=40)))[0] == [
+        "task", "NE", "AUC", "log loss", "calibration", "positives"
+    ]  # fmt: skip
 
 
 def test_metrics_of_groups_stand_in_a_table_of_their_own_that_fits_80_columns():

@@ -102,6 +102,15 @@ def test_types_of_parquet_tell_roles(tmp_path: Path) -> None:
     assert found == EXPECTED
 
 
+def test_a_time_that_is_not_read_is_named_as_one(tmp_path: Path) -> None:
+    times = pl.Series("event_time", [f"{1 + row % 28:02}/03/2026 11:00" for row in range(len(frame_of()))])
+    frame_of().with_columns(times).write_csv(tmp_path / "log.csv")
+    found = roles(tmp_path / "log.csv")["event_time"]
+    assert found.role == "categorical"
+    assert "a time by its name, and not in a form that is read, such as 2026-03-01 12:00:00" in found.why
+    assert "by its name" not in roles(tmp_path / "log.csv")["country"].why
+
+
 def test_a_label_that_is_not_clear_is_asked_for(tmp_path: Path) -> None:
     frame_of().with_columns(pl.col("clicked").alias("liked")).write_csv(tmp_path / "two.csv")
     frame_of().drop("clicked").write_csv(tmp_path / "none.csv")

@@ -737,7 +737,7 @@ def test_rows_that_are_too_late_are_left_out_and_counted() -> None:
     [
         ({"window": 30}, "other settings of join"),
         ({"lateness": 1}, "other settings of join"),
-        ({"unlabelled": "missing"}, "other settings of join, schema_"),
+        ({"unlabelled": "missing"}, "other settings of join, schema"),
         ({"streams": {"home": {"events": "elsewhere"}}}, "other settings of streams"),
     ],
 )

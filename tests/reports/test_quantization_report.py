@@ -102,6 +102,8 @@ def test_every_evaluation_says_what_it_changes_and_what_it_costs_and_gains() -> 
         *("table 0, table 1, table 2 and 2 more", "45.0", "+0.0300", "+0.0200 to +0.0400"),
         *("table 0, table 1, table 2", "27.0", "-0.0100", "-0.0200 to +0.0000"),
     ]
+    content["evaluations"][1]["options"] = content["evaluations"][0]["options"] | {"table 3": "bf16"}
+    assert "everything, 1 part above the cheapest" in quantization_page(content)
 
 
 def test_the_line_of_the_chart_of_the_search_is_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

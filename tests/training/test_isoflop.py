@@ -89,6 +89,15 @@ def test_a_minimum_outside_the_trained_range_is_refused_and_the_runs_that_would_
         assert curve.optimum.parameters == pytest.approx(best_parameters(6e20, **CHINCHILLA), rel=0.5)
 
 
+def test_smaller_models_than_their_vocabulary_are_not_asked_for() -> None:
+    runs = [replace(run, non_embedding=0.3 * run.parameters) for run in surface_runs([6e20], span=2.0, shift=20.0)]
+    (curve,) = isoflops(runs)
+    assert curve.refusal is not None
+    assert "the vocabulary alone takes" in curve.refusal
+    assert "take a larger budget, or a smaller vocabulary" in curve.refusal
+    assert "train smaller" not in curve.refusal
+
+
 def test_a_parabola_that_opens_downwards_is_refused() -> None:
     runs = [replace(run, loss=4 - run.loss) for run in parabola_runs(6e18, 1e9)]
     (curve,) = isoflops(runs)
