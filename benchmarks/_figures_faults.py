@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from _figures import Figures, listed, percent, results, table
@@ -152,6 +153,14 @@ def pressed() -> str:
     return table(["a failure is met by", "effective", "asked", "failures", "a step"], rows)
 
 
+def _mean(runs: list[dict[str, Any]], found: dict[str, Any]) -> float:
+    """Return the difference of the mean of final losses from that of the runs without absence."""
+    ours, theirs = (
+        statistics.fmean(one["losses"][-1] for one in part) for part in (runs, found["results"]["fault-free"])
+    )
+    return ours / theirs - 1
+
+
 def converged() -> str:
     """Return final losses without one of the replicas, by the policy."""
     found = results("fault_tolerance-convergence")
@@ -161,11 +170,12 @@ def converged() -> str:
         rows.append([
             name, percent(runs[0]["absent"], ".0f"), f"{runs[0]['tokens']:,}",
             ", ".join(f"{one['losses'][-1]:.4f}" for one in runs),
-            f"{100 * min(differences):+.2f} to {100 * max(differences):+.2f} %" if name in found["targets"] else "",
+            ", ".join(f"{100 * one:+.2f}" for one in differences) + " %" if name in found["targets"] else "",
+            f"{100 * _mean(runs, found):+.2f} %" if name in found["targets"] else "",
             f"{100 * found['targets'][name]:.1f} %" if name in found["targets"] else "",
             f"{100 * max(one['excursion'] for one in runs):+.1f} %" if name in found["targets"] else "",
         ])  # fmt: skip
-    headings = ("policy", "steps without one", "tokens", "final losses", "difference", "asked")
+    headings = ("policy", "steps without one", "tokens", "final losses", "differences", "of the means", "asked")
     return table([*headings, "largest on the way"], rows)
 
 

@@ -50,4 +50,20 @@ def trainings() -> str:
     return table(["training", "a step on gloo", "ours is", "waiting for others: gloo, ours", "equal losses"], rows)
 
 
-FIGURES: Figures = {"transport-sums": sums, "transport-messages": messages, "transport-trainings": trainings}
+def exchanges() -> str:
+    """Return times of rows that go to other ranks and back, by how their sizes are known."""
+    rows = []
+    for row in _rows("exchanges"):
+        cells = [str(row["processes"]), f"{row['tokens']:,}", f"{row['dynamic']['median'] * 1e3:.2f} ms"]
+        cells += [_ratio(row["against padded"]), f"{row['target']:g}" if row["target"] else ""]
+        rows.append([*cells, _ratio(row["against sizes before"]), _ratio(row["against gloo, padded"])])
+    others = ["sizes before", "padded on Gloo"]
+    return table(["processes", "rows of a rank", "ours", "beside padded", "asked", *others], rows)
+
+
+FIGURES: Figures = {
+    "transport-sums": sums,
+    "transport-messages": messages,
+    "transport-exchanges": exchanges,
+    "transport-trainings": trainings,
+}

@@ -25,7 +25,8 @@ NAMES = ("gloo", "memory", "sockets")
 
 
 @contextmanager
-def _groups() -> Iterator[dict[str, Any]]:
+def groups_in_turn() -> Iterator[dict[str, Any]]:
+    """Groups of all processes by the way in which bytes pass."""
     register()
     groups = {
         "gloo": dist.group.WORLD,
@@ -37,7 +38,7 @@ def _groups() -> Iterator[dict[str, Any]]:
         dist.destroy_process_group(groups[name])
 
 
-def _in_turn(calls: dict[str, Callable[[], Any]], count: int, rounds: int, check: Callable[[str], None]) -> Any:
+def in_turn(calls: dict[str, Callable[[], Any]], count: int, rounds: int, check: Callable[[str], None]) -> Any:
     """Return the seconds of one call of each contender, by round."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
@@ -60,7 +61,7 @@ def _count(bytes_: int) -> int:
 
 def _reduced(rank: int, folder: str, kibibytes: tuple[int, ...], rounds: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
-    with _groups() as groups:
+    with groups_in_turn() as groups:
         for size in kibibytes:
             tensor = torch.ones(size << 8)
             count = _count(tensor.nbytes)
@@ -72,14 +73,14 @@ def _reduced(rank: int, folder: str, kibibytes: tuple[int, ...], rounds: int) ->
                 tensor.fill_(1.0)
 
             calls = {name: partial(dist.all_reduce, tensor, group=group) for name, group in groups.items()}
-            for name, seconds in _in_turn(calls, count, rounds, check).items():
+            for name, seconds in in_turn(calls, count, rounds, check).items():
                 found[f"{name} {size}"] = seconds
     return found
 
 
 def _passed(rank: int, folder: str, kibibytes: tuple[int, ...], rounds: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
-    with _groups() as groups:
+    with groups_in_turn() as groups:
         for size in kibibytes:
             tensor, answer = torch.full((size << 8,), float(rank + 1)), torch.zeros(1)
             count = _count(tensor.nbytes)
@@ -95,7 +96,7 @@ def _passed(rank: int, folder: str, kibibytes: tuple[int, ...], rounds: int) -> 
                 tensor.fill_(float(rank + 1))
 
             calls = {name: partial(there_and_back, group) for name, group in groups.items()}
-            for name, seconds in _in_turn(calls, count, rounds, check).items():
+            for name, seconds in in_turn(calls, count, rounds, check).items():
                 found[f"{name} {size}"] = seconds
     return found
 

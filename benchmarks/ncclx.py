@@ -9,6 +9,7 @@ from typing import Any
 import typer
 from _blame_study import study
 from _program import Program
+from _transport_exchange import exchanges
 from _transport_speed import collectives, messages
 from _transport_training import training
 from rich.console import Console
@@ -19,6 +20,7 @@ class Part(str, enum.Enum):
 
     collectives = "collectives"
     messages = "messages"
+    exchanges = "exchanges"
     training = "training"
     blame = "blame"
 
@@ -26,6 +28,7 @@ class Part(str, enum.Enum):
 PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {
     Part.collectives: collectives,
     Part.messages: messages,
+    Part.exchanges: exchanges,
     Part.training: training,
     Part.blame: study,
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -24,8 +26,9 @@ from torch import Tensor
 
 from cordillera.distributed.transport import exchanges
 from cordillera.distributed.transport.communicator import Communicator, TransportError
+from cordillera.distributed.transport.dynamic import all_to_all_dynamic
 from cordillera.distributed.transport.exchanges import Exchanges, OperationFailed
-from cordillera.distributed.transport.frames import BrokenConnection, FrameKind, TransportFrame
+from cordillera.distributed.transport.frames import BrokenConnection, Connection, FrameKind, TransportFrame
 from cordillera.distributed.transport.operations import (
     Local,
     Offer,
@@ -187,10 +190,13 @@ def message(task: PeerTask, tag: int) -> TransportOperation:
 class Group:
     """Ranks in threads of this process, each with a process group of its own."""
 
-    def __init__(self, size: int, path: Any = "auto", timeout: timedelta = TIMEOUT) -> None:
-        store, self.size = dist.HashStore(), size
+    def __init__(
+        self, size: int, path: Any = "auto", timeout: timedelta = TIMEOUT, stores: Sequence[dist.Store] = ()
+    ) -> None:
+        stores, self.size = stores or [dist.HashStore()] * size, size
         self.groups = [
-            TransportProcessGroup(store, rank, size, timeout, options=TransportOptions(path)) for rank in range(size)
+            TransportProcessGroup(store, rank, size, timeout, options=TransportOptions(path))
+            for rank, store in enumerate(stores)
         ]
         self.pool = ThreadPoolExecutor(size)
 
@@ -328,6 +334,54 @@ def test_an_exchange_of_any_sizes_gives_every_rank_what_the_others_have_for_it(
 
     with Group(n, path) as group:
         assert group.each(call) == [True] * n
+
+
+@settings(max_examples=25, deadline=None)
+@given(n=st.integers(1, 4), path=st.sampled_from(PATHS), seed=st.integers(0, 1000), scale=st.sampled_from([1, 9000]))
+def test_rows_whose_number_only_the_sender_knows_go_to_other_ranks_and_back(
+    n: int, path: str, seed: int, scale: int
+) -> None:
+    sizes = torch.randint(0, 4, (n, n), generator=torch.Generator().manual_seed(seed)) * scale
+    given = [[torch.full((size, 3), float(10 * rank + to)) for to, size in enumerate(sizes[rank])] for rank in range(n)]
+
+    def call(rank: int, one: TransportProcessGroup) -> tuple[list[Tensor], list[Tensor]]:
+        work, come = all_to_all_dynamic(one, given[rank])
+        work.wait()
+        work, back = all_to_all_dynamic(one, come)
+        work.wait()
+        return come, back
+
+    with Group(n, path) as group:
+        found = group.each(call)
+        counters = [one.communicator.counters for one in group.groups]
+    for rank, (come, back) in enumerate(found):
+        assert all(torch.equal(part, given[peer][rank]) for peer, part in enumerate(come))
+        assert all(map(torch.equal, back, given[rank]))
+    if scale > 1:  # parts that do not travel with their offers: as many bytes pass as there are, and nothing else
+        moved = int(sizes.sum() - sizes.diagonal().sum()) * 3 * 4
+        assert sum(one.memory_bytes + one.socket_bytes for one in counters) == 2 * moved
+
+
+def test_an_exchange_of_unknown_sizes_refuses_what_cannot_be() -> None:
+    with Group(2) as group:
+        for parts, said in (
+            ([torch.zeros(1, 2)], r"parts are \[\[1, 2\]\] for 2 ranks"),
+            ([torch.zeros(1, 2), torch.zeros(1, 3)], r"parts are \[\[1, 2\], \[1, 3\]\]"),
+            ([torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int32)], "parts are"),
+            ([torch.zeros(1, 0), torch.zeros(1, 0)], "rows without numbers"),
+        ):
+            with pytest.raises(PlanError, match=said):
+                all_to_all_dynamic(group.groups[0], parts)
+
+        def call(rank: int, one: TransportProcessGroup) -> None:
+            parts = [torch.zeros(9, 3 if rank else 2)] * 2
+            all_to_all_dynamic(one, parts, most_rows=20)[0].wait()
+
+        error, _ = group.each(call)
+    assert "offers 108 bytes to all_to_all_dynamic 0, which are no rows of rank 0, or too many" in str(error)
+    with Group(2) as group:
+        errors = group.each(lambda rank, one: all_to_all_dynamic(one, [torch.zeros(21, 1)] * 2, most_rows=20)[0].wait())
+    assert "offers 84 bytes to all_to_all_dynamic 0, which are no rows" in str(errors)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -607,6 +661,85 @@ def test_frames_that_nobody_waits_for_are_refused_by_name() -> None:
     )
     with pytest.raises(OperationFailed, match="offers to all_reduce 0 what rank 0 does not take"):
         rank.arrived(1, TransportFrame(FrameKind.OFFER, sign, 0, 5, 64, 0), memoryview(b""))
+
+
+SENT: dict[FrameKind, tuple[str, int]] = {  # how bytes pass, and how many numbers, where such frames are sent
+    FrameKind.INLINE: ("sockets", 100),
+    FrameKind.OFFER: ("auto", 700_000),
+    FrameKind.TAKEN: ("auto", 700_000),
+    FrameKind.GET: ("sockets", 700_000),
+    FrameKind.DATA: ("sockets", 700_000),
+}
+
+
+@pytest.mark.parametrize("kind", SENT)
+@pytest.mark.parametrize("fate", ["lost", "doubled", "late"])
+def test_a_frame_that_is_lost_doubled_or_late_gives_an_error_or_the_sum(
+    kind: FrameKind, fate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connections lose nothing; a defect of this program would."""
+    original, held, lock = Connection.send, [], threading.Lock()
+    count = itertools.count()
+
+    def send(self: Connection, frame: TransportFrame, *payload: memoryview) -> None:
+        with lock:
+            struck = frame.kind == kind and next(count) == 1
+        if not struck or fate == "doubled":
+            original(self, frame, *payload)
+        if struck and fate == "doubled":
+            original(self, frame, *payload)
+        elif struck and fate == "late":
+            held.append((self, frame, *payload))
+        elif held and held[0][0] is self:
+            original(*held.pop())
+
+    path, length = SENT[kind]
+    given = [torch.arange(length, dtype=torch.float32) * (rank + 1) for rank in range(2)]
+    began = time.monotonic()
+    with Group(2, path, timedelta(seconds=1)) as group:
+        group.each(lambda rank, one: summed(one, torch.ones(9)))
+        monkeypatch.setattr(Connection, "send", send)
+        found = [group.each(lambda rank, one: summed(one, given[rank].clone())) for _ in range(2)]
+    assert next(count) > 1
+    assert time.monotonic() - began < 6
+    for results in found:
+        for result in results:
+            assert isinstance(result, TransportError) or torch.equal(result, given[0] + given[1])
+    if fate == "lost":
+        errors = [str(one) for results in found for one in results if isinstance(one, TransportError)]
+        assert any("took longer than 1 s; awaited: rank" in text for text in errors), found
+
+
+def test_memory_that_was_freed_is_an_error_with_the_name_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Offer, "spans", lambda self: [(4096, self.size)])  # no process has memory there
+    with Group(2) as group:
+        errors = group.each(lambda rank, one: summed(one, torch.ones(30_000)))
+    assert all(isinstance(error, TransportError) for error in errors), errors
+    assert "the memory of rank" in str(errors)
+    assert "could not be read (Bad address)" in str(errors)
+
+
+@pytest.mark.parametrize("met", [True, False])
+def test_a_store_that_goes_away_stops_only_ranks_that_have_not_met(met: bool) -> None:
+    served = (
+        "import time, torch.distributed as dist; s = dist.TCPStore('127.0.0.1', 0, is_master=True, "
+        "wait_for_workers=False); print(s.port, flush=True); time.sleep(100)"
+    )
+    with subprocess.Popen([sys.executable, "-c", served], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        limit = timedelta(seconds=10)
+        stores = [dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit) for _ in range(3)]
+        with Group(3, timeout=timedelta(seconds=1), stores=stores) as group:
+            if met:
+                group.each(lambda rank, one: summed(one, torch.ones(9)))
+            server.kill()
+            server.wait()
+            began = time.monotonic()
+            found = group.each(lambda rank, one: summed(one, torch.ones(30_000)))
+    assert time.monotonic() - began < 3
+    for one in found:
+        assert isinstance(one, TransportError) if not met else torch.equal(one, torch.full((30_000,), 3.0)), found
 
 
 @pytest.mark.parametrize("place", range(0, 40, 3))

@@ -14,6 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cordillera.distributed.collectives import Collectives
+from cordillera.distributed.expert_parallel import ExpertRanks
+from cordillera.distributed.ledger import Ledger
 from cordillera.distributed.transport.communicator import TransportError
 from cordillera.distributed.transport.frames import Connection
 from cordillera.distributed.transport.peer_memory import PeerMemory
@@ -53,6 +56,32 @@ def equal_to_gloo(rank: int, folder: str) -> dict[str, Any]:
 def test_sums_of_small_numbers_equal_those_of_gloo_to_the_bit(tmp_path: Path) -> None:
     ended = run_processes(3, tmp_path, equal_to_gloo, 120)
     assert [ended.found[rank]["wrong"] for rank in range(3)] == [[], [], []], ended.said
+
+
+def experts_on_both(rank: int, folder: str) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(40 + 30 * rank, 16, generator=generator, requires_grad=True)
+    experts = torch.randint(0, 6, (len(x), 2), generator=generator)
+    experts[: 20 * (rank == 0)] = 5  # nothing of it for some ranks, much for another
+    gates = torch.rand(len(x), 2, generator=generator)
+    weights = [torch.randn(2, *shape, generator=generator) for shape in ((16, 8), (8, 16), (16, 8))]
+    found: dict[str, Any] = {}
+    for name, group in {"gloo": None, "auto": ours(), "sockets": ours("sockets")}.items():
+        ledger = Ledger()
+        out = ExpertRanks(Collectives(group, ledger, 20.0), 6)(x, experts, gates, *weights, policy="AB")
+        (gradient,) = torch.autograd.grad(out.square().sum(), x)
+        found[name] = [out.detach(), gradient], ledger.total().bytes
+    return found
+
+
+def test_tokens_go_to_experts_and_back_as_on_gloo_to_the_bit(tmp_path: Path) -> None:
+    ended = run_processes(3, tmp_path, experts_on_both, 120)
+    assert set(ended.found) == {0, 1, 2}, ended.said
+    for found in ended.found.values():
+        (wanted, counted), *others = found.values()
+        for tensors, passed in others:
+            assert all(map(torch.equal, tensors, wanted))
+            assert passed < counted  # no sizes before
 
 
 def killed_at(rank: int, folder: str, event: int, path: str) -> dict[str, Any]:

@@ -191,6 +191,37 @@ class Collectives:
         )
 
 
+def exchange_unknown_parts(links: Collectives, name: str, parts: Sequence[Tensor], tag: int) -> list[Tensor]:
+    """Send a part to each rank and return one from each; only senders know how long they are.
+
+    Where the backend is our own, the sizes travel with the parts; otherwise they are gathered before.
+
+    Args:
+        links: Ranks that exchange.
+        name: Name of the data, for the ledger and for errors.
+        parts: Part for each rank, ``[n, ...]``, equal but for ``n``. This rank's own part is returned unchanged.
+        tag: Number that tells these messages from others in transit.
+
+    Raises:
+        PeerError: If a rank does not respond in time.
+    """
+    group: Any = links.group or dist.group.WORLD
+    if links.size > 1 and dist.get_backend(group) == "cordillera":
+        from cordillera.distributed.transport.dynamic import all_to_all_dynamic
+
+        sent = [part.contiguous() for part in parts]
+        others = [part.nbytes for rank, part in enumerate(sent) if rank != links.rank]
+        began = time.perf_counter()
+        work, found = all_to_all_dynamic(group, sent)
+        links.wait(work, "another rank", None, name)
+        seconds = time.perf_counter() - began
+        links.ledger.record(name, Traffic(1, sum(others), len(others), seconds, seconds))
+        return found
+    counts = torch.tensor([len(part) for part in parts], device=parts[links.rank].device)
+    table = links.all_gather(name, counts).view(links.size, -1)
+    return exchange_parts(links, name, parts, table[:, links.rank].tolist(), tag).wait()
+
+
 def exchange_parts(
     links: Collectives, name: str, parts: Sequence[Tensor], counts: Sequence[int], tag: int
 ) -> Arrival[list[Tensor]]:

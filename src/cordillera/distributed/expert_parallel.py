@@ -2,7 +2,7 @@
 
 Each rank holds equally many neighbouring experts. A token is sent once to every rank that holds some of its experts,
 with the weights of those; the rank returns the weighted sum of their outputs. Messages have the sizes that the choices
-have: nothing is padded or dropped.
+have: nothing is padded or dropped. On our own backend, sizes are read where the numbers of the experts arrive.
 
 Source: Lepikhin et al. 2021 (GShard), section 2.2, for the division; Dai et al. 2024 (DeepSeekMoE) for sending a token
 once to a rank.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cordillera.distributed.collectives import Collectives, exchange_parts
+from cordillera.distributed.collectives import Collectives, exchange_parts, exchange_unknown_parts
 from cordillera.distributed.dtensors import local
 from cordillera.kernels.moe import SavingPolicy, expert_mlp
 
@@ -51,9 +51,8 @@ class ExpertRanks:
             torch.where(owner[own] == rank, experts[own] - rank * self.held, -1) for rank, own in enumerate(tokens)
         ]
         sizes = [len(own) for own in tokens]
-        table = self.links.all_gather(CHOSEN, torch.tensor(sizes, device=x.device)).view(len(sizes), -1)
-        come = table[:, self.links.rank].tolist()
-        theirs = torch.cat(exchange_parts(self.links, CHOSEN, chosen, come, _TAG).wait())
+        found = exchange_unknown_parts(self.links, CHOSEN, chosen, _TAG)
+        come, theirs = [len(part) for part in found], torch.cat(found)
         order = torch.cat(tokens)
         rows: Tensor = _Exchanged.apply(x[order], self.links, sizes, come)
         weights: Tensor = _Exchanged.apply(gates[order], self.links, sizes, come)

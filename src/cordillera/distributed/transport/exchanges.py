@@ -27,7 +27,7 @@ from cordillera.distributed.transport.frames import (
     decode_spans,
     encode_spans,
 )
-from cordillera.distributed.transport.operations import Local, Offer, PeerTask, Take, Task, TransportOperation
+from cordillera.distributed.transport.operations import Local, Offer, PeerTask, Take, Task, TransportOperation, as_bytes
 from cordillera.distributed.transport.peer_memory import PeerMemory
 from cordillera.distributed.transport.signatures import MESSAGE, Signature, describe
 
@@ -174,7 +174,7 @@ class Exchanges:
         """
         if frame.kind == FrameKind.DATA:
             fetch = self._fetches.get(_key(peer, frame))
-            if fetch is None or not fetch.waiting or frame.length != fetch.waiting[0][1]:
+            if fetch is None or not fetch.waiting or (frame.size, frame.length) != fetch.waiting[0]:
                 raise BrokenConnection("sent a fragment that nobody asked for")
             if _is_direct(fetch.take):
                 begin = fetch.waiting[0][0]
@@ -280,7 +280,7 @@ class Exchanges:
             raise BrokenConnection("asked for bytes that nobody offered")
         ((begin, length),) = spans
         parts = [view.numpy().data for view in _cut(offer.views, begin, length)]
-        self._wire.send(offer.peer, _frame(FrameKind.DATA, offer, length), *parts)
+        self._wire.send(offer.peer, _frame(FrameKind.DATA, offer, length)._replace(size=begin), *parts)
 
     # --- takes ----------------------------------------------------------------------------------------------------
 
@@ -304,6 +304,13 @@ class Exchanges:
     def _take(self, take: Take, frame: TransportFrame, data: memoryview) -> bool:
         """Take what a rank offers; return whether it is all here."""
         self._check(take.operation, take.peer, frame.signature)
+        if take.make is not None:
+            if (made := take.make(frame.size)) is None:
+                raise OperationFailed(
+                    f"{self._name(take.peer)} offers {frame.size:,} bytes to {take.operation.title}, which are no rows "
+                    f"of {self._name(self.rank)}, or too many"
+                )
+            take.views, take.make = [as_bytes(made)], None
         if frame.size != take.size or (frame.kind == FrameKind.INLINE and data.nbytes != take.size):
             raise OperationFailed(
                 f"{self._name(take.peer)} offers {frame.size:,} bytes to {take.operation.title}, "

@@ -51,7 +51,7 @@ class TransportFrame(NamedTuple):
         signature: What the operation is at its sender.
         sequence: Number of the collective within the communicator, or tag of a message.
         number: Number of the transfer within the collective, or of the message among those of its tag.
-        size: Bytes of the whole transfer.
+        size: Bytes of the whole transfer; of a fragment, the byte at which it begins.
         length: Bytes that follow the header.
     """
 

@@ -90,10 +90,13 @@ class Take(PeerTask):
     Attributes:
         reduce: What makes one of them and those that are here; None to replace these.
         dtype: Type of the elements.
+        make: Where only the other rank knows how many bytes there are: what returns the place for a number of them, or
+            None if there cannot be so many.
     """
 
     reduce: ReduceFunction | None = None
     dtype: torch.dtype = torch.uint8
+    make: Callable[[int], Tensor | None] | None = None
 
 
 @dataclass(eq=False, slots=True)

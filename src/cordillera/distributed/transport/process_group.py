@@ -195,7 +195,7 @@ class TransportProcessGroup(dist.ProcessGroup):
             if self.rank() == root
             else [Take(peer=root, views=[mine])]
         )
-        return self._run("broadcast", tasks, [tensor], tensor.dtype, opts)
+        return self.run("broadcast", tasks, [tensor], tensor.dtype, opts)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Reduce the one of ``tensors`` of all ranks in place, by ``opts.reduceOp``."""
@@ -206,7 +206,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         name, reduce = _reduction(opts, *(tensor.dtype for tensor in tensors))
         parts = [self._all_reduced(one, reduce) for one in _checked(tensors, several=True)]
         average = _average(name, tensors, self.size())
-        return self._run("all_reduce", _joined(parts), tensors, tensors[0].dtype, opts, name, finish=average)
+        return self.run("all_reduce", _joined(parts), tensors, tensors[0].dtype, opts, name, finish=average)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Reduce ``tensors``, one a rank, in that of ``opts.rootRank``; those of the others stay as they are."""
@@ -214,14 +214,14 @@ class TransportProcessGroup(dist.ProcessGroup):
         name, reduce = _reduction(opts, tensor.dtype)
         mine, root = as_bytes(tensor), opts.rootRank
         if self.rank() != root:
-            return self._run("reduce", [Offer(peer=root, views=[mine])], [tensor], tensor.dtype, opts, name)
+            return self.run("reduce", [Offer(peer=root, views=[mine])], [tensor], tensor.dtype, opts, name)
         tasks: list[Task] = []
         for peer in self._others():
             take = Take(peer=peer, views=[mine], reduce=reduce, dtype=tensor.dtype)
             take.after(*tasks[-1:])
             tasks.append(take)
         average = _average(name, [tensor], self.size())
-        return self._run("reduce", tasks, [tensor], tensor.dtype, opts, name, finish=average)
+        return self.run("reduce", tasks, [tensor], tensor.dtype, opts, name, finish=average)
 
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Collect ``input_tensors``, one a rank, whose sizes may differ, in ``output_tensors`` of all ranks.
@@ -254,21 +254,21 @@ class TransportProcessGroup(dist.ProcessGroup):
         """Collect ``input_tensors``, one a rank, in ``output_tensors`` of ``opts.rootRank``."""
         (given,), root = _checked(input_tensors), opts.rootRank
         if self.rank() != root:
-            return self._run("gather", [Offer(peer=root, views=[as_bytes(given)])], [], given.dtype, opts)
+            return self.run("gather", [Offer(peer=root, views=[as_bytes(given)])], [], given.dtype, opts)
         (outputs,) = output_tensors
         tasks: list[Task] = [_copied(given, outputs[root])]
         tasks += [Take(peer=peer, views=[as_bytes(_checked([outputs[peer]])[0])]) for peer in self._others()]
-        return self._run("gather", tasks, outputs, given.dtype, opts)
+        return self.run("gather", tasks, outputs, given.dtype, opts)
 
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None) -> dist.Work:
         """Send each rank its one of ``input_tensors`` of ``opts.rootRank``, into ``output_tensors``."""
         (output,), root = _checked(output_tensors), opts.rootRank
         if self.rank() != root:
-            return self._run("scatter", [Take(peer=root, views=[as_bytes(output)])], [output], output.dtype, opts)
+            return self.run("scatter", [Take(peer=root, views=[as_bytes(output)])], [output], output.dtype, opts)
         (inputs,) = input_tensors
         tasks: list[Task] = [_copied(inputs[root], output)]
         tasks += [Offer(peer=peer, views=[as_bytes(_checked([inputs[peer]])[0])]) for peer in self._others()]
-        return self._run("scatter", tasks, [output], output.dtype, opts)
+        return self.run("scatter", tasks, [output], output.dtype, opts)
 
     def reduce_scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None
@@ -307,7 +307,7 @@ class TransportProcessGroup(dist.ProcessGroup):
             tasks.append(Offer(peer=peer, views=[as_bytes(inputs[peer])]))
             tasks.append(Take(peer=peer, views=[as_bytes(outputs[peer])]))
         dtype = inputs[own].dtype
-        return self._run("all_to_all", tasks, outputs, dtype, opts)
+        return self.run("all_to_all", tasks, outputs, dtype, opts)
 
     def all_to_all_single(
         self,
@@ -333,7 +333,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         """Wait until all ranks have come here, or the timeout of ``opts`` has passed."""
         parts = [torch.empty(0, dtype=torch.uint8)] * self.size()
         tasks = tasks_of(_program("all-gather", self.size(), self.rank()), parts, torch.uint8)
-        return self._run("barrier", tasks, [], torch.uint8, opts)
+        return self.run("barrier", tasks, [], torch.uint8, opts)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> dist.Work:
         """Send the one of ``tensors`` to rank ``dst`` of the group, under a ``tag``."""
@@ -405,7 +405,7 @@ class TransportProcessGroup(dist.ProcessGroup):
             for task in tasks:
                 task.after(own)
             parts.append([own, *tasks])
-        return self._run("all_gather", _joined(parts), result, inputs[0].dtype, opts)
+        return self.run("all_gather", _joined(parts), result, inputs[0].dtype, opts)
 
     def _scatter_reduced(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> dist.Work:
         name, reduce = _reduction(opts, *(output.dtype for output in outputs))
@@ -422,7 +422,7 @@ class TransportProcessGroup(dist.ProcessGroup):
             parts.append([own, *tasks])
         average = _average(name, outputs, self.size())
         dtype = outputs[0].dtype
-        return self._run("reduce_scatter", _joined(parts), outputs, dtype, opts, name, finish=average)
+        return self.run("reduce_scatter", _joined(parts), outputs, dtype, opts, name, finish=average)
 
     def _pass(self, task: PeerTask, tensor: Tensor, tag: int) -> dist.Work:
         if task.peer == self.rank():
@@ -434,7 +434,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         self.communicator.start(operation)
         return OperationWork(self.communicator, operation)
 
-    def _run(
+    def run(
         self,
         collective: str,
         tasks: list[Task],
@@ -445,6 +445,20 @@ class TransportProcessGroup(dist.ProcessGroup):
         *,
         finish: Callable[[], Any] | None = None,
     ) -> dist.Work:
+        """Start a collective.
+
+        Args:
+            collective: Its name.
+            tasks: What this rank does.
+            result: Tensors that the caller receives.
+            dtype: Type of the elements.
+            opts: Options of torch.distributed, of which the timeout and whether it is asynchronous count.
+            reduction: Name of the reduction.
+            finish: What is done after all tasks.
+
+        Raises:
+            PlanError: If the timeout is not acceptable, or the type is not carried.
+        """
         timeout_s = self.communicator.timeout_s
         given = getattr(opts, "timeout", None)
         if given is not None and given.total_seconds() > 0:
