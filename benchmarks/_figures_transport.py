@@ -61,7 +61,47 @@ def exchanges() -> str:
     return table(["processes", "rows of a rank", "ours", "beside padded", "asked", *others], rows)
 
 
+FAULTS = {
+    "dead": "a process ended",
+    "outside": "a rank computes for ever outside of collectives",
+    "mismatch": "a rank calls an operation with another size, type or root",
+    "swap": "a rank calls two operations in the other order",
+    "link": "a link carries nothing more",
+    "sender": "a sender stands still",
+    "slow": "a slow rank",
+    "slow-link": "a slow link",
+    "two at a time": "two of these at a time",
+}
+
+
+def blamed() -> str:
+    """Return how often exactly the culprits of simulated incidents are named, by kind of fault."""
+    found, rows = results("ncclx-blame"), []
+    for name, row in found["kinds"].items():
+        peer = found["torch"].get(name)
+        cells = [FAULTS[name], str(row["incidents"]), percent(row["exact"], ".0f")]
+        shares = [percent(peer[key], ".0f") for key in ("named", "named_without_messages")] if peer else ["", ""]
+        rows.append([*cells, *shares, f"{peer['ranks']:.0f}" if peer else ""])
+    others = ["torch names them", "without messages", "ranks that torch names, of 64"]
+    return table(["fault", "incidents", "exact", *others], rows)
+
+
+def blame_times() -> str:
+    """Return how long an analysis takes, by the number of ranks."""
+    rows = []
+    for ranks, one in results("ncclx-blame")["analysis"].items():
+        spent = one["processor_seconds"]["median"]
+        rows.append([f"{int(ranks):,}", f"{one['records']:,}", f"{spent:.2f} s", f"{one['read']:.1f} s"])
+    return table(["ranks", "operations", "analysis, processor time", "reading the files"], rows)
+
+
 FIGURES: Figures = {
+    "blame-kinds": blamed,
+    "blame-times": blame_times,
+    "blame-exact": lambda: percent(results("ncclx-blame")["exact"], ".1f"),
+    "blame-healthy": lambda: (
+        f"{results('ncclx-blame')['healthy']['blamed']} of {results('ncclx-blame')['healthy']['jobs']}"
+    ),
     "transport-sums": sums,
     "transport-messages": messages,
     "transport-exchanges": exchanges,

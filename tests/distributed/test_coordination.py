@@ -397,6 +397,9 @@ def test_after_three_attempts_one_of_two_is_left_out_and_each_time_for_twice_as_
         assert found.members == ("a", "b")
     state, found = apart(state, FRESH, 4.0)
     assert found.members == ("a",)
+    anew, _ = decide(state, [Join("b", CONFIGURATION), Ask("b", FRESH)], 5.0)
+    _, replies = ask(anew, "a", found.result, 6.0)
+    assert formed(replies).members == ("a", "b")  # a new process, perhaps on another machine
     state, replies = ask(state, "a", found.result, 33.9)
     assert formed(replies).members == ("a",)
     state, replies = ask(state, "a", formed(replies).result, 34.0)

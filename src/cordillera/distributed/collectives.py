@@ -209,13 +209,15 @@ def exchange_unknown_parts(links: Collectives, name: str, parts: Sequence[Tensor
     if links.size > 1 and dist.get_backend(group) == "cordillera":
         from cordillera.distributed.transport.dynamic import all_to_all_dynamic
 
-        sent = [part.contiguous() for part in parts]
+        sent, found = [part.contiguous() for part in parts], list[Tensor]()
+
+        def start() -> dist.Work:
+            nonlocal found
+            work, found = all_to_all_dynamic(group, sent)
+            return work
+
         others = [part.nbytes for rank, part in enumerate(sent) if rank != links.rank]
-        began = time.perf_counter()
-        work, found = all_to_all_dynamic(group, sent)
-        links.wait(work, "another rank", None, name)
-        seconds = time.perf_counter() - began
-        links.ledger.record(name, Traffic(1, sum(others), len(others), seconds, seconds))
+        links._wait_for(name, start, sum(others), len(others))
         return found
     counts = torch.tensor([len(part) for part in parts], device=parts[links.rank].device)
     table = links.all_gather(name, counts).view(links.size, -1)

@@ -356,6 +356,8 @@ def _heard(state: CoordinatorState, message: ReplicaMessage, now: float) -> tupl
         if message.configuration != state.configuration:
             return state, [Refusal(name, "its configuration differs from that of the job")]
         connected[name] = ReplicaStatus(now)
+        if name in state.isolated:  # a new process, which the others may reach, is tried at once
+            state = replace(state, isolated={**state.isolated, name: replace(state.isolated[name], until=now)})
         return replace(state, connected=connected), []
     if name not in connected:
         return state, [Refusal(name, "it has not joined; connect again")]
