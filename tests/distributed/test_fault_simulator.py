@@ -202,7 +202,7 @@ def test_the_command_prints_draws_and_writes_json(tmp_path: Path) -> None:
     assert plot.read_text().startswith("<?xml")
     ran = CliRunner().invoke(app, [*some, "--devices", "16384", "--devices", "98304", "--plot", str(plot)])
     drawn = [text for text in ET.fromstring(plot.read_text()).itertext() if text.strip()]
-    assert {"16.384 k", "98.304 k"} <= {text.strip() for text in drawn}
+    assert {"16,384", "98,304"} <= {text.strip() for text in drawn}
     assert not any("$" in text for text in drawn)
     ran = CliRunner().invoke(app, [*some, "--json", "--replicas", "3"])
     rows = json.loads(ran.output)
