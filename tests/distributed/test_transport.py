@@ -701,7 +701,7 @@ def test_a_frame_that_is_lost_doubled_or_late_gives_an_error_or_the_sum(
         monkeypatch.setattr(Connection, "send", send)
         found = [group.each(lambda rank, one: summed(one, given[rank].clone())) for _ in range(2)]
     assert next(count) > 1
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 20
     for results in found:
         for result in results:
             assert isinstance(result, TransportError) or torch.equal(result, given[0] + given[1])
