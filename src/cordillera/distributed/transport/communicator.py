@@ -9,6 +9,7 @@ Source: every wait ends after an abort or a deadline, and the first reason wins,
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import math
 import os
@@ -121,6 +122,7 @@ class Communicator:
         self._origin = rank  # who was the first to give up
         self._is_traced = False
         self._ended: list[Connection] = []  # what others may still read from
+        self._dead: list[int] = []  # ranks of the job whose processes ended
         self._driver, self._changed = threading.Lock(), threading.Condition()
         self._unattended = threading.Event()  # set when operations are to advance that nobody waits for
         self._is_hurried = False  # whether one of those that run is to
@@ -139,6 +141,10 @@ class Communicator:
             except (RuntimeError, OSError) as error:
                 raise TransportError(f"the store of the group is gone ({error})", where=self._where) from error
         _LIVE.add(self)
+
+    def describe(self, description: str) -> None:
+        """Take over the description of the group, which groups of the same kind share, for its traces."""
+        self._tracer.description = description
 
     @property
     def _where(self) -> str:
@@ -356,7 +362,8 @@ class Communicator:
             alive = [one for one in list(_LIVE) if one is self or one._reason is None]
             for one in alive:  # what fails next is a consequence, and would write over the trace
                 one._is_traced = True
-            write_rank_trace([(one._tracer, list(one._running)) for one in alive], self.ranks[self.rank])
+            traced = [(one._tracer, list(one._running)) for one in alive]
+            write_rank_trace(traced, self.ranks[self.rank], [rank for one in alive for rank in one._dead])
         text = reason.encode()[:2000]
         for peer in self._peers.values():
             if (connection := peer.connection) is not None:
@@ -474,8 +481,21 @@ class Communicator:
         del self._by_file[connection.socket.fileno()]
         connection.socket.close()
         known.connection, known.gone = None, reason
+        if reason == _ENDED and _is_dead(known.memory):
+            self._dead.append(self.ranks[connection.peer])
         if self._exchanges.pending(connection.peer) or reason != _ENDED:
             self._give_up(f"rank {self.ranks[connection.peer]} {reason}")
+
+
+def _is_dead(memory: PeerMemory | None) -> bool:
+    """Whether a rank whose connection ended has no memory any more; taken for granted where it cannot be read."""
+    if memory is None:
+        return True
+    try:
+        memory.check()
+    except OSError as error:
+        return error.errno != errno.ECANCELED
+    return False
 
 
 def checked_timeout(seconds: float) -> float:

@@ -183,6 +183,8 @@ class TransportProcessGroup(dist.ProcessGroup):
     def setGroupDesc(self, description: str) -> None:
         """Keep the description of the group."""
         self._names[1] = description
+        if description != "undefined":
+            self.communicator.describe(description)
 
     # --- collectives, in the order of torch.distributed ------------------------------------------------------------
 

@@ -46,10 +46,13 @@ class OperationTracer:
     Args:
         name: Name of the communicator.
         ranks: Its members as ranks of the job.
+
+    Attributes:
+        description: What communicators of the same kind share, such as ``data``; the name by default.
     """
 
     def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
-        self.name, self.ranks = name, ranks
+        self.name, self.ranks, self.description = name, ranks, name
         self._past: deque[_Past] = deque(maxlen=_KEPT)
         self._count = 0
 
@@ -63,7 +66,7 @@ class OperationTracer:
         offset = time.time_ns() - time.monotonic_ns()
         records = [self._record(one, offset, ()) for one in list(self._past)]
         records += [self._record(_past(one, None), offset, self._progress(one)) for one in running]
-        return TracedCommunicator(self.name, self.name, self.ranks), records, self._count > _KEPT
+        return TracedCommunicator(self.name, self.description, self.ranks), records, self._count > _KEPT
 
     def _record(self, one: _Past, offset_ns: int, peers: tuple[PeerProgress, ...]) -> Collective:
         dtypes = (dtype_of(one.signature),)
@@ -116,12 +119,15 @@ def _past(operation: TransportOperation, ended_s: float | None) -> _Past:
     )  # fmt: skip
 
 
-def write_rank_trace(traced: Iterable[tuple[OperationTracer, Iterable[TransportOperation]]], rank: int) -> Path | None:
+def write_rank_trace(
+    traced: Iterable[tuple[OperationTracer, Iterable[TransportOperation]]], rank: int, died: Iterable[int] = ()
+) -> Path | None:
     """Write the trace of this process into the folder that :data:`TRACES` names.
 
     Args:
         traced: Communicators with the operations that are not done.
         rank: Rank of this process in the job.
+        died: Ranks whose processes ended; each gets a trace that says so, unless it has written one.
 
     Returns:
         The file; None if there is no such variable, or the file could not be written, which is said on stderr.
@@ -136,6 +142,9 @@ def write_rank_trace(traced: Iterable[tuple[OperationTracer, Iterable[TransportO
     communicators = tuple(communicator for communicator, _, _ in found)
     dropped = any(is_dropped for _, _, is_dropped in found)
     try:
+        for other in died:
+            if not Path(folder, f"trace_{other}").exists():
+                write_trace(RankTrace(other, time.time_ns(), status="died"), Path(folder))
         return write_trace(
             RankTrace(rank, time.time_ns(), communicators, tuple(records), dropped=dropped), Path(folder)
         )
