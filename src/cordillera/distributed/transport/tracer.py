@@ -21,7 +21,7 @@ from cordillera.distributed.transport.signatures import Signature, dtype_of
 from cordillera.errors import CordilleraError
 
 TRACES = "CORDILLERA_TRACES"
-"""Environment variable with the folder of traces."""
+"""Environment variable with the folder of traces, which is for one job: older ones would be taken for those of now."""
 
 _KEPT = 256  # operations of a communicator that are remembered once they are done
 _SAME_SIZE = ("all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter")  # bytes are equal on all ranks
