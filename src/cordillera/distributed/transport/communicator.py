@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import hmac
 import itertools
 import math
 import os
@@ -24,9 +26,10 @@ from typing import Literal, TypeAlias
 
 import torch.distributed as dist
 
+from cordillera.distributed.transport.bootstrap import AddressBook
 from cordillera.distributed.transport.exchanges import Exchanges, OperationFailed, TransportCounters
 from cordillera.distributed.transport.frames import BrokenConnection, Connection, FrameKind, TransportFrame
-from cordillera.distributed.transport.meeting import Admission, Meeting, address_of, dial, listener, publish, secret_of
+from cordillera.distributed.transport.meeting import Admission, Meeting, NotHereYet, dial, listener, secret_of
 from cordillera.distributed.transport.operations import PeerTask, TransportOperation
 from cordillera.distributed.transport.peer_memory import PeerMemory
 from cordillera.distributed.transport.signatures import Signature
@@ -84,6 +87,8 @@ class Communicator:
         name: Name for messages.
         ranks: Ranks of the members in the job; by default those of the group.
         path: How bytes pass: ``auto`` reads the memory of ranks on the same host, ``sockets`` never does.
+        parent: Communicator of all ranks of the job, which knows their addresses and has a secret: the store is then
+            not asked. Names of communicators must then differ.
 
     Raises:
         PlanError: If an argument is not acceptable.
@@ -100,13 +105,14 @@ class Communicator:
         name: str = "",
         ranks: Sequence[int] = (),
         path: Path = "auto",
+        parent: Communicator | None = None,
     ) -> None:
         if not 0 <= rank < size:
             raise PlanError(f"rank is {rank} of {size}", where="communicator")
         if path not in ("auto", "sockets"):
             raise PlanError(f"path is {path}", where="communicator", remedy="auto or sockets")
         self.rank, self.size, self.timeout_s, self.name = rank, size, checked_timeout(timeout_s), name
-        self._store, self._sequence = store, itertools.count()
+        self._sequence = itertools.count()
         # of messages, by direction, rank and tag
         self._numbers: defaultdict[tuple[bool, int, int], itertools.count[int]] = defaultdict(itertools.count)
         self.ranks = tuple(ranks or range(size))
@@ -134,13 +140,22 @@ class Communicator:
         weakref.finalize(self, _close, self._wake_read, self._wake_write).atexit = False
         self._poll.register(self._wake_read, select.POLLIN)
         self._admission: Admission | None = None
+        self._book: AddressBook
         if size > 1:
             try:
-                self._admission = Admission(secret_of(store), rank, size, path == "auto", self._welcome)
-                publish(store, self._admission)
+                self._token = secret_of(store) if parent is None else parent._token_of(name)
+                self._admission = Admission(self._token, rank, size, path == "auto", self._welcome)
+                listener().admit(self._admission)  # first, as others may come as soon as they find the address
+                self._book = AddressBook(store, rank, size, self._token) if parent is None else parent._book
+                self._has_own_book = parent is None
+                self._places = range(size) if parent is None else [parent.ranks.index(one) for one in self.ranks]
             except (RuntimeError, OSError) as error:
                 raise TransportError(f"the store of the group is gone ({error})", where=self._where) from error
         _LIVE.add(self)
+
+    def _token_of(self, name: str) -> bytes:
+        """Return the secret of a group of this one's ranks."""
+        return hmac.new(self._token, name.encode(), hashlib.sha256).digest()
 
     def describe(self, description: str) -> None:
         """Take over the description of the group, which groups of the same kind share, for its traces."""
@@ -356,6 +371,8 @@ class Communicator:
         if self._admission is not None:
             listener().dismiss(self._admission)
             self._admission.proof.withdraw()  # before callers, who learn of it, change what others may be reading
+            if self._has_own_book:
+                self._book.close()
             self._admission = None
         failed = [*self._running, *self._posted]
         if failed and not self._is_traced:
@@ -393,12 +410,15 @@ class Communicator:
         if known.connection is None and peer < self.rank:
             assert self._admission is not None
             try:
-                while (address := address_of(self._store, peer, _LOOK_S)) is None:
+                while known.connection is None:
+                    if (address := self._book.find(self._places[peer], _LOOK_S)) is not None:
+                        with contextlib.suppress(NotHereYet):
+                            self._connect(dial(address, self._admission, peer))
+                            break
                     if self._reason is not None:
                         raise OperationFailed(self._reason)
                     if time.monotonic() >= operation.deadline_s:
                         raise OperationFailed(self._late(operation))
-                self._connect(dial(address, self._admission, peer))
             except BrokenConnection as error:
                 raise OperationFailed(f"rank {self.ranks[peer]} {error}") from error
         return known.connection is not None

@@ -33,6 +33,7 @@ class FrameKind(IntEnum):
         DATA: A fragment follows.
         TAKEN: The receiver has the whole of an offer.
         ABORT: The sender has given up all operations; the reason follows.
+        ADDRESS: An address of a rank follows, on its way around a ring.
     """
 
     OFFER = 1
@@ -41,6 +42,7 @@ class FrameKind(IntEnum):
     DATA = 4
     TAKEN = 5
     ABORT = 6
+    ADDRESS = 7
 
 
 class TransportFrame(NamedTuple):

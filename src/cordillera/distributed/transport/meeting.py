@@ -1,8 +1,7 @@
-"""How the ranks of a communicator find each other: addresses in a store, one listener a process, two proofs.
+"""How two ranks of a communicator connect: one listener a process, two proofs.
 
-A rank writes where it listens into the store and reads the address of another one when it first needs it. Of two ranks
-the one with the higher number connects. Both prove that they know the communicator's secret, and find out whether they
-can read each other's memory.
+A rank connects to another one when it first needs it; of two ranks the one with the higher number does. Both prove that
+they know the communicator's secret, and find out whether they can read each other's memory.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +28,14 @@ from cordillera.distributed.transport.frames import BrokenConnection
 from cordillera.distributed.transport.peer_memory import MemoryProof, PeerMemory, seen_by_proof
 
 _HANDSHAKE_S = 10.0
+_EARLY_S = 1.0  # for which a greeting waits for a communicator that this process has not made yet
+_MOST_DISMISSED = 4096  # communicators that are remembered
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 4096
+
+
+class NotHereYet(Exception):
+    """A rank has not made the communicator yet."""
 
 
 @dataclass
@@ -91,6 +95,8 @@ class PeerListener:
 
     def __init__(self, host: str) -> None:
         self._admissions: dict[tuple[str, int], Admission] = {}  # by name and rank, as tests have ranks in threads
+        self._dismissed: dict[tuple[str, int], None] = {}
+        self._changed = threading.Condition()
         self._sockets = [socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)]
         address: dict[str, Any] = {"boot": _boot(), "host": host, "port": self._sockets[0].getsockname()[1]}
         if sys.platform == "linux":  # an abstract name: it is no file, and goes with the process
@@ -105,11 +111,21 @@ class PeerListener:
 
     def admit(self, admission: Admission) -> None:
         """Let the ranks of a communicator in."""
-        self._admissions[admission.name, admission.rank] = admission
+        key = admission.name, admission.rank
+        with self._changed:
+            self._dismissed.pop(key, None)
+            self._admissions[key] = admission
+            self._changed.notify_all()
 
     def dismiss(self, admission: Admission) -> None:
         """Let nobody of a communicator in any more."""
-        self._admissions.pop((admission.name, admission.rank), None)
+        key = admission.name, admission.rank
+        with self._changed:
+            if self._admissions.pop(key, None) is not None:
+                self._dismissed[key] = None
+                if len(self._dismissed) > _MOST_DISMISSED:
+                    del self._dismissed[next(iter(self._dismissed))]
+            self._changed.notify_all()
 
     def close_copies(self) -> None:
         """Close the sockets of a forked process."""
@@ -137,7 +153,12 @@ class PeerListener:
             rank, own = hello.get("rank"), hello.get("to")
             if not isinstance(rank, int) or not isinstance(own, int):
                 raise BrokenConnection("sent a greeting of another protocol")
-            admission = self._admissions.get((str(hello.get("name")), own))
+            key = str(hello.get("name")), own
+            with self._changed:
+                self._changed.wait_for(lambda: key in self._admissions or key in self._dismissed, _EARLY_S)
+                admission, is_early = self._admissions.get(key), key not in self._dismissed
+            if admission is None and is_early:
+                _send(came, {"early": True})
             if admission is None or not own < rank < admission.size:
                 raise BrokenConnection("asked for a communicator that is not here")
             if not hmac.compare_digest(admission.answer(challenge, rank), str(hello.get("answer"))):
@@ -162,7 +183,8 @@ def dial(address: str, admission: Admission, peer: int) -> Meeting:
         peer: The rank.
 
     Raises:
-        BrokenConnection: If it does not listen there, or does not know the secret.
+        NotHereYet: If it has not made the communicator yet.
+        BrokenConnection: If it does not listen there, has left the communicator, or does not know the secret.
     """
     try:
         connected = _connect(json.loads(address))
@@ -172,6 +194,9 @@ def dial(address: str, admission: Admission, peer: int) -> Meeting:
         hello = {"name": admission.name, "rank": admission.rank, "to": peer, "answer": answer, "challenge": challenge}
         _send(connected, {**hello, "proof": admission.proof.shown})
         reply = _receive(connected)
+        if reply.get("early") is True:
+            connected.close()
+            raise NotHereYet
         if not hmac.compare_digest(admission.answer(challenge, peer), str(reply.get("answer"))):
             raise BrokenConnection("does not know the secret of the communicator")
         memory = seen_by_proof(reply.get("proof")) if admission.reads_memory else None
@@ -183,34 +208,9 @@ def dial(address: str, admission: Admission, peer: int) -> Meeting:
     return Meeting(peer, connected, memory if theirs is True else None)
 
 
-def address_of(store: dist.Store, peer: int, patience_s: float) -> str | None:
-    """Return the address of a rank from the store; None if it is not there in time.
-
-    Raises:
-        BrokenConnection: If the store is gone.
-    """
-    key = f"address {peer}"
-    try:
-        store.wait([key], timedelta(seconds=patience_s))
-    except RuntimeError as error:
-        if "timeout" in str(error).lower():
-            return None
-        raise BrokenConnection(f"cannot be found, as the store is gone ({error})") from error
-    try:
-        return store.get(key).decode()
-    except RuntimeError as error:
-        raise BrokenConnection(f"cannot be found, as the store is gone ({error})") from error
-
-
 def secret_of(store: dist.Store) -> bytes:
     """Return the secret of a communicator, which all its ranks share; the first rank that asks makes it."""
     return bytes(store.compare_set("token", "", secrets.token_hex(32)))
-
-
-def publish(store: dist.Store, admission: Admission) -> None:
-    """Let the ranks of a communicator in, and write into the store where this one listens."""
-    listener().admit(admission)  # first, as others may come as soon as they find the address
-    store.set(f"address {admission.rank}", listener().address)
 
 
 def listener() -> PeerListener:

@@ -144,6 +144,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         name: Name for messages.
         ranks: Ranks of the members in the job; by default those of the group.
         options: Options.
+        parent: Group of all ranks of the job, if it is of this kind.
     """
 
     def __init__(
@@ -156,13 +157,15 @@ class TransportProcessGroup(dist.ProcessGroup):
         name: str = "",
         ranks: Sequence[int] = (),
         options: TransportOptions | None = None,
+        parent: TransportProcessGroup | None = None,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # with a store, torch builds no Python group
         self._names = [name, "undefined"]
         options = options or TransportOptions()
-        self.communicator = Communicator(
-            store, rank, size, timeout_s=timeout.total_seconds(), name=name, ranks=ranks, path=options.path
-        )
+        self.communicator: Communicator = Communicator(
+            store, rank, size, timeout_s=timeout.total_seconds(), name=name, ranks=ranks, path=options.path,
+            parent=None if parent is None else parent.communicator,
+        )  # fmt: skip
 
     def getBackendName(self) -> str:
         """Return the name of the backend."""
@@ -578,6 +581,7 @@ def _program(collective: str, size: int, rank: int) -> tuple[ProgramStep, ...]:
 
 
 def _create(options: Any, chosen: TransportOptions | None) -> TransportProcessGroup:
+    world = dist.GroupMember.WORLD
     return TransportProcessGroup(
         options.store,
         options.group_rank,
@@ -586,6 +590,7 @@ def _create(options: Any, chosen: TransportOptions | None) -> TransportProcessGr
         name=options.group_id,
         ranks=options.global_ranks_in_group,
         options=chosen,
+        parent=world if isinstance(world, TransportProcessGroup) else None,
     )
 
 
