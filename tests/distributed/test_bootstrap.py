@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from cordillera.distributed.transport import bootstrap
 from cordillera.distributed.transport.bootstrap import AddressBook, AddressRing
-from cordillera.distributed.transport.communicator import TransportError
 from cordillera.distributed.transport.frames import BrokenConnection, FrameKind, TransportFrame
 from cordillera.distributed.transport.process_group import BACKEND, TransportProcessGroup, register
+from cordillera.distributed.transport.progress import TransportError
 from cordillera.distributed.transport.signatures import Signature
 from tests.distributed.processes import needs_gloo, run_processes
 
@@ -205,6 +205,7 @@ def test_groups_of_the_same_ranks_with_other_names_do_not_meet() -> None:
 
 
 def many_groups(rank: int, folder: str) -> list[float]:
+    dist.barrier()  # until Gloo has connected all
     dist.destroy_process_group()
     register()
     store = dist.FileStore(f"{folder}/addresses", 4)

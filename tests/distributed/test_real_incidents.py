@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from cordillera.distributed.tracing.blame import blame
 from cordillera.distributed.tracing.flight_recorder import read_traces
-from cordillera.distributed.transport.communicator import TransportError
 from cordillera.distributed.transport.process_group import BACKEND, register
+from cordillera.distributed.transport.progress import TransportError
 from cordillera.distributed.transport.tracer import TRACES
 from tests.distributed.processes import needs_gloo, run_processes
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cordillera.distributed.transport import exchanges
-from cordillera.distributed.transport.communicator import Communicator, TransportError
+from cordillera.distributed.transport.communicator import Communicator
 from cordillera.distributed.transport.dynamic import all_to_all_dynamic
-from cordillera.distributed.transport.exchanges import Exchanges, OperationFailed
+from cordillera.distributed.transport.exchanges import Exchanges, FragmentLimits, OperationFailed
 from cordillera.distributed.transport.frames import BrokenConnection, Connection, FrameKind, TransportFrame
 from cordillera.distributed.transport.operations import (
     Local,
@@ -41,6 +42,7 @@ from cordillera.distributed.transport.operations import (
 )
 from cordillera.distributed.transport.peer_memory import MemoryProof, PeerMemory, seen_by_proof
 from cordillera.distributed.transport.process_group import TransportOptions, TransportProcessGroup
+from cordillera.distributed.transport.progress import TransportError
 from cordillera.distributed.transport.signatures import signed
 from cordillera.errors import PlanError
 from cordillera.planning.network.collective_algorithms import direct_all_gather, doubling_all_gather, ring_all_gather
@@ -139,7 +141,7 @@ def check_plan(plan: CollectivePlan, length: int, seed: int) -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transfers of a few bytes that take several fragments and blocks."""
     monkeypatch.setattr(exchanges, "INLINE_BYTES", 16)
-    monkeypatch.setattr(exchanges, "FRAGMENT_BYTES", 64)
+    monkeypatch.setattr(exchanges, "FragmentLimits", partial(FragmentLimits, fragment_bytes=64))
     monkeypatch.setattr(exchanges, "_BLOCK_BYTES", 96)
     monkeypatch.setattr(exchanges, "_COPY_BYTES", 256)
 
@@ -163,7 +165,7 @@ def test_no_more_fragments_are_on_their_way_than_the_window_allows(small: None) 
         network.ranks[rank].post(TransportOperation("broadcast", signed("broadcast"), [task], sequence=0))
     network.run()
     assert torch.equal(into, data)
-    assert network.ranks[1].counters.peak_in_flight_bytes == exchanges.WINDOW * exchanges.FRAGMENT_BYTES
+    assert network.ranks[1].counters.peak_in_flight_bytes == 4 * 64
 
 
 def test_messages_are_matched_in_the_order_of_their_posting_whatever_comes_first() -> None:

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from cordillera.distributed.collectives import Collectives
 from cordillera.distributed.expert_parallel import ExpertRanks
 from cordillera.distributed.ledger import Ledger
-from cordillera.distributed.transport.communicator import TransportError
 from cordillera.distributed.transport.frames import Connection
 from cordillera.distributed.transport.peer_memory import PeerMemory
 from cordillera.distributed.transport.process_group import BACKEND, TransportOptions, register
+from cordillera.distributed.transport.progress import TransportError
 from tests.distributed.processes import needs_gloo, run_processes
 
 pytestmark = needs_gloo

@@ -27,34 +27,19 @@ from typing import Literal, TypeAlias
 import torch.distributed as dist
 
 from cordillera.distributed.transport.bootstrap import AddressBook
-from cordillera.distributed.transport.exchanges import Exchanges, OperationFailed, TransportCounters
-from cordillera.distributed.transport.frames import BrokenConnection, Connection, FrameKind, TransportFrame
+from cordillera.distributed.transport.exchanges import OperationFailed, TransportCounters
+from cordillera.distributed.transport.frames import BrokenConnection, Connection, TransportFrame
 from cordillera.distributed.transport.meeting import Admission, Meeting, NotHereYet, dial, listener, secret_of
-from cordillera.distributed.transport.operations import PeerTask, TransportOperation
+from cordillera.distributed.transport.operations import TransportOperation
 from cordillera.distributed.transport.peer_memory import PeerMemory
-from cordillera.distributed.transport.signatures import Signature
+from cordillera.distributed.transport.progress import ENDED, GroupProgress, TransportError
 from cordillera.distributed.transport.tracer import OperationTracer, write_rank_trace
-from cordillera.errors import PeerError, PlanError
+from cordillera.errors import PlanError
 
 Path: TypeAlias = Literal["auto", "sockets"]
 _LOOK_S = 1.0  # between looks at whether to go on, while the store is asked
-_ENDED = "ended its connection"
 _MOMENT_S = 0.02  # after which an operation advances by itself
 _FAREWELL_S = 0.02  # longest wait for a rank to take the reason to give up
-
-
-class TransportError(PeerError, RuntimeError):
-    """An operation was given up: a rank ended or disagreed, a deadline passed, or someone aborted.
-
-    Its outputs are then undefined. torch.distributed expects a RuntimeError.
-
-    Args:
-        what: One sentence with the first reason.
-        where: Rank and communicator.
-    """
-
-    def __init__(self, what: str, *, where: str | None = None) -> None:
-        super().__init__(what, peer=None, where=where, remedy="look at that rank's log, and begin a new process group")
 
 
 @dataclass
@@ -116,16 +101,13 @@ class Communicator:
         # of messages, by direction, rank and tag
         self._numbers: defaultdict[tuple[bool, int, int], itertools.count[int]] = defaultdict(itertools.count)
         self.ranks = tuple(ranks or range(size))
-        self._exchanges = Exchanges(rank, self, self._end, self.ranks)
+        self._progress = GroupProgress(rank, self, self._end, self.ranks, name=name)
         self._tracer = OperationTracer(name, self.ranks)
         self._peers: defaultdict[int, _Peer] = defaultdict(_Peer)
         self._by_file: dict[int, int] = {}  # ranks by their sockets
         self._posted: deque[TransportOperation] = deque()
         self._met: deque[Meeting] = deque()
-        self._running: dict[TransportOperation, None] = {}
         self._told: deque[Callable[[], None]] = deque()  # who is to be called once nobody drives
-        self._reason: str | None = None
-        self._origin = rank  # who was the first to give up
         self._is_traced = False
         self._ended: list[Connection] = []  # what others may still read from
         self._dead: list[int] = []  # ranks of the job whose processes ended
@@ -168,7 +150,7 @@ class Communicator:
     @property
     def counters(self) -> TransportCounters:
         """What has passed."""
-        return self._exchanges.counters
+        return self._progress.exchanges.counters
 
     def start(self, operation: TransportOperation, *, in_background: bool = False) -> None:
         """Begin an operation.
@@ -245,7 +227,7 @@ class Communicator:
 
         Any thread may call this.
         """
-        self._give_up(reason)
+        self._progress.give_up(reason)
         self._wake()
         if self._driver.acquire(blocking=False):
             try:
@@ -255,7 +237,8 @@ class Communicator:
 
     def close_copies(self) -> None:
         """Close the sockets of a forked process, in which the group cannot be used."""
-        self._reason, self._driver, self._changed = "the process was forked", threading.Lock(), threading.Condition()
+        self._progress.give_up("the process was forked")
+        self._driver, self._changed = threading.Lock(), threading.Condition()
         for peer in self._peers.values():
             if peer.connection is not None:
                 peer.connection.socket.close()
@@ -266,7 +249,7 @@ class Communicator:
         with self._changed:
             self._driver.release()
             self._changed.notify_all()
-        if self._is_hurried and (self._running or self._posted):
+        if self._is_hurried and (self._progress.running or self._posted):
             self._unattended.set()
         else:
             self._is_hurried = False
@@ -290,10 +273,10 @@ class Communicator:
 
     def _advance_alone(self) -> None:
         """Advance operations while nobody else does."""
-        while self._reason is None:
+        while self._progress.reason is None:
             self._unattended.wait(_MOMENT_S)
             self._unattended.clear()
-            if (self._running or self._posted) and self._driver.acquire(blocking=False):
+            if (self._progress.running or self._posted) and self._driver.acquire(blocking=False):
                 try:
                     self._drive(None)
                 finally:
@@ -303,10 +286,10 @@ class Communicator:
         """Advance until an operation is done, or all are."""
         while True:
             self._admit()
-            if self._told or (until.is_done if until is not None else not (self._running or self._posted)):
+            if self._told or (until.is_done if until is not None else not (self._progress.running or self._posted)):
                 return
             self._serve_all(self._patience_ms())
-            self._look_at_deadlines()
+            self._progress.look(time.monotonic())
 
     def _serve_all(self, patience_ms: int) -> None:
         """Take what has come within some milliseconds."""
@@ -318,40 +301,23 @@ class Communicator:
                 self._serve(peer)
 
     def _patience_ms(self) -> int:
-        nearest = min((one.deadline_s for one in self._running), default=time.monotonic() + 1)
+        nearest = min((one.deadline_s for one in self._progress.running), default=time.monotonic() + 1)
         return max(0, math.ceil((nearest - time.monotonic()) * 1000))
-
-    def _look_at_deadlines(self) -> None:
-        now = time.monotonic()
-        for one in self._running:
-            if now >= one.deadline_s:
-                self._give_up(self._late(one))
-                return
-
-    def _late(self, operation: TransportOperation) -> str:
-        peers = {task.peer for task in operation.tasks if isinstance(task, PeerTask) and not task.is_done}
-        whom = "rank " + ", ".join(str(self.ranks[peer]) for peer in sorted(peers)) if peers else "nobody"
-        return f"{operation.title} took longer than {operation.timeout_s:g} s; awaited: {whom}"
 
     def _admit(self) -> None:
         """Take in what other threads have left: ranks that have come, operations, and a reason to give up."""
         try:
             while self._met:
                 self._connect(self._met.popleft())
-            while self._posted and self._reason is None:
-                operation = self._posted.popleft()
-                self._running[operation] = None
-                self._exchanges.post(operation)
-        except OperationFailed as error:
-            self._give_up(str(error))
-        except Exception as error:  # of what is computed, which nobody else would hear of
-            self._give_up(f"{type(error).__name__}: {error}")
-        if self._reason is not None:
+        except Exception as error:
+            self._progress.failed(error)
+        while self._posted and self._progress.reason is None:
+            self._progress.post(self._posted.popleft())
+        if self._progress.reason is not None:
             self._fail()
 
     def _end(self, operation: TransportOperation) -> None:
         """Tell the caller of an operation that it is done, or was given up."""
-        self._running.pop(operation, None)
         if operation.error is None:
             self._tracer.ended(operation)
         with self._changed:
@@ -361,44 +327,35 @@ class Communicator:
 
     # --- giving up ------------------------------------------------------------------------------------------------
 
-    def _give_up(self, reason: str) -> None:
-        if self._reason is None:
-            self._reason, self._exchanges.stops = reason, True
-
     def _fail(self) -> None:
         """End all operations, and tell the others why."""
-        reason = self._reason or ""
         if self._admission is not None:
             listener().dismiss(self._admission)
             self._admission.proof.withdraw()  # before callers, who learn of it, change what others may be reading
             if self._has_own_book:
                 self._book.close()
             self._admission = None
-        failed = [*self._running, *self._posted]
+        failed = [*self._progress.running, *self._posted]
         if failed and not self._is_traced:
-            alive = [one for one in list(_LIVE) if one is self or one._reason is None]
+            alive = [one for one in list(_LIVE) if one is self or one._progress.reason is None]
             for one in alive:  # what fails next is a consequence, and would write over the trace
                 one._is_traced = True
-            traced = [(one._tracer, list(one._running)) for one in alive]
+            traced = [(one._tracer, list(one._progress.running)) for one in alive]
             write_rank_trace(traced, self.ranks[self.rank], [rank for one in alive for rank in one._dead])
-        text = reason.encode()[:2000]
+        frame, text = self._progress.farewell()
         for peer in self._peers.values():
             if (connection := peer.connection) is not None:
                 if failed:
-                    frame = TransportFrame(FrameKind.ABORT, Signature(0, 0, 0), self._origin, 0, 0, len(text))
-                    connection.end(frame, memoryview(text), _FAREWELL_S)
+                    connection.end(frame, text, _FAREWELL_S)
                     self._ended.append(connection)
                 else:
                     connection.socket.close()
                 peer.connection, peer.gone = None, "is not connected any more"
         while self._met:
             self._met.popleft().socket.close()
-        said = reason if self._origin == self.rank else f"rank {self.ranks[self._origin]} gave up: {reason}"
+        posted = list(self._posted)
         self._posted.clear()
-        for operation in failed:
-            operation.error = TransportError(said, where=self._where)
-            self._end(operation)
-        self._exchanges.clear()
+        self._progress.end(posted)
 
     # --- the wire -------------------------------------------------------------------------------------------------
 
@@ -415,10 +372,10 @@ class Communicator:
                         with contextlib.suppress(NotHereYet):
                             self._connect(dial(address, self._admission, peer))
                             break
-                    if self._reason is not None:
-                        raise OperationFailed(self._reason)
+                    if self._progress.reason is not None:
+                        raise OperationFailed(self._progress.reason)
                     if time.monotonic() >= operation.deadline_s:
-                        raise OperationFailed(self._late(operation))
+                        raise OperationFailed(self._progress.late(operation))
             except BrokenConnection as error:
                 raise OperationFailed(f"rank {self.ranks[peer]} {error}") from error
         return known.connection is not None
@@ -440,18 +397,6 @@ class Communicator:
         """Return the memory of a rank, if both can read each other's."""
         return self._peers[peer].memory
 
-    def place(self, peer: int, frame: TransportFrame) -> memoryview:
-        """Return where the bytes that follow a frame of ``peer`` belong."""
-        return self._exchanges.place(peer, frame)
-
-    def arrived(self, peer: int, frame: TransportFrame, data: memoryview) -> None:
-        """Take a frame of ``peer`` whose bytes, ``data``, have come."""
-        if frame.kind != FrameKind.ABORT:
-            self._exchanges.arrived(peer, frame, data)
-        elif self._reason is None:
-            self._origin = frame.sequence if 0 <= frame.sequence < self.size else peer
-            self._give_up(bytes(data).decode(errors="replace"))
-
     def _welcome(self, meeting: Meeting) -> None:
         """Take in a rank that has connected; a thread of the listener calls this."""
         self._met.append(meeting)
@@ -466,7 +411,7 @@ class Communicator:
         known.watched = select.POLLIN
         self._by_file[meeting.socket.fileno()] = meeting.peer
         self._poll.register(meeting.socket, select.POLLIN)
-        self._exchanges.opened(meeting.peer)
+        self._progress.exchanges.opened(meeting.peer)
 
     def _serve(self, peer: int) -> None:
         """Send what waits for a rank, and take what has come from it."""
@@ -475,17 +420,15 @@ class Communicator:
             return
         try:
             connection.flush()
-            connection.receive(self)
+            connection.receive(self._progress)
             if known.connection is not None:
                 self._watch(known, connection)
                 if not connection.has_outgoing:
-                    self._exchanges.drained(peer)
+                    self._progress.exchanges.drained(peer)
         except BrokenConnection as error:
             self._lose(known, connection, str(error))
-        except OperationFailed as error:
-            self._give_up(str(error))
-        except Exception as error:  # of what is computed, which nobody else would hear of
-            self._give_up(f"{type(error).__name__}: {error}")
+        except Exception as error:
+            self._progress.failed(error)
 
     def _watch(self, known: _Peer, connection: Connection) -> None:
         """Wait for a connection to take more if something waits to be sent."""
@@ -501,10 +444,9 @@ class Communicator:
         del self._by_file[connection.socket.fileno()]
         connection.socket.close()
         known.connection, known.gone = None, reason
-        if reason == _ENDED and _is_dead(known.memory):
+        if reason == ENDED and _is_dead(known.memory):
             self._dead.append(self.ranks[connection.peer])
-        if self._exchanges.pending(connection.peer) or reason != _ENDED:
-            self._give_up(f"rank {self.ranks[connection.peer]} {reason}")
+        self._progress.lost(connection.peer, reason)
 
 
 def _is_dead(memory: PeerMemory | None) -> bool:

@@ -34,9 +34,6 @@ from cordillera.distributed.transport.signatures import MESSAGE, Signature, desc
 INLINE_BYTES = 16 << 10
 """Most bytes of a transfer that travel with its offer."""
 
-FRAGMENT_BYTES, WINDOW = 1 << 20, 4
-"""Bytes that are asked for at a time over a socket, and most of such fragments of a transfer on their way."""
-
 _BLOCK_BYTES = 512 << 10  # what is added at a time, which stays in a core's cache
 _COPY_BYTES = 32 << 20  # what is copied before an abort is looked for
 _MOST_TABLE = 1 << 20  # bytes of a table of addresses
@@ -68,6 +65,23 @@ class Wire(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class FragmentLimits:
+    """How much a rank asks for at a time where it cannot read memory.
+
+    Every transfer has one fragment on its way; more than one only as far as both windows allow.
+
+    Attributes:
+        fragment_bytes: Bytes of a fragment.
+        of_transfer: Most fragments of a transfer on their way.
+        of_rank: Most fragments to a rank on their way, beyond the first one of each transfer.
+    """
+
+    fragment_bytes: int = 1 << 20
+    of_transfer: int = 4
+    of_rank: int = 8
+
+
 @dataclass
 class TransportCounters:
     """What has passed.
@@ -75,7 +89,7 @@ class TransportCounters:
     Attributes:
         memory_bytes: Bytes read from the memory of other processes.
         socket_bytes: Bytes of fragments received.
-        peak_in_flight_bytes: Most bytes of fragments of a transfer that were on their way.
+        peak_in_flight_bytes: Most bytes of fragments that were on their way to this rank.
     """
 
     memory_bytes: int = 0
@@ -108,6 +122,7 @@ class Exchanges:
         wire: What carries frames.
         complete: Called with each operation that is done.
         ranks: Ranks of the members in the job, for messages; by default those of the group.
+        limits: How many fragments may be on their way.
 
     Attributes:
         counters: What has passed.
@@ -115,8 +130,14 @@ class Exchanges:
     """
 
     def __init__(
-        self, rank: int, wire: Wire, complete: Callable[[TransportOperation], None], ranks: Sequence[int] = ()
+        self,
+        rank: int,
+        wire: Wire,
+        complete: Callable[[TransportOperation], None],
+        ranks: Sequence[int] = (),
+        limits: FragmentLimits | None = None,
     ) -> None:
+        self._limits, self._in_flight, self._in_flight_bytes = limits or FragmentLimits(), 0, 0
         self.rank, self.counters, self.stops = rank, TransportCounters(), False
         self._wire, self._complete, self._ranks = wire, complete, ranks
         self._collectives: dict[int, TransportOperation] = {}  # by sequence
@@ -165,6 +186,7 @@ class Exchanges:
         for table in (self._collectives, self._pending, self._early, self._takes, self._offers, self._unsent,
                       self._leaving, self._fetches):  # fmt: skip
             table.clear()
+        self._in_flight = self._in_flight_bytes = 0
 
     def place(self, peer: int, frame: TransportFrame) -> memoryview:
         """Return where the bytes that follow a frame belong.
@@ -389,24 +411,33 @@ class Exchanges:
                 take.reduce(own, part.view(take.dtype), out=own)
 
     def _ask(self, fetch: _Fetch) -> None:
-        """Ask for the next fragments, as far as the window allows."""
-        take = fetch.take
-        while fetch.asked < take.size and len(fetch.waiting) < WINDOW:
-            length = min(FRAGMENT_BYTES, take.size - fetch.asked)
+        """Ask for the next fragments, as far as the windows allow."""
+        take, limits = fetch.take, self._limits
+        while fetch.asked < take.size:
+            if fetch.waiting and (len(fetch.waiting) >= limits.of_transfer or self._in_flight >= limits.of_rank):
+                return
+            length = min(limits.fragment_bytes, take.size - fetch.asked)
             fetch.waiting.append((fetch.asked, length))
             data = encode_spans([(fetch.asked, length)])
             fetch.asked += length
+            self._in_flight += 1
+            self._in_flight_bytes += length
+            self.counters.peak_in_flight_bytes = max(self.counters.peak_in_flight_bytes, self._in_flight_bytes)
             self._wire.send(take.peer, _frame(FrameKind.GET, take, len(data)), memoryview(data))
-        self.counters.peak_in_flight_bytes = max(self.counters.peak_in_flight_bytes, fetch.asked - fetch.arrived)
 
     def _fragment(self, key: _Key, data: memoryview) -> None:
         fetch = self._fetches[key]
         take, (begin, length) = fetch.take, fetch.waiting.popleft()
         fetch.arrived += length
+        self._in_flight -= 1
+        self._in_flight_bytes -= length
         self.counters.socket_bytes += length
         if not _is_direct(take):
             self._put(take, begin, data)
         self._ask(fetch)
+        if self._in_flight < self._limits.of_rank and fetch.asked == take.size:
+            for other in list(self._fetches.values()):  # to which the place in the window falls
+                self._ask(other)
         if fetch.arrived == take.size:
             del self._fetches[key]
             self._wire.send(take.peer, _frame(FrameKind.TAKEN, take))

@@ -1,0 +1,146 @@
+"""Operations of a group at one rank: which of them run, and why they were given up, without sockets, clocks or threads.
+
+Source: NCCLX (arXiv 2510.20171) and the contract of torchcomms: every wait ends after an abort or a deadline, and the
+first reason wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from cordillera.distributed.transport.exchanges import Exchanges, FragmentLimits, OperationFailed, Wire
+from cordillera.distributed.transport.frames import FrameKind, TransportFrame
+from cordillera.distributed.transport.operations import PeerTask, TransportOperation
+from cordillera.distributed.transport.signatures import Signature
+from cordillera.errors import PeerError
+
+ENDED = "ended its connection"
+"""Why a rank is gone that has left, or whose process has ended."""
+
+_MOST_BYTES = 2000  # of a reason
+
+
+class TransportError(PeerError, RuntimeError):
+    """An operation was given up: a rank ended or disagreed, a deadline passed, or someone aborted.
+
+    Its outputs are then undefined. torch.distributed expects a RuntimeError.
+
+    Args:
+        what: One sentence with the first reason.
+        where: Rank and communicator.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None) -> None:
+        super().__init__(what, peer=None, where=where, remedy="look at that rank's log, and begin a new process group")
+
+
+class GroupProgress:
+    """Operations of a group at one rank.
+
+    Args:
+        rank: This rank.
+        wire: What carries frames to the others.
+        ended: Called with each operation that is done or was given up.
+        ranks: Ranks of the members in the job.
+        name: Name of the group for messages.
+        limits: How many fragments may be on their way.
+
+    Attributes:
+        exchanges: What passes for the operations.
+        running: Operations that have begun and are not done.
+        reason: Why all operations are given up, once they are; the first reason counts.
+        origin: Rank that gave up first.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        wire: Wire,
+        ended: Callable[[TransportOperation], None],
+        ranks: Sequence[int],
+        *,
+        name: str = "",
+        limits: FragmentLimits | None = None,
+    ) -> None:
+        self.rank, self.ranks, self.name = rank, ranks, name
+        self.exchanges = Exchanges(rank, wire, self._done, ranks, limits)
+        self.running: dict[TransportOperation, None] = {}
+        self.reason: str | None = None
+        self.origin = rank
+        self._ended = ended
+
+    def post(self, operation: TransportOperation) -> None:
+        """Begin an operation."""
+        self.running[operation] = None
+        try:
+            self.exchanges.post(operation)
+        except Exception as error:
+            self.failed(error)
+
+    def place(self, peer: int, frame: TransportFrame) -> memoryview:
+        """Return where the bytes that follow a ``frame`` of ``peer`` belong.
+
+        Raises:
+            BrokenConnection: If the frame is not acceptable.
+        """
+        return self.exchanges.place(peer, frame)
+
+    def arrived(self, peer: int, frame: TransportFrame, data: memoryview) -> None:
+        """Take a frame of ``peer`` whose bytes, ``data``, have come.
+
+        Raises:
+            BrokenConnection: If the frame is not acceptable.
+            OperationFailed: If the ranks do not agree.
+        """
+        if frame.kind != FrameKind.ABORT:
+            self.exchanges.arrived(peer, frame, data)
+        elif self.reason is None:
+            self.origin = frame.sequence if 0 <= frame.sequence < len(self.ranks) else peer
+            self.give_up(bytes(data).decode(errors="replace"))
+
+    def lost(self, peer: int, reason: str) -> None:
+        """Note that the connection to ``peer`` is gone, for a ``reason``: :data:`ENDED`, or what is wrong with it."""
+        if self.exchanges.pending(peer) or reason != ENDED:
+            self.give_up(f"rank {self.ranks[peer]} {reason}")
+
+    def look(self, now_s: float) -> None:
+        """Give up if an operation has taken too long; ``now_s`` is on the clock of ``posted_s``."""
+        for one in self.running:
+            if now_s >= one.deadline_s:
+                self.give_up(self.late(one))
+                return
+
+    def late(self, operation: TransportOperation) -> str:
+        """Return whom an operation that has taken too long waits for."""
+        peers = {task.peer for task in operation.tasks if isinstance(task, PeerTask) and not task.is_done}
+        whom = "rank " + ", ".join(str(self.ranks[peer]) for peer in sorted(peers)) if peers else "nobody"
+        return f"{operation.title} took longer than {operation.timeout_s:g} s; awaited: {whom}"
+
+    def failed(self, error: Exception) -> None:
+        """Give up for an error: of the ranks, or of what is computed, which nobody else would hear of."""
+        self.give_up(str(error) if isinstance(error, OperationFailed) else f"{type(error).__name__}: {error}")
+
+    def give_up(self, reason: str) -> None:
+        """Let all operations end for a ``reason``, unless there is one already."""
+        if self.reason is None:
+            self.reason, self.exchanges.stops = reason, True
+
+    def farewell(self) -> tuple[TransportFrame, memoryview]:
+        """Return the frame that tells other ranks the reason, and its bytes."""
+        text = (self.reason or "").encode()[:_MOST_BYTES]
+        return TransportFrame(FrameKind.ABORT, Signature(0, 0, 0), self.origin, 0, 0, len(text)), memoryview(text)
+
+    def end(self, posted: Iterable[TransportOperation] = ()) -> None:
+        """End all operations with the reason, among them those that were ``posted`` and have not begun."""
+        said = self.reason or ""
+        if self.origin != self.rank:
+            said = f"rank {self.ranks[self.origin]} gave up: {said}"
+        where = f"rank {self.ranks[self.rank]}" + (f", group {self.name}" if self.name else "")
+        for operation in [*self.running, *posted]:
+            operation.error = TransportError(said, where=where)
+            self._done(operation)
+        self.exchanges.clear()
+
+    def _done(self, operation: TransportOperation) -> None:
+        self.running.pop(operation, None)
+        self._ended(operation)
