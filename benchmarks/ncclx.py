@@ -10,7 +10,9 @@ import typer
 from _blame_study import study
 from _program import Program
 from _transport_exchange import exchanges
+from _transport_queues import queues
 from _transport_speed import collectives, messages
+from _transport_start import start
 from _transport_training import training
 from rich.console import Console
 
@@ -22,6 +24,8 @@ class Part(str, enum.Enum):
     messages = "messages"
     exchanges = "exchanges"
     training = "training"
+    start = "start"
+    queues = "queues"
     blame = "blame"
 
 
@@ -30,13 +34,15 @@ PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {
     Part.messages: messages,
     Part.exchanges: exchanges,
     Part.training: training,
+    Part.start: start,
+    Part.queues: queues,
     Part.blame: study,
 }
 
 main = Program(
     "ncclx",
     PARTS,
-    "Time collectives of our own beside Gloo's, and find who is to blame for simulated hangs, beside torch's analysis.",
+    "Time collectives of our own beside Gloo's, emulate large groups, and find who is to blame for simulated hangs.",
 ).command()
 
 

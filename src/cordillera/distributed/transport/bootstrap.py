@@ -21,6 +21,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from cordillera.distributed.transport.exchanges import OperationFailed
 from cordillera.distributed.transport.frames import BrokenConnection, Connection, FrameKind, TransportFrame
 from cordillera.distributed.transport.meeting import Admission, Meeting, NotHereYet, dial, listener
 from cordillera.distributed.transport.signatures import Signature
@@ -162,7 +163,7 @@ class AddressBook:
 
     def _gather(self) -> None:
         """Take part in the ring; without it, the store is asked."""
-        with contextlib.suppress(BrokenConnection, NotHereYet, RuntimeError, OSError):
+        with contextlib.suppress(BrokenConnection, NotHereYet, OperationFailed, RuntimeError, OSError):
             if self._meet():
                 self._pass_on()
         self._is_over.set()

@@ -330,7 +330,7 @@ class Communicator:
     def _fail(self) -> None:
         """End all operations, and tell the others why."""
         if self._admission is not None:
-            listener().dismiss(self._admission)
+            listener().dismiss(self._admission, self._progress.reason or "", self._progress.origin)
             self._admission.proof.withdraw()  # before callers, who learn of it, change what others may be reading
             if self._has_own_book:
                 self._book.close()

@@ -12,6 +12,7 @@ registrations is ours.
 from __future__ import annotations
 
 import errno
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from cordillera.distributed.transport.frames import (
 from cordillera.distributed.transport.operations import Local, Offer, PeerTask, Take, Task, TransportOperation, as_bytes
 from cordillera.distributed.transport.peer_memory import PeerMemory
 from cordillera.distributed.transport.signatures import MESSAGE, Signature, describe
+from cordillera.errors import PlanError
 
 INLINE_BYTES = 16 << 10
 """Most bytes of a transfer that travel with its offer."""
@@ -42,7 +44,16 @@ _Key: TypeAlias = tuple[int, bool, int, int]  # rank, whether a message, sequenc
 
 
 class OperationFailed(Exception):
-    """The ranks of an operation do not agree, or cannot reach each other; the text is one sentence."""
+    """The ranks of an operation do not agree, or cannot reach each other; the text is one sentence.
+
+    Args:
+        reason: The sentence.
+        origin: Rank that gave up for this reason, if it is another one.
+    """
+
+    def __init__(self, reason: str, origin: int | None = None) -> None:
+        super().__init__(reason)
+        self.origin = origin
 
 
 class Wire(Protocol):
@@ -72,14 +83,25 @@ class FragmentLimits:
     Every transfer has one fragment on its way; more than one only as far as both windows allow.
 
     Attributes:
-        fragment_bytes: Bytes of a fragment.
+        fragment_bytes: Bytes of a fragment, a multiple of 16.
         of_transfer: Most fragments of a transfer on their way.
         of_rank: Most fragments to a rank on their way, beyond the first one of each transfer.
+
+    Raises:
+        PlanError: If a number is not acceptable.
     """
 
     fragment_bytes: int = 1 << 20
     of_transfer: int = 4
     of_rank: int = 8
+
+    def __post_init__(self) -> None:
+        if self.fragment_bytes < 16 or self.fragment_bytes % 16 or self.of_transfer < 1 or self.of_rank < 1:
+            raise PlanError(
+                f"{self} cannot be kept",
+                where="fragments",
+                remedy="a multiple of 16 bytes, and windows of at least one",
+            )
 
 
 @dataclass
@@ -148,7 +170,6 @@ class Exchanges:
         self._unsent: defaultdict[int, list[Offer]] = defaultdict(list)  # until a rank is reached
         self._leaving: defaultdict[int, list[Offer]] = defaultdict(list)  # until their bytes have left
         self._fetches: dict[_Key, _Fetch] = {}
-        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def post(self, operation: TransportOperation) -> None:
         """Begin an operation.
@@ -384,9 +405,8 @@ class Exchanges:
                         return
                     memory.read(address + begin, min(_COPY_BYTES, length - begin), into + begin)
             return
-        if not self._scratch.numel():
-            self._scratch = torch.empty(_BLOCK_BYTES, dtype=torch.uint8)
-        scratch, at, size = self._scratch.view(take.dtype), self._scratch.data_ptr(), take.dtype.itemsize
+        own_scratch = _scratch()
+        scratch, at, size = own_scratch.view(take.dtype), own_scratch.data_ptr(), take.dtype.itemsize
         for (address, length), view in zip(there, take.views, strict=True):
             values = view.view(take.dtype)
             for begin in range(0, length, _BLOCK_BYTES):
@@ -442,6 +462,17 @@ class Exchanges:
             del self._fetches[key]
             self._wire.send(take.peer, _frame(FrameKind.TAKEN, take))
             self._finish(take)
+
+
+_OF_THREAD = threading.local()
+
+
+def _scratch() -> Tensor:
+    """Return memory for a block that is to be added, which all groups of a thread share."""
+    if not hasattr(_OF_THREAD, "scratch"):
+        _OF_THREAD.scratch = torch.empty(_BLOCK_BYTES, dtype=torch.uint8)
+    found: Tensor = _OF_THREAD.scratch
+    return found
 
 
 def _key(peer: int, frame: TransportFrame) -> _Key:

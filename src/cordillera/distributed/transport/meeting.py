@@ -24,12 +24,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from cordillera.distributed.transport.exchanges import OperationFailed
 from cordillera.distributed.transport.frames import BrokenConnection
 from cordillera.distributed.transport.peer_memory import MemoryProof, PeerMemory, seen_by_proof
 
 _HANDSHAKE_S = 10.0
 _EARLY_S = 1.0  # for which a greeting waits for a communicator that this process has not made yet
 _MOST_DISMISSED = 4096  # communicators that are remembered
+_MOST_CHARACTERS = 300  # of a reason
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 4096
 
@@ -78,9 +80,27 @@ class Admission:
         """Name of the communicator, which does not give its secret away."""
         return hashlib.sha256(b"name" + self.token).hexdigest()
 
-    def answer(self, challenge: str, rank: int) -> str:
-        """Return what only who knows the secret can say to a challenge."""
-        return hmac.new(self.token, f"{rank}:{challenge}".encode(), hashlib.sha256).hexdigest()
+
+@dataclass(frozen=True)
+class _Dismissed:
+    """A communicator that is not here any more.
+
+    Attributes:
+        token: Its secret.
+        size: Number of its ranks.
+        reason: Why.
+        origin: Rank that gave up first.
+    """
+
+    token: bytes
+    size: int
+    reason: str
+    origin: int
+
+
+def _answer(token: bytes, challenge: str, rank: int) -> str:
+    """Return what only who knows a secret can say to a challenge."""
+    return hmac.new(token, f"{rank}:{challenge}".encode(), hashlib.sha256).hexdigest()
 
 
 class PeerListener:
@@ -95,7 +115,7 @@ class PeerListener:
 
     def __init__(self, host: str) -> None:
         self._admissions: dict[tuple[str, int], Admission] = {}  # by name and rank, as tests have ranks in threads
-        self._dismissed: dict[tuple[str, int], None] = {}
+        self._dismissed: dict[tuple[str, int], _Dismissed] = {}
         self._changed = threading.Condition()
         self._sockets = [socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)]
         address: dict[str, Any] = {"boot": _boot(), "host": host, "port": self._sockets[0].getsockname()[1]}
@@ -117,12 +137,19 @@ class PeerListener:
             self._admissions[key] = admission
             self._changed.notify_all()
 
-    def dismiss(self, admission: Admission) -> None:
-        """Let nobody of a communicator in any more."""
+    def dismiss(self, admission: Admission, reason: str = "is not connected any more", origin: int = -1) -> None:
+        """Let nobody of a communicator in any more.
+
+        Args:
+            admission: What let them in.
+            reason: What those that come are told.
+            origin: Rank that gave up for this reason; by default that of the admission.
+        """
         key = admission.name, admission.rank
         with self._changed:
             if self._admissions.pop(key, None) is not None:
-                self._dismissed[key] = None
+                first = origin if origin >= 0 else admission.rank
+                self._dismissed[key] = _Dismissed(admission.token, admission.size, reason[:_MOST_CHARACTERS], first)
                 if len(self._dismissed) > _MOST_DISMISSED:
                     del self._dismissed[next(iter(self._dismissed))]
             self._changed.notify_all()
@@ -156,14 +183,18 @@ class PeerListener:
             key = str(hello.get("name")), own
             with self._changed:
                 self._changed.wait_for(lambda: key in self._admissions or key in self._dismissed, _EARLY_S)
-                admission, is_early = self._admissions.get(key), key not in self._dismissed
-            if admission is None and is_early:
+                asked = self._admissions.get(key) or self._dismissed.get(key)
+            if asked is None:
                 _send(came, {"early": True})
-            if admission is None or not own < rank < admission.size:
+            if asked is None or not own < rank < asked.size:
                 raise BrokenConnection("asked for a communicator that is not here")
-            if not hmac.compare_digest(admission.answer(challenge, rank), str(hello.get("answer"))):
+            if not hmac.compare_digest(_answer(asked.token, challenge, rank), str(hello.get("answer"))):
                 raise BrokenConnection("does not know the secret")
-            answer = admission.answer(str(hello.get("challenge")), admission.rank)
+            answer = _answer(asked.token, str(hello.get("challenge")), own)
+            if isinstance(asked, _Dismissed):
+                _send(came, {"answer": answer, "reason": asked.reason, "origin": asked.origin})
+                raise BrokenConnection("came too late")
+            admission = asked
             _send(came, {"answer": answer, "proof": admission.proof.shown})
             theirs = _receive(came).get("sees")
             memory = seen_by_proof(hello.get("proof")) if admission.reads_memory else None
@@ -184,21 +215,27 @@ def dial(address: str, admission: Admission, peer: int) -> Meeting:
 
     Raises:
         NotHereYet: If it has not made the communicator yet.
-        BrokenConnection: If it does not listen there, has left the communicator, or does not know the secret.
+        OperationFailed: If it has given up.
+        BrokenConnection: If it does not listen there, or does not know the secret.
     """
     try:
         connected = _connect(json.loads(address))
         connected.settimeout(_HANDSHAKE_S)
         challenge = secrets.token_hex(16)
-        answer = admission.answer(str(_receive(connected).get("challenge")), admission.rank)
+        answer = _answer(admission.token, str(_receive(connected).get("challenge")), admission.rank)
         hello = {"name": admission.name, "rank": admission.rank, "to": peer, "answer": answer, "challenge": challenge}
         _send(connected, {**hello, "proof": admission.proof.shown})
         reply = _receive(connected)
         if reply.get("early") is True:
             connected.close()
             raise NotHereYet
-        if not hmac.compare_digest(admission.answer(challenge, peer), str(reply.get("answer"))):
+        if not hmac.compare_digest(_answer(admission.token, challenge, peer), str(reply.get("answer"))):
             raise BrokenConnection("does not know the secret of the communicator")
+        if "reason" in reply:
+            connected.close()
+            origin = reply.get("origin")
+            is_rank = isinstance(origin, int) and 0 <= origin < admission.size
+            raise OperationFailed(str(reply["reason"]), origin if is_rank else peer)
         memory = seen_by_proof(reply.get("proof")) if admission.reads_memory else None
         _send(connected, {"sees": memory is not None})
         theirs = _receive(connected).get("sees")

@@ -7,7 +7,7 @@ rank does. Its transfers wait for each other only where they touch the same chun
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cordillera.distributed.transport.signatures import Signature
-from cordillera.planning.network.collective_plans import CollectivePlan
+from cordillera.planning.network.collective_plans import CollectivePlan, Transfer
 
 ReduceFunction: TypeAlias = Callable[..., Any]
 """A function of two tensors with an argument ``out``, as :func:`torch.add`."""
@@ -23,6 +23,8 @@ ReduceFunction: TypeAlias = Callable[..., Any]
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a contiguous tensor, as uint8 of one dimension that shares its memory."""
+    if not tensor.numel():  # whose stride may be 0
+        return torch.empty(0, dtype=torch.uint8)
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
@@ -184,36 +186,57 @@ class ProgramStep:
 
 
 def program(plan: CollectivePlan, rank: int) -> tuple[ProgramStep, ...]:
-    """Return what a rank does in a plan.
+    """Return what a rank does in a plan; see :func:`programs`."""
+    return programs(plan, (rank,))[rank]
+
+
+def programs(plan: CollectivePlan, ranks: Iterable[int] | None = None) -> dict[int, tuple[ProgramStep, ...]]:
+    """Return what ranks do in a plan.
 
     A chunk is offered after what was written to it, and written after the others have taken what was offered of it.
     What is added to a chunk is added in the order of the plan, so the bits do not depend on who comes first.
 
     Args:
         plan: A plan that :func:`~cordillera.planning.network.collective_plans.verify` has proved.
-        rank: The rank.
+        ranks: The ranks; by default all.
     """
-    steps: list[ProgramStep] = []
-    written: dict[int, int] = {}  # by chunk: the step that wrote it last
-    offered: dict[int, list[int]] = {}  # by chunk: the steps that offered it since
+    made = {rank: _Program() for rank in (range(plan.ranks) if ranks is None else ranks)}
     index = 0
     for transfers in plan.steps:
-        numbered = list(enumerate(transfers, index))
-        index += len(numbered)
-        for number, sent in numbered:
-            if sent.source == rank:
-                needs = tuple(sorted({written[chunk] for chunk in sent.chunks if chunk in written}))
-                for chunk in sent.chunks:
-                    offered.setdefault(chunk, []).append(len(steps))
-                steps.append(ProgramStep(True, sent.target, number, sent.chunks, False, needs))
-        for number, sent in numbered:
-            if sent.target == rank:
-                first = {written[chunk] for chunk in sent.chunks if chunk in written}
-                first |= {step for chunk in sent.chunks for step in offered.pop(chunk, [])}
-                for chunk in sent.chunks:
-                    written[chunk] = len(steps)
-                steps.append(ProgramStep(False, sent.source, number, sent.chunks, sent.reduces, tuple(sorted(first))))
-    return tuple(steps)
+        for number, sent in enumerate(transfers, index):
+            if (source := made.get(sent.source)) is not None:
+                source.give(number, sent)
+        for number, sent in enumerate(transfers, index):
+            if (target := made.get(sent.target)) is not None:
+                target.take(number, sent)
+        index += len(transfers)
+    return {rank: tuple(one.steps) for rank, one in made.items()}
+
+
+class _Program:
+    """A program that is being derived.
+
+    Attributes:
+        steps: Its steps until now.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[ProgramStep] = []
+        self._written: dict[int, int] = {}  # by chunk: the step that wrote it last
+        self._offered: dict[int, list[int]] = {}  # by chunk: the steps that offered it since
+
+    def give(self, number: int, sent: Transfer) -> None:
+        needs = tuple(sorted({self._written[chunk] for chunk in sent.chunks if chunk in self._written}))
+        for chunk in sent.chunks:
+            self._offered.setdefault(chunk, []).append(len(self.steps))
+        self.steps.append(ProgramStep(True, sent.target, number, sent.chunks, False, needs))
+
+    def take(self, number: int, sent: Transfer) -> None:
+        first = {self._written[chunk] for chunk in sent.chunks if chunk in self._written}
+        first |= {step for chunk in sent.chunks for step in self._offered.pop(chunk, [])}
+        for chunk in sent.chunks:
+            self._written[chunk] = len(self.steps)
+        self.steps.append(ProgramStep(False, sent.source, number, sent.chunks, sent.reduces, tuple(sorted(first))))
 
 
 def tasks_of(

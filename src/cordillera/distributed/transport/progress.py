@@ -94,9 +94,9 @@ class GroupProgress:
         """
         if frame.kind != FrameKind.ABORT:
             self.exchanges.arrived(peer, frame, data)
-        elif self.reason is None:
-            self.origin = frame.sequence if 0 <= frame.sequence < len(self.ranks) else peer
-            self.give_up(bytes(data).decode(errors="replace"))
+        else:
+            origin = frame.sequence if 0 <= frame.sequence < len(self.ranks) else peer
+            self.give_up(bytes(data).decode(errors="replace"), origin)
 
     def lost(self, peer: int, reason: str) -> None:
         """Note that the connection to ``peer`` is gone, for a ``reason``: :data:`ENDED`, or what is wrong with it."""
@@ -118,12 +118,16 @@ class GroupProgress:
 
     def failed(self, error: Exception) -> None:
         """Give up for an error: of the ranks, or of what is computed, which nobody else would hear of."""
-        self.give_up(str(error) if isinstance(error, OperationFailed) else f"{type(error).__name__}: {error}")
+        if isinstance(error, OperationFailed):
+            self.give_up(str(error), error.origin)
+        else:
+            self.give_up(f"{type(error).__name__}: {error}")
 
-    def give_up(self, reason: str) -> None:
-        """Let all operations end for a ``reason``, unless there is one already."""
+    def give_up(self, reason: str, origin: int | None = None) -> None:
+        """Let all operations end for a ``reason``, that of the rank ``origin``, unless there is one already."""
         if self.reason is None:
             self.reason, self.exchanges.stops = reason, True
+            self.origin = self.rank if origin is None else origin
 
     def farewell(self) -> tuple[TransportFrame, memoryview]:
         """Return the frame that tells other ranks the reason, and its bytes."""
