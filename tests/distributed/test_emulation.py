@@ -84,7 +84,7 @@ def passing(size: int, switch: EmulatedSwitch, limits: FragmentLimits | None = N
 
 
 def test_a_message_takes_what_its_frames_take() -> None:
-    """Worked out by hand: every packet is sent twice, by its rank and by the switch, which sends while the next comes."""
+    """Worked out by hand: every packet is sent twice, by its rank and by the switch, while the next one comes."""
     switch = EmulatedSwitch(latency_s=1e-3, bytes_per_s=1e6, packet_bytes=1000, frame_s=1e-4)
     inline = INLINE_BYTES + HEADER_BYTES
     last = (inline - 1) % 1000 + 1
