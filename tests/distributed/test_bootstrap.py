@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
 import time
 from collections import deque
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 
 from cordillera.distributed.transport import bootstrap
 from cordillera.distributed.transport.bootstrap import AddressBook, AddressRing
-from cordillera.distributed.transport.frames import BrokenConnection, FrameKind, TransportFrame
+from cordillera.distributed.transport.frames import BrokenConnection, Connection, FrameKind, TransportFrame
 from cordillera.distributed.transport.process_group import BACKEND, TransportProcessGroup, register
 from cordillera.distributed.transport.progress import TransportError
 from cordillera.distributed.transport.signatures import Signature
@@ -232,3 +233,56 @@ def test_groups_of_groups_in_processes(tmp_path: Path) -> None:
     assert [ended.found[rank] for rank in range(4)] == [
         [1.0, 3.0, 6.0, 4.0], [1.0, 6.0, 6.0, 4.0], [6.0, 6.0, 4.0], [6.0, 3.0, 6.0, 4.0]
     ], ended.said  # fmt: skip
+
+
+def test_who_comes_late_learns_why_the_others_gave_up() -> None:
+    store = dist.HashStore()
+    groups = [TransportProcessGroup(store, rank, 3, TIMEOUT) for rank in range(3)]
+    groups[0].communicator.abort("a disk is full")
+
+    def fail(rank: int) -> str:
+        with pytest.raises(TransportError) as caught:
+            groups[rank].allreduce([torch.ones(1)]).wait()
+        return str(caught.value)
+
+    assert "rank 0 gave up: a disk is full" in fail(1)  # which reaches rank 0
+    groups[2].communicator.timeout_s = 5.0
+    began = time.monotonic()
+    assert "rank 0 gave up: a disk is full" in fail(2)  # from whichever of the two it reaches first
+    assert time.monotonic() - began < 2
+    for one in groups:
+        one.shutdown()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, 5, 47, 48, 49, 100, 3000]), max_size=12),
+    ahead=st.sampled_from([0, 1, 49, 200, 100_000]),
+    pieces=st.integers(1, 4000),
+)
+def test_frames_come_as_they_were_sent_however_they_are_cut(lengths: list[int], ahead: int, pieces: int) -> None:
+    payloads = [bytes([number]) * length for number, length in enumerate(lengths)]
+    found: list[tuple[int, bytes]] = []
+
+    class Handler:
+        def place(self, peer: int, frame: TransportFrame) -> memoryview:
+            return memoryview(bytearray(frame.length))
+
+        def arrived(self, peer: int, frame: TransportFrame, data: memoryview) -> None:
+            found.append((frame.number, bytes(data)))
+
+    here, there = socket.socketpair()
+    connection = Connection(7, there, memoryview(bytearray(ahead)) if ahead else None)
+    text = b"".join(
+        TransportFrame(FrameKind.INLINE, Signature(1, 2, 3), 4, number, len(data), len(data)).encode() + data
+        for number, data in enumerate(payloads)
+    )
+    for begin in range(0, len(text), pieces):
+        here.sendall(text[begin : begin + pieces])
+        connection.receive(Handler())
+    connection.receive(Handler())
+    assert found == list(enumerate(payloads))
+    here.close()
+    with pytest.raises(BrokenConnection, match="ended its connection"):
+        connection.receive(Handler())
+    there.close()

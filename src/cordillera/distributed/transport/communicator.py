@@ -39,6 +39,7 @@ from cordillera.errors import PlanError
 Path: TypeAlias = Literal["auto", "sockets"]
 _LOOK_S = 1.0  # between looks at whether to go on, while the store is asked
 _MOMENT_S = 0.02  # after which an operation advances by itself
+_AHEAD_BYTES = 32 << 10  # that are received at a time where many frames are small
 _FAREWELL_S = 0.02  # longest wait for a rank to take the reason to give up
 
 
@@ -111,7 +112,9 @@ class Communicator:
         self._is_traced = False
         self._ended: list[Connection] = []  # what others may still read from
         self._dead: list[int] = []  # ranks of the job whose processes ended
-        self._driver, self._changed = threading.Lock(), threading.Condition()
+        self._driver, self._lock = threading.Lock(), threading.Lock()
+        self._changed, self._waiting = threading.Condition(self._lock), 0  # threads that wait for a change
+        self._ahead = memoryview(bytearray(_AHEAD_BYTES))
         self._unattended = threading.Event()  # set when operations are to advance that nobody waits for
         self._is_hurried = False  # whether one of those that run is to
         self._thread: threading.Thread | None = None
@@ -160,26 +163,25 @@ class Communicator:
             in_background: Whether it is to advance at once while nobody waits for it; otherwise it does so after a
                 moment, as waking a thread takes longer than most messages.
         """
-        if self._driver.acquire(blocking=False):
-            try:
+        is_driver = self._driver.acquire(blocking=False)
+        try:
+            if is_driver:
                 self._serve_all(0)  # an operation that begins after the end of the group has not waited for anyone
-            finally:
-                self._release()
-        operation.posted_s = time.monotonic()
-        if not operation.is_message:
-            operation.sequence = next(self._sequence)
-        self._posted.append(operation)
-        if in_background:
-            self._advance_in_background()
-        elif self._thread is None:
-            self._start_thread()
-        if self._driver.acquire(blocking=False):
-            try:
+            operation.posted_s = time.monotonic()
+            if not operation.is_message:
+                operation.sequence = next(self._sequence)
+            self._posted.append(operation)
+            if in_background:
+                self._advance_in_background()
+            elif self._thread is None:
+                self._start_thread()
+            if is_driver:
                 self._admit()
-            finally:
+            else:
+                self._wake()
+        finally:
+            if is_driver:
                 self._release()
-        else:
-            self._wake()
 
     def wait(self, operation: TransportOperation, timeout_s: float | None = None) -> None:
         """Wait for an operation.
@@ -203,13 +205,15 @@ class Communicator:
                     self._release()
             else:
                 with self._changed:
+                    self._waiting += 1
                     self._changed.wait_for(lambda: operation.is_done or not self._driver.locked())
+                    self._waiting -= 1
         if operation.error is not None:
             raise operation.error
 
     def notify(self, operation: TransportOperation, told: Callable[[], None]) -> None:
         """Call ``told`` once an operation is done or given up, from any thread."""
-        with self._changed:
+        with self._lock:
             is_done = operation.is_done
             if not is_done:
                 operation.told.append(told)
@@ -238,7 +242,8 @@ class Communicator:
     def close_copies(self) -> None:
         """Close the sockets of a forked process, in which the group cannot be used."""
         self._progress.give_up("the process was forked")
-        self._driver, self._changed = threading.Lock(), threading.Condition()
+        self._driver, self._lock = threading.Lock(), threading.Lock()
+        self._changed = threading.Condition(self._lock)
         for peer in self._peers.values():
             if peer.connection is not None:
                 peer.connection.socket.close()
@@ -246,9 +251,10 @@ class Communicator:
     # --- progress -------------------------------------------------------------------------------------------------
 
     def _release(self) -> None:
-        with self._changed:
-            self._driver.release()
-            self._changed.notify_all()
+        self._driver.release()
+        if self._waiting:  # who begins to wait later sees that nobody drives
+            with self._changed:
+                self._changed.notify_all()
         if self._is_hurried and (self._progress.running or self._posted):
             self._unattended.set()
         else:
@@ -320,10 +326,11 @@ class Communicator:
         """Tell the caller of an operation that it is done, or was given up."""
         if operation.error is None:
             self._tracer.ended(operation)
-        with self._changed:
+        with self._lock:
             operation.is_done = True
             self._told.extend(operation.told)
-            self._changed.notify_all()
+            if self._waiting:
+                self._changed.notify_all()
 
     # --- giving up ------------------------------------------------------------------------------------------------
 
@@ -407,7 +414,7 @@ class Communicator:
         if known.connection is not None or known.gone is not None:
             meeting.socket.close()
             return
-        known.connection, known.memory = Connection(meeting.peer, meeting.socket), meeting.memory
+        known.connection, known.memory = Connection(meeting.peer, meeting.socket, self._ahead), meeting.memory
         known.watched = select.POLLIN
         self._by_file[meeting.socket.fileno()] = meeting.peer
         self._poll.register(meeting.socket, select.POLLIN)

@@ -421,6 +421,9 @@ class Exchanges:
         """Write bytes that have come to where they belong, or add them."""
         if not data.nbytes:
             return
+        if _is_direct(take):
+            take.views[0].numpy().data[begin : begin + data.nbytes] = data
+            return
         came = torch.frombuffer(data, dtype=torch.uint8)
         for view in _cut(take.views, begin, data.nbytes):
             part, came = came[: view.numel()], came[view.numel() :]

@@ -13,10 +13,13 @@ class FrameSocket:
 
     Args:
         connected: Connected socket.
+        ahead: Memory for what comes after what is awaited; without it, nothing is received ahead.
     """
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, ahead: memoryview | None = None) -> None:
         self.socket = connected
+        self._ahead, self._begin, self._end = ahead, 0, 0  # of what has come ahead
+        self._is_empty = False  # whether the last call took all that had come
         self._outgoing: deque[memoryview] = deque()
         self._target, self._filled = memoryview(b""), 0
         connected.setblocking(False)
@@ -49,15 +52,33 @@ class FrameSocket:
         self._target, self._filled = target, 0
 
     def _fill(self) -> bool:
-        """Receive into the buffer; return whether it is full. Raise :meth:`ended` if the connection has ended."""
-        while self._filled < self._target.nbytes:
+        """Receive into the buffer; return whether it is full. Raise :meth:`ended` if the connection has ended.
+
+        Nothing that has come ahead is left when it is not full.
+        """
+        while (missing := self._target.nbytes - self._filled) > 0:
+            if self._begin < self._end and self._ahead is not None:
+                count = min(missing, self._end - self._begin)
+                self._target[self._filled : self._filled + count] = self._ahead[self._begin : self._begin + count]
+                self._begin += count
+                self._filled += count
+                continue
+            if self._is_empty:
+                self._is_empty = False
+                return False
+            is_ahead = self._ahead is not None and missing < self._ahead.nbytes
+            into = self._ahead if is_ahead and self._ahead is not None else self._target[self._filled :]
             try:
-                count = self.socket.recv_into(self._target[self._filled :])
+                count = self.socket.recv_into(into)
             except BlockingIOError:
                 return False
             except OSError as error:
                 raise self.ended() from error
             if not count:
                 raise self.ended()
-            self._filled += count
+            self._is_empty = count < into.nbytes
+            if is_ahead:
+                self._begin, self._end = 0, count
+            else:
+                self._filled += count
         return True

@@ -105,10 +105,11 @@ class Connection(FrameSocket):
     Args:
         peer: The other rank.
         connected: Connected socket.
+        ahead: Memory for what comes after what is awaited, which other connections may use between calls.
     """
 
-    def __init__(self, peer: int, connected: socket.socket) -> None:
-        super().__init__(connected)
+    def __init__(self, peer: int, connected: socket.socket, ahead: memoryview | None = None) -> None:
+        super().__init__(connected, ahead)
         self.peer = peer
         self._head = memoryview(bytearray(HEADER_BYTES))
         self._frame: TransportFrame | None = None

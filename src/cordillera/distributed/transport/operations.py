@@ -25,7 +25,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a contiguous tensor, as uint8 of one dimension that shares its memory."""
     if not tensor.numel():  # whose stride may be 0
         return torch.empty(0, dtype=torch.uint8)
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    return (tensor.detach() if tensor.requires_grad else tensor).view(-1).view(torch.uint8)
 
 
 @dataclass(eq=False, slots=True)
@@ -68,7 +68,7 @@ class PeerTask(Task):
     @property
     def size(self) -> int:
         """Number of its bytes."""
-        return sum(view.numel() for view in self.views)
+        return self.views[0].numel() if len(self.views) == 1 else sum(view.numel() for view in self.views)
 
     @property
     def key(self) -> tuple[bool, int, int]:

@@ -160,6 +160,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         parent: TransportProcessGroup | None = None,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # with a store, torch builds no Python group
+        self._own, self._size = rank, size  # torch's take microseconds
         self._names = [name, "undefined"]
         options = options or TransportOptions()
         self.communicator: Communicator = Communicator(
@@ -197,7 +198,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         mine, root = as_bytes(tensor), opts.rootRank
         tasks: list[Task] = (
             [Offer(peer=peer, views=[mine]) for peer in self._others()]
-            if self.rank() == root
+            if self._own == root
             else [Take(peer=root, views=[mine])]
         )
         return self.run("broadcast", tasks, [tensor], tensor.dtype, opts)
@@ -210,7 +211,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         """Reduce several ``tensors`` in place, by ``opts.reduceOp``."""
         name, reduce = _reduction(opts, *(tensor.dtype for tensor in tensors))
         parts = [self._all_reduced(one, reduce) for one in _checked(tensors, several=True)]
-        average = _average(name, tensors, self.size())
+        average = _average(name, tensors, self._size)
         return self.run("all_reduce", _joined(parts), tensors, tensors[0].dtype, opts, name, finish=average)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -218,14 +219,14 @@ class TransportProcessGroup(dist.ProcessGroup):
         (tensor,) = _checked(tensors)
         name, reduce = _reduction(opts, tensor.dtype)
         mine, root = as_bytes(tensor), opts.rootRank
-        if self.rank() != root:
+        if self._own != root:
             return self.run("reduce", [Offer(peer=root, views=[mine])], [tensor], tensor.dtype, opts, name)
         tasks: list[Task] = []
         for peer in self._others():
             take = Take(peer=peer, views=[mine], reduce=reduce, dtype=tensor.dtype)
             take.after(*tasks[-1:])
             tasks.append(take)
-        average = _average(name, [tensor], self.size())
+        average = _average(name, [tensor], self._size)
         return self.run("reduce", tasks, [tensor], tensor.dtype, opts, name, finish=average)
 
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -244,7 +245,7 @@ class TransportProcessGroup(dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """Concatenate each of ``inputs`` of all ranks in one of ``outputs`` of all ranks; ``opts`` as above."""
-        parts = [_split(one, self.size()) for one in _checked(outputs, several=True)]
+        parts = [_split(one, self._size) for one in _checked(outputs, several=True)]
         return self._gather_all(parts, inputs, outputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -258,7 +259,7 @@ class TransportProcessGroup(dist.ProcessGroup):
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Collect ``input_tensors``, one a rank, in ``output_tensors`` of ``opts.rootRank``."""
         (given,), root = _checked(input_tensors), opts.rootRank
-        if self.rank() != root:
+        if self._own != root:
             return self.run("gather", [Offer(peer=root, views=[as_bytes(given)])], [], given.dtype, opts)
         (outputs,) = output_tensors
         tasks: list[Task] = [_copied(given, outputs[root])]
@@ -268,7 +269,7 @@ class TransportProcessGroup(dist.ProcessGroup):
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None) -> dist.Work:
         """Send each rank its one of ``input_tensors`` of ``opts.rootRank``, into ``output_tensors``."""
         (output,), root = _checked(output_tensors), opts.rootRank
-        if self.rank() != root:
+        if self._own != root:
             return self.run("scatter", [Take(peer=root, views=[as_bytes(output)])], [output], output.dtype, opts)
         (inputs,) = input_tensors
         tasks: list[Task] = [_copied(inputs[root], output)]
@@ -285,9 +286,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         """Reduce ``inputs`` by ``opts.reduceOp``; each of ``outputs`` takes this rank's share of one."""
-        return self._scatter_reduced(
-            outputs, [_split(one, self.size()) for one in _checked(inputs, several=True)], opts
-        )
+        return self._scatter_reduced(outputs, [_split(one, self._size) for one in _checked(inputs, several=True)], opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -304,9 +303,9 @@ class TransportProcessGroup(dist.ProcessGroup):
         """
         outputs, inputs = _checked(output_tensors, several=True), _checked(input_tensors, several=True)
         for tensors in (outputs, inputs):
-            if len(tensors) != self.size():
-                raise PlanError(f"{len(tensors)} tensors for {self.size()} ranks", where="all_to_all")
-        own = self.rank()
+            if len(tensors) != self._size:
+                raise PlanError(f"{len(tensors)} tensors for {self._size} ranks", where="all_to_all")
+        own = self._own
         tasks: list[Task] = [_copied(inputs[own], outputs[own])]
         for peer in self._others():
             tasks.append(Offer(peer=peer, views=[as_bytes(inputs[peer])]))
@@ -327,7 +326,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         ``input_split_sizes`` and ``output_split_sizes`` say how many; without them, equally many.
         """
         parts = [
-            _rows(_checked([tensor])[0], sizes, self.size())
+            _rows(_checked([tensor])[0], sizes, self._size)
             for tensor, sizes in ((output, output_split_sizes), (input, input_split_sizes))
         ]
         return self.alltoall(parts[0], parts[1], opts)
@@ -336,8 +335,8 @@ class TransportProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait until all ranks have come here, or the timeout of ``opts`` has passed."""
-        parts = [torch.empty(0, dtype=torch.uint8)] * self.size()
-        tasks = tasks_of(_program("all-gather", self.size(), self.rank()), parts, torch.uint8)
+        parts = [torch.empty(0, dtype=torch.uint8)] * self._size
+        tasks = tasks_of(_program("all-gather", self._size, self._own), parts, torch.uint8)
         return self.run("barrier", tasks, [], torch.uint8, opts)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> dist.Work:
@@ -374,17 +373,17 @@ class TransportProcessGroup(dist.ProcessGroup):
 
     def _others(self) -> list[int]:
         """Return the other ranks, beginning with the next one."""
-        return [(self.rank() + step) % self.size() for step in range(1, self.size())]
+        return [(self._own + step) % self._size for step in range(1, self._size)]
 
     def _all_reduced(self, tensor: Tensor, reduce: ReduceFunction) -> list[Task]:
         """Return the tasks of reducing a tensor over all ranks."""
         if tensor.nbytes > _SMALL_BYTES:
-            chunks = [as_bytes(part) for part in tensor.detach().reshape(-1).tensor_split(self.size())]
-            return tasks_of(_program("all-reduce", self.size(), self.rank()), chunks, tensor.dtype, reduce)
-        gathered = tensor.detach().new_empty((self.size(), *tensor.shape))
-        gathered[self.rank()] = tensor.detach()
+            chunks = [as_bytes(part) for part in tensor.detach().reshape(-1).tensor_split(self._size)]
+            return tasks_of(_program("all-reduce", self._size, self._own), chunks, tensor.dtype, reduce)
+        gathered = tensor.detach().new_empty((self._size, *tensor.shape))
+        gathered[self._own] = tensor.detach()
         tasks = tasks_of(
-            _program("all-gather", self.size(), self.rank()), [as_bytes(part) for part in gathered], tensor.dtype
+            _program("all-gather", self._size, self._own), [as_bytes(part) for part in gathered], tensor.dtype
         )
 
         def add() -> None:
@@ -402,11 +401,11 @@ class TransportProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         parts = []
         for one, given in zip(outputs, _checked(inputs, several=True), strict=True):
-            if len(one) != self.size():
-                raise PlanError(f"{len(one)} outputs for {self.size()} ranks", where="all_gather")
+            if len(one) != self._size:
+                raise PlanError(f"{len(one)} outputs for {self._size} ranks", where="all_gather")
             chunks = [as_bytes(output) for output in _checked(one, several=True)]
-            own = _copied(given, one[self.rank()])
-            tasks = tasks_of(_program("all-gather", self.size(), self.rank()), chunks, given.dtype)
+            own = _copied(given, one[self._own])
+            tasks = tasks_of(_program("all-gather", self._size, self._own), chunks, given.dtype)
             for task in tasks:
                 task.after(own)
             parts.append([own, *tasks])
@@ -416,21 +415,21 @@ class TransportProcessGroup(dist.ProcessGroup):
         name, reduce = _reduction(opts, *(output.dtype for output in outputs))
         parts = []
         for output, one in zip(_checked(outputs, several=True), inputs, strict=True):
-            if len(one) != self.size():
-                raise PlanError(f"{len(one)} inputs for {self.size()} ranks", where="reduce_scatter")
+            if len(one) != self._size:
+                raise PlanError(f"{len(one)} inputs for {self._size} ranks", where="reduce_scatter")
             chunks = [as_bytes(given) for given in _checked(one, several=True)]
-            own = _copied(one[self.rank()], output)
-            chunks[self.rank()] = as_bytes(output)
-            tasks = tasks_of(_program("reduce-scatter", self.size(), self.rank()), chunks, output.dtype, reduce)
+            own = _copied(one[self._own], output)
+            chunks[self._own] = as_bytes(output)
+            tasks = tasks_of(_program("reduce-scatter", self._size, self._own), chunks, output.dtype, reduce)
             for task in tasks:
                 task.after(own)
             parts.append([own, *tasks])
-        average = _average(name, outputs, self.size())
+        average = _average(name, outputs, self._size)
         dtype = outputs[0].dtype
         return self.run("reduce_scatter", _joined(parts), outputs, dtype, opts, name, finish=average)
 
     def _pass(self, task: PeerTask, tensor: Tensor, tag: int) -> dist.Work:
-        if task.peer == self.rank():
+        if task.peer == self._own:
             raise PlanError("a rank cannot send to itself", where="send")
         operation = TransportOperation(
             "message", signed("message", tensor.dtype), [task], [tensor], tensor.nbytes,
