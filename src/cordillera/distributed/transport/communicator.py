@@ -24,6 +24,7 @@ from typing import Literal, TypeAlias
 
 import torch.distributed as dist
 
+from cordillera.distributed.tracing.rank_trace import ANY_RANK
 from cordillera.distributed.transport.exchanges import Exchanges, OperationFailed, TransportCounters
 from cordillera.distributed.transport.frames import BrokenConnection, Connection, FrameKind, TransportFrame
 from cordillera.distributed.transport.meeting import Admission, Meeting, address_of, dial, listener, publish, secret_of
@@ -107,8 +108,8 @@ class Communicator:
             raise PlanError(f"path is {path}", where="communicator", remedy="auto or sockets")
         self.rank, self.size, self.timeout_s, self.name = rank, size, checked_timeout(timeout_s), name
         self._store, self._sequence = store, itertools.count()
-        # of messages, by direction, rank and tag
-        self._numbers: defaultdict[tuple[bool, int, int], itertools.count[int]] = defaultdict(itertools.count)
+        # of messages that are sent, by rank and tag
+        self._numbers: defaultdict[tuple[int, int], itertools.count[int]] = defaultdict(itertools.count)
         self.ranks = tuple(ranks or range(size))
         self._exchanges = Exchanges(rank, self, self._end, self.ranks)
         self._tracer = OperationTracer(name, self.ranks)
@@ -221,9 +222,9 @@ class Communicator:
         else:
             self._advance_in_background()
 
-    def message_number(self, is_sent: bool, peer: int, tag: int) -> int:
-        """Return the number of the next message of a tag to (``is_sent``) or from the rank ``peer``."""
-        return next(self._numbers[is_sent, peer, tag])
+    def message_number(self, peer: int, tag: int) -> int:
+        """Return the number of the next message of a tag to the rank ``peer``."""
+        return next(self._numbers[peer, tag])
 
     def abort(self, reason: str) -> None:
         """Give up: every wait of this rank ends, and those of the others; the first reason counts.
@@ -316,7 +317,9 @@ class Communicator:
     def _late(self, operation: TransportOperation) -> str:
         peers = {task.peer for task in operation.tasks if isinstance(task, PeerTask) and not task.is_done}
         whom = "rank " + ", ".join(str(self.ranks[peer]) for peer in sorted(peers)) if peers else "nobody"
-        return f"{operation.title} took longer than {operation.timeout_s:g} s; awaited: {whom}"
+        if peers == {ANY_RANK}:
+            whom = "any rank"
+        return f"{operation.title} took longer than its timeout of {operation.timeout_s:g} s; awaited: {whom}"
 
     def _admit(self) -> None:
         """Take in what other threads have left: ranks that have come, operations, and a reason to give up."""
@@ -483,7 +486,7 @@ class Communicator:
         known.connection, known.gone = None, reason
         if reason == _ENDED and _is_dead(known.memory):
             self._dead.append(self.ranks[connection.peer])
-        if self._exchanges.pending(connection.peer) or reason != _ENDED:
+        if self._exchanges.lost(connection.peer) or reason != _ENDED:
             self._give_up(f"rank {self.ranks[connection.peer]} {reason}")
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from cordillera.distributed.tracing.rank_trace import Collective, PeerProgress, RankTrace, TracedCommunicator
+from cordillera.distributed.tracing.rank_trace import ANY_RANK, Collective, PeerProgress, RankTrace, TracedCommunicator
 from cordillera.distributed.transport.operations import Offer, PeerTask, Take, TransportOperation
 from cordillera.distributed.transport.signatures import Signature, dtype_of
 from cordillera.errors import CordilleraError
@@ -75,6 +75,8 @@ class OperationTracer:
         if one.message is not None:
             other, number, gives = one.message
             peer, channel, op = self.ranks[other], (one.sequence << 32) + number, "send" if gives else "recv"
+            if other == ANY_RANK:
+                peer, channel = ANY_RANK, None
         begun = offset_ns + int(one.posted_s * 1e9)
         return Collective(
             self.name,
