@@ -1,20 +1,22 @@
 """PyTorch's own tests of torch.distributed on a backend: a program, as they are configured by the environment.
 
-    python -m tests.distributed.torch_tests BACKEND PROCESSES RESULTS [METHOD ...]
+    python -m tests.distributed.torch_tests BACKEND FOR PROCESSES RESULTS [NAME ...]
 
-The processes of each method are forked from one that has loaded the tests. RESULTS gets a line of JSON for each method.
+BACKEND runs what torch wrote FOR ``gloo`` or ``mpi``. The processes of each method are forked from one that has loaded
+the tests. RESULTS gets a line of JSON for each method
+whose name begins with one of NAME.
 """
 
 from __future__ import annotations
 
 import functools
-import io
 import json
 import os
 import sys
 import tempfile
 import time
 import unittest
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,10 @@ METHOD_S = 60
 """Longest time of a method."""
 
 
-def prepare(processes: int) -> None:
+def prepare(written_for: str, processes: int) -> None:
     """Set what torch's tests read when they are loaded."""
     os.environ |= {
-        "BACKEND": "gloo",
+        "BACKEND": written_for,
         "WORLD_SIZE": str(processes),
         "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(METHOD_S),
         "OMP_NUM_THREADS": "1",
@@ -51,6 +53,15 @@ def replace_gloo(backend: str) -> None:
     for name in ("init_process_group", "new_group"):
         setattr(dist, name, replaced(getattr(dist, name)))
 
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """That of torch without the question whether the backend is Gloo."""
+        if dist.distributed_c10d._rank_not_in_group(group):
+            return
+        limit = timedelta(seconds=timeout) if isinstance(timeout, float) else timeout
+        (group or dist.group.WORLD).monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
+
+    dist.monitored_barrier = monitored_barrier
+
 
 def tests_of_torch() -> type[unittest.TestCase]:
     """Return torch's tests as a class whose processes are forked."""
@@ -65,17 +76,21 @@ def tests_of_torch() -> type[unittest.TestCase]:
     return TorchTests
 
 
-def main(backend: str, processes: str, results: str, *methods: str) -> None:
-    """Run methods of torch's tests, or all."""
-    prepare(int(processes))
+def main(backend: str, written_for: str, processes: str, results: str, *begins: str) -> None:
+    """Run methods of torch's tests whose names begin so, or all."""
+    prepare(written_for, int(processes))
     if backend != "gloo":
         from cordillera.distributed.transport.process_group import register
 
         register()
         replace_gloo(backend)
     tests = tests_of_torch()
+    if int(processes) > 2:
+        os.environ["BACKEND"] = "mpi"  # otherwise tests of subgroups ask for eight processes
     with Path(results).open("a") as file:
-        for method in methods or unittest.defaultTestLoader.getTestCaseNames(tests):
+        for method in unittest.defaultTestLoader.getTestCaseNames(tests):
+            if begins and not method.startswith(begins):
+                continue
             begun, result = time.monotonic(), unittest.TestResult()
             tests(method).run(result)
             why = [text for _, text in [*result.failures, *result.errors]]
