@@ -361,12 +361,7 @@ class Communicator:
             self._admission.proof.withdraw()  # before callers, who learn of it, change what others may be reading
             self._admission = None
         failed = [*self._running, *self._posted]
-        if failed and not self._is_traced:
-            alive = [one for one in list(_LIVE) if one is self or one._reason is None]
-            for one in alive:  # what fails next is a consequence, and would write over the trace
-                one._is_traced = True
-            traced = [(one._tracer, list(one._running)) for one in alive]
-            write_rank_trace(traced, self.ranks[self.rank], [rank for one in alive for rank in one._dead])
+        self._trace(bool(failed))
         text = reason.encode()[:2000]
         for peer in self._peers.values():
             if (connection := peer.connection) is not None:
@@ -385,6 +380,24 @@ class Communicator:
             operation.error = TransportError(said, where=self._where)
             self._end(operation)
         self._exchanges.clear()
+
+    def _trace(self, failed: bool) -> None:
+        """Write the trace of this process if operations have ``failed``, or when its last group is left."""
+        with _TRACING:  # callers learn of a failure once the trace is there, whichever group wrote it
+            live = [one for one in list(_LIVE) if not one._is_traced]
+            if self._is_traced:
+                return
+            for one in live if failed else [self]:  # what fails next is a consequence, and would write over the trace
+                one._is_traced = True
+            if not failed:
+                _LEFT.append(self._tracer)
+                if len(live) > 1 or _GAVE_UP.is_set():
+                    return
+            traced = [(tracer, ()) for tracer in _LEFT]
+            if failed:
+                _GAVE_UP.set()
+                traced += [(one._tracer, tuple(one._running)) for one in live]
+            write_rank_trace(traced, self.ranks[self.rank], [rank for one in live for rank in one._dead])
 
     # --- the wire -------------------------------------------------------------------------------------------------
 
@@ -518,10 +531,15 @@ def _close(*files: int) -> None:
 
 
 _LIVE: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_LEFT: deque[OperationTracer] = deque(maxlen=16)  # of groups that were left in good order
+_GAVE_UP = threading.Event()  # set once a trace of a failure is there, which none of a good end replaces
+_TRACING = threading.Lock()
 
 
 def _leave_to_parent() -> None:
     """Give up the sockets in a forked process, which would otherwise hide the end of its parent from the others."""
+    global _TRACING
+    _TRACING = threading.Lock()
     for one in list(_LIVE):
         one.close_copies()
 
