@@ -24,14 +24,14 @@ from typing import Literal, TypeAlias
 
 import torch.distributed as dist
 
-from cordillera.distributed.tracing.rank_trace import ANY_RANK
+from cordillera.distributed.tracing.rank_trace import ANY_RANK, RankTrace
 from cordillera.distributed.transport.exchanges import Exchanges, OperationFailed, TransportCounters
 from cordillera.distributed.transport.frames import BrokenConnection, Connection, FrameKind, TransportFrame
 from cordillera.distributed.transport.meeting import Admission, Meeting, address_of, dial, listener, publish, secret_of
 from cordillera.distributed.transport.operations import PeerTask, TransportOperation
 from cordillera.distributed.transport.peer_memory import PeerMemory
 from cordillera.distributed.transport.signatures import Signature
-from cordillera.distributed.transport.tracer import OperationTracer, write_rank_trace
+from cordillera.distributed.transport.tracer import OperationTracer, rank_trace, write_rank_trace
 from cordillera.errors import PeerError, PlanError
 
 Path: TypeAlias = Literal["auto", "sockets"]
@@ -501,6 +501,15 @@ class Communicator:
             self._dead.append(self.ranks[connection.peer])
         if self._exchanges.lost(connection.peer) or reason != _ENDED:
             self._give_up(f"rank {self.ranks[connection.peer]} {reason}")
+
+
+def current_trace() -> RankTrace | None:
+    """Return the trace of this process as it is now; None if it has no communicator that works."""
+    live = [one for one in list(_LIVE) if one._reason is None]
+    if not live:
+        return None
+    traced = [(one._tracer, [*one._running, *one._posted]) for one in live]
+    return rank_trace(traced, live[0].ranks[live[0].rank])
 
 
 def _is_dead(memory: PeerMemory | None) -> bool:

@@ -121,6 +121,20 @@ def _past(operation: TransportOperation, ended_s: float | None) -> _Past:
     )  # fmt: skip
 
 
+def rank_trace(traced: Iterable[tuple[OperationTracer, Iterable[TransportOperation]]], rank: int) -> RankTrace:
+    """Return the trace of this process.
+
+    Args:
+        traced: Communicators with the operations that are not done.
+        rank: Rank of this process in the job.
+    """
+    found = [tracer.trace(running) for tracer, running in traced]
+    records = sorted((one for _, ones, _ in found for one in ones), key=lambda one: one.enqueued_ns)
+    communicators = tuple(communicator for communicator, _, _ in found)
+    dropped = any(is_dropped for _, _, is_dropped in found)
+    return RankTrace(rank, time.time_ns(), communicators, tuple(records), dropped=dropped)
+
+
 def write_rank_trace(
     traced: Iterable[tuple[OperationTracer, Iterable[TransportOperation]]], rank: int, died: Iterable[int] = ()
 ) -> Path | None:
@@ -139,17 +153,11 @@ def write_rank_trace(
     folder = os.environ.get(TRACES)
     if not folder:
         return None
-    found = [tracer.trace(running) for tracer, running in traced]
-    records = sorted((one for _, ones, _ in found for one in ones), key=lambda one: one.enqueued_ns)
-    communicators = tuple(communicator for communicator, _, _ in found)
-    dropped = any(is_dropped for _, _, is_dropped in found)
     try:
         for other in died:
             if not Path(folder, f"trace_{other}").exists():
                 write_trace(RankTrace(other, time.time_ns(), status="died"), Path(folder))
-        return write_trace(
-            RankTrace(rank, time.time_ns(), communicators, tuple(records), dropped=dropped), Path(folder)
-        )
+        return write_trace(rank_trace(traced, rank), Path(folder))
     except CordilleraError as error:
         print(f"warning: {error}", file=sys.stderr)
         return None
