@@ -24,7 +24,7 @@ from tests.distributed.processes import needs_gloo, run_processes
 
 RANKS, STEPS, LIMIT_S = 4, 10, 1.5
 KINDS = ("killed", "stopped", "outside", "mismatch", "swapped", "slow")
-COMPUTES_S = 0.02
+COMPUTES_S = 0.04
 
 
 def struck(kind: str, seed: int) -> tuple[int, int]:

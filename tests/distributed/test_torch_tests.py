@@ -64,8 +64,12 @@ def test_what_passes_on_gloo_passes_here(written_for: str, processes: int, tmp_p
     assert sum(one["outcome"] == "passed" for one in found) >= least
     skipped = {one["method"]: one["why"] for one in found if one["outcome"] == "skipped"}
     assert [why for why in skipped.values() if not any(re.search(pattern, why) for pattern in REASONS)] == []
-    failed = {one["method"]: one["why"] for one in found if one["outcome"] == "failed" and one["method"] not in EXPECTED}
+    failed = {
+        one["method"]: one["why"] for one in found if one["outcome"] == "failed" and one["method"] not in EXPECTED
+    }
     if failed and written_for == "gloo":
-        passed = {one["method"] for one in run("gloo", "gloo", processes, tmp_path, *failed) if one["outcome"] == "passed"}
+        passed = {
+            one["method"] for one in run("gloo", "gloo", processes, tmp_path, *failed) if one["outcome"] == "passed"
+        }
         failed = {method: why for method, why in failed.items() if method in passed}
     assert not failed, "\n\n".join(f"{method}: {why}" for method, why in failed.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import deque
 from collections.abc import Callable
@@ -46,13 +47,8 @@ def test_overlaps_are_refused_exactly_where_an_element_is_in_two_places(
         is_copy = pair is not None and pair[0] == pair[1] and one == pair[0]
         wrong |= not is_copy and any(elements(one) & elements(other) for other in outputs)
     pairs = [] if pair is None else [(part(pair[0]), part(pair[1]))]
-    try:
+    with pytest.raises(PlanError, match="overlap") if wrong else contextlib.nullcontext():
         refuse_overlaps("all_gather", [part(one) for one in outputs], [part(one) for one in inputs], pairs)
-    except PlanError as error:
-        assert wrong, error
-        assert "overlap" in str(error)
-    else:
-        assert not wrong
 
 
 def test_collectives_refuse_overlapping_buffers_by_name_and_take_those_in_place() -> None:
@@ -128,6 +124,12 @@ def test_a_message_goes_to_the_first_of_those_that_wait_for_it(seed: int, sender
         assert source in (rank, ANY_RANK)
         assert task.index == number == last[rank] + 1  # messages of a rank do not overtake each other
         last[rank], got[rank] = number, got[rank] + 1
+    for source, operation in zip(wanted, receives, strict=True):
+        task = operation.tasks[0]
+        if operation not in network.done and source != ANY_RANK:  # for traces, as if nothing took what will come
+            assert isinstance(task, Take)
+            last[source] += 1
+            assert task.index == last[source]
     waiting = {source for source, one in zip(wanted, receives, strict=True) if one not in network.done}
     for rank in range(senders):  # nothing waits for what is there
         assert got[rank] == sent or waiting.isdisjoint({rank, ANY_RANK})
@@ -175,7 +177,7 @@ def test_a_message_from_any_rank_is_given_up_when_all_others_are_gone_or_time_is
         work = group.groups[0].recv_anysource([torch.zeros(1)])
         group.groups[1].shutdown()
         group.groups[2].shutdown()
-        with pytest.raises(TransportError, match="rank [12] ended its connection"):
+        with pytest.raises(TransportError, match=r"rank [12] ended its connection"):
             work.wait()
     network = VirtualNetwork(2, 0)
     network.ranks[0].post(message(Take(peer=ANY_RANK, views=[torch.zeros(1)], sources={1}), tag=0))
@@ -216,7 +218,9 @@ def test_sparse_sums_equal_dense_ones_and_are_the_same_on_all_ranks(n: int, path
         generator = torch.Generator().manual_seed(100 * seed + rank)
         count = int(torch.randint(0, most + 1, (1,), generator=generator))
         rows = torch.randint(0, 50, (2, count), generator=generator)  # some of them twice
-        return torch.sparse_coo_tensor(rows, torch.randn(count, 3, generator=generator), (50, 50, 3), check_invariants=True)
+        return torch.sparse_coo_tensor(
+            rows, torch.randn(count, 3, generator=generator), (50, 50, 3), check_invariants=True
+        )
 
     def call(rank: int, one: TransportProcessGroup) -> Tensor:
         tensor = part(rank)

@@ -1,6 +1,6 @@
-"""A page of torch's debug server (``torch.distributed.debug``) that names the rank that others wait for, while a job runs.
+"""A page of torch's debug server (``torch.distributed.debug``) that names the rank that others wait for.
 
-Each rank answers with its trace as it is at that moment, and a rank that does not answer counts as unresponsive or dead.
+Each rank answers with its trace of that moment, and a rank that does not answer counts as unresponsive or dead.
 """
 
 from __future__ import annotations
@@ -126,13 +126,15 @@ def trace_of(rank: int, status: int, text: str) -> RankTrace:
     if status == 503:
         return RankTrace(rank, time.time_ns(), status="died")
     if status == 404:
-        raise PlanError(f"rank {rank} does not answer with traces", where="blame", remedy="call debug_handlers there too")
+        raise PlanError(
+            f"rank {rank} does not answer with traces", where="blame", remedy="call debug_handlers there too"
+        )
     return RankTrace(rank, time.time_ns(), status="unresponsive")
 
 
 def _answer(request: Any, response: Any) -> None:
     """Answer with the trace of this process."""
-    from torch._C._distributed_c10d import _dump_fr_trace_json
+    from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]  # the stubs lack it
 
     trace = current_trace()
     if trace is not None:

@@ -20,7 +20,7 @@ FEWEST = 5
 """Operations that a slow rank has taken part in."""
 
 _LEAST_SHARE = 0.1  # of the time from one operation of a communicator to the next that a slow rank takes longer
-_SPREADS = 3.0  # least distance of the factor from 1, in standard deviations of the rank's ratios
+_SPREADS = 3.0  # least logarithm of the factor, in standard deviations of those of the rank's ratios
 _TO_DEVIATION = 1.4826  # from the median absolute deviation to the standard deviation of normal values
 _LEAST_NS = 20_000.0  # shorter times are those of the program between two calls
 
@@ -115,11 +115,12 @@ def _compare(group: list[_Compared], found: dict[int, SlowRank]) -> None:
     middle = np.median(values, axis=2, keepdims=True)
     if values.shape[2] == 2:  # each is compared with the other one
         middle = values[..., ::-1]
-    ratios = values / np.maximum(middle, 1e-12)
-    factor = np.median(ratios, axis=1)
-    spread = _TO_DEVIATION * np.median(np.abs(ratios - factor[:, None]), axis=1)
+    ratios = np.log(np.maximum(values, 1e-12) / np.maximum(middle, 1e-12))  # in which twice and half are equally far
+    center = np.median(ratios, axis=1)
+    spread = _TO_DEVIATION * np.median(np.abs(ratios - center[:, None]), axis=1)
+    factor = np.exp(center)
     last = (values == values.max(axis=2, keepdims=True)).mean(axis=1)
-    slow = (factor > np.maximum(FACTOR, 1 + _SPREADS * spread)) & (last >= 0.5)
+    slow = (factor > FACTOR) & (center > _SPREADS * spread) & (last >= 0.5)
     # What a rank takes longer must count: in a program that computes next to nothing, each is the slowest somewhere.
     slow &= np.stack([one.share for one in group]) * (1 - 1 / np.maximum(factor, 1.0)) >= _LEAST_SHARE
     for which, at in zip(*np.nonzero(slow), strict=True):

@@ -218,7 +218,9 @@ class Snapshot:
                 number = own[one.communicator]
                 if end is not None and one.peer is None and usable[number]:
                     interval = float(one.enqueued_ns - called[number]) if number in called else None
-                    found[number][one.sequence][rank] = OwnTime(max(0.0, float(one.enqueued_ns - end)), one.work, interval)
+                    found[number][one.sequence][rank] = OwnTime(
+                        max(0.0, float(one.enqueued_ns - end)), one.work, interval
+                    )
                 called[number] = one.enqueued_ns
                 if one.ended_ns is None:
                     break

@@ -393,10 +393,10 @@ class Communicator:
                 _LEFT.append(self._tracer)
                 if len(live) > 1 or _GAVE_UP.is_set():
                     return
-            traced = [(tracer, ()) for tracer in _LEFT]
+            traced: list[tuple[OperationTracer, list[TransportOperation]]] = [(tracer, []) for tracer in _LEFT]
             if failed:
                 _GAVE_UP.set()
-                traced += [(one._tracer, tuple(one._running)) for one in live]
+                traced += [(one._tracer, list(one._running)) for one in live]
             write_rank_trace(traced, self.ranks[self.rank], [rank for one in live for rank in one._dead])
 
     # --- the wire -------------------------------------------------------------------------------------------------

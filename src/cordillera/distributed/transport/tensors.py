@@ -77,7 +77,7 @@ def _computes(name: str, dtype: torch.dtype) -> bool:
 
 
 def average(name: str, tensors: Sequence[Tensor], size: int) -> Callable[[], None]:
-    """Return what divides sums in ``tensors`` by the number of ranks, ``size``, if the reduction ``name`` is ``avg``."""
+    """Return what divides the sums in ``tensors`` by the number of ranks, ``size``, if ``name`` is ``avg``."""
 
     def divide() -> None:
         if name == "avg":
@@ -116,7 +116,10 @@ def split_rows(tensor: Tensor, sizes: list[int] | None, count: int) -> list[Tens
 
 
 def refuse_overlaps(
-    collective: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor] = (), kept: Sequence[tuple[Tensor, Tensor]] = ()
+    collective: str,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor] = (),
+    kept: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> None:
     """Refuse buffers that would be written while others read or write them.
 
@@ -132,9 +135,10 @@ def refuse_overlaps(
     written = sorted((*_span(output), number) for number, output in enumerate(outputs) if output.nbytes)
     for (_, end, first), (begin, _, second) in itertools.pairwise(written):
         if begin < end:
-            one, other = sorted((first, second))
             raise PlanError(
-                f"outputs {one} and {other} overlap in memory", where=collective, remedy="give each its own memory"
+                f"outputs {min(first, second)} and {max(first, second)} overlap in memory",
+                where=collective,
+                remedy="give each its own memory",
             )
     in_place = {_span(source) for source, target in kept if _span(source) == _span(target)}
     begins = [begin for begin, _, _ in written]
@@ -187,8 +191,8 @@ def sparse_sum(tensor: Tensor, rank: int, peers: Sequence[int]) -> tuple[list[Ta
         for peer in sorted(found):
             if (theirs := found[peer][0].view(torch.int64).tolist()) != head.tolist():
                 raise OperationFailed(
-                    f"rank {peer} of the group sums a sparse tensor of {theirs[1:]} with {theirs[0]} sparse dimensions, "
-                    f"rank {rank} one of {list(own.shape)} with {own.sparse_dim()}"
+                    f"rank {peer} of the group sums a sparse tensor of {theirs[1:]} with {theirs[0]} sparse "
+                    f"dimensions, rank {rank} one of {list(own.shape)} with {own.sparse_dim()}"
                 )
         indices = [found[peer][1].view(torch.int64).view(-1, own.sparse_dim()) for peer in sorted(found)]
         values = [
