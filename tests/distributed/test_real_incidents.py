@@ -45,6 +45,7 @@ def train(rank: int, folder: str, kind: str, seed: int) -> dict[str, Any]:
     }
     tensor, (victim, at) = torch.ones(100 if seed % 2 else 30_000), struck(kind, seed)
     Path(folder, f"{rank}.pid").write_text(str(os.getpid()))
+    dist.barrier()  # on Gloo: on a busy machine, processes may start further apart than an operation may take
     try:
         for step in range(STEPS):
             time.sleep(COMPUTES_S * (3 if kind == "slow" and rank == victim else 1))

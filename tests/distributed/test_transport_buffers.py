@@ -193,6 +193,21 @@ def test_a_message_from_any_rank_is_given_up_when_all_others_are_gone_or_time_is
         network.ranks[0].post(message(Take(peer=ANY_RANK, views=[torch.zeros(1)], sources={1, 2}), tag=0))
 
 
+def test_what_is_called_at_the_end_of_an_operation_may_wait_for_others() -> None:
+    started = options(c10d.AllreduceOptions, asyncOp=True)
+
+    def nested(one: TransportProcessGroup, depth: int) -> Any:
+        tensor = torch.full((30_000,), float(depth))
+        future = one.allreduce([tensor], started).get_future()
+        if not depth:
+            return future.then(lambda done: float(done.value()[0][0]))
+        return future.then(lambda done: float(done.value()[0][0]) + nested(one, depth - 1).wait())
+
+    with Group(2, timeout=timedelta(seconds=5)) as group:
+        for _ in range(20):
+            assert group.each(lambda rank, one: nested(one, 3).wait()) == [12.0, 12.0]
+
+
 def test_a_monitored_barrier_names_the_first_or_all_who_are_absent() -> None:
     for every, said in ((False, "Rank 1 failed to pass monitoredBarrier"), (True, "Ranks 1, 3 failed to pass")):
 

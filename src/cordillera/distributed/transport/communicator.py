@@ -127,7 +127,8 @@ class Communicator:
         self._driver, self._changed = threading.Lock(), threading.Condition()
         self._unattended = threading.Event()  # set when operations are to advance that nobody waits for
         self._is_hurried = False  # whether one of those that run is to
-        self._thread: threading.Thread | None = None
+        self._threads: set[threading.Thread] = set()  # that advance operations nobody waits for
+        self._free = 0  # of them, those that do not call back
         self._poll = select.poll()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -175,7 +176,7 @@ class Communicator:
         self._posted.append(operation)
         if in_background:
             self._advance_in_background()
-        elif self._thread is None:
+        elif not self._threads:
             self._start_thread()
         if self._driver.acquire(blocking=False):
             try:
@@ -258,7 +259,7 @@ class Communicator:
             self._is_hurried = False
         while self._told:  # now, as what is called may wait for another operation
             with contextlib.suppress(IndexError):
-                self._told.popleft()()
+                self._call_back(self._told.popleft())
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
@@ -266,13 +267,29 @@ class Communicator:
 
     def _advance_in_background(self) -> None:
         self._is_hurried = True
-        if self._thread is None:
+        if not self._threads:
             self._start_thread()
         self._unattended.set()
 
     def _start_thread(self) -> None:
-        self._thread = threading.Thread(target=self._advance_alone, name="cordillera transport", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._advance_alone, name="cordillera transport", daemon=True)
+        self._threads.add(thread)
+        self._free += 1
+        thread.start()
+
+    def _call_back(self, told: Callable[[], None]) -> None:
+        """Call who waits for the end of an operation, and leave a thread that advances those it may wait for then."""
+        if threading.current_thread() not in self._threads:
+            return told()
+        with self._changed:
+            self._free -= 1
+            if not self._free:
+                self._start_thread()
+        try:
+            told()
+        finally:
+            with self._changed:
+                self._free += 1
 
     def _advance_alone(self) -> None:
         """Advance operations while nobody else does."""
