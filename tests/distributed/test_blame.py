@@ -333,7 +333,7 @@ def test_unequal_work_that_is_recorded_is_not_slowness() -> None:
     def traces(works: tuple[float | None, ...]) -> list[RankTrace]:
         found = []
         for rank, work in enumerate(works):
-            step = 20_000_000 if rank == 2 else 10_000_000
+            step = 600_000_000 if rank == 2 else 300_000_000
             records = [
                 waits(THREE, number, state="completed", enqueued_ns=number * SECOND + step, work=work)
                 for number in range(1, 9)

@@ -23,7 +23,8 @@ from cordillera.distributed.transport.tracer import TRACES
 from tests.distributed.processes import needs_gloo, run_processes
 
 RANKS, STEPS, LIMIT_S = 4, 10, 1.5
-KINDS = ("killed", "stopped", "outside", "mismatch", "swapped")
+KINDS = ("killed", "stopped", "outside", "mismatch", "swapped", "slow")
+COMPUTES_S = 0.04
 
 
 def struck(kind: str, seed: int) -> tuple[int, int]:
@@ -33,7 +34,7 @@ def struck(kind: str, seed: int) -> tuple[int, int]:
 
 
 def train(rank: int, folder: str, kind: str, seed: int) -> dict[str, Any]:
-    """Sum in pairs and over all ranks, step by step, until a rank fails."""
+    """Compute, and sum in pairs and over all ranks, step by step, until a rank fails or all are done."""
     os.environ[TRACES] = str(Path(folder, "traces"))
     register()
     limit = timedelta(seconds=LIMIT_S)
@@ -44,8 +45,10 @@ def train(rank: int, folder: str, kind: str, seed: int) -> dict[str, Any]:
     }
     tensor, (victim, at) = torch.ones(100 if seed % 2 else 30_000), struck(kind, seed)
     Path(folder, f"{rank}.pid").write_text(str(os.getpid()))
+    dist.barrier()  # on Gloo: on a busy machine, processes may start further apart than an operation may take
     try:
         for step in range(STEPS):
+            time.sleep(COMPUTES_S * (3 if kind == "slow" and rank == victim else 1))
             names, given = ["pair", "far", "all"], tensor
             if rank == victim and step == at:
                 if kind == "killed":
@@ -65,6 +68,7 @@ def train(rank: int, folder: str, kind: str, seed: int) -> dict[str, Any]:
         said = str(error)
     else:
         said = "nothing"
+        dist.destroy_process_group()
     others = [other for other in range(RANKS) if other != victim]
     Path(folder, f"{rank}.done").touch()
     if kind == "stopped" and rank == others[0]:

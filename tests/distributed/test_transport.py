@@ -176,9 +176,12 @@ def test_messages_are_matched_in_the_order_of_their_posting_whatever_comes_first
         for number in range(5):
             value = torch.full((9,), 10 * source + number, dtype=torch.uint8)
             posts.append((source, message(Offer(peer=2, index=number, views=[value]), tag=3)))
-            posts.append((2, message(Take(peer=source, index=number, views=[got[source][number]]), tag=3)))
-    network.random.shuffle(posts)
-    for rank, operation in posts:
+            posts.append((2, message(Take(peer=source, views=[got[source][number]]), tag=3)))
+    order = list(range(len(posts)))
+    network.random.shuffle(order)
+    queues = {rank: deque(one for at, one in posts if at == rank) for rank in range(3)}
+    for rank in (posts[at][0] for at in order):  # ranks in any order, each one's messages in theirs
+        operation = queues[rank].popleft()
         network.ranks[rank].post(operation)
     network.run()
     for source, tensors in got.items():
@@ -623,13 +626,15 @@ def test_what_cannot_be_carried_is_refused_by_name() -> None:
         for call, said in (
             (lambda: one.allreduce([torch.ones(4, 4).t()], reduce), "not contiguous"),
             (lambda: one.allreduce([torch.ones(4, device="meta")], reduce), "meta"),
-            (lambda: one.allreduce([torch.eye(3).to_sparse()], reduce), "not contiguous"),
+            (lambda: one.allreduce([torch.eye(3).to_sparse_csr()], reduce), "torch.sparse_csr on cpu cannot"),
+            (lambda: one.allreduce([torch.eye(3).to_sparse()], average), "avg of sparse tensors"),
+            (lambda: one.broadcast([torch.eye(3).to_sparse()], c10d.BroadcastOptions()), "not contiguous"),
             (lambda: one.allreduce([torch.ones(3)], negative), "timeout is -5 s"),
             (lambda: one.all_gather_single(torch.empty(3), torch.ones(4), c10d.AllgatherOptions()), "fit"),
             (lambda: one.alltoall([torch.ones(1)] * 2, [torch.ones(1)] * 2, c10d.AllToAllOptions()), "2 tensors for 1"),
             (lambda: one.all_to_all_single(torch.ones(3), torch.ones(3), [2], [3], c10d.AllToAllOptions()), "[2]"),
             (lambda: one.send([torch.ones(1)], 0), "itself"),
-            (lambda: one.recv_anysource([torch.ones(1)]), "from any rank"),
+            (lambda: one.recv_anysource([torch.ones(1)]), "no other rank"),
             (lambda: one.allreduce_coalesced([], reduce), "got 0 tensors"),
             (lambda: one.allreduce([torch.ones(1, dtype=torch.int32)], average), "AVG of torch.int32"),
             (lambda: one.allreduce([torch.ones(1)], bits), "BAND of torch.float32"),
@@ -709,7 +714,7 @@ def test_a_frame_that_is_lost_doubled_or_late_gives_an_error_or_the_sum(
             assert isinstance(result, TransportError) or torch.equal(result, given[0] + given[1])
     if fate == "lost":
         errors = [str(one) for results in found for one in results if isinstance(one, TransportError)]
-        said = ("took longer than 1 s; awaited: rank", "sent a fragment that nobody asked for")
+        said = ("took longer than its timeout of 1 s; awaited: rank", "sent a fragment that nobody asked for")
         assert any(one in text for text in errors for one in said), found
 
 

@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args
 from cordillera.distributed.tracing.entry_fields import EntryFields
 from cordillera.distributed.tracing.plain_pickle import load_plain
 from cordillera.distributed.tracing.rank_trace import (
+    ANY_RANK,
     Collective,
     CollectiveState,
     PeerProgress,
@@ -45,6 +46,7 @@ _NAME = re.compile(r"(?P<prefix>.*?)(?P<rank>\d{1,9})(?:\.(?:json|pickle|pkl))?"
 _RANKS = re.compile(r"\s*\[\s*(?:\d{1,9}(?:\s*,\s*\d{1,9})*)?\s*\]\s*")
 _NUMBER = re.compile(r"\d+")
 _MESSAGE = re.compile(r"(send|recv) (\d{1,9})(->|<-)(\d{1,9})")
+_ANY_SOURCE = "recvAnySource"  # as torch calls it
 _STATES, _STATUSES = get_args(CollectiveState), get_args(RankStatus)
 
 
@@ -180,7 +182,9 @@ def _listed(ranks: tuple[int, ...]) -> str:
 
 def _entry(number: int, one: Collective, communicator: TracedCommunicator, group: int, rank: int) -> dict[str, Any]:
     name = one.op
-    if one.peer is not None:
+    if one.peer == ANY_RANK:
+        name = _ANY_SOURCE
+    elif one.peer is not None:
         members = communicator.ranks
         own, other = (members.index(member) if members else member for member in (rank, one.peer))
         name += f" {own}{'->' if one.op == 'send' else '<-'}{other}"
@@ -250,14 +254,17 @@ def from_flight_recorder(content: Any, rank: int, where: str) -> RankTrace:
             communicators[str(name)] = TracedCommunicator(str(name), one.text("desc", ""), ranks)
     collectives: list[Collective] = []
     counted: Counter[tuple[str, int, bool]] | None = Counter()  # of messages to and from a peer, from the first one on
+    dropped = False
     for number, entry in enumerate(fields.take("entries", list, [])):
         one = EntryFields(entry, f"{where}, entry {number}")
         if number == 0 and one.whole("record_id", 0) > 0:
-            counted = None
+            counted, dropped = None, not own.content
         collective, message = _collective(one, communicators, rank)
         if collective.op == "coalesced":
             _finish_coalesced(collectives, collective, message)
             continue
+        if collective.peer == ANY_RANK:
+            counted = None  # which sender's message it takes is not known, nor the numbers of those that follow
         if collective.peer is not None and collective.channel is None and counted is not None:
             key = collective.communicator, collective.peer, collective.op == "send"
             collective = replace(collective, channel=counted[key])
@@ -271,7 +278,7 @@ def from_flight_recorder(content: Any, rank: int, where: str) -> RankTrace:
         status=own.choice("status", _STATUSES, "running"),
         error=own.text("error", ""),
         inside=own.take("inside", bool, None),
-        dropped=own.take("dropped", bool, counted is None and not own.content),
+        dropped=own.take("dropped", bool, dropped),
         estimated=own.take("estimated", bool, False),
     )
 
@@ -301,6 +308,8 @@ def _collective(one: EntryFields, communicators: dict[str, TracedCommunicator], 
     match = _MESSAGE.fullmatch(op)
     if match is not None:
         op, peer = match[1], _member(communicators[name], int(match[4]), one.where)
+    elif op == _ANY_SOURCE:
+        op, peer = "recv", ANY_RANK
     own = one.inner(_OWN)
     state = one.choice("state", _STATES)
     if one.take("retired", bool, False) and state != "completed":

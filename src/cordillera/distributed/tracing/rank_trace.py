@@ -16,6 +16,9 @@ CollectiveState: TypeAlias = Literal["scheduled", "started", "completed", "ended
 
 RankStatus: TypeAlias = Literal["running", "unresponsive", "died"]
 
+ANY_RANK = -1
+"""The other side of a message that any rank may send, until one has come."""
+
 
 @dataclass(frozen=True, slots=True)
 class TracedCommunicator:
@@ -70,7 +73,8 @@ class Collective:
         enqueued_ns: Time of the call.
         started_ns: Time of the beginning; None if it was not recorded.
         ended_ns: Time of the end; None before it, or if it was not recorded.
-        peer: Global rank of the other side of a point-to-point operation; None for a collective.
+        peer: Global rank of the other side of a point-to-point operation, :data:`ANY_RANK` if any rank may send it;
+            None for a collective.
         channel: Number of the message among all of its sender to its receiver, from 0 on; None if unknown.
         root: Global rank of the root of a broadcast, reduce, gather or scatter; None if there is none, or if unknown.
         input_splits: Numbers of elements that an all-to-all sends to each member; empty if equal or unknown.

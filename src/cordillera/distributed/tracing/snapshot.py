@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from cordillera.distributed.tracing.metadata import needs_all
 from cordillera.distributed.tracing.rank_trace import Collective, RankTrace, TracedCommunicator
+from cordillera.distributed.tracing.slow_ranks import OwnTime
 from cordillera.errors import DataError
 
 _STALL_FACTOR, _LEAST_STALL_NS, _STALL_WITHOUT_HISTORY_NS = 10, 1_000_000_000, 60_000_000_000
@@ -200,22 +201,27 @@ class Snapshot:
             if other != number and same and len(one.members) == len(view.members):
                 yield from one.collectives.get(sequence, {}).values()
 
-    def own_times(self) -> dict[int, dict[int, dict[int, tuple[float, float | None]]]]:
-        """Return each rank's time from the end of its previous operation to the next call, in ns, and its work.
+    def own_times(self) -> dict[int, dict[int, dict[int, OwnTime]]]:
+        """Return each rank's time from the end of its previous operation to the next call.
 
         The keys are communicator, number of the collective, and rank. Communicators whose members have different parts
         in the job, as the stages of a pipeline, are left out.
         """
-        found: dict[int, dict[int, dict[int, tuple[float, float | None]]]] = defaultdict(lambda: defaultdict(dict))
+        found: dict[int, dict[int, dict[int, OwnTime]]] = defaultdict(lambda: defaultdict(dict))
         places: dict[int, dict[int, int]] = {}
         roles = {rank: self._role(trace, places) for rank, trace in self.traces.items()}
         usable = [len({roles.get(rank) for rank in view.members}) == 1 for view in self.views]
         for rank, trace in self.traces.items():
             own, end = self.of_rank[rank], None
+            called: dict[int, int] = {}
             for one in trace.collectives:
                 number = own[one.communicator]
                 if end is not None and one.peer is None and usable[number]:
-                    found[number][one.sequence][rank] = max(0.0, float(one.enqueued_ns - end)), one.work
+                    interval = float(one.enqueued_ns - called[number]) if number in called else None
+                    found[number][one.sequence][rank] = OwnTime(
+                        max(0.0, float(one.enqueued_ns - end)), one.work, interval
+                    )
+                called[number] = one.enqueued_ns
                 if one.ended_ns is None:
                     break
                 end = one.ended_ns if end is None else max(end, one.ended_ns)

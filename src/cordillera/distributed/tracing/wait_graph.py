@@ -15,7 +15,7 @@ from cordillera.distributed.tracing.call_order import OperationKind, call_orders
 from cordillera.distributed.tracing.causes import CauseKind, RootCause, label, named
 from cordillera.distributed.tracing.held import held_inside, message_mismatch, mismatch_cause
 from cordillera.distributed.tracing.metadata import alike, find_mismatch
-from cordillera.distributed.tracing.rank_trace import Collective
+from cordillera.distributed.tracing.rank_trace import ANY_RANK, Collective
 from cordillera.distributed.tracing.snapshot import RankWait, Snapshot
 
 
@@ -112,6 +112,9 @@ class WaitGraph:
         view, one, rank = self.snapshot.views[point.view], point.wait.record, point.wait.rank
         peer = one.peer
         assert peer is not None
+        if peer == ANY_RANK:
+            point.behind = view.members - {rank}
+            return
         receives = one.op == "recv"
         others = view.messages.get((peer, rank, False) if receives else (rank, peer, True), [])
         other = _counterpart(one, view.messages[(peer, rank, True) if receives else (rank, peer, False)], others)
@@ -233,7 +236,7 @@ class WaitGraph:
             for point in points:
                 if point.wait.record.peer is None and not self._is_after(point, rank):
                     starts |= {self.place[other] for other in point.behind if other != rank}
-            partners = {other for pair in view.messages for other in pair[:2] if rank in pair[:2]} - {rank}
+            partners = {other for pair in view.messages for other in pair[:2] if rank in pair[:2]} - {rank, ANY_RANK}
             waiting = {point.wait.rank for point in points if point.wait.record.peer == rank}
             starts |= {self.place[other] for other in partners - waiting}
         own = self.place[rank]

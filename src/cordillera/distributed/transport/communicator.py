@@ -26,6 +26,7 @@ from typing import Literal, TypeAlias
 
 import torch.distributed as dist
 
+from cordillera.distributed.tracing.rank_trace import RankTrace
 from cordillera.distributed.transport.bootstrap import AddressBook
 from cordillera.distributed.transport.exchanges import OperationFailed, TransportCounters
 from cordillera.distributed.transport.frames import BrokenConnection, Connection, TransportFrame
@@ -33,7 +34,7 @@ from cordillera.distributed.transport.meeting import Admission, Meeting, NotHere
 from cordillera.distributed.transport.operations import TransportOperation
 from cordillera.distributed.transport.peer_memory import PeerMemory
 from cordillera.distributed.transport.progress import ENDED, GroupProgress, TransportError
-from cordillera.distributed.transport.tracer import OperationTracer, write_rank_trace
+from cordillera.distributed.transport.tracer import OperationTracer, rank_trace, write_rank_trace
 from cordillera.errors import PlanError
 
 Path: TypeAlias = Literal["auto", "sockets"]
@@ -99,8 +100,8 @@ class Communicator:
             raise PlanError(f"path is {path}", where="communicator", remedy="auto or sockets")
         self.rank, self.size, self.timeout_s, self.name = rank, size, checked_timeout(timeout_s), name
         self._sequence = itertools.count()
-        # of messages, by direction, rank and tag
-        self._numbers: defaultdict[tuple[bool, int, int], itertools.count[int]] = defaultdict(itertools.count)
+        # of messages that are sent, by rank and tag
+        self._numbers: defaultdict[tuple[int, int], itertools.count[int]] = defaultdict(itertools.count)
         self.ranks = tuple(ranks or range(size))
         self._progress = GroupProgress(rank, self, self._end, self.ranks, name=name)
         self._tracer = OperationTracer(name, self.ranks)
@@ -117,7 +118,8 @@ class Communicator:
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
         self._unattended = threading.Event()  # set when operations are to advance that nobody waits for
         self._is_hurried = False  # whether one of those that run is to
-        self._thread: threading.Thread | None = None
+        self._threads: set[threading.Thread] = set()  # that advance operations nobody waits for
+        self._free = 0  # of them, those that do not call back
         self._poll = select.poll()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -173,7 +175,7 @@ class Communicator:
             self._posted.append(operation)
             if in_background:
                 self._advance_in_background()
-            elif self._thread is None:
+            elif not self._threads:
                 self._start_thread()
             if is_driver:
                 self._admit()
@@ -222,9 +224,9 @@ class Communicator:
         else:
             self._advance_in_background()
 
-    def message_number(self, is_sent: bool, peer: int, tag: int) -> int:
-        """Return the number of the next message of a tag to (``is_sent``) or from the rank ``peer``."""
-        return next(self._numbers[is_sent, peer, tag])
+    def message_number(self, peer: int, tag: int) -> int:
+        """Return the number of the next message of a tag to the rank ``peer``."""
+        return next(self._numbers[peer, tag])
 
     def abort(self, reason: str) -> None:
         """Give up: every wait of this rank ends, and those of the others; the first reason counts.
@@ -261,7 +263,7 @@ class Communicator:
             self._is_hurried = False
         while self._told:  # now, as what is called may wait for another operation
             with contextlib.suppress(IndexError):
-                self._told.popleft()()
+                self._call_back(self._told.popleft())
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
@@ -269,13 +271,29 @@ class Communicator:
 
     def _advance_in_background(self) -> None:
         self._is_hurried = True
-        if self._thread is None:
+        if not self._threads:
             self._start_thread()
         self._unattended.set()
 
     def _start_thread(self) -> None:
-        self._thread = threading.Thread(target=self._advance_alone, name="cordillera transport", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._advance_alone, name="cordillera transport", daemon=True)
+        self._threads.add(thread)
+        self._free += 1
+        thread.start()
+
+    def _call_back(self, told: Callable[[], None]) -> None:
+        """Call who waits for the end of an operation, and leave a thread that advances those it may wait for then."""
+        if threading.current_thread() not in self._threads:
+            return told()
+        with self._changed:
+            self._free -= 1
+            if not self._free:
+                self._start_thread()
+        try:
+            told()
+        finally:
+            with self._changed:
+                self._free += 1
 
     def _advance_alone(self) -> None:
         """Advance operations while nobody else does."""
@@ -343,12 +361,7 @@ class Communicator:
                 self._book.close()
             self._admission = None
         failed = [*self._progress.running, *self._posted]
-        if failed and not self._is_traced:
-            alive = [one for one in list(_LIVE) if one is self or one._progress.reason is None]
-            for one in alive:  # what fails next is a consequence, and would write over the trace
-                one._is_traced = True
-            traced = [(one._tracer, list(one._progress.running)) for one in alive]
-            write_rank_trace(traced, self.ranks[self.rank], [rank for one in alive for rank in one._dead])
+        self._trace(bool(failed))
         frame, text = self._progress.farewell()
         for peer in self._peers.values():
             if (connection := peer.connection) is not None:
@@ -363,6 +376,24 @@ class Communicator:
         posted = list(self._posted)
         self._posted.clear()
         self._progress.end(posted)
+
+    def _trace(self, failed: bool) -> None:
+        """Write the trace of this process if operations have ``failed``, or when its last group is left."""
+        with _TRACING:  # callers learn of a failure once the trace is there, whichever group wrote it
+            live = [one for one in list(_LIVE) if not one._is_traced]
+            if self._is_traced:
+                return
+            for one in live if failed else [self]:  # what fails next is a consequence, and would write over the trace
+                one._is_traced = True
+            if not failed:
+                _LEFT.append(self._tracer)
+                if len(live) > 1 or _GAVE_UP.is_set():
+                    return
+            traced: list[tuple[OperationTracer, list[TransportOperation]]] = [(tracer, []) for tracer in _LEFT]
+            if failed:
+                _GAVE_UP.set()
+                traced += [(one._tracer, list(one._progress.running)) for one in live]
+            write_rank_trace(traced, self.ranks[self.rank], [rank for one in live for rank in one._dead])
 
     # --- the wire -------------------------------------------------------------------------------------------------
 
@@ -456,6 +487,15 @@ class Communicator:
         self._progress.lost(connection.peer, reason)
 
 
+def current_trace() -> RankTrace | None:
+    """Return the trace of this process as it is now; None if it has no communicator that works."""
+    live = [one for one in list(_LIVE) if one._progress.reason is None]
+    if not live:
+        return None
+    traced = [(one._tracer, [*one._progress.running, *one._posted]) for one in live]
+    return rank_trace(traced, live[0].ranks[live[0].rank])
+
+
 def _is_dead(memory: PeerMemory | None) -> bool:
     """Whether a rank whose connection ended has no memory any more; taken for granted where it cannot be read."""
     if memory is None:
@@ -484,10 +524,15 @@ def _close(*files: int) -> None:
 
 
 _LIVE: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_LEFT: deque[OperationTracer] = deque(maxlen=16)  # of groups that were left in good order
+_GAVE_UP = threading.Event()  # set once a trace of a failure is there, which none of a good end replaces
+_TRACING = threading.Lock()
 
 
 def _leave_to_parent() -> None:
     """Give up the sockets in a forked process, which would otherwise hide the end of its parent from the others."""
+    global _TRACING
+    _TRACING = threading.Lock()
     for one in list(_LIVE):
         one.close_copies()
 

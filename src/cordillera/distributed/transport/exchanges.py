@@ -21,6 +21,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from cordillera.distributed.tracing.rank_trace import ANY_RANK
 from cordillera.distributed.transport.frames import (
     BrokenConnection,
     FrameKind,
@@ -165,7 +166,9 @@ class Exchanges:
         self._collectives: dict[int, TransportOperation] = {}  # by sequence
         self._pending: defaultdict[int, int] = defaultdict(int)  # by rank: exchanges that are not done
         self._early: dict[_Key, tuple[TransportFrame, memoryview]] = {}  # offers that came before they were to be taken
-        self._takes: dict[_Key, Take] = {}
+        self._takes: dict[_Key, Take] = {}  # of collectives
+        self._messages: defaultdict[int, list[Take]] = defaultdict(list)  # by tag: those that have not come, in order
+        self._matched: defaultdict[tuple[int, int], int] = defaultdict(int)  # by rank and tag: messages that have come
         self._offers: dict[_Key, Offer] = {}
         self._unsent: defaultdict[int, list[Offer]] = defaultdict(list)  # until a rank is reached
         self._leaving: defaultdict[int, list[Offer]] = defaultdict(list)  # until their bytes have left
@@ -180,16 +183,20 @@ class Exchanges:
         if not operation.is_message:
             self._collectives[operation.sequence] = operation
         for task in operation.tasks:
-            if isinstance(task, PeerTask):
+            if isinstance(task, PeerTask) and task.peer != ANY_RANK:
                 self._pending[task.peer] += 1
         if operation.tasks:
             self._begin([task for task in operation.tasks if not task.needs])
         else:
             self._end(operation)
 
-    def pending(self, peer: int) -> int:
-        """Return how many exchanges with a rank are not done."""
-        return self._pending[peer]
+    def lost(self, peer: int) -> int:
+        """Note that a rank is gone; return how many exchanges that are not done need it."""
+        alone = 0
+        for take in (take for takes in self._messages.values() for take in takes if peer in take.sources):
+            take.sources.discard(peer)
+            alone += not take.sources
+        return self._pending[peer] + alone
 
     def opened(self, peer: int) -> None:
         """Note that a rank has been reached."""
@@ -204,8 +211,8 @@ class Exchanges:
 
     def clear(self) -> None:
         """Forget everything."""
-        for table in (self._collectives, self._pending, self._early, self._takes, self._offers, self._unsent,
-                      self._leaving, self._fetches):  # fmt: skip
+        for table in (self._collectives, self._pending, self._early, self._takes, self._messages, self._matched,
+                      self._offers, self._unsent, self._leaving, self._fetches):  # fmt: skip
             table.clear()
         self._in_flight = self._in_flight_bytes = 0
 
@@ -268,12 +275,59 @@ class Exchanges:
             self._unsent[task.peer].append(task)
             return False
         assert isinstance(task, Take)
+        if task.operation.is_message:
+            return self._expect(task)
         key = (task.peer, *task.key)
         if (found := self._early.pop(key, None)) is not None:  # who sent it may be gone since
             return self._take(task, *found)
         self._wire.open(task.peer, task.operation)
         self._takes[key] = task
         return False
+
+    def _expect(self, take: Take) -> bool:
+        """Wait for a message; return whether it is here already."""
+        tag = take.operation.sequence
+        ahead = self._messages[tag]
+        take.index = self._matched[take.peer, tag] + sum(other.peer == take.peer for other in ahead)
+        ahead.append(take)
+        if (matched := self._match(tag)) is not None:  # who sent it may be gone since
+            return self._take(*matched)
+        refused: OperationFailed | None = None
+        for peer in sorted(take.sources) or [take.peer]:
+            try:
+                self._wire.open(peer, take.operation)
+            except OperationFailed as error:
+                take.sources.discard(peer)
+                refused = error
+        if refused is not None and not take.sources:
+            raise refused
+        return False
+
+    def _match(self, tag: int) -> tuple[Take, TransportFrame, memoryview] | None:
+        """Return the first of the awaited messages of a tag that has come, with its offer.
+
+        A message belongs to the first of those that were posted for its sender or for any rank, and messages of one
+        sender keep their order.
+        """
+        takes = self._messages[tag]
+        for at, take in enumerate(takes):
+            peers = [take.peer]
+            if take.peer == ANY_RANK:  # in the order in which they came
+                peers = [peer for peer, is_message, other, _ in self._early if is_message and other == tag]
+            for peer in peers:
+                number = self._matched[peer, tag]
+                if (found := self._early.pop((peer, True, tag, number), None)) is None:
+                    continue
+                del takes[at]
+                self._matched[peer, tag] += 1
+                if take.peer == ANY_RANK:
+                    take.peer = peer
+                    self._pending[peer] += 1
+                    for other in takes[at:]:
+                        other.index += other.peer == peer
+                take.index = number
+                return take, *found
+        return None
 
     def _done(self, task: Task) -> list[Task]:
         """Note that a task is done; return the tasks that may begin now."""
@@ -328,12 +382,20 @@ class Exchanges:
     # --- takes ----------------------------------------------------------------------------------------------------
 
     def _offered(self, key: _Key, frame: TransportFrame, data: memoryview) -> None:
-        peer = key[0]
+        peer, is_message, tag, number = key
+        if is_message:
+            if key in self._early or number < self._matched[peer, tag]:
+                raise BrokenConnection("sent an offer twice")
+            self._early[key] = frame, data
+            while (matched := self._match(tag)) is not None:
+                if self._take(*matched):
+                    self._finish(matched[0])
+            return
         if (take := self._takes.pop(key, None)) is not None:
             if self._take(take, frame, data):
                 self._finish(take)
             return
-        if not key[1] and (operation := self._collectives.get(frame.sequence)) is not None:
+        if (operation := self._collectives.get(frame.sequence)) is not None:
             self._check(operation, peer, frame.signature)
             if not any(isinstance(one, Take) and (one.peer, one.index) == (peer, frame.number)
                        for one in operation.tasks):  # fmt: skip

@@ -56,8 +56,9 @@ class PeerTask(Task):
     """What passes between this rank and another one.
 
     Attributes:
-        peer: The other rank.
-        index: Number of the transfer, which both ranks know.
+        peer: The other rank; ``ANY_RANK`` until a message from any rank has come.
+        index: Number of the transfer, which both ranks know; of a message that is taken, it follows from the order in
+            which messages were posted.
         views: Where its bytes lie here, uint8.
     """
 
@@ -94,11 +95,13 @@ class Take(PeerTask):
         dtype: Type of the elements.
         make: Where only the other rank knows how many bytes there are: what returns the place for a number of them, or
             None if there cannot be so many.
+        sources: Of a message from any rank, those that may send it; ranks that are gone are removed.
     """
 
     reduce: ReduceFunction | None = None
     dtype: torch.dtype = torch.uint8
     make: Callable[[int], Tensor | None] | None = None
+    sources: set[int] = field(default_factory=set)
 
 
 @dataclass(eq=False, slots=True)

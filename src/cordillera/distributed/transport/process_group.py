@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from cordillera.distributed.tracing.rank_trace import ANY_RANK
 from cordillera.distributed.transport.communicator import Communicator, Path, checked_timeout
 from cordillera.distributed.transport.operations import (
     Local,
@@ -33,7 +34,18 @@ from cordillera.distributed.transport.operations import (
     program,
     tasks_of,
 )
+from cordillera.distributed.transport.progress import TransportError
 from cordillera.distributed.transport.signatures import signed
+from cordillera.distributed.transport.tensors import (
+    average,
+    checked,
+    copied,
+    reduction_of,
+    refuse_overlaps,
+    sparse_sum,
+    split_evenly,
+    split_rows,
+)
 from cordillera.errors import PlanError
 from cordillera.planning.network.collective_algorithms import direct_all_gather
 from cordillera.planning.network.collective_plans import all_reduced, scattered
@@ -43,16 +55,6 @@ BACKEND = "cordillera"
 
 _SMALL_BYTES = 32 << 10  # below, every rank gathers all values and adds them itself
 _TENSOR_INDICES = 1 << 32  # numbers of transfers that each tensor of an operation has
-_REDUCTIONS: dict[str, tuple[str, ReduceFunction]] = {
-    "SUM": ("sum", torch.add),
-    "AVG": ("avg", torch.add),
-    "PRODUCT": ("product", torch.mul),
-    "MIN": ("min", torch.minimum),
-    "MAX": ("max", torch.maximum),
-    "BAND": ("band", torch.bitwise_and),
-    "BOR": ("bor", torch.bitwise_or),
-    "BXOR": ("bxor", torch.bitwise_xor),
-}
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ class TransportProcessGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Send the one of ``tensors`` of ``opts.rootRank`` to all."""
-        (tensor,) = _checked(tensors)
+        (tensor,) = checked(tensors)
         mine, root = as_bytes(tensor), opts.rootRank
         tasks: list[Task] = (
             [Offer(peer=peer, views=[mine]) for peer in self._others()]
@@ -204,20 +206,27 @@ class TransportProcessGroup(dist.ProcessGroup):
         return self.run("broadcast", tasks, [tensor], tensor.dtype, opts)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Reduce the one of ``tensors`` of all ranks in place, by ``opts.reduceOp``."""
-        return self.allreduce_coalesced(_checked(tensors), opts)
+        """Reduce the one of ``tensors`` of all ranks in place, by ``opts.reduceOp``; sparse ones can be summed."""
+        if len(tensors) == 1 and tensors[0].layout != torch.strided:
+            name, _ = reduction_of(opts, tensors[0].dtype)
+            if name != "sum":
+                raise PlanError(f"{name} of sparse tensors is not supported", where="op", remedy="SUM")
+            tasks, add = sparse_sum(tensors[0], self._own, self._others())
+            return self.run("sparse_all_reduce", tasks, tensors, tensors[0].dtype, opts, name, finish=add)
+        return self.allreduce_coalesced(checked(tensors), opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Reduce several ``tensors`` in place, by ``opts.reduceOp``."""
-        name, reduce = _reduction(opts, *(tensor.dtype for tensor in tensors))
-        parts = [self._all_reduced(one, reduce) for one in _checked(tensors, several=True)]
-        average = _average(name, tensors, self._size)
-        return self.run("all_reduce", _joined(parts), tensors, tensors[0].dtype, opts, name, finish=average)
+        name, reduce = reduction_of(opts, *(tensor.dtype for tensor in tensors))
+        parts = [self._all_reduced(one, reduce) for one in checked(tensors, several=True)]
+        refuse_overlaps("all_reduce", tensors)
+        divide = average(name, tensors, self._size)
+        return self.run("all_reduce", _joined(parts), tensors, tensors[0].dtype, opts, name, finish=divide)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Reduce ``tensors``, one a rank, in that of ``opts.rootRank``; those of the others stay as they are."""
-        (tensor,) = _checked(tensors)
-        name, reduce = _reduction(opts, tensor.dtype)
+        (tensor,) = checked(tensors)
+        name, reduce = reduction_of(opts, tensor.dtype)
         mine, root = as_bytes(tensor), opts.rootRank
         if self._own != root:
             return self.run("reduce", [Offer(peer=root, views=[mine])], [tensor], tensor.dtype, opts, name)
@@ -226,8 +235,8 @@ class TransportProcessGroup(dist.ProcessGroup):
             take = Take(peer=peer, views=[mine], reduce=reduce, dtype=tensor.dtype)
             take.after(*tasks[-1:])
             tasks.append(take)
-        average = _average(name, [tensor], self._size)
-        return self.run("reduce", tasks, [tensor], tensor.dtype, opts, name, finish=average)
+        divide = average(name, [tensor], self._size)
+        return self.run("reduce", tasks, [tensor], tensor.dtype, opts, name, finish=divide)
 
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Collect ``input_tensors``, one a rank, whose sizes may differ, in ``output_tensors`` of all ranks.
@@ -245,7 +254,7 @@ class TransportProcessGroup(dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """Concatenate each of ``inputs`` of all ranks in one of ``outputs`` of all ranks; ``opts`` as above."""
-        parts = [_split(one, self._size) for one in _checked(outputs, several=True)]
+        parts = [split_evenly(one, self._size) for one in checked(outputs, several=True)]
         return self._gather_all(parts, inputs, outputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -258,22 +267,24 @@ class TransportProcessGroup(dist.ProcessGroup):
 
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Collect ``input_tensors``, one a rank, in ``output_tensors`` of ``opts.rootRank``."""
-        (given,), root = _checked(input_tensors), opts.rootRank
+        (given,), root = checked(input_tensors), opts.rootRank
         if self._own != root:
             return self.run("gather", [Offer(peer=root, views=[as_bytes(given)])], [], given.dtype, opts)
         (outputs,) = output_tensors
-        tasks: list[Task] = [_copied(given, outputs[root])]
-        tasks += [Take(peer=peer, views=[as_bytes(_checked([outputs[peer]])[0])]) for peer in self._others()]
+        tasks: list[Task] = [copied(given, outputs[root])]
+        tasks += [Take(peer=peer, views=[as_bytes(checked([outputs[peer]])[0])]) for peer in self._others()]
+        refuse_overlaps("gather", outputs, [given], [(given, outputs[root])])
         return self.run("gather", tasks, outputs, given.dtype, opts)
 
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None) -> dist.Work:
         """Send each rank its one of ``input_tensors`` of ``opts.rootRank``, into ``output_tensors``."""
-        (output,), root = _checked(output_tensors), opts.rootRank
+        (output,), root = checked(output_tensors), opts.rootRank
         if self._own != root:
             return self.run("scatter", [Take(peer=root, views=[as_bytes(output)])], [output], output.dtype, opts)
         (inputs,) = input_tensors
-        tasks: list[Task] = [_copied(inputs[root], output)]
-        tasks += [Offer(peer=peer, views=[as_bytes(_checked([inputs[peer]])[0])]) for peer in self._others()]
+        tasks: list[Task] = [copied(inputs[root], output)]
+        tasks += [Offer(peer=peer, views=[as_bytes(checked([inputs[peer]])[0])]) for peer in self._others()]
+        refuse_overlaps("scatter", [output], inputs, [(inputs[root], output)])
         return self.run("scatter", tasks, [output], output.dtype, opts)
 
     def reduce_scatter(
@@ -286,7 +297,9 @@ class TransportProcessGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         """Reduce ``inputs`` by ``opts.reduceOp``; each of ``outputs`` takes this rank's share of one."""
-        return self._scatter_reduced(outputs, [_split(one, self._size) for one in _checked(inputs, several=True)], opts)
+        return self._scatter_reduced(
+            outputs, [split_evenly(one, self._size) for one in checked(inputs, several=True)], opts
+        )
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -301,15 +314,16 @@ class TransportProcessGroup(dist.ProcessGroup):
 
         Of ``opts`` the timeout counts.
         """
-        outputs, inputs = _checked(output_tensors, several=True), _checked(input_tensors, several=True)
+        outputs, inputs = checked(output_tensors, several=True), checked(input_tensors, several=True)
         for tensors in (outputs, inputs):
             if len(tensors) != self._size:
                 raise PlanError(f"{len(tensors)} tensors for {self._size} ranks", where="all_to_all")
         own = self._own
-        tasks: list[Task] = [_copied(inputs[own], outputs[own])]
+        tasks: list[Task] = [copied(inputs[own], outputs[own])]
         for peer in self._others():
             tasks.append(Offer(peer=peer, views=[as_bytes(inputs[peer])]))
             tasks.append(Take(peer=peer, views=[as_bytes(outputs[peer])]))
+        refuse_overlaps("all_to_all", outputs, inputs, [(inputs[own], outputs[own])])
         dtype = inputs[own].dtype
         return self.run("all_to_all", tasks, outputs, dtype, opts)
 
@@ -326,7 +340,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         ``input_split_sizes`` and ``output_split_sizes`` say how many; without them, equally many.
         """
         parts = [
-            _rows(_checked([tensor])[0], sizes, self._size)
+            split_rows(checked([tensor])[0], sizes, self._size)
             for tensor, sizes in ((output, output_split_sizes), (input, input_split_sizes))
         ]
         return self.alltoall(parts[0], parts[1], opts)
@@ -339,21 +353,59 @@ class TransportProcessGroup(dist.ProcessGroup):
         tasks = tasks_of(_program("all-gather", self._size, self._own), parts, torch.uint8)
         return self.run("barrier", tasks, [], torch.uint8, opts)
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait until all ranks have come here; rank 0 says which ones have not.
+
+        Args:
+            timeout: Longest time; None for that of the group.
+            wait_all_ranks: Whether rank 0 names all ranks that have not come, or the first of them.
+
+        Raises:
+            TransportError: If a rank does not come in time. The group is then given up.
+        """
+        own, none = self.communicator.ranks[self._own], torch.empty(0, dtype=torch.uint8)
+        opts = dist.BarrierOptions()
+        if timeout is not None:
+            opts.timeout = timeout
+        if timeout is not None and not timeout:
+            self.communicator.abort(f"rank {own} timed out in monitoredBarrier, whose timeout is 0 s")
+            raise TransportError(f"Rank {own} timed out in monitoredBarrier, whose timeout is 0 s")
+        is_first = self._own == 0
+        peers = self._others() if is_first else [0]
+        takes = [Take(peer=peer, index=0 if is_first else 1, views=[none]) for peer in sorted(peers)]
+        offers = [Offer(peer=peer, index=1 if is_first else 0, views=[none]) for peer in peers]
+        for one in offers if is_first else takes:
+            one.after(*(takes if is_first else offers))
+        try:
+            self.run("monitored_barrier", [*takes, *offers], [], torch.uint8, opts).wait()
+        except TransportError as error:
+            absent = [self.communicator.ranks[one.peer] for one in takes if not one.is_done]
+            who, said = ", ".join(map(str, absent if wait_all_ranks else absent[:1])), error.what
+            if is_first and absent:  # in the words of Gloo, which programs look for
+                said = f"Rank{'s' * (',' in who)} {who} failed to pass monitoredBarrier ({said})"
+            elif not is_first:
+                first = self.communicator.ranks[0]
+                said = f"Rank {own} successfully reached monitoredBarrier, but received errors while waiting for "
+                said += f"send/recv from rank {first} ({error.what})"
+            raise TransportError(said, where=error.where) from error
+
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> dist.Work:
         """Send the one of ``tensors`` to rank ``dst`` of the group, under a ``tag``."""
-        (tensor,) = _checked(tensors)
-        number = self.communicator.message_number(True, dst, tag)
+        (tensor,) = checked(tensors)
+        number = self.communicator.message_number(dst, tag)
         return self._pass(Offer(peer=dst, index=number, views=[as_bytes(tensor)]), tensor, tag)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> dist.Work:
         """Receive into the one of ``tensors`` from rank ``src`` of the group, under a ``tag``."""
-        (tensor,) = _checked(tensors)
-        number = self.communicator.message_number(False, src, tag)
-        return self._pass(Take(peer=src, index=number, views=[as_bytes(tensor)]), tensor, tag)
+        (tensor,) = checked(tensors)
+        return self._pass(Take(peer=src, views=[as_bytes(tensor)]), tensor, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
-        """Refuse to receive ``tensors`` under a ``tag`` from whoever sends them."""
-        raise PlanError("messages from any rank are not supported", where="recv", remedy="name the rank with src")
+        """Receive into the one of ``tensors`` from whoever sends first under a ``tag``, which the work then names."""
+        (tensor,) = checked(tensors)
+        if self._size == 1:
+            raise PlanError("there is no other rank", where="recv")
+        return self._pass(Take(peer=ANY_RANK, views=[as_bytes(tensor)], sources={*self._others()}), tensor, tag)
 
     # --- the group -------------------------------------------------------------------------------------------------
 
@@ -400,33 +452,37 @@ class TransportProcessGroup(dist.ProcessGroup):
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], result: Sequence[Tensor], opts: Any
     ) -> dist.Work:
         parts = []
-        for one, given in zip(outputs, _checked(inputs, several=True), strict=True):
+        for one, given in zip(outputs, checked(inputs, several=True), strict=True):
             if len(one) != self._size:
                 raise PlanError(f"{len(one)} outputs for {self._size} ranks", where="all_gather")
-            chunks = [as_bytes(output) for output in _checked(one, several=True)]
-            own = _copied(given, one[self._own])
+            chunks = [as_bytes(output) for output in checked(one, several=True)]
+            own = copied(given, one[self._own])
             tasks = tasks_of(_program("all-gather", self._size, self._own), chunks, given.dtype)
             for task in tasks:
                 task.after(own)
             parts.append([own, *tasks])
+        kept = [(given, one[self._own]) for one, given in zip(outputs, inputs, strict=True)]
+        refuse_overlaps("all_gather", [output for one in outputs for output in one], inputs, kept)
         return self.run("all_gather", _joined(parts), result, inputs[0].dtype, opts)
 
     def _scatter_reduced(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> dist.Work:
-        name, reduce = _reduction(opts, *(output.dtype for output in outputs))
+        name, reduce = reduction_of(opts, *(output.dtype for output in outputs))
         parts = []
-        for output, one in zip(_checked(outputs, several=True), inputs, strict=True):
+        for output, one in zip(checked(outputs, several=True), inputs, strict=True):
             if len(one) != self._size:
                 raise PlanError(f"{len(one)} inputs for {self._size} ranks", where="reduce_scatter")
-            chunks = [as_bytes(given) for given in _checked(one, several=True)]
-            own = _copied(one[self._own], output)
+            chunks = [as_bytes(given) for given in checked(one, several=True)]
+            own = copied(one[self._own], output)
             chunks[self._own] = as_bytes(output)
             tasks = tasks_of(_program("reduce-scatter", self._size, self._own), chunks, output.dtype, reduce)
             for task in tasks:
                 task.after(own)
             parts.append([own, *tasks])
-        average = _average(name, outputs, self._size)
+        kept = [(one[self._own], output) for output, one in zip(outputs, inputs, strict=True)]
+        refuse_overlaps("reduce_scatter", outputs, [given for one in inputs for given in one], kept)
+        divide = average(name, outputs, self._size)
         dtype = outputs[0].dtype
-        return self.run("reduce_scatter", _joined(parts), outputs, dtype, opts, name, finish=average)
+        return self.run("reduce_scatter", _joined(parts), outputs, dtype, opts, name, finish=divide)
 
     def _pass(self, task: PeerTask, tensor: Tensor, tag: int) -> dist.Work:
         if task.peer == self._own:
@@ -471,77 +527,10 @@ class TransportProcessGroup(dist.ProcessGroup):
             raise PlanError(f"timeout is {given.total_seconds():g} s", where=collective, remedy="a time above 0")
         operation = TransportOperation(
             collective, signed(collective, dtype, reduction), tasks, result,
-            sum(one.nbytes for one in result), timeout_s=timeout_s, finish=finish,
+            sum(one.nbytes for one in result if one.layout == torch.strided), timeout_s=timeout_s, finish=finish,
         )  # fmt: skip
         self.communicator.start(operation, in_background=bool(getattr(opts, "asyncOp", True)))
         return OperationWork(self.communicator, operation)
-
-
-def _checked(tensors: Sequence[Tensor], *, several: bool = False) -> list[Tensor]:
-    """Return tensors that can be carried.
-
-    Raises:
-        PlanError: If they cannot.
-    """
-    if not tensors or (not several and len(tensors) != 1):
-        raise PlanError(f"got {len(tensors)} tensors", where="tensors", remedy="one tensor a rank")
-    for tensor in tensors:
-        if tensor.device.type != "cpu":
-            raise PlanError(
-                f"a tensor on {tensor.device} cannot be carried", where="tensors",
-                remedy='the backend serves CPUs; "cpu:gloo,cuda:nccl" serves both',
-            )  # fmt: skip
-        if tensor.layout != torch.strided or not tensor.is_contiguous():
-            raise PlanError("a tensor that is not contiguous cannot be carried", where="tensors")
-    return list(tensors)
-
-
-def _reduction(opts: Any, *dtypes: torch.dtype) -> tuple[str, ReduceFunction]:
-    """Return name and function of a reduction.
-
-    Raises:
-        PlanError: If it is not supported, or torch cannot compute it with one of the types.
-    """
-    op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
-    for name, (called, reduce) in _REDUCTIONS.items():
-        if op == getattr(dist.ReduceOp, name):
-            for dtype in dtypes:
-                if not _computes(name, dtype):
-                    raise PlanError(f"{name} of {dtype} is not supported", where="op")
-            return called, reduce
-    raise PlanError(f"{op} is not supported", where="op", remedy=", ".join(_REDUCTIONS))
-
-
-@functools.lru_cache(256)
-def _computes(name: str, dtype: torch.dtype) -> bool:
-    """Whether torch can reduce elements of a type."""
-    called, reduce = _REDUCTIONS[name]
-    one = torch.zeros(1, dtype=torch.uint8).repeat(dtype.itemsize).view(dtype)
-    try:
-        reduce(one, one, out=one)
-        _average(called, [one], 1)()
-    except RuntimeError:
-        return False
-    return True
-
-
-def _average(name: str, tensors: Sequence[Tensor], size: int) -> Callable[[], None]:
-    def divide() -> None:
-        if name == "avg":
-            for tensor in tensors:
-                tensor.detach().div_(size)
-
-    return divide
-
-
-def _copied(source: Tensor, target: Tensor) -> Local:
-    """Return the task of copying a tensor to where it belongs on the same rank."""
-    if source.dtype != target.dtype or source.numel() != target.numel():
-        raise PlanError(
-            f"{source.numel():,} elements of {source.dtype} do not fit in {target.numel():,} of {target.dtype}",
-            where="tensors",
-        )
-    return Local(run=lambda: target.detach().view(-1).copy_(source.detach().reshape(-1)))
 
 
 def _joined(parts: Sequence[Sequence[Task]]) -> list[Task]:
@@ -551,24 +540,6 @@ def _joined(parts: Sequence[Sequence[Task]]) -> list[Task]:
             if isinstance(task, PeerTask):
                 task.index += number * _TENSOR_INDICES
     return [task for tasks in parts for task in tasks]
-
-
-def _split(tensor: Tensor, count: int) -> list[Tensor]:
-    """Return equal parts of a tensor."""
-    if tensor.numel() % count:
-        raise PlanError(f"{tensor.numel():,} elements cannot be divided among {count} ranks", where="tensors")
-    return list(tensor.detach().reshape(-1).chunk(count)) if tensor.numel() else [tensor.detach().reshape(-1)] * count
-
-
-def _rows(tensor: Tensor, sizes: list[int] | None, count: int) -> list[Tensor]:
-    """Return the parts of a tensor along its first dimension."""
-    if not sizes:
-        if len(tensor) % count:
-            raise PlanError(f"{len(tensor)} rows cannot be divided among {count} ranks", where="all_to_all")
-        sizes = [len(tensor) // count] * count
-    if len(sizes) != count or sum(sizes) != len(tensor) or min(sizes) < 0:
-        raise PlanError(f"split sizes {sizes} do not divide {len(tensor)} rows among {count} ranks", where="all_to_all")
-    return list(tensor.detach().split(sizes))
 
 
 @functools.lru_cache(256)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from cordillera.distributed.tracing.rank_trace import ANY_RANK
 from cordillera.distributed.transport.exchanges import Exchanges, FragmentLimits, OperationFailed, Wire
 from cordillera.distributed.transport.frames import FrameKind, TransportFrame
 from cordillera.distributed.transport.operations import PeerTask, TransportOperation
@@ -100,7 +101,7 @@ class GroupProgress:
 
     def lost(self, peer: int, reason: str) -> None:
         """Note that the connection to ``peer`` is gone, for a ``reason``: :data:`ENDED`, or what is wrong with it."""
-        if self.exchanges.pending(peer) or reason != ENDED:
+        if self.exchanges.lost(peer) or reason != ENDED:
             self.give_up(f"rank {self.ranks[peer]} {reason}")
 
     def look(self, now_s: float) -> None:
@@ -114,7 +115,9 @@ class GroupProgress:
         """Return whom an operation that has taken too long waits for."""
         peers = {task.peer for task in operation.tasks if isinstance(task, PeerTask) and not task.is_done}
         whom = "rank " + ", ".join(str(self.ranks[peer]) for peer in sorted(peers)) if peers else "nobody"
-        return f"{operation.title} took longer than {operation.timeout_s:g} s; awaited: {whom}"
+        if peers == {ANY_RANK}:
+            whom = "any rank"
+        return f"{operation.title} took longer than its timeout of {operation.timeout_s:g} s; awaited: {whom}"
 
     def failed(self, error: Exception) -> None:
         """Give up for an error: of the ranks, or of what is computed, which nobody else would hear of."""

@@ -11,7 +11,7 @@ from cordillera.errors import PlanError
 
 _COLLECTIVES = (
     "message", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter",
-    "barrier", "all_to_all_dynamic",
+    "barrier", "all_to_all_dynamic", "monitored_barrier", "sparse_all_reduce",
 )  # fmt: skip
 _REDUCTIONS = ("none", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 _DTYPES = (

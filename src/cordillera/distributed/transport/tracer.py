@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from cordillera.distributed.tracing.rank_trace import Collective, PeerProgress, RankTrace, TracedCommunicator
+from cordillera.distributed.tracing.rank_trace import ANY_RANK, Collective, PeerProgress, RankTrace, TracedCommunicator
 from cordillera.distributed.transport.operations import Offer, PeerTask, Take, TransportOperation
 from cordillera.distributed.transport.signatures import Signature, dtype_of
 from cordillera.errors import CordilleraError
@@ -75,6 +75,8 @@ class OperationTracer:
         if one.message is not None:
             other, number, gives = one.message
             peer, channel, op = self.ranks[other], (one.sequence << 32) + number, "send" if gives else "recv"
+            if other == ANY_RANK:
+                peer, channel = ANY_RANK, None
         begun = offset_ns + int(one.posted_s * 1e9)
         return Collective(
             self.name,
@@ -119,6 +121,20 @@ def _past(operation: TransportOperation, ended_s: float | None) -> _Past:
     )  # fmt: skip
 
 
+def rank_trace(traced: Iterable[tuple[OperationTracer, Iterable[TransportOperation]]], rank: int) -> RankTrace:
+    """Return the trace of this process.
+
+    Args:
+        traced: Communicators with the operations that are not done.
+        rank: Rank of this process in the job.
+    """
+    found = [tracer.trace(running) for tracer, running in traced]
+    records = sorted((one for _, ones, _ in found for one in ones), key=lambda one: one.enqueued_ns)
+    communicators = tuple(communicator for communicator, _, _ in found)
+    dropped = any(is_dropped for _, _, is_dropped in found)
+    return RankTrace(rank, time.time_ns(), communicators, tuple(records), dropped=dropped)
+
+
 def write_rank_trace(
     traced: Iterable[tuple[OperationTracer, Iterable[TransportOperation]]], rank: int, died: Iterable[int] = ()
 ) -> Path | None:
@@ -137,17 +153,11 @@ def write_rank_trace(
     folder = os.environ.get(TRACES)
     if not folder:
         return None
-    found = [tracer.trace(running) for tracer, running in traced]
-    records = sorted((one for _, ones, _ in found for one in ones), key=lambda one: one.enqueued_ns)
-    communicators = tuple(communicator for communicator, _, _ in found)
-    dropped = any(is_dropped for _, _, is_dropped in found)
     try:
         for other in died:
             if not Path(folder, f"trace_{other}").exists():
                 write_trace(RankTrace(other, time.time_ns(), status="died"), Path(folder))
-        return write_trace(
-            RankTrace(rank, time.time_ns(), communicators, tuple(records), dropped=dropped), Path(folder)
-        )
+        return write_trace(rank_trace(traced, rank), Path(folder))
     except CordilleraError as error:
         print(f"warning: {error}", file=sys.stderr)
         return None
