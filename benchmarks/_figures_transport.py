@@ -61,6 +61,40 @@ def exchanges() -> str:
     return table(["processes", "rows of a rank", "ours", "beside padded", "asked", *others], rows)
 
 
+def starts() -> str:
+    """Return when the last rank knows all addresses, around a ring and with a star."""
+    rows = []
+    for row in results("ncclx-start")["rows"]:
+        times = [f"{row[name]['seconds'] * 1e3:.1f} ms" for name in ("ring", "star")]
+        sent = [f"{row[name]['busiest_bytes'] / 1e6:.2f} MB" for name in ("ring", "star")]
+        rows.append([f"{row['ranks']:,}", *times, f"{row['ratio']:.2f}", *sent, f"{row['star']['connections']:,.0f}"])
+    others = ["busiest rank sends: ring", "star", "connections of the star's root"]
+    return table(["ranks", "ring", "star", "star / ring", *others], rows)
+
+
+def _exponent(name: str) -> str:
+    return f"{results('ncclx-start')['exponents'][name]:.2f}"
+
+
+def held() -> str:
+    """Return what twelve groups hold, by how many of them are used."""
+    rows = []
+    for backend, values in results("ncclx-start")["held"].items():
+        memory, files = values["memory"], values["files"]
+        rows.append([backend, *(f"{one / 1e6:.2f} MB" for one in memory), *(f"{one:,.0f}" for one in files)])
+    return table(["backend", "none is used", "4 are used", "all are used", "open files: none", "4", "all"], rows)
+
+
+def queues() -> str:
+    """Return the longest queues of an emulated switch."""
+    rows = []
+    for row in results("ncclx-queues")["rows"]:
+        waits = [f"{row[name]['queue'] / 2**20:,.0f} MiB" for name in ("whole", "fragments")]
+        cells = [str(row["senders"]), f"{row['mebibytes']} MiB", f"{row['latency_s'] * 1e6:g} µs", *waits]
+        rows.append([*cells, f"{row['shorter']:.1f}", percent(row["throughput"], ".1f")])
+    return table(["senders", "message", "latency", "whole messages", "fragments", "times shorter", "throughput"], rows)
+
+
 FAULTS = {
     "dead": "a process ended",
     "outside": "a rank computes for ever outside of collectives",
@@ -103,6 +137,12 @@ FIGURES: Figures = {
         f"{results('ncclx-blame')['healthy']['blamed']} of {results('ncclx-blame')['healthy']['jobs']}"
     ),
     "transport-sums": sums,
+    "transport-starts": starts,
+    "transport-ring-exponent": lambda: _exponent("ring"),
+    "transport-star-exponent": lambda: _exponent("star"),
+    "transport-held": held,
+    "transport-held-share": lambda: percent(results("ncclx-start")["share"], ".0f"),
+    "transport-queues": queues,
     "transport-messages": messages,
     "transport-exchanges": exchanges,
     "transport-trainings": trainings,
