@@ -68,7 +68,7 @@ class OperationTracer:
 
         Args:
             running: Operations that are not done.
-            offset_ns: What is added to the monotonic clock; one number for all communicators of a trace, as a rank's own
+            offset_ns: What is added to the monotonic clock; one for all communicators of a trace, as a rank's own
                 time is from the end of an operation of one to the call of the next, maybe of another.
         """
         records = [self._record(one, offset_ns, ()) for one in list(self._past)]
