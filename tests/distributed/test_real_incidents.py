@@ -22,7 +22,7 @@ from cordillera.distributed.transport.progress import TransportError
 from cordillera.distributed.transport.tracer import TRACES
 from tests.distributed.processes import needs_gloo, run_processes
 
-RANKS, STEPS, LIMIT_S = 4, 10, 1.5
+RANKS, STEPS, LIMIT_S = 4, 10, 3.0
 KINDS = ("killed", "stopped", "outside", "mismatch", "swapped", "slow")
 COMPUTES_S = 0.04
 

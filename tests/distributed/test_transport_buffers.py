@@ -21,7 +21,9 @@ from cordillera.distributed.transport.exchanges import OperationFailed
 from cordillera.distributed.transport.operations import Offer, Take, TransportOperation
 from cordillera.distributed.transport.process_group import TransportProcessGroup
 from cordillera.distributed.transport.progress import TransportError
+from cordillera.distributed.transport.signatures import signed
 from cordillera.distributed.transport.tensors import refuse_overlaps
+from cordillera.distributed.transport.tracer import OperationTracer, rank_trace
 from cordillera.errors import PlanError
 from tests.distributed.test_transport import PATHS, Group, VirtualNetwork, message, options
 
@@ -261,3 +263,17 @@ def test_sparse_tensors_of_different_shapes_are_an_error_that_names_both() -> No
             errors = group.each(call)
         assert all(isinstance(error, TransportError) for error in errors)
         assert said in str(errors[0])
+
+
+def test_times_of_all_groups_of_a_trace_are_of_one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10**18, 2 * 10**18, 10**8))
+    monkeypatch.setattr("cordillera.distributed.transport.tracer.time.time_ns", lambda: next(clock))  # 0.1 s a look
+    tracers = [OperationTracer(name, (0, 1)) for name in ("pair", "all")]
+    for tracer in tracers:
+        tracer.ended(TransportOperation("all_reduce", signed("all_reduce"), [], sequence=0))
+    found = rank_trace([(tracer, ()) for tracer in tracers], 0)
+    first, second = found.collectives
+    assert first.communicator == "pair"
+    assert second.enqueued_ns - first.enqueued_ns < 5e7
+    assert found.written_ns is not None
+    assert 0 <= found.written_ns - (second.ended_ns or 0) < 5e7

@@ -61,11 +61,18 @@ class OperationTracer:
         self._past.append(_past(operation, time.monotonic()))
         self._count += 1
 
-    def trace(self, running: Iterable[TransportOperation]) -> tuple[TracedCommunicator, list[Collective], bool]:
-        """Return the communicator, its operations, and whether older ones are missing."""
-        offset = time.time_ns() - time.monotonic_ns()
-        records = [self._record(one, offset, ()) for one in list(self._past)]
-        records += [self._record(_past(one, None), offset, self._progress(one)) for one in running]
+    def trace(
+        self, running: Iterable[TransportOperation], offset_ns: int
+    ) -> tuple[TracedCommunicator, list[Collective], bool]:
+        """Return the communicator, its operations, and whether older ones are missing.
+
+        Args:
+            running: Operations that are not done.
+            offset_ns: What is added to the monotonic clock; one for all communicators of a trace, as a rank's own
+                time is from the end of an operation of one to the call of the next, maybe of another.
+        """
+        records = [self._record(one, offset_ns, ()) for one in list(self._past)]
+        records += [self._record(_past(one, None), offset_ns, self._progress(one)) for one in running]
         return TracedCommunicator(self.name, self.description, self.ranks), records, self._count > _KEPT
 
     def _record(self, one: _Past, offset_ns: int, peers: tuple[PeerProgress, ...]) -> Collective:
@@ -128,11 +135,12 @@ def rank_trace(traced: Iterable[tuple[OperationTracer, Iterable[TransportOperati
         traced: Communicators with the operations that are not done.
         rank: Rank of this process in the job.
     """
-    found = [tracer.trace(running) for tracer, running in traced]
+    offset_ns = time.time_ns() - time.monotonic_ns()  # a thread that is stopped between the two shifts all times alike
+    found = [tracer.trace(running, offset_ns) for tracer, running in traced]
     records = sorted((one for _, ones, _ in found for one in ones), key=lambda one: one.enqueued_ns)
     communicators = tuple(communicator for communicator, _, _ in found)
     dropped = any(is_dropped for _, _, is_dropped in found)
-    return RankTrace(rank, time.time_ns(), communicators, tuple(records), dropped=dropped)
+    return RankTrace(rank, offset_ns + time.monotonic_ns(), communicators, tuple(records), dropped=dropped)
 
 
 def write_rank_trace(
