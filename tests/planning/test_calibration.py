@@ -12,7 +12,8 @@ from cordillera.cost import Calibration, CostModel, calibration_for
 from cordillera.errors import PlanError
 from cordillera.planning import calibration, workloads
 from cordillera.planning.language.job import PlannedJob
-from cordillera.planning.language.workload import Layout, activation_bytes
+from cordillera.planning.language.layers import activation_bytes
+from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.mesh import Mesh
 from cordillera.planning.pipeline.schedules import interleaved
 

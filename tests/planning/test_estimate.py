@@ -53,16 +53,21 @@ def test_sharded_weights_are_gathered_by_hand_made_sums() -> None:
     layout = Layout(tensor=8, data=64, shards=64, shard_weights=True, sequence_parallel=True)
     slow = job("llama3-70b", layout, region__oversubscription=1e4)
     plain = job("llama3-70b", replace(layout, shard_weights=False), region__oversubscription=1e4)
-    size, rate = BYTES * slow.layer_parameters[0], slow.rate(slow.mesh.tiers("data")[-1].edges)
+    weights, rate = slow.layer_parameters[0], slow.rate(slow.mesh.tiers("data")[-1].edges)
     tiers = slow.mesh.tiers("data")
-    gather = COST.calibration.collective_s + sum(
-        (tier.parts - 1) * (tier.edges.latency + size / tier.ranks / tier.parts / slow.rate(tier.edges))
-        for tier in tiers
+    gather, scatter = (
+        COST.calibration.collective_s
+        + sum(
+            (tier.parts - 1) * (tier.edges.latency + each * weights / tier.ranks / tier.parts / slow.rate(tier.edges))
+            for tier in tiers
+        )
+        for each in (BYTES, slow.workload.reduction_bytes)
     )
     assert rate < 5e7 * 2  # so slow that the gathers take longer than anything else
+    assert scatter > 1.9 * gather  # gradients are reduced in 32 bits
     assert slow.layer.forward == pytest.approx(gather)
-    assert slow.layer.total == pytest.approx(3 * gather)
-    assert slow.layer.gather == pytest.approx(3 * gather - plain.layer.total)
+    assert slow.layer.total == pytest.approx(2 * gather + scatter)
+    assert slow.layer.gather == pytest.approx(2 * gather + scatter - plain.layer.total)
     fast = job("llama3-70b", layout, host__bytes_per_s=1e15, device__nic_bytes_per_s=1e15)
     assert fast.layer.gather == 0
     assert fast.reduce([0]) == 0  # scattered in every backward, and there is one group only
@@ -75,7 +80,7 @@ def test_sharding_within_buildings_reduces_the_parts_across() -> None:
     assert CLUSTER.levels[ring.level].name == "pod"
     across = one.mesh.group(2, 32 * one.mesh.stride("data"))[0]
     assert CLUSTER.levels[across.level].name == "region"
-    part = BYTES * sum(one.parameters([0])) / 32
+    part = one.workload.reduction_bytes * sum(one.parameters([0])) / 32
     assert one.reduce([0]) == pytest.approx(2 * (across.latency + part / 2 / one.rate(across)))
     step = simulate_step(one, one_forward_one_backward(1, one.microbatches))
     assert step.seconds == pytest.approx(one.estimate().seconds, rel=0.02)

@@ -11,18 +11,16 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 
 from cordillera.cost import CostModel
-from cordillera.planning.language.workload import (
-    BYTES,
+from cordillera.planning.language.layers import (
     LayerSeconds,
-    Layout,
-    Workload,
     activation_bytes,
     embedding_seconds,
+    head_activation_bytes,
     head_seconds,
     held_weights,
     layer_seconds,
-    layers_of_stages,
 )
+from cordillera.planning.language.workload import BYTES, Layout, Workload, layers_of_stages
 from cordillera.planning.network.collective_cost import direct_seconds, doubling_seconds, ring_seconds
 from cordillera.planning.network.flows import max_min_rates
 from cordillera.planning.network.mesh import Edges, Mesh
@@ -254,13 +252,14 @@ class PlannedJob(Fabric):
         layout = self.layout
         if not layout.shard_weights:
             return one
-        gather = self.among_copies(BYTES * plain, layout.shards) + self.cost.calibration.collective_s
-        if mixed:
-            gather += self.among_copies(BYTES * mixed, max(1, layout.shards // layout.expert), layout.expert)
+        gather, scatter = (
+            self._over_shards(each, plain, mixed) + self.cost.calibration.collective_s
+            for each in (BYTES, self.workload.reduction_bytes)
+        )
         share = self.copied(self.mesh.group(layout.shards, self.mesh.stride("data"))[0])
         back = one.again + one.input_gradient + one.weight_gradient
         forward = max(share * min(gather, one.forward), gather - one.forward)
-        backward = max(share * min(2.0 * gather, back), 2.0 * gather - back)
+        backward = max(share * min(gather + scatter, back), gather + scatter - back)
         return LayerSeconds(
             one.forward + forward,
             one.again,
@@ -269,6 +268,18 @@ class PlannedJob(Fabric):
             one.tensor,
             forward + backward,
         )
+
+    def _over_shards(self, each: float, plain: float, mixed: float) -> float:
+        """Return the seconds to gather or scatter parameters of ``each`` so many bytes over the copies of a group.
+
+        The group has as many copies as there are shards. A device holds ``plain`` parameters and ``mixed`` ones of
+        experts, which have fewer copies.
+        """
+        layout = self.layout
+        seconds = self.among_copies(each * plain, layout.shards)
+        if mixed:
+            seconds += self.among_copies(each * mixed, max(1, layout.shards // layout.expert), layout.expert)
+        return seconds
 
     @cached_property
     def stage_layers(self) -> list[int]:
@@ -380,10 +391,15 @@ class PlannedJob(Fabric):
     def reduce(self, stages: Sequence[int]) -> float:
         """Return the seconds to reduce a rank's gradients of these stages over all copies of the model.
 
-        If weights are sharded, every backward scatters the gradients, and only the parts remain to be reduced over
-        groups of copies. Experts have fewer copies.
+        Gradients are scattered and updated weights are gathered. If weights are sharded, every backward scatters the
+        gradients, and only the parts remain to be reduced over groups of copies. Experts have fewer copies.
         """
         return self._reduced(*self.parameters(stages))
+
+    def scatter(self, stages: Sequence[int]) -> float:
+        """Return the seconds to scatter a rank's gradients of these stages over the copies that update them."""
+        plain, mixed = self.parameters(stages)
+        return self._over_shards(self.workload.reduction_bytes, plain, mixed) + self.cost.calibration.collective_s
 
     @cached_property
     def reduce_latency(self) -> float:
@@ -391,15 +407,20 @@ class PlannedJob(Fabric):
         return self._reduced(0.0, 0.0)
 
     def _reduced(self, plain: float, mixed: float) -> float:
-        layout = self.layout
+        layout, each = self.layout, self.workload.reduction_bytes
+        if not layout.shard_weights and not layout.shard_gradients:
+            seconds = 0.0
+            for size in (each, BYTES):  # gradients are scattered, weights are gathered
+                seconds += self.among_copies(size * plain, layout.data)
+                if mixed:
+                    seconds += self.among_copies(size * mixed, layout.data // layout.expert, layout.expert)
+            return seconds
+        shares, groups = max(1, layout.shards // layout.expert), layout.data // layout.shards
+        parts, stride = (plain / layout.shards + mixed / shares) / layout.context, layout.shards
+        among_groups = 2 * self.gather(each * parts, groups, stride * self.mesh.stride("data"))
         if layout.shard_weights:
-            shares, groups = max(1, layout.shards // layout.expert), layout.data // layout.shards
-            size = BYTES * (plain / layout.shards + mixed / shares) / layout.context
-            return 2 * self.gather(size, groups, layout.shards * self.mesh.stride("data"))
-        seconds = 2 * self.among_copies(BYTES * plain, layout.data)
-        if mixed:
-            seconds += 2 * self.among_copies(BYTES * mixed, layout.data // layout.expert, layout.expert)
-        return seconds
+            return among_groups
+        return among_groups + sum(self._over_shards(size, plain, mixed) for size in (each, BYTES))
 
     @cached_property
     def dealt_out(self) -> list[range]:
@@ -407,25 +428,41 @@ class PlannedJob(Fabric):
         p = self.layout.pipeline
         return [range(rank, self.layout.stages, p) for rank in range(p)]
 
-    def held(self, stages: Sequence[int], live: int) -> dict[str, float]:
-        """Return the bytes on a device, by cause, of a rank with these ``stages``.
-
-        The rank holds the activations of ``live`` microbatches of a stage at a time.
-        """
-        activations = live * max(map(self.stage_layers.__getitem__, stages)) * self.layer_activations
+    def held(self, stages: Sequence[int], activations: float) -> dict[str, float]:
+        """Return the bytes on a device, by cause, of a rank with these ``stages`` that keeps so many of activations."""
         return {**self._state(*self._counted(stages)), "activations": activations}
+
+    @cached_property
+    def kept(self) -> list[float]:
+        """Bytes of activations of every stage for one microbatch; the last one keeps those of head and loss as well."""
+        found = [layers * self.layer_activations for layers in self.stage_layers]
+        found[-1] += head_activation_bytes(self.workload, self.layout)
+        return found
+
+    def most_kept(self, rank: int) -> float:
+        """Return the bytes of activations that a rank of (interleaved) 1F1B keeps after its warm-up."""
+        stages, live, group = self.dealt_out[rank], self.live_chunks(rank), min(self.microbatches, self.layout.pipeline)
+        rounds, rest = divmod(live, group * len(stages))
+        kept = [self.kept[stage] for stage in stages]
+        full, part = divmod(rest, group)
+        return rounds * group * sum(kept) + group * sum(kept[:full]) + (part * kept[full] if part else 0.0)
 
     def _state(self, layers: int, tables: int) -> dict[str, float]:
         """Return the bytes of a rank's weights, gradients and optimizer state on a device."""
         found = self._states.get((layers, tables))
         if found is None:
-            work, parameters = self.workload, self._parameters(layers, tables)
-            weights, updated = sum(parameters), self._updated(*parameters)
-            if self.layout.shard_weights:
-                weights = updated + 2.0 * sum(self.layer_parameters)  # plus the present layer and the next
+            work, layout, parameters = self.workload, self.layout, self._parameters(layers, tables)
+            weights, updated, one = sum(parameters), self._updated(*parameters), sum(self.layer_parameters)
+            gradients = weights
+            if layout.shard_weights:
+                weights = gradients = updated + 2.0 * one  # plus the present layer and the next
+            elif layout.shard_gradients:
+                # plus the present stage and the one that is scattered, or with one stage per rank layers of it
+                whole = one if layout.chunks == 1 else max(self.stage_layers) * one
+                gradients = min(weights, updated + 2.0 * whole + tables * self.table)
             found = self._states[layers, tables] = {
                 "weights": weights * work.weight_bytes,
-                "gradients": weights * work.gradient_bytes,
+                "gradients": gradients * work.gradient_bytes,
                 "optimizer": updated * work.optimizer_bytes,
             }
         return found
@@ -452,7 +489,7 @@ class PlannedJob(Fabric):
     @cached_property
     def memory(self) -> tuple[dict[str, float], ...]:
         """Bytes on a device of each pipeline rank under (interleaved) 1F1B, by cause."""
-        return tuple(self.held(stages, self.live_chunks(rank)) for rank, stages in enumerate(self.dealt_out))
+        return tuple(self.held(stages, self.most_kept(rank)) for rank, stages in enumerate(self.dealt_out))
 
     def estimate(self) -> Estimate:
         """Estimate the step of (interleaved) 1F1B.
@@ -477,7 +514,12 @@ class PlannedJob(Fabric):
         reduce = self.reduce(heaviest)
         if layout.overlap_gradients:
             backward = sum(s.again + s.input_gradient + s.weight_gradient for s in self.stages[at::p])
-            reduce = max(0.0, reduce - backward)
+            if layout.shard_gradients:  # scattered whenever a rank leaves a stage
+                times = m if v == 1 else -(-m // p)
+                reduce = max(reduce - backward, reduce + (times - 1) * self.scatter(heaviest) - m * slow)
+            else:
+                reduce -= backward
+            reduce = max(0.0, reduce)
         parts = {
             "compute": m * max(0.0, slow - tensor - gather - send[at]),  # can be slightly below 0 by rounding
             "tensor parallel": m * tensor,

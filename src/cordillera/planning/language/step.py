@@ -107,8 +107,9 @@ def ways(job: PlannedJob) -> dict[tuple[int, int], Way]:
 
 def held(job: PlannedJob, schedule: Schedule) -> tuple[dict[str, float], ...]:
     """Return the bytes on a device of each rank of ``job``, by cause; ``schedule`` sets the live microbatches."""
-    ranks = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
-    return tuple(job.held(stages, schedule.peak(rank)) for rank, stages in enumerate(ranks))
+    return tuple(
+        job.held(schedule.stages_of(rank), schedule.most_kept(rank, job.kept)) for rank in range(schedule.ranks)
+    )
 
 
 def last_backwards(schedule: Schedule, rank: int) -> dict[int, int]:
@@ -117,31 +118,50 @@ def last_backwards(schedule: Schedule, rank: int) -> dict[int, int]:
     return dict(sorted(lasts.items(), key=lambda item: item[1]))
 
 
+def reductions(job: PlannedJob, schedule: Schedule, rank: int) -> dict[int, float]:
+    """Return the seconds of the reductions of gradients of a ``rank``, by the position of the backward before each.
+
+    There is one for each stage, after its last backward under ``schedule``. If the layout of ``job`` shards gradients,
+    they are also scattered whenever the rank's next backward is of another stage, or after each with one stage.
+    """
+    lasts = last_backwards(schedule, rank)
+    found = {i: job.reduce([stage]) for stage, i in lasts.items()}
+    if job.layout.shard_gradients:
+        backwards = [
+            (i, a.stage) for i, a in enumerate(schedule.actions[rank]) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)
+        ]
+        scatter = {stage: job.scatter([stage]) for stage in lasts}
+        for (i, stage), (_, following) in pairwise(backwards):
+            if i not in found and (stage != following or len(lasts) == 1):
+                found[i] = scatter[stage]
+    return dict(sorted(found.items()))
+
+
 def reduced(
     job: PlannedJob,
     schedule: Schedule,
     rank: int,
     times: Callable[[int], tuple[Any, Any]],
-    reduce: Callable[[int], float],
+    late: float = 0.0,
     delayed: Mapping[tuple[int, int], float] | None = None,
 ) -> Any:
     """Return when a ``rank`` of ``job`` has reduced its gradients under ``schedule``; an array if times are arrays.
 
     Reduction begins when the last backward is done. If the layout overlaps gradients, it runs layer by layer during the
-    backward of the last microbatch, one layer after the other and beside the remaining computation.
+    backward, one layer after the other and beside the remaining computation.
 
     Args:
         job: Workload and its layout.
         schedule: Schedule of the pipeline.
         rank: Rank in the pipeline.
         times: Function that returns start and end of the rank's action at a position, seconds.
-        reduce: Function that returns the seconds to reduce the gradients of a stage over the copies of the model.
+        late: Seconds by which each reduction takes longer than :func:`reductions` says.
         delayed: Seconds by which messages delay that, by rank and position of the action; None for none.
     """
     delayed = delayed or {}
     last, clock, begun = times(len(schedule.actions[rank]) - 1)[1], 0.0, math.inf
-    for stage, i in last_backwards(schedule, rank).items():
-        layers, seconds = job.stage_layers[stage], reduce(stage)
+    for i, alone in reductions(job, schedule, rank).items():
+        layers, seconds = job.stage_layers[schedule.actions[rank][i].stage], alone + late
         if job.layout.overlap_gradients:  # layer by layer as they finish; the last layer cannot be hidden
             start, end = times(i)
             begun = np.minimum(begun, start)
@@ -170,19 +190,16 @@ def simulate_step(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float]
     """
     slow = slow or {}
     ranks = range(schedule.ranks)
-    reductions = None
+    beside = None
     if job.layout.overlap_gradients and job.layout.data > 1:
-        reductions = [{i: job.reduce([stage]) for stage, i in last_backwards(schedule, r).items()} for r in ranks]
-    timeline = simulate(schedule, stage_seconds(job, schedule, slow), ways(job), reductions)
+        beside = [reductions(job, schedule, rank) for rank in ranks]
+    timeline = simulate(schedule, stage_seconds(job, schedule, slow), ways(job), beside)
     memory = held(job, schedule)
 
     def of(rank: int) -> Callable[[int], tuple[float, float]]:
         return lambda i: (float(timeline.starts[rank][i]), float(timeline.ends[rank][i]))
 
-    finish = [
-        float(reduced(job, schedule, rank, of(rank), lambda stage: job.reduce([stage]), timeline.delayed))
-        for rank in ranks
-    ]
+    finish = [float(reduced(job, schedule, rank, of(rank), delayed=timeline.delayed)) for rank in ranks]
     optimizer = [slow.get(rank, 1.0) * optimizer_seconds(job, schedule, rank) for rank in ranks]
     at = int(np.argmax([a + b for a, b in zip(finish, optimizer, strict=True)]))
     tensor = job.microbatches * sum(job.stages[stage].tensor for stage in schedule.stages_of(at))

@@ -19,9 +19,9 @@ from cordillera.errors import PlanError
 from cordillera.planning.language.explorer import Explorer, divisible
 from cordillera.planning.language.plans import Exploration, Plan
 from cordillera.planning.language.step import (
-    last_backwards,
     optimizer_seconds,
     reduced,
+    reductions,
     simulate_step,
     stage_seconds,
     ways,
@@ -136,15 +136,11 @@ def jittered(explorer: Explorer, plan: Plan, jitter: float, draws: int = DRAWS, 
         last = generator.random(draws) ** (1.0 / parts)  # distributed like the largest of ``parts`` uniform draws
         return -jitter * way.latency * np.log1p(-last)
 
-    def reduce(stage: int) -> float:
-        return job.reduce([stage]) + jitter * job.reduce_latency
-
-    keep = [
-        {*last_backwards(schedule, rank).values(), len(actions) - 1} for rank, actions in enumerate(schedule.actions)
-    ]
+    keep = [{*reductions(job, schedule, rank), len(actions) - 1} for rank, actions in enumerate(schedule.actions)]
     times = simulate_late(schedule, stage_seconds(job, schedule), ways(job), late, keep)
     ends = [
-        reduced(job, schedule, rank, times[rank].__getitem__, reduce) + optimizer_seconds(job, schedule, rank)
+        reduced(job, schedule, rank, times[rank].__getitem__, jitter * job.reduce_latency)
+        + optimizer_seconds(job, schedule, rank)
         for rank in range(schedule.ranks)
     ]
     return np.sort(np.broadcast_to(np.max(np.broadcast_arrays(*ends), axis=0), draws))

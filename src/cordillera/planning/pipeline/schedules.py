@@ -207,6 +207,18 @@ class Schedule:
         """Return the largest number of forwards whose activations a rank holds at a time."""
         return self._peaks[rank]
 
+    def most_kept(self, rank: int, sizes: Sequence[float]) -> float:
+        """Return the largest sum of what a rank keeps at a time, with a size for each stage's forward."""
+        stages = self.stages_of(rank)
+        if len({sizes[stage] for stage in stages}) == 1:
+            return self.peak(rank) * sizes[stages[0]]
+        held = most = 0.0
+        for action in self.actions[rank]:
+            size = sizes[action.stage]
+            held += size if action.kind is F else -size if action.kind in (B, W) else 0.0
+            most = max(most, held)
+        return most
+
     @cached_property
     def _peaks(self) -> list[int]:
         return [max(self.live(rank), default=0) for rank in range(self.ranks)]
