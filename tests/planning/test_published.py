@@ -54,6 +54,13 @@ def test_a_published_layout_fits_and_is_as_fast_as_published(name: str, entry: P
     assert explorer.fits(whole) == (entry.devices == 16384)
 
 
+def test_the_error_that_ships_is_that_of_these_rows() -> None:
+    errors = [abs((entry.teraflops or 0) / teraflops(evaluated(name, entry)[1]) - 1) for name, entry in PUBLISHED]
+    error = calibration_for(CLUSTER.device).error
+    assert error == pytest.approx(sum(errors) / len(errors), abs=0.001)
+    assert "2.2 % off on average" in calibration_for(CLUSTER.device).described
+
+
 @pytest.mark.parametrize("fitted", [0, 1])
 def test_one_row_alone_predicts_the_others(fitted: int) -> None:
     """One constant, the matrix engine's share, is fitted to one row of 8,192 tokens; the two other rows are unseen."""

@@ -293,7 +293,9 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
         speed = f"with {case.what}: {_seconds(case.seconds)} ({100 * case.speed(best.seconds):+.2f} %)"
         answer.say(f"{speed} {case.note}".rstrip())
     answer.say(f"{searched}, {counted(found.simulated, 'step')} simulated in {found.seconds:.1f} s")
-    answer.say(f"constants: {planned.explorer.cost.calibration.provenance}")
+    if isinstance(planned, Planned):
+        answer.say(f"base: {planned.explorer.base_source}", base_source=planned.explorer.base_source)
+    answer.say(f"constants: {planned.explorer.cost.calibration.described}")
     if isinstance(planned, Planned) and (used := export.measured(planned.explorer, planned.found.best)):
         answer.say(used, measured=used)
     answer.say(f"report: {planned.files['plan.html']}")
@@ -339,7 +341,7 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
         speed = f"with {case.what}: {_seconds(case.seconds)} ({100 * case.speed(found.best.seconds):+.2f} %)"
         answer.say(f"{speed} {case.note}".rstrip())
     answer.say(f"base: {explorer.base_source}")
-    answer.say(f"constants: {explorer.cost.calibration.provenance}")
+    answer.say(f"constants: {explorer.cost.calibration.described}")
     if planned.files:
         answer.say(f"report: {planned.files['plan.html']}")
     answer.keep(

@@ -175,13 +175,15 @@ class Explorer(ClusterSearch[Workload]):
         order: Sequence[str],
         network: Mapping[str, NetworkSettings],
         shared: dict[Any, Any] | None = None,
+        late: float = 0.0,
     ) -> PlannedJob:
         """Return the job of a ``layout`` on the cluster, with its dimensions in ``order``, innermost first.
 
         ``network`` holds the settings by level. ``shared`` caches what jobs with the same settings have in common; it
-        is filled.
+        is filled. ``late`` is that of :class:`~cordillera.planning.language.job.Fabric`.
         """
-        return PlannedJob(self.workload, Mesh.of(self.topology, layout, order), layout, self.cost, network, shared)
+        mesh = Mesh.of(self.topology, layout, order)
+        return PlannedJob(self.workload, mesh, layout, self.cost, network, shared, late)
 
     def production(self) -> Plan:
         """Return the baseline: the best known practice, applied to this cluster.

@@ -7,7 +7,7 @@ time. Both use the same costs of layers, stages and collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
 from cordillera.cost import CostModel
@@ -19,6 +19,7 @@ from cordillera.planning.language.layers import (
     head_seconds,
     held_weights,
     layer_seconds,
+    recomputes_ffn,
 )
 from cordillera.planning.language.workload import BYTES, Layout, Workload, layers_of_stages
 from cordillera.planning.network.collective_cost import direct_seconds, doubling_seconds, ring_seconds
@@ -69,6 +70,18 @@ _Line = tuple[float, float]  # seconds, and seconds per byte
 _Ways = tuple[_Line, tuple[tuple[_Line, ...], ...]]
 
 
+def _with_collective(one: LayerSeconds, name: str, seconds: float, again: bool) -> LayerSeconds:
+    """Return a layer with a collective in its forward, in its backward, and in what is computed ``again``."""
+    redone = seconds if again else 0.0
+    return replace(
+        one,
+        forward=one.forward + seconds,
+        again=one.again + redone,
+        input_gradient=one.input_gradient + seconds,
+        **{name: 2 * seconds + redone},
+    )
+
+
 _direct_seconds = partial(direct_seconds, overhead=_ISSUE_S)
 
 
@@ -82,6 +95,16 @@ def _by_bytes(
     return seconds(n, 0.0, edges.latency, rate), of_bytes / many
 
 
+def exposed(stages: LayerSeconds, times: float = 1.0) -> dict[str, float]:
+    """Return the seconds of collectives inside ``stages`` that computation waits for, by cause, so many ``times``."""
+    return {
+        "tensor parallel": times * stages.tensor,
+        "context parallel": times * stages.context,
+        "expert exchange": times * stages.exchange,
+        "sharded weights": times * stages.gather,
+    }
+
+
 class Fabric:
     """Rates that pairs of devices of a mesh attain.
 
@@ -89,10 +112,21 @@ class Fabric:
         mesh: Placement of a job's ranks.
         cost: Cost model of the devices.
         network: Settings of each level above hosts, by name; None for links without losses or waiting.
+        late: Time by which every hop of a collective is later on average, as a part of its latency.
     """
 
-    def __init__(self, mesh: Mesh, cost: CostModel, network: Mapping[str, NetworkSettings] | None = None) -> None:
-        self.mesh, self.cost, self.network = mesh, cost, network
+    def __init__(
+        self,
+        mesh: Mesh,
+        cost: CostModel,
+        network: Mapping[str, NetworkSettings] | None = None,
+        late: float = 0.0,
+    ) -> None:
+        self.mesh, self.cost, self.network, self.late = mesh, cost, network, late
+
+    def _late(self, edges: Edges) -> Edges:
+        """Return edges whose hops are late; their rate is computed without it."""
+        return edges._replace(latency=edges.latency * (1.0 + self.late)) if self.late else edges
 
     def rate(self, edges: Edges) -> float:
         """Return the rate that pairs of devices attain, bytes/s."""
@@ -119,7 +153,7 @@ class Fabric:
 class PlannedJob(Fabric):
     """A workload cut over a cluster: stages, messages and collectives with their costs.
 
-    The arguments ``mesh``, ``cost`` and ``network`` are those of :class:`Fabric`.
+    The arguments ``mesh``, ``cost``, ``network`` and ``late`` are those of :class:`Fabric`.
 
     Args:
         workload: Workload to train.
@@ -135,8 +169,9 @@ class PlannedJob(Fabric):
         cost: CostModel,
         network: Mapping[str, NetworkSettings] | None = None,
         shared: dict[tuple[int, int], _Ways] | None = None,
+        late: float = 0.0,
     ) -> None:
-        super().__init__(mesh, cost, network)
+        super().__init__(mesh, cost, network, late)
         self._shared = {} if shared is None else shared
         self.workload, self.layout = workload, layout
         self.tokens = layout.microbatch * workload.sequence / layout.context  # tokens of a microbatch on a device
@@ -165,12 +200,12 @@ class PlannedJob(Fabric):
     def _ways_to_gather(self, count: int, stride: int) -> _Ways:
         """Return the seconds of a gather by its bytes: around one ring, and in each tier by the network settings."""
         edges, tiers = self.mesh.group(count, stride)
-        ring = _by_bytes(ring_seconds, count, 1, edges, self.rate(edges))
+        ring = _by_bytes(ring_seconds, count, 1, self._late(edges), self.rate(edges))
         if self.cost.calibration.one_ring and tiers[0].edges.level == 0 and stride > 1:
             return ring, ()
         found = []
         for parts, ranks, edges in tiers:
-            settings, rate = self.settings(edges), self.rate(edges)
+            settings, rate, edges = self.settings(edges), self.rate(edges), self._late(edges)
             options = [_by_bytes(ring_seconds, parts, ranks, edges, rate)]
             if settings is not None and settings.collectives == "cheapest":
                 options.append(_by_bytes(doubling_seconds, parts, ranks, edges, rate))
@@ -203,43 +238,32 @@ class PlannedJob(Fabric):
 
     @cached_property
     def exchange(self) -> float:
-        """Seconds of one exchange of tokens between the devices that share a layer's experts, with balanced routing."""
+        """Seconds of one exchange of tokens between the devices that share a layer's experts, to the busiest one."""
         experts, n = self.workload.model.experts, self.layout.expert
         if experts is None or n == 1:
             return 0.0
         size = BYTES * self.tokens * experts.active * self.workload.model.hidden / self.layout.tensor
+        size *= experts.imbalance
         slowest, latency = 0.0, 0.0
         for tier in self.mesh.group(n, self.mesh.stride("data"))[1]:
             slowest = max(slowest, size * (1 - tier.ranks / n) / self.rate(tier.edges))  # bytes that leave a part
-            latency = max(latency, tier.edges.latency)
+            latency = max(latency, self._late(tier.edges).latency)
         return slowest + latency + self.cost.calibration.collective_s
 
     @cached_property
     def layer(self) -> LayerSeconds:
         """Seconds of one layer for one microbatch, as a mean over layers if some have experts."""
         one = layer_seconds(self.workload, self.layout, self.cost, self.tensor_reduce)
-        experts = self.workload.model.experts
-        if experts is not None and self.layout.expert > 1:
-            twice = 2 * self.exchange * self.workload.model.mixed_share  # to the experts and back
-            again = twice if self.layout.recompute == "full" else 0.0
-            one = LayerSeconds(
-                one.forward + twice,
-                one.again + again,
-                one.input_gradient + twice,
-                one.weight_gradient,
-                one.tensor,
-            )
-        if self.layout.context > 1:
+        model, layout = self.workload.model, self.layout
+        full = layout.recompute == "full"
+        if model.experts is not None and layout.expert > 1:
+            twice = 2 * self.exchange * model.mixed_share  # to the experts and back
+            one = _with_collective(one, "exchange", twice, full or recomputes_ffn(model, layout))
+        if layout.context > 1:
             # keys and values are gathered in every forward, recomputed ones too; their gradients are scattered back
-            size = 2 * BYTES * self.tokens * self.layout.context * self.workload.model.keys / self.layout.tensor
-            gather = self.gather(size, self.layout.context, self.mesh.stride("context"))
-            one = LayerSeconds(
-                one.forward + gather,
-                one.again + (gather if self.layout.recompute == "full" else 0.0),
-                one.input_gradient + gather,
-                one.weight_gradient,
-                one.tensor,
-            )
+            size = 2 * BYTES * self.tokens * layout.context * model.keys / layout.tensor
+            gather = self.gather(size, layout.context, self.mesh.stride("context"))
+            one = _with_collective(one, "context", gather, full)
         return self._with_gathered(one, *self.layer_parameters)
 
     def _with_gathered(self, one: LayerSeconds, plain: float, mixed: float = 0.0) -> LayerSeconds:
@@ -260,13 +284,11 @@ class PlannedJob(Fabric):
         back = one.again + one.input_gradient + one.weight_gradient
         forward = max(share * min(gather, one.forward), gather - one.forward)
         backward = max(share * min(gather + scatter, back), gather + scatter - back)
-        return LayerSeconds(
-            one.forward + forward,
-            one.again,
-            one.input_gradient + backward,
-            one.weight_gradient,
-            one.tensor,
-            forward + backward,
+        return replace(
+            one,
+            forward=one.forward + forward,
+            input_gradient=one.input_gradient + backward,
+            gather=forward + backward,
         )
 
     def _over_shards(self, each: float, plain: float, mixed: float) -> float:
@@ -401,11 +423,6 @@ class PlannedJob(Fabric):
         plain, mixed = self.parameters(stages)
         return self._over_shards(self.workload.reduction_bytes, plain, mixed) + self.cost.calibration.collective_s
 
-    @cached_property
-    def reduce_latency(self) -> float:
-        """Seconds of :meth:`reduce` that do not depend on bytes."""
-        return self._reduced(0.0, 0.0)
-
     def _reduced(self, plain: float, mixed: float) -> float:
         layout, each = self.layout, self.workload.reduction_bytes
         if not layout.shard_weights and not layout.shard_gradients:
@@ -507,8 +524,9 @@ class PlannedJob(Fabric):
         slots = [sum(stage.total for stage in self.stages[rank::p]) + send[rank] for rank in range(p)]
         slow = max(slots)
         at = slots.index(slow)
-        tensor = sum(stage.tensor for stage in self.stages[at::p])
-        gather = sum(stage.gather for stage in self.stages[at::p])
+        own = LayerSeconds()
+        for stage in self.stages[at::p]:
+            own = own.plus(stage)
         weights = [rank["weights"] for rank in self.memory]
         heaviest = self.dealt_out[weights.index(max(weights))]
         reduce = self.reduce(heaviest)
@@ -521,9 +539,8 @@ class PlannedJob(Fabric):
                 reduce -= backward
             reduce = max(0.0, reduce)
         parts = {
-            "compute": m * max(0.0, slow - tensor - gather - send[at]),  # can be slightly below 0 by rounding
-            "tensor parallel": m * tensor,
-            "sharded weights": m * gather,
+            "compute": m * max(0.0, slow - own.communication - send[at]),  # can be slightly below 0 by rounding
+            **exposed(own, m),
             "pipeline messages": m * send[at],
             # chunks recur once per pass over all ranks, even with few microbatches
             "pipeline bubble": (sum(slots) - slow) / v + max(0, p - m) * slow * (1 - 1 / v),

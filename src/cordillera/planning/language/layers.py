@@ -5,7 +5,7 @@ All figures are counted, none is fitted; :class:`cordillera.cost.CostModel` give
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 from cordillera.cost import CostModel
 from cordillera.planning.language.workload import BYTES, Layout, Transformer, Workload
@@ -27,6 +27,8 @@ class LayerSeconds:
         weight_gradient: Seconds of the gradient of the weights and its accumulation.
         tensor: Part of these seconds spent in collectives over the tensor-parallel devices.
         gather: Part of these seconds spent waiting for weights and gradients that are cut over copies.
+        exchange: Part of these seconds spent in exchanges of tokens between devices that share a layer's experts.
+        context: Part of these seconds spent in gathers over the devices that share a sequence.
     """
 
     forward: float = 0.0
@@ -35,41 +37,38 @@ class LayerSeconds:
     weight_gradient: float = 0.0
     tensor: float = 0.0
     gather: float = 0.0
+    exchange: float = 0.0
+    context: float = 0.0
 
     @property
     def total(self) -> float:
         """Seconds of forward and backward."""
         return self.forward + self.again + self.input_gradient + self.weight_gradient
 
+    @property
+    def communication(self) -> float:
+        """Part of :attr:`total` spent in collectives that are not hidden behind computation."""
+        return self.tensor + self.gather + self.exchange + self.context
+
     def times(self, count: float) -> LayerSeconds:
         """Return the seconds of ``count`` executions one after the other."""
-        return LayerSeconds(
-            self.forward * count,
-            self.again * count,
-            self.input_gradient * count,
-            self.weight_gradient * count,
-            self.tensor * count,
-            self.gather * count,
-        )
+        return LayerSeconds(*(seconds * count for seconds in astuple(self)))
 
     def plus(self, other: LayerSeconds) -> LayerSeconds:
         """Return the seconds of both, one after the other."""
-        return LayerSeconds(
-            self.forward + other.forward,
-            self.again + other.again,
-            self.input_gradient + other.input_gradient,
-            self.weight_gradient + other.weight_gradient,
-            self.tensor + other.tensor,
-            self.gather + other.gather,
-        )
+        return LayerSeconds(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def at_least(self, floor: float) -> LayerSeconds:
         """Scale all seconds up to a total of ``floor``, the time that the host needs, if they are shorter."""
         if self.total >= floor or self.total == 0:
             return self
         by = floor / self.total
-        return LayerSeconds(
-            self.forward * by, self.again * by, self.input_gradient * by, self.weight_gradient * by, self.tensor
+        return replace(
+            self,
+            forward=self.forward * by,
+            again=self.again * by,
+            input_gradient=self.input_gradient * by,
+            weight_gradient=self.weight_gradient * by,
         )
 
 
@@ -106,7 +105,8 @@ def activation_bytes(workload: Workload, layout: Layout) -> float:
     # norms' inputs, block inputs, dropouts' masks
     own = (10.0 if model.dropout else 8.0) * full / (t if layout.sequence_parallel else 1)
     kept = (4.0 if model.fused_ffn else 8.0) if model.gated else 4.0
-    ffn = kept * dense + (4.0 if model.gated else 2.0) * routed
+    busiest = model.experts.imbalance if model.experts is not None else 1.0
+    ffn = kept * dense + (4.0 if model.gated else 2.0) * routed * busiest
     if recomputes_ffn(model, layout):
         ffn = 0.0
     cut = tokens * (4.0 * model.queries + 4.0 * model.keys + ffn) / t
@@ -148,15 +148,16 @@ def _linear_seconds(
 ) -> tuple[float, float, float, float]:
     """Return the seconds of a layer's matrix products with weights: forward, input gradient and weight gradient.
 
-    The last value is the part of the forward in the feed-forward nets. All are means over layers. Routing is balanced,
-    so that the experts of a device get as many tokens as if each of its own tokens stayed, and each expert gets as many
-    as the others; they are computed in one kernel.
+    The last value is the part of the forward in the feed-forward nets. All are means over layers. With balanced
+    routing, the experts of a device get as many tokens as if each of its own tokens stayed, and each expert gets as
+    many as the others; on the busiest device they get more by the model's imbalance. They are computed in one kernel.
     """
     t, up, e, share = layout.tensor, 2 if model.gated else 1, model.experts, model.mixed_share
     nets = [(1.0 - share, rows, float(model.ffn or 4 * model.hidden), 1.0)]  # how often, rows, width, count
     if e is not None:
         held = e.count / layout.expert
-        nets += [(share, rows, float(e.shared_ffn), 1.0), (share, rows * e.active / held, float(e.ffn), held)]
+        each = rows * e.active / held * e.imbalance
+        nets += [(share, rows, float(e.shared_ffn), 1.0), (share, each, float(e.ffn), held)]
     layers = [
         (1.0, (rows, (model.queries + 2 * model.keys) / t, model.hidden, 1.0)),
         (1.0, (rows, model.hidden, model.queries / t, 1.0)),
@@ -208,7 +209,7 @@ def layer_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: f
     pointwise = cost.stream(11.0 * own + 6.0 * x / t + 2.0 * wide)
     pointwise_back = cost.stream(17.0 * own + 3.0 * x / t + 3.0 * wide)
     if model.experts is not None:
-        gathered = model.experts.active * x * model.mixed_share
+        gathered = model.experts.active * x * model.mixed_share * model.experts.imbalance
         pointwise += cost.stream(3.0 * gathered + x * model.mixed_share)  # read, written, read again, summed
         pointwise_back += cost.stream(6.0 * gathered + 2.0 * x * model.mixed_share)  # so are gradients, and rows again
     # read the gradient in 16 bits, read the sum, write the sum

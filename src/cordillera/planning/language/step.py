@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from cordillera.errors import PlanError
-from cordillera.planning.language.job import PlannedJob
+from cordillera.planning.language.job import PlannedJob, exposed
+from cordillera.planning.language.layers import LayerSeconds
 from cordillera.planning.pipeline.schedules import (
     Kind,
     Schedule,
@@ -64,8 +65,8 @@ def stage_seconds(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float]
     Args:
         job: Job with as many stages as the schedule.
         schedule: Schedule, which assigns stages to ranks.
-        slow: Factors by which pipeline ranks compute longer; None for none. Tensor-parallel collectives keep their
-            time, and are part of all actions of a stage alike.
+        slow: Factors by which pipeline ranks compute longer; None for none. Collectives keep their time, and are part
+            of all actions of a stage alike.
 
     Raises:
         PlanError: If the numbers of stages differ.
@@ -84,7 +85,7 @@ def stage_seconds(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float]
     for number, one in enumerate(job.stages if slow else ()):
         factor = (slow or {}).get(schedule.rank_of[number], 1.0)
         if factor != 1.0 and one.total > 0:
-            by[number] = factor + (1.0 - factor) * (one.tensor + one.gather) / one.total
+            by[number] = factor + (1.0 - factor) * one.communication / one.total
     stages = list(zip(job.stages, by, lost, strict=True))
     return StageSeconds(
         [stage.forward * times + extra for stage, times, extra in stages],
@@ -142,7 +143,6 @@ def reduced(
     schedule: Schedule,
     rank: int,
     times: Callable[[int], tuple[Any, Any]],
-    late: float = 0.0,
     delayed: Mapping[tuple[int, int], float] | None = None,
 ) -> Any:
     """Return when a ``rank`` of ``job`` has reduced its gradients under ``schedule``; an array if times are arrays.
@@ -155,13 +155,12 @@ def reduced(
         schedule: Schedule of the pipeline.
         rank: Rank in the pipeline.
         times: Function that returns start and end of the rank's action at a position, seconds.
-        late: Seconds by which each reduction takes longer than :func:`reductions` says.
         delayed: Seconds by which messages delay that, by rank and position of the action; None for none.
     """
     delayed = delayed or {}
     last, clock, begun = times(len(schedule.actions[rank]) - 1)[1], 0.0, math.inf
-    for i, alone in reductions(job, schedule, rank).items():
-        layers, seconds = job.stage_layers[schedule.actions[rank][i].stage], alone + late
+    for i, seconds in reductions(job, schedule, rank).items():
+        layers = job.stage_layers[schedule.actions[rank][i].stage]
         if job.layout.overlap_gradients:  # layer by layer as they finish; the last layer cannot be hidden
             start, end = times(i)
             begun = np.minimum(begun, start)
@@ -202,13 +201,13 @@ def simulate_step(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float]
     finish = [float(reduced(job, schedule, rank, of(rank), delayed=timeline.delayed)) for rank in ranks]
     optimizer = [slow.get(rank, 1.0) * optimizer_seconds(job, schedule, rank) for rank in ranks]
     at = int(np.argmax([a + b for a, b in zip(finish, optimizer, strict=True)]))
-    tensor = job.microbatches * sum(job.stages[stage].tensor for stage in schedule.stages_of(at))
-    gather = job.microbatches * sum(job.stages[stage].gather for stage in schedule.stages_of(at))
+    own = LayerSeconds()
+    for stage in schedule.stages_of(at):
+        own = own.plus(job.stages[stage])
     end, waiting, busy = float(timeline.ends[at][-1]), float(timeline.waiting[at]), float(timeline.busy[at])
     parts = {
-        "compute": max(0.0, busy - tensor - gather),
-        "tensor parallel": tensor,
-        "sharded weights": gather,
+        "compute": max(0.0, busy - job.microbatches * own.communication),
+        **exposed(own, job.microbatches),
         "pipeline messages": waiting,
         "pipeline bubble": end - busy - waiting,
         "gradient reduction": finish[at] - end,

@@ -37,6 +37,8 @@ class Experts(BaseModel):
         ffn: Width of an expert.
         shared_ffn: Width of the expert that all tokens are sent to; 0 for none.
         every: Period in layers: one of this many layers has experts, the others a plain feed-forward net.
+        imbalance: Tokens that the busiest device's experts get, relative to the mean over devices; 1 for balanced
+            routing. The others wait for it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -46,11 +48,16 @@ class Experts(BaseModel):
     ffn: WorkloadCount
     shared_ffn: Annotated[int, Numeric, Field(ge=0, le=1 << 32)] = 0
     every: WorkloadCount = 1
+    imbalance: Annotated[float, Numeric, Field(ge=1, le=1e6, allow_inf_nan=False)] = 1.0
 
     @model_validator(mode="after")
     def _has_as_many(self) -> Experts:
         if self.active > self.count:
             raise ValueError(f"{self.active} active of {self.count} experts")
+        if self.imbalance > self.count:
+            raise ValueError(
+                f"an imbalance of {self.imbalance:g} is more than all tokens on one of {self.count} experts"
+            )
         return self
 
 

@@ -26,6 +26,8 @@ _KINDS = {
 PARTS = {
     "compute": "Computation",
     "tensor parallel": "Tensor-parallel collectives",
+    "context parallel": "Gathers of context parallelism",
+    "expert exchange": "Exchange of experts' tokens",
     "sharded weights": "Waiting for sharded weights",
     "pipeline messages": "Waiting for pipeline messages",
     "pipeline bubble": "Pipeline bubble",
