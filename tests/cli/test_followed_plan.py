@@ -98,6 +98,19 @@ def test_a_planned_run_goes_on_without_its_plan_and_on_another_mesh(cli: Any, re
     assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
 
 
+@needs_gloo
+@pytest.mark.slow
+def test_ends_that_hold_an_embedding_alone_train_as_one_process_does(cli: Any, tmp_path: Path) -> None:
+    write_text(tmp_path / "text.jsonl")
+    (tmp_path / "small.toml").write_text(RECIPE.replace("steps = 12", "steps = 4"))  # two layers
+    ends = {"pipeline": 2, "schedule": "interleaved", "chunks": 2}  # four stages
+    for name, mesh in {"alone": {}, "ends": ends}.items():
+        options = [word for key, value in mesh.items() for word in ("--set", f"parallel.{key}={value}")]
+        done = cli("train", "small.toml", "--run", name, "-q", "--set", "packing.microbatches=4", *options)
+        assert done.code == 0, done.err
+    assert losses(tmp_path / "ends") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+
+
 PIPELINE = Layout(pipeline=2)
 
 

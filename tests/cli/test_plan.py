@@ -119,6 +119,52 @@ def test_a_plan_of_a_recommendation_model_is_printed_and_written(cli: Any) -> No
     assert sorted(path.name for path in folder.iterdir()) == ["plan.html", "plan.json", "trace.json"]
 
 
+def test_own_layouts_are_evaluated_side_by_side(cli: Any) -> None:
+    own = (
+        "--layout",
+        "tensor=8,pipeline=16,chunks=8,shard_gradients=true",
+        "--layout",
+        "tensor=8,pipeline=16,chunks=8",
+    )
+    result = cli("plan", "llama3-405b", "llama3-building", "--devices", 8192, *own, "--jitter", 0.1, "--out", "p")
+    assert result.code == 0, result.err
+    for text in (
+        "layout 2 does not fit: 79.5 GB on a device of pipeline rank 1, 75.2 GB are usable (activations ",
+        "layout 1: ",
+        "times as fast as the base",
+        "base: TP8 PP16 DP64 ZeRO2-64 v8 mb1, published for 8,192 devices (Grattafiori et al. 2024",
+        "with latencies 10 % longer on average",
+        "Tensor-parallel collectives",
+    ):
+        assert text in result.out
+    content = json.loads(Path("p/plan.json").read_text())
+    assert [plan["layout"]["shard_gradients"] for plan in content["plans"]] == [True]
+    printed = json.loads(
+        cli("plan", "llama3-405b", "llama3-building", "--devices", 8192, *own, "--out", "q", "--json").out
+    )
+    assert [row["fits"] for row in printed["plans"]] == ["yes", "no", "yes"]
+    assert printed["plans"][0]["seconds"] == content["plans"][0]["seconds"]
+    assert printed["usable_memory_bytes"] == pytest.approx(75.2e9)
+
+
+def test_layouts_of_which_none_fits_write_nothing_and_say_what_takes_the_memory(cli: Any) -> None:
+    result = cli("plan", "llama3-8b", "two-buildings", "--devices", 64, "--layout", "tensor=1", "--out", "p")
+    assert result.code == 1, result.err
+    assert "layout 1 does not fit" in result.out
+    assert not Path("p").exists()
+
+
+@pytest.mark.slow
+def test_an_own_layout_stands_beside_a_search(cli: Any) -> None:
+    layout = ("--layout", "tensor=8,pipeline=2", "--compare", "--only", "scheduling")
+    result = cli("plan", "llama3-8b", "two-buildings", "--devices", 64, *layout, "--out", "p", "--json")
+    assert result.code == 0, result.err
+    rows = {row["place"]: row for row in json.loads(result.out)["plans"]}
+    assert list(rows) == ["1", "searched", "base"]
+    assert rows["searched"]["seconds"] <= rows["base"]["seconds"]
+    assert "searched" in Path("p/plan.html").read_text()
+
+
 def test_what_ships_is_listed(cli: Any) -> None:
     out = cli("plan", "--list").out
     assert "llama3-405b" in out
@@ -273,6 +319,12 @@ def _drain(screen: int) -> None:
         (["gpt-22b", "a100-node", "selene", "--devices", "100000"], "8 at most"),
         (["gpt-22b", "a100-node", "selene", "--measure", "p.csv"], "plan --measure: is for one cluster"),
         (["gpt-22b", "a100-nod"], "did you mean a100-node?"),
+        (["gpt-22b", "a100-node", "--layout", "tensor"], "'tensor' is not key=value"),
+        (["gpt-22b", "a100-node", "--layout", "tensor=3"], "tensor x context x pipeline = 3 does not divide 8 devices"),
+        (["gpt-22b", "a100-node", "--layout", "tensor=8,data=2"], "takes 16 devices, 8 are in use"),
+        (["dlrm-dcnv2", "a100-node", "--layout", "tensor=8"], "are not known for recommendation models"),
+        (["a100-node", "--calibrate", "x.csv", "--layout", "tensor=8"], "--layout: has no effect with --calibrate"),
+        (["gpt-22b", "a100-node", "--layout", "tensor=8", "--only", "network"], "no effect with --layout alone"),
         (["gpt-22b", "a100-node", "--only", "magic"], "'magic' is not searched"),
         (["gpt-22b", "a100-node", "--set", "region.x=1"], "there is no level 'region'"),
         (["gpt-22b", "a100-node", "--set", "host.latency_s=-1"], "host.latency_s: must be at least"),

@@ -11,9 +11,8 @@ from pydantic import ValidationError
 from cordillera.distributed.mesh import Family, ParallelConfig
 from cordillera.distributed.planned_mesh import MOST_TABLE, PlannedParallelConfig, planned_mesh
 from cordillera.errors import PlanError
-from cordillera.planning.language.explorer import PRODUCTION_ORDER
 from cordillera.planning.language.plan_file import WrittenPlan, read_written_plan
-from cordillera.planning.language.workload import Layout, Workload
+from cordillera.planning.language.workload import PRODUCTION_ORDER, Layout, Workload
 from cordillera.planning.pipeline.schedules import Schedule, interleaved, one_forward_one_backward
 from tests.planning.test_plan_file import MODEL, write_plan
 

@@ -18,6 +18,7 @@ from cordillera.planning import workloads
 from cordillera.planning.language import what_if as faults
 from cordillera.planning.language.explorer import Explorer
 from cordillera.planning.language.job import PlannedJob
+from cordillera.planning.language.own_layout import OwnLayout
 from cordillera.planning.language.plans import Plan
 from cordillera.planning.language.step import families, simulate_step
 from cordillera.planning.language.workload import Layout
@@ -130,7 +131,7 @@ def test_a_slow_device_costs_between_nothing_and_its_factor(
     assert step.seconds * (1 - 1e-12) <= slow.seconds <= factor * step.seconds * (1 + 1e-12)
     assert simulate_step(job, schedule, {rank % pipeline: 1.0}).seconds == step.seconds
     # the rank itself computes for the factor's time, and its tensor-parallel collectives take what they take
-    own, tensor = float(step.timeline.busy[rank % pipeline]), 0.0
+    own = float(step.timeline.busy[rank % pipeline])
     tensor = job.microbatches * sum(job.stages[stage].tensor for stage in schedule.stages_of(rank % pipeline))
     assert slow.timeline.busy[rank % pipeline] == pytest.approx(factor * (own - tensor) + tensor)
 
@@ -182,10 +183,29 @@ def test_late_messages_are_late_by_the_jitter_on_average() -> None:
     schedule = one_forward_one_backward(2, 1)
     plan = Plan(layout, job.mesh.order, {}, schedule, simulate_step(job, schedule), 1.0, 1.0)
     latency = job.mesh.boundary(0).latency
-    explorer.job = lambda *_: job  # type: ignore[method-assign, misc, assignment]
+    explorer.job = lambda *_, **__: job  # type: ignore[method-assign, misc, assignment]
     extra = faults.jittered(explorer, plan, 3.0, draws=20_000) - plan.seconds
     assert extra.mean() == pytest.approx(2 * 3.0 * latency, rel=0.03)
     assert extra.var() == pytest.approx(2 * (3.0 * latency) ** 2, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tensor=8, data=64, shards=64, shard_weights=True, sequence_parallel=True),
+        Layout(context=4, data=128, shards=128, shard_weights=True),
+    ],
+)
+def test_late_hops_of_collectives_inside_a_stage_make_steps_longer(layout: Layout) -> None:
+    """Sharded data parallelism sends no messages of a pipeline; the collectives that it waits for are late."""
+    cluster = topology.load("two-buildings").changed({"pod.members": 16, "building.members": 1})
+    explorer = Explorer(workloads.load("llama3-70b"), cluster.changed({"region.distance_km": 100.0}))
+    plan = explorer.evaluate(OwnLayout("sharded", layout))
+    case = faults.jitter(explorer, plan, 0.5, draws=10)
+    on_time, late = (explorer.job(layout, plan.order, plan.network, late=part) for part in (0.0, 0.5))
+    slower = plan.layout.pipeline * late.microbatches * (late.layer.total - on_time.layer.total) * 80
+    assert slower > 0.001 * plan.seconds
+    assert case.figures["p50"] - plan.seconds == pytest.approx(slower, rel=0.05)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -0.1, 0.99])
@@ -287,7 +307,8 @@ def test_domains_that_cannot_be_lost_are_refused(domain: str, message: str) -> N
 
 @pytest.mark.parametrize(("count", "domain", "left"), [(2, "building", 32), (3, "building:2", 64), (2, "rack:3", 48)])
 def test_a_plan_after_a_loss_uses_all_that_is_left_where_it_divides(count: int, domain: str, left: int) -> None:
-    explorer = Explorer(workloads.load("llama3-8b"), buildings(count))
+    by_the_rules = workloads.load("llama3-8b").model_copy(update={"published": ()})
+    explorer = Explorer(by_the_rules, buildings(count))
     plan = explorer.production()
     case = faults.lost(explorer, plan, domain, ["network"])
     assert case.devices == left == case.figures["devices_left"]

@@ -12,11 +12,11 @@ import pytest
 
 from cordillera import topology
 from cordillera.errors import PlanError
-from cordillera.planning.language.explorer import PRODUCTION_ORDER, Explorer
+from cordillera.planning.language.explorer import Explorer
 from cordillera.planning.language.plan_file import plan_text, read_content, read_schedule, read_written_plan
 from cordillera.planning.language.plans import Plan
 from cordillera.planning.language.step import simulate_step
-from cordillera.planning.language.workload import Layout, Workload
+from cordillera.planning.language.workload import PRODUCTION_ORDER, Layout, Workload
 from cordillera.planning.pipeline.schedules import Schedule, interleaved, one_forward_one_backward
 from cordillera.workflows import planning as commands
 from tests.fuzzing import damaged, survives

@@ -23,6 +23,7 @@ from cordillera.planning.pipeline.schedules import (
     zero_bubble,
     zero_bubble_v,
 )
+from cordillera.planning.pipeline.simulator import StageSeconds, Way, simulate
 
 Make = Callable[[int, int], Schedule]
 
@@ -122,6 +123,28 @@ def test_warmup_is_rounded_up_at_each_boundary() -> None:
     assert warmup_for_latency([0.0, 2.0, 0.0], 1, 2) == [2, 2, 0, 0]  # ceil(4 / 3)
     assert warmup_for_latency([1.7, 1.7], 1, 2) == [4, 2, 0]
     assert warmup_for_latency([1.5], 1, 2) == [1, 0]  # exactly one period
+
+
+@pytest.mark.parametrize("backward", [2, 4])
+@pytest.mark.parametrize("latencies", [[1.7] * 5, [1.7, 0, 1.7, 0, 1.7], [0.4] * 5])
+def test_one_forward_fewer_costs_time_if_microbatches_are_many(backward: int, latencies: list[float]) -> None:
+    def seconds(microbatches: int, extra: list[int]) -> float:
+        schedule = one_forward_one_backward(6, microbatches, extra)
+        work = StageSeconds.equal(6, 1, backward)
+        return simulate(schedule, work, lambda a, b: Way(latencies[min(a, b)])).seconds
+
+    extra = warmup_for_latency(latencies, 1, backward)
+    fewer = [[*extra[:at], extra[at] - 1, *extra[at + 1 :]] for at in range(5) if extra[at] > extra[at + 1]]
+    assert fewer
+    assert all(seconds(400, one) > seconds(400, extra) + 1 for one in fewer)
+    assert seconds(400, extra) == pytest.approx((400 + 5) * (1 + backward) + 2 * sum(latencies))
+
+
+def test_few_microbatches_may_do_with_fewer_forwards() -> None:
+    schedules = [one_forward_one_backward(6, 24, extra) for extra in ([10, 8, 6, 4, 2, 0], [9, 8, 6, 4, 2, 0])]
+    assert warmup_for_latency([1.7] * 5, 1, 2) == [10, 8, 6, 4, 2, 0]
+    most, fewer = (simulate(one, StageSeconds.equal(6, 1, 2), lambda a, b: Way(1.7)).seconds for one in schedules)
+    assert fewer == most
 
 
 def test_a_warmup_that_would_block_is_refused() -> None:

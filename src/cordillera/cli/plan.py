@@ -16,6 +16,7 @@ from cordillera.numbers import counted, shown
 
 if TYPE_CHECKING:
     from cordillera.cost import ProductShape
+    from cordillera.planning.language.plans import Plan
     from cordillera.workflows.planning import Calibrated, Planned, PlannedRecommender
 
 
@@ -29,7 +30,19 @@ def plan(
     only: Annotated[
         list[str] | None, typer.Option("--only", help="Search placement, scheduling or network alone; repeat for two.")
     ] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Show the best of each dimension alone beside.")] = False,
+    layout: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--layout",
+            help="Evaluate a plan of your own instead of a search: tensor=8,pipeline=16,chunks=8; repeat for several.",
+        ),
+    ] = None,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare", help="Show the best of each dimension alone beside; with --layout, that of a search."
+        ),
+    ] = False,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Change the cluster first: region.distance_km=100.")
     ] = None,
@@ -90,7 +103,7 @@ def plan(
         return
     options = {
         "--devices": devices, "--only": only, "--compare": compare or None, "--what-if": what_if, "--slow": slow,
-        "--jitter": jitter, "--lose": lose, "--calibration": calibration, "--products": products,
+        "--jitter": jitter, "--lose": lose, "--calibration": calibration, "--products": products, "--layout": layout,
     }  # fmt: skip
     if calibrate is not None:
         if cluster or workload is None:
@@ -105,6 +118,8 @@ def plan(
     unknown = sorted(set(only or ()) - {"placement", "scheduling", "network"})
     if unknown:
         raise PlanError(f"{unknown[0]!r} is not searched", where="--only", remedy="placement, scheduling or network")
+    if layout and not compare:
+        _refuse({"--only": only}, "--layout alone")
     if measure is not None:
         _refuse({**options, "--out": folder}, "--measure")
         check_writable(measure)
@@ -125,6 +140,7 @@ def plan(
         lose=lose or (),
         calibration=calibration,
         products=products,
+        layouts=layout or (),
         compare=compare,
     )
     with CommandOutput(as_json) as answer:
@@ -136,6 +152,8 @@ def plan(
                 planned = search(cluster[0], place, progress=status.update)
             _show(answer, planned)
             is_whole = not planned.found.interrupted
+            if not planned.files:
+                raise typer.Exit(1)
         if not is_whole:
             raise typer.Exit(130)
 
@@ -164,12 +182,13 @@ def _compare(
         for name, cluster in zip(names, clusters, strict=True):
             place = folder / name if folder else _default_folder(workload, cluster)
             try:
-                found.append(search(cluster, place, progress=lambda text, name=name: status.update(f"{name}: {text}")))
+                one = search(cluster, place, progress=lambda text, name=name: status.update(f"{name}: {text}"))
+                rows.append((name, *_best(one)))
+                found.append(one)
             except PlanError as error:
                 problems.append((name, error))
                 rows.append((name, "none", None, None, None, None))
                 continue
-            rows.append((name, *_best(found[-1])))
             if found[-1].found.interrupted:
                 break
     if not found:
@@ -207,6 +226,12 @@ def _seconds(seconds: float) -> str:
 
 
 _MEMORY = Field("memory_bytes", "GB", lambda count: shown(count / 1e9, 0))
+_LAYOUT_FIELDS = (
+    Field("place", "", right=True),
+    *(Field(key) for key in ("layout", "recompute", "across", "schedule")),
+    Field("seconds", "step", _seconds),
+    Field("mfu", "MFU", lambda part: f"{shown(100 * part, 1)} %"),
+)
 
 
 def _best(planned: Planned | PlannedRecommender) -> tuple[object, ...]:
@@ -243,6 +268,9 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
     from cordillera.workflows.planning import Planned, PlannedRecommender
 
     title = f"{planned.explorer.workload.name} on {planned.explorer.topology.name}"
+    if isinstance(planned, Planned) and planned.found.own:
+        _show_own(answer, title, planned)
+        return
     if isinstance(planned, PlannedRecommender):
         reasons = recommender_export.reasons(planned.found.best, planned.production)
         layouts, searched = planned.found.layouts, counted(planned.found.layouts, "layout")
@@ -265,7 +293,9 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
         speed = f"with {case.what}: {_seconds(case.seconds)} ({100 * case.speed(best.seconds):+.2f} %)"
         answer.say(f"{speed} {case.note}".rstrip())
     answer.say(f"{searched}, {counted(found.simulated, 'step')} simulated in {found.seconds:.1f} s")
-    answer.say(f"constants: {planned.explorer.cost.calibration.provenance}")
+    if isinstance(planned, Planned):
+        answer.say(f"base: {planned.explorer.base_source}", base_source=planned.explorer.base_source)
+    answer.say(f"constants: {planned.explorer.cost.calibration.described}")
     if isinstance(planned, Planned) and (used := export.measured(planned.explorer, planned.found.best)):
         answer.say(used, measured=used)
     answer.say(f"report: {planned.files['plan.html']}")
@@ -283,22 +313,67 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
     )
 
 
+def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
+    """Print a person's own layouts side by side, where their time goes, and what follows from the best of them."""
+    from cordillera.reports.language import plan as export
+    from cordillera.workflows.planning import SEARCHED
+
+    explorer, found, base = planned.explorer, planned.found, planned.production
+    others = [(SEARCHED, planned.compared[SEARCHED])] if SEARCHED in planned.compared else []
+    shown_plans = [*zip(map(str, range(1, len(found.own) + 1)), found.own, strict=True), *others, ("base", base)]
+    table = Sheet(title, *_LAYOUT_FIELDS, Field("teraflops", "TFLOP/s", "{:.0f}"), _MEMORY, Field("fits"))
+    for place, plan in shown_plans:
+        teraflops = plan.flops / plan.seconds / plan.layout.devices / 1e12
+        fits = "yes" if explorer.fits(plan) else "no"
+        table.add(place, *_row(plan), teraflops, plan.step.memory_bytes, fits)
+    parts = Sheet("seconds of a step", Field("part"), *(Field(place, form=_seconds) for place, _ in shown_plans))
+    for key, name in export.PARTS.items():
+        if any(plan.step.parts.get(key) for _, plan in shown_plans):
+            parts.add(name, *(plan.step.parts.get(key, 0.0) for _, plan in shown_plans))
+    answer.tables(plans=table, parts=parts)
+    for place, plan in shown_plans[: len(found.own)]:
+        if not explorer.fits(plan):
+            answer.say(f"layout {place} does not fit: {_too_large(plan, explorer.usable_memory)}")
+        elif plan is found.best:
+            faster = base.seconds / plan.seconds
+            answer.say(f"layout {place}: {faster:.2f} times as fast as the base, both simulated", times_base=faster)
+    for case in planned.what_if:
+        speed = f"with {case.what}: {_seconds(case.seconds)} ({100 * case.speed(found.best.seconds):+.2f} %)"
+        answer.say(f"{speed} {case.note}".rstrip())
+    answer.say(f"base: {explorer.base_source}")
+    answer.say(f"constants: {explorer.cost.calibration.described}")
+    if planned.files:
+        answer.say(f"report: {planned.files['plan.html']}")
+    answer.keep(
+        what_if=planned.what_if,
+        usable_memory_bytes=explorer.usable_memory,
+        constants=explorer.cost.calibration.provenance,
+        files=list(planned.files.values()),
+    )
+
+
+def _too_large(plan: Plan, usable: float) -> str:
+    """Say in words what takes a device's memory."""
+    rank = max(range(len(plan.step.memory)), key=lambda one: sum(plan.step.memory[one].values()))
+    causes = sorted(plan.step.memory[rank].items(), key=lambda item: -item[1])
+    words = ", ".join(f"{name} {shown(size / 1e9, 1)} GB" for name, size in causes)
+    return (
+        f"{plan.step.memory_bytes / 1e9:,.1f} GB on a device of pipeline rank {rank}, "
+        f"{usable / 1e9:,.1f} GB are usable ({words})"
+    )
+
+
 def _list_layouts(title: str, planned: Planned) -> Sheet:
-    texts = (Field(key) for key in ("layout", "recompute", "across", "schedule"))
-    step, share = Field("seconds", "step", _seconds), Field("mfu", "MFU", lambda part: f"{shown(100 * part, 1)} %")
-    table = Sheet(title, Field("place", "", right=True), *texts, step, share, _MEMORY)
+    table = Sheet(title, *_LAYOUT_FIELDS, _MEMORY)
     for place, one in [*zip("12345", planned.found.plans, strict=False), ("base", planned.production)]:
-        table.add(
-            place,
-            str(one.layout),
-            one.layout.recompute,
-            one.across,
-            one.schedule.name,
-            one.seconds,
-            one.utilisation,
-            one.step.memory_bytes,
-        )
+        table.add(place, *_row(one), one.step.memory_bytes)
     return table
+
+
+def _row(plan: Plan) -> tuple[object, ...]:
+    """Return the values of a plan for the fields after the first of ``_LAYOUT_FIELDS``."""
+    layout = plan.layout
+    return str(layout), layout.recompute, plan.across, plan.schedule.name, plan.seconds, plan.utilisation
 
 
 def _list_tables(title: str, planned: PlannedRecommender) -> Sheet:

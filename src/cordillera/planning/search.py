@@ -81,6 +81,9 @@ class ClusterSearch(Generic[_Workload]):
         devices: Number of devices in use; None for all.
         progress: Function called with a sentence from time to time.
 
+    Attributes:
+        usable_memory: Bytes of a device that a plan may take.
+
     Raises:
         PlanError: If the cluster has fewer devices than are asked for.
     """
@@ -105,4 +108,4 @@ class ClusterSearch(Generic[_Workload]):
                 remedy=f"{topology.devices:,} at most",
             )
         self._progress = progress or (lambda text: None)
-        self._limit = USABLE_MEMORY * topology.device.memory_bytes
+        self.usable_memory = USABLE_MEMORY * topology.device.memory_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from cordillera.planning import workloads
 from cordillera.planning.language import operators
 from cordillera.planning.language import what_if as faults
 from cordillera.planning.language.explorer import Explorer
+from cordillera.planning.language.own_layout import OwnLayout, read_layout
 from cordillera.planning.language.plan_file import plan_text, read_content
 from cordillera.planning.language.plans import Exploration, Plan
 from cordillera.planning.language.workload import Workload
@@ -32,6 +33,9 @@ from cordillera.reports.ranking import plan as recommender_export
 
 if TYPE_CHECKING:
     from cordillera.run import Run
+
+SEARCHED = "searched"
+"""Name of the plan of a search beside a person's own layouts."""
 
 
 def parse_change(text: str) -> tuple[str, float | str]:
@@ -62,7 +66,8 @@ class Planned:
 
     Attributes:
         what_if: Steps of the best plan after each requested change of the cluster and each requested fault.
-        files: Paths of the written files, by kind.
+        files: Paths of the written files, by kind; empty if none of a person's own layouts fits the memory.
+        compared: Plans of other searches, by name.
     """
 
     explorer: Explorer
@@ -70,6 +75,7 @@ class Planned:
     production: Plan
     what_if: list[faults.Case]
     files: dict[str, Path]
+    compared: dict[str, Plan] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,7 @@ class PlannedRecommender:
     production: TablePlan
     what_if: list[faults.Case]
     files: dict[str, Path]
+    compared: dict[str, TablePlan] = field(default_factory=dict)
 
 
 def _changed(cluster: str | Path, changes: Iterable[str]) -> clusters.Topology:
@@ -113,12 +120,14 @@ def plan(
     lose: Iterable[str] = (),
     calibration: str | Path | None = None,
     products: str | Path | None = None,
+    layouts: Iterable[str] = (),
     compare: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Planned | PlannedRecommender:
     """Search for the best plan and write ``plan.json``, ``plan.html`` and ``trace.json``.
 
-    An interrupt (Ctrl-C) ends the search; the plans found so far are written.
+    An interrupt (Ctrl-C) ends the search; the plans found so far are written. With ``layouts``, these are evaluated
+    and nothing is searched; the best of those that fit the memory is written, and nothing if none does.
 
     Args:
         workload: Shipped name or path of a TOML file.
@@ -134,7 +143,10 @@ def plan(
         calibration: JSON file of constants; None for those shipped for the device.
         products: CSV file of matrix products measured on the device, see :class:`cordillera.cost.Products`; None to use
             the constants alone.
-        compare: Whether to search each dimension alone as well, and show the plans side by side.
+        layouts: A person's own layouts to evaluate instead of a search; see
+            :func:`cordillera.planning.language.own_layout.read_layout`.
+        compare: Whether to search each dimension alone as well, and show the plans side by side; with ``layouts``,
+            whether to search as well.
         progress: Function called with a sentence from time to time.
 
     Raises:
@@ -153,12 +165,15 @@ def plan(
     if isinstance(work, Recommender) and (slow is not None or jitter is not None or domains):
         raise PlanError("are not known for recommendation models", where="slow, jitter, lose", remedy="--what-if is")
     explorer = _explorer(work, topology, constants, table, devices, progress)
+    stated = _own_layouts(layouts, work, explorer.devices)
     _check_devices(asked, explorer.devices)
     try:
         base = explorer.production()
     except KeyboardInterrupt:
         raise Interrupted("before a plan was found; nothing is written", where="plan") from None
-    found = explorer.explore(only)
+    found = explorer.evaluate_all(stated) if stated else explorer.explore(only)
+    if stated and not found.plans:
+        return Planned(explorer, found, base, [], {}, _compared(explorer, found, compare, only))
     best, changed = found.best, None
     compared: dict[str, Any] = {}
     cases: list[faults.Case] = []
@@ -169,12 +184,11 @@ def plan(
         if not found.interrupted:  # an interrupt also cancels the other searches
             for domain in domains:
                 cases.append(faults.lost(explorer, best, domain, only, progress))
-            for dimension in ALL if compare else ():
-                compared[f"{dimension} alone"] = _searched_alone(explorer, found, dimension)
+            compared = _compared(explorer, found, compare, only)
     except KeyboardInterrupt:
         found.interrupted = True
     made = PlannedRecommender if isinstance(work, Recommender) else Planned
-    planned = made(explorer, found, base, cases, files)
+    planned = made(explorer, found, base, cases, files, compared)
     _write(planned, compared, changed)
     return planned
 
@@ -193,6 +207,13 @@ def _explorer(
     if table is not None:
         raise _no_products("products")
     return RecommenderExplorer(work, topology, constants, devices=devices, progress=progress)
+
+
+def _own_layouts(texts: Iterable[str], work: Workload | Recommender, devices: int) -> list[OwnLayout]:
+    texts = list(texts)
+    if texts and isinstance(work, Recommender):
+        raise PlanError("are not known for recommendation models", where="layouts", remedy="leave them out")
+    return [read_layout(text, devices, work) for text in texts if isinstance(work, Workload)]
 
 
 def _check_devices(asked: Mapping[str, clusters.Topology], devices: int) -> None:
@@ -217,14 +238,26 @@ def _cases(
         yield faults.jitter(explorer, best, jitter)
 
 
-def _searched_alone(explorer: Any, found: Any, dimension: SearchDimension) -> Any:
-    """Return the best plan of a search of one dimension; an interrupt of the search is raised."""
-    if dimension in getattr(found, "alone", ()):
-        return found.alone[dimension]
-    alone = explorer.explore([dimension])
-    if alone.interrupted:
+def _compared(explorer: Any, found: Any, compare: bool, only: Iterable[SearchDimension]) -> dict[str, Any]:
+    """Return the best plans of other searches by name, if they are to be compared with what was ``found``.
+
+    Beside a person's own layouts, that is a search of ``only`` some dimensions; otherwise one of each dimension alone.
+    An interrupt of a search is raised.
+    """
+    if not compare:
+        return {}
+    if getattr(found, "own", ()):
+        return {SEARCHED: _searched(explorer, only)}
+    alone = getattr(found, "alone", {})
+    return {f"{one} alone": alone[one] if one in alone else _searched(explorer, [one]) for one in ALL}
+
+
+def _searched(explorer: Any, only: Iterable[SearchDimension]) -> Any:
+    """Return the best plan of a search of ``only`` some dimensions; an interrupt of the search is raised."""
+    found = explorer.explore(only)
+    if found.interrupted:
         raise KeyboardInterrupt
-    return alone.best
+    return found.best
 
 
 def _write(planned: Planned | PlannedRecommender, compared: Mapping[str, Any], changed: Sensitivity | None) -> None:

@@ -48,9 +48,10 @@ def check_fit(model: LlamaConfig, parallel: ParallelConfig) -> None:
         for name in ("heads", "kv_heads", "ffn", "vocabulary")
         if getattr(model, name) % parallel.tensor
     ]
-    if model.layers < parallel.stages:
+    if model.layers + 2 < parallel.stages or (model.layers < parallel.stages and parallel.pipeline == 1):
         wrong.append(
-            f"layers ({model.layers}) are fewer than the stages ({parallel.stages}) of pipeline {parallel.pipeline}"
+            f"layers ({model.layers}) are fewer than the stages ({parallel.stages}) of pipeline {parallel.pipeline}, "
+            "of which the first and the last may hold none"
         )
     if (experts := model.experts) is not None:
         ranks = parallel.shard * parallel.context

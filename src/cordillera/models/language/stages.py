@@ -33,10 +33,9 @@ from cordillera.models.language.moe import ExpertLayer
 
 
 def cut_layers(layers: int, stages: int) -> list[range]:
-    """Return the blocks of each stage, as equal in number as possible; there are at most as many ``stages`` as
-    ``layers``.
+    """Return the blocks of each stage, as equal in number as possible; at most two ``stages`` more than ``layers``.
 
-    Stages at the ends, which also hold the embedding or the head, get fewer.
+    Stages at the ends, which also hold the embedding or the head, get fewer, or none.
     """
     even, left = divmod(layers, stages)
     # stages from the middle outwards; the last stage comes last, as it has the head

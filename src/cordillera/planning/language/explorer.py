@@ -18,23 +18,23 @@ from math import gcd
 from typing import Any
 
 from cordillera.cost import CostModel
+from cordillera.errors import PlanError
 from cordillera.partition import divisors
 from cordillera.planning.language.job import PlannedJob
+from cordillera.planning.language.own_layout import OwnLayout
 from cordillera.planning.language.plans import Exploration, Plan
 from cordillera.planning.language.step import SimulatedStep, families, held, simulate_step, stage_seconds, ways
-from cordillera.planning.language.workload import Layout, Recompute, Workload
+from cordillera.planning.language.workload import PRODUCTION_ORDER, Layout, Recompute, Workload
 from cordillera.planning.network.mesh import Mesh
 from cordillera.planning.network.settings import NetworkSettings, production_network, tuned_network
 from cordillera.planning.pipeline.problem import Problem
+from cordillera.planning.pipeline.schedules import Schedule
 from cordillera.planning.pipeline.tuning import shortest
 from cordillera.planning.search import ALL, ClusterSearch, SearchDimension
 from cordillera.topology import Topology
 
-# Order of the dimensions on the cluster, innermost first; the last crosses the outermost links.
-PRODUCTION_ORDER = ("tensor", "context", "pipeline", "data")
 ORDERS = (PRODUCTION_ORDER, ("tensor", "context", "data", "pipeline"), ("tensor", "pipeline", "context", "data"))
 _FIXED = {"interleaved", "1f1b"}  # schedules if scheduling is not searched
-_DEGREES = {"tensor", "context", "pipeline", "data"}
 _DEPENDENT = {"shards", "chunks", "sequence_parallel"}  # fields that depend on the degrees
 MICROBATCHES = (1, 2, 4, 8)  # sequences per microbatch
 _NEIGHBOURS = 4  # neighbours of a plan in each respect that the local search tries
@@ -67,10 +67,10 @@ def _respect(plan: Plan, job: PlannedJob) -> str | None:
     differing = {name for name in one if one[name] != other[name]}
     if plan.order != job.mesh.order:
         return None if differing else "order"
-    degrees = differing & _DEGREES
+    degrees = differing & set(PRODUCTION_ORDER)
     if len(degrees) == 2 and differing - degrees <= _DEPENDENT:
         return "degrees"
-    if differing and differing <= {"shards", "shard_weights"}:
+    if differing and differing <= {"shards", "shard_weights", "shard_gradients"}:
         return "sharding"
     return differing.pop() if len(differing) == 1 else None
 
@@ -105,7 +105,7 @@ def layouts(workload: Workload, topology: Topology, devices: int) -> Iterator[La
     """
     model = workload.model
     experts = expert_degrees(workload)
-    recomputes: tuple[Recompute, ...] = ("none", "full") if model.fused_attention else ("none", "selective", "full")
+    recomputes: tuple[Recompute, ...] = ("none", "selective", "full")
     degrees = [
         (tensor, context, pipeline)
         for tensor, context in inner_degrees(workload, min(topology.sizes[0]))
@@ -116,6 +116,8 @@ def layouts(workload: Workload, topology: Topology, devices: int) -> Iterator[La
         data = devices // (tensor * context * pipeline)
         most = model.layers // pipeline
         chunked = set(_powers(most)) | (set(_divisors(most, most)) if model.layers % pipeline == 0 else set())
+        # one layer for each stage, and an embedding alone at one end or both
+        chunked |= {(model.layers + ends) // pipeline for ends in (1, 2) if not (model.layers + ends) % pipeline}
         for chunks, microbatch, recompute in product(sorted(chunked), MICROBATCHES, recomputes):
             if (pipeline == 1 and chunks > 1) or workload.batch % (data * microbatch):
                 continue
@@ -136,6 +138,8 @@ def layouts(workload: Workload, topology: Topology, devices: int) -> Iterator[La
                     overlap_gradients=True,
                 )
                 yield plain
+                if pipeline > 1 and data > 1:
+                    yield replace(plain, shard_gradients=True)
                 for shards in _shards(topology, plain):
                     yield replace(plain, shards=shards, shard_weights=True)
 
@@ -171,34 +175,72 @@ class Explorer(ClusterSearch[Workload]):
         order: Sequence[str],
         network: Mapping[str, NetworkSettings],
         shared: dict[Any, Any] | None = None,
+        late: float = 0.0,
     ) -> PlannedJob:
         """Return the job of a ``layout`` on the cluster, with its dimensions in ``order``, innermost first.
 
         ``network`` holds the settings by level. ``shared`` caches what jobs with the same settings have in common; it
-        is filled.
+        is filled. ``late`` is that of :class:`~cordillera.planning.language.job.Fabric`.
         """
-        return PlannedJob(self.workload, Mesh.of(self.topology, layout, order), layout, self.cost, network, shared)
+        mesh = Mesh.of(self.topology, layout, order)
+        return PlannedJob(self.workload, mesh, layout, self.cost, network, shared, late)
 
     def production(self) -> Plan:
-        """Return the baseline: the practice of large jobs in one building, applied to several.
+        """Return the baseline: the best known practice, applied to this cluster.
 
-        Data parallelism is outermost, with copies of the model across buildings; tensor parallelism fills a host; a
-        microbatch is one sequence; a pipeline rank has four chunks if the layers allow it; the schedule is interleaved
-        1F1B; the network settings are the library's own. The length of the pipeline and the recomputation are the best
-        under these rules, as an engineer would choose them. If nothing fits, the rules for degrees and chunks are
-        dropped.
+        It is the faster of two. The first are the layouts with which others trained the model
+        (:attr:`~cordillera.planning.language.workload.Workload.published`), with as many copies as the devices hold.
+        The second follows the rules of large jobs in one building: tensor parallelism fills a host; a microbatch is one
+        sequence; a pipeline rank has four chunks if the layers allow it; the length of the pipeline and the
+        recomputation are the best under these rules, as an engineer would choose them. In both, data parallelism is
+        outermost, with copies of the model across buildings; the schedule is interleaved 1F1B; the network settings are
+        the library's own. If nothing fits, the rules for degrees and chunks are dropped.
 
         Raises:
             PlanError: If nothing fits.
         """
         if self._production is None:
             found = self._baselines()
+            published = map(self._simulated_as_published, dict.fromkeys(self._published()))
+            found.plans += [plan for plan in published if plan is not None]
+            found.sort()
             if not found.plans:
                 found = self._baselines(by_the_rules=False)
             if not found.plans:
                 found.enough = self._enough(more=math.isfinite(found.least_memory))
             self._production = found.best
         return self._production
+
+    @property
+    def base_source(self) -> str:
+        """Where the layout of :meth:`production` comes from, in words."""
+        layout = self.production().layout
+        same = [
+            entry for entry, scaled in zip(self.workload.published, self._scaled(), strict=True) if scaled == layout
+        ]
+        if same:
+            entry = min(same, key=lambda one: abs(one.devices - self.devices))
+            return f"{layout}, published for {entry.devices:,} devices ({entry.source})"
+        return f"{layout}, the best under the rules of large jobs in one building"
+
+    def _scaled(self) -> list[Layout | None]:
+        """Return the published layouts with as many copies as the devices hold; None for one that does not divide."""
+        found: list[Layout | None] = []
+        for entry in self.workload.published:
+            one = entry.layout
+            data, rest = divmod(self.devices, one.tensor * one.context * one.pipeline)
+            shards = data if one.shards == one.data else one.shards
+            layout = replace(one, data=data, shards=shards)
+            found.append(None if rest or not data or layout.problems(self.workload) else layout)
+        return found
+
+    def _published(self) -> list[Layout]:
+        return [layout for layout in self._scaled() if layout is not None]
+
+    def _simulated_as_published(self, layout: Layout) -> Plan | None:
+        """Return the plan of a published layout, or None if it does not fit the memory."""
+        job = self.job(layout, PRODUCTION_ORDER, production_network(self.topology))
+        return self._simulated(job, _FIXED, Exploration())
 
     def _enough(self, more: bool) -> int | None:
         """Return the number of devices nearest to the requested one that can be planned, or None.
@@ -213,7 +255,7 @@ class Explorer(ClusterSearch[Workload]):
             other = Explorer(
                 self.workload, self.topology, self.cost.calibration, products=self.cost.products, devices=one
             )
-            if other._baselines().plans:
+            if other._baselines().plans or any(map(other._simulated_as_published, other._published())):
                 return one
         return None
 
@@ -253,6 +295,56 @@ class Explorer(ClusterSearch[Workload]):
             cost = CostModel(topology.device, cost.calibration)
         return simulate_step(PlannedJob(self.workload, mesh, plan.layout, cost, plan.network), plan.schedule)
 
+    def evaluate(self, own: OwnLayout) -> Plan:
+        """Simulate a person's own layout, whether or not it fits the memory; see :meth:`fits`.
+
+        Raises:
+            PlanError: If the layout cannot run the schedule, or the step has too many actions.
+        """
+        network = tuned_network if own.network == "tuned" else production_network
+        job = self.job(own.layout, own.order, network(self.topology))
+        where = f"layout {own.text}"
+        if job.microbatches * job.layout.stages > _MOST_ACTIONS:
+            raise PlanError(
+                f"{job.microbatches:,} microbatches of {job.layout.stages} stages are more than {_MOST_ACTIONS:,} "
+                "actions of a pipeline rank's group, the most that is simulated",
+                where=where,
+                remedy="larger microbatches or fewer chunks",
+            )
+        makers = families(job)
+        name = own.schedule or ("1f1b" if own.layout.chunks == 1 else "interleaved")
+        make = {key.lower(): maker for key, maker in makers.items()}.get(name.lower())
+        if make is None:
+            known = ", ".join(makers) or "none: chunks above 1 need a pipeline"
+            raise PlanError(f"cannot run the schedule {name[:40]!r}", where=where, remedy=f"it can run {known}")
+        return self._plan(job, make())
+
+    def evaluate_all(self, stated: Iterable[OwnLayout]) -> Exploration:
+        """Simulate layouts as they are ``stated``; the plans of the result are those that fit the memory.
+
+        Raises:
+            PlanError: As from :meth:`evaluate`.
+        """
+        begin = time.perf_counter()
+        found = Exploration(searched=())
+        for own in stated:
+            found.own.append(self.evaluate(own))
+            found.simulated += 1
+        found.plans = [plan for plan in found.own if self.fits(plan)]
+        found.sort()
+        found.dropped["needs more memory than a device has"] += len(found.own) - len(found.plans)
+        found.seconds = time.perf_counter() - begin
+        return found
+
+    def fits(self, plan: Plan) -> bool:
+        """Return whether the fullest device of a ``plan`` has the memory."""
+        return plan.step.memory_bytes <= self.usable_memory
+
+    def _plan(self, job: PlannedJob, schedule: Schedule) -> Plan:
+        peak = job.layout.devices * self.cost.device.matrix_flops_per_s
+        step = simulate_step(job, schedule)
+        return Plan(job.layout, job.mesh.order, job.network or {}, schedule, step, self.workload.flops, peak)
+
     def _possible(self, found: Exploration) -> Iterator[Layout]:
         for layout in layouts(self.workload, self.topology, self.devices):
             problems = layout.problems(self.workload)
@@ -270,20 +362,19 @@ class Explorer(ClusterSearch[Workload]):
         if job.microbatches * job.layout.stages > _MOST_ACTIONS:
             found.dropped[f"more than {_MOST_ACTIONS:,} actions (microbatches times stages)"] += 1
             return None
-        peak = job.layout.devices * self.cost.device.matrix_flops_per_s
         for name, make in families(job).items():
             if only is not None and name not in only:
                 continue
             schedule = make()
             needed = max(sum(rank.values()) for rank in held(job, schedule))
-            if needed > self._limit:
+            if needed > self.usable_memory:
                 found.dropped[f"{name} needs more memory than a device has"] += 1
                 found.least_memory = min(found.least_memory, needed)
                 continue
-            step = simulate_step(job, schedule)
+            plan = self._plan(job, schedule)
             found.simulated += 1
-            if best is None or step.seconds < best.seconds:
-                best = Plan(job.layout, job.mesh.order, job.network or {}, schedule, step, self.workload.flops, peak)
+            if best is None or plan.seconds < best.seconds:
+                best = plan
         return best
 
     def _with_its_own(self, plan: Plan) -> Plan | None:
@@ -293,10 +384,11 @@ class Explorer(ClusterSearch[Workload]):
         limits = []
         for rank in range(schedule.ranks):
             stages = schedule.stages_of(rank)
+            largest = max(job.kept[stage] for stage in stages)
             fit = bisect_right(
                 range(1, len(stages) * schedule.microbatches + 1),
-                self._limit,
-                key=lambda live, stages=stages: sum(job.held(stages, live).values()),  # type: ignore[misc]
+                self.usable_memory,
+                key=lambda live, stages=stages, size=largest: sum(job.held(stages, live * size).values()),  # type: ignore[misc]
             )
             limits.append(fit)
         problem = Problem.of(
@@ -404,7 +496,7 @@ class Explorer(ClusterSearch[Workload]):
         for layout in self._possible(Exploration()):
             if layout.microbatch == 1 and layout.chunks in chunks and not layout.shard_weights:
                 job = self.job(layout, PRODUCTION_ORDER, network, shared)
-                if self._least_memory(job) <= self._limit:
+                if self._least_memory(job) <= self.usable_memory:
                     best = min(best, job.estimate().seconds)
         return best
 
@@ -433,10 +525,10 @@ class Explorer(ClusterSearch[Workload]):
     def _holds(self, job: PlannedJob, found: Exploration) -> bool:
         """Return whether devices have the memory under some schedule; if not, record it."""
         needed = self._least_memory(job)
-        if needed > self._limit:
+        if needed > self.usable_memory:
             found.dropped["needs more memory than a device has"] += 1
             found.least_memory = min(found.least_memory, needed)
-        return needed <= self._limit
+        return needed <= self.usable_memory
 
     def _least_memory(self, job: PlannedJob) -> float:
         """Return the bytes on the fullest device under the schedule that holds least: ZBV for two chunks, or 1F1B."""
@@ -446,7 +538,7 @@ class Explorer(ClusterSearch[Workload]):
     def _allowed(self, layout: Layout, base: Layout, free: Sequence[SearchDimension]) -> bool:
         same = []
         if "placement" not in free:
-            same += ["tensor", "context", "expert", "pipeline", "data", "shards", "shard_weights"]
+            same += ["tensor", "context", "expert", "pipeline", "data", "shards", "shard_weights", "shard_gradients"]
         if "scheduling" not in free:
             same += ["microbatch"]
             if "placement" not in free:

@@ -7,22 +7,21 @@ time. Both use the same costs of layers, stages and collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
 from cordillera.cost import CostModel
-from cordillera.planning.language.workload import (
-    BYTES,
+from cordillera.planning.language.layers import (
     LayerSeconds,
-    Layout,
-    Workload,
     activation_bytes,
     embedding_seconds,
+    head_activation_bytes,
     head_seconds,
     held_weights,
     layer_seconds,
-    layers_of_stages,
+    recomputes_ffn,
 )
+from cordillera.planning.language.workload import BYTES, Layout, Workload, layers_of_stages
 from cordillera.planning.network.collective_cost import direct_seconds, doubling_seconds, ring_seconds
 from cordillera.planning.network.flows import max_min_rates
 from cordillera.planning.network.mesh import Edges, Mesh
@@ -71,6 +70,18 @@ _Line = tuple[float, float]  # seconds, and seconds per byte
 _Ways = tuple[_Line, tuple[tuple[_Line, ...], ...]]
 
 
+def _with_collective(one: LayerSeconds, name: str, seconds: float, again: bool) -> LayerSeconds:
+    """Return a layer with a collective in its forward, in its backward, and in what is computed ``again``."""
+    redone = seconds if again else 0.0
+    return replace(
+        one,
+        forward=one.forward + seconds,
+        again=one.again + redone,
+        input_gradient=one.input_gradient + seconds,
+        **{name: 2 * seconds + redone},
+    )
+
+
 _direct_seconds = partial(direct_seconds, overhead=_ISSUE_S)
 
 
@@ -84,6 +95,16 @@ def _by_bytes(
     return seconds(n, 0.0, edges.latency, rate), of_bytes / many
 
 
+def exposed(stages: LayerSeconds, times: float = 1.0) -> dict[str, float]:
+    """Return the seconds of collectives inside ``stages`` that computation waits for, by cause, so many ``times``."""
+    return {
+        "tensor parallel": times * stages.tensor,
+        "context parallel": times * stages.context,
+        "expert exchange": times * stages.exchange,
+        "sharded weights": times * stages.gather,
+    }
+
+
 class Fabric:
     """Rates that pairs of devices of a mesh attain.
 
@@ -91,10 +112,21 @@ class Fabric:
         mesh: Placement of a job's ranks.
         cost: Cost model of the devices.
         network: Settings of each level above hosts, by name; None for links without losses or waiting.
+        late: Time by which every hop of a collective is later on average, as a part of its latency.
     """
 
-    def __init__(self, mesh: Mesh, cost: CostModel, network: Mapping[str, NetworkSettings] | None = None) -> None:
-        self.mesh, self.cost, self.network = mesh, cost, network
+    def __init__(
+        self,
+        mesh: Mesh,
+        cost: CostModel,
+        network: Mapping[str, NetworkSettings] | None = None,
+        late: float = 0.0,
+    ) -> None:
+        self.mesh, self.cost, self.network, self.late = mesh, cost, network, late
+
+    def _late(self, edges: Edges) -> Edges:
+        """Return edges whose hops are late; their rate is computed without it."""
+        return edges._replace(latency=edges.latency * (1.0 + self.late)) if self.late else edges
 
     def rate(self, edges: Edges) -> float:
         """Return the rate that pairs of devices attain, bytes/s."""
@@ -121,7 +153,7 @@ class Fabric:
 class PlannedJob(Fabric):
     """A workload cut over a cluster: stages, messages and collectives with their costs.
 
-    The arguments ``mesh``, ``cost`` and ``network`` are those of :class:`Fabric`.
+    The arguments ``mesh``, ``cost``, ``network`` and ``late`` are those of :class:`Fabric`.
 
     Args:
         workload: Workload to train.
@@ -137,8 +169,9 @@ class PlannedJob(Fabric):
         cost: CostModel,
         network: Mapping[str, NetworkSettings] | None = None,
         shared: dict[tuple[int, int], _Ways] | None = None,
+        late: float = 0.0,
     ) -> None:
-        super().__init__(mesh, cost, network)
+        super().__init__(mesh, cost, network, late)
         self._shared = {} if shared is None else shared
         self.workload, self.layout = workload, layout
         self.tokens = layout.microbatch * workload.sequence / layout.context  # tokens of a microbatch on a device
@@ -167,12 +200,12 @@ class PlannedJob(Fabric):
     def _ways_to_gather(self, count: int, stride: int) -> _Ways:
         """Return the seconds of a gather by its bytes: around one ring, and in each tier by the network settings."""
         edges, tiers = self.mesh.group(count, stride)
-        ring = _by_bytes(ring_seconds, count, 1, edges, self.rate(edges))
+        ring = _by_bytes(ring_seconds, count, 1, self._late(edges), self.rate(edges))
         if self.cost.calibration.one_ring and tiers[0].edges.level == 0 and stride > 1:
             return ring, ()
         found = []
         for parts, ranks, edges in tiers:
-            settings, rate = self.settings(edges), self.rate(edges)
+            settings, rate, edges = self.settings(edges), self.rate(edges), self._late(edges)
             options = [_by_bytes(ring_seconds, parts, ranks, edges, rate)]
             if settings is not None and settings.collectives == "cheapest":
                 options.append(_by_bytes(doubling_seconds, parts, ranks, edges, rate))
@@ -205,43 +238,32 @@ class PlannedJob(Fabric):
 
     @cached_property
     def exchange(self) -> float:
-        """Seconds of one exchange of tokens between the devices that share a layer's experts, with balanced routing."""
+        """Seconds of one exchange of tokens between the devices that share a layer's experts, to the busiest one."""
         experts, n = self.workload.model.experts, self.layout.expert
         if experts is None or n == 1:
             return 0.0
         size = BYTES * self.tokens * experts.active * self.workload.model.hidden / self.layout.tensor
+        size *= experts.imbalance
         slowest, latency = 0.0, 0.0
         for tier in self.mesh.group(n, self.mesh.stride("data"))[1]:
             slowest = max(slowest, size * (1 - tier.ranks / n) / self.rate(tier.edges))  # bytes that leave a part
-            latency = max(latency, tier.edges.latency)
+            latency = max(latency, self._late(tier.edges).latency)
         return slowest + latency + self.cost.calibration.collective_s
 
     @cached_property
     def layer(self) -> LayerSeconds:
         """Seconds of one layer for one microbatch, as a mean over layers if some have experts."""
         one = layer_seconds(self.workload, self.layout, self.cost, self.tensor_reduce)
-        experts = self.workload.model.experts
-        if experts is not None and self.layout.expert > 1:
-            twice = 2 * self.exchange * self.workload.model.mixed_share  # to the experts and back
-            again = twice if self.layout.recompute == "full" else 0.0
-            one = LayerSeconds(
-                one.forward + twice,
-                one.again + again,
-                one.input_gradient + twice,
-                one.weight_gradient,
-                one.tensor,
-            )
-        if self.layout.context > 1:
+        model, layout = self.workload.model, self.layout
+        full = layout.recompute == "full"
+        if model.experts is not None and layout.expert > 1:
+            twice = 2 * self.exchange * model.mixed_share  # to the experts and back
+            one = _with_collective(one, "exchange", twice, full or recomputes_ffn(model, layout))
+        if layout.context > 1:
             # keys and values are gathered in every forward, recomputed ones too; their gradients are scattered back
-            size = 2 * BYTES * self.tokens * self.layout.context * self.workload.model.keys / self.layout.tensor
-            gather = self.gather(size, self.layout.context, self.mesh.stride("context"))
-            one = LayerSeconds(
-                one.forward + gather,
-                one.again + (gather if self.layout.recompute == "full" else 0.0),
-                one.input_gradient + gather,
-                one.weight_gradient,
-                one.tensor,
-            )
+            size = 2 * BYTES * self.tokens * layout.context * model.keys / layout.tensor
+            gather = self.gather(size, layout.context, self.mesh.stride("context"))
+            one = _with_collective(one, "context", gather, full)
         return self._with_gathered(one, *self.layer_parameters)
 
     def _with_gathered(self, one: LayerSeconds, plain: float, mixed: float = 0.0) -> LayerSeconds:
@@ -254,21 +276,32 @@ class PlannedJob(Fabric):
         layout = self.layout
         if not layout.shard_weights:
             return one
-        gather = self.among_copies(BYTES * plain, layout.shards) + self.cost.calibration.collective_s
-        if mixed:
-            gather += self.among_copies(BYTES * mixed, max(1, layout.shards // layout.expert), layout.expert)
+        gather, scatter = (
+            self._over_shards(each, plain, mixed) + self.cost.calibration.collective_s
+            for each in (BYTES, self.workload.reduction_bytes)
+        )
         share = self.copied(self.mesh.group(layout.shards, self.mesh.stride("data"))[0])
         back = one.again + one.input_gradient + one.weight_gradient
         forward = max(share * min(gather, one.forward), gather - one.forward)
-        backward = max(share * min(2.0 * gather, back), 2.0 * gather - back)
-        return LayerSeconds(
-            one.forward + forward,
-            one.again,
-            one.input_gradient + backward,
-            one.weight_gradient,
-            one.tensor,
-            forward + backward,
+        backward = max(share * min(gather + scatter, back), gather + scatter - back)
+        return replace(
+            one,
+            forward=one.forward + forward,
+            input_gradient=one.input_gradient + backward,
+            gather=forward + backward,
         )
+
+    def _over_shards(self, each: float, plain: float, mixed: float) -> float:
+        """Return the seconds to gather or scatter parameters of ``each`` so many bytes over the copies of a group.
+
+        The group has as many copies as there are shards. A device holds ``plain`` parameters and ``mixed`` ones of
+        experts, which have fewer copies.
+        """
+        layout = self.layout
+        seconds = self.among_copies(each * plain, layout.shards)
+        if mixed:
+            seconds += self.among_copies(each * mixed, max(1, layout.shards // layout.expert), layout.expert)
+        return seconds
 
     @cached_property
     def stage_layers(self) -> list[int]:
@@ -380,26 +413,31 @@ class PlannedJob(Fabric):
     def reduce(self, stages: Sequence[int]) -> float:
         """Return the seconds to reduce a rank's gradients of these stages over all copies of the model.
 
-        If weights are sharded, every backward scatters the gradients, and only the parts remain to be reduced over
-        groups of copies. Experts have fewer copies.
+        Gradients are scattered and updated weights are gathered. If weights are sharded, every backward scatters the
+        gradients, and only the parts remain to be reduced over groups of copies. Experts have fewer copies.
         """
         return self._reduced(*self.parameters(stages))
 
-    @cached_property
-    def reduce_latency(self) -> float:
-        """Seconds of :meth:`reduce` that do not depend on bytes."""
-        return self._reduced(0.0, 0.0)
+    def scatter(self, stages: Sequence[int]) -> float:
+        """Return the seconds to scatter a rank's gradients of these stages over the copies that update them."""
+        plain, mixed = self.parameters(stages)
+        return self._over_shards(self.workload.reduction_bytes, plain, mixed) + self.cost.calibration.collective_s
 
     def _reduced(self, plain: float, mixed: float) -> float:
-        layout = self.layout
+        layout, each = self.layout, self.workload.reduction_bytes
+        if not layout.shard_weights and not layout.shard_gradients:
+            seconds = 0.0
+            for size in (each, BYTES):  # gradients are scattered, weights are gathered
+                seconds += self.among_copies(size * plain, layout.data)
+                if mixed:
+                    seconds += self.among_copies(size * mixed, layout.data // layout.expert, layout.expert)
+            return seconds
+        shares, groups = max(1, layout.shards // layout.expert), layout.data // layout.shards
+        parts, stride = (plain / layout.shards + mixed / shares) / layout.context, layout.shards
+        among_groups = 2 * self.gather(each * parts, groups, stride * self.mesh.stride("data"))
         if layout.shard_weights:
-            shares, groups = max(1, layout.shards // layout.expert), layout.data // layout.shards
-            size = BYTES * (plain / layout.shards + mixed / shares) / layout.context
-            return 2 * self.gather(size, groups, layout.shards * self.mesh.stride("data"))
-        seconds = 2 * self.among_copies(BYTES * plain, layout.data)
-        if mixed:
-            seconds += 2 * self.among_copies(BYTES * mixed, layout.data // layout.expert, layout.expert)
-        return seconds
+            return among_groups
+        return among_groups + sum(self._over_shards(size, plain, mixed) for size in (each, BYTES))
 
     @cached_property
     def dealt_out(self) -> list[range]:
@@ -407,25 +445,41 @@ class PlannedJob(Fabric):
         p = self.layout.pipeline
         return [range(rank, self.layout.stages, p) for rank in range(p)]
 
-    def held(self, stages: Sequence[int], live: int) -> dict[str, float]:
-        """Return the bytes on a device, by cause, of a rank with these ``stages``.
-
-        The rank holds the activations of ``live`` microbatches of a stage at a time.
-        """
-        activations = live * max(map(self.stage_layers.__getitem__, stages)) * self.layer_activations
+    def held(self, stages: Sequence[int], activations: float) -> dict[str, float]:
+        """Return the bytes on a device, by cause, of a rank with these ``stages`` that keeps so many of activations."""
         return {**self._state(*self._counted(stages)), "activations": activations}
+
+    @cached_property
+    def kept(self) -> list[float]:
+        """Bytes of activations of every stage for one microbatch; the last one keeps those of head and loss as well."""
+        found = [layers * self.layer_activations for layers in self.stage_layers]
+        found[-1] += head_activation_bytes(self.workload, self.layout)
+        return found
+
+    def most_kept(self, rank: int) -> float:
+        """Return the bytes of activations that a rank of (interleaved) 1F1B keeps after its warm-up."""
+        stages, live, group = self.dealt_out[rank], self.live_chunks(rank), min(self.microbatches, self.layout.pipeline)
+        rounds, rest = divmod(live, group * len(stages))
+        kept = [self.kept[stage] for stage in stages]
+        full, part = divmod(rest, group)
+        return rounds * group * sum(kept) + group * sum(kept[:full]) + (part * kept[full] if part else 0.0)
 
     def _state(self, layers: int, tables: int) -> dict[str, float]:
         """Return the bytes of a rank's weights, gradients and optimizer state on a device."""
         found = self._states.get((layers, tables))
         if found is None:
-            work, parameters = self.workload, self._parameters(layers, tables)
-            weights, updated = sum(parameters), self._updated(*parameters)
-            if self.layout.shard_weights:
-                weights = updated + 2.0 * sum(self.layer_parameters)  # plus the present layer and the next
+            work, layout, parameters = self.workload, self.layout, self._parameters(layers, tables)
+            weights, updated, one = sum(parameters), self._updated(*parameters), sum(self.layer_parameters)
+            gradients = weights
+            if layout.shard_weights:
+                weights = gradients = updated + 2.0 * one  # plus the present layer and the next
+            elif layout.shard_gradients:
+                # plus the present stage and the one that is scattered, or with one stage per rank layers of it
+                whole = one if layout.chunks == 1 else max(self.stage_layers) * one
+                gradients = min(weights, updated + 2.0 * whole + tables * self.table)
             found = self._states[layers, tables] = {
                 "weights": weights * work.weight_bytes,
-                "gradients": weights * work.gradient_bytes,
+                "gradients": gradients * work.gradient_bytes,
                 "optimizer": updated * work.optimizer_bytes,
             }
         return found
@@ -452,7 +506,7 @@ class PlannedJob(Fabric):
     @cached_property
     def memory(self) -> tuple[dict[str, float], ...]:
         """Bytes on a device of each pipeline rank under (interleaved) 1F1B, by cause."""
-        return tuple(self.held(stages, self.live_chunks(rank)) for rank, stages in enumerate(self.dealt_out))
+        return tuple(self.held(stages, self.most_kept(rank)) for rank, stages in enumerate(self.dealt_out))
 
     def estimate(self) -> Estimate:
         """Estimate the step of (interleaved) 1F1B.
@@ -470,18 +524,23 @@ class PlannedJob(Fabric):
         slots = [sum(stage.total for stage in self.stages[rank::p]) + send[rank] for rank in range(p)]
         slow = max(slots)
         at = slots.index(slow)
-        tensor = sum(stage.tensor for stage in self.stages[at::p])
-        gather = sum(stage.gather for stage in self.stages[at::p])
+        own = LayerSeconds()
+        for stage in self.stages[at::p]:
+            own = own.plus(stage)
         weights = [rank["weights"] for rank in self.memory]
         heaviest = self.dealt_out[weights.index(max(weights))]
         reduce = self.reduce(heaviest)
         if layout.overlap_gradients:
             backward = sum(s.again + s.input_gradient + s.weight_gradient for s in self.stages[at::p])
-            reduce = max(0.0, reduce - backward)
+            if layout.shard_gradients:  # scattered whenever a rank leaves a stage
+                times = m if v == 1 else -(-m // p)
+                reduce = max(reduce - backward, reduce + (times - 1) * self.scatter(heaviest) - m * slow)
+            else:
+                reduce -= backward
+            reduce = max(0.0, reduce)
         parts = {
-            "compute": m * max(0.0, slow - tensor - gather - send[at]),  # can be slightly below 0 by rounding
-            "tensor parallel": m * tensor,
-            "sharded weights": m * gather,
+            "compute": m * max(0.0, slow - own.communication - send[at]),  # can be slightly below 0 by rounding
+            **exposed(own, m),
             "pipeline messages": m * send[at],
             # chunks recur once per pass over all ranks, even with few microbatches
             "pipeline bubble": (sum(slots) - slow) / v + max(0, p - m) * slow * (1 - 1 / v),

@@ -6,7 +6,8 @@ from itertools import product
 
 from cordillera.cost import Calibration, CostModel, ProductShape, whole
 from cordillera.planning.language.explorer import MICROBATCHES, expert_degrees, inner_degrees
-from cordillera.planning.language.workload import Layout, Workload, head_seconds, layer_seconds
+from cordillera.planning.language.layers import head_seconds, layer_seconds
+from cordillera.planning.language.workload import Layout, Workload
 from cordillera.topology import Device
 
 

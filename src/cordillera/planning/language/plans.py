@@ -76,6 +76,7 @@ class Exploration(SearchResult[Plan]):
     Attributes:
         estimated: Number of layouts that were ranked by estimate.
         alone: Best plan of each dimension searched alone, if more than one was searched.
+        own: Plans of a person's own layouts, as stated, also those that do not fit the memory; empty after a search.
         least_memory: Bytes on the fullest device of the layout that needed least, among those that did not fit.
         enough: Number of devices that can be planned instead, if the requested number cannot.
     """
@@ -84,6 +85,7 @@ class Exploration(SearchResult[Plan]):
     least_memory: float = math.inf
     enough: int | None = None
     alone: dict[SearchDimension, Plan] = field(default_factory=dict)
+    own: list[Plan] = field(default_factory=list)
 
     def take(self, dimension: SearchDimension, smaller: Exploration) -> None:
         """Add the results of a search of one ``dimension``; ``smaller`` includes the plan that it began with."""

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from cordillera.errors import PlanError
-from cordillera.planning.language.job import PlannedJob
+from cordillera.planning.language.job import PlannedJob, exposed
+from cordillera.planning.language.layers import LayerSeconds
 from cordillera.planning.pipeline.schedules import (
     Kind,
     Schedule,
@@ -64,8 +65,8 @@ def stage_seconds(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float]
     Args:
         job: Job with as many stages as the schedule.
         schedule: Schedule, which assigns stages to ranks.
-        slow: Factors by which pipeline ranks compute longer; None for none. Tensor-parallel collectives keep their
-            time, and are part of all actions of a stage alike.
+        slow: Factors by which pipeline ranks compute longer; None for none. Collectives keep their time, and are part
+            of all actions of a stage alike.
 
     Raises:
         PlanError: If the numbers of stages differ.
@@ -84,7 +85,7 @@ def stage_seconds(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float]
     for number, one in enumerate(job.stages if slow else ()):
         factor = (slow or {}).get(schedule.rank_of[number], 1.0)
         if factor != 1.0 and one.total > 0:
-            by[number] = factor + (1.0 - factor) * (one.tensor + one.gather) / one.total
+            by[number] = factor + (1.0 - factor) * one.communication / one.total
     stages = list(zip(job.stages, by, lost, strict=True))
     return StageSeconds(
         [stage.forward * times + extra for stage, times, extra in stages],
@@ -107,8 +108,9 @@ def ways(job: PlannedJob) -> dict[tuple[int, int], Way]:
 
 def held(job: PlannedJob, schedule: Schedule) -> tuple[dict[str, float], ...]:
     """Return the bytes on a device of each rank of ``job``, by cause; ``schedule`` sets the live microbatches."""
-    ranks = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
-    return tuple(job.held(stages, schedule.peak(rank)) for rank, stages in enumerate(ranks))
+    return tuple(
+        job.held(schedule.stages_of(rank), schedule.most_kept(rank, job.kept)) for rank in range(schedule.ranks)
+    )
 
 
 def last_backwards(schedule: Schedule, rank: int) -> dict[int, int]:
@@ -117,31 +119,48 @@ def last_backwards(schedule: Schedule, rank: int) -> dict[int, int]:
     return dict(sorted(lasts.items(), key=lambda item: item[1]))
 
 
+def reductions(job: PlannedJob, schedule: Schedule, rank: int) -> dict[int, float]:
+    """Return the seconds of the reductions of gradients of a ``rank``, by the position of the backward before each.
+
+    There is one for each stage, after its last backward under ``schedule``. If the layout of ``job`` shards gradients,
+    they are also scattered whenever the rank's next backward is of another stage, or after each with one stage.
+    """
+    lasts = last_backwards(schedule, rank)
+    found = {i: job.reduce([stage]) for stage, i in lasts.items()}
+    if job.layout.shard_gradients:
+        backwards = [
+            (i, a.stage) for i, a in enumerate(schedule.actions[rank]) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)
+        ]
+        scatter = {stage: job.scatter([stage]) for stage in lasts}
+        for (i, stage), (_, following) in pairwise(backwards):
+            if i not in found and (stage != following or len(lasts) == 1):
+                found[i] = scatter[stage]
+    return dict(sorted(found.items()))
+
+
 def reduced(
     job: PlannedJob,
     schedule: Schedule,
     rank: int,
     times: Callable[[int], tuple[Any, Any]],
-    reduce: Callable[[int], float],
     delayed: Mapping[tuple[int, int], float] | None = None,
 ) -> Any:
     """Return when a ``rank`` of ``job`` has reduced its gradients under ``schedule``; an array if times are arrays.
 
     Reduction begins when the last backward is done. If the layout overlaps gradients, it runs layer by layer during the
-    backward of the last microbatch, one layer after the other and beside the remaining computation.
+    backward, one layer after the other and beside the remaining computation.
 
     Args:
         job: Workload and its layout.
         schedule: Schedule of the pipeline.
         rank: Rank in the pipeline.
         times: Function that returns start and end of the rank's action at a position, seconds.
-        reduce: Function that returns the seconds to reduce the gradients of a stage over the copies of the model.
         delayed: Seconds by which messages delay that, by rank and position of the action; None for none.
     """
     delayed = delayed or {}
     last, clock, begun = times(len(schedule.actions[rank]) - 1)[1], 0.0, math.inf
-    for stage, i in last_backwards(schedule, rank).items():
-        layers, seconds = job.stage_layers[stage], reduce(stage)
+    for i, seconds in reductions(job, schedule, rank).items():
+        layers = job.stage_layers[schedule.actions[rank][i].stage]
         if job.layout.overlap_gradients:  # layer by layer as they finish; the last layer cannot be hidden
             start, end = times(i)
             begun = np.minimum(begun, start)
@@ -170,28 +189,25 @@ def simulate_step(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float]
     """
     slow = slow or {}
     ranks = range(schedule.ranks)
-    reductions = None
+    beside = None
     if job.layout.overlap_gradients and job.layout.data > 1:
-        reductions = [{i: job.reduce([stage]) for stage, i in last_backwards(schedule, r).items()} for r in ranks]
-    timeline = simulate(schedule, stage_seconds(job, schedule, slow), ways(job), reductions)
+        beside = [reductions(job, schedule, rank) for rank in ranks]
+    timeline = simulate(schedule, stage_seconds(job, schedule, slow), ways(job), beside)
     memory = held(job, schedule)
 
     def of(rank: int) -> Callable[[int], tuple[float, float]]:
         return lambda i: (float(timeline.starts[rank][i]), float(timeline.ends[rank][i]))
 
-    finish = [
-        float(reduced(job, schedule, rank, of(rank), lambda stage: job.reduce([stage]), timeline.delayed))
-        for rank in ranks
-    ]
+    finish = [float(reduced(job, schedule, rank, of(rank), delayed=timeline.delayed)) for rank in ranks]
     optimizer = [slow.get(rank, 1.0) * optimizer_seconds(job, schedule, rank) for rank in ranks]
     at = int(np.argmax([a + b for a, b in zip(finish, optimizer, strict=True)]))
-    tensor = job.microbatches * sum(job.stages[stage].tensor for stage in schedule.stages_of(at))
-    gather = job.microbatches * sum(job.stages[stage].gather for stage in schedule.stages_of(at))
+    own = LayerSeconds()
+    for stage in schedule.stages_of(at):
+        own = own.plus(job.stages[stage])
     end, waiting, busy = float(timeline.ends[at][-1]), float(timeline.waiting[at]), float(timeline.busy[at])
     parts = {
-        "compute": max(0.0, busy - tensor - gather),
-        "tensor parallel": tensor,
-        "sharded weights": gather,
+        "compute": max(0.0, busy - job.microbatches * own.communication),
+        **exposed(own, job.microbatches),
         "pipeline messages": waiting,
         "pipeline bubble": end - busy - waiting,
         "gradient reduction": finish[at] - end,

@@ -19,9 +19,9 @@ from cordillera.errors import PlanError
 from cordillera.planning.language.explorer import Explorer, divisible
 from cordillera.planning.language.plans import Exploration, Plan
 from cordillera.planning.language.step import (
-    last_backwards,
     optimizer_seconds,
     reduced,
+    reductions,
     simulate_step,
     stage_seconds,
     ways,
@@ -117,16 +117,16 @@ def jittered(explorer: Explorer, plan: Plan, jitter: float, draws: int = DRAWS, 
 
     Every message is later than the network's latency by an exponentially distributed time with mean ``jitter`` times
     the latency, as a queue of random arrivals delays packets. A message of several tensor- and context-parallel devices
-    arrives with the last of their parts. The many hops of a gradient reduction average out, so each takes the mean;
-    collectives inside a stage keep their time. Messages and reductions slow each other in the plan's step but not here,
-    so only differences between steps from this function are meaningful. The ``explorer`` found the ``plan``;
-    ``seed`` is the seed of the random times.
+    arrives with the last of their parts. The many hops of a collective average out, so each is later by the mean:
+    that of gradients, of sharded weights, of tensor and context parallelism, and of experts. Messages and reductions
+    slow each other in the plan's step but not here, so only differences between steps from this function are
+    meaningful. The ``explorer`` found the ``plan``; ``seed`` is the seed of the random times.
 
     Raises:
         PlanError: If the jitter is negative, too large or not finite.
     """
     check(jitter=jitter)
-    job, schedule = explorer.job(plan.layout, plan.order, plan.network), plan.schedule
+    job, schedule = explorer.job(plan.layout, plan.order, plan.network, late=jitter), plan.schedule
     generator = np.random.default_rng(seed)
     parts = plan.layout.tensor * plan.layout.context
 
@@ -136,15 +136,10 @@ def jittered(explorer: Explorer, plan: Plan, jitter: float, draws: int = DRAWS, 
         last = generator.random(draws) ** (1.0 / parts)  # distributed like the largest of ``parts`` uniform draws
         return -jitter * way.latency * np.log1p(-last)
 
-    def reduce(stage: int) -> float:
-        return job.reduce([stage]) + jitter * job.reduce_latency
-
-    keep = [
-        {*last_backwards(schedule, rank).values(), len(actions) - 1} for rank, actions in enumerate(schedule.actions)
-    ]
+    keep = [{*reductions(job, schedule, rank), len(actions) - 1} for rank, actions in enumerate(schedule.actions)]
     times = simulate_late(schedule, stage_seconds(job, schedule), ways(job), late, keep)
     ends = [
-        reduced(job, schedule, rank, times[rank].__getitem__, reduce) + optimizer_seconds(job, schedule, rank)
+        reduced(job, schedule, rank, times[rank].__getitem__) + optimizer_seconds(job, schedule, rank)
         for rank in range(schedule.ranks)
     ]
     return np.sort(np.broadcast_to(np.max(np.broadcast_arrays(*ends), axis=0), draws))

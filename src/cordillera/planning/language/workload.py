@@ -1,7 +1,6 @@
 """The workload: a model's shapes, its batch, and how both are cut over devices.
 
-All figures are counted, none is fitted: parameters, FLOPs, bytes of activations and of state, and the seconds that
-:class:`cordillera.cost.CostModel` gives for the shapes on one device.
+All figures are counted, none is fitted: parameters, FLOPs, and the layers of every stage.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from cordillera.cost import CostModel
 from cordillera.errors import PlanError
 from cordillera.partition import divisors
 from cordillera.topology import Label, Numeric, Words
@@ -24,12 +22,10 @@ WorkloadCount = Annotated[int, Numeric, Field(ge=1, le=1 << 32)]
 Bytes = Annotated[float, Numeric, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Recompute = Literal["none", "selective", "full"]
 
+PRODUCTION_ORDER = ("tensor", "context", "pipeline", "data")
+"""Order of the dimensions on a cluster, innermost first; the last crosses the outermost links."""
+
 BYTES = 2  # bytes of a weight, an activation and its gradient in 16 bits
-_GRADIENT_TRAFFIC = 6  # bytes per weight and microbatch: read gradient, read sum, write sum, in 16 bits each
-_FUSED_SOFTMAX = 4  # Megatron-LM's masked softmax kernel takes a multiple of this number of score matrices
-_UNFUSED_SOFTMAX = 104  # bytes per score, over all passes, if that kernel cannot be used
-_CHOICE = 8  # bytes of the choice of an expert that are kept: its weight and its place
-_LOGIT_TRAFFIC = 52  # bytes per logit: cross entropy in 32 bits, forwards and backwards
 
 
 class Experts(BaseModel):
@@ -41,6 +37,8 @@ class Experts(BaseModel):
         ffn: Width of an expert.
         shared_ffn: Width of the expert that all tokens are sent to; 0 for none.
         every: Period in layers: one of this many layers has experts, the others a plain feed-forward net.
+        imbalance: Tokens that the busiest device's experts get, relative to the mean over devices; 1 for balanced
+            routing. The others wait for it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,11 +48,16 @@ class Experts(BaseModel):
     ffn: WorkloadCount
     shared_ffn: Annotated[int, Numeric, Field(ge=0, le=1 << 32)] = 0
     every: WorkloadCount = 1
+    imbalance: Annotated[float, Numeric, Field(ge=1, le=1e6, allow_inf_nan=False)] = 1.0
 
     @model_validator(mode="after")
     def _has_as_many(self) -> Experts:
         if self.active > self.count:
             raise ValueError(f"{self.active} active of {self.count} experts")
+        if self.imbalance > self.count:
+            raise ValueError(
+                f"an imbalance of {self.imbalance:g} is more than all tokens on one of {self.count} experts"
+            )
         return self
 
 
@@ -73,6 +76,9 @@ class Transformer(BaseModel):
         tied: Whether output and input embeddings are one matrix.
         fused_attention: Whether attention is one kernel that keeps no scores and skips masked ones; otherwise it is
             matrix products with a masked softmax in between, as in Megatron-LM in 2021.
+        fused_ffn: Whether the activation of a gated feed-forward net is one kernel that keeps its two inputs alone, and
+            computes their product again in the backward (xformers' SwiGLU); otherwise each of its results is kept.
+        dropout: Whether residuals pass a dropout, whose mask is kept.
         experts: Mixture of experts; None for a dense model.
     """
 
@@ -88,6 +94,8 @@ class Transformer(BaseModel):
     vocabulary: WorkloadCount = 51_200
     tied: bool = True
     fused_attention: bool = False
+    fused_ffn: bool = False
+    dropout: bool = True
     experts: Experts | None = None
 
     @model_validator(mode="after")
@@ -159,39 +167,6 @@ class Transformer(BaseModel):
         return 6.0 * self.active_parameters + 6.0 * self.layers * sequence * self.queries
 
 
-class Workload(BaseModel):
-    """A training job.
-
-    Attributes:
-        name: Display name.
-        description: Description in one sentence.
-        source: Origin of the figures.
-        model: Model to train.
-        sequence: Number of tokens of a sequence.
-        batch: Sequences per step, over all devices.
-        weight_bytes: Bytes of a parameter in computation.
-        gradient_bytes: Bytes of a parameter's gradient.
-        optimizer_bytes: Bytes of the optimizer state of a parameter, including a master copy.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: Label = "workload"
-    description: Words = ""
-    source: Words = ""
-    model: Transformer
-    sequence: WorkloadCount
-    batch: WorkloadCount
-    weight_bytes: Annotated[Bytes, Field(ge=0.01)] = 2.0
-    gradient_bytes: Annotated[Bytes, Field(ge=0.01)] = 4.0
-    optimizer_bytes: Bytes = 12.0
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of the model's own arithmetic in a step."""
-        return self.batch * self.sequence * self.model.flops_per_token(self.sequence)
-
-
 @dataclass(frozen=True)
 class Layout:
     """How a job is cut over devices.
@@ -203,8 +178,11 @@ class Layout:
         pipeline: Devices over which layers are spread (PP).
         data: Number of copies of the model, sharded or not (DP).
         shards: Number of consecutive copies over which weights, gradients and optimizer state are cut.
-        shard_weights: Whether weights are gathered layer by layer (FSDP); otherwise only optimizer state is cut
-            (ZeRO-1).
+        shard_weights: Whether weights are gathered layer by layer (FSDP); otherwise they stay whole, and only optimizer
+            state is cut (ZeRO-1).
+        shard_gradients: Whether gradients are cut as well while weights stay whole (ZeRO-2, or FSDP that does not
+            reshard after the forward): they are scattered whenever a pipeline rank leaves a stage, so that only those
+            of a stage are whole at a time, or with one stage per rank those of a layer.
         chunks: ``v``, number of stages of one pipeline rank.
         microbatch: Number of sequences of a microbatch on one copy.
         sequence_parallel: Whether norms and dropouts are also cut over the tensor-parallel devices.
@@ -219,6 +197,7 @@ class Layout:
     data: int = 1
     shards: int = 1
     shard_weights: bool = False
+    shard_gradients: bool = False
     chunks: int = 1
     microbatch: int = 1
     sequence_parallel: bool = False
@@ -263,8 +242,11 @@ class Layout:
             found.append(
                 f"context {self.context} does not cut {workload.sequence} tokens into two equal parts each{nearest}"
             )
-        if self.stages > model.layers:
-            found.append(f"{self.stages} stages are more than {model.layers} layers: {model.layers} would do")
+        if self.stages > model.layers + 2 or (self.stages > model.layers and self.pipeline == 1):
+            found.append(
+                f"{self.stages} stages are more than {model.layers} layers and a stage for each embedding: "
+                f"{model.layers} would do"
+            )
         if workload.batch % cuts:
             found.append(
                 f"data {self.data} x microbatch {self.microbatch} does not divide batch {workload.batch}"
@@ -272,6 +254,8 @@ class Layout:
             )
         if self.data % self.shards:
             found.append(f"shards {self.shards} does not divide data {self.data}{_nearest(self.shards, self.data)}")
+        if self.shard_weights and self.shard_gradients:
+            found.append("shard_weights cuts gradients too: leave shard_gradients out")
         if self.sequence_parallel and self.tensor == 1:
             found.append("sequence_parallel needs tensor above 1")
         if self.expert > 1 and model.experts is None:
@@ -299,6 +283,7 @@ class Layout:
         words[1:1] = [f"CP{self.context}"] if self.context > 1 else []
         words += [f"EP{self.expert}"] if self.expert > 1 else []
         words += [f"FSDP{self.shards}"] if self.shard_weights else []
+        words += [f"ZeRO2-{self.shards}"] if self.shard_gradients else []
         words += [f"v{self.chunks}"] if self.chunks > 1 else []
         return " ".join([*words, f"mb{self.microbatch}"])
 
@@ -307,10 +292,73 @@ def _nearest(value: int, of: int) -> str:
     return f": {min(divisors(of), key=lambda d: (abs(d - value), d))} would"
 
 
+class PublishedLayout(BaseModel):
+    """A layout with which others trained the model.
+
+    Attributes:
+        devices: Number of devices.
+        layout: Degrees of parallelism.
+        source: Where it is published.
+        teraflops: Published FLOPs per second of the model's own arithmetic on one device, in units of 1e12; None if
+            they are not published.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    devices: WorkloadCount
+    layout: Layout
+    source: Words
+    teraflops: Annotated[float, Numeric, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None
+
+    @model_validator(mode="after")
+    def _takes_its_devices(self) -> PublishedLayout:
+        if self.layout.devices != self.devices:
+            raise ValueError(f"the layout takes {self.layout.devices:,} devices, not {self.devices:,}")
+        return self
+
+
+class Workload(BaseModel):
+    """A training job.
+
+    Attributes:
+        name: Display name.
+        description: Description in one sentence.
+        source: Origin of the figures.
+        model: Model to train.
+        sequence: Number of tokens of a sequence.
+        batch: Sequences per step, over all devices.
+        weight_bytes: Bytes of a parameter in computation.
+        gradient_bytes: Bytes of a parameter's gradient.
+        optimizer_bytes: Bytes of the optimizer state of a parameter, including a master copy.
+        reduction_bytes: Bytes of a parameter's gradient when it is added up over microbatches and reduced over copies.
+        published: Layouts with which others trained the model, the best known ones.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Label = "workload"
+    description: Words = ""
+    source: Words = ""
+    model: Transformer
+    sequence: WorkloadCount
+    batch: WorkloadCount
+    weight_bytes: Annotated[Bytes, Field(ge=0.01)] = 2.0
+    gradient_bytes: Annotated[Bytes, Field(ge=0.01)] = 4.0
+    optimizer_bytes: Bytes = 12.0
+    reduction_bytes: Annotated[Bytes, Field(ge=0.01)] = 2.0
+    published: tuple[PublishedLayout, ...] = ()
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the model's own arithmetic in a step."""
+        return self.batch * self.sequence * self.model.flops_per_token(self.sequence)
+
+
 def layers_of_stages(layers: int, stages: int) -> list[int]:
     """Return the number of ``layers`` of each of ``stages``, as equal as possible, with the fewest at both ends.
 
-    Both ends also carry an embedding (Llama 3, section 3.3.2, takes a layer from each).
+    Both ends also carry an embedding (Llama 3, section 3.3.2, takes a layer from each). With one or two stages more
+    than layers, the ends hold an embedding alone, first the last one, whose head takes longer.
     """
     fewest, more = divmod(layers, stages)
     if not more:
@@ -320,209 +368,3 @@ def layers_of_stages(layers: int, stages: int) -> list[int]:
     for stage in inside_out[:more]:
         counts[stage] += 1
     return counts
-
-
-@dataclass(frozen=True)
-class LayerSeconds:
-    """Seconds of one layer, or a part of the model, for one microbatch on one device.
-
-    Attributes:
-        forward: Seconds of the forward.
-        again: Seconds of recomputing the forward.
-        input_gradient: Seconds of the gradient of the input.
-        weight_gradient: Seconds of the gradient of the weights and its accumulation.
-        tensor: Part of these seconds spent in collectives over the tensor-parallel devices.
-        gather: Part of these seconds spent waiting for weights and gradients that are cut over copies.
-    """
-
-    forward: float = 0.0
-    again: float = 0.0
-    input_gradient: float = 0.0
-    weight_gradient: float = 0.0
-    tensor: float = 0.0
-    gather: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Seconds of forward and backward."""
-        return self.forward + self.again + self.input_gradient + self.weight_gradient
-
-    def times(self, count: float) -> LayerSeconds:
-        """Return the seconds of ``count`` executions one after the other."""
-        return LayerSeconds(
-            self.forward * count,
-            self.again * count,
-            self.input_gradient * count,
-            self.weight_gradient * count,
-            self.tensor * count,
-            self.gather * count,
-        )
-
-    def plus(self, other: LayerSeconds) -> LayerSeconds:
-        """Return the seconds of both, one after the other."""
-        return LayerSeconds(
-            self.forward + other.forward,
-            self.again + other.again,
-            self.input_gradient + other.input_gradient,
-            self.weight_gradient + other.weight_gradient,
-            self.tensor + other.tensor,
-            self.gather + other.gather,
-        )
-
-    def at_least(self, floor: float) -> LayerSeconds:
-        """Scale all seconds up to a total of ``floor``, the time that the host needs, if they are shorter."""
-        if self.total >= floor or self.total == 0:
-            return self
-        by = floor / self.total
-        return LayerSeconds(
-            self.forward * by, self.again * by, self.input_gradient * by, self.weight_gradient * by, self.tensor
-        )
-
-
-def held_weights(model: Transformer, layout: Layout) -> tuple[float, float]:
-    """Return the mean number of parameters of a layer of ``model`` on one device of a ``layout``.
-
-    Returns:
-        Those that all copies share, and those of experts.
-    """
-    e, share = model.experts, model.mixed_share
-    plain = float(model.matrices * model.hidden * (model.ffn or 4 * model.hidden))
-    if e is None:
-        return (model.attention_weights + plain) / layout.tensor, 0.0
-    mixed = float(model.matrices * model.hidden * e.count * e.ffn)
-    rest = model.feed_forward_weights(e.every - 1) - mixed  # shared expert and router
-    own = model.attention_weights + share * rest + (1 - share) * plain
-    return own / layout.tensor, share * mixed / layout.tensor / layout.expert
-
-
-def activation_bytes(workload: Workload, layout: Layout) -> float:
-    """Return the bytes of activations of one layer for one microbatch of a ``workload`` in a ``layout``, on one device.
-
-    Source: Korthikanti et al. 2022, table 2; with fused attention no scores are kept, and a gated feed-forward net
-    keeps two more tensors of its width. Experts keep what :func:`cordillera.kernels.moe.expert_mlp` keeps with the
-    policy ``AB``.
-    """
-    model, t = workload.model, layout.tensor
-    tokens = workload.sequence / layout.context * layout.microbatch
-    full = tokens * model.hidden
-    if layout.recompute == "full":
-        return 2.0 * full / (t if layout.sequence_parallel else 1)
-    dense, routed = _tokens_widths(model)
-    own = 10.0 * full / (t if layout.sequence_parallel else 1)  # norms' inputs, dropouts' masks, block inputs
-    ffn = (8.0 if model.gated else 4.0) * dense + (4.0 if model.gated else 2.0) * routed
-    cut = tokens * (4.0 * model.queries + 4.0 * model.keys + ffn) / t
-    if model.experts is not None:
-        own += _CHOICE * tokens * model.mixed_share * model.experts.active
-    scores = 0.0
-    if layout.recompute == "none" and not model.fused_attention:
-        scores = 5.0 * model.heads * tokens * workload.sequence / t
-    return own + cut + scores
-
-
-def _tokens_widths(model: Transformer) -> tuple[float, float]:
-    """Return the widths of the dense nets and of the experts that a token passes, as means over layers."""
-    plain, share, e = float(model.ffn or 4 * model.hidden), model.mixed_share, model.experts
-    if e is None:
-        return plain, 0.0
-    return plain * (1 - share) + e.shared_ffn * share, e.active * e.ffn * share
-
-
-def _linear_seconds(model: Transformer, layout: Layout, cost: CostModel, rows: float) -> tuple[float, float, float]:
-    """Return the seconds of a layer's matrix products with weights: forward, input gradient and weight gradient.
-
-    They are means over layers. Routing is balanced, so that the experts of a device get as many tokens as if each of
-    its own tokens stayed, and each expert gets as many as the others; they are computed in one kernel.
-    """
-    t, up, e, share = layout.tensor, 2 if model.gated else 1, model.experts, model.mixed_share
-    nets = [(1.0 - share, rows, float(model.ffn or 4 * model.hidden), 1.0)]  # how often, rows, width, count
-    if e is not None:
-        held = e.count / layout.expert
-        nets += [(share, rows, float(e.shared_ffn), 1.0), (share, rows * e.active / held, float(e.ffn), held)]
-    layers = [
-        (1.0, (rows, (model.queries + 2 * model.keys) / t, model.hidden, 1.0)),
-        (1.0, (rows, model.hidden, model.queries / t, 1.0)),
-    ]
-    for often, each, width, count in nets:
-        if often and width:
-            layers.append((often, (each, up * width / t, model.hidden, count)))
-            layers.append((often, (each, model.hidden, width / t, count)))
-    if e is not None:
-        layers.append((share, (rows, e.count, model.hidden, 1.0)))  # the router, which all devices have whole
-    forward, of_input, of_weight = (
-        sum(often * seconds for (often, _), seconds in zip(layers, part, strict=True))
-        for part in zip(*(cost.linear(*shape) for _, shape in layers), strict=True)
-    )
-    return forward, of_input, of_weight
-
-
-def layer_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: float) -> LayerSeconds:
-    """Return the seconds of one layer of ``workload`` for one microbatch on one device.
-
-    They include matrix products by their shapes, attention, memory traffic (norms, biases, activations, residuals,
-    dropouts, in bytes counted from Megatron-LM's kernels; rows that are gathered for experts and combined),
-    gradient accumulation, and the collectives of tensor parallelism: two in the forward, two in the backward.
-
-    Args:
-        workload: Workload with the shapes.
-        layout: Degrees of parallelism.
-        cost: Cost model of the device.
-        reduce: Seconds of one all-reduce of a microbatch's activations over the tensor-parallel devices.
-    """
-    model, t = workload.model, layout.tensor
-    rows = layout.microbatch * workload.sequence / layout.context
-    ffn = sum(_tokens_widths(model))
-    forward, of_input, of_weight = _linear_seconds(model, layout, cost, rows)
-    if model.fused_attention:
-        core = cost.attention(2.0 * rows * workload.sequence * model.queries / t)  # half of the scores are masked
-        core_back = 2.5 * core
-    else:
-        count = layout.microbatch * model.heads / t / layout.context
-        both = cost.product(workload.sequence, workload.sequence, model.head, count)
-        both += cost.product(workload.sequence, model.head, workload.sequence, count)
-        scores = BYTES * count * workload.sequence**2
-        core = both + cost.stream(4.0 * scores)  # softmax over unmasked scores, dropout
-        core_back = 2.0 * both + cost.stream(4.5 * scores)
-        if layout.microbatch * model.heads // layout.tensor % _FUSED_SOFTMAX:
-            core_back += cost.stream(_UNFUSED_SOFTMAX * count * workload.sequence**2)
-    x = BYTES * rows * model.hidden
-    own = x / t if layout.sequence_parallel else x
-    wide = BYTES * rows * ffn * (1.5 if model.gated else 1.0) / t
-    pointwise = cost.stream(11.0 * own + 6.0 * x / t + 2.0 * wide)
-    pointwise_back = cost.stream(17.0 * own + 3.0 * x / t + 3.0 * wide)
-    if model.experts is not None:
-        gathered = model.experts.active * x * model.mixed_share
-        pointwise += cost.stream(3.0 * gathered + x * model.mixed_share)  # read, written, read again, summed
-        pointwise_back += cost.stream(6.0 * gathered + 2.0 * x * model.mixed_share)  # so are gradients, and rows again
-    accumulate = cost.stream(_GRADIENT_TRAFFIC * sum(held_weights(model, layout)))
-    again = 0.0
-    if layout.recompute == "full":
-        again = forward + core + pointwise + 2.0 * reduce
-    elif layout.recompute == "selective" and not model.fused_attention:
-        again = core
-    return LayerSeconds(
-        forward=forward + core + pointwise + 2.0 * reduce,
-        again=again,
-        input_gradient=of_input + core_back + pointwise_back + 2.0 * reduce,
-        weight_gradient=of_weight + accumulate,
-        tensor=reduce * (6.0 if layout.recompute == "full" else 4.0),
-    ).at_least(cost.calibration.layer_s)
-
-
-def embedding_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: float) -> LayerSeconds:
-    """Return the seconds of the input embedding for one microbatch on the first stage.
-
-    The arguments ``workload``, ``layout``, ``cost`` and ``reduce`` are those of :func:`layer_seconds`.
-    """
-    x = BYTES * layout.microbatch * workload.sequence / layout.context * workload.model.hidden
-    return LayerSeconds(forward=cost.stream(3.0 * x) + reduce, weight_gradient=cost.stream(3.0 * x), tensor=reduce)
-
-
-def head_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: float) -> LayerSeconds:
-    """Return the seconds of the output embedding and the loss for one microbatch on the last stage.
-
-    The arguments ``workload``, ``layout``, ``cost`` and ``reduce`` are those of :func:`layer_seconds`.
-    """
-    rows, own = layout.microbatch * workload.sequence / layout.context, workload.model.vocabulary / layout.tensor
-    forward, of_input, of_weight = cost.linear(rows, own, workload.model.hidden)
-    loss = cost.stream(_LOGIT_TRAFFIC * rows * own)
-    return LayerSeconds(forward + loss, 0.0, of_input + reduce, of_weight, reduce)

@@ -207,6 +207,18 @@ class Schedule:
         """Return the largest number of forwards whose activations a rank holds at a time."""
         return self._peaks[rank]
 
+    def most_kept(self, rank: int, sizes: Sequence[float]) -> float:
+        """Return the largest sum of what a rank keeps at a time, with a size for each stage's forward."""
+        stages = self.stages_of(rank)
+        if len({sizes[stage] for stage in stages}) == 1:
+            return self.peak(rank) * sizes[stages[0]]
+        held = most = 0.0
+        for action in self.actions[rank]:
+            size = sizes[action.stage]
+            held += size if action.kind is F else -size if action.kind in (B, W) else 0.0
+            most = max(most, held)
+        return most
+
     @cached_property
     def _peaks(self) -> list[int]:
         return [max(self.live(rank), default=0) for rank in range(self.ranks)]
@@ -310,11 +322,13 @@ def one_forward_one_backward(ranks: int, microbatches: int, extra_warmup: Sequen
 
 
 def warmup_for_latency(latencies: Sequence[float], forward: float, backward: float) -> list[int]:
-    """Return the fewest extra forwards of each of ``P`` ranks that hide the latency of slow boundaries in 1F1B.
+    """Return extra forwards of each of ``P`` ranks that hide the latency of slow boundaries in 1F1B.
 
     A boundary of one-way latency ``d`` is hidden by ``ceil(2 d / (t_F + t_B))`` more forwards on every rank before it;
     several boundaries add up. The step then takes ``(m + P - 1)(t_F + t_B) + 2 sum(d)``, if there are enough
-    microbatches.
+    microbatches. They are the fewest that do for every number of microbatches ``m``: with fewer between two ranks, each
+    microbatch waits. Few microbatches end before that adds up, and fewer forwards may do for them;
+    :func:`cordillera.planning.pipeline.tuning.tuned` finds such schedules.
 
     Args:
         latencies: One-way latency of each boundary between neighbouring ranks, seconds: ``P - 1`` values.

@@ -186,7 +186,7 @@ class RecommenderExplorer(ClusterSearch[Recommender]):
         if layout.group <= min(top.sizes[0]):
             wire = top.member_bytes_per_s(0, 0) * constants.port
         worth = top.device.memory_bytes_per_s * constants.memory / wire
-        room = max(self._limit - sum(fixed.values()) - buffers, 1.0)
+        room = max(self.usable_memory - sum(fixed.values()) - buffers, 1.0)
         return place_tables(work, layout.group, room, worth, layout.grain, layout.copied_rows)
 
     def job(
@@ -267,8 +267,8 @@ class RecommenderExplorer(ClusterSearch[Recommender]):
                 if schedule.chunks > self.samples:
                     continue
                 needed = sum(job.memory(schedule).values())
-                if needed > self._limit:
-                    over = (needed - self._limit) / 1e9
+                if needed > self.usable_memory:
+                    over = (needed - self.usable_memory) / 1e9
                     found.dropped[
                         f"tables over {counted(layout.group, 'device')}: {over:,.1f} GB more than a device has"
                     ] += 1

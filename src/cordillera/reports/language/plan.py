@@ -23,9 +23,11 @@ _KINDS = {
     Kind.INPUT: ("backward", "Backward"),
     Kind.WEIGHT: ("weight", "Weight gradient"),
 }
-_PARTS = {
+PARTS = {
     "compute": "Computation",
     "tensor parallel": "Tensor-parallel collectives",
+    "context parallel": "Gathers of context parallelism",
+    "expert exchange": "Exchange of experts' tokens",
     "sharded weights": "Waiting for sharded weights",
     "pipeline messages": "Waiting for pipeline messages",
     "pipeline bubble": "Pipeline bubble",
@@ -90,7 +92,7 @@ def reasons(best: Plan, base: Plan) -> list[str]:
     """Explain why the plan ``best`` is faster than ``base``, with the largest difference first."""
     if best is base:
         return ["It is the production-like plan itself: nothing that was searched is faster."]
-    found = plans.differences(_PARTS, best, base)
+    found = plans.differences(PARTS, best, base)
     if best.across != base.across:
         found.append(f"What crosses the outermost links: {best.across} instead of {base.across}.")
     return found
@@ -160,7 +162,7 @@ def page(
     limit = (f"{capacity / 1e9:g} GB, the device's memory", capacity)
     return plans.fill(
         "language_plan",
-        *(explorer, found, base, compared, _PARTS, changes),
+        *(explorer, found, base, compared, PARTS, changes),
         tokens_per_s=explorer.workload.batch * explorer.workload.sequence / best.seconds,
         reasons=reasons(best, base),
         kinds=_kinds(timeline),
