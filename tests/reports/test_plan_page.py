@@ -21,6 +21,7 @@ import tomlkit
 
 from cordillera.planning import workloads
 from cordillera.reports import plans as plan_pages
+from cordillera.reports.language.plan import PARTS
 
 HEADINGS = [
     "The plan",
@@ -273,3 +274,12 @@ def test_times_over_a_property_of_the_network_are_named_point_by_point() -> None
         "production, 10: 1.00 s",
         "production, 300: 2.00 s",
     ]
+
+
+def test_every_part_of_a_step_has_a_colour() -> None:
+    style = (Path(plan_pages.__file__).parent / "templates/style.css").read_text()
+    colours = [re.search(rf"--f{number}: (#[0-9a-f]{{6}});", style) for number in range(len(PARTS))]
+    assert all(colours)
+    assert len({one[1] for one in colours if one}) == len(colours)
+    for number in range(len(colours)):
+        assert f".f{number}" in style

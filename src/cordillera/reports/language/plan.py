@@ -26,13 +26,13 @@ _KINDS = {
 PARTS = {
     "compute": "Computation",
     "tensor parallel": "Tensor-parallel collectives",
-    "context parallel": "Gathers of context parallelism",
-    "expert exchange": "Exchange of experts' tokens",
     "sharded weights": "Waiting for sharded weights",
     "pipeline messages": "Waiting for pipeline messages",
     "pipeline bubble": "Pipeline bubble",
     "gradient reduction": "Gradient reduction that is not hidden",
     "optimizer": "Optimizer",
+    "context parallel": "Gathers of context parallelism",
+    "expert exchange": "Exchange of experts' tokens",
 }
 _MEMORY = ("weights", "gradients", "optimizer", "activations")
 
