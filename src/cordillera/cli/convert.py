@@ -11,6 +11,8 @@ import typer
 from cordillera.cli._show import AsJson, CommandOutput
 from cordillera.errors import Interrupted
 
+_LAYOUTS = {"hugging-face": "Hugging Face", "meta": "Meta", "gguf": "GGUF"}
+
 
 def convert(
     source: Annotated[
@@ -60,7 +62,7 @@ def convert(
         answer.keep(**asdict(found))
         if quiet:
             return
-        answer.say(f"{source} ({found.source}) -> {target} ({found.layout}, {found.weights})")
+        answer.say(f"{source} ({found.source}) -> {target} ({_LAYOUTS[found.layout]}, {found.weights})")
         changed = "every weight as it was" if not found.error else f"relative error of weights {found.error:.2g} (RMS)"
         answer.say(f"  {found.parameters:,} parameters in {found.bytes / 1e6:,.1f} MB, {changed}")
         if found.tokens is None:
@@ -68,4 +70,6 @@ def convert(
         else:
             ends = f"ends at {', '.join(found.stops)}" if found.stops else "no token that ends a text"
             answer.say(f"  {found.tokens:,} tokens, {'' if found.chats else 'no '}chat template, {ends}")
+            if not found.same_chats:
+                answer.say("  chats have other tokens than with the source: its format tokenises parts of them apart")
             answer.say(f'  -> cordillera generate {target} "What is a mountain range?"')

@@ -9,10 +9,10 @@ from typing import Literal
 
 import torch
 
-from cordillera.data.language.chats.tokens import chat_tokenizer
+from cordillera.data.tokenizers.chat import Message
 from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.data.tokenizers.tokenizer import Tokenizer
-from cordillera.errors import CheckpointError, DataError
+from cordillera.errors import DataError
 from cordillera.models.language.checkpoints import (
     Source,
     open_checkpoint,
@@ -23,7 +23,7 @@ from cordillera.models.language.checkpoints import (
 )
 from cordillera.models.language.checkpoints.gguf_file import QUANTISED_FILES, GGUFFile
 from cordillera.models.language.checkpoints.weights import OnTensor, WeightStream
-from cordillera.serving.language.language_model import find_model, is_of_chats, tokenizer_of
+from cordillera.serving.language.language_model import find_model, find_tokenizer
 
 Layout = Literal["hugging-face", "meta", "gguf"]
 LAYOUTS: tuple[Layout, ...] = ("hugging-face", "meta", "gguf")
@@ -49,6 +49,7 @@ class Conversion:
         tokens: Number of tokens of the tokenizer; None without one.
         stops: Tokens that end a text or a turn.
         chats: Whether there is a chat template.
+        same_chats: Whether a chat has the tokens that it has by the source's own format.
     """
 
     path: Path
@@ -61,6 +62,7 @@ class Conversion:
     tokens: int | None
     stops: tuple[str, ...]
     chats: bool
+    same_chats: bool
 
 
 def convert(
@@ -105,7 +107,7 @@ def convert(
     opened = open_checkpoint(path)
     if opened.config.scores:
         raise DataError("is a reward model, which no layout of a Llama has a place for", where=str(source))
-    kept = _tokenizer(source, path, tokenizer, opened)
+    kept = _tokenizer(source, opened, tokenizer)
     if isinstance(opened, GGUFFile) and layout == "gguf" and quantize is None and dtype == "auto":
         raise DataError(f"is {_kind(opened)} already", where=str(source), remedy="give --quantize or --dtype")
     kind = DTYPES.get(dtype) or opened.dtype or torch.float32
@@ -134,6 +136,7 @@ def convert(
         tokens=None if kept is None else kept.vocab_size,
         stops=() if kept is None else tuple(names.get(token, str(token)) for token in kept.stop_ids),
         chats=kept is not None and kept.chat_format is not None,
+        same_chats=kept is None or _keeps_chats(kept, target),
     )
 
 
@@ -163,24 +166,24 @@ def _check(dtype: str, quantize: str | None, ranks: int, layout: Layout) -> None
         raise DataError("is for Meta's layout alone", where="ranks", remedy="give --to meta")
 
 
-def _tokenizer(source: str | Path, path: Path, name: str | Path | None, opened: Source) -> Tokenizer | None:
-    """Return the tokenizer to write; that of a model of chats without a format of chats has a plain one."""
+def _tokenizer(source: str | Path, opened: Source, name: str | Path | None) -> Tokenizer | None:
+    """Return the tokenizer to write; None for none."""
     if name == "none":
         return None
     try:
-        found = load_tokenizer(tokenizer_of(source, path) if name is None else name)
+        return find_tokenizer(source, opened.path, opened.config.vocabulary, name)
     except DataError as error:
-        remedy = f"{error.remedy or 'it may be damaged'}; or name one with --tokenizer, or none for weights alone"
+        remedy = f"{error.remedy or 'see whether it is damaged'}; or give --tokenizer NAME, or none for weights alone"
         raise DataError(error.what, where=error.where, remedy=remedy) from error
-    if is_of_chats(source, path):
-        found = chat_tokenizer(found)
-    if found.vocab_size > opened.config.vocabulary:
-        raise CheckpointError(
-            f"has {found.vocab_size:,} tokens, the model has {opened.config.vocabulary:,}",
-            where=str(found.path),
-            remedy="name the tokenizer that belongs to the model",
-        )
-    return found
+
+
+def _keeps_chats(tokenizer: Tokenizer, target: Path) -> bool:
+    """Whether a chat has the same tokens by what was written as by the ``tokenizer``."""
+    chat = [Message("user", "Hello, 12 friends!"), Message("assistant", "Hi."), Message("user", "And you?")]
+    written = load_tokenizer(target)
+    return tokenizer.chat_format is None or (
+        written.chat_format is not None and written.encode_chat(chat) == tokenizer.encode_chat(chat)
+    )
 
 
 def _kind(source: Source) -> str:
