@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from cordillera.data.tokenizers.byte_pairs import TURN_ENDS, BytePairs
+from cordillera.data.tokenizers.byte_pairs import ENDS, TURN_ENDS, BytePairs
 from cordillera.data.tokenizers.chat import JinjaChat
-from cordillera.data.tokenizers.gguf import CONTROL, NORMAL, UNUSED, USER_DEFINED, filler
+from cordillera.data.tokenizers.gguf import CONTROL, NORMAL, STOPS, UNUSED, USER_DEFINED, filler
 from cordillera.data.tokenizers.load import pairs_of
 from cordillera.data.tokenizers.splitters import split_name
 from cordillera.data.tokenizers.tiktoken_file import tiktoken_content
@@ -61,15 +61,16 @@ def write_json_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> No
         _write_json(folder / _TOKENIZER, _json_content(pairs))
     usual: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": pairs.bos,
-        "eos_token": pairs.eos,
-        "pad_token": settings.get("pad_token") or pairs.eos,
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
     }
     if pairs.template is not None and not (folder / _COPIED[0]).exists():
         usual["chat_template"] = pairs.template
-    _write_json(folder / _SETTINGS, {**{name: value for name, value in usual.items() if value is not None}, **settings})
+    ends = {"bos_token": pairs.bos, "eos_token": pairs.eos}
+    if settings.get("pad_token") is None:
+        ends["pad_token"] = pairs.eos
+    ends = {name: token for name, token in ends.items() if token is not None}
+    _write_json(folder / _SETTINGS, {**usual, **settings, **ends})
     if tokenizer.eos_id is not None:
         generation.setdefault("pad_token_id", tokenizer.eos_id)
     _write_json(folder / _GENERATION, {**generation, **end_ids(tokenizer)})
@@ -115,9 +116,11 @@ def gguf_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     for group, kind in ((pairs.vocabulary, NORMAL), (words, USER_DEFINED), (pairs.special, CONTROL)):
         for name, token in group.items():
             names[token], kinds[token] = name, kind
-    stops = {name: pairs.special[name] for name in TURN_ENDS if pairs.special.get(name) in tokenizer.stop_ids}
-    message_end = stops.pop("<|eom_id|>", None)
-    turn_end = next((token for token in stops.values() if token != tokenizer.eos_id), None)
+    others = [token for token in tokenizer.stop_ids if token != tokenizer.eos_id]
+    message_end = pairs.special.get("<|eom_id|>")
+    turn_ends = [token for name in TURN_ENDS if (token := pairs.special.get(name)) in others and token != message_end]
+    unnamed = [token for token in others if token not in (pairs.special.get(name) for name in (*ENDS, *TURN_ENDS))]
+    turn_end = next(iter([*turn_ends, *unnamed]), None)
     ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "eot": turn_end, "eom": message_end}
     fields: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",
@@ -128,6 +131,8 @@ def gguf_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
         "tokenizer.ggml.add_bos_token": tokenizer.adds_bos,
     }
     fields |= {f"tokenizer.ggml.{name}_token_id": token for name, token in ids.items() if token is not None}
+    if unnamed:
+        fields[STOPS] = unnamed
     return fields | ({} if pairs.template is None else {"tokenizer.chat_template": pairs.template})
 
 

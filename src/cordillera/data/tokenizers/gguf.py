@@ -27,6 +27,10 @@ _BLOCKS |= {26: (1, 4), 27: (1, 8), 28: (1, 8), 30: (1, 2)}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # kinds of token (ggml, llama.h)
 
 
+STOPS = "tokenizer.cordillera.stop_token_ids"
+"""Ids that end a text and that other programs have no name for."""
+
+
 class GGUFTensor(NamedTuple):
     """Location of a tensor in a GGUF file: first byte, number of its quantisation (ggml.h), shape as in torch."""
 
@@ -159,7 +163,8 @@ def filler(row: int) -> str:
 
 _SINGLE: dict[str, type] = {f"ggml.{name}_token_id": int for name in ("bos", "eos", "eot", "eom")}
 _SINGLE |= {"ggml.pre": str, "ggml.add_bos_token": bool, "chat_template": str}
-_KINDS: dict[str, type] = {"ggml.tokens": str, "ggml.merges": str, "ggml.token_type": int} | _SINGLE
+_KINDS: dict[str, type] = {"ggml.tokens": str, "ggml.merges": str, "ggml.token_type": int}
+_KINDS |= {STOPS.removeprefix("tokenizer."): int} | _SINGLE
 
 
 def read_gguf_pairs(path: Path) -> BytePairs:
@@ -210,7 +215,7 @@ def read_gguf_pairs(path: Path) -> BytePairs:
         ignore_merges=as_llama3,
         bos=tokens[named["bos"]] if "bos" in named else None,
         eos=tokens[named["eos"]] if "eos" in named else None,
-        stops=[named[name] for name in ("eot", "eom") if name in named],
+        stops=[named[name] for name in ("eot", "eom") if name in named] + fields.get(STOPS, []),
         adds_bos=fields.get("tokenizer.ggml.add_bos_token", as_llama3),
         template=fields.get("tokenizer.chat_template"),
     )

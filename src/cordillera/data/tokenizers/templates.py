@@ -13,9 +13,8 @@ _LLAMA3 = (
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 )
 _CHATML = (
-    "{% for message in messages %}{% if not loop.first %}{{ '\\n' }}{% endif %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{% if messages %}{{ '\\n' }}{% endif %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 _CHATML_SYSTEM = (
     "{% if messages and messages[0]['role'] != 'system' %}"

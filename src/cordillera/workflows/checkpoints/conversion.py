@@ -189,5 +189,5 @@ def _keeps_chats(tokenizer: Tokenizer, target: Path) -> bool:
 def _kind(source: Source) -> str:
     kind = str(source.dtype).removeprefix("torch.")
     if isinstance(source, GGUFFile):
-        kind = " and ".join(source.kinds)
+        kind = " and ".join(name for name, _ in source.kinds.most_common())
     return f"{source.layout}, {kind}"

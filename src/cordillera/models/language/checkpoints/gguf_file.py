@@ -116,7 +116,7 @@ class GGUFFile(Source):
 
     @property
     def kinds(self) -> Counter[str]:
-        """Number of matrices of each kind, the most frequent first."""
+        """Number of matrices of each kind."""
         return Counter(
             self._gguf.GGMLQuantizationType(self._tensors[_NAMES(name)].kind).name
             for name, shape in parameter_shapes(self.config).items()
