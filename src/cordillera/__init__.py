@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         batches,
         best_of,
         compare,
+        convert,
         evaluate,
         export,
         isoflop,
@@ -85,6 +86,7 @@ __all__ = [
     "batches",
     "best_of",
     "compare",
+    "convert",
     "evaluate",
     "export",
     "isoflop",
@@ -116,7 +118,7 @@ _WHERE = {
     **{
         name: ("cordillera.workflows", name)
         for name in (
-            *("ServerConfig", "average", "batches", "best_of", "compare", "evaluate", "export"),
+            *("ServerConfig", "average", "batches", "best_of", "compare", "convert", "evaluate", "export"),
             *("isoflop", "judge", "load_model", "predict", "report", "serve", "sweep", "train"),
         )
     },

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from cordillera.data.tokenizers.byte_pairs import _unwritable
 from cordillera.data.tokenizers.chat import ChatML, Message
-from cordillera.data.tokenizers.load import MAX_CHARACTERS, MAX_RUN, load_tokenizer, pieces
+from cordillera.data.tokenizers.load import load_tokenizer
+from cordillera.data.tokenizers.tiktoken_file import MAX_CHARACTERS, MAX_RUN, pieces
 from cordillera.data.tokenizers.tokenizer import StreamDecoder, Tokenizer
 from cordillera.errors import DataError
 from tests.data import vocabularies as v

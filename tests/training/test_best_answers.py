@@ -255,7 +255,7 @@ def parameters(name: str | Path) -> dict[str, torch.Tensor]:
 def test_the_mean_of_equal_models_is_the_model_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (name,) = models(1)
-    for count in (1, 3):
+    for count in (2, 3):
         found, expected = parameters(average([name] * count, f"mean{count}")), parameters(name)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected)
@@ -279,13 +279,13 @@ def test_what_has_no_common_mean_is_refused(tmp_path: Path, monkeypatch: pytest.
     names = models(1) + models(1, ffn=64)
     with pytest.raises(CheckpointError, match="ffn is 64, that of the model is 48"):
         average(names, "mean")
-    with pytest.raises(DataError, match="needs at least one model"):
-        average([], "mean")
+    with pytest.raises(DataError, match="needs two models or more"):
+        average(names[:1], "mean")
     assert not Path("mean").exists()
     Path("taken").mkdir()
     Path("taken/file").write_text("a")
     with pytest.raises(CheckpointError, match="is not empty"):
-        average(names[:1], "taken")
+        average(names[:1] * 2, "taken")
 
 
 def test_runs_are_averaged_with_their_adapters_and_rewards_are_not(
@@ -299,8 +299,9 @@ def test_runs_are_averaged_with_their_adapters_and_rewards_are_not(
     for key, tensor in found.items():
         torch.testing.assert_close(tensor, (merged[key] + start[key]) / 2, rtol=1e-6, atol=1e-8)
     mean, run = LanguageModel("mean").tokenizer, LanguageModel("thin").tokenizer
-    assert mean.fingerprint == run.fingerprint
-    assert vars(mean.chat_format) == vars(run.chat_format)
+    chat = [Message("system", "Add."), Message("user", "1 + 1"), Message("assistant", "2"), Message("user", "é + 2?")]
+    assert mean.encode_chat(chat) == run.encode_chat(chat)
+    assert mean.stop_ids == run.stop_ids
     train(post_recipe(begun, "reward", begun / "start", training={"steps": 1}), "scores")
     with pytest.raises(DataError, match="scores: is a reward model"):
         average(["scores"], "other")

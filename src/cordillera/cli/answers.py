@@ -107,13 +107,10 @@ def judge(
 
 
 def average(
-    models: Annotated[list[str], typer.Argument(help="Names, checkpoints or runs of one architecture.")],
+    models: Annotated[list[str], typer.Argument(help="Two or more names, checkpoints or runs of one architecture.")],
     out: Annotated[Path, typer.Option("--out", help="The folder of the mean, in Hugging Face's layout.")],
 ) -> None:
-    """Average the weights of models, or merge adapters.
-
-    Of one model, its weights are written with its adapters merged.
-    """
+    """Average the weights of models."""
     from cordillera.cli._show import echo
     from cordillera.workflows.post_training import averaging
 

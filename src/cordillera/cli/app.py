@@ -17,6 +17,7 @@ from cordillera.cli import (
     blame,
     chaos,
     compare,
+    convert,
     coordinate,
     data,
     delta,
@@ -68,6 +69,7 @@ SECTIONS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
     },
     "Language models": {
         "generate": generate.generate,
+        "convert": convert.convert,
         "isoflop": isoflop.isoflop,
         "best-of": answers.best_of,
         "judge": answers.judge,

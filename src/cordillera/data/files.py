@@ -62,28 +62,56 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def folder_beside(final: Path) -> Iterator[Path]:
+def folder_beside(final: Path, replaces: bool = False) -> Iterator[Path]:
     """Create a temporary folder that is renamed to ``final`` if the block succeeds and is removed if it fails.
 
     If another process has finished ``final`` meanwhile, that folder is kept, as both hold the same. Folders that killed
     processes left beside ``final`` are removed.
+
+    Args:
+        replaces: Whether a folder ``final`` that is there is removed, after the new one has its name.
     """
-    with disk_errors(final):
-        final.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(final.parent)
-        beside, lock = _locked_folder(final)
-    try:
+    with _unfinished_folder(final) as beside:
         yield beside
         with disk_errors(final):
             for name in os.listdir(beside):
                 sync(beside / name)
             sync(beside)
+            old = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.replaced")
+            if replaces and final.exists():
+                os.rename(final, old)
             try:
                 os.rename(beside, final)
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
             sync(final.parent)
+            shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def file_beside(final: Path) -> Iterator[Path]:
+    """Yield a temporary file's path; the file replaces ``final`` if the block succeeds and is removed if it fails.
+
+    What killed processes left beside ``final`` is removed.
+    """
+    with _unfinished_folder(final) as beside:
+        yield beside / final.name
+        with disk_errors(final):
+            sync(beside / final.name)
+            os.replace(beside / final.name, final)
+            sync(final.parent)
+
+
+@contextmanager
+def _unfinished_folder(final: Path) -> Iterator[Path]:
+    """Create a folder beside ``final`` that is removed at the end, if it is still there."""
+    with disk_errors(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(final.parent)
+        beside, lock = _locked_folder(final)
+    try:
+        yield beside
     finally:
         shutil.rmtree(beside, ignore_errors=True)
         os.close(lock)

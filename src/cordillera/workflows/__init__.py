@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cordillera.workflows.architectures.search import SearchConfig, SearchOutcome, search
+    from cordillera.workflows.checkpoints.conversion import Conversion, convert
     from cordillera.workflows.evaluation.importance import importance
     from cordillera.workflows.language import LanguageOutcome
     from cordillera.workflows.post_training.answers import best_of, judge
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AugmentationOutcome",
+    "Conversion",
     "LanguageOutcome",
     "Outcome",
     "SearchConfig",
@@ -37,6 +39,7 @@ __all__ = [
     "batches",
     "best_of",
     "compare",
+    "convert",
     "evaluate",
     "export",
     "importance",
@@ -55,6 +58,7 @@ __all__ = [
 
 _WHERE = {
     "architectures.search": ("SearchConfig", "SearchOutcome", "search"),
+    "checkpoints.conversion": ("Conversion", "convert"),
     "evaluation.importance": ("importance",),
     "language": ("LanguageOutcome",),
     "post_training.answers": ("best_of", "judge"),

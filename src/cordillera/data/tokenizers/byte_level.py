@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from cordillera.data.tokenizers.byte_pairs import BytePairs, byte_letters
 from cordillera.data.tokenizers.tokenizer import Tokenizer
 
 BYTES = "bytes"
@@ -31,6 +32,13 @@ def byte_tokenizer() -> Tokenizer:
         chat_format=None,
         fingerprint=hashlib.sha256(repr((BYTES, special)).encode()).hexdigest(),
     )
+
+
+def byte_pairs() -> BytePairs:
+    """Return the same tokenizer as a byte-pair encoding without merges."""
+    ends = {name: 256 + i for i, name in enumerate(_SPECIAL)}
+    rule = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return BytePairs(Path(BYTES), byte_letters(), [], ends, {}, None, rule, False)
 
 
 def _encode(texts: Sequence[str]) -> list[list[int]]:

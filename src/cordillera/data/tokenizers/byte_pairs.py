@@ -6,13 +6,13 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from cordillera.data.tokenizers.chat import ChatFormat, JinjaChat, guess_format
+from cordillera.data.tokenizers.chat import JinjaChat, guess_format
 from cordillera.data.tokenizers.rules import check_ids, check_rules
 from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import DataError
@@ -48,6 +48,11 @@ class BytePairs:
         vocabulary: Ids by token, in byte letters.
         words: Further entries that are found before anything else, as ``tokenizer.json`` lists added tokens; by name.
         ignore_merges: Whether a word that is a token is used without merges.
+        bos: Special token that begins a text, or None.
+        eos: Special token that ends a text, or None.
+        stops: Ids at which generation ends besides ``eos`` and the usual ones.
+        adds_bos: Whether the model expects texts to begin with ``bos``.
+        template: Jinja source of the chat template, or None.
     """
 
     path: Path
@@ -58,6 +63,11 @@ class BytePairs:
     normalizer: Any
     pre_tokenizer: Any
     ignore_merges: bool
+    bos: str | None = None
+    eos: str | None = None
+    stops: Sequence[int] = ()
+    adds_bos: bool = False
+    template: str | None = None
 
     @cached_property
     def _ids(self) -> dict[str, int]:
@@ -68,17 +78,12 @@ class BytePairs:
     @cached_property
     def _source(self) -> str:
         """Content of a ``tokenizer.json``."""
-        hidden = self.special.keys()
         words = sorted(self.words.values(), key=lambda word: word["id"])
         model = {
             "type": "BPE",
             "ignore_merges": self.ignore_merges,
             "vocab": self._ids,
-            "merges": [
-                pair
-                for pair in self.merges
-                if not (pair[0] in hidden or pair[1] in hidden or pair[0] + pair[1] in hidden)
-            ],
+            "merges": self.plain_merges,
         }
         content = {
             "version": "1.0",
@@ -89,25 +94,34 @@ class BytePairs:
         }
         return json.dumps(content, ensure_ascii=False)
 
-    def tokenizer(
-        self,
-        kind: Literal["tokenizers", "gguf"],
-        *,
-        bos: str | None,
-        eos: str | None,
-        stops: Iterable[int] = (),
-        adds_bos: bool = False,
-        template: str | None = None,
-    ) -> Tokenizer:
-        """Make the tokenizer; ``stops`` are ids at which generation ends besides the usual ones.
+    @property
+    def plain_merges(self) -> list[Sequence[str]]:
+        """Merges that neither use nor make a special token."""
+        hidden = self.special.keys()
+        return [
+            pair for pair in self.merges if not (pair[0] in hidden or pair[1] in hidden or pair[0] + pair[1] in hidden)
+        ]
+
+    @property
+    def unwritable(self) -> re.Pattern[str] | None:
+        """Pattern of the characters whose bytes are not tokens; None if there are none.
+
+        Raises:
+            DataError: most text cannot be written in the vocabulary.
+        """
+        absent = {byte for letter, byte in byte_letters().items() if letter not in self._ids}
+        return _unwritable(absent, self.path)
+
+    def tokenizer(self, kind: Literal["tokenizers", "gguf"]) -> Tokenizer:
+        """Make the tokenizer.
 
         Raises:
             DataError: the vocabulary is damaged, or most text cannot be written in it.
         """
         self._check()
-        chat: ChatFormat | None = guess_format(self.special)
-        if template is not None:
-            chat = JinjaChat(template, self.special, bos=bos, eos=eos, where=f"{self.path}, chat template")
+        bos, eos, chat = self.bos, self.eos, guess_format(self.special)
+        if self.template is not None:
+            chat = JinjaChat(self.template, self.special, bos=bos, eos=eos, where=f"{self.path}, chat template")
         ends = [self.special.get(name) for name in (*ENDS, *TURN_ENDS)]
         bos_id, eos_id = (None if name is None else self.special[name] for name in (bos, eos))
         fingerprint = f"{json.dumps(dict(self.special))}{self._source}"
@@ -119,8 +133,8 @@ class BytePairs:
             special_tokens=dict(self.special),
             bos_id=bos_id,
             eos_id=eos_id,
-            stop_ids=tuple(dict.fromkeys(stop for stop in (eos_id, *stops, *ends) if stop is not None)),
-            adds_bos=adds_bos and bos is not None,
+            stop_ids=tuple(dict.fromkeys(stop for stop in (eos_id, *self.stops, *ends) if stop is not None)),
+            adds_bos=self.adds_bos and bos is not None,
             chat_format=chat,
             fingerprint=hashlib.sha256(fingerprint.encode()).hexdigest(),
         )
@@ -142,8 +156,7 @@ class BytePairs:
 
         if len(set(self._ids.values()) | set(self.special.values())) != len(self._ids) + len(self.special):
             raise DataError("two tokens have one id", where=str(self.path))
-        absent = {byte for letter, byte in byte_letters().items() if letter not in self._ids}
-        unwritable = _unwritable(absent, self.path)
+        unwritable = self.unwritable
         try:
             library = Library.from_str(self._source)
         except BaseException as error:

@@ -9,33 +9,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cordillera.data.tokenizers.byte_pairs import LLAMA3_WORDS, BytePairs
-from cordillera.data.tokenizers.tokenizer import Tokenizer
+from cordillera.data.tokenizers.byte_pairs import BytePairs
+from cordillera.data.tokenizers.splitters import split_rule, splits_as_llama3
 from cordillera.errors import DataError
 
-# Rules of splitting, by their names in GGUF (llama.cpp, llama-vocab.cpp).
-_DIGITS_ALONE = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-_AS_GPT2 = ("gpt-2", "gpt2", "phi-2", "olmo", "mpt", "jais")
-_QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
-_PATTERNS = {
-    "llama-bpe": LLAMA3_WORDS,
-    "llama3": LLAMA3_WORDS,
-    "llama-v3": LLAMA3_WORDS,
-    "qwen2": _QWEN2_WORDS,
-    "deepseek-r1-qwen": _QWEN2_WORDS,
-}
-_HEAD = struct.Struct("<4sIQQ")
+HEAD = struct.Struct("<4sIQQ")
 # Formats of numbers, by the kind of a value (ggml, gguf.h).
 _NUMBERS = dict(enumerate(("<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?"))) | {10: "<Q", 11: "<q", 12: "<d"}
-_STRING, _ARRAY = 8, 9
-_ALIGNMENT, _MOST_DIMENSIONS = 32, 4
+STRING, ARRAY = 8, 9
+ALIGNMENT, _MOST_DIMENSIONS = 32, 4
 # Limits of the header before the tensors; real files have half a million entries in 20 MB.
 _MOST_BYTES, _MOST_TEXT, _MOST_ENTRIES = 1 << 28, 1 << 24, 1 << 22
 # Values and bytes of a block, by kind of tensor (ggml, ggml-common.h); tensors of other kinds have at least one byte.
 _BLOCKS = {0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 10: (256, 84)}
 _BLOCKS |= {11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292), 24: (1, 1), 25: (1, 2)}
 _BLOCKS |= {26: (1, 4), 27: (1, 8), 28: (1, 8), 30: (1, 2)}
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # kinds of token (ggml, llama.h)
+
+
+STOPS = "tokenizer.cordillera.stop_token_ids"
+"""Ids that end a text and that other programs have no name for."""
 
 
 class GGUFTensor(NamedTuple):
@@ -62,22 +55,22 @@ def gguf_header(path: Path, prefix: str | tuple[str, ...] = "") -> tuple[dict[st
     """
     try:
         with open(path, "rb") as file:
-            head = file.read(_HEAD.size)
+            head = file.read(HEAD.size)
     except (OSError, ValueError) as error:
         raise DataError(f"cannot be read ({getattr(error, 'strerror', None) or error})", where=str(path)) from error
-    magic, version, tensors, count = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, 0, 0)
+    magic, version, tensors, count = HEAD.unpack(head) if len(head) == HEAD.size else (b"", 0, 0, 0)
     if magic != b"GGUF" or version not in (2, 3):
         remedy = "convert it anew: versions 2 and 3, little-endian, are supported"
         raise DataError("this is not a GGUF file that can be read", where=str(path), remedy=remedy)
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        reader = _Reader(content, _HEAD.size)
+        reader = _Reader(content, HEAD.size)
         found: dict[str, Any] = {}
         names: set[str] = set()
         places: dict[str, GGUFTensor] = {}
-        alignment: Any = _ALIGNMENT
+        alignment: Any = ALIGNMENT
         try:
             for _ in range(count):
-                name = reader.value(_STRING)
+                name = reader.value(STRING)
                 value = reader.value(reader.number("<I"))
                 if name in names:
                     raise ValueError(f"{name!r} is there twice")
@@ -134,7 +127,7 @@ class _Reader:
         return value
 
     def value(self, kind: int) -> Any:
-        if kind == _STRING:
+        if kind == STRING:
             size = self.number("<Q")
             begin, self.position = self.position, self.position + size
             if self.position > len(self.content):
@@ -142,7 +135,7 @@ class _Reader:
             if size > _MOST_TEXT:
                 raise ValueError(f"a text of {size:,} bytes")
             return self.content[begin : self.position].decode("utf-8")
-        if kind == _ARRAY:
+        if kind == ARRAY:
             kind, size = self.number("<I"), self.number("<Q")
             if size > len(self.content) - self.position:  # every entry takes at least a byte
                 raise EOFError("a list reaches beyond the end")
@@ -154,7 +147,7 @@ class _Reader:
 
     def place(self) -> tuple[str, GGUFTensor]:
         """Name of a tensor, and the tensor with its place relative to the end of the header."""
-        name, dimensions = self.value(_STRING), self.number("<I")
+        name, dimensions = self.value(STRING), self.number("<I")
         if dimensions > _MOST_DIMENSIONS:
             raise ValueError(f"tensor {name!r} has {dimensions} dimensions")
         shape = tuple(self.number("<Q") for _ in range(dimensions))[::-1]
@@ -163,12 +156,18 @@ class _Reader:
         return name, GGUFTensor(shape, self.number("<I"), self.number("<Q"))
 
 
+def filler(row: int) -> str:
+    """Name of a ``row`` of the embedding that is no token, as llama.cpp's converters write it."""
+    return f"[PAD{row}]"
+
+
 _SINGLE: dict[str, type] = {f"ggml.{name}_token_id": int for name in ("bos", "eos", "eot", "eom")}
 _SINGLE |= {"ggml.pre": str, "ggml.add_bos_token": bool, "chat_template": str}
-_KINDS: dict[str, type] = {"ggml.tokens": str, "ggml.merges": str, "ggml.token_type": int} | _SINGLE
+_KINDS: dict[str, type] = {"ggml.tokens": str, "ggml.merges": str, "ggml.token_type": int}
+_KINDS |= {STOPS.removeprefix("tokenizer."): int} | _SINGLE
 
 
-def read_gguf_tokenizer(path: Path) -> Tokenizer:
+def read_gguf_pairs(path: Path) -> BytePairs:
     """Read the tokenizer of a GGUF model, a byte-level byte-pair encoding."""
     fields = gguf_metadata(path, "tokenizer.")
     kind = fields.get("tokenizer.ggml.model")
@@ -188,7 +187,7 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
         ):
             raise DataError(f"the metadata hold another tokenizer.{name} than they should", where=str(path))
     tokens, merges = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.merges"]
-    types = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    types = fields.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise DataError(f"there are {len(tokens)} tokens and {len(types)} kinds of token", where=str(path))
     ids = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
@@ -196,46 +195,27 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
     for name, token in named.items():
         if not 0 <= token < len(tokens):
             raise DataError(f"the {name} token is {token}; there are {len(tokens)} tokens", where=str(path))
-    hidden = (_UNKNOWN, _CONTROL, _UNUSED)
-    special = {tokens[i]: i for i, kind in enumerate(types) if kind in hidden or i in named.values()}
-    words = [i for i, kind in enumerate(types) if kind == _USER_DEFINED and tokens[i] not in special]
+    hidden = (UNKNOWN, CONTROL, UNUSED)
+    unused = {i for i, kind in enumerate(types) if kind == UNUSED and tokens[i] == filler(i)} - set(named.values())
+    special = {
+        tokens[i]: i for i, kind in enumerate(types) if (kind in hidden or i in named.values()) and i not in unused
+    }
+    words = [i for i, kind in enumerate(types) if kind == USER_DEFINED and tokens[i] not in special]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     splitter = fields.get("tokenizer.ggml.pre", "gpt-2")
-    as_llama3 = _PATTERNS.get(splitter) == LLAMA3_WORDS
-    pairs = BytePairs(
+    as_llama3 = splits_as_llama3(splitter)
+    return BytePairs(
         path=path,
-        vocabulary={name: i for i, name in enumerate(tokens)},
+        vocabulary={name: i for i, name in enumerate(tokens) if i not in unused},
         merges=[merge.split(" ", 1) for merge in merges],
         special=special,
         words={tokens[i]: {"id": i, "content": tokens[i], **flags} for i in words},
         normalizer=None,
-        pre_tokenizer=_splitter(splitter, path),
+        pre_tokenizer=split_rule(splitter, path),
         ignore_merges=as_llama3,
-    )
-    return pairs.tokenizer(
-        "gguf",
         bos=tokens[named["bos"]] if "bos" in named else None,
         eos=tokens[named["eos"]] if "eos" in named else None,
-        stops=[named[name] for name in ("eot", "eom") if name in named],
+        stops=[named[name] for name in ("eot", "eom") if name in named] + fields.get(STOPS, []),
         adds_bos=fields.get("tokenizer.ggml.add_bos_token", as_llama3),
         template=fields.get("tokenizer.chat_template"),
-    )
-
-
-def _splitter(name: str, path: Path) -> dict[str, Any]:
-    """Pre-tokenizer, in the terms of ``tokenizer.json``, that a GGUF file names."""
-    plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    if name in _AS_GPT2:
-        return plain
-    if name in _DIGITS_ALONE:
-        return {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, plain]}
-    if name in _PATTERNS:
-        pattern = {"Regex": _PATTERNS[name]}
-        split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-        return {"type": "Sequence", "pretokenizers": [split, plain | {"use_regex": False}]}
-    known = sorted({*_AS_GPT2, *_DIGITS_ALONE, *_PATTERNS})
-    raise DataError(
-        f"texts are split by the rule {name!r}, which is not known here",
-        where=str(path),
-        remedy=f"use the model's tokenizer.json; known are {', '.join(known)}",
     )

@@ -8,14 +8,13 @@ from typing import Any
 
 from cordillera.data.tokenizers.byte_pairs import BEGINS, ENDS, TURN_ENDS, BytePairs
 from cordillera.data.tokenizers.chat import TEMPLATE
-from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import DataError
 from cordillera.files import read_json_object, read_text
 
 REMEDY = "fetch the model's files again"
 
 
-def read_json_tokenizer(path: Path) -> Tokenizer:
+def read_json_pairs(path: Path) -> BytePairs:
     """Read ``tokenizer.json``, a byte-level byte-pair encoding, and, beside it, configuration and chat template."""
     content = read_json_object(path, remedy=REMEDY)
     model = content.get("model")
@@ -43,7 +42,7 @@ def read_json_tokenizer(path: Path) -> Tokenizer:
     adds_bos = settings.get("add_bos_token")
     if not isinstance(adds_bos, bool):
         adds_bos = bos is not None and _opens_with(content.get("post_processor"), bos)
-    pairs = BytePairs(
+    return BytePairs(
         path=path,
         vocabulary=vocabulary,
         merges=[merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges],
@@ -52,9 +51,6 @@ def read_json_tokenizer(path: Path) -> Tokenizer:
         normalizer=content.get("normalizer"),
         pre_tokenizer=content.get("pre_tokenizer"),
         ignore_merges=bool(model.get("ignore_merges", False)),
-    )
-    return pairs.tokenizer(
-        "tokenizers",
         bos=bos,
         eos=eos,
         stops=_stops(generation.get("eos_token_id"), path),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -12,25 +11,23 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from cordillera.data.assets import ASSETS, stored_asset
 from cordillera.data.language.chats.tokens import chat_tokenizer
-from cordillera.data.tokenizers.byte_level import BYTES
 from cordillera.data.tokenizers.chat import Message
 from cordillera.data.tokenizers.load import load_tokenizer
-from cordillera.data.tokenizers.tokenizer import StreamDecoder, check_text
+from cordillera.data.tokenizers.tokenizer import StreamDecoder, Tokenizer, check_text
 from cordillera.errors import CheckpointError, DataError, DependencyError
-from cordillera.files import read_json_object
 from cordillera.kernels.dense.packed_rows import is_fast
 from cordillera.models.language.checkpoints import open_checkpoint, read_model
 from cordillera.models.language.checkpoints.drafter_file import DrafterFile, drafter_of, is_for, read_drafter
 from cordillera.models.language.checkpoints.first_sight import compare_with_first_sight, record_of
 from cordillera.models.language.llama import Llama
 from cordillera.numerics.quantization.fp8_rows import multiplies_fp8
-from cordillera.run import Run, write_atomically
+from cordillera.run import Run
 from cordillera.serving.language.draft_models import ModelDrafts
 from cordillera.serving.language.engine import Finish
 from cordillera.serving.language.generation import check_prompts, for_decoding, fp8_feed_forward, generate
@@ -52,8 +49,6 @@ DTYPES = {
     "int4": torch.bfloat16,
 }
 """Data types of computation, by the names of those of weights in memory."""
-TOKENIZER_NAME = "tokenizer_name.json"
-"""File that names the tokenizer of a checkpoint that was made from another."""
 
 _BITS = {"int8": 8, "int4": 4}
 
@@ -151,15 +146,7 @@ class LanguageModel:
             raise DataError(
                 "is a reward model, which gives scores and no text", where=str(name), remedy="use it with `best-of`"
             )
-        self.tokenizer = load_tokenizer(tokenizer_of(name, self.path) if tokenizer is None else tokenizer)
-        if is_of_chats(name, self.path):
-            self.tokenizer = chat_tokenizer(self.tokenizer)
-        if self.tokenizer.vocab_size > self.config.vocabulary:
-            raise DataError(
-                f"has {self.tokenizer.vocab_size:,} tokens, the model has {self.config.vocabulary:,}",
-                where=str(self.tokenizer.path),
-                remedy="use the tokenizer that belongs to the model",
-            )
+        self.tokenizer = find_tokenizer(name, self.path, self.config.vocabulary, tokenizer)
 
     @cached_property
     def model(self) -> Llama:
@@ -367,52 +354,43 @@ def _is_run(path: Path) -> bool:
     return os.path.isfile(path / "recipe.toml")  # which a name that is too long for the system is not
 
 
+def find_tokenizer(name: str | Path, path: Path, vocabulary: int, tokenizer: str | Path | None = None) -> Tokenizer:
+    """Return the tokenizer of a model's ``name`` and ``path``; one that was trained on chats here has a chat format.
+
+    Args:
+        vocabulary: Number of tokens of the model.
+        tokenizer: Name, file or folder; None for the tokenizer of the checkpoint, or of the run's text.
+
+    Raises:
+        DataError: If there is no tokenizer, or it has more tokens than the model.
+    """
+    found = load_tokenizer(tokenizer_of(name, path) if tokenizer is None else tokenizer)
+    run = run_of(name, path)
+    if run is not None and "objective" in run.read_json("model.json"):
+        found = chat_tokenizer(found)
+    if found.vocab_size > vocabulary:
+        raise DataError(
+            f"has {found.vocab_size:,} tokens, the model has {vocabulary:,}",
+            where=str(found.path),
+            remedy="use the tokenizer that belongs to the model",
+        )
+    return found
+
+
 def tokenizer_of(name: str | Path, path: Path) -> str | Path:
-    """Return the tokenizer of a model's ``name`` and ``path``; that of a run's checkpoint, or of a mean, is named.
+    """Return the tokenizer of a model's ``name`` and ``path``; that of a run's checkpoint is named.
 
     Raises:
         DataError: If a run does not name its tokenizer.
     """
     run = run_of(name, path)
     if run is None:
-        return str(_named(path).get("tokenizer", "")) or path
+        return path
     try:
         return str(run.read_json("model.json")["data"]["tokenizer"]["name"])
     except (KeyError, TypeError) as error:
         remedy = "name one with --tokenizer"
         raise DataError("names no tokenizer", where=str(run.folder / "model.json"), remedy=remedy) from error
-
-
-def is_of_chats(name: str | Path, path: Path) -> bool:
-    """Return whether a model, of this ``name`` and ``path``, was trained on chats here."""
-    run = run_of(name, path)
-    return bool(_named(path).get("chats")) if run is None else "objective" in run.read_json("model.json")
-
-
-def name_tokenizer(folder: Path, name: str | Path) -> None:
-    """Write the tokenizer of the model ``name`` into the ``folder`` of a checkpoint that was made from it.
-
-    Nothing is written if the model has none.
-
-    Raises:
-        RunError: If the file cannot be written.
-    """
-    path = find_model(name)
-    found = name if name in ASSETS else tokenizer_of(name, path)
-    try:
-        load_tokenizer(found)
-    except DataError:
-        return
-    if found != BYTES and found not in ASSETS:
-        found = Path(found).expanduser().resolve()
-    content = {"tokenizer": str(found), "chats": is_of_chats(name, path)}
-    write_atomically(folder / TOKENIZER_NAME, json.dumps(content, indent=2) + "\n")
-
-
-def _named(path: Path) -> dict[str, Any]:
-    """Return what :func:`name_tokenizer` wrote; empty if nothing."""
-    file = path / TOKENIZER_NAME
-    return read_json_object(file) if os.path.isfile(file) else {}
 
 
 def run_of(name: str | Path, path: Path) -> Run | None:

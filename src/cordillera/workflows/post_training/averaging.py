@@ -5,6 +5,7 @@ Source: Grattafiori et al. 2024, section 4.1.5; Wortsman et al. 2022 (model soup
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,27 +14,25 @@ import torch
 from cordillera.errors import DataError
 from cordillera.models.language.checkpoints import open_checkpoint, read_model, save_hugging_face
 from cordillera.models.language.checkpoints.source import check_architecture
-from cordillera.serving.language.language_model import find_model, name_tokenizer
+from cordillera.serving.language.language_model import find_model, find_tokenizer
 
 
 def average(models: Sequence[str | Path], folder: Path | str) -> Path:
     """Write the mean of the weights of models, in float32, as a checkpoint in Hugging Face's layout.
 
-    The folder also names the tokenizer of the first model.
-
-    Adapters are merged and drafters left out first: the mean of one model is that model without them. Sums are in
-    float64.
+    The folder also holds the tokenizer of the first model, if that has one. Adapters are merged and drafters left out
+    first. Sums are in float64.
 
     Args:
-        models: Names, checkpoints or runs of the same architecture.
+        models: Two or more names, checkpoints or runs of the same architecture.
         folder: Folder that is made.
 
     Raises:
-        DataError: If no model is given, or one is a reward model.
+        DataError: If there are fewer than two models, or one is a reward model.
         CheckpointError: If a checkpoint is missing or damaged, or of another architecture, or the folder exists.
     """
-    if not models:
-        raise DataError("needs at least one model", where="average")
+    if len(models) < 2:
+        raise DataError("needs two models or more", where="average", remedy="write one model with `cordillera convert`")
     sources = [open_checkpoint(find_model(name)) for name in models]
     plain = [source.config.model_copy(update={"adapter": None, "draft": None}) for source in sources]
     for name, source, config in zip(models, sources, plain, strict=True):
@@ -50,6 +49,8 @@ def average(models: Sequence[str | Path], folder: Path | str) -> Path:
     with torch.no_grad():
         for name, weight in mean.named_parameters():
             weight.copy_(sums[name] / len(sources))
-    save_hugging_face(mean, folder)
-    name_tokenizer(Path(folder), models[0])
+    tokenizer = None
+    with contextlib.suppress(DataError):
+        tokenizer = find_tokenizer(models[0], sources[0].path, plain[0].vocabulary)
+    save_hugging_face(mean, folder, tokenizer=tokenizer)
     return Path(folder)

@@ -26,7 +26,7 @@ from cordillera.errors import CheckpointError
 from cordillera.kernels.dense.tiled_products import takes
 from cordillera.models.language.adapters import merge_adapters
 from cordillera.models.language.checkpoints.consolidated import Consolidated, save_consolidated
-from cordillera.models.language.checkpoints.gguf_file import GGUFFile
+from cordillera.models.language.checkpoints.gguf_file import GGUFFile, save_gguf
 from cordillera.models.language.checkpoints.hugging_face import HuggingFace, save_hugging_face
 from cordillera.models.language.checkpoints.sharded import MODEL, STATE, Sharded
 from cordillera.models.language.checkpoints.source import Source, check_architecture
@@ -34,7 +34,16 @@ from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.numerics.quantization.packed_linear import PackedLinear, pack_rows
 from cordillera.numerics.sites import replace, sites
 
-__all__ = ["Source", "load", "load_into", "open_checkpoint", "read_model", "save_consolidated", "save_hugging_face"]
+__all__ = [
+    "Source",
+    "load",
+    "load_into",
+    "open_checkpoint",
+    "read_model",
+    "save_consolidated",
+    "save_gguf",
+    "save_hugging_face",
+]
 
 
 def open_checkpoint(path: str | Path) -> Source:

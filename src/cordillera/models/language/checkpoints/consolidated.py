@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import pickle
 import re
 from pathlib import Path
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 
 from cordillera.data.sealed import SealedFolder, write_checksums
+from cordillera.data.tokenizers.export import write_meta_tokenizer
+from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import CheckpointError
 from cordillera.files import read_json_object
 from cordillera.models.language.checkpoints.source import (
@@ -33,6 +36,7 @@ from cordillera.models.language.checkpoints.source import (
     new_folder,
     parameter_shapes,
 )
+from cordillera.models.language.checkpoints.weights import WeightStream, stream_of
 from cordillera.models.language.llama import Llama, LlamaConfig, ffn_width
 
 _NAMES = Names(
@@ -57,6 +61,8 @@ _BY_INPUT = ("attention.output.weight", "feed_forward.down.weight")
 
 class Consolidated(Source):
     """Folder in Meta's layout, for any number of ranks."""
+
+    layout = "Meta"
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -89,6 +95,10 @@ class Consolidated(Source):
                         where=str(file),
                         remedy="the files belong to different checkpoints: download them again",
                     )
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return self._ranks[0][_NAMES("embedding.weight")].dtype
 
     @property
     def files(self) -> list[Path]:
@@ -279,14 +289,31 @@ def _open(file: Path) -> dict[str, Tensor]:
     return content
 
 
-def save_consolidated(model: Llama, folder: str | Path, ranks: int = 1) -> None:
-    """Write a model in Meta's layout to a folder that is absent or empty; weights keep their current dtype.
+def save_consolidated(
+    model: Llama | WeightStream,
+    folder: str | Path,
+    ranks: int = 1,
+    *,
+    tokenizer: Tokenizer | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write a model in Meta's layout; weights keep their current dtype. One rank's part at a time is in memory.
 
     Args:
+        model: Model, or its parameters one at a time.
+        folder: Folder that is absent or empty.
         ranks: Number of files; must divide all widths. With more ranks than key-value heads, these are repeated, and
             ``params.json`` counts the copies, as the reference code requires.
+        tokenizer: Tokenizer to write beside the weights: as ``tokenizer.model`` if it is Llama 3's, otherwise as
+            :func:`save_hugging_face` does; None for none.
+        overwrite: Whether the folder may hold a checkpoint, which is replaced.
+
+    Raises:
+        CheckpointError: If the layout cannot hold the model, or the folder cannot be written.
+        DataError: If the tokenizer's file has changed.
     """
-    config, where = model.config, str(folder)
+    stream = stream_of(model)
+    config, where = stream.config, str(folder)
     if config.experts is not None:
         raise CheckpointError("this layout cannot hold experts", where=where, remedy="save it in Hugging Face's layout")
     if config.head_width * config.heads != config.hidden:
@@ -304,17 +331,18 @@ def save_consolidated(model: Llama, folder: str | Path, ranks: int = 1) -> None:
     ):
         if ranks < 1 or size % ranks:
             raise CheckpointError(f"{ranks} ranks do not divide {key} ({size})", where=where, remedy="choose another")
-    with new_folder(Path(folder)) as beside:
+    size = sum(math.prod(shape) * stream.dtypes[name].itemsize for name, shape in stream.shapes.items())
+    with new_folder(Path(folder), size, overwrite) as beside:
         content = json.dumps(_params(config, copies), indent=2) + "\n"
         (beside / "params.json").write_text(content, encoding="utf-8")
         for rank in range(ranks):
-            tensors = {
-                _NAMES(name): _cut(config, name, p.detach(), rank, ranks) for name, p in model.named_parameters()
-            }
+            tensors = {_NAMES(name): _cut(config, name, stream.tensor(name), rank, ranks) for name in stream.shapes}
             if config.tied:  # required by the reference code; the file stores it once
                 tensors["output.weight"] = tensors["tok_embeddings.weight"]
             torch.save(tensors, beside / f"consolidated.{rank:02d}.pth")
         write_checksums(beside)
+        if tokenizer is not None:  # without checksums, as settings of generation may be edited
+            write_meta_tokenizer(tokenizer, beside, config.context)
 
 
 def _cut(config: LlamaConfig, name: str, weight: Tensor, rank: int, ranks: int) -> Tensor:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
+from cordillera.data.tokenizers.export import gguf_fields
 from cordillera.data.tokenizers.gguf import GGUFTensor, gguf_header
+from cordillera.data.tokenizers.gguf_writer import PlannedTensor, gguf_head
+from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import CheckpointError, DataError, DependencyError
 from cordillera.kernels.dense.packed_rows import PackedRows
 from cordillera.kernels.dense.tiled_products import GROUP
@@ -19,12 +26,15 @@ from cordillera.models.language.checkpoints.source import (
     Source,
     StoredTensor,
     check_shape,
+    halves_to_interleaved,
     interleaved_to_halves,
     make_config,
     missing,
+    new_file,
     parameter_shapes,
 )
-from cordillera.models.language.llama import LlamaConfig, RopeScaling, rope_frequencies
+from cordillera.models.language.checkpoints.weights import WeightStream, stream_of
+from cordillera.models.language.llama import Llama, LlamaConfig, RopeScaling, rope_frequencies
 
 _NAMES = Names(
     {"embedding": "token_embd", "norm": "output_norm", "head": "output"},
@@ -45,22 +55,24 @@ _ROTATED = ("attention.query.weight", "attention.key.weight")
 _FACTORS = "rope_freqs.weight"
 _CODES = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}  # bits of the kinds that are kept as they are, in groups of 32 inputs
 _PIECE = 2**18  # number of values that are dequantized at a time
+_SCALING = "cordillera.rope_scaling."  # fields of a scaling; other programs read the divisors of frequencies
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOAT_FILES = {"F32": 0, "F16": 1, "BF16": 32}
+
+QUANTISED_FILES = {"q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9, "q8_0": 7}
+"""Numbers of the quantised kinds that are written, as ``general.file_type`` (llama.cpp, ``llama.h``)."""
 
 
 class GGUFFile(Source):
     """GGUF file of a Llama, which the library ``gguf`` reads."""
 
+    layout = "GGUF"
+
     def __init__(self, path: Path) -> None:
-        try:
-            import gguf
-        except ImportError as error:
-            raise DependencyError(
-                "reading GGUF needs the library gguf", where=str(path), remedy="pip install gguf"
-            ) from error
         self.path = path
-        self._gguf = gguf
+        self._gguf = _library(path)
         try:
-            fields, self._tensors = gguf_header(path, ("general.", "split.", "llama."))
+            fields, self._tensors = gguf_header(path, ("general.", "split.", "llama.", _SCALING))
         except (DataError, OSError) as error:
             what = error.what if isinstance(error, DataError) else str(error)
             raise CheckpointError(
@@ -103,13 +115,22 @@ class GGUFFile(Source):
                 part.copy_(values)
 
     @property
-    def has_codes(self) -> bool:
-        kinds = (
+    def kinds(self) -> Counter[str]:
+        """Number of matrices of each kind."""
+        return Counter(
             self._gguf.GGMLQuantizationType(self._tensors[_NAMES(name)].kind).name
             for name, shape in parameter_shapes(self.config).items()
             if len(shape) == 2
         )
-        return all(kind in _CODES for kind in kinds)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        (kind, _), *others = self.kinds.most_common()
+        return None if others else _FLOATS.get(kind)
+
+    @property
+    def has_codes(self) -> bool:
+        return all(kind in _CODES for kind in self.kinds)
 
     def packed(self, name: str, shape: tuple[int, int], bits: int) -> PackedRows:
         stored = self._tensors[_NAMES(name)]
@@ -226,10 +247,11 @@ class GGUFFile(Source):
                 "rope_theta": field("llama.rope.freq_base", 10_000.0),
             },
         )
-        return config.model_copy(update={"rope_scaling": self._scaling(config)})
+        named = {key.removeprefix(_SCALING): field(key) for key in fields if key.startswith(_SCALING)}
+        return config.model_copy(update={"rope_scaling": self._scaling(config, named)})
 
-    def _scaling(self, config: LlamaConfig) -> RopeScaling | None:
-        """Return the published scaling that matches the file's divisors of frequencies; None without a scaling."""
+    def _scaling(self, config: LlamaConfig, named: dict[str, Any]) -> RopeScaling | None:
+        """Return the scaling, named or published, that matches the file's divisors of frequencies; None without any."""
         if _FACTORS not in self._tensors:
             return None
         stored = self._tensors[_FACTORS]
@@ -239,8 +261,10 @@ class GGUFFile(Source):
         if bool((found == 1).all()):
             return None
         plain = rope_frequencies(config)
-        for factor in (8.0, 32.0):  # Llama 3.1 and 3.3; Llama 3.2
-            scaling = RopeScaling(factor=factor)
+        known = [RopeScaling(factor=factor) for factor in (8.0, 32.0)]  # Llama 3.1 and 3.3; Llama 3.2
+        with contextlib.suppress(ValidationError):
+            known.insert(0, RopeScaling.model_validate(named))
+        for scaling in known:
             divisors = plain / rope_frequencies(config.model_copy(update={"rope_scaling": scaling}))
             if torch.allclose(found, divisors, rtol=1e-4):
                 return scaling
@@ -249,3 +273,129 @@ class GGUFFile(Source):
             where=str(self.path),
             remedy="convert the original checkpoint again",
         )
+
+
+def _library(path: Path) -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise DependencyError("GGUF needs the library gguf", where=str(path), remedy="pip install gguf") from error
+    return gguf
+
+
+def save_gguf(
+    model: Llama | WeightStream,
+    path: str | Path,
+    quantize: str | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    name: str = "",
+    overwrite: bool = False,
+) -> None:
+    """Write a model as one GGUF file, which llama.cpp can load too if it holds a tokenizer.
+
+    Vectors are float32. One tensor at a time is in memory.
+
+    Args:
+        model: Model, or its parameters one at a time.
+        path: File that is made.
+        quantize: ``q4_0``, ``q4_1``, ``q5_0``, ``q5_1`` or ``q8_0`` for matrices in blocks of 32 codes; embedding and
+            head are then in ``q8_0``, and matrices whose rows are not whole blocks in float16. None for the dtypes of
+            the parameters.
+        tokenizer: Tokenizer to write into the file; None for none.
+        name: Name of the model in the file.
+        overwrite: Whether a file that is there is replaced.
+
+    Raises:
+        CheckpointError: If the layout cannot hold the model, weights are not finite, or the file cannot be written.
+        DataError: If GGUF cannot describe the tokenizer.
+        DependencyError: If the library ``gguf`` is not installed.
+    """
+    path, stream = Path(path), stream_of(model)
+    gguf, config = _library(path), stream.config
+    if config.experts is not None:
+        raise CheckpointError(
+            "this layout is written for models without experts", where=str(path), remedy="choose hugging-face"
+        )
+    kinds = {name: _kind_of(stream, name, quantize) for name in stream.shapes}
+    planned = []
+    if config.rope_scaling is not None:
+        divisors = rope_frequencies(config.model_copy(update={"rope_scaling": None})) / rope_frequencies(config)
+        planned.append(PlannedTensor(_FACTORS, tuple(divisors.shape), 0, divisors.nbytes))
+    for one, kind in kinds.items():
+        block, width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        shape = stream.shapes[one]
+        size = math.prod(shape) // block * width
+        planned.append(PlannedTensor(_NAMES(one), shape, int(gguf.GGMLQuantizationType[kind]), size))
+    main = next(kind for one, kind in kinds.items() if one.startswith("layers.") and len(stream.shapes[one]) == 2)
+    files = {kind.upper(): number for kind, number in QUANTISED_FILES.items()} | _FLOAT_FILES
+    fields = _fields(config) | {"general.name": name or path.stem, "general.file_type": files[main]}
+    if quantize is not None:
+        fields["general.quantization_version"] = gguf.GGML_QUANT_VERSION
+    if tokenizer is not None:
+        fields |= gguf_fields(tokenizer, config.vocabulary)
+    head = gguf_head(fields, planned)
+    size = len(head) + sum(tensor.room for tensor in planned)
+    with new_file(path, size, overwrite) as beside, open(beside, "wb") as file:
+        file.write(head)
+        if config.rope_scaling is not None:
+            file.write(divisors.numpy().tobytes())
+            file.write(bytes(planned[0].room - planned[0].size))
+        for one, tensor in zip(kinds, planned[-len(kinds) :], strict=True):
+            for piece in _encoded(stream, one, kinds[one], gguf):
+                file.write(piece)
+            file.write(bytes(tensor.room - tensor.size))
+
+
+def _kind_of(stream: WeightStream, name: str, quantize: str | None) -> str:
+    """Return the kind in which a parameter is written."""
+    shape = stream.shapes[name]
+    if len(shape) == 1:
+        return "F32"
+    if quantize is None:
+        kinds = {dtype: kind for kind, dtype in _FLOATS.items()}
+        return kinds.get(stream.dtypes[name], "F32")
+    if shape[-1] % GROUP:
+        return "F16"
+    return "Q8_0" if name in ("embedding.weight", "head.weight") else quantize.upper()
+
+
+def _encoded(stream: WeightStream, name: str, kind: str, gguf: Any) -> Iterator[bytes]:
+    """Yield the bytes of a parameter, some rows at a time; what quantisation changes is measured."""
+    weight = stream.tensor(name, _FLOATS.get(kind, torch.float32)).cpu()
+    if name.endswith(_ROTATED):
+        heads = weight.unflatten(0, (-1, stream.config.head_width))
+        weight = halves_to_interleaved(heads).flatten(0, 1)
+    rows = weight if weight.dim() == 2 else weight[None]
+    for piece in rows.split(max(1, _PIECE // rows.shape[1])):
+        if kind in _FLOATS:
+            yield piece.contiguous().view(torch.uint8).numpy().tobytes()
+            continue
+        codes = gguf.quantize(piece.contiguous().numpy(), gguf.GGMLQuantizationType[kind])
+        values = torch.from_numpy(np.ascontiguousarray(gguf.dequantize(codes, gguf.GGMLQuantizationType[kind])))
+        stream.finite(_NAMES(name), values)  # scales are in float16
+        stream.measure(piece, values)
+        yield codes.tobytes()
+
+
+def _fields(config: LlamaConfig) -> dict[str, Any]:
+    """Return the metadata of the shapes."""
+    fields: dict[str, Any] = {
+        "general.architecture": "llama",
+        "llama.block_count": config.layers,
+        "llama.context_length": config.context,
+        "llama.embedding_length": config.hidden,
+        "llama.feed_forward_length": config.ffn,
+        "llama.attention.head_count": config.heads,
+        "llama.attention.head_count_kv": config.kv_heads,
+        "llama.attention.key_length": config.head_width,
+        "llama.attention.value_length": config.head_width,
+        "llama.attention.layer_norm_rms_epsilon": config.norm_eps,
+        "llama.rope.dimension_count": config.head_width,
+        "llama.rope.freq_base": config.rope_theta,
+        "llama.vocab_size": config.vocabulary,
+    }
+    if config.rope_scaling is not None:
+        scaling = config.rope_scaling.model_dump(exclude={"rope_type"})
+        fields |= {f"{_SCALING}{key}": value for key, value in scaling.items()}
+    return fields

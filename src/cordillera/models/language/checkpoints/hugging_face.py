@@ -7,6 +7,8 @@ tensor, ``[experts, in, out]``. A Mixtral has neither a shared expert nor a bias
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cordillera.data.sealed import SealedFolder, write_checksums
+from cordillera.data.tokenizers.export import end_ids, write_json_tokenizer
+from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import CheckpointError
 from cordillera.files import read_json_object
 from cordillera.models.language.checkpoints.source import (
@@ -29,6 +33,7 @@ from cordillera.models.language.checkpoints.source import (
     new_folder,
     parameter_shapes,
 )
+from cordillera.models.language.checkpoints.weights import WeightStream, stream_of
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.models.language.moe import UNTRAINED
 
@@ -55,6 +60,8 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 class HuggingFace(Source):
     """Folder in Hugging Face's layout."""
 
+    layout = "Hugging Face"
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self._sealed = SealedFolder.of(path, "config.json", *([_INDEX] if (path / _INDEX).exists() else []))
@@ -72,6 +79,7 @@ class HuggingFace(Source):
             tensors[name] = self._stored(name)
             check_shape(name, tensors[name], shape)
         check_dtypes(tensors)
+        self._dtype = next(stored.dtype for stored in tensors.values() if len(stored.shape) > 1)
         spare = self._places.keys() - expected.keys()
         unknown = sorted(
             name for name in spare if not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight"
@@ -90,6 +98,10 @@ class HuggingFace(Source):
                 where=str(self._places["lm_head.weight"]),
                 remedy="set tie_word_embeddings to false in config.json",
             )
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return self._dtype
 
     @property
     def files(self) -> list[Path]:
@@ -239,9 +251,9 @@ def _read_config(path: Path) -> LlamaConfig:
     return make_config(path, values)
 
 
-def _write_config(path: Path, config: LlamaConfig, dtype: torch.dtype) -> None:
+def _write_config(path: Path, config: LlamaConfig, dtype: torch.dtype, tokenizer: Tokenizer | None) -> None:
     scaling, experts = config.rope_scaling, config.experts
-    content = {
+    content: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM" if experts is None else "MixtralForCausalLM"],
         "model_type": "llama" if experts is None else "mixtral",
         "num_hidden_layers": config.layers,
@@ -275,16 +287,18 @@ def _write_config(path: Path, config: LlamaConfig, dtype: torch.dtype) -> None:
             "num_experts_per_tok": experts.chosen,
             "sliding_window": None,
         }
+    if tokenizer is not None:
+        content |= end_ids(tokenizer)
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _check_mixtral(model: Llama, folder: Path) -> None:
-    experts = model.config.experts
+def _check_mixtral(stream: WeightStream, folder: Path) -> None:
+    experts = stream.config.experts
     if experts is not None and experts.shared:
         raise CheckpointError(
             f"a Mixtral has no shared expert; this model has one of width {experts.shared}", where=str(folder)
         )
-    biased = [name for name, weight in model.named_parameters() if name.endswith(UNTRAINED) and weight.any()]
+    biased = [name for name in stream.shapes if name.endswith(UNTRAINED) and stream.tensor(name).any()]
     if biased:
         raise CheckpointError(
             f"a Mixtral has no bias for the choice of experts; {biased[0]} (of {len(biased)}) is not 0",
@@ -293,41 +307,70 @@ def _check_mixtral(model: Llama, folder: Path) -> None:
         )
 
 
-def save_hugging_face(model: Llama, folder: str | Path, shard_bytes: int = 5_000_000_000) -> None:
+def save_hugging_face(
+    model: Llama | WeightStream,
+    folder: str | Path,
+    shard_bytes: int = 5_000_000_000,
+    *,
+    tokenizer: Tokenizer | None = None,
+    overwrite: bool = False,
+) -> None:
     """Write a model so that ``transformers`` and programs that read its checkpoints can load it; dtypes are kept.
 
+    One file's part of the model is in memory at a time.
+
     Args:
+        model: Model, or its parameters one at a time.
+        folder: Folder that is absent or empty.
         shard_bytes: Size in bytes above which the next tensor starts a new file.
+        tokenizer: Tokenizer to write beside the weights, with the chat template and the ids that end a text; None for
+            none.
+        overwrite: Whether the folder may hold a checkpoint, which is replaced.
 
     Raises:
         CheckpointError: If the model has experts that no Mixtral has: a shared one, or a bias for the choice. Also if
             the folder cannot be written.
+        DataError: If the tokenizer's file has changed.
     """
-    _check_mixtral(model, Path(folder))
-    shards: list[dict[str, Tensor]] = [{}]
-    size = total = 0
-    for name, parameter in model.named_parameters():
-        if shards[-1] and size + parameter.nbytes > shard_bytes:
-            shards.append({})
+    stream = stream_of(model)
+    _check_mixtral(stream, Path(folder))
+    sizes = {name: math.prod(shape) * stream.dtypes[name].itemsize for name, shape in stream.shapes.items()}
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name in stream.shapes:
+        if shards[-1] and size + sizes[name] > shard_bytes:
+            shards.append([])
             size = 0
-        weight = parameter.detach()
-        if model.config.experts is not None and name.endswith(".feed_forward.down"):
-            weight = weight * model.config.experts.scale  # their sum is 1 there
-        parts = [part.T for part in weight] if weight.dim() == 3 else [weight]
-        shards[-1] |= dict(zip(_stored_shapes(name, tuple(weight.shape)), parts, strict=False))
-        size += parameter.nbytes
-        total += parameter.nbytes
-    count = len(shards)
+        shards[-1].append(name)
+        size += sizes[name]
+    count, total = len(shards), sum(sizes.values())
     files = [_SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    with new_folder(Path(folder)) as beside:
-        _write_config(beside / "config.json", model.config, model.embedding.weight.dtype)
-        for file, shard in zip(files, shards, strict=True):
+    places: dict[str, str] = {}
+    with new_folder(Path(folder), total, overwrite) as beside:
+        _write_config(beside / "config.json", stream.config, stream.dtypes["embedding.weight"], tokenizer)
+        for file, names in zip(files, shards, strict=True):
+            tensors = dict(pair for name in names for pair in _stored(stream, name))
+            places |= dict.fromkeys(tensors, file)
             try:
-                save_file({k: t.cpu().contiguous() for k, t in shard.items()}, beside / file, {"format": "pt"})
+                save_file(tensors, beside / file, {"format": "pt"})
             except SafetensorError as error:
                 raise OSError(str(error)) from error
+            shutil.copymode(
+                beside / "config.json", beside / file
+            )  # which safetensors makes readable by its owner alone
         if count > 1:
-            places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
             index = {"metadata": {"total_size": total}, "weight_map": places}
             (beside / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         write_checksums(beside)
+        if tokenizer is not None:  # without checksums, as settings of generation may be edited
+            write_json_tokenizer(tokenizer, beside, stream.config.context)
+
+
+def _stored(stream: WeightStream, name: str) -> list[tuple[str, Tensor]]:
+    """Return the tensors that hold a parameter, by their names in files."""
+    weight = stream.tensor(name)
+    if stream.config.experts is not None and name.endswith(".feed_forward.down"):
+        weight = weight * stream.config.experts.scale  # their sum is 1 there
+    parts = [part.T for part in weight] if weight.dim() == 3 else [weight]
+    pairs = zip(_stored_shapes(name, tuple(weight.shape)), parts, strict=False)
+    return [(stored, part.cpu().contiguous()) for stored, part in pairs]

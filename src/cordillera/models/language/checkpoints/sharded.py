@@ -69,6 +69,9 @@ def check_weights(parts: Parts, config: LlamaConfig) -> None:
 class Sharded(Source):
     """Weights of a folder that a distributed training wrote; a file is verified when it is first read."""
 
+    layout = "Cordillera"
+    dtype = torch.float32
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self._folder = ShardedFolder(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,8 +14,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from cordillera.data.files import folder_beside
-from cordillera.errors import CheckpointError, NumericsError
+from cordillera.data.files import file_beside, folder_beside
+from cordillera.errors import CheckpointError, DataError, NumericsError
 from cordillera.kernels.dense.packed_rows import PackedRows
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.numerics.quantization.packed_linear import pack_rows
@@ -28,6 +29,13 @@ class Source(ABC):
 
     path: Path
     config: LlamaConfig
+    layout: str
+    """Name of the format."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype | None:
+        """Dtype of the stored matrices; None for codes, or several dtypes."""
 
     @property
     def files(self) -> list[Path]:
@@ -176,12 +184,73 @@ def halves_to_interleaved(weight: Tensor) -> Tensor:
 
 
 @contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``folder``, absent or empty now, if the block ends without an error."""
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise CheckpointError("is not empty", where=str(folder), remedy="choose a new folder, or delete this one")
-    with folder_beside(folder) as beside:
-        try:
-            yield beside
-        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
-            raise CheckpointError(f"cannot be written ({error})", where=str(folder), remedy="free space") from error
+def new_folder(folder: Path, size: int = 0, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder that becomes ``folder`` if the block ends without an error.
+
+    Args:
+        folder: Folder that is absent or empty now.
+        size: Bytes that will be written, for which there must be room.
+        overwrite: Whether ``folder`` may also hold a checkpoint, which is removed once the new one is complete.
+
+    Raises:
+        CheckpointError: If the folder holds anything else, or the disk is full or read-only.
+    """
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (overwrite and _is_checkpoint(folder))):
+        raise CheckpointError(
+            "is a file or holds more than a checkpoint" if overwrite else "is not empty",
+            where=str(folder),
+            remedy="choose a new folder, or delete this one",
+        )
+    _check_room(folder, size)
+    with written_to(folder), folder_beside(folder, replaces=overwrite) as beside:
+        yield beside
+
+
+@contextmanager
+def new_file(path: Path, size: int = 0, overwrite: bool = False) -> Iterator[Path]:
+    """Yield the path of a temporary file that becomes the file at ``path`` if the block ends without an error.
+
+    Args:
+        path: File that is absent now.
+        size: Bytes that will be written, for which there must be room.
+        overwrite: Whether the file may be there; it is replaced once the new one is complete.
+
+    Raises:
+        CheckpointError: If there is something at the path, or the disk is full or read-only.
+    """
+    if path.is_dir() or (path.exists() and not overwrite):
+        raise CheckpointError(
+            "is a folder" if path.is_dir() else "exists already",
+            where=str(path),
+            remedy="choose another name" if path.is_dir() else "choose another name, or replace it with --overwrite",
+        )
+    _check_room(path, size)
+    with written_to(path), file_beside(path) as beside:
+        yield beside
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    names = {path.name for path in folder.iterdir()}
+    return bool(names & {"config.json", "params.json"}) and not any(path.is_dir() for path in folder.iterdir())
+
+
+def _check_room(path: Path, size: int) -> None:
+    parent = next(one for one in path.absolute().parents if one.exists())
+    free = shutil.disk_usage(parent).free
+    if size > free:
+        raise CheckpointError(
+            f"takes {size / 1e9:,.2f} GB, the disk has {free / 1e9:,.2f} GB left", where=str(path), remedy="free space"
+        )
+
+
+@contextmanager
+def written_to(path: Path) -> Iterator[None]:
+    """Turn errors of what is written to a folder or file at ``path`` into a CheckpointError."""
+    try:
+        yield
+    except DataError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        raise CheckpointError(error.what, where=error.where, remedy="free space, or choose another place") from error
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
+        raise CheckpointError(f"cannot be written ({error})", where=str(path), remedy="free space") from error

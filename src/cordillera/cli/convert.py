@@ -1,0 +1,75 @@
+"""``cordillera convert``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cordillera.cli._show import AsJson, CommandOutput
+from cordillera.errors import Interrupted
+
+_LAYOUTS = {"hugging-face": "Hugging Face", "meta": "Meta", "gguf": "GGUF"}
+
+
+def convert(
+    source: Annotated[
+        str, typer.Argument(help="A model's name (`smollm2`), a checkpoint in any layout, or the folder of a run.")
+    ],
+    target: Annotated[Path, typer.Argument(help="The folder to write, or the file for GGUF.")],
+    to: Annotated[
+        str | None,
+        typer.Option(help="hugging-face, meta or gguf. Default: gguf if TARGET ends in .gguf, else hugging-face."),
+    ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(help="bfloat16, float16 or float32. Default: as stored, or float32 if that is in codes."),
+    ] = "auto",
+    quantize: Annotated[str | None, typer.Option(help="Codes of a GGUF file: q8_0, q5_1, q5_0, q4_1 or q4_0.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of files of Meta's layout.")] = 1,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer's name or file; none: weights alone. Default: the source's.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")] = False,
+    as_json: AsJson = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
+) -> None:
+    """Write a language model in another layout, with its tokenizer and chat template.
+
+    Transformers, llama.cpp and this library can chat with what is written.
+    """
+    from cordillera.cli._show import answering_progress
+    from cordillera.workflows.checkpoints.conversion import convert as work
+
+    with CommandOutput(as_json) as answer:
+        try:
+            with answering_progress(answer.notes, quiet=quiet, what="converting") as on_tensor:
+                found = work(
+                    source,
+                    target,
+                    to,
+                    dtype=dtype,
+                    quantize=quantize,
+                    ranks=ranks,
+                    tokenizer=tokenizer,
+                    overwrite=overwrite,
+                    on_tensor=on_tensor,
+                )
+        except KeyboardInterrupt:
+            raise Interrupted("nothing was written", where=str(target), remedy="give the same command again") from None
+        answer.keep(**asdict(found))
+        if quiet:
+            return
+        answer.say(f"{source} ({found.source}) -> {target} ({_LAYOUTS[found.layout]}, {found.weights})")
+        changed = "every weight as it was" if not found.error else f"relative error of weights {found.error:.2g} (RMS)"
+        answer.say(f"  {found.parameters:,} parameters in {found.bytes / 1e6:,.1f} MB, {changed}")
+        if found.tokens is None:
+            answer.say("  no tokenizer")
+        else:
+            ends = f"ends at {', '.join(found.stops)}" if found.stops else "no token that ends a text"
+            answer.say(f"  {found.tokens:,} tokens, {'' if found.chats else 'no '}chat template, {ends}")
+            if not found.same_chats:
+                answer.say("  chats have other tokens than with the source: its format tokenises parts of them apart")
+            answer.say(f'  -> cordillera generate {target} "What is a mountain range?"')

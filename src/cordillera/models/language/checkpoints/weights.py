@@ -1,0 +1,104 @@
+"""Parameters of a model, one at a time, for what writes checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from cordillera.errors import CheckpointError
+from cordillera.models.language.checkpoints.source import Source, parameter_shapes
+from cordillera.models.language.llama import Llama, LlamaConfig
+
+OnTensor = Callable[[int, int], object]
+
+
+class WeightStream:
+    """Parameters of a model that are read when they are written, so that memory never holds all of them.
+
+    Attributes:
+        config: Configuration of the model.
+        dtypes: Dtype of each parameter, by name, in order.
+        shapes: Shape of each parameter, by name, in order.
+        where: Place that errors name.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, dtypes: Mapping[str, torch.dtype], read: Callable[[str], Tensor], where: str
+    ) -> None:
+        self.config, self.dtypes, self.where, self._read = config, dtypes, where, read
+        self.shapes = parameter_shapes(config)
+        self._squares = self._errors = 0.0
+
+    @classmethod
+    def of_model(cls, model: Llama) -> WeightStream:
+        """Return the parameters of a model in memory, in their dtypes."""
+        parameters = dict(model.named_parameters())
+        dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
+        return cls(model.config, dtypes, lambda name: parameters[name].detach(), "the model")
+
+    @classmethod
+    def of_source(cls, source: Source, dtype: torch.dtype, on_tensor: OnTensor | None = None) -> WeightStream:
+        """Return the parameters of an open checkpoint without adapters; a drafter is left out.
+
+        Args:
+            source: The checkpoint.
+            dtype: Dtype to which they are cast.
+            on_tensor: Function that is called after each one with the number of values so far and of all.
+        """
+        config = source.config.model_copy(update={"draft": None})
+        shapes = parameter_shapes(config)
+        wide = torch.promote_types(source.dtype or torch.float32, torch.float32)
+        done, total = 0, sum(map(math.prod, shapes.values()))
+
+        def read(name: str) -> Tensor:
+            nonlocal done
+            weight = torch.empty(shapes[name], dtype=dtype if source.dtype == dtype else wide)
+            source.read(name, weight)
+            done += weight.numel()
+            if on_tensor is not None:
+                on_tensor(min(done, total), total)
+            return weight
+
+        return cls(config, dict.fromkeys(shapes, dtype), read, str(source.path))
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a parameter in a ``dtype``; None for its own.
+
+        Raises:
+            CheckpointError: If it holds NaN or infinity, or does so in the dtype.
+        """
+        weight = self._read(name)
+        found = weight.to(dtype or self.dtypes[name])
+        self.finite(name, weight if found.dtype == weight.dtype else found)
+        if found.dtype != weight.dtype:
+            self.measure(weight, found)
+        return found
+
+    def finite(self, name: str, weight: Tensor) -> None:
+        """Raise CheckpointError unless a parameter is finite."""
+        low, high = torch.aminmax(weight)  # NaN propagates
+        if not (low.isfinite() and high.isfinite()):
+            raise CheckpointError(
+                f"{name} holds NaN or infinity as {str(weight.dtype).removeprefix('torch.')}",
+                where=self.where,
+                remedy="write bfloat16 or float32; if that fails too, the weights are damaged",
+            )
+
+    def measure(self, before: Tensor, after: Tensor) -> None:
+        """Add a parameter and what is written of it to the :attr:`error`."""
+        wide = before.double()
+        self._squares += wide.square().sum().item()
+        self._errors += (after.double() - wide).square_().sum().item()
+
+    @property
+    def error(self) -> float:
+        """Root mean square of what writing has changed, relative to that of the parameters that were changed."""
+        return math.sqrt(self._errors / self._squares) if self._errors else 0.0
+
+
+def stream_of(model: Llama | WeightStream) -> WeightStream:
+    """Return the parameters of a model, or those that are given."""
+    return model if isinstance(model, WeightStream) else WeightStream.of_model(model)

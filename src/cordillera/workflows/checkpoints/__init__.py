@@ -1,0 +1,1 @@
+"""Checkpoints of language models for other programs."""
