@@ -3,6 +3,7 @@
 #   make demo     train Wukong on MovieLens-100K and write its report
 #   make test     run the tests that take minutes together
 #   make test-all run the long tests too: meshes, documentation commands, kills
+#   make test-attacks  damage files, fill disks, set clocks: whole commands on bad days, an hour on two cores
 #   make test-benchmarks  run the long tests of benchmarks, each with few points
 #   make check    format, lint, types, layers, names, figures of the documentation
 #   make figures  write the figures of the documentation from benchmarks/results/
@@ -37,7 +38,7 @@ environment = test -x $(1)/bin/pip || $(PYTHON) -m venv $(1) > /dev/null 2>&1 ||
   { $(PYTHON) -m venv --clear --without-pip $(1) && $(PYTHON) -m pip --quiet --python $(1)/bin/python install pip; }
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-benchmarks check figures docs peers format hooks clean
+.PHONY: help demo test test-all test-attacks test-benchmarks check figures docs peers format hooks clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -50,6 +51,10 @@ test: $(VENV)/.test
 
 test-all: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --all -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_FLAGS)
+
+# Each process has commands and folders of its own, so that attacks are shared out singly.
+test-attacks: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --attacks tests/attacks -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
 
 test-benchmarks: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --benchmarks tests/benchmarks -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_FLAGS)

@@ -25,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
+OWN = (("tests/benchmarks/", "--benchmarks"), ("tests/attacks/", "--attacks"))
 COMMANDS = "commands of several processes"
 COMMAND_FILES = ("tests/cli/", "tests/distributed/test_launch.py", "tests/distributed/test_watch.py")
 if str(BENCHMARKS) not in sys.path:
@@ -35,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Fuzzers take a few inputs in each run of the tests, and as many as wanted when asked; so do long tests."""
     parser.addoption("--all", action="store_true", help="run the long tests too (`make test-all`)")
     parser.addoption("--benchmarks", action="store_true", help="run those of benchmarks (`make test-benchmarks`)")
+    parser.addoption("--attacks", action="store_true", help="run all attacks (`make test-attacks`)")
     parser.addoption("--fuzz", type=int, default=0, metavar="N", help="inputs of each fuzzer (default: its own number)")
 
 
@@ -59,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long tests run when asked: by ``--all`` or ``--fuzz``, those of benchmarks by ``--benchmarks``, each by name.
+    """Long tests run when asked: by ``--all`` or ``--fuzz``, those of :data:`OWN` folders by an option, each by name.
 
     What takes long begins first, so that no process waits long for the last; one process keeps the files' order.
     """
@@ -67,8 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         long = config.getoption("--all") or config.getoption("--fuzz")
 
         def is_asked(item: pytest.Item) -> bool:
-            is_long, of_benchmarks = item.get_closest_marker("slow"), item.nodeid.startswith("tests/benchmarks/")
-            return not is_long or bool(config.getoption("--benchmarks") if of_benchmarks else long)
+            asked = next((config.getoption(option) for folder, option in OWN if item.nodeid.startswith(folder)), long)
+            return not item.get_closest_marker("slow") or bool(asked)
 
         config.hook.pytest_deselected(items=[item for item in items if not is_asked(item)])
         items[:] = [item for item in items if is_asked(item)]

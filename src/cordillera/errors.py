@@ -10,6 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 _NOT_PRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
+_LONGEST_PLACE = 400  # characters of a place that an error shows whole
+
+
 def printable(text: object, *, lines: bool = False, quoted: bool = False) -> str:
     """Return text that is safe to print to a terminal, with control characters written as escapes.
 
@@ -31,7 +34,7 @@ def printable(text: object, *, lines: bool = False, quoted: bool = False) -> str
 class CordilleraError(Exception):
     """Base of every error that Cordillera raises deliberately.
 
-    Control characters are written as escapes (:func:`printable`).
+    Control characters are written as escapes (:func:`printable`), and a very long place loses its middle.
 
     Args:
         what: One sentence about what was wrong.
@@ -42,6 +45,8 @@ class CordilleraError(Exception):
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
         what, remedy = printable(what, lines=True), remedy and printable(remedy, lines=True)
         where = where and printable(where)
+        if where and len(where) > _LONGEST_PLACE:
+            where = f"{where[: _LONGEST_PLACE // 2]}...{where[-_LONGEST_PLACE // 4 :]}"
         self.what, self.where, self.remedy = what, where, remedy
         lines = [f"{where}: {what}" if where else what]
         if remedy:

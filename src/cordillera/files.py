@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -40,6 +41,11 @@ _DOTTED = re.compile(r'(?<![\w-])(?:[\w-]+|"")(?:[ \t]*\.[ \t]*(?:[\w-]+|"")){' 
 _SEAL = "seal"
 _FILE, _LINE = (2, 64), (None, 16)  # indent, digits of the SHA-256
 _DIGEST = re.compile("[0-9a-f]{16}|[0-9a-f]{64}")
+
+
+def is_there(path: Path) -> bool:
+    """Whether something has this name, also a link that leads nowhere, which then cannot be read."""
+    return os.path.lexists(path)
 
 
 def read_text(

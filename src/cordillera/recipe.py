@@ -57,9 +57,6 @@ else:
 ROWS = "rows in memory"
 """Value of ``data.path`` until rows in memory are written to a file."""
 
-MISTAKES = 100
-"""Largest number of mistakes of a file that an error explains."""
-
 LANGUAGE_MODELS = ("llama",)
 """Values of ``model.name`` in the recipe of a language model."""
 
@@ -268,10 +265,7 @@ def _explain(kind: type[BaseModel], error: ValidationError, content: dict[str, A
             return known_keys(chosen, path[1:])
         return known_keys(kind, path)
 
-    entries = error.errors(include_url=False)
-    more = len(entries) - MISTAKES
-    found = explain(map(_as_written, entries[:MISTAKES]), keys, "recipe")
-    return found + ([("recipe", f"and {more:,} more mistakes")] if more > 0 else [])
+    return explain([_as_written(entry) for entry in error.errors(include_url=False)], keys, "recipe")
 
 
 def load(

@@ -37,7 +37,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from cordillera.errors import RunError
-from cordillera.files import TOML_BYTES, parse_sealed, parse_toml, read_sealed, read_text, sealed_json
+from cordillera.files import TOML_BYTES, is_there, parse_sealed, parse_toml, read_sealed, read_text, sealed_json
 
 _LIBRARIES = ("torch", "numpy", "numba", "fbgemm-gpu-cpu", "fbgemm-gpu", "polars", "pyarrow", "triton", "pydantic")
 
@@ -388,13 +388,13 @@ class Run:
         """Return all records of ``metrics.jsonl`` except an incomplete last line, as after a crash.
 
         Raises:
-            RunError: If a line is not a JSON object or does not match its checksum, or records of a finished training
-                are missing.
+            RunError: If a line is not a JSON object or does not match its checksum, or there are fewer or more records
+                than a finished training has written.
         """
         status = self.status()  # read first, because training may end at this moment
         path = self.folder / "metrics.jsonl"
         lines: list[str] = []
-        if path.exists():
+        if is_there(path):
             lines = read_text(path, error=RunError, limit=_METRICS_BYTES, remedy="restore the file").split("\n")
         remedy = "restore the file or delete that line"
         del lines[-1:]  # text after the last line break
@@ -402,9 +402,9 @@ class Run:
             parse_sealed(f"{line}\n", f"{path}, line {number}", line=True, error=RunError, remedy=remedy)
             for number, line in enumerate(lines, 1)
         ]
-        if status is not None and status.is_complete and len(records) < status.records:
+        if status is not None and status.is_complete and len(records) != status.records:
             raise RunError(
-                f"holds {len(records):,} whole records of {status.records:,} that were written",
+                f"holds {len(records):,} whole records, {status.records:,} were written",
                 where=str(path),
                 remedy="restore the file",
             )
@@ -431,7 +431,7 @@ class Run:
     def write_status(self, ended: str | None, step: int, steps: int, why: str = "") -> None:
         """Write ``status.json``; ``ended``, ``step``, ``steps`` and ``why`` are those of :class:`RunStatus`."""
         path, records = self.folder / "metrics.jsonl", 0
-        if path.exists():
+        if is_there(path):
             with open(path, "rb") as file:
                 records = sum(line.endswith(b"\n") for line in file)
         self.write_json("status.json", asdict(RunStatus(ended, step, steps, why, records)))
@@ -443,7 +443,7 @@ class Run:
             RunError: If ``status.json`` is damaged.
         """
         path = self.folder / "status.json"
-        if not path.exists():
+        if not is_there(path):
             return None
         content = read_sealed(path, error=RunError, remedy="restore the file")
         kinds = {"ended": str | None, "step": int, "steps": int, "why": str, "records": int}
@@ -467,7 +467,7 @@ class Run:
             RunError: If the file does not exist, is not a JSON object, or does not match its checksum.
         """
         path = self.folder / name
-        if not path.exists():
+        if not is_there(path):
             raise RunError("does not exist yet", where=str(path), remedy="let the run finish first")
         return read_sealed(path, error=RunError, remedy="restore the file")
 
@@ -530,4 +530,4 @@ def read_object(path: Path) -> dict[str, Any]:
     Raises:
         DataError: If the file is not a JSON object, or does not match its checksum.
     """
-    return read_sealed(path, remedy="restore the file") if path.exists() else {}
+    return read_sealed(path, remedy="restore the file") if is_there(path) else {}

@@ -13,6 +13,9 @@ from pydantic import AfterValidator, BaseModel
 _NOT_IN_FILE = re.compile(r"(int|str|float|bool|none)$|(tuple|list|dict|literal)\[|constrained|function-|nullable")
 
 
+MISTAKES = 100
+"""Largest number of mistakes of a file that an error explains."""
+
 _FEW = 12  # keys that an error lists
 
 _SECTION, _ARRAY, _WHOLE = "must be a section of keys", "must be an array", "must be a whole number"
@@ -63,7 +66,10 @@ def text_of(pattern: str, words: str) -> AfterValidator:
 
 
 def explain(
-    entries: Iterable[Mapping[str, Any]], keys: Callable[[Sequence[Any]], Sequence[str]], whole: str = "file"
+    entries: Sequence[Mapping[str, Any]],
+    keys: Callable[[Sequence[Any]], Sequence[str]],
+    whole: str = "file",
+    most: int = MISTAKES,
 ) -> list[tuple[str, str]]:
     """Return mistakes as pairs of a dotted path and a sentence, one for each path.
 
@@ -71,7 +77,10 @@ def explain(
         entries: Entries of ``ValidationError.errors()``.
         keys: Function that returns the known keys at a place, for the hint at an unknown key.
         whole: Name for the place of mistakes without a place in the file.
+        most: Number of entries to explain; the last pair then counts the others.
     """
+    if len(entries) > most:
+        return [*explain(entries[:most], keys, whole, most), (whole, f"and {len(entries) - most:,} more mistakes")]
     problems: dict[str, list[str]] = {}
     given: dict[str, str] = {}
     for entry in entries:

@@ -421,7 +421,7 @@ def validate(model: type[AnyModel], content: Mapping[str, Any], source: str) -> 
         return model.model_validate(content)
     except ValidationError as error:
         entries = error.errors(include_url=False)
-        problems = explain(entries[:_MOST_EXPLAINED], partial(known_keys, model))
+        problems = explain(entries[:_MOST_EXPLAINED], partial(known_keys, model), most=_MOST_EXPLAINED)
         count = "1 mistake" if len(problems) == 1 else f"{len(problems):,} mistakes"
         count += " or more" if len(entries) > _MOST_EXPLAINED else ""
         shown = problems[:_MOST_LISTED]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import re
+import resource
 import sys
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
 from cordillera.cli.app import app
-from cordillera.errors import CordilleraError, Interrupted, printable
+from cordillera.errors import CordilleraError, DependencyError, Interrupted, RunError, printable
 
 __all__ = ["app", "main"]
 
@@ -39,6 +41,19 @@ _ARGUMENTS = (
 _CALLED = {"changes": "--set", "processes": "--nproc"}
 """Options of other names than their arguments."""
 
+_FILES = 256  # that a command may have open, several times what the largest models have in pieces
+
+_REMEDIES = {
+    errno.EMFILE: "allow more open files (`ulimit -n`)",
+    errno.ENFILE: "close other programs, or raise the system's limit of open files",
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+    errno.EROFS: "choose a folder that can be written",
+    errno.EACCES: "choose a file or folder that this user may use",
+    errno.EPERM: "choose a file or folder that this user may use",
+}
+
 _ARGUMENT = re.compile(rf"\b({'|'.join(_ARGUMENTS)})\b")
 
 _with_place = warnings.formatwarning
@@ -64,6 +79,40 @@ def _with_options(error: CordilleraError) -> str:
     return f"{_ARGUMENT.sub(option, names)}:{what}"
 
 
+def _allow_files() -> None:
+    """Raise the process's own limit of open files to what commands need.
+
+    Raises:
+        DependencyError: If the limit that others have set is lower; libraries would fail in the middle of the work.
+    """
+    own, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY not in (own, allowed) and allowed < _FILES:
+        remedy = f"allow {_FILES} or more (`ulimit -n {_FILES}`)"
+        raise DependencyError(f"this process may have only {allowed:,} files open", remedy=remedy)
+    if own != resource.RLIM_INFINITY and own < _FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, allowed))
+
+
+def _of_system(error: OSError) -> RunError:
+    """Return an error of the system that nothing has explained as one for users."""
+    place = None if error.filename is None else str(error.filename)
+    what = f"the system says: {error.strerror or error}"
+    return RunError(what, where=place, remedy=_REMEDIES.get(error.errno or 0))
+
+
+def _end(error: CordilleraError) -> NoReturn:
+    """Print an error and end the process; with CORDILLERA_DEBUG=1, raise it."""
+    if os.environ.get("CORDILLERA_DEBUG"):
+        raise error
+    from rich.text import Text
+
+    from cordillera.cli._show import console
+
+    ended = "interrupted:" if isinstance(error, Interrupted) else Text("error:", "bold red")
+    console(stderr=True).print(ended, _with_options(error))
+    sys.exit(130 if isinstance(error, Interrupted) else 2)
+
+
 def main() -> None:
     """Run the command line; errors for users are printed without a traceback unless CORDILLERA_DEBUG=1 is set."""
     gc.set_threshold(20_000)  # of 700, collections take a fifth of the time that torch takes to be imported
@@ -74,21 +123,18 @@ def main() -> None:
     # Before torch is imported: errors between processes are reported in one sentence, without torch's native stack.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
+        _allow_files()
         sys.exit(app(standalone_mode=False))
     except CordilleraError as error:
-        if os.environ.get("CORDILLERA_DEBUG"):
-            raise
-        from rich.text import Text
-
-        from cordillera.cli._show import console
-
-        ended = "interrupted:" if isinstance(error, Interrupted) else Text("error:", "bold red")
-        console(stderr=True).print(ended, _with_options(error))
-        sys.exit(130 if isinstance(error, Interrupted) else 2)
+        _end(error)
     except BrokenPipeError:
         # The reader (head, less) closed the pipe, which is not an error. Keep Python from flushing into it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except OSError as error:
+        if os.environ.get("CORDILLERA_DEBUG"):
+            raise
+        _end(_of_system(error))
     except typer.Abort:
         sys.exit(1)
     except Exception as error:

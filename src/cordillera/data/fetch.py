@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cordillera.data.files import checksum, disk_errors, write_bytes
+from cordillera.data.files import checksum, disk_errors, is_intact, write_bytes
 from cordillera.errors import DataError
 from cordillera.files import read_text
 
@@ -41,7 +41,7 @@ def stored_members(wheel: Wheel, cache: Path) -> dict[str, Path] | None:
     paths = {Path(member).name: folder / Path(member).name for member in wheel.members}
     try:
         expected = {line[66:]: line[:64] for line in read_text(sums, limit=1 << 16).splitlines()}
-        whole = all(path.is_file() and checksum(path) == expected.get(name) for name, path in paths.items())
+        whole = all(is_intact(path, expected.get(name, "")) for name, path in paths.items())
     except (DataError, OSError):  # damaged, or not readable
         return None
     return paths if whole else None

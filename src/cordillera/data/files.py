@@ -32,6 +32,11 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
+def is_intact(path: Path, sha256: str) -> bool:
+    """Whether ``path`` is an ordinary file with this checksum; a folder, a pipe or a missing file is not."""
+    return path.is_file() and checksum(path) == sha256
+
+
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
     """Turn errors of a full or read-only disk into a :class:`DataError` that says what to do."""

@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cordillera.data.files import checksum
+from cordillera.data.files import checksum, is_intact
 from cordillera.data.sealed import SealedFolder
 from cordillera.distributed.tensor_parts import Parts
 from cordillera.errors import CheckpointError
@@ -206,7 +206,7 @@ def load(folder: Path, verify: Callable[[SealedFolder], None] | None = None) -> 
         path = folder / name
         if not path.is_file():
             raise CheckpointError("is missing", where=str(path), remedy=_REMEDY)
-        if checksum(path) != wanted:
+        if not is_intact(path, wanted):
             raise CheckpointError(
                 "is corrupt: its contents do not match the checksum written with it", where=str(path), remedy=_REMEDY
             )

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol
 
 from cordillera.errors import CordilleraError, DependencyError
+from cordillera.files import is_there
 from cordillera.run import Run, flat_values, read_recipe
 
 TrackerName = Literal["mlflow", "wandb"]
@@ -123,7 +124,7 @@ class Tracking:
             self.name = None
             return
         title, file = TITLES[self.name], run.folder / ID_FILE
-        known = run.read_json(ID_FILE) if file.exists() else {}
+        known = run.read_json(ID_FILE) if is_there(file) else {}
         try:
             self._tracker = tracker = _KINDS[self.name](run, known.get(self.name))
         except ImportError as error:

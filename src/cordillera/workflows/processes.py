@@ -13,7 +13,7 @@ from typing import Any
 
 from cordillera.distributed.job.launch import tell
 from cordillera.errors import RunError
-from cordillera.files import read_json_object
+from cordillera.files import is_there, read_json_object
 from cordillera.kernels.threads import MOST_THREADS, choose_threads, usable_cores
 from cordillera.run import Run, write_atomically
 
@@ -81,7 +81,7 @@ def keep_threads(run: Run, threads: int, processes: int = 1) -> None:
 
 
 def _kept(file: Path, processes: int) -> int | None:
-    if not file.exists():
+    if not is_there(file):
         return None
     remedy = "delete the file: the number is chosen anew"
     found = read_json_object(file, error=RunError, remedy=remedy)

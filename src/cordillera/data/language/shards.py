@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from cordillera.data.files import checksum, disk_errors, write_bytes
+from cordillera.data.files import disk_errors, is_intact, write_bytes
 from cordillera.errors import DataError
 from cordillera.files import read_sealed, sealed_json
 
@@ -214,7 +214,7 @@ class TextDataset:
         """
         for number, shard in enumerate(self._shards):
             for suffix, expected in shard["sha256"].items():
-                if checksum(Path(self._place(number, suffix))) != expected:
+                if not is_intact(Path(self._place(number, suffix)), expected):
                     where = self._place(number, suffix)
                     raise DataError("the file is damaged: checksum does not fit", where=where, remedy=_REMEDY)
 

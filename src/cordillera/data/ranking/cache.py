@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from cordillera.data.files import checksum, disk_errors, write_bytes
+from cordillera.data.files import checksum, disk_errors, is_intact, write_bytes
 from cordillera.data.ranking.encoding import EncodedRows, Encoder, assemble
 from cordillera.data.ranking.features import FeatureSpec, RankingBatch
 from cordillera.data.ranking.logs.columns import MISSING
@@ -437,7 +437,7 @@ def open_splits(folder: Path, tasks: tuple[str, ...] | None = None, *, verify: b
         if size != entry["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes"
             raise DataError(f"the file {found}, {entry['bytes']} were written", where=str(path), remedy=_REMEDY)
-        if verify and checksum(path) != entry["sha256"]:
+        if verify and not is_intact(path, entry["sha256"]):
             raise DataError("the file is damaged: checksum does not fit", where=str(path), remedy=_REMEDY)
     encoder = Encoder.load(folder)
     known = encoder.features.tasks

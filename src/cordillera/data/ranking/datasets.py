@@ -533,7 +533,7 @@ def _build(config: DataConfig, log: ClickLog, folder: Path, progress: bool) -> N
                     raise DataError(
                         "the files changed while they were read", where=config.label, remedy="wait until they are whole"
                     )
-                _check(config, writer, name)
+                _check(config, writer)
                 facts = {**log.facts, "name": name, "split": splitter.kind, "warnings": writer.warnings()}
                 if truth is not None:
                     facts |= truth.facts()
@@ -555,7 +555,7 @@ def _require(frame: pl.DataFrame, schema: Schema, source: str) -> None:
         )
 
 
-def _check(config: DataConfig, writer: CacheWriter, name: str) -> None:
+def _check(config: DataConfig, writer: CacheWriter) -> None:
     shares: tuple[float, ...] = config.fractions
     if config.validation_path is not None or config.test_path is not None:
         shares = (1, config.validation_path is not None, config.test_path is not None)
@@ -563,13 +563,13 @@ def _check(config: DataConfig, writer: CacheWriter, name: str) -> None:
         if fraction > 0 and writer.rows[split] == 0:
             raise DataError(
                 f"the {split} split is empty ({sum(writer.rows.values())} rows in all)",
-                where=name,
+                where=config.label,
                 remedy="give more rows or other fractions; rows of one time need data.split = 'random' or 'order'",
             )
     if writer.weighted is not None and writer.weighted == 0:
         raise DataError(
             f"all {writer.rows['train']} training weights of '{writer.encoder.schema.weight}' are 0",
-            where=name,
+            where=config.label,
             remedy="give rows weights above 0, or take the weight out of the schema",
         )
     counts = zip(writer.encoder.schema.labels, writer.positives["train"], writer.labelled["train"], strict=True)
@@ -577,6 +577,6 @@ def _check(config: DataConfig, writer: CacheWriter, name: str) -> None:
         if positives in (0, labelled):
             raise DataError(
                 f"all {labelled} training labels of '{task}' are {int(positives > 0)}: one class only",
-                where=name,
+                where=config.label,
                 remedy="check how the label is made, or how the rows are split; a model needs both classes",
             )

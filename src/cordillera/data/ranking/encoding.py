@@ -17,7 +17,7 @@ import polars as pl
 import torch
 
 from cordillera.data.ahead import map_ahead, reading_threads
-from cordillera.data.files import checksum, disk_errors, write_bytes
+from cordillera.data.files import checksum, disk_errors, is_intact, write_bytes
 from cordillera.data.ranking.features import (
     ANY_ID,
     CategoricalFeature,
@@ -546,7 +546,7 @@ class Encoder:
         path = folder / "vocabularies.parquet"
         if content.get("format") not in (1, _FORMAT):
             raise DataError(f"encoder format {content.get('format')}, this version reads {_FORMAT}", where=str(folder))
-        if not path.exists() or checksum(path) != content["vocabularies_sha256"]:
+        if not is_intact(path, content["vocabularies_sha256"]):
             raise DataError(
                 "the vocabularies are missing or damaged: checksum does not fit",
                 where=str(path),

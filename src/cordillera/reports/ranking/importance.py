@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cordillera.errors import DataError
+from cordillera.files import is_there
 from cordillera.reports.charts import interval_strip, padded
 from cordillera.reports.page import fixed
 from cordillera.reports.ranking.material import interval_text
@@ -21,7 +22,7 @@ def importance(run: Run) -> dict[str, Any]:
     Raises:
         DataError: If the file is damaged.
     """
-    if not (run.folder / IMPORTANCE_FILE).is_file():
+    if not is_there(run.folder / IMPORTANCE_FILE):
         return {}
     content = run.read_json(IMPORTANCE_FILE)
     try:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cordillera.errors import DataError
+from cordillera.files import is_there
 from cordillera.reports.page import fixed, part
 from cordillera.run import Run, read_object, read_recipe
 from cordillera.training.ranking.config import STOP_TITLES, is_lower_better
@@ -41,11 +42,11 @@ class Material:
                 records[kind].append(_checked(record, f"{run.folder / 'metrics.jsonl'}, line {line}"))
         path, self.evaluation = run.folder / "evaluation.json", None
         self.age = "The test split has not been evaluated; figures are of the validation split, without intervals."
-        if path.exists():
+        if is_there(path):
             self.evaluation = Evaluation.from_object(read_object(path), str(path))
             self.age = self.evaluation.age(self.status, keeps_best="patience" in part(self.recipe, "training"))
         self.warnings = [self.age] if self.age else []
-        if not (run.folder / "model.json").exists():
+        if not is_there(run.folder / "model.json"):
             self.warnings.append("The run has no model.json, so parameters and FLOPs are not known.")
         self.warnings += _warnings(self)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cordillera.errors import PlanError
+from cordillera.files import is_there, read_text
 from cordillera.planning.ranking.placement import Placement
 from cordillera.reports.charts import bars
 from cordillera.run import Run
@@ -25,7 +27,7 @@ def placed_tables(run: Run) -> dict[str, Any]:
         PlanError: If ``placement.json`` cannot be read.
     """
     path = run.folder / PLACEMENT_FILE
-    if not path.is_file():
+    if not is_there(path):
         return {}
     placement = Placement.read(path)
     sizes = {name: 4.0 * rows * columns for name, (rows, columns) in placement.tables.items()}
@@ -59,9 +61,10 @@ def _held(placement: Placement, rank: int, named: list[str]) -> Mapping[str, flo
 def _reasons(run: Run) -> dict[str, str]:
     """Return the reason for the place of each table, of a planned placement."""
     path = run.folder / REASONS_FILE
-    if not path.is_file():
+    if not is_there(path):
         return {}
-    pairs = (line.partition(": ") for line in path.read_text(encoding="utf-8").splitlines())
+    text = read_text(path, error=PlanError, remedy="delete the file: the report then gives no reasons")
+    pairs = (line.partition(": ") for line in text.splitlines())
     return {name: reason for name, _, reason in pairs if reason}
 
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cordillera.data.files import checksum
+from cordillera.data.files import checksum, is_intact
 from cordillera.embeddings.quantized_tables import QuantizedTables
 from cordillera.errors import CheckpointError, NumericsError
 from cordillera.files import read_json_object, read_sealed, read_text, sealed_json
@@ -174,7 +174,7 @@ def load(folder: Path, model: RankingModel, made_of: Mapping[str, str]) -> tuple
 
 def _load(folder: Path, model: RankingModel, record: Mapping[str, Any]) -> tuple[RankingModel, DriftReference]:
     path = folder / _TENSORS
-    if not path.is_file() or checksum(path) != record["tensors"]:
+    if not is_intact(path, record["tensors"]):
         raise CheckpointError(
             "is damaged: its checksum differs" if path.is_file() else "is missing", where=str(path),
             remedy=_REMEDY,

@@ -6,6 +6,7 @@ Every function raises a DataError that names the file, the row and the column of
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,6 +32,7 @@ WHOLE = r"^(?:0|-?[1-9]\d*)$"
 
 _WHOLE_OR_POINT = r"^(0|-?[1-9]\d*)\.0+$"
 _BLANK_GROUP = np.uint64(0x9E3779B97F4A7C15)
+_SHOWN = 20  # columns that an error lists
 _FEW = 256  # entries for which a loop is faster than a query of Polars
 _UNITS: dict[TimeUnit, int] = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _DATE = r"\d{4}[-/]\d\d[-/]\d\d"
@@ -110,7 +112,7 @@ def column_names(given: Sequence[str], where: str) -> list[str]:
         DataError: two columns have the same name; the error names the place ``where`` they are.
     """
     names = [name or f"unnamed_{place}" for place, name in enumerate(given)]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise DataError(f"columns must differ, these stand twice: {twice[:8]}", where=where)
     return names
@@ -119,8 +121,9 @@ def column_names(given: Sequence[str], where: str) -> list[str]:
 def column_of(frame: pl.DataFrame, name: str, place: RowPlace) -> pl.Series:
     """Return a column of a frame; a missing one is an error."""
     if name not in frame.columns:
+        more = f" and {len(frame.columns) - _SHOWN:,} more" if len(frame.columns) > _SHOWN else ""
         raise DataError(
-            f"column '{name}' is missing; there are {frame.columns}",
+            f"column '{name}' is missing; there are {frame.columns[:_SHOWN]}{more}",
             where=place.source,
             remedy="name the column in the file, or take it out of the schema",
         )

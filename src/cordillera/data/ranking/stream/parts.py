@@ -19,7 +19,7 @@ from typing import Any
 
 import polars as pl
 
-from cordillera.data.files import checksum, disk_errors, folder_beside, sync, write_bytes
+from cordillera.data.files import checksum, disk_errors, folder_beside, is_intact, sync, write_bytes
 from cordillera.errors import DataError
 from cordillera.files import read_sealed, sealed_json
 
@@ -85,7 +85,7 @@ class StreamFolder:
         frames = {}
         for name, digest in state["frames"].items():
             path = place / f"{name}.parquet"
-            if not path.is_file() or checksum(path) != digest:
+            if not is_intact(path, digest):
                 raise DataError("is missing or damaged", where=str(path), remedy=_REMEDY)
             frames[name] = pl.read_parquet(path, glob=False)
         self._reveal(state["parts"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,7 @@ class HuggingFace(Source):
                 raise CheckpointError(
                     f"tensor {name} is said to lie outside of the folder, in {file}", where=str(index)
                 )
-            if not (self.path / file).exists():
+            if not os.path.isfile(self.path / file):  # unlike Path, of a name that is too long, too
                 raise CheckpointError(
                     f"is missing; {_INDEX} says that it holds {name}",
                     where=str(self.path / file),
