@@ -390,6 +390,8 @@ class Explorer(ClusterSearch[Workload]):
                 self.usable_memory,
                 key=lambda live, stages=stages, size=largest: sum(job.held(stages, live * size).values()),  # type: ignore[misc]
             )
+            if fit < len(stages):  # where stages differ, one of each may fit, which this bound does not see
+                return None
             limits.append(fit)
         problem = Problem.of(
             schedule.rank_of, schedule.microbatches, stage_seconds(job, schedule), ways(job), limits, split=True
