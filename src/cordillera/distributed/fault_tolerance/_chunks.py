@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cordillera.distributed.transport.frame_socket import FrameSocket
+from cordillera.distributed.frame_socket import FrameSocket
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
 """Types of elements that can be summed."""

@@ -95,7 +95,7 @@ class _Sent:
 
 
 @dataclass(eq=False)
-class _Rank:
+class _Endpoint:
     """What the switch and the clock know of a rank.
 
     Attributes:
@@ -154,7 +154,7 @@ class EmulatedGroup:
         self._switch = switch or EmulatedSwitch()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers, self._sequences = itertools.count(), [itertools.count() for _ in range(ranks)]
-        self._ranks = [_Rank() for _ in range(ranks)]
+        self._ranks = [_Endpoint() for _ in range(ranks)]
         self._running = 0  # operations of ranks that are not silent
         self.progress = [
             GroupProgress(rank, _EmulatedWire(self, rank), partial(self._done, rank), range(ranks), limits=limits)

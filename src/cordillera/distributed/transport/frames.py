@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-from cordillera.distributed.transport.frame_socket import FrameSocket
+from cordillera.distributed.frame_socket import FrameSocket
 from cordillera.distributed.transport.signatures import Signature
 
 _MAGIC = b"CTR1"
