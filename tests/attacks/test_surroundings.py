@@ -34,7 +34,6 @@ WRITERS: dict[str, tuple[Callable[[Commands, Path], None], Sequence[str]]] = {
     "recipe new": (made.ranking, ("recipe", "new", "log.csv", "--label", "click", "--out", "new.toml")),
     "train a language model": (made.language, TRAIN),
     "average": (made.language, ("average", "run", "--out", "new")),
-    "write-chats": (made.language, ("write-chats", "run", "new.jsonl", "-n", "2", "--max-new-tokens", "4")),
     "search": (made.searched, (*made.SEARCH[:4], "--run", "new", *made.SEARCH[6:])),
     "sweep": (made.searched, ("sweep", "tiny.toml", "--size", "model.mlp=[4]", "--size", "model.mlp=[8]", "--size",
                               "model.mlp=[16]", "--run", "new", "--set", "training.max_steps=2")),

@@ -201,9 +201,12 @@ def _gathered_by_training(run: Run, model: RankingModel, marginals: bool, say: S
 
 def _copy(source: Path, target: Path) -> None:
     beside = target.parent / f".{target.name}.tmp"
-    with disk_errors(beside):
-        shutil.copyfile(source, beside)
-        beside.replace(target)
+    try:
+        with disk_errors(target):
+            shutil.copyfile(source, beside)
+            beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _ratio(choice: KernelChoice) -> float:

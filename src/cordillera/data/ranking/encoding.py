@@ -17,7 +17,7 @@ import polars as pl
 import torch
 
 from cordillera.data.ahead import map_ahead, reading_threads
-from cordillera.data.files import checksum, disk_errors, is_intact, write_bytes
+from cordillera.data.files import checksum, is_intact, write_bytes
 from cordillera.data.ranking.features import (
     ANY_ID,
     CategoricalFeature,
@@ -28,6 +28,7 @@ from cordillera.data.ranking.features import (
     SparseFeature,
 )
 from cordillera.data.ranking.fitting import DenseFit, ValueCounts, counted, transformed
+from cordillera.data.ranking.frames import parquet_bytes
 from cordillera.data.ranking.logs.columns import (
     MISSING,
     WHOLE,
@@ -522,8 +523,7 @@ class Encoder:
         path = folder / "vocabularies.parquet"
         tables = [name for name, values in self.vocabularies.items() for _ in range(len(values))]
         values = pl.concat([pl.Series("value", [], dtype=pl.String), *self.vocabularies.values()])
-        with disk_errors(path):
-            pl.DataFrame({"table": pl.Series(tables, dtype=pl.String), "value": values}).write_parquet(path)
+        write_bytes(path, parquet_bytes(pl.DataFrame({"table": pl.Series(tables, dtype=pl.String), "value": values})))
         content = {
             "format": _FORMAT,
             "schema": self.schema.model_dump(mode="json"),

@@ -58,6 +58,13 @@ def frame_of(rows: FrameLike, columns: Sequence[str], optional: Sequence[str] = 
     return found
 
 
+def parquet_bytes(frame: pl.DataFrame) -> bytes:
+    """Return the Parquet file of a frame, to be written here: Polars has errors of several kinds for a full disk."""
+    buffer = io.BytesIO()
+    frame.write_parquet(buffer)
+    return buffer.getvalue()
+
+
 def save_frame(frame: pl.DataFrame, folder: Path) -> Path:
     """Write a frame to a Parquet file of a folder, named by a hash of its content; return the file.
 
@@ -66,12 +73,10 @@ def save_frame(frame: pl.DataFrame, folder: Path) -> Path:
     Raises:
         DataError: If a column cannot be written, or the disk is full.
     """
-    buffer = io.BytesIO()
     try:
-        frame.write_parquet(buffer)
+        content = parquet_bytes(frame)
     except _UNREADABLE as error:
         raise DataError(f"cannot be written as Parquet ({error})", where=_WHERE) from error
-    content = buffer.getvalue()
     path = folder / f"{hashlib.sha256(content).hexdigest()[:16]}.parquet"
     if not path.exists():
         write_bytes(path, content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import warnings
@@ -161,7 +162,9 @@ def write_export(
     )
     with torch.no_grad():
         exported = torch.export.export(program, example, dynamic_shapes=({0: count}, {0: count}, length))
-        torch.export.save(exported, str(folder / PROGRAM))
+        content = io.BytesIO()  # torch's own writer of files ends the process if the disk is full
+        torch.export.save(exported, content)
+        (folder / PROGRAM).write_bytes(content.getbuffer())
         if compiled:
             torch._inductor.aoti_compile_and_package(exported, package_path=str(folder / COMPILED))
         if onnx:

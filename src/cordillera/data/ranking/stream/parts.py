@@ -20,6 +20,7 @@ from typing import Any
 import polars as pl
 
 from cordillera.data.files import checksum, disk_errors, folder_beside, is_intact, sync, write_bytes
+from cordillera.data.ranking.frames import parquet_bytes
 from cordillera.errors import DataError
 from cordillera.files import read_sealed, sealed_json
 
@@ -105,20 +106,28 @@ class StreamFolder:
         Raises:
             DataError: If the disk is full or cannot be written.
         """
+        try:
+            self._commit(frames, content, parts)
+        except DataError:
+            self._tidy()
+            raise
+
+    def _commit(
+        self, frames: Mapping[str, pl.DataFrame], content: Mapping[str, Any], parts: Mapping[str, pl.DataFrame]
+    ) -> None:
         step = self.step + 1
         written = [stream for stream, frame in parts.items() if len(frame)]
         for stream in written:
             hidden = self._hidden(stream, step)
             with disk_errors(hidden), open(hidden, "wb") as file:
-                parts[stream].write_parquet(file)
+                file.write(parquet_bytes(parts[stream]))
                 file.flush()
                 os.fsync(file.fileno())
         with folder_beside(self._state(step)) as beside:
             digests = {}
             for name, frame in frames.items():
                 path = beside / f"{name}.parquet"
-                with disk_errors(path):
-                    frame.write_parquet(path)
+                write_bytes(path, parquet_bytes(frame))
                 digests[name] = checksum(path)
             state = {"frames": digests, "parts": written, "content": dict(content)}
             write_bytes(beside / "state.json", sealed_json(state).encode())
