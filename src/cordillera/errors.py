@@ -66,7 +66,7 @@ class RecipeError(CordilleraError):
     def __init__(self, source: str, problems: Sequence[tuple[str, str]], kind: str = "recipe") -> None:
         self.problems = list(problems)
         count = "1 mistake" if len(self.problems) == 1 else f"{len(self.problems)} mistakes"
-        listing = "\n".join(f"  {path}: {message}" for path, message in self.problems)
+        listing = "\n".join(f"  {printable(path)}: {printable(message)}" for path, message in self.problems)
         super().__init__(f"{count} in the {kind}\n{listing}", where=source)
 
 

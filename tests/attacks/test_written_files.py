@@ -34,7 +34,7 @@ FOLLOWED = Reader(("train", "small.toml", "--run", "other", "--set", "model.towe
 GENERATE = Reader(("generate", "run", "the river", "--max-new-tokens", "8", "--temperature", "0", "--quiet"))
 PUBLISHED = Reader(("generate", "model", *GENERATE.arguments[2:]))
 AVERAGE = Reader(("average", "run", "--out", "mean"), ("mean/model.safetensors",), prints=False)
-SAID = Reader(("evaluate", "run", "--json"))
+SAID = Reader(("evaluate", "run", "--json"), ("run/evaluation.json",), prints=False)
 GO_ON = Reader(("train", "run", "--resume", "--set", "training.steps=14", "--quiet"),
                ("run/checkpoints/step-000000014/weights-00000.safetensors",), prints=False)  # fmt: skip
 

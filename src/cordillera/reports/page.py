@@ -13,6 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from cordillera.errors import printable
 from cordillera.numbers import shown
 from cordillera.reports.charts import seconds_text
 from cordillera.run import Run, write_atomically
@@ -28,9 +29,13 @@ _TEMPLATES = Environment(
 
 
 def fill(template: str, **values: Any) -> str:
-    """Return the page of a template: ``name`` stands for ``name.html.jinja``."""
+    """Return the page of a template: ``name`` stands for ``name.html.jinja``.
+
+    Control characters of names, and marks that change the direction of text, are shown as escapes.
+    """
     # number() is unique on the page: charts need ids
-    return _TEMPLATES.get_template(f"{template}.html.jinja").render(number=itertools.count(1).__next__, **values)
+    page = _TEMPLATES.get_template(f"{template}.html.jinja").render(number=itertools.count(1).__next__, **values)
+    return printable(page, lines=True)
 
 
 def write(run: Run, text: str) -> Path:
