@@ -304,7 +304,7 @@ def test_runs_are_averaged_with_their_adapters_and_rewards_are_not(
     assert mean.stop_ids == run.stop_ids
     train(post_recipe(begun, "reward", begun / "start", training={"steps": 1}), "scores")
     with pytest.raises(DataError, match="scores: is a reward model"):
-        average(["scores"], "other")
+        average(["scores", "thin"], "other")
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from cordillera.models.language.checkpoints.gguf_file import QUANTISED_FILES, GG
 from cordillera.models.language.checkpoints.weights import OnTensor, WeightStream
 from cordillera.serving.language.language_model import find_model, find_tokenizer
 
-Layout = Literal["hugging-face", "meta", "gguf"]
-LAYOUTS: tuple[Layout, ...] = ("hugging-face", "meta", "gguf")
+PublishedLayout = Literal["hugging-face", "meta", "gguf"]
+LAYOUTS: tuple[PublishedLayout, ...] = ("hugging-face", "meta", "gguf")
 """Layouts that are written."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -40,7 +40,7 @@ class Conversion:
     Attributes:
         path: Folder or file.
         layout: Its layout.
-        source: Layout and kind of the weights that were read, such as ``GGUF, Q4_1``.
+        source: PublishedLayout and kind of the weights that were read, such as ``GGUF, Q4_1``.
         weights: Kind of the weights that were written, such as ``float32`` or ``q8_0``.
         parameters: Number of parameters.
         bytes: Size of all that was written, in bytes.
@@ -53,7 +53,7 @@ class Conversion:
     """
 
     path: Path
-    layout: Layout
+    layout: PublishedLayout
     source: str
     weights: str
     parameters: int
@@ -140,7 +140,7 @@ def convert(
     )
 
 
-def _layout(target: Path, to: str | None) -> Layout:
+def _layout(target: Path, to: str | None) -> PublishedLayout:
     is_file = target.suffix == ".gguf"
     if to is None:
         return "gguf" if is_file else "hugging-face"
@@ -152,7 +152,7 @@ def _layout(target: Path, to: str | None) -> Layout:
     return to
 
 
-def _check(dtype: str, quantize: str | None, ranks: int, layout: Layout) -> None:
+def _check(dtype: str, quantize: str | None, ranks: int, layout: PublishedLayout) -> None:
     if dtype not in ("auto", *DTYPES):
         raise DataError(f"unknown dtype {dtype!r}", where="dtype", remedy=f"choose auto, {', '.join(DTYPES)}")
     if quantize is not None and layout != "gguf":

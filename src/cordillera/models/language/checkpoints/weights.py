@@ -57,23 +57,25 @@ class WeightStream:
             nonlocal done
             weight = torch.empty(shapes[name], dtype=dtype if source.dtype == dtype else wide)
             source.read(name, weight)
+            stream.finite(name, weight)
             done += weight.numel()
             if on_tensor is not None:
                 on_tensor(min(done, total), total)
             return weight
 
-        return cls(config, dict.fromkeys(shapes, dtype), read, str(source.path))
+        stream = cls(config, dict.fromkeys(shapes, dtype), read, str(source.path))
+        return stream
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a parameter in a ``dtype``; None for its own.
 
         Raises:
-            CheckpointError: If it holds NaN or infinity, or does so in the dtype.
+            CheckpointError: If it holds NaN or infinity in another dtype than its own, or in a checkpoint.
         """
         weight = self._read(name)
         found = weight.to(dtype or self.dtypes[name])
-        self.finite(name, weight if found.dtype == weight.dtype else found)
         if found.dtype != weight.dtype:
+            self.finite(name, found)
             self.measure(weight, found)
         return found
 
