@@ -63,7 +63,7 @@ class WeightStream:
                 on_tensor(min(done, total), total)
             return weight
 
-        stream = cls(config, dict.fromkeys(shapes, dtype), read, str(source.path))  # which `read` asks for NaN
+        stream = cls(config, dict.fromkeys(shapes, dtype), read, str(source.path))
         return stream
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
