@@ -27,7 +27,7 @@ from cordillera.distributed.transport.frames import Connection, FrameKind, Trans
 from cordillera.distributed.transport.process_group import BACKEND, register
 from cordillera.distributed.transport.signatures import Signature
 
-RANKS, ROUNDS = (64, 128, 256, 512, 1024, 2048), 3
+RANKS, ROUNDS = (64, 128, 256, 512, 1024, 2048), 2
 ASKED = {"ring": 1.1, "star": 1.6, "held": 0.42}  # exponents at most and at least; share of memory at most
 GROUPS, USED, PROCESSES = 12, 4, 4
 REPEATED = 20  # as many groups are made, as the memory of one is small beside what else changes
