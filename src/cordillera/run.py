@@ -283,7 +283,7 @@ class Run:
                 where=str(self.folder),
                 remedy="name a folder that `cordillera train` made; `ls runs` shows them",
             )
-        if not of_search and (self.folder / SEARCH_FILE).is_file():
+        if not of_search and is_there(self.folder / SEARCH_FILE):
             raise RunError(
                 "is the folder of a search, which holds recipes and no model",
                 where=str(self.folder),

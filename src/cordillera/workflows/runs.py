@@ -18,6 +18,7 @@ from cordillera.distributed.fault_tolerance.events import FOLDER
 from cordillera.embeddings.dynamic_tables import DynamicTables
 from cordillera.embeddings.table_deltas import TableDelta
 from cordillera.errors import CheckpointError, RunError
+from cordillera.files import is_there
 from cordillera.recipe import LanguageRecipe, RankingRecipe
 from cordillera.reports.language.comparison import LanguageComparison, compare_language
 from cordillera.reports.language.replicas import write_replicas_page
@@ -148,7 +149,7 @@ def report(run: Run | Path | str) -> Path:
 
     The folder of a search is taken in place of that of a ``run``.
     """
-    if not isinstance(run, Run) and (Path(run) / SEARCH_FILE).is_file():
+    if not isinstance(run, Run) and is_there(Path(run) / SEARCH_FILE):
         return report_search(run)
     run = run if isinstance(run, Run) else Run(run)
     is_language = isinstance(recipes.load(run.recipe_file), LanguageRecipe)
