@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,34 +13,48 @@ from cordillera.cli._show import AsJson
 from cordillera.errors import Interrupted, printable
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from cordillera.workflows.evaluation.importance import FeatureImportance
+    from cordillera.workflows.evaluation.language_files import ChoiceEvaluation, TextEvaluation
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    run: Annotated[
+        str, typer.Argument(help="A run's folder; with --file, also a name or checkpoint of a language model.")
+    ],
     split: Annotated[
         str | None,
         typer.Option(help="train, validation or test. Default: test; of a language model, what was held out."),
     ] = None,
     file: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="Other samples with labels, in place of a split: a file, folder or pattern."),
+        typer.Option(
+            metavar="PATH",
+            help="In place of a split: other samples with labels, or for a language model text, or questions with "
+            "choices: a file, folder or pattern.",
+        ),
     ] = None,
     importance: Annotated[
         bool, typer.Option("--importance", help="Also permute each feature, and add the rise of NE to the report.")
     ] = False,
     tokens: Annotated[
         int | None,
+        typer.Option(min=2, help="Most tokens of text. Default: the recipe's evaluation_tokens, or all of --file."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
         typer.Option(
-            min=2, help="Most tokens of a language model's held-out text. Default: the recipe's evaluation_tokens."
+            help="Of a language model's weights, with --file: bfloat16, float16, int8 or int4. Default: float32."
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate a run on a split of its data or on a file."""
+    """Evaluate a run on a split of its data or on a file, or any language model on a file."""
     try:
         from cordillera import workflows
         from cordillera.cli._show import (
+            answering_progress,
             console,
             echo,
             evaluation_table,
@@ -49,17 +64,21 @@ def evaluate(
             titled_table,
         )
         from cordillera.run import Run
+        from cordillera.training.language.trainer import LanguageEvaluation
         from cordillera.training.ranking.evaluation import Evaluation
 
-        evaluation = workflows.evaluate(run, split, file=file, tokens=tokens)
-        status = Run(run).status()
-        rises = _importance(run, split, file) if importance else []
+        with answering_progress(console(stderr=True), what="reading") as on_tokens:
+            evaluation = workflows.evaluate(
+                run, split, file=file, tokens=tokens, dtype=dtype, on_tokens=None if file is None else on_tokens
+            )
+        status = Run(run).status() if (Path(run) / "recipe.toml").is_file() else None
+        rises = _importance(Path(run), split, file) if importance else []
     except KeyboardInterrupt:
         raise Interrupted("nothing was written", where=str(run), remedy="give the same command again") from None
     if status is not None and status.warning:
         typer.echo(printable(status.warning), err=True)
     if as_json:
-        content = asdict(evaluation) if isinstance(evaluation, Evaluation) else evaluation._asdict()
+        content = evaluation._asdict() if isinstance(evaluation, LanguageEvaluation) else asdict(evaluation)
         print_json({**content, "importance": rises} if importance else content)
     elif isinstance(evaluation, Evaluation):
         console().print(evaluation_table(evaluation), *group_tables(evaluation))
@@ -71,8 +90,38 @@ def evaluate(
                 rise, low, high = (round(value, 4) + 0.0 for value in (one.ne, one.low, one.high))  # no -0.0
                 table.add_row(one.feature, one.task, f"{rise:+.4f}", f"{low:+.4f} to {high:+.4f}")
             console().print(table)
-    else:
+    elif isinstance(evaluation, LanguageEvaluation):
         echo(f"held-out text: {language_line(evaluation)}")
+    else:
+        console().print(_file_table(evaluation, file or ""))
+
+
+def _file_table(evaluation: TextEvaluation | ChoiceEvaluation, file: str) -> Table:
+    """Return the evaluation of a language model on a file as a table."""
+    from cordillera.cli._show import titled_table
+    from cordillera.workflows.evaluation.language_files import TextEvaluation
+
+    interval = "95 % interval"
+    if isinstance(evaluation, TextEvaluation):
+        texts = "1 text" if evaluation.documents == 1 else f"{evaluation.documents:,} texts"
+        title = f"{file}: {texts}, {evaluation.tokens:,} tokens, {evaluation.bytes:,} bytes"
+        table = titled_table(title, "", right=("value", interval))
+        for name, value, (low, high) in (
+            ("nats a token", evaluation.loss, evaluation.loss_interval),
+            ("perplexity", evaluation.perplexity, evaluation.perplexity_interval),
+            ("bits a byte", evaluation.bits_per_byte, evaluation.bits_per_byte_interval),
+        ):
+            table.add_row(name, f"{value:.4f}", "one sample" if math.isnan(low) else f"{low:.4f} to {high:.4f}")
+        return table
+    asked = "1 question" if evaluation.questions == 1 else f"{evaluation.questions:,} questions"
+    table = titled_table(f"{file}: {asked}", "right choice", right=("share", interval))
+    for name, value, (low, high) in (
+        ("by probability", evaluation.accuracy, evaluation.accuracy_interval),
+        ("by probability per byte", evaluation.accuracy_per_byte, evaluation.accuracy_per_byte_interval),
+    ):
+        table.add_row(name, f"{100 * value:.1f} %", f"{100 * low:.1f} to {100 * high:.1f} %")
+    table.add_row("by chance", f"{100 * evaluation.by_chance:.1f} %", "")
+    return table
 
 
 def _importance(run: Path, split: str | None, file: str | None) -> list[FeatureImportance]:

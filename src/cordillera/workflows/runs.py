@@ -34,6 +34,12 @@ from cordillera.training.ranking.run_deltas import RunDelta, write_run_delta
 from cordillera.training.ranking.scoring import best_checkpoint, load_weights
 from cordillera.workflows import language, ranking
 from cordillera.workflows.architectures.search import report_search
+from cordillera.workflows.evaluation.language_files import (
+    ChoiceEvaluation,
+    OnTokens,
+    TextEvaluation,
+    evaluate_language_file,
+)
 from cordillera.workflows.evaluation.other_files import evaluate_file
 from cordillera.workflows.language import LanguageOutcome
 from cordillera.workflows.processes import Say, silent
@@ -98,26 +104,39 @@ def evaluate(
     *,
     file: Path | str | None = None,
     tokens: int | None = None,
-) -> Evaluation | LanguageEvaluation:
+    dtype: str | None = None,
+    on_tokens: OnTokens | None = None,
+) -> Evaluation | LanguageEvaluation | TextEvaluation | ChoiceEvaluation:
     """Evaluate a ``run`` on one split of its data and write ``evaluation.json`` (or ``evaluation-SPLIT.json``) into it.
 
     Args:
-        file: Files of other samples with labels, in place of a split; nothing is written then. See
-            :func:`~cordillera.workflows.evaluation.other_files.evaluate_file`.
+        run: Run; with ``file``, also a name, checkpoint or GGUF file of a language model.
+        file: Files of other samples with labels, or of text or questions for a language model, in place of a split;
+            nothing is written then. See :func:`~cordillera.workflows.evaluation.other_files.evaluate_file` and
+            :func:`~cordillera.workflows.evaluation.language_files.evaluate_language_file`.
         split: ``train``, ``validation`` or ``test``; None for ``test``. A language model has ``validation`` only.
         tokens: Approximate largest number of tokens of held-out text, for a language model. Default:
-            ``training.evaluation_tokens`` of its recipe.
+            ``training.evaluation_tokens`` of its recipe; with ``file``, all.
+        dtype: Data type of a language model's weights, with ``file``. Default: ``float32``.
+        on_tokens: Function that is called with the number of tokens read and of all, with ``file``.
 
     Raises:
         RunError: If it is not a run, has no such split, or ``tokens`` is given for a ranking model.
         CheckpointError: If there is no checkpoint, or it is corrupt.
         Interrupted: If Ctrl-C or SIGTERM ended the evaluation of a language model.
     """
+    if file is not None and split is not None:
+        raise RunError("does not go with a split", where="file", remedy="leave one of them out")
+    if file is not None and not _is_ranking(run):
+        model = run.folder if isinstance(run, Run) else run
+        return evaluate_language_file(model, file, dtype=dtype or "float32", tokens=tokens, on_tokens=on_tokens)
+    if dtype is not None:
+        raise RunError("is for a language model and a file", where="dtype", remedy="leave it out, or give --file")
+    if not isinstance(run, Run) and not Path(run, "recipe.toml").is_file():
+        remedy = "name a folder that `cordillera train` made, or give --file to evaluate a language model on text"
+        raise RunError("is not a run folder (it holds no recipe.toml)", where=str(run), remedy=remedy)
     run = run if isinstance(run, Run) else Run(run)
     recipe = recipes.load(run.recipe_file)
-    if file is not None and (split is not None or isinstance(recipe, LanguageRecipe)):
-        what = "is for runs of ranking models" if split is None else "does not go with a split"
-        raise RunError(what, where="file", remedy="leave one of them out" if split is not None else "leave it out")
     if isinstance(recipe, LanguageRecipe):
         return language.evaluate(run, recipe, split or "validation", tokens)
     if tokens is not None:
@@ -125,6 +144,12 @@ def evaluate(
             "bounds the held-out text of a language model, this run has none", where="tokens", remedy="leave it out"
         )
     return ranking.evaluate(run, split or "test") if file is None else evaluate_file(run, file)
+
+
+def _is_ranking(run: Run | Path | str) -> bool:
+    """Whether something is the run of a ranking model."""
+    file = run.recipe_file if isinstance(run, Run) else Path(run).expanduser() / "recipe.toml"
+    return file.is_file() and not isinstance(recipes.load(file), LanguageRecipe)
 
 
 def compare(runs: Sequence[Run | Path | str]) -> Comparison | LanguageComparison:
