@@ -233,8 +233,13 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
 }
 
 
+KNOWN = pytest.mark.xfail(reason="the length of what a part looks ahead at is not bounded", strict=True)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[KNOWN] if one == "a look ahead of any length" else []) for one in TOKENIZERS]
+)
 def test_tokenizers(commands: Commands, model: Path, tmp_path: Path, name: str) -> None:
     folder = _copied(model, tmp_path)
     path = folder / "tokenizer.json"

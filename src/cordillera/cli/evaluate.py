@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,8 @@ from cordillera.errors import Interrupted, printable
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from cordillera.training.language.trainer import LanguageEvaluation
+    from cordillera.training.ranking.evaluation import Evaluation
     from cordillera.workflows.evaluation.importance import FeatureImportance
     from cordillera.workflows.evaluation.language_files import ChoiceEvaluation, TextEvaluation
 
@@ -53,19 +56,9 @@ def evaluate(
     """Evaluate a run on a split of its data or on a file, or any language model on a file."""
     try:
         from cordillera import workflows
-        from cordillera.cli._show import (
-            answering_progress,
-            console,
-            echo,
-            evaluation_table,
-            group_tables,
-            language_line,
-            print_json,
-            titled_table,
-        )
+        from cordillera.cli._show import answering_progress, console, print_json
         from cordillera.run import Run
         from cordillera.training.language.trainer import LanguageEvaluation
-        from cordillera.training.ranking.evaluation import Evaluation
 
         with answering_progress(console(stderr=True), what="reading") as on_tokens:
             evaluation = workflows.evaluate(
@@ -80,20 +73,33 @@ def evaluate(
     if as_json:
         content = evaluation._asdict() if isinstance(evaluation, LanguageEvaluation) else asdict(evaluation)
         print_json({**content, "importance": rises} if importance else content)
-    elif isinstance(evaluation, Evaluation):
+    else:
+        _show(evaluation, rises, file or "")
+
+
+def _show(
+    evaluation: Evaluation | LanguageEvaluation | TextEvaluation | ChoiceEvaluation,
+    rises: Sequence[FeatureImportance],
+    file: str,
+) -> None:
+    """Print an evaluation, and how much worse it gets without each feature."""
+    from cordillera.cli._show import console, echo, evaluation_table, group_tables, language_line, titled_table
+    from cordillera.training.language.trainer import LanguageEvaluation
+    from cordillera.training.ranking.evaluation import Evaluation
+
+    if isinstance(evaluation, LanguageEvaluation):
+        echo(f"held-out text: {language_line(evaluation)}")
+    elif not isinstance(evaluation, Evaluation):
+        console().print(_file_table(evaluation, file))
+    else:
         console().print(evaluation_table(evaluation), *group_tables(evaluation))
-        if importance:
-            table = titled_table(
-                "rise of NE when a feature is permuted", "feature", "task", right=("rise", "95 % interval")
-            )
+        if rises:
+            title, last = "rise of NE when a feature is permuted", ("rise", "95 % interval")
+            table = titled_table(title, "feature", "task", right=last)
             for one in rises:
                 rise, low, high = (round(value, 4) + 0.0 for value in (one.ne, one.low, one.high))  # no -0.0
                 table.add_row(one.feature, one.task, f"{rise:+.4f}", f"{low:+.4f} to {high:+.4f}")
             console().print(table)
-    elif isinstance(evaluation, LanguageEvaluation):
-        echo(f"held-out text: {language_line(evaluation)}")
-    else:
-        console().print(_file_table(evaluation, file or ""))
 
 
 def _file_table(evaluation: TextEvaluation | ChoiceEvaluation, file: str) -> Table:

@@ -90,7 +90,7 @@ class ChoiceEvaluation:
     seconds: float
 
 
-class _Piece(NamedTuple):
+class _TextPiece(NamedTuple):
     """Tokens that the model sees together, from the first on; those from number ``first`` on are scored."""
 
     owner: int
@@ -140,7 +140,7 @@ def _texts(
     opened: LanguageModel, texts: Sequence[str], most: int | None, on_tokens: OnTokens | None, began: float
 ) -> TextEvaluation:
     tokenizer, window = opened.tokenizer, min(opened.config.context, WINDOW)
-    pieces: list[_Piece] = []
+    pieces: list[_TextPiece] = []
     left = math.inf if most is None else most
     for number, ids in enumerate(tokenizer.encode_batch(texts, bos=tokenizer.adds_bos)):
         if left <= 0:
@@ -178,23 +178,23 @@ def _texts(
     )
 
 
-def _windows(owner: int, ids: list[int], window: int) -> Iterator[_Piece]:
+def _windows(owner: int, ids: list[int], window: int) -> Iterator[_TextPiece]:
     """Yield overlapping windows of a text: every token is scored once, after half a window if there is as much."""
     if len(ids) < 2:
         return
-    yield _Piece(owner, ids[:window], 1)
+    yield _TextPiece(owner, ids[:window], 1)
     step = max(1, window // 2)
     scored = min(len(ids), window)
     while scored < len(ids):
         end = min(len(ids), scored + step)
         begin = max(0, end - window)
-        yield _Piece(owner, ids[begin:end], scored - begin)
+        yield _TextPiece(owner, ids[begin:end], scored - begin)
         scored = end
 
 
 def _scored(
-    model: Llama, pieces: Sequence[_Piece], window: int, on_tokens: OnTokens | None
-) -> Iterator[tuple[_Piece, np.ndarray]]:
+    model: Llama, pieces: Sequence[_TextPiece], window: int, on_tokens: OnTokens | None
+) -> Iterator[tuple[_TextPiece, np.ndarray]]:
     """Yield each piece with the logarithms of the probabilities of its scored tokens, ``float64``; rows are packed.
 
     Raises:
@@ -286,7 +286,7 @@ def _choices(
     on_tokens: OnTokens | None,
     began: float,
 ) -> ChoiceEvaluation:
-    pieces: list[_Piece] = []
+    pieces: list[_TextPiece] = []
     asked: list[_Question] = []
     for question in questions:
         if most is not None and sum(len(piece.tokens) - piece.first for piece in pieces) >= most:
@@ -316,7 +316,7 @@ def _choices(
     )
 
 
-def _continued(tokenizer: Tokenizer, question: _Question, owner: int, context: int) -> Iterator[_Piece]:
+def _continued(tokenizer: Tokenizer, question: _Question, owner: int, context: int) -> Iterator[_TextPiece]:
     """Yield a question followed by each choice, tokenised together; the tokens after those of the prompt are scored.
 
     Space at the end of the prompt belongs to the choice, whose first word may be one token with it. Without any, a
@@ -332,4 +332,4 @@ def _continued(tokenizer: Tokenizer, question: _Question, owner: int, context: i
         lost = max(0, len(ids) - context)  # the beginning of the prompt
         if begin - lost < 1:
             raise DataError(f"question {owner + 1} has a choice longer than the context", where="file")
-        yield _Piece(owner, ids[lost:], begin - lost)
+        yield _TextPiece(owner, ids[lost:], begin - lost)
