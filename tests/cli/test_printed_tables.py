@@ -35,12 +35,12 @@ def planned(kind: type, *seconds: float, base: float = 9.0, what_if: tuple[Case,
     """What a search found, without the search."""
     plans = [plan(one) for one in seconds]
     found = SimpleNamespace(
-        plans=plans, best=plans[0], interrupted=False, simulated=1234, estimated=5678, layouts=91, seconds=2.5
+        own=(), plans=plans, best=plans[0], interrupted=False, simulated=1234, estimated=5678, layouts=91, seconds=2.5
     )
-    cost = SimpleNamespace(calibration=SimpleNamespace(provenance="measured"), products=None)
+    cost = SimpleNamespace(calibration=SimpleNamespace(provenance="measured", described="measured"), products=None)
     work = SimpleNamespace(name="work", batch=500, sequence=4000, model=SimpleNamespace(gated=False))
     explorer = SimpleNamespace(
-        workload=work, topology=SimpleNamespace(name="cluster"), cost=cost, devices=2048
+        workload=work, topology=SimpleNamespace(name="cluster"), cost=cost, devices=2048, base_source="published"
     )  # fmt: skip
     one = kind.__new__(kind)
     files = {"plan.html": Path("p/plan.html"), "plan.json": Path("p/plan.json")}
@@ -108,6 +108,7 @@ def test_a_plan_is_printed_with_its_gain_its_cases_and_its_files(
         "with another: 999.00 ms (+100.20 %) so",
         "with a third: 1.000 s (+100.00 %)",
         "5,678 layouts estimated, 1,234 steps simulated in 2.5 s",
+        "base: published",
         "constants: measured",
         "report: p/plan.html",
     ]
@@ -145,7 +146,7 @@ def test_a_calibration_is_printed_with_the_rows_furthest_off(capsys: pytest.Capt
 def test_what_is_left_to_measure_ends_the_command_with_its_own_status(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = SimpleNamespace(products="9 products", new=1234, too_large=2000, left=0)
+    found = SimpleNamespace(own=(), products="9 products", new=1234, too_large=2000, left=0)
     seen: list[Any] = []
 
     def measure(shapes: Any, path: Path, *, on_product: Any) -> SimpleNamespace:
@@ -239,7 +240,12 @@ def test_alarms_have_a_probability_down_to_a_smallest_one() -> None:
 @pytest.mark.parametrize("alarms", [0, 2])
 def test_watching_ends_with_a_status_that_scripts_see(cli: Any, monkeypatch: pytest.MonkeyPatch, alarms: int) -> None:
     found = SimpleNamespace(
-        alarms=[Alarm("price", "mean", 1.0, 2.0, 0.001)] * alarms, lacks="user", samples=1234, watched=5, checks=6000
+        own=(),
+        alarms=[Alarm("price", "mean", 1.0, 2.0, 0.001)] * alarms,
+        lacks="user",
+        samples=1234,
+        watched=5,
+        checks=6000,
     )
     asked: list[Any] = []
     monkeypatch.setattr(
