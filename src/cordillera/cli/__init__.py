@@ -20,20 +20,8 @@ __all__ = ["app", "main"]
 
 _ARGUMENTS = (
     *("balance", "bits", "budget", "changes", "component", "coordinator", "devices", "file", "half_width"),
-    *(
-        "injections",
-        "jitter",
-        "listen",
-        "lose",
-        "measure",
-        "onnx",
-        "processes",
-        "products",
-        "quantize",
-        "ranks",
-        "replica",
-    ),
-    *("replicas", "resume", "samples", "searcher", "size", "slow", "space", "split", "supernet"),
+    *("injections", "jitter", "listen", "lose", "measure", "onnx", "processes", "products", "quantize"),
+    *("ranks", "replica", "replicas", "resume", "samples", "searcher", "size", "slow", "space", "split", "supernet"),
     *("threshold", "to", "tokens", "towers", "what_if"),
 )
 """Arguments of functions of :mod:`cordillera.workflows` that errors name, and that are options of commands."""

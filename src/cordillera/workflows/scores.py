@@ -100,7 +100,7 @@ def scored(
             parts["groups"].append(batch.groups.numpy())
     arrays = {name: np.concatenate(found)[tail:] if found else None for name, found in parts.items()}
     if arrays["losses"] is None:
-        raise DataError("the split holds no samples", where="quantize")
+        raise DataError("the split holds no samples", where="quantised model")
     return Losses(arrays["losses"], arrays["labels"], arrays["weights"], arrays["groups"], tail)  # type: ignore[arg-type]
 
 

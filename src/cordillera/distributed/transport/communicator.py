@@ -115,7 +115,7 @@ class Communicator:
         self._dead: list[int] = []  # ranks of the job whose processes ended
         self._driver, self._lock = threading.Lock(), threading.Lock()
         self._changed, self._waiting = threading.Condition(self._lock), 0  # threads that wait for a change
-        self._ahead = memoryview(bytearray(_AHEAD_BYTES))
+        self._ahead: memoryview | None = None  # once there is a connection
         self._unattended = threading.Event()  # set when operations are to advance that nobody waits for
         self._is_hurried = False  # whether one of those that run is to
         self._threads: set[threading.Thread] = set()  # that advance operations nobody waits for
@@ -445,6 +445,8 @@ class Communicator:
         if known.connection is not None or known.gone is not None:
             meeting.socket.close()
             return
+        if self._ahead is None:
+            self._ahead = memoryview(bytearray(_AHEAD_BYTES))
         known.connection, known.memory = Connection(meeting.peer, meeting.socket, self._ahead), meeting.memory
         known.watched = select.POLLIN
         self._by_file[meeting.socket.fileno()] = meeting.peer

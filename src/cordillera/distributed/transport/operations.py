@@ -95,7 +95,7 @@ class Take(PeerTask):
         dtype: Type of the elements.
         make: Where only the other rank knows how many bytes there are: what returns the place for a number of them, or
             None if there cannot be so many.
-        sources: Of a message from any rank, those that may send it; ranks that are gone are removed.
+        sources: Ranks that may send a message from any rank, without those that are gone.
     """
 
     reduce: ReduceFunction | None = None
