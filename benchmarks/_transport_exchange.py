@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from cordillera.distributed.transport.dynamic import all_to_all_dynamic
+from cordillera.distributed.transport.verbs import all_to_all_dynamic
 
 PROCESSES, TOKENS, HIDDEN = (2, 3, 4), (256, 4096), 256  # tokens of a rank; float32
 ROUNDS, CALLS = 15, 10

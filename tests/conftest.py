@@ -26,6 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 OWN = (("tests/benchmarks/", "--benchmarks"), ("tests/attacks/", "--attacks"))
+FEW_INPUTS = 20
 COMMANDS = "commands of several processes"
 COMMAND_FILES = ("tests/cli/", "tests/distributed/test_launch.py", "tests/distributed/test_watch.py")
 if str(BENCHMARKS) not in sys.path:
@@ -74,6 +75,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         config.hook.pytest_deselected(items=[item for item in items if not is_asked(item)])
         items[:] = [item for item in items if is_asked(item)]
+    if not (config.getoption("--all") or config.getoption("--fuzz")):
+        for item in items:
+            _take_few_inputs(getattr(item, "obj", None))
     if not hasattr(config, "workerinput"):
         return
     turns: dict[str, int] = {}
@@ -81,6 +85,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         turn = 0 if scope_of(item.nodeid) == COMMANDS else 1 if item.get_closest_marker("slow") else 2
         turns[scope_of(item.nodeid)] = min(turn, turns.get(scope_of(item.nodeid), turn))
     items.sort(key=lambda item: turns[scope_of(item.nodeid)])
+
+
+def _take_few_inputs(test: Any) -> None:
+    """Let a test of a property take at most :data:`FEW_INPUTS` inputs; long runs take its own number."""
+    name = "_hypothesis_internal_use_settings"  # there is no public way to change those of a decorated test
+    own = getattr(test, name, None)
+    if own is not None and own.max_examples > FEW_INPUTS:
+        test = getattr(test, "__func__", test)
+        setattr(test, name, hypothesis.settings(own, max_examples=FEW_INPUTS))
 
 
 @functools.cache

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from cordillera.distributed.transport import exchanges
 from cordillera.distributed.transport.communicator import Communicator
-from cordillera.distributed.transport.dynamic import all_to_all_dynamic
 from cordillera.distributed.transport.exchanges import Exchanges, FragmentLimits, OperationFailed
 from cordillera.distributed.transport.frames import BrokenConnection, Connection, FrameKind, TransportFrame
 from cordillera.distributed.transport.operations import (
@@ -44,6 +43,7 @@ from cordillera.distributed.transport.peer_memory import MemoryProof, PeerMemory
 from cordillera.distributed.transport.process_group import TransportOptions, TransportProcessGroup
 from cordillera.distributed.transport.progress import TransportError
 from cordillera.distributed.transport.signatures import signed
+from cordillera.distributed.transport.verbs import all_to_all_dynamic
 from cordillera.errors import PlanError
 from cordillera.planning.network.collective_algorithms import direct_all_gather, doubling_all_gather, ring_all_gather
 from cordillera.planning.network.collective_plans import CollectivePlan, all_reduced, execute, scattered

@@ -207,7 +207,7 @@ def exchange_unknown_parts(links: Collectives, name: str, parts: Sequence[Tensor
     """
     group: Any = links.group or dist.group.WORLD
     if links.size > 1 and dist.get_backend(group) == "cordillera":
-        from cordillera.distributed.transport.dynamic import all_to_all_dynamic
+        from cordillera.distributed.transport.verbs import all_to_all_dynamic
 
         sent, found = [part.contiguous() for part in parts], list[Tensor]()
 

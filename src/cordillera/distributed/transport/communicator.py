@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch.distributed as dist
+from torch import Tensor
 
 from cordillera.distributed.tracing.rank_trace import RankTrace
 from cordillera.distributed.transport.bootstrap import AddressBook
@@ -34,6 +35,7 @@ from cordillera.distributed.transport.meeting import Admission, Meeting, NotHere
 from cordillera.distributed.transport.operations import TransportOperation
 from cordillera.distributed.transport.peer_memory import PeerMemory
 from cordillera.distributed.transport.progress import ENDED, GroupProgress, TransportError
+from cordillera.distributed.transport.signatures import Signature
 from cordillera.distributed.transport.tracer import OperationTracer, rank_trace, write_rank_trace
 from cordillera.errors import PlanError
 
@@ -102,6 +104,7 @@ class Communicator:
         self._sequence = itertools.count()
         # of messages that are sent, by rank and tag
         self._numbers: defaultdict[tuple[int, int], itertools.count[int]] = defaultdict(itertools.count)
+        self._window_numbers = itertools.count()
         self.ranks = tuple(ranks or range(size))
         self._progress = GroupProgress(rank, self, self._end, self.ranks, name=name)
         self._tracer = OperationTracer(name, self.ranks)
@@ -157,6 +160,14 @@ class Communicator:
         """What has passed."""
         return self._progress.exchanges.counters
 
+    @property
+    def windows(self) -> dict[int, tuple[Tensor, Signature]]:
+        """What the other ranks may write to, by number: its bytes, and the signature of a put.
+
+        Only tasks of operations change it. While there is one, a thread takes what comes whenever no other does.
+        """
+        return self._progress.exchanges.windows
+
     def start(self, operation: TransportOperation, *, in_background: bool = False) -> None:
         """Begin an operation.
 
@@ -208,6 +219,8 @@ class Communicator:
             else:
                 with self._changed:
                     self._waiting += 1
+                    if self.windows:  # then a thread listens even if nothing runs, and lets go for whoever waits
+                        self._wake()
                     self._changed.wait_for(lambda: operation.is_done or not self._driver.locked())
                     self._waiting -= 1
         if operation.error is not None:
@@ -227,6 +240,10 @@ class Communicator:
     def message_number(self, peer: int, tag: int) -> int:
         """Return the number of the next message of a tag to the rank ``peer``."""
         return next(self._numbers[peer, tag])
+
+    def window_number(self) -> int:
+        """Return the number of the next window, which all ranks make in the same order."""
+        return next(self._window_numbers)
 
     def abort(self, reason: str) -> None:
         """Give up: every wait of this rank ends, and those of the others; the first reason counts.
@@ -257,7 +274,7 @@ class Communicator:
         if self._waiting:  # who begins to wait later sees that nobody drives
             with self._changed:
                 self._changed.notify_all()
-        if self._is_hurried and (self._progress.running or self._posted):
+        if (self._is_hurried and (self._progress.running or self._posted)) or (self.windows and not self._waiting):
             self._unattended.set()
         else:
             self._is_hurried = False
@@ -300,17 +317,22 @@ class Communicator:
         while self._progress.reason is None:
             self._unattended.wait(_MOMENT_S)
             self._unattended.clear()
-            if (self._progress.running or self._posted) and self._driver.acquire(blocking=False):
+            if self._has_work() and self._driver.acquire(blocking=False):
                 try:
                     self._drive(None)
                 finally:
                     self._release()
 
+    def _has_work(self) -> bool:
+        return bool(self._progress.running or self._posted or self.windows)
+
     def _drive(self, until: TransportOperation | None) -> None:
-        """Advance until an operation is done, or all are."""
+        """Advance until an operation is done, or all are; with windows, until somebody else waits."""
         while True:
             self._admit()
-            if self._told or (until.is_done if until is not None else not (self._progress.running or self._posted)):
+            if self._told or (until.is_done if until is not None else not self._has_work()):
+                return
+            if until is None and self.windows and self._waiting:
                 return
             self._serve_all(self._patience_ms())
             self._progress.look(time.monotonic())

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from cordillera.distributed.tracing.rank_trace import ANY_RANK
 from cordillera.distributed.transport.frames import (
+    SPAN_BYTES,
     BrokenConnection,
     FrameKind,
     TransportFrame,
@@ -31,7 +32,7 @@ from cordillera.distributed.transport.frames import (
 )
 from cordillera.distributed.transport.operations import Local, Offer, PeerTask, Take, Task, TransportOperation, as_bytes
 from cordillera.distributed.transport.peer_memory import PeerMemory
-from cordillera.distributed.transport.signatures import MESSAGE, Signature, describe
+from cordillera.distributed.transport.signatures import MESSAGE, PUT, Signature, describe, kind_of
 from cordillera.errors import PlanError
 
 INLINE_BYTES = 16 << 10
@@ -39,9 +40,12 @@ INLINE_BYTES = 16 << 10
 
 _BLOCK_BYTES = 512 << 10  # what is added at a time, which stays in a core's cache
 _COPY_BYTES = 32 << 20  # what is copied before an abort is looked for
-_MOST_TABLE = 1 << 20  # bytes of a table of addresses
+_MOST_BYTES = {  # behind a frame; behind an offer, of a table of addresses
+    FrameKind.INLINE: INLINE_BYTES + SPAN_BYTES, FrameKind.OFFER: 1 << 20, FrameKind.GET: SPAN_BYTES,
+    FrameKind.ABORT: 4096,
+}  # fmt: skip
 
-_Key: TypeAlias = tuple[int, bool, int, int]  # rank, whether a message, sequence or tag, index
+_Key: TypeAlias = tuple[int, int, int, int]  # rank, kind, sequence or tag or window, index
 
 
 class OperationFailed(Exception):
@@ -150,6 +154,7 @@ class Exchanges:
     Attributes:
         counters: What has passed.
         stops: Whether long copies are to end early, as the operations were given up.
+        windows: By number: what the other ranks may write to, uint8, and the signature of a put.
     """
 
     def __init__(
@@ -173,6 +178,8 @@ class Exchanges:
         self._unsent: defaultdict[int, list[Offer]] = defaultdict(list)  # until a rank is reached
         self._leaving: defaultdict[int, list[Offer]] = defaultdict(list)  # until their bytes have left
         self._fetches: dict[_Key, _Fetch] = {}
+        self.windows: dict[int, tuple[Tensor, Signature]] = {}
+        self._puts: defaultdict[tuple[int, int], int] = defaultdict(int)  # by rank and window: those that have come
 
     def post(self, operation: TransportOperation) -> None:
         """Begin an operation.
@@ -185,6 +192,9 @@ class Exchanges:
         for task in operation.tasks:
             if isinstance(task, PeerTask) and task.peer != ANY_RANK:
                 self._pending[task.peer] += 1
+        before = [task for other in operation.follows for task in other.tasks if not task.is_done]
+        for task in operation.tasks:
+            task.after(*before)
         if operation.tasks:
             self._begin([task for task in operation.tasks if not task.needs])
         else:
@@ -212,7 +222,7 @@ class Exchanges:
     def clear(self) -> None:
         """Forget everything."""
         for table in (self._collectives, self._pending, self._early, self._takes, self._messages, self._matched,
-                      self._offers, self._unsent, self._leaving, self._fetches):  # fmt: skip
+                      self._offers, self._unsent, self._leaving, self._fetches, self.windows, self._puts):  # fmt: skip
             table.clear()
         self._in_flight = self._in_flight_bytes = 0
 
@@ -230,8 +240,7 @@ class Exchanges:
                 begin = fetch.waiting[0][0]
                 return fetch.take.views[0].numpy().data[begin : begin + frame.length]
             return memoryview(bytearray(frame.length))
-        most = {FrameKind.INLINE: INLINE_BYTES, FrameKind.OFFER: _MOST_TABLE, FrameKind.GET: 16, FrameKind.ABORT: 4096}
-        if frame.length > most.get(FrameKind(frame.kind), 0):
+        if frame.length > _MOST_BYTES.get(FrameKind(frame.kind), 0):
             raise BrokenConnection(f"sent a frame of {frame.length} bytes")
         return memoryview(bytearray(frame.length))
 
@@ -313,10 +322,10 @@ class Exchanges:
         for at, take in enumerate(takes):
             peers = [take.peer]
             if take.peer == ANY_RANK:  # in the order in which they came
-                peers = [peer for peer, is_message, other, _ in self._early if is_message and other == tag]
+                peers = [peer for peer, kind, other, _ in self._early if kind == MESSAGE and other == tag]
             for peer in peers:
                 number = self._matched[peer, tag]
-                if (found := self._early.pop((peer, True, tag, number), None)) is None:
+                if (found := self._early.pop((peer, MESSAGE, tag, number), None)) is None:
                     continue
                 del takes[at]
                 self._matched[peer, tag] += 1
@@ -352,20 +361,22 @@ class Exchanges:
             self._collectives.pop(operation.sequence, None)
         if operation.finish is not None:
             operation.finish()
-        self._complete(operation)
+        if not operation.is_passive:
+            self._complete(operation)
 
     # --- offers ---------------------------------------------------------------------------------------------------
 
     def _offer(self, offer: Offer) -> bool:
         """Offer bytes; return whether that is all that is to be done."""
         size = offer.size
+        place = b"" if offer.place is None else encode_spans([(offer.place, size)])
         if size > INLINE_BYTES:
             self._offers[(offer.peer, *offer.key)] = offer
-            table = encode_spans(offer.spans()) if self._wire.memory(offer.peer) is not None else b""
+            table = place + (encode_spans(offer.spans()) if self._wire.memory(offer.peer) is not None else b"")
             self._wire.send(offer.peer, _frame(FrameKind.OFFER, offer, len(table)), memoryview(table))
             return False
-        data = b"".join(view.numpy().data for view in offer.views)
-        has_left = self._wire.send(offer.peer, _frame(FrameKind.INLINE, offer, size), memoryview(data))
+        data = b"".join([place, *(view.numpy().data for view in offer.views)])
+        has_left = self._wire.send(offer.peer, _frame(FrameKind.INLINE, offer, len(data)), memoryview(data))
         if not has_left:  # the process may end after the operation, so the bytes must have left
             self._leaving[offer.peer].append(offer)
         return has_left
@@ -382,8 +393,10 @@ class Exchanges:
     # --- takes ----------------------------------------------------------------------------------------------------
 
     def _offered(self, key: _Key, frame: TransportFrame, data: memoryview) -> None:
-        peer, is_message, tag, number = key
-        if is_message:
+        peer, kind, tag, number = key
+        if kind == PUT:
+            return self._put_in_window(peer, frame, data)
+        if kind == MESSAGE:
             if key in self._early or number < self._matched[peer, tag]:
                 raise BrokenConnection("sent an offer twice")
             self._early[key] = frame, data
@@ -405,6 +418,27 @@ class Exchanges:
         if key in self._early:
             raise BrokenConnection("sent an offer twice")
         self._early[key] = frame, data
+
+    def _put_in_window(self, peer: int, frame: TransportFrame, data: memoryview) -> None:
+        """Take what a rank puts into a window of this one, which has posted nothing for it."""
+        number, at = frame.sequence, decode_spans(data[:SPAN_BYTES])
+        if not at or frame.number != self._puts[peer, number]:
+            raise BrokenConnection("sent a put twice, or not all of one")
+        self._puts[peer, number] += 1
+        if (window := self.windows.get(number)) is None:
+            raise OperationFailed(f"{self._name(peer)} puts into a window that {self._name(self.rank)} has not opened")
+        memory, signature = window
+        ((begin, size),) = at
+        if size != frame.size or begin + size > memory.numel():
+            raise OperationFailed(
+                f"{self._name(peer)} puts {frame.size:,} bytes at byte {begin:,} of a window of {memory.numel():,} of "
+                f"{self._name(self.rank)}"
+            )
+        take = Take(peer=peer, index=frame.number, views=[memory[begin : begin + size]])
+        TransportOperation("put", signature, [take], is_message=True, is_passive=True, sequence=number)
+        self._pending[peer] += 1
+        if self._take(take, frame, data[SPAN_BYTES:]):
+            self._finish(take)
 
     def _take(self, take: Take, frame: TransportFrame, data: memoryview) -> bool:
         """Take what a rank offers; return whether it is all here."""
@@ -541,7 +575,7 @@ def _scratch() -> Tensor:
 
 
 def _key(peer: int, frame: TransportFrame) -> _Key:
-    return peer, frame.signature.collective == MESSAGE, frame.sequence, frame.number
+    return peer, kind_of(frame.signature), frame.sequence, frame.number
 
 
 def _frame(kind: FrameKind, one: PeerTask, length: int = 0) -> TransportFrame:

@@ -159,6 +159,8 @@ class Connection(FrameSocket):
 
 
 _SPAN = struct.Struct("<QQ")
+SPAN_BYTES = _SPAN.size
+"""Bytes of a pair of numbers."""
 
 
 def encode_spans(spans: Sequence[tuple[int, int]]) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from cordillera.distributed.transport.signatures import Signature
+from cordillera.distributed.transport.signatures import Signature, kind_of
 from cordillera.planning.network.collective_plans import CollectivePlan, Transfer
 
 ReduceFunction: TypeAlias = Callable[..., Any]
@@ -72,9 +72,9 @@ class PeerTask(Task):
         return self.views[0].numel() if len(self.views) == 1 else sum(view.numel() for view in self.views)
 
     @property
-    def key(self) -> tuple[bool, int, int]:
+    def key(self) -> tuple[int, int, int]:
         """What tells it from the other transfers between the two ranks."""
-        return self.operation.is_message, self.operation.sequence, self.index
+        return kind_of(self.operation.signature), self.operation.sequence, self.index
 
     def spans(self) -> list[tuple[int, int]]:
         """Return addresses and lengths of its bytes."""
@@ -83,7 +83,13 @@ class PeerTask(Task):
 
 @dataclass(eq=False, slots=True)
 class Offer(PeerTask):
-    """Bytes that another rank takes."""
+    """Bytes that another rank takes.
+
+    Attributes:
+        place: Byte at which they begin in a window of the other rank, if they are put there.
+    """
+
+    place: int | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -126,7 +132,9 @@ class TransportOperation:
         result: Tensors that the caller receives.
         bytes: Bytes of the tensors of this rank.
         timeout_s: Seconds after which it is given up.
-        is_message: Whether only two ranks take part, and ``sequence`` is a tag.
+        is_message: Whether only two ranks take part, and ``sequence`` is a tag, or the number of a window.
+        is_passive: Whether this rank did not post it, as another one puts something into a window.
+        follows: Messages, posted earlier, all of whose tasks come first.
         sequence: Number among the collectives of the communicator.
         finish: What is done after all tasks, before the caller is told.
         posted_s: When it was posted, on the monotonic clock.
@@ -143,6 +151,8 @@ class TransportOperation:
     bytes: int = 0
     timeout_s: float = 300.0
     is_message: bool = False
+    is_passive: bool = False
+    follows: Sequence[TransportOperation] = ()
     sequence: int = -1
     finish: Callable[[], Any] | None = None
     posted_s: float = field(default_factory=time.monotonic)
@@ -164,7 +174,9 @@ class TransportOperation:
     @property
     def title(self) -> str:
         """Name for messages."""
-        return f"{self.name} of tag {self.sequence}" if self.is_message else f"{self.name} {self.sequence}"
+        if self.is_message:
+            return f"{self.name} of tag {self.sequence}" if self.name == "message" else self.name
+        return f"{self.name} {self.sequence}"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from cordillera.errors import PlanError
 _COLLECTIVES = (
     "message", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter",
     "barrier", "all_to_all_dynamic", "monitored_barrier", "sparse_all_reduce",
+    "window", "put",
 )  # fmt: skip
 _REDUCTIONS = ("none", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 _DTYPES = (
@@ -22,6 +23,12 @@ _DTYPES = (
 
 MESSAGE = 0
 """Number of the collective that is none: a message between two ranks."""
+
+PUT = _COLLECTIVES.index("put")
+"""Number of the one that is none either: what a rank puts into a window of another one."""
+
+COLLECTIVE = -1
+"""Kind of all others, in :func:`kind_of`."""
 
 
 class Signature(NamedTuple):
@@ -36,6 +43,11 @@ class Signature(NamedTuple):
     collective: int
     dtype: int
     reduction: int
+
+
+def kind_of(signature: Signature) -> int:
+    """Return :data:`MESSAGE`, :data:`PUT` or :data:`COLLECTIVE`."""
+    return signature.collective if signature.collective in (MESSAGE, PUT) else COLLECTIVE
 
 
 @functools.lru_cache(512)

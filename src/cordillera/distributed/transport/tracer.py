@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from cordillera.distributed.tracing.rank_trace import ANY_RANK, Collective, PeerProgress, RankTrace, TracedCommunicator
 from cordillera.distributed.transport.operations import Offer, PeerTask, Take, TransportOperation
-from cordillera.distributed.transport.signatures import Signature, dtype_of
+from cordillera.distributed.transport.signatures import PUT, Signature, dtype_of
 from cordillera.errors import CordilleraError
 
 TRACES = "CORDILLERA_TRACES"
@@ -57,7 +57,9 @@ class OperationTracer:
         self._count = 0
 
     def ended(self, operation: TransportOperation) -> None:
-        """Remember an operation that is done."""
+        """Remember an operation that is done, unless no other rank called for it."""
+        if operation.signature.collective == PUT:
+            return
         self._past.append(_past(operation, time.monotonic()))
         self._count += 1
 
@@ -72,7 +74,11 @@ class OperationTracer:
                 time is from the end of an operation of one to the call of the next, maybe of another.
         """
         records = [self._record(one, offset_ns, ()) for one in list(self._past)]
-        records += [self._record(_past(one, None), offset_ns, self._progress(one)) for one in running]
+        records += [
+            self._record(_past(one, None), offset_ns, self._progress(one))
+            for one in running
+            if one.signature.collective != PUT
+        ]
         return TracedCommunicator(self.name, self.description, self.ranks), records, self._count > _KEPT
 
     def _record(self, one: _Past, offset_ns: int, peers: tuple[PeerProgress, ...]) -> Collective:
