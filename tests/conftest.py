@@ -75,6 +75,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         config.hook.pytest_deselected(items=[item for item in items if not is_asked(item)])
         items[:] = [item for item in items if is_asked(item)]
+        if not long:
+            items[:] = _few_cases(config, items)
     if not (config.getoption("--all") or config.getoption("--fuzz")):
         for item in items:
             _take_few_inputs(getattr(item, "obj", None))
@@ -85,6 +87,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         turn = 0 if scope_of(item.nodeid) == COMMANDS else 1 if item.get_closest_marker("slow") else 2
         turns[scope_of(item.nodeid)] = min(turn, turns.get(scope_of(item.nodeid), turn))
     items.sort(key=lambda item: turns[scope_of(item.nodeid)])
+
+
+def _few_cases(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the items without some cases of those that are marked so."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("cases"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for found in cases.values():
+        few = next(found[0].iter_markers("cases")).args[0]
+        if len(found) > few:
+            left_out |= {*found} - {found[at * (len(found) - 1) // (few - 1)] for at in range(few)}
+    config.hook.pytest_deselected(items=list(left_out))
+    return [item for item in items if item not in left_out]
 
 
 def _take_few_inputs(test: Any) -> None:

@@ -177,6 +177,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "reader"), QUICK[:1], ids=["traces"])
 def test_some_damage_is_detected_or_harmless(folders: Callable[..., Written], case: Case, reader: Reader) -> None:
     """The first few attacks, for each run of the tests."""

@@ -34,6 +34,7 @@ def test_all_ways_compute_the_same_and_so_do_their_gradients() -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_bytes_that_are_kept_are_those_of_the_output(tmp_path: Path) -> None:
     content = part_of(jagged_attention, "memory", tmp_path)
     (row,) = content["rows"]
@@ -42,6 +43,7 @@ def test_bytes_that_are_kept_are_those_of_the_output(tmp_path: Path) -> None:
     assert row["bytes"]["dense"]["kept"] > row["bytes"]["padded"]["kept"] > row["bytes"]["ours"]["kept"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["speed", "window"])
 def test_times_are_compared(part: str, tmp_path: Path) -> None:
     content = part_of(jagged_attention, part, tmp_path)

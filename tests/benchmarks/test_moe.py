@@ -10,6 +10,7 @@ import pytest
 from tests.benchmarks.programs import part_of
 
 
+@pytest.mark.slow
 def test_bytes_are_compared(tmp_path: Path) -> None:
     rows = part_of(moe, "memory", tmp_path)["rows"]
     assert [row["gated"] for row in rows] == [True, False]

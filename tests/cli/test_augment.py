@@ -98,6 +98,7 @@ def logs(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_streams_become_examples_and_students(cli: Any, logs: Path) -> None:
     recipe = logs / "north.toml"
     recipe.write_text(tomlkit.dumps(student(logs)))

@@ -66,6 +66,7 @@ def test_an_import_without_end_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> 
     assert "no answer" in reason
 
 
+@pytest.mark.slow
 def test_forks_of_one_process_find_what_processes_find(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that crashes or hangs in one fork leaves the others alone."""
     monkeypatch.setattr(doctor, "_PROBE_SECONDS", 30.0)
@@ -124,6 +125,7 @@ def test_without_a_compiler_only_compilation_is_missing(monkeypatch: pytest.Monk
     assert "torch.compile" in finding.detail
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("script", "status", "detail"),
     [

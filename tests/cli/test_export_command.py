@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_a_folder_is_replaced_only_if_it_is_an_export(cli, recipe: Path, tmp_path: Path) -> None:
     assert cli("train", recipe, "--run", "run", "-q", "--set", "training.max_steps=3").code == 0
     shown = cli("export", "run")

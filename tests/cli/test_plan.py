@@ -119,6 +119,7 @@ def test_a_plan_of_a_recommendation_model_is_printed_and_written(cli: Any) -> No
     assert sorted(path.name for path in folder.iterdir()) == ["plan.html", "plan.json", "trace.json"]
 
 
+@pytest.mark.slow
 def test_own_layouts_are_evaluated_side_by_side(cli: Any) -> None:
     own = (
         "--layout",
@@ -308,6 +309,7 @@ def _drain(screen: int) -> None:
             pass
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -53,6 +53,7 @@ def scores(cli, tmp_path, *arguments):
         return [float(row["score"]) for row in csv.DictReader(file)]
 
 
+@pytest.mark.slow
 def test_a_run_is_probed_and_scored_by_its_plan(cli, trained, tmp_path):
     run = shutil.copytree(trained, tmp_path / "run")
     done = cli("probe", run, "--rows", 64, "--rows", 16)

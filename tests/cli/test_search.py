@@ -176,6 +176,7 @@ def test_a_search_leaves_a_record_and_the_recipes_of_its_front(files: Any, tried
     assert outcome.report.is_file()
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("searcher", ["evolution", "predictor", "random", "grid"])
 @pytest.mark.parametrize("kept", [0, 1, 4, 6, 10])
 def test_a_search_goes_on_where_it_was(files: Any, tried: list[str], tmp_path: Path, searcher: str, kept: int) -> None:
@@ -283,6 +284,7 @@ def test_the_page_of_a_search_is_written_again(cli: Any, files: Any, tried: list
     assert ("training.learning_rate = " in made.out) == ("training.learning_rate = " in before) == setting
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "command",
     [

@@ -192,6 +192,7 @@ def test_the_key_comes_from_the_environment_or_a_file(
         assert server.ends() == 0
 
 
+@pytest.mark.slow
 def test_serving_ends_at_sigterm_and_leaves_signals_and_collections_as_they_were(folder: Path) -> None:
     frozen: list[int] = []
 

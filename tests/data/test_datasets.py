@@ -35,6 +35,7 @@ def same(left: RankingBatch, right: RankingBatch, *, rows: bool = True) -> None:
     assert torch.equal(left.sparse.offsets, right.sparse.offsets)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("kind", ["csv", "tsv", "parquet"])
 @pytest.mark.parametrize("split", ["time", "order", "random"])
 def test_encoding_the_raw_rows_of_a_split_gives_the_cached_split(

@@ -353,6 +353,7 @@ def test_a_second_call_without_new_files_changes_nothing(tmp_path: Path) -> None
     assert (second.counts, second.examples, second.waiting) == (first.counts, first.examples, first.waiting)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("chunk", [4, 2**20])
 def test_labels_may_stand_in_the_rows_of_events(tmp_path: Path, later: bool, chunk: int) -> None:

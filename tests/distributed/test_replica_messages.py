@@ -304,6 +304,7 @@ def test_strangers_do_not_hold_up_the_service() -> None:
             stranger.close()
 
 
+@pytest.mark.slow
 def test_the_newer_of_two_processes_of_one_name_stays() -> None:
     with served(Coordinator(CoordinationRules(2, start_s=4.0), JOB, TOKEN)) as coordinator:
         old = link_to(coordinator, "r0")

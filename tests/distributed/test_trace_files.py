@@ -115,6 +115,7 @@ def _gloo(rank: int, folder: str) -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.slow
 @needs_gloo
 def test_traces_of_torch_itself_name_who_has_not_joined(tmp_path: Path) -> None:
     ended = run_processes(2, tmp_path, _gloo, 60)

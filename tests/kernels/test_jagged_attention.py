@@ -137,6 +137,7 @@ def assert_close(one, other, tolerance: float) -> None:
         assert float(error) <= tolerance, f"{name}: {float(error):.2e}"
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("newest_first", [False, True])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_are_what_their_words_say(name: str, newest_first: bool) -> None:
@@ -149,6 +150,7 @@ def test_masks_are_what_their_words_say(name: str, newest_first: bool) -> None:
     assert_close(found(wide, gradient.double(), mask=mask, backend="math"), wanted, 1e-12)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("score", SCORES)
 def test_scores_are_what_their_formulas_say(score: str) -> None:
     mask, divisor = MASKS["everything"], 1.0 if score == "softmax" else 50.0
@@ -250,6 +252,7 @@ def test_a_bias_is_added_and_has_its_gradient(shape: tuple[int, int], score: str
     assert float((got[3] - of_bias).abs().max() / of_bias.abs().max()) < 3e-6
 
 
+@pytest.mark.slow
 def test_gradients_of_the_reference_are_those_of_differences() -> None:
     lengths = [3, 0, 4]
     inputs = tensors(7, dim=3, dtype=torch.float64)

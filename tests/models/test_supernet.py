@@ -109,6 +109,7 @@ def fitting(blocks: BlocksConfig, sparse: int) -> BlocksConfig:
 # What is cut out
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize(("dense", "sparse"), KINDS)
 @pytest.mark.parametrize("head_mlp", [(), (5,)])
@@ -170,6 +171,7 @@ def block_space(vector: str, embeddings: str, count: int = 2, **changes: Any) ->
     return BlocksConfig.model_validate({"count": count, **content})
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "blocks",
     [
@@ -353,6 +355,7 @@ def test_draws_follow_the_seed_and_the_step_only(make_features: MakeFeatures, mo
     torch.random.set_rng_state(state)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("paths", "size", "sizes"), [(1, 8, [8]), (3, 8, [3, 3, 2]), (4, 2, [1, 1]), (8, 1, [1])])
 def test_a_batch_is_divided_among_paths(
     make_features: MakeFeatures, monkeypatch: pytest.MonkeyPatch, paths: int, size: int, sizes: list[int]
@@ -449,6 +452,7 @@ def kinds_of(node: str) -> list[str]:
     return [f"{block}.{key}" for key in ("embeddings", "rows", "embeddings_read")]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_gradients_of_preferences_are_those_of_soft_weights(make_features: MakeFeatures, seed: int) -> None:
     """Values of nodes are multiplied by ``1 + p - p0``; slopes by p are found by finite differences."""
@@ -515,6 +519,7 @@ def test_the_most_likely_architecture_is_that_of_the_largest_preferences(make_fe
 # FLOPs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("space", ["small", pytest.param("chain", marks=pytest.mark.slow)])
 def test_expected_flops_are_near_the_mean_of_those_counted(
     make_features: MakeFeatures, make_batch: MakeBatch, space: str

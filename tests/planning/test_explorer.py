@@ -49,6 +49,7 @@ def test_more_freedom_is_never_worse(explorer: Explorer) -> None:
     assert joint.estimated > 100
 
 
+@pytest.mark.slow
 def test_the_same_search_finds_the_same(explorer: Explorer) -> None:
     first, second = (explorer.explore(["scheduling"], keep=4) for _ in range(2))
     assert first.best.to_json() == second.best.to_json()

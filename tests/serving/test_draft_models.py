@@ -55,6 +55,7 @@ def texts(found: list[Generated], count: int) -> list[list[int]]:
     return [[one.token for one in found if one.sequence == number] for number in range(count)]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("model", [EXACT, HALF], ids=["float64", "bfloat16"])
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.5, top_p=1, seed=2)])
 @pytest.mark.parametrize(("kind", "layers"), KINDS)
@@ -238,6 +239,7 @@ def test_a_drafter_with_nan_is_dropped_with_a_warning(kind: str) -> None:
     assert found == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["head", "block"])
 def test_a_drafter_learns_what_its_model_writes(kind: Any) -> None:
     """A model that was taught to count is drafted after a short training, most of a tree right at each pass."""

@@ -130,6 +130,7 @@ def scores_of(program: str, folder: Path, place: Path) -> list[list[float]]:
     return scores
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_scores_as_predict(tmp_path: Path, name: str) -> None:
     run = train(tmp_path, {"name": name, **MODELS[name]})
@@ -205,6 +206,7 @@ HISTORIES: dict[str, dict[str, Any]] = {
 """Models of histories, by what is set."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HISTORIES)
 def test_models_of_histories_score_as_predict(tmp_path: Path, name: str) -> None:
     histories = {"sequences": ["seen"], "candidate": "user", "embedding_dim": 4, "mlp": [8]}
@@ -219,6 +221,7 @@ def test_models_of_histories_score_as_predict(tmp_path: Path, name: str) -> None
     assert np.abs(np.array(one.predict(shuffled)) - expected).max() > 1e-6  # their order matters
 
 
+@pytest.mark.slow
 def test_dynamic_tables_are_exported_with_their_ids(tmp_path: Path) -> None:
     log_of(tmp_path / "log.parquet")
     any_id = [{"name": "user", "min_count": 2}, {"name": "word"}, {"name": "hashed", "encoding": "hash"},
@@ -255,6 +258,7 @@ def test_a_compiled_package_scores_as_the_program(tmp_path: Path) -> None:
     assert np.abs(np.array(found) - np.array(expected)).max() <= 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in ("dcn", "mmoe") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
@@ -275,6 +279,7 @@ def test_every_model_scores_as_predict_by_onnx(tmp_path: Path, capfd: pytest.Cap
     assert one.predict([]) == []
 
 
+@pytest.mark.slow
 def test_onnx_without_torch(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="the exporter of ONNX is not installed")
     pytest.importorskip("onnxruntime", reason="ONNX Runtime is not installed")

@@ -22,6 +22,7 @@ TALK: dict[str, Any] = {"model": "small", "messages": CHAT}
 SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

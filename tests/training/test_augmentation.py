@@ -391,6 +391,7 @@ def teacher_of(folder: Path, config: dict[str, Any], schema: Schema) -> Learning
     return LearningTeacher(LearningTeacherConfig.model_validate(content), schema, WINDOW, folder, embeds=True)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "config",
     [

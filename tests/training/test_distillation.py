@@ -64,6 +64,7 @@ def same_weights(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 # What the student serves
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("model", ["dlrm", "mmoe", "ple", "wukong"])
 @pytest.mark.parametrize("silent", [{"weight": 0.0}, {"gradient_scale": 0.0}, {"gradient_scale": 0.0, "adapter": True}])
 def test_a_teacher_without_weight_leaves_the_student_as_it_is_to_the_bit(

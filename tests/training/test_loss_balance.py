@@ -333,6 +333,7 @@ def without_some_labels(number: int, batch: Any) -> Any:
     return replace(batch, labels=labels)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("mode", ["none", *MODES])
 def test_a_training_with_missing_labels_goes_on_and_resumes(make_trainer: Any, mode: str) -> None:
     loader = MemoryLoader(10)

@@ -31,6 +31,7 @@ def lines(file: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.slow
 def test_an_interrupted_file_is_gone_on_with(begun: Path) -> None:
     model, told = begun / "start", list[tuple[int, int]]()
     found = write(model, "whole.jsonl", 6, on_answer=lambda done, count: told.append((done, count)))

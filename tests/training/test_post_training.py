@@ -125,6 +125,7 @@ def test_a_start_that_is_no_number_is_refused(begun: Path, tmp_path: Path) -> No
             train(recipe, name)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_step_that_is_not_finite_is_skipped(begun: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     update = LanguageEngine.update
@@ -290,6 +291,7 @@ def test_preferences_begin_at_the_logarithm_of_two_and_the_likelihood(begun: Pat
     assert weighed[0]["chosen_log_probability"] == pytest.approx(plain[0]["chosen_log_probability"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_likelihood_keeps_what_is_chosen_likely(begun: Path) -> None:
     data = {"path": str(begun / "alike.jsonl"), "held_out": 0}
     training = {"steps": 16, "log_every": 1, "learning_rate": 1e-3, "weight_decay": 0.0, "decay": "none"}

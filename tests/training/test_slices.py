@@ -213,6 +213,7 @@ def records(run: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in one.items() if key not in timed} for one in Run(run).metrics()]
 
 
+@pytest.mark.slow
 @needs_gloo
 @pytest.mark.parametrize("name", QUICK)
 def test_any_number_of_processes_ends_with_the_same_bits(on_many: dict[int, Any], folder: Path, name: str) -> None:

@@ -180,11 +180,13 @@ def compare(hosts: int, local: int, **options: Any) -> None:
         assert own_norms == pytest.approx(norms, rel=1e-5)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("rule", RULES)
 def test_weights_moments_and_norms_are_those_of_one_process_with_every_rule(rule: str) -> None:
     compare(2, 2, rule=rule)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("hosts", "local"), [(1, 1), (1, 3), (2, 1), (2, 3)])
 def test_they_are_with_other_numbers_of_hosts_and_ranks(hosts: int, local: int) -> None:
     """Two hosts of three ranks have two tables each, so that a rank of each has none."""

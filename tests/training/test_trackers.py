@@ -65,6 +65,7 @@ def test_a_resumed_run_goes_on_in_mlflow(recipe_file: Path, tmp_path: Path, mlfl
     assert sorted(steps) == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_weights_and_biases_has_settings_and_curves(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

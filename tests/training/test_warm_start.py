@@ -120,6 +120,7 @@ def test_before_the_first_step_known_ids_have_the_scores_of_the_start(tmp_path: 
     assert differs.filter(unknown).any()  # rows of their own
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("optimizer", ["adagrad", "rowwise_adagrad", "adam", "sgd"])
 def test_a_warm_start_equals_a_run_that_had_all_ids(tmp_path: Path, optimizer: str) -> None:
     """Both days' ids were in the tables on day 1 of one run, and of the other those of day 1; weights began equal."""
@@ -171,6 +172,7 @@ def _trained(recipe: RankingRecipe, model: Any, folder: Path) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*are blank or unknown")
 def test_days_one_after_another_are_better_than_the_last_one_alone(tmp_path: Path) -> None:
     ne: dict[str, list[float]] = {"warm": [], "alone": []}
@@ -186,6 +188,7 @@ def test_days_one_after_another_are_better_than_the_last_one_alone(tmp_path: Pat
     assert all(warm < alone for warm, alone in zip(ne["warm"][1:], ne["alone"][1:], strict=True)), ne
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*are blank or unknown")
 def test_progressive_ne_over_ten_days_is_better_than_of_each_day_alone(tmp_path: Path) -> None:
     """Each sample is scored before it is learnt, by a model that knows the days before it or none of them."""
