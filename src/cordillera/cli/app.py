@@ -41,6 +41,7 @@ from cordillera.cli import (
     sweep,
     towers,
     train,
+    tune_collectives,
     watch,
 )
 
@@ -87,6 +88,7 @@ SECTIONS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
     },
     "This machine": {
         "doctor": doctor.doctor,
+        "tune-collectives": tune_collectives.tune_collectives,
         "bench": bench.bench,
     },
 }

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from cordillera.distributed.collective_tuning import GATHERED, CollectiveTuning, gather_plan, tuning_of_environment
 from cordillera.distributed.tracing.rank_trace import ANY_RANK
 from cordillera.distributed.transport.communicator import Communicator, Path, checked_timeout
 from cordillera.distributed.transport.operations import (
@@ -47,13 +48,11 @@ from cordillera.distributed.transport.tensors import (
     split_rows,
 )
 from cordillera.errors import PlanError
-from cordillera.planning.network.collective_algorithms import direct_all_gather
 from cordillera.planning.network.collective_plans import all_reduced, scattered
 
 BACKEND = "cordillera"
 """Name of the backend."""
 
-_SMALL_BYTES = 32 << 10  # below, every rank gathers all values and adds them itself
 _TENSOR_INDICES = 1 << 32  # numbers of transfers that each tensor of an operation has
 
 
@@ -63,9 +62,11 @@ class TransportOptions:
 
     Attributes:
         path: How bytes pass between ranks of one host: ``auto`` reads memory, ``sockets`` never does.
+        tuning: Rules for plans; None for those of the file that the environment variable ``CORDILLERA_TUNING`` names.
     """
 
     path: Path = "auto"
+    tuning: CollectiveTuning | None = None
 
 
 class OperationWork(dist.Work):
@@ -147,6 +148,9 @@ class TransportProcessGroup(dist.ProcessGroup):
         ranks: Ranks of the members in the job; by default those of the group.
         options: Options.
         parent: Group of all ranks of the job, if it is of this kind.
+
+    Attributes:
+        tuning: Rules for plans, which are those of all ranks.
     """
 
     def __init__(
@@ -165,6 +169,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         self._own, self._size = rank, size  # torch's take microseconds
         self._names = [name, "undefined"]
         options = options or TransportOptions()
+        self.tuning = options.tuning if options.tuning is not None else tuning_of_environment()
         self.communicator: Communicator = Communicator(
             store, rank, size, timeout_s=timeout.total_seconds(), name=name, ranks=ranks, path=options.path,
             parent=None if parent is None else parent.communicator,
@@ -218,10 +223,11 @@ class TransportProcessGroup(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Reduce several ``tensors`` in place, by ``opts.reduceOp``."""
         name, reduce = reduction_of(opts, *(tensor.dtype for tensor in tensors))
-        parts = [self._all_reduced(one, reduce) for one in checked(tensors, several=True)]
+        plans = [self.tuning.plan("all_reduce", self._size, one.nbytes) for one in checked(tensors, several=True)]
+        parts = [self._all_reduced(one, reduce, plan) for one, plan in zip(tensors, plans, strict=True)]
         refuse_overlaps("all_reduce", tensors)
         divide = average(name, tensors, self._size)
-        return self.run("all_reduce", _joined(parts), tensors, tensors[0].dtype, opts, name, finish=divide)
+        return self.run("all_reduce", _joined(parts), tensors, tensors[0].dtype, opts, name, plans[0], finish=divide)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Reduce ``tensors``, one a rank, in that of ``opts.rootRank``; those of the others stay as they are."""
@@ -350,7 +356,7 @@ class TransportProcessGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait until all ranks have come here, or the timeout of ``opts`` has passed."""
         parts = [torch.empty(0, dtype=torch.uint8)] * self._size
-        tasks = tasks_of(_program("all-gather", self._size, self._own), parts, torch.uint8)
+        tasks = tasks_of(_program("all-gather", self._size, self._own, "direct"), parts, torch.uint8)
         return self.run("barrier", tasks, [], torch.uint8, opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -427,16 +433,15 @@ class TransportProcessGroup(dist.ProcessGroup):
         """Return the other ranks, beginning with the next one."""
         return [(self._own + step) % self._size for step in range(1, self._size)]
 
-    def _all_reduced(self, tensor: Tensor, reduce: ReduceFunction) -> list[Task]:
+    def _all_reduced(self, tensor: Tensor, reduce: ReduceFunction, plan: str) -> list[Task]:
         """Return the tasks of reducing a tensor over all ranks."""
-        if tensor.nbytes > _SMALL_BYTES:
+        if plan != GATHERED:
             chunks = [as_bytes(part) for part in tensor.detach().reshape(-1).tensor_split(self._size)]
-            return tasks_of(_program("all-reduce", self._size, self._own), chunks, tensor.dtype, reduce)
+            return tasks_of(_program("all-reduce", self._size, self._own, plan), chunks, tensor.dtype, reduce)
         gathered = tensor.detach().new_empty((self._size, *tensor.shape))
         gathered[self._own] = tensor.detach()
-        tasks = tasks_of(
-            _program("all-gather", self._size, self._own), [as_bytes(part) for part in gathered], tensor.dtype
-        )
+        steps = _program("all-gather", self._size, self._own, "direct")
+        tasks = tasks_of(steps, [as_bytes(part) for part in gathered], tensor.dtype)
 
         def add() -> None:
             total = gathered[0]
@@ -452,29 +457,32 @@ class TransportProcessGroup(dist.ProcessGroup):
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], result: Sequence[Tensor], opts: Any
     ) -> dist.Work:
         parts = []
+        plan = self.tuning.plan("all_gather", self._size, sum(output.nbytes for one in outputs for output in one))
         for one, given in zip(outputs, checked(inputs, several=True), strict=True):
             if len(one) != self._size:
                 raise PlanError(f"{len(one)} outputs for {self._size} ranks", where="all_gather")
             chunks = [as_bytes(output) for output in checked(one, several=True)]
             own = copied(given, one[self._own])
-            tasks = tasks_of(_program("all-gather", self._size, self._own), chunks, given.dtype)
+            tasks = tasks_of(_program("all-gather", self._size, self._own, plan), chunks, given.dtype)
             for task in tasks:
                 task.after(own)
             parts.append([own, *tasks])
         kept = [(given, one[self._own]) for one, given in zip(outputs, inputs, strict=True)]
         refuse_overlaps("all_gather", [output for one in outputs for output in one], inputs, kept)
-        return self.run("all_gather", _joined(parts), result, inputs[0].dtype, opts)
+        return self.run("all_gather", _joined(parts), result, inputs[0].dtype, opts, plan=plan)
 
     def _scatter_reduced(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> dist.Work:
         name, reduce = reduction_of(opts, *(output.dtype for output in outputs))
         parts = []
+        plan = self.tuning.plan("reduce_scatter", self._size, sum(given.nbytes for one in inputs for given in one))
         for output, one in zip(checked(outputs, several=True), inputs, strict=True):
             if len(one) != self._size:
                 raise PlanError(f"{len(one)} inputs for {self._size} ranks", where="reduce_scatter")
-            chunks = [as_bytes(given) for given in checked(one, several=True)]
+            checked(one, several=True)  # other plans than the direct one add to what is to pass on
+            chunks = [as_bytes(given if plan == "direct" else given.detach().clone()) for given in one]
             own = copied(one[self._own], output)
             chunks[self._own] = as_bytes(output)
-            tasks = tasks_of(_program("reduce-scatter", self._size, self._own), chunks, output.dtype, reduce)
+            tasks = tasks_of(_program("reduce-scatter", self._size, self._own, plan), chunks, output.dtype, reduce)
             for task in tasks:
                 task.after(own)
             parts.append([own, *tasks])
@@ -482,7 +490,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         refuse_overlaps("reduce_scatter", outputs, [given for one in inputs for given in one], kept)
         divide = average(name, outputs, self._size)
         dtype = outputs[0].dtype
-        return self.run("reduce_scatter", _joined(parts), outputs, dtype, opts, name, finish=divide)
+        return self.run("reduce_scatter", _joined(parts), outputs, dtype, opts, name, plan, finish=divide)
 
     def _pass(self, task: PeerTask, tensor: Tensor, tag: int) -> dist.Work:
         if task.peer == self._own:
@@ -502,6 +510,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         dtype: torch.dtype,
         opts: Any,
         reduction: str = "none",
+        plan: str = "direct",
         *,
         finish: Callable[[], Any] | None = None,
     ) -> dist.Work:
@@ -514,6 +523,7 @@ class TransportProcessGroup(dist.ProcessGroup):
             dtype: Type of the elements.
             opts: Options of torch.distributed, of which the timeout and whether it is asynchronous count.
             reduction: Name of the reduction.
+            plan: Name of the plan.
             finish: What is done after all tasks.
 
         Raises:
@@ -526,7 +536,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         elif given is not None and given.total_seconds() < -1e-3:  # torch's default is -1 ms
             raise PlanError(f"timeout is {given.total_seconds():g} s", where=collective, remedy="a time above 0")
         operation = TransportOperation(
-            collective, signed(collective, dtype, reduction), tasks, result,
+            collective, signed(collective, dtype, reduction, plan), tasks, result,
             sum(one.nbytes for one in result if one.layout == torch.strided), timeout_s=timeout_s, finish=finish,
         )  # fmt: skip
         self.communicator.start(operation, in_background=bool(getattr(opts, "asyncOp", True)))
@@ -543,8 +553,8 @@ def _joined(parts: Sequence[Sequence[Task]]) -> list[Task]:
 
 
 @functools.lru_cache(256)
-def _program(collective: str, size: int, rank: int) -> tuple[ProgramStep, ...]:
-    gather = direct_all_gather(size)
+def _program(collective: str, size: int, rank: int, plan: str) -> tuple[ProgramStep, ...]:
+    gather = gather_plan(plan, size)
     if collective == "all-gather":
         return program(gather, rank)
     return program(scattered(gather) if collective == "reduce-scatter" else all_reduced(gather), rank)

@@ -14,6 +14,7 @@ _COLLECTIVES = (
     "barrier", "all_to_all_dynamic", "monitored_barrier", "sparse_all_reduce",
     "window", "put",
 )  # fmt: skip
+_PLANS = ("", "ring", "bidirectional", "doubling", "hierarchical")  # beside the usual ones
 _REDUCTIONS = ("none", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 _DTYPES = (
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
@@ -37,7 +38,7 @@ class Signature(NamedTuple):
     Attributes:
         collective: Number of the collective.
         dtype: Number of the type of the elements.
-        reduction: Number of the reduction; 0 for none.
+        reduction: Number of the reduction, 0 for none, and 16 times that of the plan, if it is not a usual one.
     """
 
     collective: int
@@ -51,15 +52,17 @@ def kind_of(signature: Signature) -> int:
 
 
 @functools.lru_cache(512)
-def signed(collective: str, dtype: torch.dtype = torch.uint8, reduction: str = "none") -> Signature:
-    """Return the signature of a ``collective`` of elements of a ``dtype``, with a ``reduction``.
+def signed(collective: str, dtype: torch.dtype = torch.uint8, reduction: str = "none", plan: str = "") -> Signature:
+    """Return the signature of a ``collective`` of elements of a ``dtype``, with a ``reduction``, by a ``plan``.
 
     Raises:
         PlanError: If the elements are of a type that is not carried.
     """
     if dtype not in _DTYPES:
         raise PlanError(f"{collective} of {dtype} is not supported", where="tensor")
-    return Signature(_COLLECTIVES.index(collective), _DTYPES.index(dtype), _REDUCTIONS.index(reduction))
+    name = plan.partition("-")[0]
+    number = _PLANS.index(name) if name in _PLANS else 0
+    return Signature(_COLLECTIVES.index(collective), _DTYPES.index(dtype), _REDUCTIONS.index(reduction) + 16 * number)
 
 
 def dtype_of(signature: Signature) -> str:
@@ -71,6 +74,8 @@ def describe(signature: Signature) -> str:
     """Return a signature in words."""
     try:
         words = f"{_COLLECTIVES[signature.collective]} of {dtype_of(signature)}"
-        return words + (f" ({_REDUCTIONS[signature.reduction]})" if signature.reduction else "")
+        plan, reduction = divmod(signature.reduction, 16)
+        said = [_REDUCTIONS[reduction]] * bool(reduction) + [_PLANS[plan]] * bool(plan)
+        return words + (f" ({', '.join(said)})" if said else "")
     except IndexError:
         return "an operation that is not known here"

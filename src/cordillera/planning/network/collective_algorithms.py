@@ -95,3 +95,29 @@ def direct_all_gather(n: int) -> CollectivePlan:
     """
     step = (Transfer(a, (a + s) % n, (a,), False) for s in range(1, n) for a in range(n))
     return CollectivePlan("all-gather", "direct", n, one_chunk_each(n), plan_steps([step]))
+
+
+def hierarchical_all_gather(n: int, group: int) -> CollectivePlan:
+    """Make an all-gather in two steps: between groups of consecutive ranks, as those of a host, and then within them.
+
+    In the first step a rank sends its chunk to the rank of its place in each other group, in the second all that came
+    so to the others of its group: between groups, each chunk passes once, not once for each rank. Rank ``r`` starts
+    with chunk ``r``.
+
+    Args:
+        n: Number of ranks.
+        group: Ranks of a group.
+
+    Raises:
+        ValueError: If ``n`` is below 1 or cannot be divided into groups.
+    """
+    chunks = one_chunk_each(n)
+    if group < 1 or n % group:
+        raise ValueError(f"{n} ranks cannot be divided into groups of {group}")
+    across = (Transfer(a, (a + s) % n, (a,), False) for s in range(group, n, group) for a in range(n))
+    within = (
+        Transfer(a, a - a % group + (a + s) % group, tuple(range(a % group, n, group)), False)
+        for s in range(1, group)
+        for a in range(n)
+    )
+    return CollectivePlan("all-gather", f"hierarchical-{group}", n, chunks, plan_steps([across, within]))
