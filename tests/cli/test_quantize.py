@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import math
 import random
 import re
 import shutil
@@ -34,6 +35,14 @@ from tests.fuzzing import flips, survives
 from .conftest import RECIPE, write_log
 
 SIZES = ["model.fmb_mlp=[64]", "model.top_mlp=[64]", "model.embedding_dim=8", "training.epochs=2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _times_do_not_matter():
+    """What a test expects must not follow what else the machine does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantization, "_SLOWER", math.inf)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +182,38 @@ def test_the_commands_work_together(cli, run_folder, tmp_path):
     watched = cli("watch", run_folder, "new.csv")
     assert watched.code == 0, watched.out + watched.err
     assert "no alarm" in watched.out
+
+
+@pytest.mark.parametrize("smallest", [False, True])
+def test_what_makes_a_batch_slower_than_in_fp32_stays_fp32_unless_bytes_alone_count(
+    trained, monkeypatch, tmp_path, smallest
+):
+    monkeypatch.setattr(quantization, "_SLOWER", 1.02)
+
+    def timed(model, quantized, *given, **options):
+        slow = any(kind != "fp32" for kind in quantized.tables.kinds.values())
+        return 1.0, 1.4 if slow else 0.9
+
+    monkeypatch.setattr(quantization, "_timed", timed)
+    said = []
+    outcome = quantize(trained[0], 1e-3, folder=tmp_path / "q", smallest=smallest, say=said.append)
+    chosen = outcome.selection.options
+    tables = {option for name, option in chosen.items() if name.startswith("table ")}
+    layers = {option for name, option in chosen.items() if name.startswith("layer ")}
+    assert layers != {"fp32"}
+    refused = [line for line in said if "would make a batch 1.40 times as slow as fp32: fp32 stays" in line]
+    if smallest:
+        assert "fp32" not in tables
+        assert not refused
+        assert outcome.seconds == (1.0, 1.4)
+    else:
+        assert tables == {"fp32"}
+        assert refused
+        assert outcome.seconds == (1.0, 0.9)
+        record = quantized_model.read_record(tmp_path / "q")
+        assert set(record["tables"].values()) == {"fp32"}
+        assert outcome.searched.mean <= 1e-3
+        assert outcome.selection.cost < outcome.selection.full_cost
 
 
 @pytest.mark.parametrize("smallest", [False, True])

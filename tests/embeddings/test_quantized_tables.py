@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numba
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from cordillera.embeddings.quantized_tables import QuantizedTables, encoded
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.errors import DataError, NumericsError, TrainingError
 from cordillera.jagged import JaggedBatch
+from cordillera.kernels.embeddings import numba_mixed_rows
 
 KINDS = ("fp32", "fp16", "int8", "int4", "int2")
 DIM = 8
@@ -68,6 +70,37 @@ def test_lookups_are_those_of_the_decoded_rows(
         source.table(name).copy_(found.table(name))
     given_batch = batch(lengths, weighted, seed)
     torch.testing.assert_close(found(given_batch), source(given_batch).detach(), rtol=1e-6, atol=1e-6)
+
+
+def has_the_bits_of_float64(kind: str, dim: int, weighted: bool) -> bool:
+    source = EmbeddingTables(features(), dim, TablesConfig(backend="torch"), init=0.3)
+    found = QuantizedTables.of(source, dict.fromkeys(source.features.tables, kind))
+    given_batch = batch([1, 0, 3, 1, 9, 1, 2, 0, 5], weighted, seed=dim)
+    sums = found(given_batch)
+    assert given_batch.offsets is not None
+    at, exact = given_batch.offsets.tolist(), torch.zeros(3, 3, dim, dtype=torch.float64)
+    for bag in range(9):
+        feature, sample = divmod(bag, 3)
+        rows = found.table(("one", "two", "one")[feature])[given_batch.values[at[bag] : at[bag + 1]]].double()
+        for place, row in enumerate(rows, at[bag]):
+            exact[sample, feature] += row if given_batch.weights is None else given_batch.weights[place].double() * row
+    return torch.equal(sums, exact.float())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim", [4, 8, 12, 16, 40])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_have_the_bits_of_float64_whatever_the_width(kind: str, dim: int, weighted: bool) -> None:
+    """Eight numbers are added at a time, or one where the width does not suit."""
+    assert has_the_bits_of_float64(kind, dim, weighted)
+
+
+def test_processors_that_cannot_convert_halves_give_the_same_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba_mixed_rows, "_HAS_HALVES", False)
+    for one in (numba_mixed_rows._half_at, numba_mixed_rows._add_row, numba_mixed_rows._lookup):
+        options = {"parallel": True} if one is numba_mixed_rows._lookup else {}
+        monkeypatch.setattr(numba_mixed_rows, one.py_func.__name__, numba.njit(one.py_func, nogil=True, **options))
+    assert all(has_the_bits_of_float64(kind, 16, weighted=True) for kind in KINDS)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -64,6 +64,7 @@ _REPORT, _PAGE = "report.json", "report.html"
 _LEAST_WEIGHTS = 1024  # weights of the smallest layer that is considered; smaller ones save nothing
 _CALIBRATION_ROWS = 16_384
 _BATCH = 256
+_SLOWER = 1.02  # times of fp32 that a model may take where time counts; 3 % are promised, and timings vary
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,14 @@ def quantize(
 
         selection = select(parts, evaluate, budget)
         options = {name: option for name, option in selection.options.items() if option != "fp32"}
+        none = Change(0.0, 0.0, 0.0)
+        searched = next((e.change for e in selection.evaluated if e.options == options), none)
+        if not smallest and (kept := _no_slower(model, build, options, splits, say)) != options:
+            options, searched = kept, evaluate(kept) if kept else none
+            if searched.mean > budget:  # fewer parts may change more, as their errors no longer cancel
+                options, searched = {}, none
+            selection = selection.without(parts, options)
         quantized, precision = build(options), _precision(options)
-        searched = next((e.change for e in selection.evaluated if e.options == options), Change(0.0, 0.0, 0.0))
         # Samples that the model was not trained on, like live ones; on others its scores are more confident.
         seen_now = Observer(quantized, splits.encoder).reference(some_batches(search, recipe, _CALIBRATION_ROWS))
         made_of = quantized_model.origin(run, use_best=recipe.training.patience is not None)
@@ -366,6 +373,46 @@ def _layer_by_layer(
             in_place = Accuracy.of(outputs[1][name], outputs[0][name].relu() if relu else outputs[0][name]).sqnr_db
         rows.append(LayerReport(name, kernel, math.nan if kernel == "fp32" else alone, in_place))
     return rows
+
+
+def _no_slower(
+    model: RankingModel,
+    build: Callable[[Mapping[str, str]], RankingModel],
+    options: dict[str, str],
+    splits: Splits,
+    say: Say,
+) -> dict[str, str]:
+    """Return the options without those that make the whole model slower than in fp32, the costliest first.
+
+    Tables in equal formats are judged together, as are the layers of a kernel and the rest of the model.
+    """
+
+    def without(names: Sequence[str]) -> dict[str, str]:
+        return {name: option for name, option in options.items() if name not in names}
+
+    def ratio(kept: Mapping[str, str]) -> float:
+        quantized, found = build(kept), math.inf
+        for _ in range(2):  # some other process may have been in the way
+            fp32, ours = _timed(model, quantized, splits, _precision(kept), rounds=51)
+            found = min(found, ours / fp32)
+            if found <= _SLOWER:
+                break
+        return found
+
+    now = ratio(options)
+    if now <= _SLOWER:
+        return options
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, option in options.items():
+        groups.setdefault((name.split()[0], option), []).append(name)
+    costs = {group: now - ratio(without(names)) for group, names in groups.items()}
+    for group in sorted(groups, key=lambda group: -costs[group]):
+        options = without(groups[group])
+        what = f"{len(groups[group])} {group[0]}{'s' * (len(groups[group]) != 1)}" if group[0] != "rest" else _REST
+        say(f"{what} in {group[1]} would make a batch {now:.2f} times as slow as fp32: fp32 stays")
+        if not options or (now := ratio(options)) <= _SLOWER:
+            break
+    return options
 
 
 def _timed(

@@ -59,7 +59,7 @@ def _half_bits(value: Any, direction: int, u: Any) -> Any:
 
 
 @compiled()
-def _half(bits: Any) -> Any:
+def half(bits: Any) -> Any:
     """Float32 of a float16's bits: its fields, shifted, are that number times 2 ** -112."""
     word = np.int32(bits)
     size = reinterpret(np.int32((word & 0x7FFF) << 13), _SINGLE) * np.float32(2.0**112)
@@ -70,7 +70,7 @@ def _half(bits: Any) -> Any:
 
 
 @compiled()
-def _read_single(source: Any, at: int) -> Any:
+def read_single(source: Any, at: int) -> Any:
     word = np.int64(source[at]) | np.int64(source[at + 1]) << 8
     word |= np.int64(source[at + 2]) << 16 | np.int64(source[at + 3]) << 24
     return reinterpret(np.int32(word), _SINGLE)
@@ -84,8 +84,8 @@ def _write_single(target: Any, at: int, value: Any) -> None:
 
 
 @compiled()
-def _read_half(source: Any, at: int) -> Any:
-    return _half(np.uint16(np.int64(source[at]) | np.int64(source[at + 1]) << 8))
+def read_half(source: Any, at: int) -> Any:
+    return half(np.uint16(np.int64(source[at]) | np.int64(source[at + 1]) << 8))
 
 
 @compiled()
@@ -105,20 +105,20 @@ def decode_row(kind: int, source: Any, target: Any) -> None:
     elif kind == _FP16:
         halves = source.view(np.uint16)
         for d in range(dim):
-            target[d] = _half(halves[d])
+            target[d] = half(halves[d])
     elif kind == _INT8:
-        scale, bias = _read_single(source, dim), _read_single(source, dim + 4)
+        scale, bias = read_single(source, dim), read_single(source, dim + 4)
         for d in range(dim):
             target[d] = np.float32(source[d]) * scale + bias
     elif kind == _INT4:
         pairs = dim // 2
-        scale, bias = _read_half(source, pairs), _read_half(source, pairs + 2)
+        scale, bias = read_half(source, pairs), read_half(source, pairs + 2)
         for d in range(pairs):
             target[2 * d] = np.float32(np.int32(source[d] & np.uint8(15))) * scale + bias
             target[2 * d + 1] = np.float32(np.int32(source[d] >> np.uint8(4))) * scale + bias
     else:
         fours = dim // 4
-        scale, bias = _read_half(source, fours), _read_half(source, fours + 2)
+        scale, bias = read_half(source, fours), read_half(source, fours + 2)
         for d in range(fours):
             codes = np.int32(source[d])
             for place in range(4):
@@ -207,13 +207,13 @@ def encode_row(
     else:
         pairs = dim // 2
         bias_bits = _half_bits(low, _DOWN if rounding == _STOCHASTIC else _NEAREST, _ZERO)
-        bias = _half(bias_bits)
+        bias = half(bias_bits)
         span = high - bias
         scale = _ONE if span == 0 else span / np.float32(15)
         scale_bits = _half_bits(scale, _UP if rounding == _STOCHASTIC else _NEAREST, _ZERO)
         if scale_bits & np.uint16(0x7FFF) == 0:
             scale_bits = np.uint16(0x3C00)  # 1
-        inverse = _ONE / _half(scale_bits)
+        inverse = _ONE / half(scale_bits)
         _codes(source, codes, bias, inverse, np.float32(15), rounding, state, update)
         for d in range(pairs):
             target[d] = np.uint8(codes[2 * d] | codes[2 * d + 1] << np.uint8(4))

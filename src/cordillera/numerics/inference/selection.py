@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cordillera.errors import NumericsError
@@ -75,6 +75,12 @@ class Selection:
     alone: dict[str, Change]
     cost: float
     full_cost: float
+
+    def without(self, parts: Sequence[Part], options: Mapping[str, str]) -> Selection:
+        """Return the selection with other ``options`` of some of its ``parts``; the others stay in full precision."""
+        chosen = {part.name: options.get(part.name, "fp32") for part in parts}
+        cost = sum(part.costs[part.options.index(chosen[part.name])] for part in parts)
+        return replace(self, options=chosen, cost=cost)
 
 
 def sweep_evaluations(parts: Sequence[Part]) -> int:
