@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.kernels.dense import vnni_linear, vnni_tiles
+from cordillera.kernels.numba_support import extent
 
 pytestmark = pytest.mark.skipif(not vnni_tiles.available(), reason="this processor has no AVX-512 VNNI")
 seeds = st.integers(0, 2**31)
@@ -151,7 +152,7 @@ floats = st.floats(-(2.0**100), 2.0**100, width=32) | st.floats(-(2.0**-10), 2.0
 @given(values=st.lists(floats, min_size=1, max_size=9))
 def test_a_batch_chooses_the_scale_that_torch_would(values: list[float]) -> None:
     x = torch.tensor([values])
-    low, high, _ = vnni_linear._ends(x[0].numpy())
+    low, high, _ = extent(x[0].numpy())
     assert (low, high) == (float(x.min()), float(x.max()))
     scale, zero_point = vnni_linear._choose(low, high)
     theirs = torch._choose_qparams_per_tensor(x, False)

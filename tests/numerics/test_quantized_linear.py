@@ -93,6 +93,22 @@ def test_tiny_batches_are_multiplied_in_float_and_large_layers_keep_no_float() -
     assert QuantizedLinear.from_linear(_linear(0, 512, 512)).float_weight is None
 
 
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 1), (31, 64), (20_000, 15), (1, 5000)])
+def test_layers_with_few_inputs_or_outputs_are_multiplied_in_float_whatever_the_rows(inputs: int, outputs: int) -> None:
+    """Codes, or a single column of weights, are no less work than the product."""
+    linear = _linear(0, inputs, outputs)
+    for rows in (1, 64, 3000):
+        x = torch.randn(rows, inputs)
+        layer = QuantizedLinear.from_linear(linear, _range(x))
+        assert torch.equal(layer(x), F.linear(x, linear.weight, linear.bias))
+        loaded = QuantizedLinear.from_linear(_linear(1, inputs, outputs), _range(x + 1))
+        loaded.load_state_dict(layer.state_dict())
+        assert torch.equal(loaded(x), layer(x))
+    assert QuantizedLinear.from_linear(_linear(0, 32, 16), config=LinearConfig(float_below=1)).float_weight is None
+    wide = QuantizedLinear.from_linear(linear, config=LinearConfig(float_below=0))
+    assert wide.float_weight is None
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("static", [True, False])
 @pytest.mark.parametrize("float_below", [0, 1 << 20])

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cordillera.kernels.compiling import compiled
 
+_INFINITY, _MAGNITUDE = np.int32(0x7F800000), np.int32(0x7FFFFFFF)
 _SMALL = 4096  # values below which waking other threads costs more than it saves
 
 # Numba's own thread pool (where neither TBB nor OpenMP is found) may be entered by only one thread at a time.
@@ -137,6 +138,20 @@ def borrowed(typing_context: Any, array: Any) -> Any:
         return found._getvalue()
 
     return array(array), generate
+
+
+@compiled()
+def extent(row: Any) -> Any:
+    """Return the smallest and the largest number of a row, and whether all numbers are finite, as they must be."""
+    words = row.view(np.int32)
+    lowest, highest = _MAGNITUDE, np.int32(-_MAGNITUDE - 1)
+    for d in range(words.size):  # as integers in the order of the numbers: only these comparisons vectorise
+        word = words[d]
+        key = np.int32(word ^ ((word >> np.int32(31)) & _MAGNITUDE))
+        lowest, highest = min(lowest, key), max(highest, key)
+    low = reinterpret(np.int32(lowest ^ ((lowest >> np.int32(31)) & _MAGNITUDE)), np.float32(0))
+    high = reinterpret(np.int32(highest ^ ((highest >> np.int32(31)) & _MAGNITUDE)), np.float32(0))
+    return low, high, lowest > -_INFINITY - 1 and highest < _INFINITY
 
 
 def threads_for(values: int) -> int:

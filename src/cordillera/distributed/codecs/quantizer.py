@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cordillera.kernels.compiling import compiled
-from cordillera.kernels.embeddings.numba_rows import extent
+from cordillera.kernels.numba_support import extent
 
 _MOST_LEVELS = 1 << 16
 SLACK = 2.0**-20

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cordillera.kernels.compiling import compiled
 from cordillera.kernels.dense.vnni_tiles import ROWS, WIDTH, pack, sums_of_tile
-from cordillera.kernels.numba_support import started, threads_for
+from cordillera.kernels.numba_support import extent, started, threads_for
 
 _INFINITY = 0x7F800000  # the bits of infinity; those of NaN are larger
 _PANEL_BYTES = 1 << 17  # bytes of codes made at a time: with a block of weights they half fill the second-level cache
@@ -197,42 +197,27 @@ def _choose(low: Any, high: Any) -> Any:
 
 
 @compiled()
-def _ends(x: Any) -> Any:
-    """Smallest and largest value, and the bits of the largest magnitude."""
-    low, high, largest = x[0], x[0], np.int32(0)
-    for k in range(x.size):
-        value = x[k]
-        largest = max(largest, _magnitude_bits(value))
-        low = value if value < low else low
-        high = value if value > high else high
-    return low, high, largest
-
-
-@compiled()
-def _scale(low: Any, high: Any, largest: Any) -> Any:
+def _scale(low: Any, high: Any, is_finite: Any) -> Any:
     """Scale and zero point of a batch; a scale of zero if a value or the range is not finite."""
-    if largest >= _INFINITY or np.isinf(high - low):
+    if not is_finite or np.isinf(high - low):
         return np.float32(0.0), np.float32(0.0)
     return _choose(low, high)
 
 
 @compiled()
 def _range(x: Any, count: Any) -> Any:
-    low, high, largest = _ends(_singles(x, count))
-    return _scale(low, high, largest)
+    low, high, is_finite = extent(_singles(x, count))
+    return _scale(low, high, is_finite)
 
 
 @compiled(parallel=True)
 def _parallel_range(threads: Any, x: Any, count: Any) -> Any:
     lows, highs = np.empty(threads, np.float32), np.empty(threads, np.float32)
-    largest = np.empty(threads, np.int32)
+    finite = np.empty(threads, np.uint8)
     for chunk in numba.prange(threads):
         start, stop = count * chunk // threads, count * (chunk + 1) // threads
-        lows[chunk], highs[chunk], largest[chunk] = _ends(_singles(x + 4 * start, stop - start))
-    low, high, most = lows[0], highs[0], largest[0]
-    for chunk in range(1, threads):
-        low, high, most = min(low, lows[chunk]), max(high, highs[chunk]), max(most, largest[chunk])
-    return _scale(low, high, most)
+        lows[chunk], highs[chunk], finite[chunk] = extent(_singles(x + 4 * start, stop - start))
+    return _scale(lows.min(), highs.max(), finite.min() == 1)
 
 
 class Layer:

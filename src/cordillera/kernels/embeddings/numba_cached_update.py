@@ -36,10 +36,10 @@ from cordillera.kernels.embeddings.cached_rows import (
 from cordillera.kernels.embeddings.numba_backend import AHEAD, LINE, factors, sort_positions
 from cordillera.kernels.embeddings.numba_cached_lookup import SOON, ask_for, find, set_of
 from cordillera.kernels.embeddings.numba_random import absorb, seeded
-from cordillera.kernels.embeddings.numba_rows import decode_row, encode_row, extent, fits
+from cordillera.kernels.embeddings.numba_rows import decode_row, encode_row, fits
 from cordillera.kernels.embeddings.numba_rules import RULES, state_arrays, step_row
 from cordillera.kernels.embeddings.update import Update
-from cordillera.kernels.numba_support import pool, prefetch, threads_for, widen
+from cordillera.kernels.numba_support import extent, pool, prefetch, threads_for, widen
 
 _LRU = POLICIES["lru"]
 _DIRTY, _IN_USE = np.uint8(1), np.uint8(2)

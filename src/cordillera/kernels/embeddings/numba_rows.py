@@ -25,12 +25,11 @@ import numpy as np
 from cordillera.kernels.compiling import compiled
 from cordillera.kernels.embeddings.cached_rows import FINE, FORMATS, NOT_FINITE, TOO_LARGE
 from cordillera.kernels.embeddings.numba_random import absorb, fraction, seeded
-from cordillera.kernels.numba_support import reinterpret
+from cordillera.kernels.numba_support import extent, reinterpret
 
 _FP32, _FP16, _INT8, _INT4 = FORMATS["fp32"], FORMATS["fp16"], FORMATS["int8"], FORMATS["int4"]
 _NEAREST, _STOCHASTIC, _DOWN, _UP = 0, 1, 2, 3
 _INFINITY = np.int32(0x7F800000)
-_MAGNITUDE = np.int32(0x7FFFFFFF)
 _LARGEST_HALF = np.float32(65504.0)
 _WORD, _SINGLE, _DOUBLE = np.int32(0), np.float32(0), np.float64(0)
 _ONE, _ZERO = np.float32(1), np.float32(0)
@@ -123,20 +122,6 @@ def decode_row(kind: int, source: Any, target: Any) -> None:
             codes = np.int32(source[d])
             for place in range(4):
                 target[4 * d + place] = np.float32((codes >> np.int32(2 * place)) & np.int32(3)) * scale + bias
-
-
-@compiled()
-def extent(row: Any) -> Any:
-    """Return the smallest and the largest number of a row, and whether all numbers are finite, as they must be."""
-    words = row.view(np.int32)
-    lowest, highest = _MAGNITUDE, np.int32(-_MAGNITUDE - 1)
-    for d in range(words.size):  # as integers in the order of the numbers: only these comparisons vectorise
-        word = words[d]
-        key = np.int32(word ^ ((word >> np.int32(31)) & _MAGNITUDE))
-        lowest, highest = min(lowest, key), max(highest, key)
-    low = reinterpret(np.int32(lowest ^ ((lowest >> np.int32(31)) & _MAGNITUDE)), _SINGLE)
-    high = reinterpret(np.int32(highest ^ ((highest >> np.int32(31)) & _MAGNITUDE)), _SINGLE)
-    return low, high, lowest > -_INFINITY - 1 and highest < _INFINITY
 
 
 @compiled()

@@ -7,6 +7,7 @@ them, and returns them as NaN; the other rows are not affected.
 from __future__ import annotations
 
 import hashlib
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from cordillera.numerics.quantization.integer_linear import UINT8, LinearWeight,
 from cordillera.numerics.quantization.quantizers import AffineParameters, check_finite, check_parameters
 
 _FLOAT_BELOW_FUSED = 1 << 13
+_FEW_INPUTS, _FEW_OUTPUTS = 32, 16  # below, a kernel of eight bits spends its time on something else than products
+_MOST_FEW = 1 << 20  # weights up to which such a layer keeps float32
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class LinearConfig:
         float_below: Number of products (rows times inputs times outputs) up to which a layer multiplies in float32
             instead, as calls of a few microseconds have nothing to gain; at most 8192 if the whole layer is one kernel
             (:mod:`~cordillera.kernels.dense.vnni_linear`). Layers with at most so many weights also keep them in
-            float32.
+            float32. Layers of fewer than 32 inputs or 16 outputs always multiply so, as eight bits are slower there;
+            with 0, no layer does.
         estimator: Name of the method, from :data:`~cordillera.numerics.quantization.range_estimators.ESTIMATORS`, for
             callers that calibrate ranges of inputs; a layer takes ranges as they are.
     """
@@ -143,7 +147,9 @@ class QuantizedLinear(FixedDtypes):
         weight = quantize_weight(
             linear.weight, linear.bias, symmetric=config.symmetric, per_channel=config.per_channel, name=name
         )
-        small = weight.codes.numel() <= config.float_below
+        weights = weight.codes.numel()
+        is_narrow = _is_narrow(linear.out_features, linear.in_features, config)
+        small = weights <= config.float_below or (is_narrow and weights <= _MOST_FEW)
         kept = linear.weight.detach().float().clone() if small else None
         return cls(weight, input, relu=relu, config=config, float_weight=kept)
 
@@ -176,7 +182,12 @@ class QuantizedLinear(FixedDtypes):
         float_below = (
             min(self.config.float_below, _FLOAT_BELOW_FUSED) if self._fused is not None else self.config.float_below
         )
-        self._float_rows = float_below // weights if self.float_weight is not None and weights else -1
+        self._float_rows = -1
+        if self.float_weight is not None and weights:
+            is_narrow = _is_narrow(self.out_features, self.in_features, self.config)
+            self._float_rows = sys.maxsize if is_narrow else float_below // weights
+        self._float: tuple[Any, Tensor | None] = self.float_weight, self.bias
+        self._raises = self.config.nonfinite == "raise"
 
     @property
     def _engine(self) -> Int8Engine:
@@ -232,11 +243,11 @@ class QuantizedLinear(FixedDtypes):
         rows, inner = x.shape
         if inner != self.in_features:
             raise NumericsError(f"{list(x.shape)} inputs for {self.in_features}", where="x")
-        if rows <= self._float_rows and self.float_weight is not None:
+        if rows <= self._float_rows:
             # Nothing is quantised, so NaN and infinity propagate as in any product.
-            if self.config.nonfinite == "raise":
+            if self._raises:
                 check_finite(x, "x")
-            y = F.linear(x, self.float_weight, self.bias)
+            y = F.linear(x, *self._float)
             return y.relu_() if self.relu else y
         if rows and self._fused is not None:
             fused = self._fused(plain(x))
@@ -259,6 +270,11 @@ class QuantizedLinear(FixedDtypes):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"relu={self.relu}, activations={'dynamic' if self._input is None else 'static'}"
         )
+
+
+def _is_narrow(outputs: int, inputs: int, config: LinearConfig) -> bool:
+    """Whether a layer is faster in float32, however many rows there are."""
+    return config.float_below > 0 and (inputs < _FEW_INPUTS or outputs < _FEW_OUTPUTS)
 
 
 def take_out_nonfinite(x: Tensor, config: LinearConfig) -> tuple[Tensor, Tensor]:
