@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -180,6 +181,7 @@ def measure_linear(rounds: int, *, quick: bool = False) -> dict[str, Any]:
                 "mean": AT_LEAST_MEAN, "six_rows": AT_LEAST_ROWS, "any": AT_LEAST_ANY, "unfused": AT_LEAST_UNFUSED,
                 "apart": MOST_APART,
             },
+            "random": measure_random(rounds, count=2 if quick else 60),
             "elements_apart": apart,
             "elements": elements,
             "largest_apart": worst,
@@ -192,6 +194,30 @@ def measure_linear(rounds: int, *, quick: bool = False) -> dict[str, Any]:
             f"{apart} of {elements} codes differ from the reference in whole numbers, by {worst} at most.",
         ],
     }  # fmt: skip
+
+
+def measure_random(rounds: int, *, count: int = 60) -> dict[str, Any]:
+    """Measure layers of ``count`` shapes that nobody chose: each side is between 1 and 2,048, its logarithm uniform."""
+    draw = random.Random(0)
+    rows: list[dict[str, Any]] = []
+    for _ in range(count):
+        shape = round(2 ** draw.uniform(0, 11)), round(2 ** draw.uniform(0, 11)), round(2 ** draw.uniform(0, 11))
+        case = _Case.make(*shape)
+        contenders = {
+            name: call for name, call in case.contenders().items() if name in ("float32", "static", "dynamic")
+        }
+        timings = interleave(
+            contenders, rounds=rounds, calls=_calls(contenders["float32"]), warmup=3, settle_s=_SETTLE_S
+        )
+        times = {name: times_faster(timings[name], timings["float32"]).to_json() for name in ("static", "dynamic")}
+        rows.append({"shape": shape, "times": times})
+    medians = {name: [row["times"][name]["median"] for row in rows] for name in ("static", "dynamic")}
+    return {
+        "rows": rows,
+        "geometric_means": {name: statistics.geometric_mean(values) for name, values in medians.items()},
+        "least": {name: min(values) for name, values in medians.items()},
+        "below": {name: sum(value < AT_LEAST_ANY for value in values) for name, values in medians.items()},
+    }
 
 
 def _row(shape: tuple[int, int, int], timings: dict[str, Timing]) -> dict[str, Any]:

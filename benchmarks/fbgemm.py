@@ -67,6 +67,12 @@ def _linear(console: Console, quick: bool) -> dict[str, Any]:
         ("fused over unfused, geometric mean", means["fused_over_unfused"], targets["unfused"]),
     ):  # fmt: skip
         console.print(f"  {label}: {_verdict(value, target)}")
+    chance = values["random"]
+    for name in ("static", "dynamic"):
+        console.print(
+            f"  {name}, {len(chance['rows'])} shapes by chance: {chance['geometric_means'][name]:.2f} in the geometric "
+            f"mean, least {_verdict(chance['least'][name], targets['any'])}, {chance['below'][name]} below"
+        )
     print_notes(console, figures["notes"])
     return figures
 
