@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,21 @@ def linear() -> str:
 def linear_mean(name: str) -> str:
     """Return a geometric mean over the shapes."""
     return f"{_linear()['geometric_means'][name]:.2f}"
+
+
+def linear_mean_of_size(*, large: bool) -> str:
+    """Return the geometric mean of static layers whose float32 weights are larger than 2 MiB, or not."""
+    found = [
+        one["times"]["static"]["float32"]["median"]
+        for one in _linear()["rows"]
+        if (4 * one["shape"][1] * one["shape"][2] > 2 << 20) == large
+    ]
+    return f"{statistics.geometric_mean(found):.2f}"
+
+
+def random_layers(name: str, key: str) -> str:
+    """Return a figure of layers whose shapes were drawn."""
+    return f"{_linear()['random'][key][name]:.2f}"
 
 
 def greedy_rows() -> str:
@@ -97,13 +113,15 @@ def loka_shapes() -> str:
     rows = [
         [
             _shape(one),
+            "outliers" if one["outlier"] else "",
             one["kernel"],
             *(f"{one['milliseconds'][name]:.3f}" for name in ("fp32", one["kernel"])),
             f"{one['times_fp32']:.2f}",
         ]
-        for one in results("loka-shapes")["rows"]
+        for one in results("loka-shapes")["rows"][:8]
+        + [one for one in results("loka-shapes")["rows"][8:] if one["outlier"]]
     ]
-    return table(["rows x outputs x inputs", "chosen", "fp32, ms", "chosen, ms", "times as fast"], rows)
+    return table(["rows x outputs x inputs", "inputs", "chosen", "fp32, ms", "chosen, ms", "times as fast"], rows)
 
 
 def loka_model() -> str:
@@ -313,6 +331,11 @@ FIGURES: Figures = {
     "fbgemm-linear": linear,
     "fbgemm-static": partial(linear_mean, "static_over_float32"),
     "fbgemm-dynamic": partial(linear_mean, "dynamic_over_float32"),
+    "fbgemm-large": partial(linear_mean_of_size, large=True),
+    "fbgemm-small": partial(linear_mean_of_size, large=False),
+    "fbgemm-random-static": partial(random_layers, "static", "geometric_means"),
+    "fbgemm-random-dynamic": partial(random_layers, "dynamic", "geometric_means"),
+    "fbgemm-random-least": lambda: f"{min(_linear()['random']['least'].values()):.2f}",
     "fbgemm-fused": partial(linear_mean, "fused_over_float32"),
     "fbgemm-codes": partial(linear_mean, "codes_over_float32"),
     "fbgemm-unfused": partial(linear_mean, "fused_over_unfused"),
@@ -332,6 +355,8 @@ FIGURES: Figures = {
     "loka-shapes": loka_shapes,
     "loka-mean": lambda: f"{results('loka-shapes')['geometric_mean']:.2f}",
     "loka-over-uniform": lambda: f"{results('loka-shapes')['over_best_uniform']:.2f}",
+    "loka-mixed": lambda: f"{results('loka-shapes')['with_outliers']['over_best_uniform']:.2f}",
+    "loka-mixed-kernel": lambda: str(results("loka-shapes")["with_outliers"]["best"]),
     "loka-model": loka_model,
     "loka-ne": lambda: percent(results("loka-model")["change"]["mean"], "+.4f"),
     "loka-uniform": loka_uniform,

@@ -263,3 +263,46 @@ def test_forms_that_cannot_be_kept_are_refused(cli, folder, words, said):
     done = cli("generate", folder, "the", *words)
     assert (done.code, done.out) == (2, "")
     assert said in done.err
+
+
+def test_texts_end_before_stop_strings_each_by_itself(cli, folder):
+    words = ("generate", folder, "the cat sat", "on the mat", *EXACT, "-n", 30, "--raw", "--json")
+    whole = [json.loads(line) for line in cli(*words).out.splitlines()]
+    stop = whole[0]["text"][4:9]  # may begin and end inside tokens
+    cut = [json.loads(line) for line in cli(*words, "--stop", stop, "--stop", "never").out.splitlines()]
+    for before, after in zip(whole, cut, strict=True):
+        assert after["text"] == before["text"].partition(stop)[0]
+        assert (after["tokens"] < before["tokens"]) == (stop in before["text"])
+        assert after["finish"] == ("stop" if stop in before["text"] else before["finish"])
+    live = cli("generate", folder, "the cat sat", *EXACT, "-n", 30, "--raw", "--stop", stop)
+    assert live.out == whole[0]["text"].partition(stop)[0] + "\n"
+
+
+def test_settings_of_sampling_reach_the_sampler(cli, folder):
+    words = ("generate", folder, "the cat sat", "--temperature", 2, "-n", 20, "--raw", "-q", "--dtype", "float32")
+    greedy_text = cli(*words[:3], *EXACT, "-n", 20, "--raw", "-q").out
+    assert cli(*words).out != greedy_text
+    assert cli(*words, "--top-k", 1).out == cli(*words, "--min-p", 1).out == greedy_text
+    assert cli(*words, "--top-k", 1, "--repetition-penalty", 50).out != greedy_text
+    for option in ("--top-k", "--repetition-penalty"):
+        refused = cli(*words, option, -1)
+        assert refused.code == 2
+        assert option.removeprefix("--").replace("-", "_") in refused.err
+
+
+def test_a_chat_goes_on_with_what_was_said(cli, folder, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("the cat sat\n\non the mat\n/new\nthe cat sat\n"))
+    done = cli("chat", folder, *EXACT, "-n", 8)
+    assert done.code == 0, done.err
+    tokenizer = load_tokenizer(folder)
+    first = greedy(folder, _chat(folder, "the cat sat"), 8)
+    turns = [Message("user", "the cat sat"), Message("assistant", first), Message("user", "on the mat")]
+    second = greedy(folder, tokenizer.encode_chat(turns), 8)
+    assert done.out == f"{first}\n{second}\n{first}\n"
+
+
+def test_a_chat_that_fills_the_context_is_said_to_do_so(cli, folder, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("the cat sat on the mat " * 400 + "\n"))
+    done = cli("chat", folder, *EXACT)
+    assert done.code == 2
+    assert "/new begins anew" in done.err

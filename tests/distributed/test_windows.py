@@ -157,12 +157,18 @@ def test_what_cannot_be_is_refused_by_name() -> None:
                 lambda: window.put(torch.ones(1), 1, timeout=timedelta(seconds=-1)),
                 lambda: window.signal(rank),
                 lambda: window.wait_signal(-1),
-                lambda: (window.close(), window.put(torch.ones(1), 1)),
             ):
                 with pytest.raises(PlanError) as error:
                     attempt()
                 said.append(error.value.what)
-            return said
+            window.put(torch.ones(1), 1 - rank)  # what was refused took no number
+            window.signal(1 - rank)
+            window.wait_signal(1 - rank)
+            assert window.tensor[0] == 1
+            window.close()
+            with pytest.raises(PlanError) as error:
+                window.put(torch.ones(1), 1)
+            return [*said, error.value.what]
 
         (said, _) = group.each(call)
     assert said[0] == "11 elements at 0 do not fit in the 10 of rank 1"

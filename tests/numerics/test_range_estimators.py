@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cordillera.errors import NumericsError
+from cordillera.numerics.dispatch.candidates import CANDIDATES
 from cordillera.numerics.formats.formats import INTEGERS
 from cordillera.numerics.quantization.quantizers import quantize
 from cordillera.numerics.quantization.range_estimators import (
@@ -198,3 +199,22 @@ def test_a_state_that_is_none_is_refused(damage: str) -> None:
         state["counts"] = state["counts"].double() if damage == "dtype" else state["counts"] - 1
     with pytest.raises(NumericsError, match="is no state"):
         RunningHistogram().load_state_dict(state)
+
+
+def test_a_static_layer_is_not_spoilt_by_a_few_large_values() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(64, 64, generator=generator), torch.zeros(64)
+    rows, x = torch.randn(4096, 64, generator=generator), torch.randn(512, 64, generator=generator)
+    static = CANDIDATES["int8 static"]
+
+    def decibels(calibration: torch.Tensor) -> float:
+        exact = x.double() @ weight.double().T
+        error = static.pack(weight, bias, calibration)(x).double() - exact
+        return float(10 * torch.log10(exact.square().sum() / error.square().sum()))
+
+    clean = decibels(rows)
+    rows[7, 3] = 60.0  # with the largest value, codes would be 15 times as coarse: 23 dB less
+    assert decibels(rows) > clean - 4
+    assert clean > 38
+    with pytest.raises(NumericsError, match="rows to calibrate on"):
+        static.pack(weight, bias, torch.full((2, 64), torch.nan))

@@ -226,8 +226,9 @@ def test_a_text_that_is_set_aside_goes_on_with_the_same_bits() -> None:
 @given(seed=st.integers(0, 1000), drafts=st.booleans())
 def test_penalties_and_chances_do_not_depend_on_drafts_and_follow_their_definition(seed: int, drafts: bool) -> None:
     sampling = Sampling(
-        temperature=1.0, top_p=1, seed=seed, presence_penalty=0.7, frequency_penalty=1.1, logit_bias={3: 2.0, 5: -100}
-    )
+        temperature=1.0, top_p=1, seed=seed, presence_penalty=0.7, frequency_penalty=1.1, logit_bias={3: 2.0, 5: -100},
+        repetition_penalty=1.7,
+    )  # fmt: skip
     engine = Engine(EXACT, speculation=DRAFTED if drafts else None)
     engine.add([1, 2, 1, 2, 1, 2], 20, sampling=sampling, logprobs=3)
     tokens = [1, 2, 1, 2, 1, 2]
@@ -239,6 +240,8 @@ def test_penalties_and_chances_do_not_depend_on_drafts_and_follow_their_definiti
         assert one.chance.logprob == pytest.approx(float(expected[one.token]), abs=1e-9)
         assert [token for token, _ in one.chance.top] == expected.topk(3).indices.tolist()
         for token in range(VOCABULARY):
+            if token in tokens:
+                logits[token] = logits[token] / 1.7 if logits[token] > 0 else logits[token] * 1.7
             count = tokens[6:].count(token)
             logits[token] -= 0.7 * (count > 0) + 1.1 * count
         logits[3] += 2

@@ -126,3 +126,11 @@ def test_penalties_leave_the_models_logits_unchanged(dtype: torch.dtype) -> None
     changed = penalized(logits, Sampling(presence_penalty=1.0, logit_bias={0: 5.0}), [[1]])
     assert changed.tolist() == [[6, 2, 2]]
     assert logits.tolist() == [[1, 3, 2]]
+
+
+def test_repetitions_are_made_less_likely_as_in_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
+    prompt, text = [3, 3, 7], [9, 1, 3]
+    expected = transformers.RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([[*prompt, *text]]), logits.clone())
+    assert torch.equal(penalized(logits, Sampling(repetition_penalty=1.3), [text], prompt), expected)

@@ -21,12 +21,13 @@ from prometheus_client import CollectorRegistry
 from cordillera.errors import DataError, OverloadError, UnavailableError
 from cordillera.kernels.dense.few_rows import MOST_ROWS
 from cordillera.serving.language.engine import Generated
+from cordillera.serving.language.generation import StopStrings
 from cordillera.serving.language.guided import Form, choice_form, json_form, regex_form
 from cordillera.serving.language.language_model import LanguageModel
 from cordillera.serving.language.sampler import Sampling
 from cordillera.serving.language.speculation import NGramDrafter, Speculation
 from cordillera.serving.language.text_metrics import TextMetrics
-from cordillera.serving.language.text_service import StopStrings, TextDelta, TextRequest, TextService
+from cordillera.serving.language.text_service import TextDelta, TextRequest, TextService
 from tests.serving.servers import SECONDS, Heard, alone, ask, eventually, first_stop, open_model
 from tests.serving.small_models import write_model
 

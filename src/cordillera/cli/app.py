@@ -16,6 +16,7 @@ from cordillera.cli import (
     bench,
     blame,
     chaos,
+    chat,
     compare,
     convert,
     coordinate,
@@ -70,6 +71,7 @@ SECTIONS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
     },
     "Language models": {
         "generate": generate.generate,
+        "chat": chat.chat,
         "convert": convert.convert,
         "isoflop": isoflop.isoflop,
         "best-of": answers.best_of,

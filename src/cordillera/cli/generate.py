@@ -35,6 +35,12 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="For each prompt.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token; higher is more random.")] = 0.6,
     top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens of this probability.")] = 0.9,
+    top_k: Annotated[int, typer.Option(help="Draw among so many of the likeliest tokens; 0: all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Least probability, as a share of the likeliest token's.")] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1, tokens that are there already get less likely.")
+    ] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed draws the same text.")] = 0,
     chat: Annotated[
         bool | None,
@@ -73,22 +79,26 @@ def generate(
     from cordillera.serving.language.language_model import Completion, LanguageModel
     from cordillera.serving.language.sampler import make_sampling
 
-    sampling = make_sampling(temperature=temperature, top_p=top_p, seed=seed)
+    sampling = make_sampling(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
+        seed=seed,
+    )  # fmt: skip
     opened = LanguageModel(model, dtype=dtype, device=device, tokenizer=tokenizer, drafter=drafter, fp8=fp8)
     found = [Completion() for _ in texts]
     live = len(texts) == 1 and not as_json
     interrupted, began = False, time.perf_counter()
     try:
         pieces = opened.stream(
-            texts, max_new_tokens=max_new_tokens, chat=chat, system=system, sampling=sampling, form=form
-        )
+            texts, max_new_tokens=max_new_tokens, chat=chat, system=system, sampling=sampling, form=form,
+            stop=stop or (),
+        )  # fmt: skip
         opened.model  # noqa: B018 -- loads the weights before the timing
         opened.speculation  # noqa: B018 -- measures passes, if there is a drafter
         began = time.perf_counter()
         for piece in pieces:
             found[piece.sequence].add(piece)
             if live:
-                _write(piece.text)
+                write_text(piece.text)
     except KeyboardInterrupt:
         interrupted = True
     seconds = time.perf_counter() - began
@@ -152,7 +162,8 @@ def _split(content: str, where: str, lines: bool) -> list[str]:
     return found
 
 
-def _write(text: str) -> None:
+def write_text(text: str) -> None:
+    """Write a model's ``text``, which must not control a terminal, at once."""
     sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
@@ -164,9 +175,9 @@ def _finish(texts: Sequence[str], found: Sequence[Completion], *, as_json: bool,
             entry = {"prompt": prompt, **asdict(one)}
             echo(json.dumps(entry, ensure_ascii=False), json=True)
     elif len(texts) == 1:
-        _write("" if found[0].text.endswith("\n") else "\n")
+        write_text("" if found[0].text.endswith("\n") else "\n")
     else:
         for number, one in enumerate(found, 1):
             if not quiet:
-                _write(f"[{number}] ")
-            _write(one.text.removesuffix("\n") + "\n")
+                write_text(f"[{number}] ")
+            write_text(one.text.removesuffix("\n") + "\n")

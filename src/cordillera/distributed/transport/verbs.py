@@ -78,9 +78,8 @@ def all_to_all_dynamic(
 class Window:
     """Memory of every rank of a group that the others write to, without a call of the rank that it belongs to.
 
-    All ranks make and close it together. What is put is in the other rank's memory once the work of the put is done;
-    the other rank knows it after a signal, which comes behind all that was put before. A rank must not use what others
-    write to before it has the signal.
+    All ranks make and close it together. What is put is in the other rank's memory once that rank has a signal, which
+    comes behind all that was put before; until then it must not use what others write to.
 
     >>> window = Window(group, torch.zeros(1024))  # doctest: +SKIP
     >>> window.put(torch.ones(10), 1, offset=20)  # doctest: +SKIP
@@ -135,14 +134,14 @@ class Window:
             timeout: Longest time; None for that of the group.
 
         Returns:
-            The work if ``async_op``, which is done when the other rank's memory holds the tensor; otherwise None.
+            The work if ``async_op``, which is done once the tensor may change; otherwise None.
 
         Raises:
             PlanError: If it does not fit, or an argument is not acceptable.
             TransportError: If it was given up; the group then is, too.
         """
         checked([tensor])
-        self._check(rank)
+        timeout_s = self._check(rank, timeout)
         if tensor.dtype != self.tensor.dtype:
             raise PlanError(f"{tensor.dtype} cannot be put into one of {self.tensor.dtype}", where="window")
         if not 0 <= offset <= self._sizes[rank] - tensor.numel():
@@ -158,7 +157,7 @@ class Window:
             )
         )
         puts = self._puts[rank] = self._running(rank)
-        operation = self._operation("put", task, tensor, self._number, timeout)
+        operation = self._operation("put", task, tensor, self._number, timeout_s)
         puts.append(operation)
         return self._begin(operation, async_op)
 
@@ -177,10 +176,10 @@ class Window:
             PlanError: If an argument is not acceptable.
             TransportError: If it was given up; the group then is, too.
         """
-        self._check(rank, other=True)
+        timeout_s = self._check(rank, timeout, other=True)
         none, tag = torch.empty(0, dtype=torch.uint8), _SIGNALS - self._number
         task = Offer(peer=rank, index=self._communicator.message_number(rank, tag), views=[none])
-        operation = self._operation("signal", task, none, tag, timeout)
+        operation = self._operation("signal", task, none, tag, timeout_s)
         operation.follows = self._running(rank)
         return self._begin(operation, async_op)
 
@@ -199,10 +198,10 @@ class Window:
             PlanError: If an argument is not acceptable.
             TransportError: If it does not come in time; the group is then given up.
         """
-        self._check(rank, other=True)
+        timeout_s = self._check(rank, timeout, other=True)
         none = torch.empty(0, dtype=torch.uint8)
         task = Take(peer=rank, views=[none])
-        return self._begin(self._operation("wait_signal", task, none, _SIGNALS - self._number, timeout), async_op)
+        return self._begin(self._operation("wait_signal", task, none, _SIGNALS - self._number, timeout_s), async_op)
 
     def close(self) -> None:
         """Let nobody write any more; all ranks call this, and wait for each other. Closing again does nothing.
@@ -237,24 +236,23 @@ class Window:
                 tasks.append(Take(peer=peer, views=[parts[peer]]))
         return tasks
 
-    def _check(self, rank: int, *, other: bool = False) -> None:
+    def _check(self, rank: int, timeout: timedelta | None, *, other: bool = False) -> float:
+        """Return the longest time, in seconds."""
         if not self._is_open:
             raise PlanError("it is closed", where="window")
         if not 0 <= rank < self._group.size() or (other and rank == self._rank):
             raise PlanError(
                 f"rank is {rank}", where="window", remedy=f"another one of the {self._group.size()} of the group"
             )
+        return self._communicator.timeout_s if timeout is None else checked_timeout(timeout.total_seconds())
 
     def _running(self, rank: int) -> list[TransportOperation]:
         return [put for put in self._puts[rank] if not put.is_done]
 
-    def _operation(
-        self, name: str, task: Task, tensor: Tensor, sequence: int, timeout: timedelta | None
-    ) -> TransportOperation:
-        seconds = self._communicator.timeout_s if timeout is None else checked_timeout(timeout.total_seconds())
+    def _operation(self, name: str, task: Task, tensor: Tensor, sequence: int, timeout_s: float) -> TransportOperation:
         return TransportOperation(
             name, signed("put" if name == "put" else "message", tensor.dtype), [task], [tensor], tensor.nbytes,
-            timeout_s=seconds, is_message=True, sequence=sequence,
+            timeout_s=timeout_s, is_message=True, sequence=sequence,
         )  # fmt: skip
 
     def _begin(self, operation: TransportOperation, async_op: bool) -> dist.Work | None:

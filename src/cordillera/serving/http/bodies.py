@@ -116,6 +116,7 @@ class TextBody(BaseModel):
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
     logit_bias: Annotated[
         dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None, FewKeys
     ] = None
@@ -159,6 +160,7 @@ class TextBody(BaseModel):
             min_p=self.min_p or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             logit_bias=self.logit_bias or {},
             seed=secrets.randbits(48) if self.seed is None else self.seed % 2**61,
         )

@@ -523,7 +523,7 @@ class Engine:
 def _draw(logits: Tensor, text: _Text, tree: DraftTree, position: int) -> list[int]:
     """Draw what follows a text and each token of its tree; see :meth:`Engine._follow`."""
     sampling, noise = text.sampling, None
-    logits = penalized(logits, sampling, [text.written + path for path in [[], *paths(tree)]])
+    logits = penalized(logits, sampling, [text.written + path for path in [[], *paths(tree)]], text.prompt)
     if text.guide is not None:
         logits = logits.masked_fill(~text.guide.allowed(tree).to(logits.device), -torch.inf)
     if sampling.temperature > 0:

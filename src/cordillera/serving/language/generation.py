@@ -27,6 +27,7 @@ def generate(
     tokens: int | None = None,
     speculation: Speculation | None = None,
     guide: Callable[[], Guide] | None = None,
+    over: Collection[int] = (),
 ) -> Iterator[Generated]:
     """Continue prompts, up to 16 at a time, until a stop token, ``max_new_tokens`` or the end of the context.
 
@@ -45,6 +46,7 @@ def generate(
         speculation: How tokens are drafted; None for one token a pass. A drafter that fails is not asked again, which
             is said in a warning.
         guide: Makes the guide of a text's form, whose end is one of ``stop``; None for any text.
+        over: Numbers of prompts that are not to go on; the caller may add some after any token.
 
     Returns:
         Tokens as they are generated: in each pass at least one for every sequence that is being continued. Errors of
@@ -55,7 +57,38 @@ def generate(
             ``max_new_tokens`` is below 1; or, during generation, the model's logits are not finite.
     """
     check_prompts(model.config, prompts, max_new_tokens)
-    return _generate(model, prompts, max_new_tokens, stop, sampling or Sampling(), tokens, speculation, guide)
+    return _generate(model, prompts, max_new_tokens, stop, sampling or Sampling(), tokens, speculation, guide, over)
+
+
+class StopStrings:
+    """Finds the first of some strings in text that comes in pieces: the one that is complete first.
+
+    Where several are complete at once, the longest counts. What is found does not depend on how the text is cut.
+    """
+
+    def __init__(self, strings: Collection[str]) -> None:
+        self._strings = [one for one in strings if one]
+        self._held = ""
+
+    def push(self, text: str, *, last: bool = False) -> tuple[str, bool]:
+        """Return the text that is sure to come before any of the strings, and whether one of them was found.
+
+        Args:
+            text: More text.
+            last: Whether no more text comes.
+        """
+        text, self._held = self._held + text, ""
+        places = [(place + len(one), place) for one in self._strings if (place := text.find(one)) >= 0]
+        if places:
+            return text[: min(places)[1]], True
+        if last:
+            return text, False
+        longest = max((len(one) - 1 for one in self._strings), default=0)
+        for size in range(min(longest, len(text)), 0, -1):
+            if any(one.startswith(text[-size:]) for one in self._strings):
+                self._held = text[-size:]
+                return text[:-size], False
+        return text, False
 
 
 def for_decoding(model: Llama, *, as_trained: bool = False) -> Llama:
@@ -124,6 +157,7 @@ def _generate(
     tokens: int | None,
     speculation: Speculation | None,
     guide: Callable[[], Guide] | None,
+    over: Collection[int],
 ) -> Iterator[Generated]:
     if not prompts:
         return
@@ -137,4 +171,7 @@ def _generate(
         for token in engine.step():
             if token.error is not None:
                 raise token.error
-            yield token
+            if token.sequence not in over:
+                yield token
+                if token.sequence in over:
+                    engine.cancel(token.sequence)

@@ -30,7 +30,7 @@ from cordillera.numerics.quantization.fp8_rows import multiplies_fp8
 from cordillera.run import Run
 from cordillera.serving.language.draft_models import ModelDrafts
 from cordillera.serving.language.engine import Finish
-from cordillera.serving.language.generation import check_prompts, for_decoding, fp8_feed_forward, generate
+from cordillera.serving.language.generation import StopStrings, check_prompts, for_decoding, fp8_feed_forward, generate
 from cordillera.serving.language.guided import Form, Guide, Guides
 from cordillera.serving.language.sampler import Sampling
 from cordillera.serving.language.speculation import (
@@ -184,10 +184,13 @@ class LanguageModel:
         """What makes the guides of forms for this tokenizer."""
         return Guides(self.tokenizer)
 
-    def encode(self, prompts: Sequence[str], *, chat: bool | None = None, system: str | None = None) -> list[list[int]]:
+    def encode(
+        self, prompts: Sequence[str | Sequence[Message]], *, chat: bool | None = None, system: str | None = None
+    ) -> list[list[int]]:
         """Return the token ids of prompts, in the form that the model expects.
 
         Args:
+            prompts: Texts, or the messages of chats that the model goes on with.
             chat: Whether each prompt is a user's message in a chat that the model answers; False for text that it
                 continues. Default: True if the tokenizer has a chat format.
             system: Instructions to the model at the beginning of a chat.
@@ -197,36 +200,40 @@ class LanguageModel:
         """
         for number, prompt in enumerate(prompts, 1):
             where = "prompt" if len(prompts) == 1 else f"prompt {number}"
-            check_text(prompt, where)  # before a template adds other text
+            for text in [prompt] if isinstance(prompt, str) else [message.content for message in prompt]:
+                check_text(text, where)  # before a template adds other text
             if not prompt:
                 raise DataError("is empty", where=where, remedy="give some text")
         if system is not None:
             check_text(system, "system")
         if chat is None:
             chat = self.tokenizer.chat_format is not None
-        if not chat:
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if not chat and len(texts) == len(prompts):
             if system is not None:
                 raise DataError(
                     "plain text has no system turn", where="system", remedy="put it before the prompt, or use a chat"
                 )
-            return self.tokenizer.encode_batch(prompts, bos=self.tokenizer.adds_bos)
+            return self.tokenizer.encode_batch(texts, bos=self.tokenizer.adds_bos)
         before = [] if system is None else [Message("system", system)]
-        return [self.tokenizer.encode_chat([*before, Message("user", prompt)]) for prompt in prompts]
+        chats = [[Message("user", prompt)] if isinstance(prompt, str) else prompt for prompt in prompts]
+        return [self.tokenizer.encode_chat([*before, *messages]) for messages in chats]
 
     def stream(
         self,
-        prompts: str | Sequence[str],
+        prompts: str | Sequence[str | Sequence[Message]],
         *,
         max_new_tokens: int = 256,
         chat: bool | None = None,
         system: str | None = None,
         sampling: Sampling | None = None,
         form: Form | None = None,
+        stop: Sequence[str] = (),
     ) -> Iterator[TextPiece]:
         """Continue or answer prompts, all together, and yield the text as it is generated.
 
         Args:
-            prompts: Texts; one string is one prompt.
+            prompts: Texts, or the messages of chats that the model goes on with; one string is one prompt.
             max_new_tokens: Number of tokens for each prompt; fewer if the context ends.
             chat: Whether prompts are messages of a chat, as in :meth:`encode`.
             system: Instructions to the model, as in :meth:`encode`.
@@ -234,6 +241,7 @@ class LanguageModel:
                 :class:`~cordillera.serving.language.sampler.Sampling`.
             form: Form that every text keeps to, such as :func:`~cordillera.serving.language.guided.json_form`; None for
                 any. A text that ``max_new_tokens`` ends early is its beginning.
+            stop: Strings before which a text ends.
 
         Returns:
             One piece per token; each pass yields at least one for every unfinished prompt. Errors of the prompts are
@@ -250,7 +258,7 @@ class LanguageModel:
         guide = None if form is None else partial(self.guides.start, form)
         if guide is not None:
             guide()  # says now what is wrong with the form
-        return self._stream(ids, max_new_tokens, sampling, guide)
+        return self._stream(ids, max_new_tokens, sampling, guide, stop)
 
     def _stream(
         self,
@@ -258,33 +266,38 @@ class LanguageModel:
         max_new_tokens: int,
         sampling: Sampling | None,
         guide: Callable[[], Guide] | None,
+        stop: Sequence[str],
     ) -> Iterator[TextPiece]:
-        decoders = [StreamDecoder(self.tokenizer) for _ in ids]
-        stop, count = self.tokenizer.stop_ids, self.tokenizer.vocab_size
-        tokens = generate(self.model, ids, max_new_tokens, stop, sampling, count, self.speculation, guide)
+        decoders = [(StreamDecoder(self.tokenizer), StopStrings(stop)) for _ in ids]
+        ends, count, over = self.tokenizer.stop_ids, self.tokenizer.vocab_size, set[int]()
+        tokens = generate(self.model, ids, max_new_tokens, ends, sampling, count, self.speculation, guide, over)
         for one in tokens:
-            decoder = decoders[one.sequence]
+            decoder, stops = decoders[one.sequence]
             text = decoder.push(one.token)
-            yield TextPiece(one.sequence, text + decoder.finish() if one.finish else text, one.finish, one.forward)
+            text, found = stops.push(text + decoder.finish() if one.finish else text, last=one.finish is not None)
+            if found:
+                over.add(one.sequence)
+            yield TextPiece(one.sequence, text, "stop" if found else one.finish, one.forward)
 
     def generate(
         self,
-        prompts: str | Sequence[str],
+        prompts: str | Sequence[str | Sequence[Message]],
         *,
         max_new_tokens: int = 256,
         chat: bool | None = None,
         system: str | None = None,
         sampling: Sampling | None = None,
         form: Form | None = None,
+        stop: Sequence[str] = (),
     ) -> list[Completion]:
         """Continue or answer prompts to the end, and return one completion per prompt, in their order.
 
-        Arguments ``prompts``, ``max_new_tokens``, ``chat``, ``system``, ``sampling`` and ``form`` and errors are those
-        of :meth:`stream`.
+        Arguments ``prompts``, ``max_new_tokens``, ``chat``, ``system``, ``sampling``, ``form`` and ``stop`` and errors
+        are those of :meth:`stream`.
         """
         found = [Completion() for _ in ([prompts] if isinstance(prompts, str) else prompts)]
         for piece in self.stream(
-            prompts, max_new_tokens=max_new_tokens, chat=chat, system=system, sampling=sampling, form=form
+            prompts, max_new_tokens=max_new_tokens, chat=chat, system=system, sampling=sampling, form=form, stop=stop
         ):
             found[piece.sequence].add(piece)
         return found

@@ -25,6 +25,8 @@ class Sampling(BaseModel):
         min_p: Least probability of a token, as a share of that of the most likely one.
         presence_penalty: Number that is subtracted from the logits of tokens that the text holds after its prompt.
         frequency_penalty: Number that is subtracted from them for each time that the text holds them.
+        repetition_penalty: Number by which the logits of tokens are divided that the prompt or the text holds, or
+            multiplied where they are negative (Keskar et al. 2019); 1 for none.
         logit_bias: Numbers that are added to the logits of tokens, by id.
         seed: Seed; sequence ``i`` of a batch draws with ``seed + i``, independently of the other sequences. Random
             numbers depend on the seed and on the position of a token alone.
@@ -38,6 +40,7 @@ class Sampling(BaseModel):
     min_p: float = Field(0.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
     logit_bias: Mapping[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] = Field(
         default_factory=dict
     )
@@ -124,18 +127,25 @@ def _left_out(ordered: Tensor, sampling: Sampling) -> Tensor:
     return left_out
 
 
-def penalized(logits: Tensor, sampling: Sampling, texts: Sequence[Sequence[int]]) -> Tensor:
+def penalized(logits: Tensor, sampling: Sampling, texts: Sequence[Sequence[int]], prompt: Sequence[int] = ()) -> Tensor:
     """Return logits ``[n, vocabulary]`` with the bias and the penalties of ``sampling``.
 
     Args:
         texts: Tokens that were generated before each row.
+        prompt: Tokens of the prompt, for the penalty of repetitions.
 
     Raises:
         DataError: If the bias names an id that is not a token.
     """
-    if not (sampling.logit_bias or sampling.presence_penalty or sampling.frequency_penalty):
+    repeats = sampling.repetition_penalty != 1
+    if not (sampling.logit_bias or sampling.presence_penalty or sampling.frequency_penalty or repeats):
         return logits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)  # others see what the model said
+    if repeats:
+        for row, text in zip(logits, texts, strict=True):
+            seen = [one for one in {*prompt, *text} if one < len(row)]
+            found = row[seen]
+            row[seen] = torch.where(found > 0, found / sampling.repetition_penalty, found * sampling.repetition_penalty)
     if sampling.logit_bias:
         ids = list(sampling.logit_bias)
         if max(ids) >= logits.shape[1]:

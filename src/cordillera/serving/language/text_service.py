@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 from cordillera.data.tokenizers.tokenizer import StreamDecoder
 from cordillera.errors import DataError, OverloadError, UnavailableError
 from cordillera.serving.language.engine import TOGETHER, Engine, Finish, Generated, check_prompt
+from cordillera.serving.language.generation import StopStrings
 from cordillera.serving.language.guided import Form, Guide
 from cordillera.serving.language.language_model import LanguageModel
 from cordillera.serving.language.sampler import Sampling, TokenChance
@@ -76,37 +77,6 @@ class TextDelta:
 
 
 Listener = Callable[[TextDelta], None]
-
-
-class StopStrings:
-    """Finds the first of some strings in text that comes in pieces: the one that is complete first.
-
-    Where several are complete at once, the longest counts. What is found does not depend on how the text is cut.
-    """
-
-    def __init__(self, strings: Collection[str]) -> None:
-        self._strings = [one for one in strings if one]
-        self._held = ""
-
-    def push(self, text: str, *, last: bool = False) -> tuple[str, bool]:
-        """Return the text that is sure to come before any of the strings, and whether one of them was found.
-
-        Args:
-            text: More text.
-            last: Whether no more text comes.
-        """
-        text, self._held = self._held + text, ""
-        places = [(place + len(one), place) for one in self._strings if (place := text.find(one)) >= 0]
-        if places:
-            return text[: min(places)[1]], True
-        if last:
-            return text, False
-        longest = max((len(one) - 1 for one in self._strings), default=0)
-        for size in range(min(longest, len(text)), 0, -1):
-            if any(one.startswith(text[-size:]) for one in self._strings):
-                self._held = text[-size:]
-                return text[:-size], False
-        return text, False
 
 
 @dataclass

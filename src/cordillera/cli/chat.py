@@ -1,0 +1,91 @@
+"""``cordillera chat``."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cordillera.cli.generate import write_text
+from cordillera.errors import DataError
+
+if TYPE_CHECKING:
+    from cordillera.data.tokenizers.chat import Message
+    from cordillera.serving.language.language_model import TextPiece
+
+_HELP = "Ctrl-C stops an answer, /new begins anew, Ctrl-D ends."
+
+
+def chat(
+    model: Annotated[
+        str, typer.Argument(help="A model's name (`smollm2`), the folder of a checkpoint or a run, or a GGUF file.")
+    ],
+    system: Annotated[str | None, typer.Option(help="Instructions that the chat begins with.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="For each answer.")] = 1024,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token; higher is more random.")] = 0.6,
+    top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens of this probability.")] = 0.9,
+    seed: Annotated[int, typer.Option(help="The same seed and messages give the same answers.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Of weights: auto, bfloat16, float16, float32, int8 or int4.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Chat with a language model in the terminal.
+
+    Each line is a message; what was said before is part of the next one. Ctrl-C stops an answer, /new begins anew,
+    Ctrl-D ends. Without a terminal, the lines of standard input are the messages.
+    """
+    from cordillera.data.tokenizers.chat import Message
+    from cordillera.serving.language.language_model import LanguageModel
+    from cordillera.serving.language.sampler import make_sampling
+
+    sampling = make_sampling(temperature=temperature, top_p=top_p, seed=seed)
+    opened = LanguageModel(model, dtype=dtype, device=device)
+    if opened.tokenizer.chat_format is None:
+        raise DataError("has no chat format", where=model, remedy="continue text with `cordillera generate`")
+    opened.encode(["Hello"], chat=True, system=system)  # says now what is wrong with the instructions
+    opened.model  # noqa: B018 -- loads the weights before the first message
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        typer.echo(_HELP, err=True)
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 -- lines can then be edited and called back
+    messages: list[Message] = []
+    while (line := _read(is_terminal)) is not None:
+        if line == "/new":
+            messages = []
+            continue
+        asked = [*messages, Message("user", line)]
+        try:
+            pieces = opened.stream([asked], chat=True, system=system, max_new_tokens=max_new_tokens, sampling=sampling)
+        except DataError as error:  # the chat fills the context
+            typer.echo(f"error: {error}\n  -> /new begins anew", err=True)
+            if not is_terminal:
+                raise typer.Exit(2) from None
+            continue
+        messages = [*asked, Message("assistant", _answer(pieces))]
+
+
+def _read(is_terminal: bool) -> str | None:
+    """Return the next message that is not blank; None at the end."""
+    while True:
+        try:
+            line = input("> " if is_terminal else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            if is_terminal:
+                typer.echo("", err=True)
+            return None
+        if line:
+            return line
+
+
+def _answer(pieces: Iterable[TextPiece]) -> str:
+    """Print an answer as it comes, and return it, or what came before Ctrl-C."""
+    said = ""
+    with contextlib.suppress(KeyboardInterrupt):
+        for piece in pieces:
+            said += piece.text
+            write_text(piece.text)
+    write_text("" if said.endswith("\n") else "\n")
+    return said
