@@ -155,13 +155,13 @@ def test_draws_repeat_with_the_seed(cli, folder):
 
 
 def test_control_characters_reach_pipes_and_no_terminal(cli, folder, monkeypatch):
-    from cordillera.cli.generate import _write
+    from cordillera.cli.generate import write_text
 
     written = io.StringIO()
     monkeypatch.setattr(sys, "stdout", written)
-    _write("a\x1b[2J\tb\n")
+    write_text("a\x1b[2J\tb\n")
     monkeypatch.setattr(written, "isatty", lambda: True)
-    _write("a\x1b[2J\tb\n")
+    write_text("a\x1b[2J\tb\n")
     assert written.getvalue() == "a\x1b[2J\tb\na\ufffd[2J\tb\n"
 
 
