@@ -62,8 +62,9 @@ COMMANDS = {
     "plan --measure": ["p.csv", "gpt-22b", "a100-node"],
     "simulate-faults": ["--devices", 1000, "--replicas", 4, "--days", 1, "--runs", 2],
     "doctor": [],
+    "tune-collectives": ["rules.toml", "--bytes", 4096, "--seconds", 0.01],
 }  # fmt: skip
-SLOW = {"search", "sweep", "augment", "plan", "plan of tables", "plan of clusters"}
+SLOW = {"search", "sweep", "augment", "plan", "plan of tables", "plan of clusters", "tune-collectives"}
 LISTS = {"doctor", "guard", "simulate-faults"}
 DERIVED = {"positives", "ratio", "law", "silent / NaN, inf", "effective", "formula", "", "verdict"}
 """Columns whose values follow from others of the document, or repeat a heading."""

@@ -65,7 +65,7 @@ class TunedGroup(Protocol):
         ...
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Reduce ``tensors``."""
+        """Reduce ``tensors`` as ``opts`` say."""
         ...
 
     def all_gather_single(self, output: Tensor, input: Tensor) -> dist.Work:

@@ -70,6 +70,7 @@ def half(bits: Any) -> Any:
 
 @compiled()
 def read_single(source: Any, at: int) -> Any:
+    """Return the float32 at byte ``at``."""
     word = np.int64(source[at]) | np.int64(source[at + 1]) << 8
     word |= np.int64(source[at + 2]) << 16 | np.int64(source[at + 3]) << 24
     return reinterpret(np.int32(word), _SINGLE)
@@ -84,6 +85,7 @@ def _write_single(target: Any, at: int, value: Any) -> None:
 
 @compiled()
 def read_half(source: Any, at: int) -> Any:
+    """Return the float16 at byte ``at`` as a float32."""
     return half(np.uint16(np.int64(source[at]) | np.int64(source[at + 1]) << 8))
 
 
