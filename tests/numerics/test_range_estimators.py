@@ -20,7 +20,6 @@ from cordillera.numerics.quantization.range_estimators import (
     RunningHistogram,
     _Moments,
     estimate,
-    least_l2,
     minmax,
 )
 
@@ -205,21 +204,22 @@ def test_a_state_that_is_none_is_refused(damage: str) -> None:
         RunningHistogram().load_state_dict(state)
 
 
-@pytest.mark.parametrize("tail", [2.5, 4.0, 30.0])
-def test_ranges_of_rows_that_were_seen_lose_nothing_by_least_and_largest_values_on_others(tail: float) -> None:
-    """Why static layers do not take the range of least squared error: with long tails it cuts what is larger later."""
-    generator = torch.Generator().manual_seed(0)
-    weight, bias = torch.randn(64, 64, generator=generator), torch.zeros(64)
-    draws = np.random.default_rng(0).standard_t(tail, (8192, 64))
-    rows, x = torch.tensor(draws[:4096]).float(), torch.tensor(draws[4096:]).float()
-    static, histogram = CANDIDATES["int8 static"], RunningHistogram()
-    histogram.update(rows)
-
-    def decibels(stored: Mapping[str, torch.Tensor]) -> float:
+@pytest.mark.parametrize(("tail", "gain"), [(2.5, -1.0), (4.0, 0.0), (8.0, 0.5), (30.0, 0.5)])
+def test_static_layers_lose_less_on_other_rows_than_by_least_and_largest_values(tail: float, gain: float) -> None:
+    """In the mean of seeds; with the longest tails, other rows hold values several times as large as those seen."""
+    static, gains = CANDIDATES["int8 static"], []
+    for seed in range(5):
+        weight, bias = torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)), torch.zeros(64)
+        draws = torch.tensor(np.random.default_rng(seed).standard_t(tail, (8192, 64))).float()
+        rows, x = draws.chunk(2)
         exact = x.double() @ weight.double().T
-        error = static.load(stored, bias, False)(x).double() - exact
-        return float(10 * torch.log10(exact.square().sum() / error.square().sum()))
 
-    stored = static.store(weight, rows)
-    least = {**stored, "range": torch.tensor(least_l2(histogram, 255), dtype=torch.float32)}
-    assert decibels(stored) > decibels(least) - (0.3 if tail > 10 else 0)
+        def decibels(
+            stored: Mapping[str, torch.Tensor], x: Tensor = x, exact: Tensor = exact, bias: Tensor = bias
+        ) -> float:
+            error = static.load(stored, bias, False)(x).double() - exact
+            return float(10 * torch.log10(exact.square().sum() / error.square().sum()))
+
+        stored = static.store(weight, rows)
+        gains.append(decibels(stored) - decibels({**stored, "range": torch.stack([rows.min(), rows.max()])}))
+    assert sum(gains) / len(gains) >= gain

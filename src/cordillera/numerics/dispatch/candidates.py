@@ -21,6 +21,7 @@ from cordillera.numerics.quantization.fp8_rows import fp8_rows
 from cordillera.numerics.quantization.integer_linear import UINT8, LinearWeight, make_weight, quantize_weight
 from cordillera.numerics.quantization.quantized_linear import LinearConfig, QuantizedLinear, plain, take_out_nonfinite
 from cordillera.numerics.quantization.quantizers import check_finite, choose_affine
+from cordillera.numerics.quantization.range_estimators import RunningHistogram, least_l2
 from cordillera.numerics.quantization.rows import pack_codes, unpack_codes
 from cordillera.numerics.quantization.weight_only import HalfWeights, Int4Weights, Int8Weights, check_half
 
@@ -126,16 +127,19 @@ def _load_fp16(stored: StoredWeight, bias: Tensor | None, relu: bool) -> Kernel:
 
 
 def _int8(weight: Tensor, rows: Tensor | None) -> StoredWeight:
-    """Quantise symmetrically with a scale for each output channel, and store the range of the rows if there are any.
+    """Quantise symmetrically with a scale for each output channel, and store a range if there are rows.
 
-    Ranges of least squared error cut what is larger in rows that were not seen: with long tails they lose a decibel.
+    The range is that of the least squared error over the rows' values. On other rows of the same distribution it gains
+    half a decibel to four over the least and the largest value; where tails are so long that these are several times as
+    large on other rows, it loses one.
     """
     quantized = quantize_weight(weight.detach(), None)
     stored = {"weight": quantized.codes, "scale": quantized.scale.contiguous()}
     if rows is not None:
-        check_finite(rows, "rows to calibrate on")
-        ends = [rows.min(), rows.max()] if rows.numel() else [rows.new_zeros(())] * 2
-        stored["range"] = torch.stack(ends).float()
+        histogram = RunningHistogram()
+        histogram.update(rows, "rows to calibrate on")
+        ends = least_l2(histogram, 255) if rows.numel() else (0.0, 0.0)
+        stored["range"] = torch.tensor(ends, dtype=torch.float32)
     return stored
 
 
