@@ -10,8 +10,7 @@ import socket
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,6 @@ _ADDRESS = json.dumps({"boot": "0" * 36, "host": "127.0.0.1", "port": 65535, "lo
 class _Member:
     """A rank as a coroutine of this process, over loopback, and when it would do what on a processor of its own.
 
-    Time is that of the processor, so that what else this machine does is no part of it.
-
     Attributes:
         clock_s: That time: what a rank sends comes to another one at the time at which it is sent.
         busy_s: Time that it has computed.
@@ -53,11 +50,11 @@ class _Member:
 
     def wake(self, not_before_s: float = 0.0) -> None:
         """Begin to count."""
-        self.clock_s, self._since_s = max(self.clock_s, not_before_s), time.thread_time()
+        self.clock_s, self._since_s = max(self.clock_s, not_before_s), time.perf_counter()
 
     def tick(self) -> float:
         """Count what was done; return the time."""
-        now = time.thread_time()
+        now = time.perf_counter()
         self.clock_s += now - self._since_s
         self.busy_s += now - self._since_s
         self._since_s = now
@@ -171,19 +168,8 @@ def _frame(rank: int, length: int) -> TransportFrame:
     return TransportFrame(FrameKind.ADDRESS, Signature(0, 0, 0), 0, rank, 0, length)
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Do not look for garbage, as it would be that of all ranks, for which one of them would wait."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def _ring(size: int) -> dict[str, float]:
-    with _no_collection(), ExitStack() as stack:
+    with ExitStack() as stack:
         net = _Loopback(size, stack)
         listeners = [net.listener() for _ in range(size)]
         following = [net.call(rank, listeners[(rank + 1) % size], (rank + 1) % size) for rank in range(size)]
@@ -200,7 +186,7 @@ def _ring(size: int) -> dict[str, float]:
 
 
 def _star(size: int) -> dict[str, float]:
-    with _no_collection(), ExitStack() as stack:
+    with ExitStack() as stack:
         net, links = _Loopback(size, stack), {}
         listener, data = net.listener(), memoryview(_ADDRESS.encode())
         stars = {rank: _StarMember(net, rank, links) for rank in range(size)}
