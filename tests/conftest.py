@@ -77,9 +77,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if is_asked(item)]
         if not long:
             items[:] = _few_cases(config, items)
-    if not (config.getoption("--all") or config.getoption("--fuzz")):
-        for item in items:
-            _take_few_inputs(getattr(item, "obj", None))
+            for item in items:
+                _take_few_inputs(getattr(item, "obj", None))
     if not hasattr(config, "workerinput"):
         return
     turns: dict[str, int] = {}
@@ -99,7 +98,7 @@ def _few_cases(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.I
     for found in cases.values():
         few = next(found[0].iter_markers("cases")).args[0]
         if len(found) > few:
-            left_out |= {*found} - {found[at * (len(found) - 1) // (few - 1)] for at in range(few)}
+            left_out |= {*found} - {found[at * (len(found) - 1) // max(1, few - 1)] for at in range(few)}
     config.hook.pytest_deselected(items=list(left_out))
     return [item for item in items if item not in left_out]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cordillera.cli.generate import write_text
+from cordillera.cli.generate import DeviceName, ModelName, Temperature, TopP, WeightType, write_text
 from cordillera.errors import DataError
 
 if TYPE_CHECKING:
@@ -20,16 +20,14 @@ _HELP = "Ctrl-C stops an answer, /new begins anew, Ctrl-D ends."
 
 
 def chat(
-    model: Annotated[
-        str, typer.Argument(help="A model's name (`smollm2`), the folder of a checkpoint or a run, or a GGUF file.")
-    ],
+    model: ModelName,
     system: Annotated[str | None, typer.Option(help="Instructions that the chat begins with.")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="For each answer.")] = 1024,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token; higher is more random.")] = 0.6,
-    top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens of this probability.")] = 0.9,
+    temperature: Temperature = 0.6,
+    top_p: TopP = 0.9,
     seed: Annotated[int, typer.Option(help="The same seed and messages give the same answers.")] = 0,
-    dtype: Annotated[str, typer.Option(help="Of weights: auto, bfloat16, float16, float32, int8 or int4.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: WeightType = "auto",
+    device: DeviceName = "auto",
 ) -> None:
     """Chat with a language model in the terminal.
 

@@ -20,21 +20,27 @@ if TYPE_CHECKING:
     from cordillera.serving.language.guided import Form
     from cordillera.serving.language.language_model import Completion
 
+ModelName = Annotated[
+    str, typer.Argument(help="A model's name (`smollm2`), the folder of a checkpoint or a run, or a GGUF file.")
+]
+Temperature = Annotated[float, typer.Option(help="0 takes the most likely token; higher is more random.")]
+TopP = Annotated[float, typer.Option(help="Draw among the likeliest tokens of this probability.")]
+WeightType = Annotated[str, typer.Option(help="Of weights: auto, bfloat16, float16, float32, int8 or int4.")]
+DeviceName = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+
 # A model's text must not control the terminal: all control characters except tab and line end are replaced.
 _CONTROLS = dict.fromkeys([*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0)], "\ufffd")
 
 
 # Its options are most of its lines.
 def generate(
-    model: Annotated[
-        str, typer.Argument(help="A model's name (`smollm2`), the folder of a checkpoint or a run, or a GGUF file.")
-    ],
+    model: ModelName,
     prompt: Annotated[list[str] | None, typer.Argument(help="Prompts; - is standard input.")] = None,
     file: Annotated[list[Path] | None, typer.Option("--file", help="A file that is a prompt.")] = None,
     lines: Annotated[bool, typer.Option("--lines", help="Every line of a file is a prompt of its own.")] = False,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="For each prompt.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token; higher is more random.")] = 0.6,
-    top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens of this probability.")] = 0.9,
+    temperature: Temperature = 0.6,
+    top_p: TopP = 0.9,
     top_k: Annotated[int, typer.Option(help="Draw among so many of the likeliest tokens; 0: all.")] = 0,
     min_p: Annotated[float, typer.Option(help="Least probability, as a share of the likeliest token's.")] = 0.0,
     repetition_penalty: Annotated[
@@ -47,8 +53,8 @@ def generate(
         typer.Option("--chat/--raw", help="Answer as in a chat, or continue the text. Default: as trained."),
     ] = None,
     system: Annotated[str | None, typer.Option(help="Instructions that the chat begins with.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of weights: auto, bfloat16, float16, float32, int8 or int4.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: WeightType = "auto",
+    device: DeviceName = "auto",
     tokenizer: Annotated[
         str | None, typer.Option(help="Tokenizer's name, such as bytes, or file. Default: the checkpoint's.")
     ] = None,

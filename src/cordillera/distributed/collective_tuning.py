@@ -102,8 +102,9 @@ class CollectiveTuning(BaseModel):
     """Rules by which collectives choose their plans.
 
     Attributes:
-        rules: Of those for a collective and a number of ranks, the one with the fewest bytes that are enough holds.
-            Where there is none, an all-reduce of at most 32 KiB is gathered, and everything else is direct.
+        rules: The rules. For a call, the one with the smallest ``most_bytes`` holds among those of its collective and
+            number of ranks that are not below its bytes. Without one, an all-reduce of at most 32 KiB is gathered, and
+            everything else is direct.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

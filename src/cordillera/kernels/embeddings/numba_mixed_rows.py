@@ -71,8 +71,8 @@ def _adder(load: Callable[[Any, Any], Any]) -> Any:
     return add
 
 
-def _vector(kind: Any, count: int = 8) -> Any:
-    return ir.VectorType(kind, count)
+def _vector(kind: Any) -> Any:
+    return ir.VectorType(kind, 8)
 
 
 def _spread(builder: Any, value: Any) -> Any:

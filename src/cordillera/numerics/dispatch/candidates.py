@@ -129,9 +129,8 @@ def _load_fp16(stored: StoredWeight, bias: Tensor | None, relu: bool) -> Kernel:
 def _int8(weight: Tensor, rows: Tensor | None) -> StoredWeight:
     """Quantise symmetrically with a scale for each output channel, and store a range if there are rows.
 
-    The range is that of the least squared error over the rows' values. On other rows of the same distribution it gains
-    half a decibel to four over the least and the largest value; where tails are so long that these are several times as
-    large on other rows, it loses one.
+    The range is that of the least squared error over the rows' values. It is better than from the least to the largest
+    value on other rows, too, unless tails are so long that other rows hold values several times as large.
     """
     quantized = quantize_weight(weight.detach(), None)
     stored = {"weight": quantized.codes, "scale": quantized.scale.contiguous()}
