@@ -80,6 +80,7 @@ MESHES: dict[int, dict[str, ParallelConfig]] = {
         "sequence over tensor 2 x shard 2": mesh(tensor=2, shard=2, sequence=True),
         "sequence over tensor 2 x context 2, recompute": mesh(tensor=2, context=2, sequence=True, recompute="full"),
         "tied, sequence over tensor 2 x pipeline 2": mesh(pipeline=2, tensor=2, sequence=True),
+        "biases and norms, pipeline 2 x tensor 2": mesh(pipeline=2, tensor=2),
     },
     3: {"shard 3": mesh(shard=3), "pipeline 3": mesh(pipeline=3)},
     2: {
@@ -95,6 +96,9 @@ MESHES: dict[int, dict[str, ParallelConfig]] = {
         "tied, tensor 2": mesh(tensor=2),
         "sequence over tensor 2, recompute": mesh(tensor=2, sequence=True, recompute="selective"),
         "tied, pipeline 2, zero bubble": mesh(pipeline=2, schedule="zero_bubble_v"),
+        "biases and norms, tensor 2": mesh(tensor=2),
+        "biases and norms, shard 2": mesh(shard=2),
+        "biases and norms, sequence over tensor 2": mesh(tensor=2, sequence=True, recompute="full"),
     },
     1: {"one process": mesh(), "tied, recompute": mesh(recompute="full")},
 }
@@ -116,13 +120,18 @@ BRIEF = (
     "sequence over tensor 2 x context 2, recompute",
     "tied, sequence over tensor 2 x pipeline 2",
     "tied, recompute",
+    "biases and norms, pipeline 2 x tensor 2",
+    "biases and norms, shard 2",
+    "biases and norms, sequence over tensor 2",
 )
 ALL = [name for meshes in MESHES.values() for name in meshes]
 
 
 def model_of(name: str) -> LlamaConfig:
     """Few layers where none lie on other processes."""
-    return MODEL.model_copy(update={"tied": "tied" in name, "layers": 4 if "pipeline" in name else 2})
+    has = "biases and norms" in name
+    parts = {"tied": "tied" in name, "attention_bias": has, "head_norms": has}
+    return MODEL.model_copy(update={**parts, "layers": 4 if "pipeline" in name else 2})
 
 
 def iteration(seed: int, microbatches: int = 5) -> list[PackedTokens]:
@@ -353,7 +362,7 @@ def of_mesh(executed: dict[int, dict[int, dict[str, Any]]], name: str) -> list[d
     return [one[name] for one in executed[size].values()]
 
 
-def expected_traffic(config: ParallelConfig) -> set[str]:
+def expected_traffic(config: ParallelConfig, norms: bool) -> set[str]:
     """Names of what a mesh sends."""
     found = {AGREED} if config.world > 1 else set()
     if config.shard * config.context > 1:
@@ -367,6 +376,8 @@ def expected_traffic(config: ParallelConfig) -> set[str]:
     if config.tensor > 1:
         cut = {tensor_parallel.GATHERED, tensor_parallel.SCATTERED, language_gradients.WHOLE}
         found |= cut if config.sequence else {tensor_parallel.SUMMED}
+        if norms:
+            found.add(language_gradients.WHOLE)
     if config.pipeline > 1:
         found.add(PASSED_ON)
     return found
@@ -391,7 +402,14 @@ def check_training(name: str, ranks: list[dict[str, Any]], steps: int) -> None:
     assert seen == set(expected["gradients"])
 
 
-FEW = ("shard 2", "replicate 2", "context 2, ring", "pipeline 2, zero bubble", "tied, tensor 2")
+FEW = (
+    "shard 2",
+    "replicate 2",
+    "context 2, ring",
+    "pipeline 2, zero bubble",
+    "tied, tensor 2",
+    "biases and norms, tensor 2",
+)
 
 
 def run_few(rank: int, folder: str) -> dict[str, Any]:
@@ -432,7 +450,9 @@ def test_the_ledger_names_what_a_mesh_sends(executed: dict[int, dict[int, dict[s
     config = next(meshes[name] for meshes in MESHES.values() if name in meshes)
     for found in of_mesh(executed, name):
         # only the last stage has the head, and only some ranks both ends of a tied one
-        assert found["traffic"].keys() - {EXCHANGED, language_gradients.TIED} == expected_traffic(config)
+        assert found["traffic"].keys() - {EXCHANGED, language_gradients.TIED} == expected_traffic(
+            config, "norms" in name
+        )
         for traffic in found["traffic"].values():
             assert traffic["bytes"] > 0
             assert 0 < traffic["exposed_seconds"] <= traffic["seconds"] < 60

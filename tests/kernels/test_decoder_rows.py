@@ -32,9 +32,12 @@ def _by(way: str) -> Iterator[None]:
         yield
 
 
-def model_of(bits: int | None, seed: int = 0) -> Llama:
+FAMILIES = {"llama": {}, "qwen2": {"attention_bias": True}, "qwen3": {"head_norms": True}}
+
+
+def model_of(bits: int | None, seed: int = 0, family: str = "llama") -> Llama:
     torch.manual_seed(seed)
-    model = Llama(CONFIG)
+    model = Llama(CONFIG.model_copy(update=FAMILIES[family]))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0 if parameter.dim() == 2 else 1.0, 0.2)
@@ -75,8 +78,11 @@ def texts_of(*lengths: int) -> list[list[int]]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bits", [None, 4, 8])
 @pytest.mark.parametrize("lengths", [(1,), (2,), (5, 1, 16), (16, 1), (16, 16)])
-def test_blocks_are_what_their_layers_compute(way: str, bits: int | None, lengths: tuple[int, ...]) -> None:
-    model, texts = model_of(bits), texts_of(*lengths)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_are_what_their_layers_compute(
+    way: str, bits: int | None, lengths: tuple[int, ...], family: str
+) -> None:
+    model, texts = model_of(bits, family=family), texts_of(*lengths)
     with _by(way):
         taps, by_layers = dict.fromkeys((0, 2), torch.empty(0)), dict.fromkeys((0, 2), torch.empty(0))
         apart = outputs(model, texts, taps=by_layers)

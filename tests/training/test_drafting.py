@@ -16,7 +16,8 @@ from cordillera.distributed.vocabulary_loss import IGNORED
 from cordillera.errors import CheckpointError
 from cordillera.models.language.checkpoints.drafter_file import drafter_of, read_drafter, write_drafter
 from cordillera.models.language.draft_model import DraftConfig
-from cordillera.models.language.llama import Llama, LlamaConfig, rope_table, rotate
+from cordillera.models.language.llama import Llama, LlamaConfig
+from cordillera.models.language.rope import rope_table, rotate
 from cordillera.models.language.stages import LlamaStage
 from cordillera.serving.language import draft_models
 from cordillera.serving.language.draft_models import ModelDrafts

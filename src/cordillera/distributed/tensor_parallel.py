@@ -64,6 +64,12 @@ def cut_linear(linear: nn.Linear, ranks: TensorRanks, dimension: int) -> None:
     _compute_by(linear, lambda x: F.linear(x, local(linear.weight)))
 
 
+def cut_bias(bias: nn.Module, ranks: TensorRanks) -> None:
+    """Split a module that adds its ``weight`` to the outputs of a layer that is split along them, in place."""
+    _cut(bias, ranks, 0)
+    _compute_by(bias, lambda x: x + local(bias.get_parameter("weight")))
+
+
 def cut_embedding(embedding: nn.Embedding, ranks: TensorRanks) -> None:
     """Split an ``embedding`` over ``ranks`` along its tokens, whose number they divide, in place.
 
@@ -105,12 +111,12 @@ def enter_after(module: nn.Module, ranks: TensorRanks) -> None:
     _compute_by(module, lambda x: ranks.enter(inner(x)))
 
 
-def _cut(module: nn.Linear | nn.Embedding, ranks: TensorRanks, dimension: int) -> None:
+def _cut(module: nn.Module, ranks: TensorRanks, dimension: int) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     # every rank takes its own part, so nothing is sent
-    weight = distribute_tensor(module.weight, ranks.mesh, [Shard(dimension)], src_data_rank=None)
-    module.weight = nn.Parameter(weight)
+    weight = distribute_tensor(module.get_parameter("weight"), ranks.mesh, [Shard(dimension)], src_data_rank=None)
+    module.register_parameter("weight", nn.Parameter(weight))
 
 
 def _compute_by(module: nn.Module, forward: Callable[..., Tensor]) -> None:

@@ -24,7 +24,8 @@ from cordillera.errors import CheckpointError, CordilleraError
 from cordillera.models.language import checkpoints
 from cordillera.models.language.checkpoints import load, load_into, open_checkpoint
 from cordillera.models.language.checkpoints.source import halves_to_interleaved, interleaved_to_halves
-from cordillera.models.language.llama import Llama, LlamaConfig, RopeScaling, rope_frequencies, rope_table, rotate
+from cordillera.models.language.llama import Llama, LlamaConfig
+from cordillera.models.language.rope import RopeScaling, rope_frequencies, rope_table, rotate
 
 from .conftest import MakeLlama
 
@@ -334,14 +335,14 @@ SINGLE_CASES: dict[str, tuple[Damage, str]] = {
     "config too deep": (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json: .* nested too deeply"),
     "config no object": (lambda f: (f / "config.json").write_text("[]"), "is not a JSON object"),
     "config key missing": (_edit_json("config.json", hidden_size=...), "config.json: hidden_size is missing"),
-    "other model": (_edit_json("config.json", model_type="mistral"), "model_type is 'mistral'"),
+    "other model": (_edit_json("config.json", model_type="gemma"), "model_type is 'gemma'"),
     "absurd layers": (_edit_json("config.json", num_hidden_layers=10**9), "config.json: layers: .* 1000000000"),
     "quantised": (_edit_json("config.json", quantization_config={"bits": 4}), "quantization_config"),
     "biases": (_edit_json("config.json", attention_bias=True), "attention_bias is True"),
     "kv heads": (_edit_json("config.json", num_key_value_heads=3), r"kv_heads \(3\) must divide heads \(4\)"),
     "heads": (_edit_json("config.json", num_attention_heads=3, head_dim=..., num_key_value_heads=3), r"heads \(3\)"),
-    "unknown rope": (_rope(rope_type="yarn", factor=2.0), "config.json: rope_type 'yarn' is not known"),
-    "unknown old rope": (_rope(type="linear", factor=2.0), "rope_type 'linear' is not known"),
+    "unknown rope": (_rope(rope_type="longrope", factor=2.0), "config.json: rope_type 'longrope' is not known"),
+    "unknown old rope": (_rope(type="dynamic", factor=2.0), "rope_type 'dynamic' is not known"),
     "rope key missing": (_rope(rope_type="llama3", factor=8.0), "config.json: low_freq_factor is missing"),
     "tied head absent": (
         _edit_tensors("model.safetensors", lambda t: t.pop("lm_head.weight")),
@@ -594,10 +595,10 @@ def test_quantised_gguf_is_dequantised(make_llama: MakeLlama, tmp_path: Path, ki
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"architecture": "qwen2"}, "the architecture is 'qwen2'"),
+        ({"architecture": "gemma"}, "the architecture is 'gemma'"),
         ({"kv_heads": [2, 2]}, "field llama.attention.head_count_kv is damaged"),
         ({"split": 3}, "is one of 3 files of a split model"),
-        ({"scaling": "yarn"}, "rope_type 'yarn' is not known"),
+        ({"scaling": "longrope"}, "rope_type 'longrope' is not known"),
         ({"kv_heads": 3}, r"kv_heads \(3\) must divide heads \(4\)"),
         ({"stretch": 1.5}, "rope_freqs.weight stretches"),
         ({"tensors": {"blk.0.attn_k": torch.ones(8, 32)}}, r"tensor blk.0.attn_k.weight has shape \(8, 32\)"),

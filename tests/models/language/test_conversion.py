@@ -23,7 +23,8 @@ from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import CheckpointError, CordilleraError, DataError
 from cordillera.models.language.checkpoints import load, save_consolidated, save_gguf, save_hugging_face
 from cordillera.models.language.checkpoints.source import halves_to_interleaved
-from cordillera.models.language.llama import Llama, LlamaConfig, RopeScaling
+from cordillera.models.language.llama import Llama, LlamaConfig
+from cordillera.models.language.rope import RopeScaling
 from cordillera.workflows import convert
 from tests.data import vocabularies as v
 from tests.models.language.sharded_folders import write_step

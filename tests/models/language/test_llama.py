@@ -23,18 +23,8 @@ from cordillera.jagged import offsets_from_lengths
 from cordillera.kernels.attention.documents import document_attention
 from cordillera.models.language.checkpoints import load, save_hugging_face
 from cordillera.models.language.kv_cache import KVCache
-from cordillera.models.language.llama import (
-    PRESETS,
-    Llama,
-    LlamaConfig,
-    RopeScaling,
-    document_positions,
-    ffn_width,
-    parameter_count,
-    rope_frequencies,
-    rope_table,
-    rotate,
-)
+from cordillera.models.language.llama import PRESETS, Llama, LlamaConfig, document_positions, ffn_width, parameter_count
+from cordillera.models.language.rope import RopeScaling, rope_frequencies, rope_table, rotate
 from cordillera.models.language.stages import cut_layers
 
 from .conftest import MakeLlama
@@ -99,7 +89,8 @@ def test_the_rule_gives_the_published_widths(
         ({"hidden": 100, "heads": 3, "kv_heads": 3}, r"heads \(3\) must divide hidden \(100\)"),
         ({"heads": 32, "kv_heads": 5}, r"kv_heads \(5\) must divide heads \(32\)"),
         ({"hidden": 96, "heads": 32, "kv_heads": 32}, r"width of a head \(3\) must be even"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "llama3"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "llama3"),
+        ({"rope_scaling": {"rope_type": "yarn", "beta_slow": 40}}, "below beta_fast"),
         ({"rope_scaling": {"low_freq_factor": 4}}, "below high_freq_factor"),
         ({"norm_eps": math.nan}, "norm_eps"),
         ({"width": 3}, "width"),

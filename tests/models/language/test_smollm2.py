@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from cordillera.data.files import cache_folder
 from cordillera.models.language.checkpoints import load
-from cordillera.models.language.llama import PRESETS, Llama, rotate
+from cordillera.models.language.llama import PRESETS, Llama
+from cordillera.models.language.rope import rotate
 from cordillera.serving.language.generation import generate
 from cordillera.serving.language.sampler import Sampling
 

@@ -51,6 +51,8 @@ LAYERS = (
     *(f"feed_forward.{name}" for name in ("gate", "up", "down")),
 )
 """Linear layers of a block."""
+EXTRAS = tuple(f"attention.{name}" for name in ("query_bias", "key_bias", "value_bias", "query_norm", "key_norm"))
+"""What some blocks have: biases of the first three layers, norms of each head of the first two."""
 
 _HIGHEST, _TO_TWO = np.float32(127.0), np.float32(-1.4426950408889634)
 _BITS = np.uint16(0)  # has the type of bfloat16's bits
@@ -106,6 +108,15 @@ def _normalize(x: Any, weight: Any, eps: Any, out: Any) -> None:
 
 
 @compiled()
+def _add_bias(bias: Any, out: Any, column: Any) -> None:
+    """Add sixteen numbers at an address to as many columns of rows."""
+    for row in range(len(out)):
+        own = out[row, column : column + OUTPUTS]
+        for i in range(OUTPUTS):
+            own[i] = narrow(widen_to_single(own[i]) + widen_to_single(_load(bias, i)), _BITS)
+
+
+@compiled()
 def _rotate(heads: Any, cos: Any, sin: Any, halves: Any) -> None:
     """Rotate heads ``[n, 2 half]`` of one position, by way of memory ``float32 [2, half]``."""
     half, first, second = len(cos), halves[0], halves[1]
@@ -156,12 +167,13 @@ def _pieces(blocks: Any, threads: Any) -> Any:
 
 @compiled()
 def _project(
-    x: Any, norm: Any, eps: Any, layers: Any, scratch: Any, normed: Any, out: Any, shapes: Any, counters: Any,
-    phase: Any, threads: Any,
+    x: Any, norm: Any, eps: Any, layers: Any, biases: Any, scratch: Any, normed: Any, out: Any, shapes: Any,
+    counters: Any, phase: Any, threads: Any,
 ) -> None:  # fmt: skip
-    """Compute queries, keys and values ``out [rows, (H + 2 G) D]`` of the norm of ``x``."""
+    """Compute queries, keys and values ``out [rows, (H + 2 G) D]`` of the norm of ``x``; ``biases`` are addresses."""
     width = layers[:, 3].sum()
     size, pieces = _pieces(width // OUTPUTS, threads)
+    out = out.reshape((len(x), width))
     piece, flat = take(counters, phase), out.reshape(-1)
     if piece < pieces:
         _normalize(x, norm, eps, normed)
@@ -173,6 +185,8 @@ def _project(
                 own -= layers[n, 3] // OUTPUTS
                 n += 1
             outputs_of(layers[n], own, normed, scratch, flat, OUTPUTS * block, width, shapes)
+            if biases[n]:
+                _add_bias(biases[n] + 2 * OUTPUTS * own, out, OUTPUTS * block)
         finish(counters, phase)
         piece = take(counters, phase)
     wait(counters, phase, pieces)
@@ -180,15 +194,23 @@ def _project(
 
 @compiled()
 def _store(
-    heads: Any, cos: Any, sin: Any, data: Any, sequences: Any, tables: Any, halves: Any, counters: Any, phase: Any
-) -> None:
-    """Rotate queries and keys of ``heads [rows, H + 2 G, D]``, and store keys and values; a piece is a sequence."""
+    heads: Any, norms: Any, eps: Any, cos: Any, sin: Any, data: Any, sequences: Any, tables: Any, halves: Any,
+    counters: Any, phase: Any,
+) -> None:  # fmt: skip
+    """Rotate queries and keys of ``heads [rows, H + 2 G, D]``, and store keys and values; a piece is a sequence.
+
+    Queries and keys are normalised before, by weights at two addresses, unless these are 0.
+    """
     groups = data.shape[2]
     rotated = heads.shape[1] - groups
     sequence = take(counters, phase)
     while sequence < len(sequences):
         start = sequences[sequence, 0]
         for row in range(start, start + sequences[sequence, 1]):
+            if norms[0]:
+                queries, keys = heads[row, : rotated - groups], heads[row, rotated - groups : rotated]
+                _normalize(queries, norms[0], eps, queries)
+                _normalize(keys, norms[1], eps, keys)
             _rotate(heads[row, :rotated], cos[row], sin[row], halves)
         k, v = heads[:, rotated - groups : rotated], heads[:, rotated:]
         for group in range(groups):
@@ -264,13 +286,13 @@ def _go_through(
 ) -> None:
     """Do one thread's share of all blocks; arrays are those of :func:`_blocks`, borrowed."""
     x, y, heads, attended, inner = rows
-    (norms, eps, layers), (tapped, of_block), (normed, found, halves, attention) = weights, taps, memory
+    (norms, eps, layers, extras), (tapped, of_block), (normed, found, halves, attention) = weights, taps, memory
     data, sequences, tables, seen, cos, sin, scale, items = cached
     flat = attended.reshape(len(x), -1)
     for n in range(len(layers)):
-        phase, own, kept = _PHASES * n, layers[n], data[n]
-        _project(x, norms[n, 0], eps, own[:3], scratch, normed, heads, shapes, counters, phase, threads)
-        _store(heads, cos, sin, kept, sequences, tables, halves, counters, phase + 1)
+        phase, own, kept, extra = _PHASES * n, layers[n], data[n], extras[n]
+        _project(x, norms[n, 0], eps, own[:3], extra[:3], scratch, normed, heads, shapes, counters, phase, threads)
+        _store(heads, extra[3:], eps, cos, sin, kept, sequences, tables, halves, counters, phase + 1)
         _attend(heads, kept, sequences, tables, seen, scale, items, attention, attended, counters, phase + 2)
         _close(flat, x, own[3], scratch, found, y, tapped, -1, shapes, counters, phase + 3, threads)
         _expand(y, norms[n, 1], eps, own[4:6], scratch, normed, found, inner, shapes, counters, phase + 4, threads)
@@ -284,13 +306,13 @@ def _begin(
 ) -> None:  # fmt: skip
     """Borrow all arrays, which the caller keeps, and do one thread's share."""
     y, heads, attended, inner = buffers
-    (norms, eps, layers), (tapped, of_block) = weights, taps
+    (norms, eps, layers, extras), (tapped, of_block) = weights, taps
     data, sequences, tables, seen, cos, sin, scale = cached
     if shapes is not None:
         shape_tiles(np.int64(shapes.ctypes.data))
     _go_through(
         (borrowed(x), borrowed(y), borrowed(heads), borrowed(attended), borrowed(inner)),
-        (borrowed(norms), eps, borrowed(layers)),
+        (borrowed(norms), eps, borrowed(layers), borrowed(extras)),
         (
             borrowed(data), borrowed(sequences), borrowed(tables), borrowed(seen), borrowed(cos), borrowed(sin), scale,
             borrowed(items),
@@ -314,7 +336,8 @@ def _blocks(
 
     Args:
         buffers: Memory for residual sums, heads, attention's results and the last layer's inputs.
-        weights: Addresses of norms' weights, the constant in their roots, and descriptions of layers.
+        weights: Addresses of norms' weights, the constant in their roots, descriptions of layers, and addresses of
+            :data:`EXTRAS`, 0 for those that there are not.
         cached: Fields of :class:`PagedRows`, cosines and sines of positions, and the factor of scores.
         taps: Memory for blocks' outputs, and the place in it of each block's, or -1.
         counters: Those of all phases.
@@ -353,23 +376,27 @@ class _Described:
     Attributes:
         norms: Addresses of the norms' weights.
         layers: Descriptions of the linear layers.
+        extras: Addresses of :data:`EXTRAS`, 0 for those that there are not.
     """
 
     def __init__(self, blocks: nn.ModuleList, number: int) -> None:
         block = blocks[number]
-        self.norms, self.layers = list[int](), list[list[int]]()
+        self.norms, self.layers, self.extras = list[int](), list[list[int]](), list[int]()
         self._modules: list[tuple[Mapping[str, Any], str, nn.Module]] = [(blocks._modules, str(number), block)]
         self._places = list[tuple[Mapping[str, Any], str, int]]()
         self._tensors = list[Tensor]()  # keeps the memory at these addresses, also if layers get other weights
-        for name in (*NORMS, *LAYERS):
+        for name in (*NORMS, *LAYERS, *EXTRAS):
             module = block
+            if name in EXTRAS and not hasattr(block.get_submodule("attention"), name.rpartition(".")[2]):
+                self.extras.append(0)
+                continue
             for part in name.split("."):
                 holder, module = module, module.get_submodule(part)
                 self._modules.append((holder._modules, part, module))
-            if name in NORMS:
+            if name in NORMS or name in EXTRAS:
                 weight = module.get_parameter("weight")
                 if weight.dtype == torch.bfloat16 and weight.is_contiguous():
-                    self.norms.append(weight.data_ptr())
+                    (self.norms if name in NORMS else self.extras).append(weight.data_ptr())
                     self._keep(module, {"weight": weight})
             elif (found := _described(module)) is not None:
                 self.layers.append(found[0])
@@ -389,23 +416,25 @@ class _Described:
         for held, name, place in self._places:
             if (tensor := held.get(name)) is None or tensor.data_ptr() != place:
                 return False
-        return (len(self.norms), len(self.layers)) == (len(NORMS), len(LAYERS))
+        found = len(self.norms), len(self.layers), len(self.extras)
+        return found == (len(NORMS), len(LAYERS), len(EXTRAS))
 
 
 class DecoderBlocks:
     """What computes blocks for up to 32 rows; if layers or weights of a block are replaced later, it takes none.
 
     Args:
-        blocks: Blocks with :data:`NORMS` in bfloat16 and :data:`LAYERS` in bfloat16 or packed, on a CPU.
+        blocks: Blocks with :data:`NORMS`, and :data:`EXTRAS` if there are any, in bfloat16, and :data:`LAYERS` in
+            bfloat16 or packed, on a CPU.
         eps: Constant that is added to the mean square in norms.
     """
 
     def __init__(self, blocks: nn.ModuleList, eps: float) -> None:
         self._described, self._eps = [_Described(blocks, number) for number in range(len(blocks))], np.float32(eps)
         are_right = all(one.is_right() for one in self._described)
-        self._layers, self._norms = (
+        self._layers, self._norms, self._extras = (
             np.array([getattr(one, name) for one in self._described], np.int64) if are_right else None
-            for name in ("layers", "norms")
+            for name in ("layers", "norms", "extras")
         )
 
     def takes(self, x: Tensor, cached: PagedRows | None, layers: range) -> bool:
@@ -439,7 +468,10 @@ class DecoderBlocks:
         """
         assert self._layers is not None
         assert self._norms is not None
-        weights, norms = (found[layers.start : layers.stop] for found in (self._layers, self._norms))
+        assert self._extras is not None
+        weights, norms, extras = (
+            found[layers.start : layers.stop] for found in (self._layers, self._norms, self._extras)
+        )
         tapped = [number for number in layers if taps is not None and number in taps]
         outputs = torch.empty((len(tapped), *x.shape), dtype=torch.bfloat16)
         of_block = np.array([tapped.index(number) if number in tapped else -1 for number in layers])
@@ -452,8 +484,8 @@ class DecoderBlocks:
         kept = (*(array(part) for part in (*cached, *table)), score_scale(width))
         with pool(threads):
             _blocks(
-                array(found), buffers, (norms, self._eps, weights), kept, (array(outputs), of_block), counters, shapes,
-                memory, threads,
+                array(found), buffers, (norms, self._eps, weights, extras), kept, (array(outputs), of_block), counters,
+                shapes, memory, threads,
             )  # fmt: skip
         if taps is not None:
             taps.update(zip(tapped, outputs, strict=True))

@@ -107,7 +107,7 @@ class DraftModel(nn.Module):
             embedded: Embeddings of the tokens, ``[T, hidden]``.
             features: Features of the tokens before them, ``[T, hidden]``: fused ones of the model, or a drafter's own.
             offsets: Offsets at which documents begin, followed by ``T``, ``int64 [B + 1]``.
-            table: Table of :func:`~cordillera.models.language.llama.rope_table` of the positions of the features.
+            table: Table of :func:`~cordillera.models.language.rope.rope_table` of the positions of the features.
             cores: Attention of each layer.
             cached: What the tokens are added to where :attr:`few` takes them.
 

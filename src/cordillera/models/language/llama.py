@@ -2,7 +2,9 @@
 
 Source: Grattafiori et al. 2024, section 3.2 and table 3; for what the paper leaves open, the released reference code.
 The model has root-mean-square norms in 32 bits, rotary positions with base 500,000 (stretched from 3.1 on),
-grouped-query attention, a gated feed-forward net (SwiGLU) and no biases. Attention never crosses documents.
+grouped-query attention, a gated feed-forward net (SwiGLU) and no biases. Attention never crosses documents. Mistral and
+Phi-3 are the same function; Qwen2 adds biases to queries, keys and values (Yang et al. 2024), and Qwen3 norms of heads
+(Yang et al. 2025, section 2).
 
 Tokens of all documents lie in one row, ``tokens [T]``, and ``offsets [B + 1]`` say where documents begin. There is no
 padding. ``T`` below is the number of tokens in the row.
@@ -27,6 +29,7 @@ from cordillera.kernels.dense.layers import silu
 from cordillera.models.language.adapters import AdapterConfig, add_adapters
 from cordillera.models.language.draft_model import DRAFT, DraftConfig, DraftModel
 from cordillera.models.language.moe import ExpertLayer, ExpertsConfig
+from cordillera.models.language.rope import RopeScaling, rope_table, rotate
 
 ModelSize = Annotated[int, Field(ge=1, le=2**30)]
 Core = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -54,34 +57,6 @@ class Cache(Protocol):
         """Prepare for new tokens whose documents begin at ``offsets``, ``int64 [B + 1]``."""
 
 
-class RopeScaling(BaseModel):
-    """Scaling of the rotary frequencies in Llama 3.1 and later, for contexts longer than those of early training.
-
-    Attributes:
-        rope_type: Kind of scaling; ``llama3`` is the only one.
-        factor: Divisor of the slow frequencies.
-        low_freq_factor: Number of turns in ``original_context`` tokens below which a frequency is slow.
-        high_freq_factor: Number of turns above which a frequency is kept; between both numbers, the two are blended.
-        original_context: Length of a sequence in early training, in tokens.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    rope_type: Literal["llama3"] = "llama3"
-    factor: float = Field(8.0, ge=1, allow_inf_nan=False)
-    low_freq_factor: float = Field(1.0, gt=0, allow_inf_nan=False)
-    high_freq_factor: float = Field(4.0, gt=0, allow_inf_nan=False)
-    original_context: ModelSize = 8192
-
-    @model_validator(mode="after")
-    def _ordered(self) -> RopeScaling:
-        if self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(
-                f"low_freq_factor {self.low_freq_factor:g} must be below high_freq_factor {self.high_freq_factor:g}"
-            )
-        return self
-
-
 class LlamaConfig(BaseModel):
     """Shapes of a Llama; the defaults are those of the 8B model.
 
@@ -95,6 +70,8 @@ class LlamaConfig(BaseModel):
         experts: Experts in place of feed-forward nets; None for none.
         adapter: Low-rank adapters, which alone are trained; None to train all weights.
         draft: Drafter of the model's next tokens, which alone is trained; None for none.
+        attention_bias: Whether queries, keys and values have a bias, as in Qwen2.
+        head_norms: Whether queries and keys are normalised head by head before they are rotated, as in Qwen3.
         scores: Whether one number a token, a score, takes the place of the logits of a head, as in a reward model.
         vocabulary: Number of tokens in the vocabulary.
         context: Longest sequence that the model was made for, in tokens.
@@ -116,6 +93,8 @@ class LlamaConfig(BaseModel):
     experts: ExpertsConfig | None = None
     adapter: AdapterConfig | None = None
     draft: DraftConfig | None = None
+    attention_bias: bool = False
+    head_norms: bool = False
     scores: bool = False
     vocabulary: ModelSize = 128256
     context: ModelSize = 8192
@@ -171,6 +150,7 @@ def parameter_count(config: LlamaConfig) -> int:
     """Return the number of parameters of a model with this ``config``; a tied head counts once."""
     width = config.head_width
     attention = 2 * config.hidden * width * (config.heads + config.kv_heads)
+    attention += config.attention_bias * width * (config.heads + 2 * config.kv_heads) + config.head_norms * 2 * width
     block = attention + 3 * config.hidden * config.ffn + 2 * config.hidden
     if (experts := config.experts) is not None:
         block += 3 * config.hidden * (config.ffn * (experts.count - 1) + experts.shared)
@@ -225,41 +205,6 @@ PRESETS: dict[str, LlamaConfig] = {
 }
 
 
-def rope_frequencies(config: LlamaConfig, device: torch.device | str | None = None) -> Tensor:
-    """Return the angles in radians, ``float32 [D / 2]``, by which pairs of a head's numbers turn in one position.
-
-    ``config`` holds their base and scaling; ``device`` is that of the result.
-    """
-    width = config.head_width
-    exponents = torch.arange(0, width, 2, dtype=torch.int64, device=device).float() / width
-    frequencies = 1.0 / config.rope_theta**exponents
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    wavelengths = 2 * math.pi / frequencies  # tokens of one turn
-    turns = scaling.original_context / wavelengths
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blended = (1 - blend) * frequencies / scaling.factor + blend * frequencies
-    slowed = torch.where(turns < scaling.low_freq_factor, frequencies / scaling.factor, blended)
-    return torch.where(turns > scaling.high_freq_factor, frequencies, slowed)
-
-
-def rope_table(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines ``float32 [T, D / 2]`` of the angles at ``positions``, ``int64 [T]``, by ``config``."""
-    angles = positions.float()[:, None] * rope_frequencies(config, positions.device)
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate queries or keys ``x``, ``[T, heads, D]``, to their positions by a ``table`` of :func:`rope_table`.
-
-    Number ``j`` of a head is paired with number ``j + D / 2``. The dtype stays.
-    """
-    cos, sin = (part[:, None] for part in table)  # [T, 1, D / 2]; stays in 32 bits beside 16-bit heads
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
-
-
 class RMSNorm(nn.Module):
     """``x / sqrt(mean(x^2) + eps)`` in 32 bits, cast back, then times a weight (Zhang and Sennrich 2019)."""
 
@@ -271,6 +216,17 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+
+
+class AddedBias(nn.Module):
+    """``x + weight``: the bias of a linear layer, apart from its matrix, which may be adapted, packed or cut."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight
 
 
 class Attention(nn.Module):
@@ -288,13 +244,23 @@ class Attention(nn.Module):
         self.key = nn.Linear(config.hidden, config.kv_heads * self.head_width, bias=False)
         self.value = nn.Linear(config.hidden, config.kv_heads * self.head_width, bias=False)
         self.output = nn.Linear(config.heads * self.head_width, config.hidden, bias=False)
+        if config.attention_bias:
+            self.query_bias, self.key_bias, self.value_bias = (
+                AddedBias(layer.out_features) for layer in (self.query, self.key, self.value)
+            )
+        if config.head_norms:
+            self.query_norm, self.key_norm = (RMSNorm(self.head_width, config.norm_eps) for _ in range(2))
+        self.has_bias, self.has_norms = config.attention_bias, config.head_norms
         self.core: Core = document_attention
 
     def forward(self, x: Tensor, offsets: Tensor, table: tuple[Tensor, Tensor], core: Core | None = None) -> Tensor:
         # The number of heads is inferred, as each device of a shared layer holds only some of them.
-        q = self.query(x).unflatten(-1, (-1, self.head_width))  # [T, H, D]
-        k = self.key(x).unflatten(-1, (-1, self.head_width))  # [T, G, D]
-        v = self.value(x).unflatten(-1, (-1, self.head_width))  # [T, G, D]
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        if self.has_bias:
+            q, k, v = self.query_bias(q), self.key_bias(k), self.value_bias(v)
+        q, k, v = (part.unflatten(-1, (-1, self.head_width)) for part in (q, k, v))  # [T, H, D], [T, G, D] twice
+        if self.has_norms:
+            q, k = self.query_norm(q), self.key_norm(k)
         out = (core or self.core)(rotate(q, table), rotate(k, table), v, offsets)  # [T, H, D]
         return self.output(out.flatten(1))
 
@@ -361,7 +327,8 @@ def make_drafter(config: LlamaConfig) -> DraftModel:
     """Create the drafter of a model of ``config``, whose field ``draft`` is set."""
     draft = config.draft
     assert draft is not None
-    plain = config.model_copy(update={"experts": None, "adapter": None, "ffn": config.active_ffn})
+    others = {"experts": None, "adapter": None, "attention_bias": False, "head_norms": False}
+    plain = config.model_copy(update={**others, "ffn": config.active_ffn})
     block, norm = partial(Block, plain), partial(RMSNorm, config.hidden, config.norm_eps)
     return DraftModel(draft, config.hidden, draft.tapped(config.layers), block, norm)
 
@@ -505,7 +472,7 @@ def draw_weight(weight: Tensor, name: str, config: LlamaConfig, seed: int = 0) -
         name: Name of the parameter in the model.
     """
     is_norm = name.endswith("norm.weight") or ".tap_norms." in name
-    if is_norm or name.endswith(("router.bias", ".wide")):
+    if is_norm or name.endswith(("router.bias", ".wide", "_bias.weight")):
         weight.fill_(float(is_norm))
         return
     residual = name.removesuffix(".weight").endswith(("attention.output", "feed_forward.down", "shared.down"))

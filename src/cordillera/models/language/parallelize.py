@@ -24,6 +24,7 @@ from cordillera.distributed.ledger import Ledger
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.distributed.tensor_parallel import (
     TensorRanks,
+    cut_bias,
     cut_embedding,
     cut_head,
     cut_linear,
@@ -184,6 +185,8 @@ def _cut_matrices(stage: LlamaStage, ranks: TensorRanks) -> None:
         assert isinstance(feed_forward, FeedForward)
         for linear in (attention.query, attention.key, attention.value, feed_forward.gate, feed_forward.up):
             cut_linear(linear, ranks, 0)
+        for bias in (attention.query_bias, attention.key_bias, attention.value_bias) if attention.has_bias else ():
+            cut_bias(bias, ranks)
         for linear in (attention.output, feed_forward.down):
             cut_linear(linear, ranks, 1)
         sum_over_ranks(attention, ranks, tokens)

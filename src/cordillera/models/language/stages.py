@@ -20,16 +20,9 @@ from cordillera.distributed.collectives import Collectives
 from cordillera.distributed.dtensors import is_dtensor, local
 from cordillera.distributed.vocabulary_loss import IGNORED, label_log_probabilities, summed_cross_entropy
 from cordillera.errors import CheckpointError
-from cordillera.models.language.llama import (
-    Block,
-    Core,
-    Llama,
-    LlamaConfig,
-    document_positions,
-    draw_weight,
-    rope_table,
-)
+from cordillera.models.language.llama import Block, Core, Llama, LlamaConfig, document_positions, draw_weight
 from cordillera.models.language.moe import ExpertLayer
+from cordillera.models.language.rope import rope_table
 
 
 def cut_layers(layers: int, stages: int) -> list[range]:

@@ -25,7 +25,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cordillera.errors import DataError
 from cordillera.jagged import offsets_from_lengths
-from cordillera.models.language.llama import FeedForward, Llama, LlamaConfig, RMSNorm, document_positions, rope_table
+from cordillera.models.language.llama import FeedForward, Llama, LlamaConfig, RMSNorm, document_positions
+from cordillera.models.language.rope import rope_table
 
 NO_IMAGE = -1
 """Number of the image of a document that has none."""

@@ -17,7 +17,8 @@ from cordillera.kernels.dense.packed_rows import is_fast
 from cordillera.kernels.dense.tiled_products import takes
 from cordillera.models.language.draft_model import DraftModel
 from cordillera.models.language.kv_cache import KVCache
-from cordillera.models.language.llama import Llama, few_rows_of, rope_table
+from cordillera.models.language.llama import Llama, few_rows_of
+from cordillera.models.language.rope import rope_table
 from cordillera.numerics.quantization.packed_linear import PackedLinear, pack_rows
 from cordillera.numerics.sites import replace, sites
 from cordillera.serving.language.speculation import NOTHING, DraftTree, tree_of

@@ -22,7 +22,8 @@ from torch import Tensor
 from cordillera.errors import DataError, PeerError, PlanError
 from cordillera.jagged import offsets_from_lengths
 from cordillera.models.language.kv_cache import KVCache
-from cordillera.models.language.llama import Llama, rope_table
+from cordillera.models.language.llama import Llama
+from cordillera.models.language.rope import rope_table
 from cordillera.models.language.stages import cut_layers
 from cordillera.serving.language.engine import check_prompt
 from cordillera.serving.language.prefixes import PART

@@ -25,7 +25,8 @@ from cordillera.distributed.vocabulary_loss import IGNORED
 from cordillera.kernels.attention.jagged import jagged_attention
 from cordillera.kernels.attention.jagged_call import JaggedMask
 from cordillera.models.language.draft_model import DraftModel
-from cordillera.models.language.llama import Core, LlamaConfig, document_positions, rope_table
+from cordillera.models.language.llama import Core, LlamaConfig, document_positions
+from cordillera.models.language.rope import rope_table
 from cordillera.models.language.stages import LlamaStage
 from cordillera.training.language.objectives import AnswersObjective, DraftingConfig
 

@@ -13,6 +13,7 @@ from cordillera.distributed.ledger import Ledger
 from cordillera.distributed.mesh import ProcessMesh
 from cordillera.models.language.stages import LlamaStage
 
+_HEAD_NORMS = ("attention.query_norm.weight", "attention.key_norm.weight")
 TIED, WHOLE, EXPERTS = "gradients of the tied head", "gradients of norms", "gradients of experts"
 
 
@@ -28,7 +29,10 @@ class StageGradients:
         holds_part = config.experts is not None and parallel.experts == "exchange"
         copies = mesh.weights.get_group("replicate") if holds_part and parallel.replicate > 1 else None
         self._copies = None if copies is None else Collectives(copies, ledger, parallel.deadline_s)
-        self._tensor = Collectives(mesh.tensor.get_group(), ledger, parallel.deadline_s) if parallel.sequence else None
+        # weights that are whole on ranks which saw other tokens, or, of norms of heads, other heads
+        self._summed: str | tuple[str, ...] = "" if parallel.sequence else _HEAD_NORMS
+        is_summed = parallel.sequence or (parallel.tensor > 1 and config.head_norms)
+        self._tensor = Collectives(mesh.tensor.get_group(), ledger, parallel.deadline_s) if is_summed else None
 
     def complete(self) -> None:
         """Add the gradients of the same weights on other ranks.
@@ -74,12 +78,14 @@ class StageGradients:
         return found
 
     def _add_whole(self, links: Collectives) -> None:
-        """Reduce weights that are not cut over the tensor ranks, each of which saw other tokens."""
+        """Reduce weights that are not cut over the tensor ranks, each of which saw other tokens or heads."""
         gradients = [
             local(parameter.grad)
-            for _, _, parameter in self._parameters()
-            if parameter.grad is not None and not _is_cut(parameter)
+            for _, name, parameter in self._parameters()
+            if parameter.grad is not None and not _is_cut(parameter) and name.endswith(self._summed)
         ]
+        if not gradients:  # of a stage without blocks
+            return
         total = links.all_reduce(WHOLE, torch.cat([gradient.flatten() for gradient in gradients]))
         for gradient, summed in zip(gradients, total.split([one.numel() for one in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))

@@ -316,6 +316,12 @@ def save_consolidated(
     config, where = stream.config, str(folder)
     if config.experts is not None:
         raise CheckpointError("this layout cannot hold experts", where=where, remedy="save it in Hugging Face's layout")
+    if config.attention_bias or config.head_norms:
+        what = "biases" if config.attention_bias else "norms of heads"
+        raise CheckpointError(f"this layout cannot hold {what}", where=where, remedy="save it in Hugging Face's layout")
+    if config.rope_scaling is not None and config.rope_scaling.rope_type != "llama3":
+        what = f"rotary positions of type {config.rope_scaling.rope_type}"
+        raise CheckpointError(f"this layout cannot hold {what}", where=where, remedy="save it in Hugging Face's layout")
     if config.head_width * config.heads != config.hidden:
         raise CheckpointError(
             f"this layout cannot hold heads of width {config.head_width} that is not hidden / heads",

@@ -1,11 +1,15 @@
-"""GGUF, the format of llama.cpp: one file, usually with quantised weights."""
+"""GGUF, the format of llama.cpp: one file, usually with quantised weights.
+
+Files of Llama, Mistral (which are the same there), Qwen2, Qwen3 and Phi-3 are read; a model is written as one of the
+first four. Only a Llama's files hold the pairs that positions turn beside each other.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +26,12 @@ from cordillera.errors import CheckpointError, DataError, DependencyError
 from cordillera.kernels.dense.packed_rows import PackedRows
 from cordillera.kernels.dense.tiled_products import GROUP
 from cordillera.models.language.checkpoints.source import (
+    FusedRows,
     Names,
     Source,
     StoredTensor,
     check_shape,
+    fused_rows,
     halves_to_interleaved,
     interleaved_to_halves,
     make_config,
@@ -34,7 +40,8 @@ from cordillera.models.language.checkpoints.source import (
     parameter_shapes,
 )
 from cordillera.models.language.checkpoints.weights import WeightStream, stream_of
-from cordillera.models.language.llama import Llama, LlamaConfig, RopeScaling, rope_frequencies
+from cordillera.models.language.llama import Llama, LlamaConfig
+from cordillera.models.language.rope import RopeScaling, rope_frequencies
 
 _NAMES = Names(
     {"embedding": "token_embd", "norm": "output_norm", "head": "output"},
@@ -45,13 +52,21 @@ _NAMES = Names(
         "attention.key": "attn_k",
         "attention.value": "attn_v",
         "attention.output": "attn_output",
+        "attention.query_bias": "attn_q.bias",
+        "attention.key_bias": "attn_k.bias",
+        "attention.value_bias": "attn_v.bias",
+        "attention.query_norm": "attn_q_norm",
+        "attention.key_norm": "attn_k_norm",
+        "attention.fused": "attn_qkv",
         "feed_forward_norm": "ffn_norm",
         "feed_forward.gate": "ffn_gate",
         "feed_forward.up": "ffn_up",
         "feed_forward.down": "ffn_down",
+        "feed_forward.fused": "ffn_up",
     },
 )
 _ROTATED = ("attention.query.weight", "attention.key.weight")
+_ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
 _FACTORS = "rope_freqs.weight"
 _CODES = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}  # bits of the kinds that are kept as they are, in groups of 32 inputs
 _PIECE = 2**18  # number of values that are dequantized at a time
@@ -64,7 +79,11 @@ QUANTISED_FILES = {"q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9, "q8_0": 7}
 
 
 class GGUFFile(Source):
-    """GGUF file of a Llama, which the library ``gguf`` reads."""
+    """GGUF file, which the library ``gguf`` reads.
+
+    Attributes:
+        architecture: What the file says that the model is.
+    """
 
     layout = "GGUF"
 
@@ -72,14 +91,18 @@ class GGUFFile(Source):
         self.path = path
         self._gguf = _library(path)
         try:
-            fields, self._tensors = gguf_header(path, ("general.", "split.", "llama.", _SCALING))
+            prefixes = ("general.", "split.", *(f"{kind}." for kind in _ARCHITECTURES), _SCALING)
+            fields, self._tensors = gguf_header(path, prefixes)
         except (DataError, OSError) as error:
             what = error.what if isinstance(error, DataError) else str(error)
             raise CheckpointError(
                 f"is truncated, damaged or not GGUF ({what})", where=str(path), remedy="download the file again"
             ) from error
-        self.config = self._read_config(fields)
-        shapes = {_NAMES(name): shape for name, shape in parameter_shapes(self.config).items()}
+        self.architecture, self.config = self._read_config(fields)
+        shapes = {}
+        for name, shape in parameter_shapes(self.config).items():
+            stored, _, rows = self._place(name)
+            shapes[_NAMES(stored)] = (rows or shape[0], *shape[1:])
         for name, shape in shapes.items():
             if name not in self._tensors:
                 raise missing(name, path)
@@ -98,18 +121,26 @@ class GGUFFile(Source):
         return [self.path]
 
     def name_of(self, name: str) -> str:
-        return _NAMES(name)
+        return _NAMES(self._place(name).name)
+
+    def _place(self, name: str) -> FusedRows:
+        """Return where a parameter lies; of a matrix that holds it alone, the number of rows is 0."""
+        fused = fused_rows(self.config, name) if self.architecture == "phi3" else None
+        return fused or FusedRows(name, 0, 0)
+
+    def _is_interleaved(self, name: str) -> bool:
+        return name.endswith(_ROTATED) and self.architecture == "llama"
 
     def read(self, name: str, out: Tensor) -> None:
-        stored = self._tensors[_NAMES(name)]
-        rows = out if out.dim() == 2 else out[None]
+        place, before, _ = self._place(name)
+        stored, rows = self._tensors[_NAMES(place)], out if out.dim() == 2 else out[None]
         # A few rows or heads at a time, as quantised values take several times their size while they are unpacked.
-        unit = self.config.head_width if name.endswith(_ROTATED) else 1
+        unit = self.config.head_width if self._is_interleaved(name) else 1
         step = max(1, _PIECE // (unit * rows.shape[1])) * unit
         for first in range(0, len(rows), step):
             part = rows[first : first + step]
-            values = self._values(stored, first, part)
-            if name.endswith(_ROTATED):
+            values = self._values(stored, before + first, part)
+            if self._is_interleaved(name):
                 interleaved_to_halves(values.unflatten(0, (-1, unit)), part.unflatten(0, (-1, unit)))
             else:
                 part.copy_(values)
@@ -118,7 +149,7 @@ class GGUFFile(Source):
     def kinds(self) -> Counter[str]:
         """Number of matrices of each kind."""
         return Counter(
-            self._gguf.GGMLQuantizationType(self._tensors[_NAMES(name)].kind).name
+            self._gguf.GGMLQuantizationType(self._tensors[_NAMES(self._place(name).name)].kind).name
             for name, shape in parameter_shapes(self.config).items()
             if len(shape) == 2
         )
@@ -133,13 +164,16 @@ class GGUFFile(Source):
         return all(kind in _CODES for kind in self.kinds)
 
     def packed(self, name: str, shape: tuple[int, int], bits: int) -> PackedRows:
-        stored = self._tensors[_NAMES(name)]
+        place, first, _ = self._place(name)
+        stored = self._tensors[_NAMES(place)]
         kind = self._gguf.GGMLQuantizationType(stored.kind).name
         if kind not in _CODES or _CODES[kind] > bits:
             return super().packed(name, shape, bits)
         outputs, groups = shape[0], shape[1] // GROUP
-        raw = np.fromfile(self.path, np.uint8, self._bytes(stored), offset=stored.begin).reshape(outputs, groups, -1)
-        if name.endswith(_ROTATED):
+        of_row = self._bytes(stored) // stored.shape[0]
+        raw = np.fromfile(self.path, np.uint8, outputs * of_row, offset=stored.begin + first * of_row)
+        raw = raw.reshape(outputs, groups, -1)
+        if self._is_interleaved(name):
             order = torch.arange(outputs).view(-1, self.config.head_width, 1)
             rows = torch.empty_like(order)
             interleaved_to_halves(order, rows)
@@ -196,7 +230,7 @@ class GGUFFile(Source):
                 remedy="download the file again",
             )
 
-    def _read_config(self, fields: dict[str, Any]) -> LlamaConfig:
+    def _read_config(self, fields: dict[str, Any]) -> tuple[str, LlamaConfig]:
         def field(key: str, usual: Any = None, kind: type | tuple[type, ...] = (int, float)) -> Any:
             if key not in fields and usual is not None:
                 return usual
@@ -208,11 +242,11 @@ class GGUFFile(Source):
             return float(str(np.float32(value))) if isinstance(value, float) else value
 
         architecture = field("general.architecture", kind=str)
-        if architecture != "llama":
+        if architecture not in _ARCHITECTURES:
             raise CheckpointError(
-                f"the architecture is {architecture!r}, not 'llama'",
+                f"the architecture is {architecture!r}, not one of {', '.join(_ARCHITECTURES)}",
                 where=str(self.path),
-                remedy="load a checkpoint of a Llama model",
+                remedy=f"load a model of type {', '.join(_ARCHITECTURES)}",
             )
         if field("split.count", 1) > 1:
             raise CheckpointError(
@@ -220,35 +254,60 @@ class GGUFFile(Source):
                 where=str(self.path),
                 remedy="join them with llama-gguf-split --merge",
             )
-        kind = field("llama.rope.scaling.type", "none", str)
-        if kind != "none":
-            raise CheckpointError(
-                f"rope_type {kind!r} is not known; files of Llama 3.1 and later name none",
-                where=str(self.path),
-                remedy="load a checkpoint of a Llama model",
-            )
-        heads, hidden = field("llama.attention.head_count"), field("llama.embedding_length")
-        width = field("llama.attention.key_length", field("llama.rope.dimension_count", hidden // max(heads, 1)))
+
+        def own(key: str, usual: Any = None, kind: type | tuple[type, ...] = (int, float)) -> Any:
+            return field(f"{architecture}.{key}", usual, kind)
+
+        heads, hidden = own("attention.head_count"), own("embedding_length")
+        width = own("attention.key_length", own("rope.dimension_count", hidden // max(heads, 1)))
+        if own("rope.dimension_count", width) != width:
+            raise CheckpointError("turns a part of each head alone, which no model here does", where=str(self.path))
+        context = own("context_length")
         config = make_config(
             self.path,
             {
-                "layers": field("llama.block_count"),
+                "layers": own("block_count"),
                 "hidden": hidden,
                 "heads": heads,
-                "kv_heads": field("llama.attention.head_count_kv", heads),
+                "kv_heads": own("attention.head_count_kv", heads),
                 "head_dim": width,
-                "ffn": field("llama.feed_forward_length"),
+                "ffn": own("feed_forward_length"),
+                "attention_bias": architecture == "qwen2",
+                "head_norms": architecture == "qwen3",
                 "vocabulary": self._tensors[_NAMES("embedding.weight")].shape[0]
                 if _NAMES("embedding.weight") in self._tensors
-                else field("llama.vocab_size"),
-                "context": field("llama.context_length"),
+                else own("vocab_size"),
+                "context": min(context, own("attention.sliding_window", 0) or context),
                 "tied": _NAMES("head.weight") not in self._tensors,
-                "norm_eps": field("llama.attention.layer_norm_rms_epsilon"),
-                "rope_theta": field("llama.rope.freq_base", 10_000.0),
+                "norm_eps": own("attention.layer_norm_rms_epsilon"),
+                "rope_theta": own("rope.freq_base", 10_000.0),
+                "rope_scaling": self._named_scaling(own, context),
             },
         )
-        named = {key.removeprefix(_SCALING): field(key) for key in fields if key.startswith(_SCALING)}
-        return config.model_copy(update={"rope_scaling": self._scaling(config, named)})
+        if config.rope_scaling is None:
+            named = {key.removeprefix(_SCALING): field(key) for key in fields if key.startswith(_SCALING)}
+            config = config.model_copy(update={"rope_scaling": self._scaling(config, named)})
+        return architecture, config
+
+    def _named_scaling(self, own: Callable[..., Any], context: int) -> dict[str, Any] | None:
+        """Return the scaling that the file names; None if it names none."""
+        kind = own("rope.scaling.type", "none", str)
+        if kind == "none":
+            return None
+        if kind not in ("linear", "yarn"):
+            raise CheckpointError(
+                f"rope_type {kind!r} is not known; linear and yarn are, and files of Llama 3.1 and later name none",
+                where=str(self.path),
+                remedy="load a model with one of these",
+            )
+        found = {"rope_type": kind, "factor": own("rope.scaling.factor")}
+        if kind == "yarn":
+            found["original_context"] = own("rope.scaling.original_context_length", context)
+            found["beta_fast"] = own("rope.scaling.yarn_beta_fast", 32.0)
+            found["beta_slow"] = own("rope.scaling.yarn_beta_slow", 1.0)
+            plain = RopeScaling(rope_type="yarn", factor=max(1.0, found["factor"])).amplitude
+            found["attention_factor"] = plain * own("rope.scaling.attn_factor", 1.0)
+        return found
 
     def _scaling(self, config: LlamaConfig, named: dict[str, Any]) -> RopeScaling | None:
         """Return the scaling, named or published, that matches the file's divisors of frequencies; None without any."""
@@ -317,9 +376,14 @@ def save_gguf(
         raise CheckpointError(
             "this layout is written for models without experts", where=str(path), remedy="choose hugging-face"
         )
+    if config.attention_bias and config.head_norms:
+        raise CheckpointError(
+            "biases and norms of heads together are of no model that llama.cpp knows", where=str(path)
+        )
     kinds = {name: _kind_of(stream, name, quantize) for name in stream.shapes}
     planned = []
-    if config.rope_scaling is not None:
+    has_divisors = config.rope_scaling is not None and config.rope_scaling.rope_type == "llama3"
+    if has_divisors:
         divisors = rope_frequencies(config.model_copy(update={"rope_scaling": None})) / rope_frequencies(config)
         planned.append(PlannedTensor(_FACTORS, tuple(divisors.shape), 0, divisors.nbytes))
     for one, kind in kinds.items():
@@ -338,7 +402,7 @@ def save_gguf(
     size = len(head) + sum(tensor.room for tensor in planned)
     with new_file(path, size, overwrite) as beside, open(beside, "wb") as file:
         file.write(head)
-        if config.rope_scaling is not None:
+        if has_divisors:
             file.write(divisors.numpy().tobytes())
             file.write(bytes(planned[0].room - planned[0].size))
         for one, tensor in zip(kinds, planned[-len(kinds) :], strict=True):
@@ -363,7 +427,7 @@ def _kind_of(stream: WeightStream, name: str, quantize: str | None) -> str:
 def _encoded(stream: WeightStream, name: str, kind: str, gguf: Any) -> Iterator[bytes]:
     """Yield the bytes of a parameter, some rows at a time; what quantisation changes is measured."""
     weight = stream.tensor(name, _FLOATS.get(kind, torch.float32)).cpu()
-    if name.endswith(_ROTATED):
+    if name.endswith(_ROTATED) and _architecture(stream.config) == "llama":
         heads = weight.unflatten(0, (-1, stream.config.head_width))
         weight = halves_to_interleaved(heads).flatten(0, 1)
     rows = weight if weight.dim() == 2 else weight[None]
@@ -378,24 +442,39 @@ def _encoded(stream: WeightStream, name: str, kind: str, gguf: Any) -> Iterator[
         yield codes.tobytes()
 
 
+def _architecture(config: LlamaConfig) -> str:
+    return "qwen2" if config.attention_bias else "qwen3" if config.head_norms else "llama"
+
+
 def _fields(config: LlamaConfig) -> dict[str, Any]:
     """Return the metadata of the shapes."""
-    fields: dict[str, Any] = {
-        "general.architecture": "llama",
-        "llama.block_count": config.layers,
-        "llama.context_length": config.context,
-        "llama.embedding_length": config.hidden,
-        "llama.feed_forward_length": config.ffn,
-        "llama.attention.head_count": config.heads,
-        "llama.attention.head_count_kv": config.kv_heads,
-        "llama.attention.key_length": config.head_width,
-        "llama.attention.value_length": config.head_width,
-        "llama.attention.layer_norm_rms_epsilon": config.norm_eps,
-        "llama.rope.dimension_count": config.head_width,
-        "llama.rope.freq_base": config.rope_theta,
-        "llama.vocab_size": config.vocabulary,
+    kind, scaling = _architecture(config), config.rope_scaling
+    own: dict[str, Any] = {
+        "block_count": config.layers,
+        "context_length": config.context,
+        "embedding_length": config.hidden,
+        "feed_forward_length": config.ffn,
+        "attention.head_count": config.heads,
+        "attention.head_count_kv": config.kv_heads,
+        "attention.key_length": config.head_width,
+        "attention.value_length": config.head_width,
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "rope.dimension_count": config.head_width,
+        "rope.freq_base": config.rope_theta,
+        "vocab_size": config.vocabulary,
     }
-    if config.rope_scaling is not None:
-        scaling = config.rope_scaling.model_dump(exclude={"rope_type"})
-        fields |= {f"{_SCALING}{key}": value for key, value in scaling.items()}
+    if scaling is not None and scaling.rope_type != "llama3":
+        own |= {"rope.scaling.type": scaling.rope_type, "rope.scaling.factor": scaling.factor}
+        if scaling.rope_type == "yarn":
+            usual = scaling.model_copy(update={"attention_factor": None}).amplitude
+            own |= {
+                "rope.scaling.original_context_length": scaling.original_context,
+                "rope.scaling.yarn_beta_fast": scaling.beta_fast,
+                "rope.scaling.yarn_beta_slow": scaling.beta_slow,
+                "rope.scaling.attn_factor": scaling.amplitude / usual,
+            }
+    fields = {"general.architecture": kind} | {f"{kind}.{key}": value for key, value in own.items()}
+    if scaling is not None and scaling.rope_type == "llama3":
+        kept = scaling.model_dump(include={"factor", "low_freq_factor", "high_freq_factor", "original_context"})
+        fields |= {f"{_SCALING}{key}": value for key, value in kept.items()}
     return fields

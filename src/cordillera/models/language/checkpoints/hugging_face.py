@@ -1,5 +1,8 @@
 """Hugging Face's layout: ``config.json`` and safetensors, in one file or several with an index.
 
+Llama, Mistral, Qwen2, Qwen3 and Phi-3 are read; a model is written as the one of them that has its parts. Where tokens
+see a window of the last ones only, the context is that window, within which attention is the same.
+
 A model with experts is a Mixtral there, with each expert's matrices by themselves, ``[out, in]``; here they are one
 tensor, ``[experts, in, out]``. A Mixtral has neither a shared expert nor a bias for the choice.
 """
@@ -24,11 +27,13 @@ from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import CheckpointError
 from cordillera.files import read_json_object
 from cordillera.models.language.checkpoints.source import (
+    FusedRows,
     Names,
     Source,
     StoredTensor,
     check_dtypes,
     check_shape,
+    fused_rows,
     make_config,
     missing,
     new_folder,
@@ -37,6 +42,7 @@ from cordillera.models.language.checkpoints.source import (
 from cordillera.models.language.checkpoints.weights import WeightStream, stream_of
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.models.language.moe import UNTRAINED
+from cordillera.models.language.rope import RopeScaling
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _NAMES = Names(
@@ -48,13 +54,28 @@ _NAMES = Names(
         "attention.key": "self_attn.k_proj",
         "attention.value": "self_attn.v_proj",
         "attention.output": "self_attn.o_proj",
+        "attention.query_bias": "self_attn.q_proj.bias",
+        "attention.key_bias": "self_attn.k_proj.bias",
+        "attention.value_bias": "self_attn.v_proj.bias",
+        "attention.query_norm": "self_attn.q_norm",
+        "attention.key_norm": "self_attn.k_norm",
+        "attention.fused": "self_attn.qkv_proj",
         "feed_forward_norm": "post_attention_layernorm",
         "feed_forward.gate": "mlp.gate_proj",
         "feed_forward.up": "mlp.up_proj",
         "feed_forward.down": "mlp.down_proj",
+        "feed_forward.fused": "mlp.gate_up_proj",
     },
 )
 _OF_EXPERT = {"feed_forward.gate": "w1", "feed_forward.down": "w2", "feed_forward.up": "w3"}
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -66,12 +87,13 @@ class HuggingFace(Source):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._sealed = SealedFolder.of(path, "config.json", *([_INDEX] if (path / _INDEX).exists() else []))
-        self.config = _read_config(path / "config.json")
+        self.config, self._is_fused = _read_config(path / "config.json")
         self._files: dict[Path, Any] = {}
         self._places = self._index()
         expected: dict[str, tuple[int, ...]] = {}
         for name, shape in parameter_shapes(self.config).items():
-            expected |= _stored_shapes(name, shape)
+            fused = self._fused(name)
+            expected |= _stored_shapes(name, shape) if fused is None else {_NAMES(fused.name): (fused.rows, *shape[1:])}
         tensors = {}
         for name, shape in expected.items():
             if name not in self._places:
@@ -111,20 +133,28 @@ class HuggingFace(Source):
         return [path for path in (self.path / "config.json", self.path / _INDEX) if path.exists()] + list(self._files)
 
     def name_of(self, name: str) -> str:
+        if (fused := self._fused(name)) is not None:
+            return _NAMES(fused.name)
         return ", ".join(_stored_shapes(name, parameter_shapes(self.config)[name])) or name
 
     def read(self, name: str, out: Tensor) -> None:
-        stored = list(_stored_shapes(name, tuple(out.shape)))
+        fused = self._fused(name)
+        stored = list(_stored_shapes(name, tuple(out.shape))) if fused is None else [_NAMES(fused.name)]
         if self._sealed is not None:
             for file in {self._places[one].name for one in stored}:
                 self._sealed.verify_once(file)
         if out.dim() == 3:
             for part, one in zip(out, stored, strict=True):
                 part.copy_(self._tensor(one).T)
+        elif fused is not None:
+            out.copy_(self._tensor(*stored)[fused.first : fused.first + len(out)])
         elif stored:
             out.copy_(self._tensor(*stored))
         else:
             out.zero_()  # the bias of a router
+
+    def _fused(self, name: str) -> FusedRows | None:
+        return fused_rows(self.config, name) if self._is_fused else None
 
     def _tensor(self, name: str) -> Tensor:
         return self._open(self._places[name]).get_tensor(name)  # a view of the mapped file
@@ -199,64 +229,106 @@ def _stored_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ..
     return {f"{block}.experts.{e}.{_OF_EXPERT[rest]}.weight": (shape[2], shape[1]) for e in range(shape[0])}
 
 
-def _read_config(path: Path) -> LlamaConfig:
+def _read_config(path: Path) -> tuple[LlamaConfig, bool]:
+    """Return a model's configuration, and whether matrices are fused."""
     raw = read_json_object(path, error=CheckpointError, remedy="download it again")
-
-    def refuse(what: str) -> CheckpointError:
-        return CheckpointError(what, where=str(path), remedy="load a checkpoint of a Llama model")
-
     kind = raw.get("model_type")
-    if kind not in ("llama", "mixtral"):
-        raise refuse(f"model_type is {kind!r}, not 'llama' or 'mixtral'")
+    if kind not in _CLASSES:
+        raise _refusal(path, f"model_type is {kind!r}, not one of {', '.join(_CLASSES)}")
     if raw.get("quantization_config"):
-        raise refuse("the weights are quantised (quantization_config), which only GGUF files may be here")
-    for key, usual in (
-        ("hidden_act", "silu"),
-        ("attention_bias", False),
-        ("mlp_bias", False),
-        ("sliding_window", None),
-    ):
+        raise _refusal(path, "the weights are quantised (quantization_config), which only GGUF files may be here")
+    for key, usual in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         if raw.get(key, usual) != usual:
-            raise refuse(f"{key} is {raw[key]!r}, a Llama has {usual!r}")
-    # Since version 5 of transformers, one section replaces rope_scaling and rope_theta.
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise refuse(f"the rotary settings are {rope!r}, not an object with keys")
-    scales = rope.get("rope_type", rope.get("type", "default"))
-    if scales not in ("default", "llama3"):
-        raise refuse(f"rope_type {scales!r} is not known; default and llama3 are")
+            raise _refusal(path, f"{key} is {raw[key]!r}, a model of type {kind} has {usual!r} here")
+    context = raw.get("max_position_embeddings", 2048)
+    scaling, theta = _read_rope(path, raw, context)
+    if scaling is not None and scaling["rope_type"] == "yarn" and isinstance(context, int):
+        context = max(context, int(scaling["factor"] * scaling["original_context"]))
+    window = raw.get("sliding_window") if raw.get("use_sliding_window", not kind.startswith("qwen")) else None
     try:
-        scaling = experts = None
+        experts = None
         if kind == "mixtral":
             experts = {"count": raw["num_local_experts"], "chosen": raw["num_experts_per_tok"]}
-        if scales == "llama3":
-            scaling = {key: rope[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
-            scaling["original_context"] = rope["original_max_position_embeddings"]
         values = {
             "layers": raw["num_hidden_layers"],
             "hidden": raw["hidden_size"],
             "heads": raw["num_attention_heads"],
             "kv_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"],
-            "head_dim": raw.get("head_dim"),
+            "head_dim": raw.get("head_dim", 128 if kind == "qwen3" else None),
             "ffn": raw["intermediate_size"],
             "experts": experts,
+            "attention_bias": kind == "qwen2",
+            "head_norms": kind == "qwen3",
             "vocabulary": raw["vocab_size"],
-            "context": raw.get("max_position_embeddings", 2048),
+            "context": context if window is None else min(context, window),
             "tied": raw.get("tie_word_embeddings", False),
-            "norm_eps": raw.get("rms_norm_eps", 1e-6),
-            "rope_theta": rope.get("rope_theta") or raw.get("rope_theta", 10_000.0),
+            "norm_eps": raw.get("rms_norm_eps", 1e-5 if kind == "phi3" else 1e-6),
+            "rope_theta": theta,
             "rope_scaling": scaling,
         }
     except KeyError as error:
-        raise refuse(f"{error.args[0]} is missing") from error
-    return make_config(path, values)
+        raise _refusal(path, f"{error.args[0]} is missing") from error
+    except TypeError as error:
+        raise _refusal(path, f"sliding_window is {window!r} and max_position_embeddings {context!r}") from error
+    return make_config(path, values), kind == "phi3"
+
+
+def _read_rope(path: Path, raw: dict[str, Any], context: Any) -> tuple[dict[str, Any] | None, Any]:
+    """Return the scaling of rotary positions, or None, and their base."""
+    # Since version 5 of transformers, one section replaces rope_scaling and rope_theta.
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise _refusal(path, f"the rotary settings are {rope!r}, not an object with keys")
+    scales, theta = rope.get("rope_type", rope.get("type", "default")), rope.get("rope_theta")
+    if scales not in ("default", "llama3", "yarn", "linear"):
+        raise _refusal(path, f"rope_type {scales!r} is not known; default, llama3, linear and yarn are")
+    for key, usual in (("partial_rotary_factor", 1.0), ("truncate", True)):
+        if (found := rope.get(key, raw.get(key, usual))) != usual:
+            raise _refusal(path, f"{key} is {found!r}, which is {usual!r} here")
+    theta = theta or raw.get("rope_theta", 10_000.0)
+    if scales == "default":
+        return None, theta
+    keys = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": (), "linear": ()}[scales]
+    try:
+        scaling = {"rope_type": scales} | {key: rope[key] for key in ("factor", *keys)}
+        if scales == "llama3":
+            scaling["original_context"] = rope["original_max_position_embeddings"]
+    except KeyError as error:
+        raise _refusal(path, f"{error.args[0]} is missing") from error
+    if scales == "yarn":
+        scaling["original_context"] = rope.get("original_max_position_embeddings") or context
+        scaling |= {key: rope[key] for key in ("beta_fast", "beta_slow", "attention_factor") if rope.get(key)}
+        if rope.get("mscale") and rope.get("mscale_all_dim") and not rope.get("attention_factor"):
+            raise _refusal(path, "mscale_all_dim scales attention in a way that no model of these types does")
+        if not all(isinstance(scaling[key], int | float) for key in ("factor", "original_context")):
+            raise _refusal(path, f"the rotary settings are {rope!r}, without numbers")
+    return scaling, theta
+
+
+def _refusal(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(what, where=str(path), remedy=f"load a model of type {', '.join(_CLASSES)}")
+
+
+def _kind_of(config: LlamaConfig, where: Path) -> str:
+    """Return the type of model that is written."""
+    parts = {
+        "mixtral": config.experts is not None,
+        "qwen2": config.attention_bias,
+        "qwen3": config.head_norms,
+    }
+    kinds = [kind for kind, has in parts.items() if has]
+    if len(kinds) > 1:
+        raise CheckpointError(
+            f"has what makes it {' and '.join(kinds)} at once: no published model of this layout does", where=str(where)
+        )
+    return kinds[0] if kinds else "llama"
 
 
 def _write_config(path: Path, config: LlamaConfig, dtype: torch.dtype, tokenizer: Tokenizer | None) -> None:
-    scaling, experts = config.rope_scaling, config.experts
+    kind, experts = _kind_of(config, path.parent), config.experts
     content: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM" if experts is None else "MixtralForCausalLM"],
-        "model_type": "llama" if experts is None else "mixtral",
+        "architectures": [_CLASSES[kind]],
+        "model_type": kind,
         "num_hidden_layers": config.layers,
         "hidden_size": config.hidden,
         "num_attention_heads": config.heads,
@@ -268,17 +340,9 @@ def _write_config(path: Path, config: LlamaConfig, dtype: torch.dtype, tokenizer
         "tie_word_embeddings": config.tied,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None
-        if scaling is None
-        else {
-            "rope_type": scaling.rope_type,
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_context,
-        },
+        "rope_scaling": None if config.rope_scaling is None else _written_scaling(config.rope_scaling),
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": False,  # of all four matrices; Qwen2's are always there, and not named
         "mlp_bias": False,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
@@ -288,9 +352,23 @@ def _write_config(path: Path, config: LlamaConfig, dtype: torch.dtype, tokenizer
             "num_experts_per_tok": experts.chosen,
             "sliding_window": None,
         }
+    if kind.startswith("qwen"):
+        content |= {"use_sliding_window": False, "sliding_window": None}
     if tokenizer is not None:
         content |= end_ids(tokenizer)
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _written_scaling(scaling: RopeScaling) -> dict[str, Any]:
+    own = {
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_fast", "beta_slow", "attention_factor"),
+        "linear": (),
+    }[scaling.rope_type]
+    found = {"rope_type": scaling.rope_type, "factor": scaling.factor} | {key: getattr(scaling, key) for key in own}
+    if scaling.rope_type != "linear":
+        found["original_max_position_embeddings"] = scaling.original_context
+    return found
 
 
 def _check_mixtral(stream: WeightStream, folder: Path) -> None:

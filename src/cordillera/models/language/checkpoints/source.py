@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import ValidationError
@@ -81,10 +81,38 @@ class Names:
 
     def __call__(self, name: str) -> str:
         module = name.removesuffix(".weight")
-        if module in self.whole:
-            return f"{self.whole[module]}.weight"
-        _, number, rest = module.split(".", 2)
-        return f"{self.blocks}.{number}.{self.block[rest]}.weight"
+        if (found := self.whole.get(module)) is None:
+            _, number, rest = module.split(".", 2)
+            found = f"{self.blocks}.{number}.{self.block[rest]}"
+        return found if found.endswith(".bias") else f"{found}.weight"
+
+
+class FusedRows(NamedTuple):
+    """Rows of one stored matrix that hold several of a model, as in Phi-3.
+
+    Attributes:
+        name: Name of the matrix, by our names.
+        first: Number of the first row of a parameter.
+        rows: Number of rows of the matrix.
+    """
+
+    name: str
+    first: int
+    rows: int
+
+
+def fused_rows(config: LlamaConfig, name: str) -> FusedRows | None:
+    """Return where a parameter lies where queries, keys and values are one matrix, like gates and what they gate."""
+    *block, module, matrix, _ = f"....{name}".split(".")
+    queries, keys = config.heads * config.head_width, config.kv_heads * config.head_width
+    parts = {
+        "attention": {"query": queries, "key": keys, "value": keys},
+        "feed_forward": {"gate": config.ffn, "up": config.ffn},
+    }.get(module, {})
+    if matrix not in parts:
+        return None
+    before = list(parts.values())[: list(parts).index(matrix)]
+    return FusedRows(f"{'.'.join(block).lstrip('.')}.{module}.fused.weight", sum(before), sum(parts.values()))
 
 
 @dataclass(frozen=True)

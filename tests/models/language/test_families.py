@@ -1,0 +1,263 @@
+"""Mistral, Qwen2, Qwen3, Phi-3 and scaled positions: logits of transformers and llama.cpp, and back bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cordillera.data.tokenizers.load import load_tokenizer
+from cordillera.errors import CheckpointError
+from cordillera.models.language.checkpoints import load, save_consolidated, save_gguf, save_hugging_face
+from cordillera.models.language.checkpoints.gguf_file import GGUFFile
+from cordillera.models.language.llama import Llama, LlamaConfig, parameter_count
+from cordillera.models.language.rope import RopeScaling, rope_frequencies, rope_table
+from cordillera.serving.language.generation import for_decoding, generate
+from cordillera.serving.language.sampler import Sampling
+from tests.data import vocabularies as v
+
+SHAPES: dict[str, Any] = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+    "intermediate_size": 96, "vocab_size": 128, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("Mistral", {"sliding_window": 32}),
+    "mistral-wide": ("Mistral", {"head_dim": 24, "sliding_window": None}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 0}),
+    "qwen2-yarn": ("Qwen2", {"rope_parameters": YARN}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3-yarn": ("Qwen3", {"head_dim": 16, "rope_parameters": {**YARN, "beta_fast": 8, "attention_factor": 1.3}}),
+    "phi3": ("Phi3", {"sliding_window": 48}),
+    "llama-linear": ("Llama", {"rope_parameters": LINEAR}),
+    "llama-yarn": ("Llama", {"rope_parameters": {**YARN, "beta_slow": 2.0}}),
+}
+CONTEXTS = {"mistral": 32, "qwen2-window": 40, "phi3": 48}
+
+
+def theirs(family: str, seed: int = 0) -> Any:
+    """A model of transformers whose weights, biases and norms are drawn."""
+    transformers = pytest.importorskip("transformers")
+    name, settings = FAMILIES[family]
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**SHAPES, **settings))
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if "norm" in family else 0.0, 0.2)
+        for key, parameter in model.named_parameters():
+            if key.endswith("norm.weight"):
+                parameter.add_(1.0)
+    return model.double().eval()
+
+
+def logits(model: Any, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        if isinstance(model, Llama):
+            return model(tokens, torch.tensor([0, len(tokens)]))
+        found: Tensor = model(tokens[None]).logits[0]
+        return found
+
+
+def tokens_of(count: int) -> Tensor:
+    return torch.randint(3, 128, (count,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers_and_the_folder_comes_back(tmp_path: Path, family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = theirs(family)
+    model.save_pretrained(tmp_path / "theirs")
+    config, ours = load(tmp_path / "theirs", torch.float64)
+    assert config.context == CONTEXTS.get(family, 64)
+    assert parameter_count(config) == sum(parameter.numel() for parameter in model.parameters())
+    tokens = tokens_of(config.context)
+    expected = logits(model, tokens)
+    assert expected.std() > 0.3
+    torch.testing.assert_close(logits(ours, tokens), expected, rtol=0, atol=1e-10 * float(expected.abs().max()))
+
+    save_hugging_face(ours, tmp_path / "ours")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float64).eval()
+    torch.testing.assert_close(logits(again, tokens), expected, rtol=0, atol=1e-10 * float(expected.abs().max()))
+    back, second = load(tmp_path / "ours", torch.float64)
+    assert back == config
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), second.parameters(), strict=True))
+
+
+def config_of(**more: Any) -> LlamaConfig:
+    shapes = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 96, "context": 64, "vocabulary": 1000}
+    return LlamaConfig.model_validate({**shapes, **more})
+
+
+def drawn(config: LlamaConfig) -> Llama:
+    model = Llama(config)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
+    return model
+
+
+STYLES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"attention_bias": True, "tied": True},
+    "qwen3": {"head_norms": True, "head_dim": 32},
+    "linear": {"rope_scaling": RopeScaling(rope_type="linear", factor=3.0)},
+    "yarn": {"attention_bias": True, "rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_context=16)},
+    "amplified": {"rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_context=16, attention_factor=1.5)},
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("kind", [None, "q8_0", "q4_1"])
+def test_gguf_holds_every_style(tmp_path: Path, style: str, kind: str | None) -> None:
+    config = config_of(**STYLES[style])
+    model = drawn(config)
+    save_gguf(model, tmp_path / "one.gguf", kind)
+    back, ours = load(tmp_path / "one.gguf")
+    expected = config
+    if (scaling := config.rope_scaling) is not None:
+        unused = {"original_context": 8192} if scaling.rope_type == "linear" else {}
+        kept = scaling.model_copy(update={"attention_factor": back.rope_scaling.attention_factor, **unused})  # type: ignore[union-attr]
+        assert kept.amplitude == pytest.approx(scaling.amplitude, rel=1e-6)
+        expected = config.model_copy(update={"rope_scaling": kept})
+    assert back == expected
+    for a, b in zip(ours.parameters(), model.parameters(), strict=True):
+        assert (a - b).abs().max() <= {None: 0, "q8_0": 0.02, "q4_1": 0.2}[kind] * b.abs().max()
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("style", STYLES)
+def test_llama_cpp_computes_the_same(tmp_path: Path, style: str) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    tokenizer = load_tokenizer(v.write_json(tmp_path))
+    model = drawn(config_of(**STYLES[style], vocabulary=tokenizer.vocab_size))
+    save_gguf(model, tmp_path / "one.gguf", tokenizer=tokenizer)
+    exact = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
+    settings = {"n_ctx": 64, "verbose": False, "logits_all": True, "n_threads": 1, "flash_attn": False}
+    peer = llama_cpp.Llama(str(tmp_path / "one.gguf"), **settings, **exact)
+    tokens = torch.randint(3, tokenizer.vocab_size, (40,), generator=torch.Generator().manual_seed(1))
+    peer.eval(tokens.tolist())
+    found = torch.tensor(np.array(peer.scores[: len(tokens)]))
+    expected = logits(model, tokens)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_gguf_of_phi3_is_read_by_rows_of_its_matrices(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    model = drawn(config_of(ffn=64))
+    for kind in ("F32", "Q8_0"):
+        writer = gguf.GGUFWriter(tmp_path / f"{kind}.gguf", "phi3")
+        config = model.config
+        writer.add_block_count(config.layers)
+        writer.add_context_length(config.context)
+        writer.add_embedding_length(config.hidden)
+        writer.add_feed_forward_length(config.ffn)
+        writer.add_head_count(config.heads)
+        writer.add_head_count_kv(config.kv_heads)
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+        writer.add_rope_freq_base(config.rope_theta)
+        writer.add_uint32("phi3.attention.sliding_window", 24)
+        tensors = {"token_embd": model.embedding.weight, "output_norm": model.norm.weight, "output": model.head.weight}
+        for i, block in enumerate(model.layers):
+            own, ffn = block.attention, block.feed_forward
+            tensors |= {
+                f"blk.{i}.attn_norm": block.attention_norm.weight,
+                f"blk.{i}.attn_qkv": torch.cat([own.query.weight, own.key.weight, own.value.weight]),
+                f"blk.{i}.attn_output": own.output.weight,
+                f"blk.{i}.ffn_norm": block.feed_forward_norm.weight,
+                f"blk.{i}.ffn_up": torch.cat([ffn.gate.weight, ffn.up.weight]),
+                f"blk.{i}.ffn_down": ffn.down.weight,
+            }
+        for name, tensor in tensors.items():
+            values = tensor.detach().numpy()
+            if kind != "F32" and values.ndim == 2:
+                codes = gguf.quantize(values, gguf.GGMLQuantizationType[kind])
+                writer.add_tensor(f"{name}.weight", codes, raw_dtype=gguf.GGMLQuantizationType[kind])
+            else:
+                writer.add_tensor(f"{name}.weight", np.ascontiguousarray(values))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    found, back = load(tmp_path / "F32.gguf")
+    assert found == config.model_copy(update={"context": 24})
+    assert all(torch.equal(a, b) for a, b in zip(back.parameters(), model.parameters(), strict=True))
+    source = GGUFFile(tmp_path / "Q8_0.gguf")
+    plain = load(tmp_path / "Q8_0.gguf")[1]
+    for name in ("attention.key", "attention.value", "feed_forward.gate", "feed_forward.up"):
+        weight = plain.layers[1].get_submodule(name).weight
+        packed = source.packed(f"layers.1.{name}.weight", tuple(weight.shape), 8)
+        values = packed.codes.float() * packed.scales[..., :1].float() + packed.scales[..., 1:].float()
+        assert torch.equal(values.view(weight.shape), weight)
+
+
+@pytest.mark.parametrize("style", ["qwen2", "qwen3", "yarn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_texts_are_generated_as_without_a_cache(style: str, dtype: torch.dtype) -> None:
+    model = drawn(config_of(**STYLES[style])).to(dtype).requires_grad_(False).eval()
+    prompt = tokens_of(20).tolist()
+    (plain,) = [[one.token for one in generate(for_decoding(model), [prompt], 12, sampling=Sampling(temperature=0))]]
+    text = list(prompt)
+    model.few = None
+    for token in plain:
+        found = logits(model, torch.tensor(text))[-1].float()
+        assert found.max() - found[token] <= (1e-4 if dtype == torch.float32 else 0.05) * found.abs().max()
+        text.append(token)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "gemma"}, "model_type is 'gemma', not one of llama, mistral, mixtral, qwen2, qwen3, phi3"),
+        ({"attention_bias": True}, "attention_bias is True, a model of type qwen3 has False here"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2}}, "rope_type 'longrope' is not known"),
+        ({"rope_scaling": {"type": "yarn"}}, "factor is missing"),
+        ({"rope_scaling": {"type": "yarn", "factor": "two"}}, "without numbers"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate is False"),
+        ({"rope_scaling": {"full_attention": {"rope_type": "yarn"}}}, "not an object with keys"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"use_sliding_window": True, "sliding_window": "wide"}, "sliding_window is 'wide'"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "context: "),
+    ],
+)
+def test_what_is_not_computed_here_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    save_hugging_face(drawn(config_of(head_norms=True)), tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    (tmp_path / "hf" / "checksums.json").unlink(missing_ok=True)
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path / "hf")
+    assert said in str(caught.value)
+
+
+def test_layouts_say_what_they_cannot_hold(tmp_path: Path) -> None:
+    both = drawn(config_of(head_norms=True, attention_bias=True))
+    for save in (save_hugging_face, save_gguf):
+        with pytest.raises(CheckpointError, match=r"together|at once"):
+            save(both, tmp_path / "one.gguf")
+    for style, said in (("qwen2", "biases"), ("qwen3", "norms of heads"), ("yarn", "biases"), ("linear", "linear")):
+        with pytest.raises(CheckpointError, match=f"this layout cannot hold .*{said}"):
+            save_consolidated(drawn(config_of(**STYLES[style])), tmp_path / "meta")
+    assert not list(tmp_path.iterdir())
+
+
+def test_yarn_keeps_fast_frequencies_and_divides_slow_ones() -> None:
+    """By its definition in turns of the original context, of which the ramp is the rounding outwards."""
+    scaling = RopeScaling(rope_type="yarn", factor=8.0, original_context=4096)
+    config = config_of(hidden=256, heads=2, rope_scaling=scaling)
+    plain = rope_frequencies(config.model_copy(update={"rope_scaling": None}))
+    ratio, turns = rope_frequencies(config) / plain, 4096 * plain / (2 * torch.pi)
+    assert (ratio[turns > 1.3 * 32] == 1).all()
+    assert (ratio[turns < 1 / 1.3] - 1 / 8).abs().max() < 1e-6
+    assert (ratio.diff() <= 0).all()
+    cos, sin = rope_table(config, torch.arange(9))
+    torch.testing.assert_close((cos**2 + sin**2).sqrt(), torch.full_like(cos, 0.1 * np.log(8.0) + 1))
