@@ -20,6 +20,8 @@ _SHAPE = {
     "head_dim": "Head width",
     "ffn": "Feed-forward width",
     "experts": "Experts",
+    "attention_bias": "Biases of attention",
+    "head_norms": "Norms of heads",
     "scores": "Gives a score",
     "vocabulary": "Vocabulary",
     "context": "Context, tokens",
