@@ -1,7 +1,8 @@
 """GGUF, the format of llama.cpp: one file, usually with quantised weights.
 
-Files of Llama, Mistral (which are the same there), Qwen2, Qwen3 and Phi-3 are read; a model is written as one of the
-first four. Only a Llama's files hold the pairs that positions turn beside each other.
+Files of Llama, Mistral and Mixtral (which are the same there), Qwen2, Qwen3, Qwen3-MoE and Phi-3 are read, and all but
+Phi-3 are written. Only a Llama's files hold the pairs that positions turn beside each other. All experts of a block are
+one tensor, ``[experts, out, in]``; here it is ``[experts, in, out]``.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ from cordillera.models.language.checkpoints.source import (
     new_file,
     parameter_shapes,
 )
-from cordillera.models.language.checkpoints.weights import WeightStream, stream_of
+from cordillera.models.language.checkpoints.weights import WeightStream, check_experts, stream_of
 from cordillera.models.language.llama import Llama, LlamaConfig
+from cordillera.models.language.moe import UNTRAINED
 from cordillera.models.language.rope import RopeScaling, rope_frequencies
 
 _NAMES = Names(
@@ -63,10 +65,12 @@ _NAMES = Names(
         "feed_forward.up": "ffn_up",
         "feed_forward.down": "ffn_down",
         "feed_forward.fused": "ffn_up",
+        "feed_forward.router": "ffn_gate_inp",
     },
 )
 _ROTATED = ("attention.query.weight", "attention.key.weight")
-_ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
+_ROUTER = "feed_forward.router.weight"
+_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "phi3")
 _FACTORS = "rope_freqs.weight"
 _CODES = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}  # bits of the kinds that are kept as they are, in groups of 32 inputs
 _PIECE = 2**18  # number of values that are dequantized at a time
@@ -101,8 +105,8 @@ class GGUFFile(Source):
         self.architecture, self.config = self._read_config(fields)
         shapes = {}
         for name, shape in parameter_shapes(self.config).items():
-            stored, _, rows = self._place(name)
-            shapes[_NAMES(stored)] = (rows or shape[0], *shape[1:])
+            if not name.endswith(UNTRAINED):
+                shapes[self.name_of(name)] = _stored_shape(shape, self._place(name).rows)
         for name, shape in shapes.items():
             if name not in self._tensors:
                 raise missing(name, path)
@@ -121,7 +125,7 @@ class GGUFFile(Source):
         return [self.path]
 
     def name_of(self, name: str) -> str:
-        return _NAMES(self._place(name).name)
+        return _stored_name(self._place(name).name)
 
     def _place(self, name: str) -> FusedRows:
         """Return where a parameter lies; of a matrix that holds it alone, the number of rows is 0."""
@@ -132,8 +136,15 @@ class GGUFFile(Source):
         return name.endswith(_ROTATED) and self.architecture == "llama"
 
     def read(self, name: str, out: Tensor) -> None:
-        place, before, _ = self._place(name)
-        stored, rows = self._tensors[_NAMES(place)], out if out.dim() == 2 else out[None]
+        if name.endswith(UNTRAINED):
+            out.zero_()  # the bias of a router
+            return
+        stored, before = self._tensors[self.name_of(name)], self._place(name).first
+        if out.dim() == 3:
+            for number, expert in enumerate(out):
+                expert.copy_(self._values(stored, number * expert.shape[1], torch.empty(expert.T.shape)).T)
+            return
+        rows = out if out.dim() == 2 else out[None]
         # A few rows or heads at a time, as quantised values take several times their size while they are unpacked.
         unit = self.config.head_width if self._is_interleaved(name) else 1
         step = max(1, _PIECE // (unit * rows.shape[1])) * unit
@@ -149,9 +160,9 @@ class GGUFFile(Source):
     def kinds(self) -> Counter[str]:
         """Number of matrices of each kind."""
         return Counter(
-            self._gguf.GGMLQuantizationType(self._tensors[_NAMES(self._place(name).name)].kind).name
+            self._gguf.GGMLQuantizationType(self._tensors[self.name_of(name)].kind).name
             for name, shape in parameter_shapes(self.config).items()
-            if len(shape) == 2
+            if len(shape) > 1 and not name.endswith(_ROUTER)
         )
 
     @property
@@ -164,8 +175,7 @@ class GGUFFile(Source):
         return all(kind in _CODES for kind in self.kinds)
 
     def packed(self, name: str, shape: tuple[int, int], bits: int) -> PackedRows:
-        place, first, _ = self._place(name)
-        stored = self._tensors[_NAMES(place)]
+        stored, first = self._tensors[self.name_of(name)], self._place(name).first
         kind = self._gguf.GGMLQuantizationType(stored.kind).name
         if kind not in _CODES or _CODES[kind] > bits:
             return super().packed(name, shape, bits)
@@ -262,7 +272,9 @@ class GGUFFile(Source):
         width = own("attention.key_length", own("rope.dimension_count", hidden // max(heads, 1)))
         if own("rope.dimension_count", width) != width:
             raise CheckpointError("turns a part of each head alone, which no model here does", where=str(self.path))
-        context = own("context_length")
+        context, experts = own("context_length"), None
+        if count := own("expert_count", 0):
+            experts = {"count": count, "chosen": own("expert_used_count")}
         config = make_config(
             self.path,
             {
@@ -271,9 +283,10 @@ class GGUFFile(Source):
                 "heads": heads,
                 "kv_heads": own("attention.head_count_kv", heads),
                 "head_dim": width,
-                "ffn": own("feed_forward_length"),
+                "ffn": own("expert_feed_forward_length" if architecture == "qwen3moe" else "feed_forward_length"),
+                "experts": experts,
                 "attention_bias": architecture == "qwen2",
-                "head_norms": architecture == "qwen3",
+                "head_norms": architecture.startswith("qwen3"),
                 "vocabulary": self._tensors[_NAMES("embedding.weight")].shape[0]
                 if _NAMES("embedding.weight") in self._tensors
                 else own("vocab_size"),
@@ -372,15 +385,11 @@ def save_gguf(
     """
     path, stream = Path(path), stream_of(model)
     gguf, config = _library(path), stream.config
-    if config.experts is not None:
-        raise CheckpointError(
-            "this layout is written for models without experts", where=str(path), remedy="choose hugging-face"
-        )
-    if config.attention_bias and config.head_norms:
-        raise CheckpointError(
-            "biases and norms of heads together are of no model that llama.cpp knows", where=str(path)
-        )
-    kinds = {name: _kind_of(stream, name, quantize) for name in stream.shapes}
+    if config.attention_bias and (config.head_norms or config.experts is not None):
+        others = "norms of heads" if config.head_norms else "experts"
+        raise CheckpointError(f"biases and {others} together are of no model of this layout", where=str(path))
+    check_experts(stream, path)
+    kinds = {name: _kind_of(stream, name, quantize) for name in stream.shapes if not name.endswith(UNTRAINED)}
     planned = []
     has_divisors = config.rope_scaling is not None and config.rope_scaling.rope_type == "llama3"
     if has_divisors:
@@ -388,9 +397,9 @@ def save_gguf(
         planned.append(PlannedTensor(_FACTORS, tuple(divisors.shape), 0, divisors.nbytes))
     for one, kind in kinds.items():
         block, width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-        shape = stream.shapes[one]
+        shape = _stored_shape(stream.shapes[one])
         size = math.prod(shape) // block * width
-        planned.append(PlannedTensor(_NAMES(one), shape, int(gguf.GGMLQuantizationType[kind]), size))
+        planned.append(PlannedTensor(_stored_name(one), shape, int(gguf.GGMLQuantizationType[kind]), size))
     main = next(kind for one, kind in kinds.items() if one.startswith("layers.") and len(stream.shapes[one]) == 2)
     files = {kind.upper(): number for kind, number in QUANTISED_FILES.items()} | _FLOAT_FILES
     fields = _fields(config) | {"general.name": name or path.stem, "general.file_type": files[main]}
@@ -413,8 +422,8 @@ def save_gguf(
 
 def _kind_of(stream: WeightStream, name: str, quantize: str | None) -> str:
     """Return the kind in which a parameter is written."""
-    shape = stream.shapes[name]
-    if len(shape) == 1:
+    shape = _stored_shape(stream.shapes[name])
+    if len(shape) == 1 or name.endswith(_ROUTER):
         return "F32"
     if quantize is None:
         kinds = {dtype: kind for kind, dtype in _FLOATS.items()}
@@ -430,6 +439,10 @@ def _encoded(stream: WeightStream, name: str, kind: str, gguf: Any) -> Iterator[
     if name.endswith(_ROTATED) and _architecture(stream.config) == "llama":
         heads = weight.unflatten(0, (-1, stream.config.head_width))
         weight = halves_to_interleaved(heads).flatten(0, 1)
+    if weight.dim() == 3:
+        if name.endswith(".down") and (experts := stream.config.experts) is not None:
+            weight = weight * experts.scale  # their sum is 1 there
+        weight = weight.transpose(1, 2).flatten(0, 1)
     rows = weight if weight.dim() == 2 else weight[None]
     for piece in rows.split(max(1, _PIECE // rows.shape[1])):
         if kind in _FLOATS:
@@ -437,12 +450,25 @@ def _encoded(stream: WeightStream, name: str, kind: str, gguf: Any) -> Iterator[
             continue
         codes = gguf.quantize(piece.contiguous().numpy(), gguf.GGMLQuantizationType[kind])
         values = torch.from_numpy(np.ascontiguousarray(gguf.dequantize(codes, gguf.GGMLQuantizationType[kind])))
-        stream.finite(_NAMES(name), values)  # scales are in float16
+        stream.finite(_stored_name(name), values)  # scales are in float16
         stream.measure(piece, values)
         yield codes.tobytes()
 
 
+def _stored_name(name: str) -> str:
+    """Return the name of the tensor that holds a parameter."""
+    is_of_experts = not name.endswith(".weight")
+    return _NAMES(name).removesuffix(".weight") + "_exps.weight" if is_of_experts else _NAMES(name)
+
+
+def _stored_shape(shape: tuple[int, ...], rows: int = 0) -> tuple[int, ...]:
+    """Return the shape of the tensor that holds a parameter of a ``shape``; one that holds several has ``rows``."""
+    return (shape[0], shape[2], shape[1]) if len(shape) == 3 else (rows or shape[0], *shape[1:])
+
+
 def _architecture(config: LlamaConfig) -> str:
+    if config.experts is not None:
+        return "qwen3moe" if config.head_norms else "llama"
     return "qwen2" if config.attention_bias else "qwen3" if config.head_norms else "llama"
 
 
@@ -463,6 +489,9 @@ def _fields(config: LlamaConfig) -> dict[str, Any]:
         "rope.freq_base": config.rope_theta,
         "vocab_size": config.vocabulary,
     }
+    if config.experts is not None:
+        own |= {"expert_count": config.experts.count, "expert_used_count": config.experts.chosen}
+        own |= {"expert_feed_forward_length": config.ffn} if config.head_norms else {}
     if scaling is not None and scaling.rope_type != "llama3":
         own |= {"rope.scaling.type": scaling.rope_type, "rope.scaling.factor": scaling.factor}
         if scaling.rope_type == "yarn":

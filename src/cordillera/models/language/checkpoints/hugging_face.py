@@ -3,8 +3,9 @@
 Llama, Mistral, Qwen2, Qwen3 and Phi-3 are read; a model is written as the one of them that has its parts. Where tokens
 see a window of the last ones only, the context is that window, within which attention is the same.
 
-A model with experts is a Mixtral there, with each expert's matrices by themselves, ``[out, in]``; here they are one
-tensor, ``[experts, in, out]``. A Mixtral has neither a shared expert nor a bias for the choice.
+A model with experts is a Mixtral there, or a Qwen3-MoE if it has norms of heads, with each expert's matrices by
+themselves, ``[out, in]``; here they are one tensor, ``[experts, in, out]``. Neither has a shared expert or a bias for
+the choice.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from cordillera.models.language.checkpoints.source import (
     new_folder,
     parameter_shapes,
 )
-from cordillera.models.language.checkpoints.weights import WeightStream, stream_of
+from cordillera.models.language.checkpoints.weights import WeightStream, check_experts, stream_of
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.models.language.moe import UNTRAINED
 from cordillera.models.language.rope import RopeScaling
@@ -67,13 +68,16 @@ _NAMES = Names(
         "feed_forward.fused": "mlp.gate_up_proj",
     },
 )
-_OF_EXPERT = {"feed_forward.gate": "w1", "feed_forward.down": "w2", "feed_forward.up": "w3"}
+# The layer of experts, and their matrices.
+_MIXTRAL = ("block_sparse_moe", {"feed_forward.gate": "w1", "feed_forward.down": "w2", "feed_forward.up": "w3"})
+_QWEN3_MOE = ("mlp", {f"feed_forward.{name}": f"{name}_proj" for name in ("gate", "down", "up")})
 _CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
 }
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -93,7 +97,11 @@ class HuggingFace(Source):
         expected: dict[str, tuple[int, ...]] = {}
         for name, shape in parameter_shapes(self.config).items():
             fused = self._fused(name)
-            expected |= _stored_shapes(name, shape) if fused is None else {_NAMES(fused.name): (fused.rows, *shape[1:])}
+            expected |= (
+                _stored_shapes(self.config, name, shape)
+                if fused is None
+                else {_NAMES(fused.name): (fused.rows, *shape[1:])}
+            )
         tensors = {}
         for name, shape in expected.items():
             if name not in self._places:
@@ -135,11 +143,11 @@ class HuggingFace(Source):
     def name_of(self, name: str) -> str:
         if (fused := self._fused(name)) is not None:
             return _NAMES(fused.name)
-        return ", ".join(_stored_shapes(name, parameter_shapes(self.config)[name])) or name
+        return ", ".join(_stored_shapes(self.config, name, parameter_shapes(self.config)[name])) or name
 
     def read(self, name: str, out: Tensor) -> None:
         fused = self._fused(name)
-        stored = list(_stored_shapes(name, tuple(out.shape))) if fused is None else [_NAMES(fused.name)]
+        stored = list(_stored_shapes(self.config, name, tuple(out.shape))) if fused is None else [_NAMES(fused.name)]
         if self._sealed is not None:
             for file in {self._places[one].name for one in stored}:
                 self._sealed.verify_once(file)
@@ -218,15 +226,16 @@ class HuggingFace(Source):
         return {name: self.path / file for name, file in places.items()}
 
 
-def _stored_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+def _stored_shapes(config: LlamaConfig, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the tensors that hold a parameter: one, one for each expert, or none for a bias."""
     if ".feed_forward.router." not in name and len(shape) < 3:
         return {_NAMES(name): shape}
     _, number, rest = name.split(".", 2)
-    block = f"{_NAMES.blocks}.{number}.block_sparse_moe"
+    layer, of_expert = _QWEN3_MOE if config.head_norms else _MIXTRAL
+    block = f"{_NAMES.blocks}.{number}.{layer}"
     if len(shape) < 3:
         return {} if name.endswith(UNTRAINED) else {f"{block}.gate.weight": shape}
-    return {f"{block}.experts.{e}.{_OF_EXPERT[rest]}.weight": (shape[2], shape[1]) for e in range(shape[0])}
+    return {f"{block}.experts.{e}.{of_expert[rest]}.weight": (shape[2], shape[1]) for e in range(shape[0])}
 
 
 def _read_config(path: Path) -> tuple[LlamaConfig, bool]:
@@ -237,7 +246,10 @@ def _read_config(path: Path) -> tuple[LlamaConfig, bool]:
         raise _refusal(path, f"model_type is {kind!r}, not one of {', '.join(_CLASSES)}")
     if raw.get("quantization_config"):
         raise _refusal(path, "the weights are quantised (quantization_config), which only GGUF files may be here")
-    for key, usual in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+    usual_values = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    if kind == "qwen3_moe":
+        usual_values |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    for key, usual in usual_values.items():
         if raw.get(key, usual) != usual:
             raise _refusal(path, f"{key} is {raw[key]!r}, a model of type {kind} has {usual!r} here")
     context = raw.get("max_position_embeddings", 2048)
@@ -246,19 +258,23 @@ def _read_config(path: Path) -> tuple[LlamaConfig, bool]:
         context = max(context, int(scaling["factor"] * scaling["original_context"]))
     window = raw.get("sliding_window") if raw.get("use_sliding_window", not kind.startswith("qwen")) else None
     try:
-        experts = None
+        experts, width = None, "intermediate_size"
         if kind == "mixtral":
             experts = {"count": raw["num_local_experts"], "chosen": raw["num_experts_per_tok"]}
+        elif kind == "qwen3_moe":
+            width = "moe_intermediate_size"
+            count = raw["num_experts"] if "num_experts" in raw else raw["num_local_experts"]
+            experts = {"count": count, "chosen": raw["num_experts_per_tok"]}
         values = {
             "layers": raw["num_hidden_layers"],
             "hidden": raw["hidden_size"],
             "heads": raw["num_attention_heads"],
             "kv_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"],
             "head_dim": raw.get("head_dim", 128 if kind == "qwen3" else None),
-            "ffn": raw["intermediate_size"],
+            "ffn": raw[width],
             "experts": experts,
             "attention_bias": kind == "qwen2",
-            "head_norms": kind == "qwen3",
+            "head_norms": kind in ("qwen3", "qwen3_moe"),
             "vocabulary": raw["vocab_size"],
             "context": context if window is None else min(context, window),
             "tied": raw.get("tie_word_embeddings", False),
@@ -311,17 +327,13 @@ def _refusal(path: Path, what: str) -> CheckpointError:
 
 def _kind_of(config: LlamaConfig, where: Path) -> str:
     """Return the type of model that is written."""
-    parts = {
-        "mixtral": config.experts is not None,
-        "qwen2": config.attention_bias,
-        "qwen3": config.head_norms,
-    }
-    kinds = [kind for kind, has in parts.items() if has]
-    if len(kinds) > 1:
-        raise CheckpointError(
-            f"has what makes it {' and '.join(kinds)} at once: no published model of this layout does", where=str(where)
-        )
-    return kinds[0] if kinds else "llama"
+    has_experts = config.experts is not None
+    if config.attention_bias and (config.head_norms or has_experts):
+        others = "norms of heads" if config.head_norms else "experts"
+        raise CheckpointError(f"biases and {others} together are of no model of this layout", where=str(where))
+    if has_experts:
+        return "qwen3_moe" if config.head_norms else "mixtral"
+    return "qwen2" if config.attention_bias else "qwen3" if config.head_norms else "llama"
 
 
 def _write_config(path: Path, config: LlamaConfig, dtype: torch.dtype, tokenizer: Tokenizer | None) -> None:
@@ -352,6 +364,9 @@ def _write_config(path: Path, config: LlamaConfig, dtype: torch.dtype, tokenizer
             "num_experts_per_tok": experts.chosen,
             "sliding_window": None,
         }
+    if kind == "qwen3_moe":
+        content["num_experts"] = content.pop("num_local_experts")
+        content |= {"moe_intermediate_size": config.ffn, "norm_topk_prob": True, "decoder_sparse_step": 1}
     if kind.startswith("qwen"):
         content |= {"use_sliding_window": False, "sliding_window": None}
     if tokenizer is not None:
@@ -369,21 +384,6 @@ def _written_scaling(scaling: RopeScaling) -> dict[str, Any]:
     if scaling.rope_type != "linear":
         found["original_max_position_embeddings"] = scaling.original_context
     return found
-
-
-def _check_mixtral(stream: WeightStream, folder: Path) -> None:
-    experts = stream.config.experts
-    if experts is not None and experts.shared:
-        raise CheckpointError(
-            f"a Mixtral has no shared expert; this model has one of width {experts.shared}", where=str(folder)
-        )
-    biased = [name for name in stream.shapes if name.endswith(UNTRAINED) and stream.tensor(name).any()]
-    if biased:
-        raise CheckpointError(
-            f"a Mixtral has no bias for the choice of experts; {biased[0]} (of {len(biased)}) is not 0",
-            where=str(folder),
-            remedy="balance a model for export by training.experts.balance_loss, with bias_rate = 0",
-        )
 
 
 def save_hugging_face(
@@ -407,12 +407,12 @@ def save_hugging_face(
         overwrite: Whether the folder may hold a checkpoint, which is replaced.
 
     Raises:
-        CheckpointError: If the model has experts that no Mixtral has: a shared one, or a bias for the choice. Also if
-            the folder cannot be written.
+        CheckpointError: If the model has experts that this layout has not: a shared one, or a bias for the choice; or
+            parts that no published model has together. Also if the folder cannot be written.
         DataError: If the tokenizer's file has changed.
     """
     stream = stream_of(model)
-    _check_mixtral(stream, Path(folder))
+    check_experts(stream, folder)
     sizes = {name: math.prod(shape) * stream.dtypes[name].itemsize for name, shape in stream.shapes.items()}
     shards: list[list[str]] = [[]]
     size = 0
@@ -451,5 +451,5 @@ def _stored(stream: WeightStream, name: str) -> list[tuple[str, Tensor]]:
     if stream.config.experts is not None and name.endswith(".feed_forward.down"):
         weight = weight * stream.config.experts.scale  # their sum is 1 there
     parts = [part.T for part in weight] if weight.dim() == 3 else [weight]
-    pairs = zip(_stored_shapes(name, tuple(weight.shape)), parts, strict=False)
+    pairs = zip(_stored_shapes(stream.config, name, tuple(weight.shape)), parts, strict=False)
     return [(stored, part.cpu().contiguous()) for stored, part in pairs]

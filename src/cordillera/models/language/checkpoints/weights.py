@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from cordillera.errors import CheckpointError
 from cordillera.models.language.checkpoints.source import Source, parameter_shapes
 from cordillera.models.language.llama import Llama, LlamaConfig
+from cordillera.models.language.moe import UNTRAINED
 
 OnTensor = Callable[[int, int], object]
 
@@ -104,3 +106,19 @@ class WeightStream:
 def stream_of(model: Llama | WeightStream) -> WeightStream:
     """Return the parameters of a model, or those that are given."""
     return model if isinstance(model, WeightStream) else WeightStream.of_model(model)
+
+
+def check_experts(stream: WeightStream, where: str | Path) -> None:
+    """Refuse experts that no published layout holds: a shared one, or a bias for the choice."""
+    experts = stream.config.experts
+    if experts is not None and experts.shared:
+        raise CheckpointError(
+            f"this layout has no shared expert; this model has one of width {experts.shared}", where=str(where)
+        )
+    biased = [name for name in stream.shapes if name.endswith(UNTRAINED) and stream.tensor(name).any()]
+    if biased:
+        raise CheckpointError(
+            f"this layout has no bias for the choice of experts; {biased[0]} (of {len(biased)}) is not 0",
+            where=str(where),
+            remedy="balance a model for export by training.experts.balance_loss, with bias_rate = 0",
+        )
