@@ -306,3 +306,32 @@ def test_a_chat_that_fills_the_context_is_said_to_do_so(cli, folder, monkeypatch
     done = cli("chat", folder, *EXACT)
     assert done.code == 2
     assert "/new begins anew" in done.err
+
+
+def test_log_probabilities_are_those_of_the_model(cli, folder):
+    """By the model's own logits, which do not know of temperature or penalties."""
+    done = cli(
+        "generate", folder, "the cat sat", "-n", 6, "--json", "--logprobs", 3, "--temperature", 1.5,
+        "--dtype", "float32", "--repetition-penalty", 1.3,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    (found,) = map(json.loads, done.out.splitlines())
+    _, model = load(folder)
+    tokens = _chat(folder, "the cat sat")
+    assert len(found["logprobs"]) == found["tokens"]
+    for one in found["logprobs"]:
+        with torch.no_grad():
+            expected = model(torch.tensor(tokens), torch.tensor([0, len(tokens)]))[-1].log_softmax(-1)
+        assert one["logprob"] == pytest.approx(float(expected[one["id"]]), abs=1e-4)
+        values, ids = expected.topk(3)
+        assert [token for _, token, _ in one["top"]] == ids.tolist()
+        assert [value for *_, value in one["top"]] == pytest.approx(values.tolist(), abs=1e-4)
+        tokens.append(one["id"])
+    assert load_tokenizer(folder).decode([one["id"] for one in found["logprobs"]]).startswith(found["text"][:3])
+
+
+def test_log_probabilities_are_for_json(cli, folder):
+    done = cli("generate", folder, "the cat", "--logprobs", 3)
+    assert (done.code, "--logprobs: are printed in JSON only" in done.err) == (2, True)
+    without = cli("generate", folder, "the cat", *EXACT, "-n", 2, "--json")
+    assert "logprobs" not in json.loads(without.out)

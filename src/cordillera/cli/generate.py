@@ -74,12 +74,18 @@ def generate(
     regex: Annotated[str | None, typer.Option(help="The text matches this regular expression.")] = None,
     choice: Annotated[list[str] | None, typer.Option(help="The text is this, or another --choice.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt.")] = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(min=0, max=20, help="With --json: how likely each token was, beside so many of the likeliest."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the text only.")] = False,
 ) -> None:
     """Let a language model answer prompts or continue them.
 
     The answer to a single prompt is printed as it comes, those to several in order.
     """
+    if logprobs is not None and not as_json:
+        raise DataError("are printed in JSON only", where="--logprobs", remedy="add --json")
     texts = _prompts(prompt or [], file or [], lines)
     form = _form(json_schema, regex, choice)
     from cordillera.serving.language.language_model import Completion, LanguageModel
@@ -96,7 +102,7 @@ def generate(
     try:
         pieces = opened.stream(
             texts, max_new_tokens=max_new_tokens, chat=chat, system=system, sampling=sampling, form=form,
-            stop=stop or (),
+            stop=stop or (), logprobs=logprobs,
         )  # fmt: skip
         opened.model  # noqa: B018 -- loads the weights before the timing
         opened.speculation  # noqa: B018 -- measures passes, if there is a drafter
@@ -179,6 +185,8 @@ def _finish(texts: Sequence[str], found: Sequence[Completion], *, as_json: bool,
     if as_json:
         for prompt, one in zip(texts, found, strict=True):
             entry = {"prompt": prompt, **asdict(one)}
+            if not one.logprobs:
+                del entry["logprobs"]
             echo(json.dumps(entry, ensure_ascii=False), json=True)
     elif len(texts) == 1:
         write_text("" if found[0].text.endswith("\n") else "\n")

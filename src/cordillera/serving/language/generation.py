@@ -28,6 +28,7 @@ def generate(
     speculation: Speculation | None = None,
     guide: Callable[[], Guide] | None = None,
     over: Collection[int] = (),
+    logprobs: int | None = None,
 ) -> Iterator[Generated]:
     """Continue prompts, up to 16 at a time, until a stop token, ``max_new_tokens`` or the end of the context.
 
@@ -47,6 +48,8 @@ def generate(
             is said in a warning.
         guide: Makes the guide of a text's form, whose end is one of ``stop``; None for any text.
         over: Numbers of prompts that are not to go on; the caller may add some after any token.
+        logprobs: Number of the most likely tokens of which each new token tells how likely they were, beside itself;
+            None if it tells nothing.
 
     Returns:
         Tokens as they are generated: in each pass at least one for every sequence that is being continued. Errors of
@@ -57,7 +60,9 @@ def generate(
             ``max_new_tokens`` is below 1; or, during generation, the model's logits are not finite.
     """
     check_prompts(model.config, prompts, max_new_tokens)
-    return _generate(model, prompts, max_new_tokens, stop, sampling or Sampling(), tokens, speculation, guide, over)
+    return _generate(
+        model, prompts, max_new_tokens, stop, sampling or Sampling(), tokens, speculation, guide, over, logprobs
+    )
 
 
 class StopStrings:
@@ -158,6 +163,7 @@ def _generate(
     speculation: Speculation | None,
     guide: Callable[[], Guide] | None,
     over: Collection[int],
+    logprobs: int | None,
 ) -> Iterator[Generated]:
     if not prompts:
         return
@@ -166,7 +172,7 @@ def _generate(
     engine = Engine(model, texts=texts, capacity=capacity, speculation=speculation, vocabulary=tokens)
     for number, prompt in enumerate(prompts):
         own = sampling.model_copy(update={"seed": sampling.seed + number})
-        engine.add(prompt, max_new_tokens, stop, own, None if guide is None else guide())
+        engine.add(prompt, max_new_tokens, stop, own, None if guide is None else guide(), logprobs)
     while engine.waiting or engine.running:
         for token in engine.step():
             if token.error is not None:

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib import resources
 from pathlib import Path
@@ -53,18 +53,37 @@ DTYPES = {
 _BITS = {"int8": 8, "int4": 4}
 
 
+@dataclass(frozen=True)
+class TokenLogprob:
+    """How likely a token was, before temperature, penalties and forms.
+
+    Attributes:
+        token: Text of the token; bytes that are no character are U+FFFD.
+        id: Its id.
+        logprob: Natural logarithm of its probability.
+        top: Text, id and ``logprob`` of each of the most likely tokens in its place.
+    """
+
+    token: str
+    id: int
+    logprob: float
+    top: list[tuple[str, int, float]]
+
+
 class TextPiece(NamedTuple):
     """Text that one more token adds to a prompt; empty if a token ends inside a character or is special.
 
     Attributes:
         finish: Reason why the sequence ends here: ``stop`` (the model ended it) or ``length``; None while it continues.
         forward: Number of the model's pass that decided on the token, from 0.
+        logprob: How likely the token was, if that was asked for.
     """
 
     sequence: int
     text: str
     finish: Finish | None
     forward: int
+    logprob: TokenLogprob | None = None
 
 
 @dataclass
@@ -74,12 +93,14 @@ class Completion:
     Attributes:
         finish: ``stop``, ``length``, or None if generation was interrupted.
         forwards: Number of passes of the model that it took; fewer than tokens if drafts were right.
+        logprobs: How likely each token was; empty unless that was asked for.
     """
 
     text: str = ""
     tokens: int = 0
     finish: Finish | None = None
     forwards: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def add(self, piece: TextPiece) -> None:
         """Append a piece of this prompt's text."""
@@ -87,6 +108,8 @@ class Completion:
         self.tokens += 1
         self.finish = piece.finish
         self.forwards = piece.forward + 1
+        if piece.logprob is not None:
+            self.logprobs.append(piece.logprob)
 
 
 class LanguageModel:
@@ -229,6 +252,7 @@ class LanguageModel:
         sampling: Sampling | None = None,
         form: Form | None = None,
         stop: Sequence[str] = (),
+        logprobs: int | None = None,
     ) -> Iterator[TextPiece]:
         """Continue or answer prompts, all together, and yield the text as it is generated.
 
@@ -242,6 +266,8 @@ class LanguageModel:
             form: Form that every text keeps to, such as :func:`~cordillera.serving.language.guided.json_form`; None for
                 any. A text that ``max_new_tokens`` ends early is its beginning.
             stop: Strings before which a text ends.
+            logprobs: Number of the most likely tokens of which each piece tells how likely they were, beside its own;
+                None if it tells nothing.
 
         Returns:
             One piece per token; each pass yields at least one for every unfinished prompt. Errors of the prompts are
@@ -258,7 +284,7 @@ class LanguageModel:
         guide = None if form is None else partial(self.guides.start, form)
         if guide is not None:
             guide()  # says now what is wrong with the form
-        return self._stream(ids, max_new_tokens, sampling, guide, stop)
+        return self._stream(ids, max_new_tokens, sampling, guide, stop, logprobs)
 
     def _stream(
         self,
@@ -267,17 +293,29 @@ class LanguageModel:
         sampling: Sampling | None,
         guide: Callable[[], Guide] | None,
         stop: Sequence[str],
+        logprobs: int | None,
     ) -> Iterator[TextPiece]:
         decoders = [(StreamDecoder(self.tokenizer), StopStrings(stop)) for _ in ids]
         ends, count, over = self.tokenizer.stop_ids, self.tokenizer.vocab_size, set[int]()
-        tokens = generate(self.model, ids, max_new_tokens, ends, sampling, count, self.speculation, guide, over)
+        tokens = generate(
+            self.model, ids, max_new_tokens, ends, sampling, count, self.speculation, guide, over, logprobs
+        )
         for one in tokens:
             decoder, stops = decoders[one.sequence]
             text = decoder.push(one.token)
             text, found = stops.push(text + decoder.finish() if one.finish else text, last=one.finish is not None)
             if found:
                 over.add(one.sequence)
-            yield TextPiece(one.sequence, text, "stop" if found else one.finish, one.forward)
+            logprob = None
+            if one.chance is not None:
+                top = [(self._name(token), token, value) for token, value in one.chance.top]
+                logprob = TokenLogprob(self._name(one.token), one.token, one.chance.logprob, top)
+            yield TextPiece(one.sequence, text, "stop" if found else one.finish, one.forward, logprob)
+
+    def _name(self, token: int) -> str:
+        if (content := self.tokenizer.token_bytes[token]) is not None:
+            return content.decode("utf-8", "replace")
+        return next((name for name, own in self.tokenizer.special_tokens.items() if own == token), "")
 
     def generate(
         self,
@@ -289,16 +327,18 @@ class LanguageModel:
         sampling: Sampling | None = None,
         form: Form | None = None,
         stop: Sequence[str] = (),
+        logprobs: int | None = None,
     ) -> list[Completion]:
         """Continue or answer prompts to the end, and return one completion per prompt, in their order.
 
-        Arguments ``prompts``, ``max_new_tokens``, ``chat``, ``system``, ``sampling``, ``form`` and ``stop`` and errors
-        are those of :meth:`stream`.
+        Arguments ``prompts``, ``max_new_tokens``, ``chat``, ``system``, ``sampling``, ``form``, ``stop`` and
+        ``logprobs``, and errors, are those of :meth:`stream`.
         """
         found = [Completion() for _ in ([prompts] if isinstance(prompts, str) else prompts)]
         for piece in self.stream(
-            prompts, max_new_tokens=max_new_tokens, chat=chat, system=system, sampling=sampling, form=form, stop=stop
-        ):
+            prompts, max_new_tokens=max_new_tokens, chat=chat, system=system, sampling=sampling, form=form, stop=stop,
+            logprobs=logprobs,
+        ):  # fmt: skip
             found[piece.sequence].add(piece)
         return found
 
