@@ -68,18 +68,18 @@ def _check_one_split(files: Sequence[Path], path: str) -> None:
     if len(rows) < 2:
         return
     root = Path(commonpath([file.parent for file in rows]))
-    found = set()
-    for file in rows:
-        folder = file.parent.name.lower() if file.parent != root else ""
-        found.add(next((name for name in (re.split("[^a-z]", file.name.lower())[0], folder) if _is_split(name)), ""))
-    found.discard("")
+    found = {split for file in rows if (split := _split_of(file, root)) is not None}
     if found & _TRAINING and found & _EVALUATION:
         raise DataError(
             f"the files belong to several splits: {', '.join(sorted(found))}",
             where=path,
-            remedy=f"name the files of one, for example with the pattern {root}/**/train*",
+            remedy=f"name the files of one, for example with the pattern {'...' if '://' in path else root}/**/train*",
         )
 
 
-def _is_split(name: str) -> bool:
-    return name in _TRAINING | _EVALUATION
+def _split_of(file: Path, root: Path) -> str | None:
+    """Return the split that the name of a file says, or else that of its folder below ``root``."""
+    names = [re.split("[^a-z]", file.name.lower())[0]]
+    if file.parent != root:
+        names.append(file.parent.name.lower())
+    return next((name for name in names if name in _TRAINING | _EVALUATION), None)
