@@ -203,10 +203,25 @@ def test_files_and_recipes_that_training_cannot_follow_are_refused(cli: Any, rec
 
 
 def test_a_mesh_that_cannot_train_is_refused_as_if_typed_by_hand(cli: Any, recipe: Path, tmp_path: Path) -> None:
-    write_plan(tmp_path / "plan.json", Layout(tensor=2, sequence_parallel=True), kv_heads=1)
-    failed = cli("train", recipe, "--plan", "plan.json", "--nproc", 2, "--set", "model.kv_heads=1")
+    write_plan(tmp_path / "plan.json", Layout(tensor=4, sequence_parallel=True), kv_heads=1, head_dim=6)
+    narrow = ("--set", "model.kv_heads=1", "--set", "model.head_dim=6")
+    failed = cli("train", recipe, "--plan", "plan.json", "--nproc", 4, *narrow)
     assert failed.code == 2
-    assert "kv_heads (1) is not divisible by tensor (2)" in failed.err
+    assert "the width of a head (6) is not divisible by the 4 ranks of tensor (4)" in failed.err
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_a_planned_run_of_more_ranks_than_key_heads_is_that_of_one_process(
+    cli: Any, recipe: Path, tmp_path: Path
+) -> None:
+    write_plan(tmp_path / "plan.json", Layout(tensor=2, sequence_parallel=True), kv_heads=1)
+    one_head = ("-q", "--set", "model.kv_heads=1")
+    done = cli("train", recipe, "--plan", "plan.json", "--run", "planned", "--nproc", 2, *one_head)
+    assert done.code == 0, done.err
+    alone = cli("train", recipe, "--run", "alone", *one_head, "--set", "packing.microbatches=4")
+    assert alone.code == 0, alone.err
+    assert losses(tmp_path / "planned") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
 
 
 def test_a_table_for_other_microbatches_is_refused_before_any_work(cli: Any, recipe: Path, tmp_path: Path) -> None:

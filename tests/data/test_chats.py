@@ -82,9 +82,11 @@ def test_every_kind_of_file_gives_the_same_chats(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(lines)
     (tmp_path / "b.ndjson.gz").write_bytes(gzip.compress(lines.encode()))
     pl.DataFrame(rows).write_parquet(tmp_path / "c.parquet")
+    pl.DataFrame(rows).write_ipc_stream(tmp_path / "d.arrow")
+    (tmp_path / "README.md").write_text("Chats about heights.")
     found = read_chats(str(tmp_path))
-    assert [chat.messages for chat in found] == 3 * [chat.messages for chat in found[:300]]
-    assert found[-1].where == f"{tmp_path / 'c.parquet'}:300"
+    assert [chat.messages for chat in found] == 4 * [chat.messages for chat in found[:300]]
+    assert found[-1].where == f"{tmp_path / 'd.arrow'}:300"
     assert found[-1].messages[-1].content == "So 299."
     assert len(read_chats([str(tmp_path / "a.*"), "arithmetic"])) == 4_300
 

@@ -45,6 +45,7 @@ MODEL = LlamaConfig(layers=4, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary
 TIED = MODEL.model_copy(update={"tied": True})
 TRAINING = LanguageConfig(learning_rate=3e-3, clip=0.8, loss_rows=7)
 UNCLIPPED = TRAINING.model_copy(update={"clip": None})
+UNEVEN = {"heads": 12, "kv_heads": 3, "head_dim": 8}
 STEPS = 8
 PRECISIONS = ("fp32", "bf16")
 HELD_OUT = (77, 3)  # seed and microbatches of what is evaluated
@@ -249,7 +250,7 @@ def run_refused(rank: int) -> dict[str, str]:
     return {
         "world": refused(lambda: ProcessMesh(mesh(shard=3, tensor=2))),
         "model": refused(
-            lambda: LanguageEngine(TRAINING, MODEL, ProcessMesh(mesh(tensor=4)))  # of two key heads
+            lambda: LanguageEngine(TRAINING, MODEL.model_copy(update=UNEVEN), ProcessMesh(mesh(tensor=4)))
         ),
         "different": refused(lambda: engine.step(iteration(int(rank == 3)))),
         "more": refused(lambda: engine.step(iteration(0, 3 + (rank > 1)))),
@@ -541,7 +542,7 @@ def test_what_does_not_fit_is_one_error_on_every_process(executed: dict[int, dic
     for name in ("world", "model", "different", "more", "nothing", "compile"):
         assert len({one[name] for one in said}) == 1
     assert "replicate 1 x shard 3 x context 1 x tensor 2 take 6 processes, there are 4" in said[0]["world"]
-    assert "kv_heads (2) is not divisible by tensor (4)" in said[0]["model"]
+    assert "kv_heads (3) and tensor (4): neither divides the other" in said[0]["model"]
     assert "a compiled block's backward cannot be split, as zero_bubble does" in said[0]["compile"]
     assert "rank 3 was given others than rank 2" in said[0]["different"]
     assert "rank 2 was given others than rank 0" in said[0]["more"]
@@ -586,8 +587,11 @@ def test_weights_of_another_shape_are_refused() -> None:
 
 def test_everything_that_does_not_fit_a_model_is_named() -> None:
     with pytest.raises(PlanError) as error:
-        check_fit(MODEL, ParallelConfig(tensor=8, pipeline=5, schedule="interleaved", chunks=2))
-    for part in ("heads (4)", "kv_heads (2)", "layers (4) are fewer than the stages (10)"):
+        check_fit(
+            MODEL.model_copy(update={"heads": 3, "kv_heads": 3}),
+            ParallelConfig(tensor=8, pipeline=5, schedule="interleaved", chunks=2),
+        )
+    for part in ("heads (3)", "kv_heads (3)", "layers (4) are fewer than the stages (10)"):
         assert part in str(error.value)
     assert "vocabulary" not in str(error.value)
 

@@ -14,8 +14,8 @@ from cordillera.errors import PlanError
 from cordillera.kernels.memory_meter import SavedBytes
 from cordillera.kernels.moe import expert_mlp
 from cordillera.planning import workloads
-from cordillera.planning.language.layers import activation_bytes, layer_seconds
-from cordillera.planning.language.workload import Experts, Layout, Workload, layers_of_stages
+from cordillera.planning.language.layers import activation_bytes, held_weights, layer_seconds
+from cordillera.planning.language.workload import Experts, Layout, Transformer, Workload, layers_of_stages
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,20 @@ def test_degrees_of_keys_and_experts_say_the_nearest_too() -> None:
     odd = grouped.model.model_copy(update={"kv_heads": 6, "heads": 24, "ffn": 96, "head_dim": 64})
     problems = Layout(tensor=4).problems(grouped.model_copy(update={"model": odd}))
     assert problems == ["tensor 4 and kv_heads 6: neither divides the other: 3 would"]
+
+
+@given(kv_heads=st.sampled_from([1, 2, 4]), sharers=st.sampled_from([1, 2, 4]))
+def test_ranks_that_share_a_head_keep_all_of_it_and_hold_a_part_of_its_weights(kv_heads: int, sharers: int) -> None:
+    """As much as ranks that have a head each, whose model has more weights."""
+    layout = Layout(tensor=kv_heads * sharers, sequence_parallel=kv_heads * sharers > 1)
+    shared = Workload(
+        model=Transformer(layers=2, hidden=512, heads=16, kv_heads=kv_heads, ffn=1024), sequence=128, batch=1
+    )
+    own = shared.model_copy(update={"model": shared.model.model_copy(update={"kv_heads": layout.tensor})})
+    assert not layout.problems(shared)
+    assert activation_bytes(shared, layout) == activation_bytes(own, layout)
+    fewer = 2 * (sharers - 1) * kv_heads * 32 * 512 / layout.tensor
+    assert held_weights(own.model, layout)[0] - held_weights(shared.model, layout)[0] == fewer
 
 
 def test_products_take_at_least_their_arithmetic_and_their_traffic() -> None:

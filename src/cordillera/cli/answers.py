@@ -11,7 +11,8 @@ from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet
 
 _Reward = Annotated[Path, typer.Option("--reward", help="The run of a reward model.")]
 _Prompts = Annotated[
-    list[str], typer.Option("--prompts", help="JSON lines or Parquet with `prompt` or `messages`, or a built-in set.")
+    list[str],
+    typer.Option("--prompts", help="JSON lines, Parquet or Arrow with `prompt` or `messages`, or a built-in set."),
 ]
 _Most = Annotated[int | None, typer.Option("--most", min=1, help="Prompts to answer. Default: all.")]
 _Tokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="For each answer.")]

@@ -69,7 +69,8 @@ class ParallelConfig(BaseModel):
         replicate: Number of groups of copies over which sharded weights are replicated.
         shard: Number of copies of the model over which weights, gradients and optimizer state are sharded (FSDP).
         context: Number of ranks over which every sequence is split; they also hold different parts of the weights.
-        tensor: Number of ranks over which every layer's matrices are split.
+        tensor: Number of ranks over which every layer's matrices are split; it divides the model's key-value heads, or
+            is a multiple of them.
         pipeline: Number of ranks over which the layers are split.
         order: Order of the dimensions on the ranks, innermost first; ``data`` stands for shard and, around it,
             replicate.
@@ -228,6 +229,8 @@ class ProcessMesh:
                 dist.distributed_c10d._set_pg_timeout(deadline, group)
             else:
                 group.set_timeout(deadline)
+        self._ranks, self._deadline = ranks, deadline
+        self._neighbours: dict[int, dist.ProcessGroup] = {}
         context = ranks.movedim(names.index("context"), -1).reshape(-1, config.context)
         self.context_group = _enumerated(context, deadline)
         self.ends_group = _enumerated(ranks[[0, -1]].reshape(2, -1).T, deadline) if config.pipeline > 1 else None
@@ -241,6 +244,17 @@ class ProcessMesh:
     def tensor(self) -> DeviceMesh:
         """Mesh over which matrices are split."""
         return self._mesh["tensor"]
+
+    def tensor_neighbours(self, count: int) -> dist.ProcessGroup:
+        """Return the group of ``count`` neighbouring tensor ranks, of which this process is one.
+
+        ``count`` divides their number. All processes of the job must call this alike.
+        """
+        if count not in self._neighbours:
+            group = _enumerated(self._ranks.reshape(-1, count), self._deadline)
+            assert group is not None
+            self._neighbours[count] = group
+        return self._neighbours[count]
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:

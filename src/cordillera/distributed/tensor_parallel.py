@@ -8,6 +8,9 @@ their tokens: they are gathered before a pair, and the sum after it is scattered
 Every rank has the same number of rows, padded with zeros if the tokens do not divide evenly, so the modules between
 pairs must map zero rows to zero rows.
 
+Where there are more ranks than key-value heads, neighbours share one: each computes some columns of it, which are
+gathered. No rank computes or stores a weight that another has.
+
 Source: Shoeybi et al. 2019 (Megatron-LM), section 3; Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.2.
 """
 
@@ -26,6 +29,7 @@ from cordillera.distributed.collectives import Collectives
 from cordillera.distributed.dtensors import local
 
 SUMMED, GATHERED, SCATTERED = "activations summed", "activations gathered", "activations scattered"
+JOINED, PARTED = "heads joined", "gradients of heads parted"
 
 
 class TensorRanks:
@@ -35,10 +39,17 @@ class TensorRanks:
         mesh: One-dimensional mesh of the ranks.
         links: Collectives between the ranks.
         cuts_sequence: Whether each rank has some of the tokens between matrices; otherwise each has all of them.
+        neighbours: Collectives between the neighbouring ranks that share a head; None if every rank has whole heads.
     """
 
-    def __init__(self, mesh: DeviceMesh, links: Collectives, cuts_sequence: bool = False) -> None:
-        self.mesh, self.links, self.cuts_sequence = mesh, links, cuts_sequence
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        links: Collectives,
+        cuts_sequence: bool = False,
+        neighbours: Collectives | None = None,
+    ) -> None:
+        self.mesh, self.links, self.cuts_sequence, self.neighbours = mesh, links, cuts_sequence, neighbours
 
     def enter(self, x: Tensor, tokens: int | None = None) -> Tensor:
         """Return the input of split matrices: all tokens of ``x [rows, ...]``; the gradients of the ranks are summed.
@@ -52,6 +63,14 @@ class TensorRanks:
         """Return the sum of the ranks' terms ``[T, ...]`` as activations between matrices, ``[rows, ...]``."""
         left: Tensor = (_Scattered if self.cuts_sequence else _Summed).apply(x, self.links)
         return left
+
+    def join(self, x: Tensor) -> Tensor:
+        """Return the columns of all neighbours, ``[T, neighbours * n]``, from this rank's ``[T, n]``.
+
+        Each neighbour uses all of them, and their gradients are summed. There must be neighbours.
+        """
+        joined: Tensor = _Joined.apply(x, self.neighbours)
+        return joined
 
 
 def cut_linear(linear: nn.Linear, ranks: TensorRanks, dimension: int) -> None:
@@ -68,6 +87,12 @@ def cut_bias(bias: nn.Module, ranks: TensorRanks) -> None:
     """Split a module that adds its ``weight`` to the outputs of a layer that is split along them, in place."""
     _cut(bias, ranks, 0)
     _compute_by(bias, lambda x: x + local(bias.get_parameter("weight")))
+
+
+def join_outputs(module: nn.Module, ranks: TensorRanks) -> None:
+    """Let a ``module`` that is split along its outputs over ``ranks`` return those of its neighbours too, in place."""
+    inner = module.forward
+    _compute_by(module, lambda x: ranks.join(inner(x)))
 
 
 def cut_embedding(embedding: nn.Embedding, ranks: TensorRanks) -> None:
@@ -176,6 +201,22 @@ class _Scattered(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return ctx.links.all_gather(GATHERED, gradient)[: ctx.tokens], None
+
+
+class _Joined(torch.autograd.Function):
+    """Columns of all ranks, one beside the other; each rank gets the sum of the gradients of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, links: Collectives) -> Tensor:
+        ctx.links = links
+        parts = links.all_gather(JOINED, x).view(links.size, *x.shape)  # [ranks, T, n]
+        return parts.transpose(0, 1).flatten(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        parts = gradient.unflatten(1, (ctx.links.size, -1)).transpose(0, 1)  # [ranks, T, n]
+        return ctx.links.reduce_scatter(PARTED, parts.flatten(0, 1)), None
 
 
 def _filled_up(x: Tensor, ranks: int) -> Tensor:

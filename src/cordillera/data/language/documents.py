@@ -1,4 +1,4 @@
-"""Readers of documents and rows from plain text, JSON lines and Parquet."""
+"""Readers of documents and rows from plain text, JSON lines, Parquet and Arrow."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet
 
+from cordillera.data.language.tables import ARROW, PARQUET, is_table, table_rows, table_schema
 from cordillera.data.tokenizers.tokenizer import check_text
 from cordillera.errors import DataError
 
 _PACKED = (".gz", ".bz2", ".zst")
 _TEXT = (".txt", ".text", ".md", ".py")
 _JSON_LINES = (".jsonl", ".ndjson")
-_PARQUET = (".parquet", ".pq")
+_OF_ROWS = (*_JSON_LINES, *PARQUET, *ARROW)
 
+FileKind = Literal["text", "json", "table"]
 
 Date = float | str
 
@@ -71,26 +72,26 @@ def read_documents(
 ) -> Iterator[Document]:
     """Iterate over the documents in ``text_field`` (a key or column) of files, in order.
 
-    Memory holds one document, or one batch of a Parquet file.
+    Memory holds one document, or one batch of a Parquet or Arrow file.
 
     Args:
         paths: ``.txt``, ``.text``, ``.md``, ``.py``, ``.jsonl``, ``.ndjson`` (each also with ``.gz``, ``.bz2`` or
-            ``.zst``), ``.parquet``, ``.pq``.
+            ``.zst``), ``.parquet``, ``.pq``, ``.arrow``, ``.feather``.
         unit: Unit that is a document in a plain text file: the ``file``, or every ``line``.
         url_field: Key or column that holds the page's address; a row may lack it.
         date_field: Key or column that orders the versions of a page; a number, or text that sorts by time, as ISO 8601
             does.
 
     Raises:
-        DataError: a file is missing, empty, of another kind, or not UTF-8; a row is not an object, lacks the text, or
-            has an address without a date. The error names file and row.
+        DataError: a file is missing, empty, damaged, of another kind, or not UTF-8; a row is not an object, lacks the
+            text, or has an address without a date. The error names file and row.
     """
     fields = _Fields(text_field, url_field, date_field)
     for path in paths:
-        kind = _kind(path)
+        kind = file_kind(path)
         with _errors_of(path):
-            if kind == "parquet":
-                yield from _parquet(path, fields)
+            if kind == "table":
+                yield from _table(path, fields)
             elif kind == "text" and unit == "file":
                 with _stream(path) as file:
                     yield Document(_utf8(file.read(), path, None), str(path))
@@ -103,32 +104,32 @@ def read_documents(
 def read_rows(paths: Sequence[Path]) -> Iterator[FileRow]:
     """Iterate over the rows of files, each with all its keys or columns, in order.
 
-    Memory holds one line, or one batch of a Parquet file.
+    Memory holds one line, or one batch of a Parquet or Arrow file.
 
     Args:
-        paths: ``.jsonl``, ``.ndjson`` (each also with ``.gz``, ``.bz2`` or ``.zst``), ``.parquet``, ``.pq``.
+        paths: ``.jsonl``, ``.ndjson`` (each also with ``.gz``, ``.bz2`` or ``.zst``), ``.parquet``, ``.pq``,
+            ``.arrow``, ``.feather``.
 
     Raises:
-        DataError: a file is missing, empty, of another kind, or not UTF-8; a row is not an object. The error names file
-            and row.
+        DataError: a file is missing, empty, damaged, of another kind, or not UTF-8; a row is not an object. The error
+            names file and row.
     """
     for path in paths:
-        kind = _kind(path)
+        kind = file_kind(path)
         if kind == "text":
             raise DataError(
                 "plain text has no rows",
                 where=str(path),
-                remedy=f"give a file that ends in one of {', '.join((*_JSON_LINES, *_PARQUET))}",
+                remedy=f"give a file that ends in one of {', '.join(_OF_ROWS)}",
             )
         with _errors_of(path):
             if kind == "json":
                 for row, line in _lines(path):
                     yield FileRow(f"{path}:{row}", _object(_utf8(line, path, row), path, row))
                 continue
-            with _open_parquet(path) as file:
-                names = file.schema_arrow.names
-                for row, values in _parquet_rows(file, path, names):
-                    yield FileRow(f"{path}:{row}", dict(zip(names, values, strict=True)))
+            names = table_schema(path).names
+            for row, values in table_rows(path, names):
+                yield FileRow(f"{path}:{row}", dict(zip(names, values, strict=True)))
 
 
 @contextlib.contextmanager
@@ -144,23 +145,38 @@ def _errors_of(path: Path) -> Iterator[None]:
         raise DataError(f"the file cannot be read ({error})", where=str(path)) from error
 
 
-def _kind(path: Path) -> Literal["text", "json", "parquet"]:
-    name = path.name.lower()
-    for suffix in _PACKED:
-        name = name.removesuffix(suffix)
+def file_kind(path: Path) -> FileKind:
+    """Return what a file holds, by its name: plain text, lines of JSON, or a table (Parquet or Arrow).
+
+    Raises:
+        DataError: the name does not tell, or there is no such file.
+    """
+    name = _unpacked(path)
     if name.endswith(_TEXT):
         return "text"
     if name.endswith(_JSON_LINES):
         return "json"
-    if name.endswith(_PARQUET):
-        return "parquet"
+    if is_table(path):
+        return "table"
     if not path.exists():
         raise DataError("there is no such file", where=str(path))
     raise DataError(
         "the name does not tell what the file holds",
         where=str(path),
-        remedy=f"end it in one of {', '.join((*_TEXT, *_JSON_LINES, *_PARQUET))}",
+        remedy=f"end it in one of {', '.join((*_TEXT, *_OF_ROWS))}",
     )
+
+
+def is_of_rows(path: Path) -> bool:
+    """Return whether a file holds rows with keys or columns, by its name."""
+    return is_table(path) or _unpacked(path).endswith(_JSON_LINES)
+
+
+def _unpacked(path: Path) -> str:
+    name = path.name.lower()
+    for suffix in _PACKED:
+        name = name.removesuffix(suffix)
+    return name
 
 
 def _stream(path: Path) -> Any:
@@ -170,14 +186,16 @@ def _stream(path: Path) -> Any:
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Numbers, from 1, and contents of lines, without their ends."""
     with _stream(path) as file:
-        rest, row = b"", 0
+        pieces: list[bytes] = []  # of the present line
+        row = 0
         while block := file.read(1 << 20):
-            lines = (rest + block).split(b"\n")
-            rest = lines.pop()
-            for line in lines:
+            first, *others = block.split(b"\n")
+            pieces.append(first)
+            for other in others:
                 row += 1
-                yield row, line.removesuffix(b"\r")
-        if rest:
+                yield row, b"".join(pieces).removesuffix(b"\r")
+                pieces = [other]
+        if rest := b"".join(pieces):
             yield row + 1, rest
 
 
@@ -207,25 +225,31 @@ def _object(line: str, path: Path, number: int) -> dict[str, Any]:
 def _json(line: str, fields: _Fields, path: Path, number: int) -> Document:
     row = _object(line, path, number)
     if fields.text not in row:
-        raise DataError(
-            f"there is no field '{fields.text}'; there are {sorted(row)[:8]}",
-            where=f"{path}:{number}",
-            remedy="set text_field",
-        )
+        raise _absent("field", fields.text, sorted(row), f"{path}:{number}", "text_field")
     return _document([None if name is None else row.get(name) for name in fields], fields, path, number)
+
+
+def _absent(what: str, name: str, names: Sequence[str], where: str, key: str) -> DataError:
+    inside = name.partition(".")[0] in names
+    remedy = f"{what}s inside of others are not read: write the text into a {what} of its own"
+    return DataError(
+        f"there is no {what} '{name}'; there are {names[:8]}", where=where, remedy=remedy if inside else f"set {key}"
+    )
 
 
 def _document(values: Sequence[Any], fields: _Fields, path: Path, row: int) -> Document:
     """Make a document from the text, address and date of a row."""
     text, url, date = values
     where = f"{path}:{row}"
+    if text is None:
+        raise DataError(f"field '{fields.text}' is null", where=where, remedy="drop such rows")
     for value, name in ((text, fields.text), (url or "", fields.url)):
         if not isinstance(value, str):
             raise DataError(f"field '{name}' is not text but {type(value).__name__}", where=where)
         check_text(value, f"{where}, field '{name}'")
     if not url or fields.date is None:
         return Document(text, str(path), row, url or "")
-    if isinstance(date, datetime.date):  # of a Parquet column
+    if isinstance(date, datetime.date):  # of a column
         date = date.isoformat()
     if isinstance(date, bool) or not isinstance(date, int | float | str) or date != date:
         raise DataError(
@@ -236,45 +260,15 @@ def _document(values: Sequence[Any], fields: _Fields, path: Path, row: int) -> D
     return Document(text, str(path), row, url, date)
 
 
-def _open_parquet(path: Path) -> pa.parquet.ParquetFile:
-    return pa.parquet.ParquetFile(path, page_checksum_verification=True)
-
-
-def _parquet(path: Path, fields: _Fields) -> Iterator[Document]:
-    with _open_parquet(path) as file:
-        names = file.schema_arrow.names
-        for name, key in zip(fields, ("text_field", "url_field", "date_field"), strict=True):
-            if name is not None and name not in names:
-                raise DataError(
-                    f"there is no column '{name}'; there are {names[:8]}", where=str(path), remedy=f"set {key}"
-                )
-        kind = file.schema_arrow.field(fields.text).type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise DataError(f"column '{fields.text}' is not text but {kind}", where=str(path), remedy="set text_field")
-        for row, values in _parquet_rows(file, path, fields):
-            if values[0] is None:
-                raise DataError(f"column '{fields.text}' is blank", where=f"{path}:{row}", remedy="drop such rows")
-            yield _document(values, fields, path, row)
-
-
-def _parquet_rows(
-    file: pa.parquet.ParquetFile, path: Path, names: Sequence[str | None]
-) -> Iterator[tuple[int, list[Any]]]:
-    """Numbers of rows, from 1, and their values of columns; None for a column without a name."""
-    if file.metadata.num_rows == 0:
-        raise DataError("the file holds no rows", where=str(path), remedy="delete it, or write it again")
-    row = 0
-    for batch in file.iter_batches(batch_size=256, columns=[name for name in names if name is not None]):
-        columns = [None if name is None else batch.column(name) for name in names]
-        for place in range(len(batch)):
-            row += 1
-            try:
-                yield row, [None if column is None else column[place].as_py() for column in columns]
-            except UnicodeDecodeError as error:
-                raise DataError(f"byte {error.start} is not UTF-8", where=f"{path}:{row}") from None
-    if row != file.metadata.num_rows:
-        raise DataError(
-            f"the file holds {row} rows, its own count is {file.metadata.num_rows}",
-            where=str(path),
-            remedy="write it again",
-        )
+def _table(path: Path, fields: _Fields) -> Iterator[Document]:
+    schema = table_schema(path)
+    for name, key in zip(fields, ("text_field", "url_field", "date_field"), strict=True):
+        if name is not None and name not in schema.names:
+            raise _absent("column", name, schema.names, str(path), key)
+    kind = schema.field(fields.text).type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+        raise DataError(f"column '{fields.text}' is not text but {kind}", where=str(path), remedy="set text_field")
+    for row, values in table_rows(path, fields):
+        yield _document(values, fields, path, row)

@@ -22,9 +22,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cordillera.data.files import cache_folder, disk_errors
 from cordillera.data.language.cleaning import Cleaner, CleaningConfig
+from cordillera.data.language.data_folders import data_files
 from cordillera.data.language.documents import Document, read_documents
 from cordillera.data.language.shards import FORMAT, ShardWriter, TextDataset
-from cordillera.data.paths import expand_paths
 from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import DataError, at_key
@@ -46,7 +46,7 @@ class TextSettings(BaseModel):
         path: File, folder or pattern, or several of them, read as one corpus; ``python-library`` is the source of the
             running Python's standard library, which every machine has.
         tokenizer: File or folder of a tokenizer; or ``bytes``, or the name of an asset, such as ``smollm2``.
-        text_field: Key or column of the text in JSON lines and Parquet.
+        text_field: Key or column of the text in JSON lines, Parquet and Arrow.
         unit: Unit that is a document in a plain text file: the ``file``, or every ``line``.
         bos: Whether documents begin with the begin-of-text token. Default: what the tokenizer's model expects.
         eos: Whether documents end with the end-of-text token.
@@ -80,13 +80,13 @@ def text_files(path: str | Sequence[str]) -> tuple[Path, ...]:
     """Return the files of a corpus, in the order in which they are read.
 
     Args:
-        path: Files, folders or patterns, as in :func:`cordillera.data.files.expand_paths`; or ``python-library``, the
-            source files of the standard library of the running Python, without its tests: real text of very unequal
-            lengths that every machine has (a folder of that name is ``./python-library``).
+        path: Files, folders or patterns, as in :func:`cordillera.data.language.data_folders.data_files`; or
+            ``python-library``, the source files of the standard library of the running Python, without its tests: real
+            text of very unequal lengths that every machine has (a folder of that name is ``./python-library``).
     """
     found: list[Path] = []
     for one in [path] if isinstance(path, str) else path:
-        found += _python_library() if one == PYTHON_LIBRARY else expand_paths(one)
+        found += _python_library() if one == PYTHON_LIBRARY else data_files(one)
     for file in found:
         if not file.is_file():
             raise DataError("there is no such file", where=str(file))

@@ -55,6 +55,7 @@ def compile_blocks(stage: LlamaStage, ranks: TensorRanks | None = None) -> None:
     if ranks is not None:
         ranks.enter = torch.compiler.disable(ranks.enter)  # type: ignore[method-assign]
         ranks.leave = torch.compiler.disable(ranks.leave)  # type: ignore[method-assign]
+        ranks.join = torch.compiler.disable(ranks.join)  # type: ignore[method-assign]
     for block in stage.blocks:
         block.attention.core = _Outside(block.attention.core)
         if isinstance(block.feed_forward, ExpertLayer):

@@ -29,6 +29,7 @@ from cordillera.distributed.tensor_parallel import (
     cut_head,
     cut_linear,
     enter_after,
+    join_outputs,
     sum_over_ranks,
 )
 from cordillera.distributed.vocabulary_loss import IGNORED
@@ -46,9 +47,16 @@ def check_fit(model: LlamaConfig, parallel: ParallelConfig) -> None:
     """
     wrong = [
         f"{name} ({getattr(model, name)}) is not divisible by tensor ({parallel.tensor})"
-        for name in ("heads", "kv_heads", "ffn", "vocabulary")
+        for name in ("heads", "ffn", "vocabulary")
         if getattr(model, name) % parallel.tensor
     ]
+    if model.kv_heads % parallel.tensor and parallel.tensor % model.kv_heads:
+        wrong.append(f"kv_heads ({model.kv_heads}) and tensor ({parallel.tensor}): neither divides the other")
+    elif model.head_width % (sharers := _sharers(model, parallel)):
+        wrong.append(
+            f"the width of a head ({model.head_width}) is not divisible by the {sharers} ranks of tensor "
+            f"({parallel.tensor}) that share each of kv_heads ({model.kv_heads})"
+        )
     if model.layers + 2 < parallel.stages or (model.layers < parallel.stages and parallel.pipeline == 1):
         wrong.append(
             f"layers ({model.layers}) are fewer than the stages ({parallel.stages}) of pipeline {parallel.pipeline}, "
@@ -64,6 +72,11 @@ def check_fit(model: LlamaConfig, parallel: ParallelConfig) -> None:
             )
     if wrong:
         raise PlanError("; ".join(wrong), where="mesh", remedy="smaller sizes of the mesh, or another model")
+
+
+def _sharers(model: LlamaConfig, parallel: ParallelConfig) -> int:
+    """Return the number of tensor ranks that share each key-value head."""
+    return max(1, parallel.tensor // model.kv_heads)
 
 
 def parallelize(
@@ -87,7 +100,10 @@ def parallelize(
     ranks = None
     if parallel.tensor > 1:
         links = Collectives(mesh.tensor.get_group(), ledger or Ledger(), parallel.deadline_s)
-        ranks = TensorRanks(mesh.tensor, links, parallel.sequence)
+        neighbours = None
+        if (sharers := _sharers(stage.config, parallel)) > 1:
+            neighbours = Collectives(mesh.tensor_neighbours(sharers), links.ledger, parallel.deadline_s)
+        ranks = TensorRanks(mesh.tensor, links, parallel.sequence, neighbours)
         _cut_matrices(stage, ranks)
     if compiles:
         from cordillera.models.language.compiling import compile_blocks  # torch's compiler takes a second to import
@@ -185,8 +201,14 @@ def _cut_matrices(stage: LlamaStage, ranks: TensorRanks) -> None:
         assert isinstance(feed_forward, FeedForward)
         for linear in (attention.query, attention.key, attention.value, feed_forward.gate, feed_forward.up):
             cut_linear(linear, ranks, 0)
-        for bias in (attention.query_bias, attention.key_bias, attention.value_bias) if attention.has_bias else ():
-            cut_bias(bias, ranks)
+        keys: tuple[nn.Module, ...] = (attention.key, attention.value)
+        if attention.has_bias:
+            for bias in (attention.query_bias, attention.key_bias, attention.value_bias):
+                cut_bias(bias, ranks)
+            keys = (attention.key_bias, attention.value_bias)
+        if ranks.neighbours is not None:
+            for module in keys:
+                join_outputs(module, ranks)
         for linear in (attention.output, feed_forward.down):
             cut_linear(linear, ranks, 1)
         sum_over_ranks(attention, ranks, tokens)

@@ -261,7 +261,7 @@ class PlannedJob(Fabric):
             one = _with_collective(one, "exchange", twice, full or recomputes_ffn(model, layout))
         if layout.context > 1:
             # keys and values are gathered in every forward, recomputed ones too; their gradients are scattered back
-            size = 2 * BYTES * self.tokens * layout.context * model.keys / layout.tensor
+            size = 2 * BYTES * self.tokens * layout.context * model.held_keys(layout.tensor)
             gather = self.gather(size, layout.context, self.mesh.stride("context"))
             one = _with_collective(one, "context", gather, full)
         return self._with_gathered(one, *self.layer_parameters)

@@ -109,7 +109,7 @@ def activation_bytes(workload: Workload, layout: Layout) -> float:
     ffn = kept * dense + (4.0 if model.gated else 2.0) * routed * busiest
     if recomputes_ffn(model, layout):
         ffn = 0.0
-    cut = tokens * (4.0 * model.queries + 4.0 * model.keys + ffn) / t
+    cut = tokens * ((4.0 * model.queries + ffn) / t + 4.0 * model.held_keys(t))
     if model.experts is not None:
         own += _CHOICE * tokens * model.mixed_share * model.experts.active
     scores = 0.0

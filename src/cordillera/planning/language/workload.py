@@ -121,6 +121,10 @@ class Transformer(BaseModel):
         """Width of all keys, and of all values."""
         return (self.kv_heads or self.heads) * self.head
 
+    def held_keys(self, ranks: int) -> float:
+        """Return the width of the keys that one of ``ranks`` attends to: whole heads, shared if there are fewer."""
+        return max(self.keys / ranks, self.head)
+
     @property
     def matrices(self) -> int:
         """Number of matrices of a feed-forward net."""

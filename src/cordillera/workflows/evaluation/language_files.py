@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from scipy.special import ndtri
 
-from cordillera.data.language.documents import FileRow, read_documents, read_rows
-from cordillera.data.paths import expand_paths
+from cordillera.data.language.data_folders import data_files
+from cordillera.data.language.documents import FileRow, is_of_rows, read_documents, read_rows
 from cordillera.data.tokenizers.tokenizer import Tokenizer, check_text
 from cordillera.errors import DataError
 from cordillera.intervals import wilson_interval
@@ -116,9 +116,9 @@ def evaluate_language_file(
 
     Args:
         model: Name of an asset, checkpoint, GGUF file or run.
-        file: File, folder or pattern of plain text, JSON lines or Parquet. Rows with ``choices`` are questions: a
-            ``prompt``, two or more ``choices`` that could follow it, and ``answer``, the number of the right one from 0
-            or its text. Other rows hold a ``text``.
+        file: File, folder or pattern of plain text, JSON lines, Parquet or Arrow. Rows with ``choices`` are questions:
+            a ``prompt``, two or more ``choices`` that could follow it, and ``answer``, the number of the right one from
+            0 or its text. Other rows hold a ``text``.
         dtype: Data type of the weights, as for :class:`~cordillera.serving.language.language_model.LanguageModel`.
         tokens: Approximate largest number of tokens that are predicted. Default: all.
         on_tokens: Function that is called with the number of tokens read and of all.
@@ -129,7 +129,7 @@ def evaluate_language_file(
     """
     began = time.perf_counter()
     opened = LanguageModel(model, dtype=dtype, drafter="none")
-    paths = expand_paths(str(file))
+    paths = data_files(str(file))
     questions = _questions(paths)
     if questions:
         return _choices(opened, questions, tokens, on_tokens, began)
@@ -243,7 +243,7 @@ def _questions(paths: Sequence[Path]) -> list[_Question]:
     Raises:
         DataError: If a row is no question.
     """
-    if not str(paths[0]).removesuffix(".gz").removesuffix(".zst").endswith((".jsonl", ".ndjson", ".parquet", ".pq")):
+    if not is_of_rows(paths[0]):
         return []
     found: list[_Question] = []
     for row in read_rows(paths):

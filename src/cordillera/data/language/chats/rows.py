@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cordillera.data.language.chats.sets import CHAT_SETS
 from cordillera.data.language.corpora import hash_limit
+from cordillera.data.language.data_folders import data_files
 from cordillera.data.language.documents import FileRow, read_rows
-from cordillera.data.paths import expand_paths
 from cordillera.data.tokenizers.chat import ROLES, Message
 from cordillera.data.tokenizers.tokenizer import check_text
 from cordillera.errors import DataError, DependencyError
@@ -33,7 +33,7 @@ class ChatDataConfig(BaseModel):
     """Chats, preferences or problems that a language model is tuned on; the section ``[data]`` of its recipe.
 
     Attributes:
-        path: File, folder or pattern of ``.jsonl``, ``.ndjson`` or ``.parquet``, or several of them; or a built-in set
+        path: File, folder or pattern of JSON lines, Parquet or Arrow, or several of them; or a built-in set
             (``python-docstrings``, ``python-docstrings-preferences``, ``arithmetic``, ``arithmetic-mistakes``,
             ``guard``, ``guard-held-out``); or ``datasets:NAME``, the split ``train`` of a set of Hugging Face.
         tokenizer: Name, file or folder of a tokenizer. Default: that of the checkpoint that training starts from.
@@ -205,7 +205,7 @@ def _rows(path: str | Sequence[str]) -> Iterator[FileRow]:
             if not Path(one).exists() and (close := difflib.get_close_matches(one, CHAT_SETS, 1)):
                 remedy = f"did you mean the built-in set {close[0]}?"
                 raise DataError("there is no such file or built-in set", where=one, remedy=remedy)
-            yield from read_rows(expand_paths(one))
+            yield from read_rows(data_files(one))
 
 
 def _hugging_face(name: str) -> Iterator[FileRow]:
