@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from cordillera.data.tokenizers.byte_pairs import LLAMA3_WORDS
 from cordillera.data.tokenizers.gguf import gguf_header
 from cordillera.data.tokenizers.load import load_tokenizer
-from cordillera.data.tokenizers.rules import _problem
+from cordillera.data.tokenizers.pairs.byte_pairs import LLAMA3_WORDS
+from cordillera.data.tokenizers.pairs.rules import _problem
 from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import DataError
 from tests.data import vocabularies as v
@@ -135,7 +135,7 @@ def test_what_the_library_does_not_get_through_is_an_error_of_ours(tmp_path: Pat
     class PanicException(BaseException):
         pass
 
-    from cordillera.data.tokenizers.byte_pairs import BytePairs
+    from cordillera.data.tokenizers.pairs.byte_pairs import BytePairs
 
     pairs = BytePairs(path, {}, [], {}, {}, None, None, False)
     assert isinstance(pairs._failed(PanicException("retry-limit"), "x"), DataError)
