@@ -2,8 +2,8 @@
 
 Tokens are plain text in which ``▁`` stands for a space. What is no token is written in bytes, which are tokens with
 names such as ``<0x0A>``. Where two neighbours together are a token they are merged, the highest score first and then
-the first in the text. The same merges in the order of scores give the same tokens, if only tokens of equal scores are all
-runs of one letter.
+the first in the text. The same merges in the order of scores give the same tokens; tokens may have equal scores only if
+they are all runs of one letter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Prefix = Literal["never", "first", "always"]
 LONGEST = 512
 """Largest number of characters of a token that is made by merges."""
 
-CHARACTERS = 1 << 25
+CHARACTERS = 1 << 23
 """Largest number of characters of all tokens together."""
 
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
@@ -158,12 +158,9 @@ def _unlike(vocabulary: Collection[str]) -> str | None:
         return f"token {longest[:40]!r}... has more than {LONGEST} characters"
     if sum(map(len, vocabulary)) > CHARACTERS:
         return f"its tokens have more than {CHARACTERS:,} characters"
-    known = set(vocabulary)
-    for piece in vocabulary:
-        for letter in piece:
-            if letter not in known:
-                return f"token {piece!r} holds {letter!r}, which is no token itself"
-    return None
+    absent = {letter for piece in vocabulary for letter in piece}.difference(vocabulary)
+    letter = min(absent, default=None)
+    return None if letter is None else f"tokens hold {letter!r}, which is no token itself"
 
 
 def _splits(piece: str, known: Collection[str]) -> list[tuple[str, str]]:
