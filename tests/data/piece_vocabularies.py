@@ -14,11 +14,13 @@ SPECIAL = ("<unk>", "<s>", "</s>")
 TEXT = "the cat sat on the mat, the end. the theatre <s> </s> 123 1234 ééé 漢字漢字 haha hahaha unk sat."
 LLAMA2 = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
-    "{{ ' ' + message['content'] + ' ' + eos_token }}{% else %}{{ bos_token + '[INST] ' + message['content'] + ' [/INST]' }}{% endif %}{% endfor %}"
+    "{{ ' ' + message['content'] + ' ' + eos_token }}{% else %}"
+    "{{ bos_token + '[INST] ' + message['content'] + ' [/INST]' }}{% endif %}{% endfor %}"
 )
 PHI3 = (
     "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    "{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
 PHI3_SPECIAL = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -98,16 +100,16 @@ def model_content(
     normalizer: dict[int, bytes | int] | None = None,
 ) -> bytes:
     """Content of a ``tokenizer.model``; other fields of the settings by their numbers."""
-    out = b""
+    parts = []
     for text, score, kind in pieces() if found is None else found:
         piece = _field(1, text.encode()) + _varint(2 << 3 | 5) + struct.pack("<f", score)
-        out += _field(1, piece + (b"" if kind == NORMAL else _field(3, kind)))
+        parts.append(_field(1, piece + (b"" if kind == NORMAL else _field(3, kind))))
     for number, settings in (
         (2, {3: 2, 35: 1} | (trainer or {})),
         (3, {1: b"identity", 3: 1, 4: 0} | (normalizer or {})),
     ):
-        out += _field(number, b"".join(_field(*entry) for entry in settings.items()))
-    return out
+        parts.append(_field(number, b"".join(_field(*entry) for entry in settings.items())))
+    return b"".join(parts)
 
 
 def write_model(folder: Path, *, prefix: bool = True, user: tuple[str, ...] = ()) -> Path:
@@ -162,7 +164,12 @@ def json_content(rules: dict[str, Any] = PREPENDED, special: tuple[str, ...] = (
         "padding": None,
         "added_tokens": added,
         **rules,
-        "post_processor": None,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+        },
         "decoder": {"type": "Sequence", "decoders": [replace, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
         "model": {
             "type": "BPE",

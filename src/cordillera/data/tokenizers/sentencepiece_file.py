@@ -134,7 +134,7 @@ def _model(content: bytes) -> tuple[list[_Piece], dict[int, Any], dict[int, Any]
             score, kind = fields.get(_SCORE, b"\0" * 4), fields.get(_KIND, NORMAL)
             if not isinstance(kind, int):
                 raise ValueError("the kind of a token is no number")
-            pieces.append(_Piece(_text(fields.get(_TEXT, b"")), *struct.unpack("<f", _sized(score)), kind))
+            pieces.append(_Piece(_text(fields.get(_TEXT, b"")), struct.unpack("<f", _sized(score))[0], kind))
             if len(pieces) > TOKENS:
                 raise ValueError(f"more than {TOKENS:,} tokens")
         elif number in settings:
