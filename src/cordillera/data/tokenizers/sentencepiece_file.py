@@ -36,7 +36,7 @@ _FETCH = "fetch the model's files again"
 _OTHER = "use the model's tokenizer.json"
 
 
-class _Piece(NamedTuple):
+class _ScoredPiece(NamedTuple):
     text: str
     score: float
     kind: int
@@ -111,7 +111,7 @@ def _rules(trainer: dict[int, Any], normalizer: dict[int, Any], path: Path) -> b
     return bool(normalizer.get(_PREFIX, 1))
 
 
-def _check(pieces: list[_Piece], ids: dict[str, int], path: Path) -> None:
+def _check(pieces: list[_ScoredPiece], ids: dict[str, int], path: Path) -> None:
     problem = None
     if len(ids) != len(pieces) or "" in ids:
         problem = "a token is there twice, or empty"
@@ -124,9 +124,9 @@ def _check(pieces: list[_Piece], ids: dict[str, int], path: Path) -> None:
         raise DataError(problem, where=str(path), remedy=_OTHER)
 
 
-def _model(content: bytes) -> tuple[list[_Piece], dict[int, Any], dict[int, Any]]:
+def _model(content: bytes) -> tuple[list[_ScoredPiece], dict[int, Any], dict[int, Any]]:
     """Tokens, and the fields of the trainer's and the normaliser's settings."""
-    pieces: list[_Piece] = []
+    pieces: list[_ScoredPiece] = []
     settings: dict[int, dict[int, Any]] = {_TRAINER: {}, _NORMALIZER: {}}
     for number, value in _fields(content):
         if number == _PIECE:
@@ -134,7 +134,7 @@ def _model(content: bytes) -> tuple[list[_Piece], dict[int, Any], dict[int, Any]
             score, kind = fields.get(_SCORE, b"\0" * 4), fields.get(_KIND, NORMAL)
             if not isinstance(kind, int):
                 raise ValueError("the kind of a token is no number")
-            pieces.append(_Piece(_text(fields.get(_TEXT, b"")), struct.unpack("<f", _sized(score))[0], kind))
+            pieces.append(_ScoredPiece(_text(fields.get(_TEXT, b"")), struct.unpack("<f", _sized(score))[0], kind))
             if len(pieces) > TOKENS:
                 raise ValueError(f"more than {TOKENS:,} tokens")
         elif number in settings:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from cordillera.data.tokenizers.chat import ChatFormat, Control, Message, PromptPiece
-from cordillera.data.tokenizers.pairs.sentencepiece import Prefix
+from cordillera.data.tokenizers.pairs.sentencepiece import SpacePrefix
 from cordillera.errors import DataError
 
 WHITE_SPACE = "".join(map(chr, (*range(9, 14), 32, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B))))
@@ -58,7 +58,7 @@ class Tokenizer:
     adds_bos: bool
     chat_format: ChatFormat | None = field(repr=False)
     fingerprint: str
-    prefix: Prefix = "never"
+    prefix: SpacePrefix = "never"
     encode_inside: Callable[[Sequence[str]], list[list[int]]] | None = field(default=None, repr=False)
     strips: Mapping[str, tuple[bool, bool]] = field(default_factory=dict, repr=False)
 

@@ -262,7 +262,8 @@ class LanguageModel:
         guide = None if form is None else partial(self.guides.start, form)
         if guide is not None:
             guide()  # says now what is wrong with the form
-        decoders = [StreamDecoder(self.tokenizer, begins=self._answers(prompts, chat)) for _ in ids]
+        begins = form is None and self._answers(prompts, chat)
+        decoders = [StreamDecoder(self.tokenizer, begins=begins) for _ in ids]
         return self._stream(ids, decoders, max_new_tokens, sampling, guide, stop)
 
     def _stream(

@@ -258,7 +258,7 @@ class TextService:
         stop = tokenizer.stop_ids if request.ends or request.form is not None else ()
         for number, guide in enumerate(guides):
             sampling = request.sampling.model_copy(update={"seed": request.sampling.seed + number})
-            decoder = StreamDecoder(tokenizer, begins=request.answers)
+            decoder = StreamDecoder(tokenizer, begins=request.answers and request.form is None)
             choice = _Choice(number, decoder, StopStrings(request.stop))
             try:
                 text = self._engine.add(request.prompt, most, stop, sampling, guide, request.logprobs)

@@ -36,7 +36,8 @@ def byte_letters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-Encoder = Callable[[Sequence[str]], list[list[int]]]
+TextEncoder = Callable[[Sequence[str]], list[list[int]]]
+"""Function from texts to ids."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,13 +178,13 @@ class BytePairs:
                 raise DataError(f"merge {number} is not a pair of tokens", where=str(self.path))
 
     @property
-    def prefix(self) -> sentencepiece.Prefix:
+    def prefix(self) -> sentencepiece.SpacePrefix:
         """Where texts get a space in front."""
         if not self.has_pieces or self.has_prefix:
             return "always" if self.has_prefix else "never"
         return sentencepiece.prefix_of(self.normalizer, self.pre_tokenizer)
 
-    def _encoders(self) -> tuple[Encoder, Encoder | None]:
+    def _encoders(self) -> tuple[TextEncoder, TextEncoder | None]:
         """Encoders of texts from their beginning, and of what follows other text; None if there is no difference."""
         begin = self._encoder()
         if self.has_prefix:
@@ -195,7 +196,7 @@ class BytePairs:
         made = cache(bare._encoder)  # not everyone needs it
         return begin, lambda texts: made()(texts)
 
-    def _encoder(self) -> Encoder:
+    def _encoder(self) -> TextEncoder:
         from tokenizers import Tokenizer as Library
 
         if len(set(self._ids.values()) | set(self.special.values())) != len(self._ids) + len(self.special):

@@ -25,7 +25,7 @@ BYTE_NAMES = {f"<0x{byte:02X}>": byte for byte in range(256)}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Kinds of token, of the same numbers in SentencePiece (sentencepiece_model.proto) and GGUF (llama.h)."""
 
-Prefix = Literal["never", "first", "always"]
+SpacePrefix = Literal["never", "first", "always"]
 """Places at which text gets a space in front: nowhere, at its beginning, or after special tokens too."""
 
 LONGEST = 512
@@ -63,7 +63,7 @@ def has_prefix_field(normalizer: Any, pre_tokenizer: Any) -> bool | None:
     return found[0] if found else None
 
 
-def prefix_of(normalizer: Any, pre_tokenizer: Any) -> Prefix:
+def prefix_of(normalizer: Any, pre_tokenizer: Any) -> SpacePrefix:
     """Return where these rules, which were checked, put a space in front of text."""
     schemes = [rule.get("prepend_scheme", "always") for rule in _flat(pre_tokenizer) if rule["type"] == "Metaspace"]
     if any(rule["type"] == "Prepend" for rule in _flat(normalizer)) or "always" in schemes:
