@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import json
@@ -22,6 +23,7 @@ from cordillera.data.tokenizers.pairs.sentencepiece import merges_of, scores_of
 from cordillera.data.tokenizers.tokenizer import StreamDecoder, Tokenizer
 from cordillera.errors import DataError
 from tests.data import piece_vocabularies as p
+from tests.data.test_tokenizer_limits import mutated
 from tests.fuzzing import damaged, survives
 
 KINDS: dict[str, Callable[[Path], Path]] = {
@@ -393,6 +395,15 @@ def test_damaged_models_work_or_are_refused(tmp_path: Path, fuzz_inputs: Callabl
         content = damaged(good, draw, WORDS) if number % 2 else good[:tail] + damaged(good[tail:], draw, WORDS)
         (tmp_path / "tokenizer.model").write_bytes(content)
         survives(lambda: _use(tmp_path), f"tokenizer.model {number}")
+
+
+def test_damaged_json_pieces_work_or_are_refused(tmp_path: Path, fuzz_inputs: Callable[[int], int]) -> None:
+    draw = random.Random(6)
+    good = [p.json_content(rules, p.PHI3_SPECIAL) for rules in (p.PREPENDED, p.metaspace("first"))]
+    for number in range(fuzz_inputs(80)):
+        content = mutated(copy.deepcopy(draw.choice(good)), draw)
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        survives(lambda: _use(tmp_path), f"tokenizer {number}")
 
 
 def test_damaged_gguf_pieces_work_or_are_refused(tmp_path: Path, fuzz_inputs: Callable[[int], int]) -> None:

@@ -188,10 +188,10 @@ def test_damaged_json_tokenizers_work_or_are_refused(tmp_path: Path, fuzz_inputs
                 changed = json.loads(damaged(json.dumps(tail).encode(), draw, WORDS))
                 changed["model"] = {**changed["model"], **{k: content["model"][k] for k in ("vocab", "merges")}}
             except Exception:
-                changed = _mutated(copy.deepcopy(content), draw)
+                changed = mutated(copy.deepcopy(content), draw)
             (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
         elif draw.random() < 0.5:
-            (tmp_path / "tokenizer.json").write_text(json.dumps(_mutated(copy.deepcopy(content), draw)))
+            (tmp_path / "tokenizer.json").write_text(json.dumps(mutated(copy.deepcopy(content), draw)))
         else:
             (tmp_path / "tokenizer.json").write_bytes(damaged(json.dumps(content).encode(), draw, WORDS))
         survives(lambda: _use(tmp_path), f"tokenizer {number}")
@@ -219,7 +219,7 @@ VALUES = [
 ]
 
 
-def _mutated(content: Any, draw: random.Random) -> Any:
+def mutated(content: Any, draw: random.Random) -> Any:
     """One value somewhere replaced by another, or left out."""
     places: list[tuple[Any, Any]] = []
     waiting = [content]
