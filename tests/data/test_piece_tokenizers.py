@@ -350,6 +350,10 @@ def test_other_files_of_the_kind_are_refused(tmp_path: Path) -> None:
     changes: list[tuple[Callable[[dict[str, Any]], object], str]] = [
         (lambda c: c["model"]["vocab"].pop("<0x00>"), "1 of the 256 bytes are no tokens"),
         (lambda c: c["model"].update(byte_fallback=False), "not in byte letters|bytes are no tokens"),
+        (
+            lambda c: c["added_tokens"].append(c["added_tokens"][0] | {"content": "\ud800", "id": 999}),
+            "half a character",
+        ),
         (lambda c: c.update(p.metaspace("last")), "the scheme 'last'"),
         (lambda c: c.update(pre_tokenizer={"type": "Metaspace", "replacement": "_"}), "Metaspace writes '_'"),
         (lambda c: c["normalizer"]["normalizers"][0].update(prepend="x"), "puts 'x' before a text"),

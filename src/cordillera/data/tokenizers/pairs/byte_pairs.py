@@ -227,18 +227,20 @@ class BytePairs:
         letters = byte_letters()
 
         def spelt(name: str) -> bytes:
+            if name in self.special:
+                return name.encode()
             if self.has_pieces:
                 return sentencepiece.piece_bytes(name)
             return name.encode() if name in self.words else bytes(letters[letter] for letter in name)
 
         found: list[bytes | None] = [None] * (max(*self._ids.values(), *self.special.values(), 0) + 1)
-        for name, token in self._ids.items():
+        for name, token in (*self._ids.items(), *self.special.items()):
             try:
                 found[token] = spelt(name)
             except KeyError:
                 raise DataError(f"token {token}, {name!r}, is not in byte letters", where=str(self.path)) from None
-        for name, token in self.special.items():
-            found[token] = name.encode()
+            except UnicodeEncodeError:
+                raise DataError(f"token {token}, {name!r}, holds half a character", where=str(self.path)) from None
         return found
 
 
