@@ -13,9 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cordillera.data.tokenizers.byte_pairs import _unwritable
 from cordillera.data.tokenizers.chat import ChatML, Message
 from cordillera.data.tokenizers.load import load_tokenizer
+from cordillera.data.tokenizers.pairs.byte_pairs import _unwritable
 from cordillera.data.tokenizers.tiktoken_file import MAX_CHARACTERS, MAX_RUN, pieces
 from cordillera.data.tokenizers.tokenizer import StreamDecoder, Tokenizer
 from cordillera.errors import DataError
@@ -236,7 +236,7 @@ def test_damaged_files_are_refused(folder: Path, tmp_path: Path) -> None:
         ("tokenizer.model", b"\n".join(lines[:20] + lines[21:]), "do not count up"),
         ("tokenizer.model", b"\n".join([*lines[:20], b"!!! 20", *lines[21:]]), r"tokenizer.model:21"),
         ("tokenizer.model", b"\n".join(lines[:200]), "56 of the 256 bytes"),
-        ("tokenizer.model", b"\x0a\x0e\x0a\x05<unk>\x15", "no tokenizer"),
+        ("tokenizer.model", b"\x0a\x0e\x0a\x05<unk>\x15", "damaged or cut off"),
         ("tokenizer.model", b"", "no tokenizer"),
         ("tokenizer.json", good["tokenizer.json"][:-9], "is not JSON"),
         ("tokenizer.json", unigram.encode(), "its model is Unigram"),
@@ -257,7 +257,7 @@ def test_damaged_files_are_refused(folder: Path, tmp_path: Path) -> None:
         ),
         ("x.gguf", good["x.gguf"][:2000], "damaged or cut off"),
         ("x.gguf", v.write_gguf(tmp_path / "other", eos=9999).read_bytes(), "the eos token is 9999"),
-        ("x.gguf", v.write_gguf(tmp_path / "other", kind="llama").read_bytes(), "its tokenizer is 'llama'"),
+        ("x.gguf", v.write_gguf(tmp_path / "other", kind="llama").read_bytes(), "lack tokenizer.ggml.scores"),
         ("x.gguf", v.write_gguf(tmp_path / "other", splitter="strange").read_bytes(), "rule 'strange'"),
     ]
     for name, content, message in wrong:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from cordillera.data.tokenizers.byte_pairs import LLAMA3_WORDS
 from cordillera.data.tokenizers.gguf import gguf_header
 from cordillera.data.tokenizers.load import load_tokenizer
-from cordillera.data.tokenizers.rules import _problem
+from cordillera.data.tokenizers.pairs.byte_pairs import LLAMA3_WORDS
+from cordillera.data.tokenizers.pairs.rules import _problem
 from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import DataError
 from tests.data import vocabularies as v
@@ -135,7 +135,7 @@ def test_what_the_library_does_not_get_through_is_an_error_of_ours(tmp_path: Pat
     class PanicException(BaseException):
         pass
 
-    from cordillera.data.tokenizers.byte_pairs import BytePairs
+    from cordillera.data.tokenizers.pairs.byte_pairs import BytePairs
 
     pairs = BytePairs(path, {}, [], {}, {}, None, None, False)
     assert isinstance(pairs._failed(PanicException("retry-limit"), "x"), DataError)
@@ -188,10 +188,10 @@ def test_damaged_json_tokenizers_work_or_are_refused(tmp_path: Path, fuzz_inputs
                 changed = json.loads(damaged(json.dumps(tail).encode(), draw, WORDS))
                 changed["model"] = {**changed["model"], **{k: content["model"][k] for k in ("vocab", "merges")}}
             except Exception:
-                changed = _mutated(copy.deepcopy(content), draw)
+                changed = mutated(copy.deepcopy(content), draw)
             (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
         elif draw.random() < 0.5:
-            (tmp_path / "tokenizer.json").write_text(json.dumps(_mutated(copy.deepcopy(content), draw)))
+            (tmp_path / "tokenizer.json").write_text(json.dumps(mutated(copy.deepcopy(content), draw)))
         else:
             (tmp_path / "tokenizer.json").write_bytes(damaged(json.dumps(content).encode(), draw, WORDS))
         survives(lambda: _use(tmp_path), f"tokenizer {number}")
@@ -219,7 +219,7 @@ VALUES = [
 ]
 
 
-def _mutated(content: Any, draw: random.Random) -> Any:
+def mutated(content: Any, draw: random.Random) -> Any:
     """One value somewhere replaced by another, or left out."""
     places: list[tuple[Any, Any]] = []
     waiting = [content]

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from cordillera.data.tokenizers.byte_pairs import BytePairs, byte_letters
+from cordillera.data.tokenizers.pairs.byte_pairs import BytePairs, byte_letters
 from cordillera.data.tokenizers.tokenizer import Tokenizer
 
 BYTES = "bytes"

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
 import mmap
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cordillera.data.tokenizers.byte_pairs import BytePairs
-from cordillera.data.tokenizers.splitters import split_rule, splits_as_llama3
+from cordillera.data.tokenizers.pairs.byte_pairs import BytePairs
+from cordillera.data.tokenizers.pairs.sentencepiece import (
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    merges_of,
+    plain_normalizer,
+)
+from cordillera.data.tokenizers.pairs.splitters import split_rule, takes_whole_words
 from cordillera.errors import DataError
 
 HEAD = struct.Struct("<4sIQQ")
@@ -24,11 +35,14 @@ _MOST_BYTES, _MOST_TEXT, _MOST_ENTRIES = 1 << 28, 1 << 24, 1 << 22
 _BLOCKS = {0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 10: (256, 84)}
 _BLOCKS |= {11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292), 24: (1, 1), 25: (1, 2)}
 _BLOCKS |= {26: (1, 4), 27: (1, 8), 28: (1, 8), 30: (1, 2)}
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # kinds of token (ggml, llama.h)
 
 
 STOPS = "tokenizer.cordillera.stop_token_ids"
 """Ids that end a text and that other programs have no name for."""
+
+RULES = "tokenizer.cordillera.rules"
+"""JSON of the rules of ``tokenizer.json`` that other programs have no name for, and leave out: ``normalizer``,
+``pre_tokenizer`` and ``strips`` (:class:`~cordillera.data.tokenizers.pairs.byte_pairs.BytePairs`)."""
 
 
 class GGUFTensor(NamedTuple):
@@ -162,31 +176,26 @@ def filler(row: int) -> str:
 
 
 _SINGLE: dict[str, type] = {f"ggml.{name}_token_id": int for name in ("bos", "eos", "eot", "eom")}
-_SINGLE |= {"ggml.pre": str, "ggml.add_bos_token": bool, "chat_template": str}
-_KINDS: dict[str, type] = {"ggml.tokens": str, "ggml.merges": str, "ggml.token_type": int}
+_SINGLE |= {"ggml.pre": str, "ggml.add_bos_token": bool, "ggml.add_space_prefix": bool, "chat_template": str}
+_SINGLE |= {RULES.removeprefix("tokenizer."): str}
+_KINDS: dict[str, type] = {"ggml.tokens": str, "ggml.merges": str, "ggml.scores": float, "ggml.token_type": int}
 _KINDS |= {STOPS.removeprefix("tokenizer."): int} | _SINGLE
+_SPELLINGS = {"gpt2": "ggml.merges", "llama": "ggml.scores"}
+"""Lists by which tokens are merged, by the names of byte-level encodings and of those that fall back to bytes."""
 
 
 def read_gguf_pairs(path: Path) -> BytePairs:
-    """Read the tokenizer of a GGUF model, a byte-level byte-pair encoding."""
-    fields = gguf_metadata(path, "tokenizer.")
+    """Read the tokenizer of a GGUF model, a byte-pair encoding that is byte-level or falls back to bytes."""
+    fields = gguf_metadata(path, ("tokenizer.", "general.architecture"))
     kind = fields.get("tokenizer.ggml.model")
-    if kind != "gpt2":
+    if kind not in ("gpt2", "llama"):
         raise DataError(
-            f"its tokenizer is {kind!r}, not a byte-level byte-pair encoding ('gpt2')",
+            f"its tokenizer is {kind!r}, not a byte-pair encoding ('gpt2' or 'llama')",
             where=str(path),
             remedy="use another file of the model, or its tokenizer.json",
         )
-    for name, of in _KINDS.items():
-        value = fields.get(f"tokenizer.{name}")
-        if value is None and name in ("ggml.tokens", "ggml.merges"):
-            raise DataError(f"the metadata lack tokenizer.{name}", where=str(path))
-        entries = value if isinstance(value, list) else [value]
-        if value is not None and (
-            isinstance(value, list) == (name in _SINGLE) or any(type(x) is not of for x in entries)
-        ):
-            raise DataError(f"the metadata hold another tokenizer.{name} than they should", where=str(path))
-    tokens, merges = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.merges"]
+    _check_kinds(fields, _SPELLINGS[kind], path)
+    tokens = fields["tokenizer.ggml.tokens"]
     types = fields.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise DataError(f"there are {len(tokens)} tokens and {len(types)} kinds of token", where=str(path))
@@ -196,26 +205,79 @@ def read_gguf_pairs(path: Path) -> BytePairs:
         if not 0 <= token < len(tokens):
             raise DataError(f"the {name} token is {token}; there are {len(tokens)} tokens", where=str(path))
     hidden = (UNKNOWN, CONTROL, UNUSED)
-    unused = {i for i, kind in enumerate(types) if kind == UNUSED and tokens[i] == filler(i)} - set(named.values())
+    fillers = {i for i, one in enumerate(types) if one in (UNUSED, UNKNOWN) and tokens[i] == filler(i)}
+    unused = fillers - set(named.values())
     special = {
-        tokens[i]: i for i, kind in enumerate(types) if (kind in hidden or i in named.values()) and i not in unused
+        tokens[i]: i for i, one in enumerate(types) if (one in hidden or i in named.values()) and i not in unused
     }
-    words = [i for i, kind in enumerate(types) if kind == USER_DEFINED and tokens[i] not in special]
+    words = [i for i, one in enumerate(types) if one == USER_DEFINED and tokens[i] not in special]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    splitter = fields.get("tokenizer.ggml.pre", "gpt-2")
-    as_llama3 = splits_as_llama3(splitter)
-    return BytePairs(
+    pairs = BytePairs(
         path=path,
         vocabulary={name: i for i, name in enumerate(tokens) if i not in unused},
-        merges=[merge.split(" ", 1) for merge in merges],
+        merges=[],
         special=special,
         words={tokens[i]: {"id": i, "content": tokens[i], **flags} for i in words},
         normalizer=None,
-        pre_tokenizer=split_rule(splitter, path),
-        ignore_merges=as_llama3,
+        pre_tokenizer=None,
+        ignore_merges=False,
         bos=tokens[named["bos"]] if "bos" in named else None,
         eos=tokens[named["eos"]] if "eos" in named else None,
         stops=[named[name] for name in ("eot", "eom") if name in named] + fields.get(STOPS, []),
-        adds_bos=fields.get("tokenizer.ggml.add_bos_token", as_llama3),
         template=fields.get("tokenizer.chat_template"),
     )
+    return replace(_with_rules(pairs, fields), **_own_rules(fields.get(RULES, "{}"), path))
+
+
+def _check_kinds(fields: Mapping[str, Any], merged_by: str, path: Path) -> None:
+    """Refuse metadata without a list that is needed, or with values of other kinds."""
+    for name, of in _KINDS.items():
+        value = fields.get(f"tokenizer.{name}")
+        if value is None and name in ("ggml.tokens", merged_by):
+            raise DataError(f"the metadata lack tokenizer.{name}", where=str(path))
+        entries = value if isinstance(value, list) else [value]
+        if value is not None and (
+            isinstance(value, list) == (name in _SINGLE) or any(type(x) is not of for x in entries)
+        ):
+            raise DataError(f"the metadata hold another tokenizer.{name} than they should", where=str(path))
+
+
+def _with_rules(pairs: BytePairs, fields: Mapping[str, Any]) -> BytePairs:
+    """The pairs with merges, and the rules that the file names."""
+    path = pairs.path
+    if fields["tokenizer.ggml.model"] == "gpt2":
+        splitter = fields.get("tokenizer.ggml.pre", "gpt-2")
+        return replace(
+            pairs,
+            merges=[merge.split(" ", 1) for merge in fields["tokenizer.ggml.merges"]],
+            pre_tokenizer=split_rule(splitter, path),
+            ignore_merges=takes_whole_words(splitter),
+            adds_bos=fields.get("tokenizer.ggml.add_bos_token", takes_whole_words(splitter)),
+        )
+    scores = fields["tokenizer.ggml.scores"]
+    if len(scores) != len(fields["tokenizer.ggml.tokens"]):
+        count = len(fields["tokenizer.ggml.tokens"])
+        raise DataError(f"there are {count} tokens and {len(scores)} scores", where=str(path))
+    strips = dict[str, tuple[bool, bool]]()
+    if fields.get("general.architecture") == "phi3":  # as its tokenizer.json says, and llama.cpp does
+        strips = {name: (False, True) for name in pairs.special if name not in ("<unk>", "<s>", "<|endoftext|>")}
+    pairs = replace(pairs, has_pieces=True)
+    return replace(
+        pairs,
+        merges=merges_of({name: scores[pairs.vocabulary[name]] for name in pairs.plain_pieces}, path),
+        normalizer=plain_normalizer(fields.get("tokenizer.ggml.add_space_prefix", True)),
+        adds_bos=fields.get("tokenizer.ggml.add_bos_token", True),
+        strips=strips,
+    )
+
+
+def _own_rules(text: str, path: Path) -> dict[str, Any]:
+    """Fields that replace those of pairs."""
+    try:
+        found = json.loads(text)
+        rules = {name: found[name] for name in ("normalizer", "pre_tokenizer") if name in found}
+        if "strips" in found:
+            rules["strips"] = {name: (bool(before), bool(after)) for name, (before, after) in found["strips"].items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"the metadata hold a damaged {RULES} ({error})", where=str(path)) from None
+    return rules

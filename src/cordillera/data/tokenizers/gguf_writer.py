@@ -30,7 +30,7 @@ def gguf_head(fields: Mapping[str, Any], tensors: Sequence[PlannedTensor]) -> by
 
     Args:
         fields: Metadata: text, truth values, whole numbers from 0 to 2**32 - 1, floating-point numbers (stored in 32
-            bits), and lists of text or of whole numbers.
+            bits), and lists of text or of numbers.
         tensors: Tensors in their order; each takes its :attr:`PlannedTensor.room`.
     """
     parts = [HEAD.pack(b"GGUF", 3, len(tensors), len(fields))]
@@ -63,4 +63,6 @@ def _typed(value: Any) -> bytes:
         return struct.pack("<I", STRING) + _text(value)
     if value and isinstance(value[0], int):
         return struct.pack(f"<IIQ{len(value)}i", ARRAY, _INT32, len(value), *value)
+    if value and isinstance(value[0], float):
+        return struct.pack(f"<IIQ{len(value)}f", ARRAY, _FLOAT32, len(value), *value)
     return struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(map(_text, value))

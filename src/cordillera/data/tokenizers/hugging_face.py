@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cordillera.data.tokenizers.byte_pairs import BEGINS, ENDS, TURN_ENDS, BytePairs
 from cordillera.data.tokenizers.chat import TEMPLATE
+from cordillera.data.tokenizers.pairs.byte_pairs import BEGINS, ENDS, TURN_ENDS, BytePairs
 from cordillera.errors import DataError
 from cordillera.files import read_json_object, read_text
 
@@ -15,7 +15,7 @@ REMEDY = "fetch the model's files again"
 
 
 def read_json_pairs(path: Path) -> BytePairs:
-    """Read ``tokenizer.json``, a byte-level byte-pair encoding, and, beside it, configuration and chat template."""
+    """Read ``tokenizer.json``, a byte-pair encoding, and, beside it, configuration and chat template."""
     content = read_json_object(path, remedy=REMEDY)
     model = content.get("model")
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or not {"merges", "vocab"} <= model.keys():
@@ -23,7 +23,7 @@ def read_json_pairs(path: Path) -> BytePairs:
         raise DataError(
             f"its model is {kind}, not a byte-pair encoding",
             where=str(path),
-            remedy="byte-level byte-pair encodings are supported: they can write every text",
+            remedy="byte-pair encodings that are byte-level or fall back to bytes are supported: they write every text",
         )
     vocabulary, merges = model["vocab"], model["merges"]
     if not isinstance(vocabulary, dict) or not isinstance(merges, list):
@@ -31,7 +31,7 @@ def read_json_pairs(path: Path) -> BytePairs:
     for affix in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(affix):
             raise DataError(f"its model has {affix} {model[affix]!r}: it is not byte-level", where=str(path))
-    settings, generation = (_beside(path, f"{name}_config.json") for name in ("tokenizer", "generation"))
+    settings, generation = (beside(path, f"{name}_config.json") for name in ("tokenizer", "generation"))
     added = _added(content.get("added_tokens") or [], path)
     bos, eos = (_token_name(settings.get(f"{name}_token")) for name in ("bos", "eos"))
     special: dict[str, Any] = {
@@ -53,15 +53,22 @@ def read_json_pairs(path: Path) -> BytePairs:
         ignore_merges=bool(model.get("ignore_merges", False)),
         bos=bos,
         eos=eos,
-        stops=_stops(generation.get("eos_token_id"), path),
+        stops=stop_ids(generation.get("eos_token_id"), path),
         adds_bos=adds_bos,
-        template=_template(path, settings),
+        template=chat_template(path, settings),
+        has_pieces=bool(model.get("byte_fallback", False)),
+        strips={
+            name: sides
+            for name, token in added.items()
+            if name in special and any(sides := (bool(token.get("lstrip")), bool(token.get("rstrip"))))
+        },
     )
 
 
-def _beside(path: Path, name: str) -> dict[str, Any]:
-    beside = path.with_name(name)
-    return read_json_object(beside, remedy=REMEDY) if beside.exists() else {}
+def beside(path: Path, name: str) -> dict[str, Any]:
+    """Return the content of the JSON file of this ``name`` beside the one at ``path``; nothing if there is none."""
+    found = path.with_name(name)
+    return read_json_object(found, remedy=REMEDY) if found.exists() else {}
 
 
 def _added(entries: Any, path: Path) -> dict[str, dict[str, Any]]:
@@ -74,7 +81,8 @@ def _added(entries: Any, path: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _stops(entry: Any, path: Path) -> list[int]:
+def stop_ids(entry: Any, path: Path) -> list[int]:
+    """Return the ids of a configuration's ``entry`` about the tokens that end a text."""
     stops = entry if isinstance(entry, list) else [] if entry is None else [entry]
     if any(not isinstance(stop, int) or isinstance(stop, bool) for stop in stops):
         raise DataError(
@@ -104,10 +112,11 @@ def _opens_with(processor: Any, bos: str, depth: int = 8) -> bool:
     return isinstance(token, dict) and token.get("id") == bos
 
 
-def _template(path: Path, settings: dict[str, Any]) -> str | None:
-    beside = path.with_name("chat_template.jinja")
-    if beside.exists():
-        return read_text(beside, limit=TEMPLATE, remedy=REMEDY)
+def chat_template(path: Path, settings: dict[str, Any]) -> str | None:
+    """Return the chat template beside ``path``, or in the ``settings`` of the tokenizer; None for none."""
+    own = path.with_name("chat_template.jinja")
+    if own.exists():
+        return read_text(own, limit=TEMPLATE, remedy=REMEDY)
     found = settings.get("chat_template")
     if isinstance(found, list):
         named = (one for one in found if isinstance(one, dict) and one.get("name") == "default")

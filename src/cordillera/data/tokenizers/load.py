@@ -9,9 +9,10 @@ from typing import Any
 
 from cordillera.data.assets import ASSETS, stored_asset
 from cordillera.data.tokenizers.byte_level import BYTES, byte_pairs, byte_tokenizer
-from cordillera.data.tokenizers.byte_pairs import BytePairs
 from cordillera.data.tokenizers.gguf import gguf_metadata, read_gguf_pairs
 from cordillera.data.tokenizers.hugging_face import read_json_pairs
+from cordillera.data.tokenizers.pairs.byte_pairs import BytePairs
+from cordillera.data.tokenizers.sentencepiece_file import is_sentencepiece, read_sentencepiece_pairs
 from cordillera.data.tokenizers.templates import template_of
 from cordillera.data.tokenizers.tiktoken_file import read_tiktoken, read_tiktoken_pairs
 from cordillera.data.tokenizers.tokenizer import Tokenizer
@@ -36,6 +37,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
         raise DataError(f"cannot be read ({getattr(error, 'strerror', None) or error})", where=str(path)) from error
     if head.startswith(b"GGUF"):
         return read_gguf_pairs(path).tokenizer("gguf")
+    if is_sentencepiece(head):
+        return read_sentencepiece_pairs(path).tokenizer("sentencepiece")
     if head.lstrip().startswith(b"{"):
         return read_json_pairs(path).tokenizer("tokenizers")
     if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\s", head):
@@ -65,9 +68,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Read a tokenizer from a file, or from the folder of a model.
 
     Args:
-        path: Llama 3's ``tokenizer.model``, a Hugging Face ``tokenizer.json``, a ``.gguf`` file, or a folder that holds
-            one of them. Beside a ``tokenizer.json``, ``tokenizer_config.json``, ``generation_config.json`` and
-            ``chat_template.jinja`` are read too. Or a name: ``bytes``, whose 256 tokens are the bytes, or that of an
+        path: A ``tokenizer.model`` of Llama 3 or of SentencePiece (Llama 2, Mistral), a Hugging Face
+            ``tokenizer.json``, a ``.gguf`` file, or a folder that holds one of them. Beside SentencePiece's file or a
+            ``tokenizer.json``, ``tokenizer_config.json``, ``generation_config.json`` and ``chat_template.jinja`` are
+            read too. Or a name: ``bytes``, whose 256 tokens are the bytes, or that of an
             asset that was fetched, such as ``smollm2`` and ``llama3-tokenizer`` (a folder of that name is
             ``./smollm2``).
 
@@ -93,6 +97,8 @@ def pairs_of(tokenizer: Tokenizer) -> BytePairs:
         pairs = byte_pairs()
     elif kind == "tiktoken":
         pairs = read_tiktoken_pairs(path)
+    elif kind == "sentencepiece":
+        pairs = read_sentencepiece_pairs(path)
     else:
         pairs = read_gguf_pairs(path) if kind == "gguf" else read_json_pairs(path)
     names = {token: name for name, token in tokenizer.special_tokens.items()}

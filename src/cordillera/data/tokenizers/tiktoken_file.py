@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from cordillera.data.tokenizers.byte_pairs import LLAMA3_WORDS, BytePairs, byte_letters
 from cordillera.data.tokenizers.chat import Llama3Chat
-from cordillera.data.tokenizers.splitters import split_name, split_rule
+from cordillera.data.tokenizers.pairs.byte_pairs import LLAMA3_WORDS, BytePairs, byte_letters
+from cordillera.data.tokenizers.pairs.splitters import split_name, split_rule
 from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import DataError
 from cordillera.files import JSON_BYTES
@@ -120,7 +120,7 @@ def tiktoken_content(pairs: BytePairs) -> str | None:
     if any(found[i] != name and (name in _USED or "reserved_special" not in found[i]) for name, i in wanted.items()):
         return None
     try:
-        if split_name(pairs.pre_tokenizer, pairs.path, len(pairs.merges)) != _SPLITTER:
+        if split_name(pairs.pre_tokenizer, pairs.path, len(pairs.merges), pairs.ignore_merges) != _SPLITTER:
             return None
     except DataError:
         return None

@@ -1,7 +1,8 @@
 """Conversion of text to token ids and back, for vocabularies from every kind of file.
 
-All three kinds of file hold a byte-level byte-pair encoding; without a file, bytes are tokens. Every text can therefore
-be encoded, every token stands for bytes, and text that a person typed never becomes a special token.
+All kinds of file hold a byte-pair encoding that is byte-level or falls back to bytes; without a file, bytes are tokens.
+Every text can therefore be encoded, every token stands for bytes, and text that a person typed never becomes a special
+token.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from pathlib import Path
 from typing import Literal
 
 from cordillera.data.tokenizers.chat import ChatFormat, Control, Message, PromptPiece
+from cordillera.data.tokenizers.pairs.sentencepiece import SpacePrefix
 from cordillera.errors import DataError
+
+WHITE_SPACE = "".join(map(chr, (*range(9, 14), 32, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B))))
+WHITE_SPACE += "\u2028\u2029\u202f\u205f\u3000"
+"""Characters with Unicode's property White_Space; ``str.isspace`` has four more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,8 +28,8 @@ class Tokenizer:
     """One vocabulary, as :func:`cordillera.data.tokenizers.load.load_tokenizer` returns it.
 
     Attributes:
-        kind: Library that encodes: ``tiktoken``, ``tokenizers``, ``gguf`` (``tokenizers`` on a GGUF's vocabulary), or
-            none for ``bytes``.
+        kind: Library that encodes: ``tiktoken``, ``tokenizers`` (also on the vocabulary of a ``gguf`` or
+            ``sentencepiece`` file), or none for ``bytes``.
         path: Path of the file, or the name of a tokenizer without a file.
         encode_plain: Function from texts to ids without special tokens.
         token_bytes: Bytes of each id; None for ids without a token.
@@ -34,9 +40,14 @@ class Tokenizer:
         adds_bos: Whether the model expects texts to begin with ``bos_id``.
         chat_format: Format of chats; None for a model that does not chat.
         fingerprint: SHA-256 of everything that determines ids.
+        prefix: Where text gets a space in front, so that its first word is written as any other: ``never``, ``first``
+            (at its beginning), or ``always`` (after special tokens too). :meth:`decode` takes it away.
+        encode_inside: ``encode_plain`` for texts that go on after others and get no space in front; None if equal.
+        strips: Special tokens of chats that take the white space before or after them: whether before, whether after;
+            by name.
     """
 
-    kind: Literal["tiktoken", "tokenizers", "gguf", "bytes"]
+    kind: Literal["tiktoken", "tokenizers", "gguf", "sentencepiece", "bytes"]
     path: Path
     encode_plain: Callable[[Sequence[str]], list[list[int]]] = field(repr=False)
     token_bytes: Sequence[bytes | None] = field(repr=False)
@@ -47,6 +58,9 @@ class Tokenizer:
     adds_bos: bool
     chat_format: ChatFormat | None = field(repr=False)
     fingerprint: str
+    prefix: SpacePrefix = "never"
+    encode_inside: Callable[[Sequence[str]], list[list[int]]] | None = field(default=None, repr=False)
+    strips: Mapping[str, tuple[bool, bool]] = field(default_factory=dict, repr=False)
 
     @property
     def vocab_size(self) -> int:
@@ -102,30 +116,61 @@ class Tokenizer:
             )
         return self.encode_pieces(self.chat_format.pieces(messages, answer=answer))
 
-    def encode_pieces(self, pieces: Iterable[PromptPiece]) -> list[int]:
+    def encode_pieces(self, pieces: Iterable[PromptPiece], *, after: Sequence[PromptPiece] = ()) -> list[int]:
         """Tokenise control tokens and plain text, each string on its own.
+
+        Args:
+            pieces: Control tokens and strings. A string after another goes on with its text; one after a control token
+                gets a space in front if :attr:`prefix` is ``always``.
+            after: Pieces that stand before them, whose tokens are not returned.
 
         Raises:
             DataError: the vocabulary lacks a control token.
         """
         ids: list[int] = []
-        for piece in pieces:
+        whole = [*after, *pieces]
+        begins, takes_space = True, False  # whether a text begins here; whether the token before takes its white space
+        for place, piece in enumerate(whole):
             if isinstance(piece, Control):
-                ids.append(self._special(self.special_tokens.get(piece.name), piece.name))
+                found = [self._special(self.special_tokens.get(piece.name), piece.name)]
+                begins, takes_space = self.prefix == "always", self.strips.get(piece.name, (False, False))[1]
             else:
-                ids += self.encode(piece)
+                following = whole[place + 1] if place + 1 < len(whole) else None
+                if takes_space:
+                    piece = piece.lstrip(WHITE_SPACE)
+                if isinstance(following, Control) and self.strips.get(following.name, (False, False))[0]:
+                    piece = piece.rstrip(WHITE_SPACE)
+                if not piece:
+                    continue
+                found = [] if place < len(after) else self.encode(piece) if begins else self.continued(piece)
+                begins = takes_space = False
+            if place >= len(after):
+                ids += found
         return ids
+
+    def continued(self, text: str) -> list[int]:
+        """Tokenise a ``text`` that goes on after other text, as :meth:`encode` does, without a space in front."""
+        check_text(text, "text")
+        return (self.encode_inside or self.encode_plain)([text])[0]
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """Return the text of ids, special tokens included unless ``skip_special``; invalid UTF-8 becomes U+FFFD.
 
+        A space at the beginning is left out if :attr:`prefix` puts one there. Where the ids go on after others, it is
+        part of the text: use :meth:`decode_bytes`, or :class:`StreamDecoder`.
+
         Raises:
             DataError: the vocabulary lacks an id.
         """
-        return self.decode_bytes(ids, skip_special=skip_special).decode("utf-8", errors="replace")
+        content = self.decode_bytes(ids, skip_special=skip_special)
+        return self.without_space(content).decode("utf-8", errors="replace")
+
+    def without_space(self, content: bytes) -> bytes:
+        """Return the ``content`` that begins a text without the space that :attr:`prefix` puts there."""
+        return content if self.prefix == "never" else content.removeprefix(b" ")
 
     def decode_bytes(self, ids: Iterable[int], *, skip_special: bool = False) -> bytes:
-        """Return the bytes of ids, as :meth:`decode` does with ``skip_special``.
+        """Return the bytes of ids, as :meth:`decode` does with ``skip_special``, with a space that begins them.
 
         Raises:
             DataError: the vocabulary lacks an id.
@@ -153,15 +198,24 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decoder of ids that come one by one; it holds back bytes that end inside a character."""
+    """Decoder of ids that come one by one; it holds back bytes that end inside a character.
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
-        self.tokenizer, self.skip_special = tokenizer, skip_special
+    Args:
+        tokenizer: Tokenizer of the ids.
+        skip_special: Whether special tokens are left out.
+        begins: Whether a text begins with the ids, such as an answer. If it goes on after others, a space is kept.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, begins: bool = False) -> None:
+        self.tokenizer, self.skip_special, self._begins = tokenizer, skip_special, begins
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
         """Return the text that one more token completes; may be empty."""
-        return self._utf8.decode(self.tokenizer.decode_bytes([token], skip_special=self.skip_special))
+        content = self.tokenizer.decode_bytes([token], skip_special=self.skip_special)
+        if self._begins and content:
+            content, self._begins = self.tokenizer.without_space(content), False
+        return self._utf8.decode(content)
 
     def finish(self) -> str:
         """Return the text still held back: U+FFFD for half a character, otherwise nothing."""

@@ -61,6 +61,7 @@ class _Exchange(ABC):
     """
 
     kind, chunk_kind, prefix = "", "", ""
+    answers_chat = False
 
     def __init__(self, body: TextBody, service: TextService) -> None:
         self.body, self.service = body, service
@@ -183,6 +184,7 @@ class _Exchange(ABC):
             self._form,
             logprobs,
             ends=not body.ignore_eos,
+            answers=self.answers_chat,
         )
 
     @cached_property
@@ -261,19 +263,23 @@ class _Completion(_Exchange):
             return None
         ids = [token for delta in deltas for token in delta.tokens]
         chances = [chance for delta in deltas for chance in delta.chances]
-        names, offsets = [self.tokenizer.decode([token]) for token in ids], []
+        names, offsets = [self._name(token) for token in ids], []
         for name in names:
             offsets.append(self._offsets[index])
             self._offsets[index] += len(name)
-        top = [{self.tokenizer.decode([token]): value for token, value in chance.top} for chance in chances]
+        top = [{self._name(token): value for token, value in chance.top} for chance in chances]
         values = [chance.logprob for chance in chances]
         return {"tokens": names, "token_logprobs": values, "top_logprobs": top or None, "text_offset": offsets}
+
+    def _name(self, token: int) -> str:
+        return self.tokenizer.decode_bytes([token]).decode("utf-8", "replace")
 
 
 class _Chat(_Exchange):
     """A request to answer a chat."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    answers_chat = True
 
     def __init__(self, body: ChatBody, service: TextService) -> None:
         super().__init__(body, service)

@@ -137,7 +137,7 @@ class Guard:
     def _check(self, prompts: Sequence[list[int]]) -> list[GuardVerdict]:
         scores, texts = self._scores(prompts), self._answers(prompts)
         doubted = [place for place, text in enumerate(texts) if _is(text, SAFE) and not scores[place] < self.threshold]
-        opening = self._opened.tokenizer.encode(f"{UNSAFE}\n")
+        opening = self._answer(f"{UNSAFE}\n")
         codes = self._answers([[*prompts[place], *opening] for place in doubted])
         for place, text in zip(doubted, codes, strict=True):
             texts[place] = f"{UNSAFE}\n{text}"
@@ -158,6 +158,12 @@ class Guard:
             tokens[one.sequence].append(one.token)
         return [tokenizer.decode(own, skip_special=True) for own in tokens]
 
+    def _answer(self, text: str) -> list[int]:
+        """Tokens of the beginning of an answer."""
+        chat = self._opened.tokenizer.chat_format
+        before = [] if chat is None else chat.pieces([Message("user", "a")])
+        return self._opened.tokenizer.encode_pieces([text], after=before)
+
     def _scores(self, prompts: Sequence[Sequence[int]]) -> list[float]:
         """Probability of ``unsafe`` after each prompt, among both words."""
         safe, unsafe = (self._log_probabilities(prompts, word) for word in (SAFE, UNSAFE))
@@ -166,7 +172,7 @@ class Guard:
     def _log_probabilities(self, prompts: Sequence[Sequence[int]], word: str) -> Tensor:
         """Log-probability of a word after each prompt, in 64 bits."""
         tokenizer, model, device = self._opened.tokenizer, self._opened.model, self._opened.device
-        ids = tokenizer.encode(word)
+        ids = self._answer(word)
         tokens = torch.tensor([token for prompt in prompts for token in (*prompt, *ids)], device=device)
         offsets = offsets_from_lengths(torch.tensor([len(prompt) + len(ids) for prompt in prompts]))
         before = offsets[1:, None] - len(ids) - 1 + torch.arange(len(ids))  # places of the tokens before the word's

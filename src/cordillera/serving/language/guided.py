@@ -121,7 +121,7 @@ class _Vocabulary:
             for id, part in enumerate(tokenizer.token_bytes)
         ]
         self.special_token_ids = [id for id, part in enumerate(tokenizer.token_bytes) if id in special or not part]
-        self._encode = tokenizer.encode_plain
+        self._encode = tokenizer.encode_inside or tokenizer.encode_plain  # the text goes on after the prompt
 
     def __call__(self, text: bytes | str) -> list[int]:
         return self._encode([text if isinstance(text, str) else text.decode("utf-8", "replace")])[0]

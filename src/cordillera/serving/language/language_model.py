@@ -229,10 +229,8 @@ class LanguageModel:
                 raise DataError("is empty", where=where, remedy="give some text")
         if system is not None:
             check_text(system, "system")
-        if chat is None:
-            chat = self.tokenizer.chat_format is not None
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if not chat and len(texts) == len(prompts):
+        if not self._answers(prompts, chat):
             if system is not None:
                 raise DataError(
                     "plain text has no system turn", where="system", remedy="put it before the prompt, or use a chat"
@@ -241,6 +239,12 @@ class LanguageModel:
         before = [] if system is None else [Message("system", system)]
         chats = [[Message("user", prompt)] if isinstance(prompt, str) else prompt for prompt in prompts]
         return [self.tokenizer.encode_chat([*before, *messages]) for messages in chats]
+
+    def _answers(self, prompts: Sequence[str | Sequence[Message]], chat: bool | None) -> bool:
+        """Whether prompts are chats, which the model answers."""
+        if chat is None:
+            chat = self.tokenizer.chat_format is not None
+        return chat or not all(isinstance(prompt, str) for prompt in prompts)
 
     def stream(
         self,
@@ -284,24 +288,27 @@ class LanguageModel:
         guide = None if form is None else partial(self.guides.start, form)
         if guide is not None:
             guide()  # says now what is wrong with the form
-        return self._stream(ids, max_new_tokens, sampling, guide, stop, logprobs)
+        begins = form is None and self._answers(prompts, chat)
+        decoders = [StreamDecoder(self.tokenizer, begins=begins) for _ in ids]
+        return self._stream(ids, decoders, max_new_tokens, sampling, guide, stop, logprobs)
 
     def _stream(
         self,
         ids: list[list[int]],
+        decoders: list[StreamDecoder],
         max_new_tokens: int,
         sampling: Sampling | None,
         guide: Callable[[], Guide] | None,
         stop: Sequence[str],
         logprobs: int | None,
     ) -> Iterator[TextPiece]:
-        decoders = [(StreamDecoder(self.tokenizer), StopStrings(stop)) for _ in ids]
+        stopping = [StopStrings(stop) for _ in ids]
         ends, count, over = self.tokenizer.stop_ids, self.tokenizer.vocab_size, set[int]()
         tokens = generate(
             self.model, ids, max_new_tokens, ends, sampling, count, self.speculation, guide, over, logprobs
         )
         for one in tokens:
-            decoder, stops = decoders[one.sequence]
+            decoder, stops = decoders[one.sequence], stopping[one.sequence]
             text = decoder.push(one.token)
             text, found = stops.push(text + decoder.finish() if one.finish else text, last=one.finish is not None)
             if found:

@@ -39,6 +39,7 @@ class TextRequest:
         form: Form that every choice keeps to; None for any.
         logprobs: Number of the most likely tokens that are told with each new one; None for none.
         ends: Whether a choice ends where the model ends it; else it goes on for ``max_new_tokens``.
+        answers: Whether a choice is a text of its own, which answers a chat; else it continues that of the prompt.
         seconds: Time after which the request is ended, from its submission; None for that of the service.
     """
 
@@ -50,6 +51,7 @@ class TextRequest:
     form: Form | None = None
     logprobs: int | None = None
     ends: bool = True
+    answers: bool = False
     seconds: float | None = None
 
 
@@ -256,7 +258,8 @@ class TextService:
         stop = tokenizer.stop_ids if request.ends or request.form is not None else ()
         for number, guide in enumerate(guides):
             sampling = request.sampling.model_copy(update={"seed": request.sampling.seed + number})
-            choice = _Choice(number, StreamDecoder(tokenizer), StopStrings(request.stop))
+            decoder = StreamDecoder(tokenizer, begins=request.answers and request.form is None)
+            choice = _Choice(number, decoder, StopStrings(request.stop))
             try:
                 text = self._engine.add(request.prompt, most, stop, sampling, guide, request.logprobs)
             except Exception as error:

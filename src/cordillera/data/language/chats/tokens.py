@@ -84,11 +84,11 @@ def tokenise_chat(
 
     for place in answers:
         opened = chat.pieces(messages[:place], answer=True)
-        add(tokenizer.encode_pieces(chat.after(seen, opened)), PROMPT)
+        add(tokenizer.encode_pieces(chat.after(seen, opened), after=seen), PROMPT)
         answer, seen = chat.answer(_merged(opened), messages[: place + 1])
-        add(tokenizer.encode(answer), ANSWER)
+        add(tokenizer.encode_pieces([answer], after=opened), ANSWER)
         add(tokenizer.encode_pieces(seen[-1:]), END)
-    add(tokenizer.encode_pieces(chat.after(seen, chat.pieces(messages, answer=False))), PROMPT)
+    add(tokenizer.encode_pieces(chat.after(seen, chat.pieces(messages, answer=False)), after=seen), PROMPT)
     return TokenisedChat(np.array(tokens, np.int32), np.array(kinds, np.int8))
 
 

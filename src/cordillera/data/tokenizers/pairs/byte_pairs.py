@@ -1,4 +1,4 @@
-"""Byte-level byte-pair encodings, run by the ``tokenizers`` library without its special tokens."""
+"""Byte-pair encodings, run by the ``tokenizers`` library without its special tokens."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from cordillera.data.tokenizers.chat import JinjaChat, guess_format
-from cordillera.data.tokenizers.rules import check_ids, check_rules
+from cordillera.data.tokenizers.pairs import sentencepiece
+from cordillera.data.tokenizers.pairs.rules import check_ids, check_rules
 from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import DataError
 
@@ -35,9 +36,13 @@ def byte_letters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
+TextEncoder = Callable[[Sequence[str]], list[list[int]]]
+"""Function from texts to ids."""
+
+
 @dataclass(frozen=True, eq=False)
 class BytePairs:
-    """Content of a file about a byte-level byte-pair encoding.
+    """Content of a file about a byte-pair encoding.
 
     The special tokens are removed from the vocabulary, the merges and the list of added tokens, so that no text can
     become one, whatever the library does with its list. The library gets no unknown token either: some vocabularies
@@ -45,7 +50,7 @@ class BytePairs:
     are written as U+FFFD.
 
     Attributes:
-        vocabulary: Ids by token, in byte letters.
+        vocabulary: Ids by token, in byte letters or, if ``has_pieces``, in the spelling of SentencePiece.
         words: Further entries that are found before anything else, as ``tokenizer.json`` lists added tokens; by name.
         ignore_merges: Whether a word that is a token is used without merges.
         bos: Special token that begins a text, or None.
@@ -53,6 +58,10 @@ class BytePairs:
         stops: Ids at which generation ends besides ``eos`` and the usual ones.
         adds_bos: Whether the model expects texts to begin with ``bos``.
         template: Jinja source of the chat template, or None.
+        has_pieces: Whether tokens are in the spelling of SentencePiece, and the rest of a text falls back to bytes.
+        has_prefix: Whether a text gets a space in front that no rule puts there. A ``Prepend`` rule puts one after each
+            of ``words`` too.
+        strips: Special tokens that take the white space before or after them: whether before, whether after; by name.
     """
 
     path: Path
@@ -68,6 +77,9 @@ class BytePairs:
     stops: Sequence[int] = ()
     adds_bos: bool = False
     template: str | None = None
+    has_pieces: bool = False
+    has_prefix: bool = False
+    strips: Mapping[str, tuple[bool, bool]] = field(default_factory=dict)
 
     @cached_property
     def _ids(self) -> dict[str, int]:
@@ -84,6 +96,7 @@ class BytePairs:
             "ignore_merges": self.ignore_merges,
             "vocab": self._ids,
             "merges": self.plain_merges,
+            **({"byte_fallback": True} if self.has_pieces else {}),
         }
         content = {
             "version": "1.0",
@@ -109,10 +122,19 @@ class BytePairs:
         Raises:
             DataError: most text cannot be written in the vocabulary.
         """
+        if self.has_pieces:
+            sentencepiece.check_bytes(self._ids, self.path)
+            return None
         absent = {byte for letter, byte in byte_letters().items() if letter not in self._ids}
         return _unwritable(absent, self.path)
 
-    def tokenizer(self, kind: Literal["tokenizers", "gguf"]) -> Tokenizer:
+    @property
+    def plain_pieces(self) -> list[str]:
+        """Tokens that are neither special nor words nor bytes."""
+        hidden = {*self.special, *self.words, *sentencepiece.BYTE_NAMES}
+        return [name for name in self.vocabulary if name not in hidden]
+
+    def tokenizer(self, kind: Literal["tokenizers", "gguf", "sentencepiece"]) -> Tokenizer:
         """Make the tokenizer.
 
         Raises:
@@ -124,11 +146,12 @@ class BytePairs:
             chat = JinjaChat(self.template, self.special, bos=bos, eos=eos, where=f"{self.path}, chat template")
         ends = [self.special.get(name) for name in (*ENDS, *TURN_ENDS)]
         bos_id, eos_id = (None if name is None else self.special[name] for name in (bos, eos))
-        fingerprint = f"{json.dumps(dict(self.special))}{self._source}"
+        fingerprint = f"{json.dumps(dict(self.special))}{self._source}{'with prefix' if self.has_prefix else ''}"
+        begin, inside = self._encoders()
         made = Tokenizer(
             kind=kind,
             path=self.path,
-            encode_plain=self._encoder(),
+            encode_plain=begin,
             token_bytes=self._token_bytes(),
             special_tokens=dict(self.special),
             bos_id=bos_id,
@@ -137,6 +160,9 @@ class BytePairs:
             adds_bos=self.adds_bos and bos is not None,
             chat_format=chat,
             fingerprint=hashlib.sha256(fingerprint.encode()).hexdigest(),
+            prefix=self.prefix,
+            encode_inside=inside,
+            strips=self.strips,
         )
         probe = "a \ufffd\n 12"
         if made.decode(made.encode(probe)).removeprefix(" ") != probe:
@@ -146,12 +172,31 @@ class BytePairs:
     def _check(self) -> None:
         words = ((name, word.get("id")) for name, word in self.words.items())
         check_ids(self.path, itertools.chain(self.vocabulary.items(), self.special.items(), words))
-        check_rules(self.path, self.normalizer, self.pre_tokenizer)
+        check_rules(self.path, self.normalizer, self.pre_tokenizer, self.has_pieces)
         for number, pair in enumerate(self.merges):
             if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(one, str) for one in pair):
                 raise DataError(f"merge {number} is not a pair of tokens", where=str(self.path))
 
-    def _encoder(self) -> Any:
+    @property
+    def prefix(self) -> sentencepiece.SpacePrefix:
+        """Where texts get a space in front."""
+        if not self.has_pieces or self.has_prefix:
+            return "always" if self.has_prefix else "never"
+        return sentencepiece.prefix_of(self.normalizer, self.pre_tokenizer)
+
+    def _encoders(self) -> tuple[TextEncoder, TextEncoder | None]:
+        """Encoders of texts from their beginning, and of what follows other text; None if there is no difference."""
+        begin = self._encoder()
+        if self.has_prefix:
+            return sentencepiece.with_space(begin), begin
+        if self.prefix == "never":
+            return begin, None
+        without = sentencepiece.without_prefix
+        bare = replace(self, normalizer=without(self.normalizer), pre_tokenizer=without(self.pre_tokenizer))
+        made = cache(bare._encoder)  # not everyone needs it
+        return begin, lambda texts: made()(texts)
+
+    def _encoder(self) -> TextEncoder:
         from tokenizers import Tokenizer as Library
 
         if len(set(self._ids.values()) | set(self.special.values())) != len(self._ids) + len(self.special):
@@ -180,14 +225,22 @@ class BytePairs:
 
     def _token_bytes(self) -> list[bytes | None]:
         letters = byte_letters()
+
+        def spelt(name: str) -> bytes:
+            if name in self.special:
+                return name.encode()
+            if self.has_pieces:
+                return sentencepiece.piece_bytes(name)
+            return name.encode() if name in self.words else bytes(letters[letter] for letter in name)
+
         found: list[bytes | None] = [None] * (max(*self._ids.values(), *self.special.values(), 0) + 1)
-        for name, token in self._ids.items():
+        for name, token in (*self._ids.items(), *self.special.items()):
             try:
-                found[token] = name.encode() if name in self.words else bytes(letters[letter] for letter in name)
+                found[token] = spelt(name)
             except KeyError:
                 raise DataError(f"token {token}, {name!r}, is not in byte letters", where=str(self.path)) from None
-        for name, token in self.special.items():
-            found[token] = name.encode()
+            except UnicodeEncodeError:
+                raise DataError(f"token {token}, {name!r}, holds half a character", where=str(self.path)) from None
         return found
 
 

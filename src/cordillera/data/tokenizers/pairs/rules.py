@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from cordillera.data.tokenizers.pairs.sentencepiece import SPACE
 from cordillera.errors import DataError
 
 TOKENS = 1 << 22
@@ -53,13 +54,18 @@ def check_ids(path: object, names: Iterable[tuple[str, Any]]) -> None:
         )
 
 
-def check_rules(path: object, normalizer: Any, pre_tokenizer: Any) -> None:
-    """Refuse rules of ``tokenizer.json`` of unknown kinds, or that could take unbounded time or memory for a text."""
+def check_rules(path: object, normalizer: Any, pre_tokenizer: Any, has_pieces: bool = False) -> None:
+    """Refuse rules of ``tokenizer.json`` of unknown kinds, or that could take unbounded time or memory for a text.
+
+    With ``has_pieces`` the rules are for tokens in the spelling of SentencePiece.
+    """
     growth = 1
     for rule in _flat(normalizer, "normalizers", f"{path}, normalizer"):
         kind, where = str(rule.get("type")), f"{path}, normalizer"
         if kind == "Prepend":
             growth += len(_text(rule, "prepend", where))
+            if has_pieces and rule["prepend"] not in (" ", SPACE):
+                raise DataError(f"puts {rule['prepend'][:40]!r} before a text, not a space", where=where)
         elif kind == "Replace":
             growth *= _replacement(rule, where)
         elif kind not in _NORMALIZERS:
@@ -70,8 +76,20 @@ def check_rules(path: object, normalizer: Any, pre_tokenizer: Any) -> None:
         kind, where = str(rule.get("type")), f"{path}, pre_tokenizer"
         if kind == "Split":
             _pattern(rule, where)
+        elif kind == "Metaspace" and has_pieces:
+            _check_spaces(rule, where)
         elif kind not in _SPLITTERS:
-            raise _unknown(kind, where, {*_SPLITTERS, "Split"})
+            raise _unknown(kind, where, {*_SPLITTERS, "Split", *(["Metaspace"] if has_pieces else [])})
+
+
+def _check_spaces(rule: Mapping[str, Any], where: str) -> None:
+    if rule.get("replacement") != SPACE or rule.get("prepend_scheme", "always") not in ("always", "first", "never"):
+        raise DataError(
+            f"Metaspace writes {str(rule.get('replacement'))[:40]!r} for a space by the scheme "
+            f"{str(rule.get('prepend_scheme'))[:40]!r}",
+            where=where,
+            remedy=f"known are {SPACE!r} and the schemes always, first and never",
+        )
 
 
 def _unknown(kind: str, where: str, known: Iterable[str]) -> DataError:
