@@ -111,6 +111,9 @@ class Level(BaseModel):
         planes: Number of parallel networks that the links consist of.
         planes_lost: Number of planes that are down.
         loss_rate: Loss rate of packets on a link.
+        spraying: Whether packets of one connection can be spread over all planes; otherwise connections are hashed.
+        selective_repeat: Whether a lost packet is sent again alone; otherwise with all that followed it.
+        zero_copy: Whether network cards read and write tensors directly; otherwise kernels copy them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -128,6 +131,9 @@ class Level(BaseModel):
     planes: Annotated[int, Numeric, Field(ge=1, le=4096)] = 1
     planes_lost: Annotated[int, Numeric, Field(ge=0)] = 0
     loss_rate: Annotated[float, Numeric, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
+    spraying: bool = True
+    selective_repeat: bool = True
+    zero_copy: bool = True
 
     @model_validator(mode="after")
     def _has_a_way(self) -> Level:

@@ -25,7 +25,7 @@ from cordillera.planning.language.workload import BYTES, Layout, Workload, layer
 from cordillera.planning.network.collective_cost import direct_seconds, doubling_seconds, ring_seconds
 from cordillera.planning.network.flows import max_min_rates
 from cordillera.planning.network.mesh import Edges, Mesh
-from cordillera.planning.network.settings import NetworkSettings
+from cordillera.planning.network.settings import NetworkSettings, possible
 
 _ISSUE_S = 2e-6  # seconds that a device takes to send one more message at the same time; an assumption
 
@@ -139,10 +139,14 @@ class Fabric:
         return settings.rate(rate, edges.latency, level.loss_rate, level.planes)
 
     def settings(self, edges: Edges) -> NetworkSettings | None:
-        """Return the settings of the level that pairs cross; None within hosts and without network settings."""
+        """Return the settings of the level that pairs cross; None within hosts and without network settings.
+
+        What the links of the level lack is replaced.
+        """
         if self.network is None or edges.level < 1:
             return None
-        return self.network[self.mesh.topology.levels[edges.level].name]
+        level = self.mesh.topology.levels[edges.level]
+        return possible(self.network[level.name], level)
 
     def copied(self, edges: Edges) -> float:
         """Return the part of a device's processors that messages between pairs occupy while they are sent."""
