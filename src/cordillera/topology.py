@@ -82,6 +82,7 @@ class Device(BaseModel):
         memory_bytes_per_s: Bandwidth of the memory, bytes/s.
         nic_bytes_per_s: Bandwidth of the device's share of the host's network cards in each direction, bytes/s.
         processors: Number of streaming multiprocessors; kernels that move data take some from those that compute.
+        fp8_flops_per_s: Dense peak of its matrix engine with factors in FP8; None if it has none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -93,6 +94,7 @@ class Device(BaseModel):
     memory_bytes_per_s: Positive
     nic_bytes_per_s: Positive
     processors: Count = 132
+    fp8_flops_per_s: Positive | None = None
 
 
 class Level(BaseModel):

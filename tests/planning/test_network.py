@@ -92,7 +92,9 @@ WORK = workloads.load("llama3-8b").model_copy(update={"batch": 128})
 
 def lacking(*names: str, **changes: float) -> topology.Topology:
     """The cluster with links between buildings that lack something."""
-    changed = dict.fromkeys((f"region.{name}" for name in names), 0.0) | {f"region.{key}": by for key, by in changes.items()}
+    changed = dict.fromkeys((f"region.{name}" for name in names), 0.0) | {
+        f"region.{key}": by for key, by in changes.items()
+    }
     return CLUSTER.changed(changed)
 
 

@@ -37,6 +37,12 @@ def plan(
             help="Evaluate a plan of your own instead of a search: tensor=8,pipeline=16,chunks=8; repeat for several.",
         ),
     ] = None,
+    fp8: Annotated[
+        str | None,
+        typer.Option(
+            "--fp8", help="Products in FP8: none, ffn (feed-forward nets) or linear. Default: what WORKLOAD says."
+        ),
+    ] = None,
     compare: Annotated[
         bool,
         typer.Option(
@@ -104,6 +110,7 @@ def plan(
     options = {
         "--devices": devices, "--only": only, "--compare": compare or None, "--what-if": what_if, "--slow": slow,
         "--jitter": jitter, "--lose": lose, "--calibration": calibration, "--products": products, "--layout": layout,
+        "--fp8": fp8,
     }  # fmt: skip
     if calibrate is not None:
         if cluster or workload is None:
@@ -141,6 +148,7 @@ def plan(
         calibration=calibration,
         products=products,
         layouts=layout or (),
+        fp8=fp8,
         compare=compare,
     )
     with CommandOutput(as_json) as answer:

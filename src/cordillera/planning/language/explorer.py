@@ -136,6 +136,7 @@ def layouts(workload: Workload, topology: Topology, devices: int) -> Iterator[La
                     sequence_parallel=tensor > 1,
                     recompute=recompute,
                     overlap_gradients=True,
+                    fp8=workload.fp8,
                 )
                 yield plain
                 if pipeline > 1 and data > 1:
@@ -220,7 +221,8 @@ class Explorer(ClusterSearch[Workload]):
         ]
         if same:
             entry = min(same, key=lambda one: abs(one.devices - self.devices))
-            return f"{layout}, published for {entry.devices:,} devices ({entry.source})"
+            precision = "in 16 bits " if layout.fp8 != "none" else ""
+            return f"{layout}, published {precision}for {entry.devices:,} devices ({entry.source})"
         return f"{layout}, the best under the rules of large jobs in one building"
 
     def _scaled(self) -> list[Layout | None]:
@@ -230,7 +232,7 @@ class Explorer(ClusterSearch[Workload]):
             one = entry.layout
             data, rest = divmod(self.devices, one.tensor * one.context * one.pipeline)
             shards = data if one.shards == one.data else one.shards
-            layout = replace(one, data=data, shards=shards)
+            layout = replace(one, data=data, shards=shards, fp8=self.workload.fp8)
             found.append(None if rest or not data or layout.problems(self.workload) else layout)
         return found
 
