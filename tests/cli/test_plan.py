@@ -155,6 +155,27 @@ def test_layouts_of_which_none_fits_write_nothing_and_say_what_takes_the_memory(
     assert not Path("p").exists()
 
 
+def test_error_bars_are_those_of_the_constants_and_fp8_has_none(cli: Any) -> None:
+    own = ("--layout", "tensor=8", "--layout", "tensor=8,fp8=none", "--fp8", "linear")
+    command = ("plan", "llama3-8b", "two-buildings", "--devices", 16, *own)
+    rows = json.loads(cli(*command, "--out", "p", "--json").out)["plans"]
+    assert [row["error_s"] is None for row in rows] == [True, False, True]  # the base is in FP8, too
+    assert rows[1]["error_s"] == pytest.approx(0.022 * rows[1]["seconds"])
+    assert rows[0]["seconds"] < rows[1]["seconds"]
+    out = cli(*command, "--out", "q").out
+    assert "±" in out
+    assert "is not known: no measured step was in FP8" in out
+    assert "its error is not known" in Path("q/plan.html").read_text()
+    alone = cli("plan", "llama3-8b", "two-buildings", "--devices", 16, "--layout", "tensor=8", "--out", "r")
+    assert "on average, by the constants' error" in alone.out
+    assert "the mean error of the constants" in Path("r/plan.html").read_text()
+    for refused, message in ((("llama3-8b", "selene"), "has no FP8"), (("dlrm-dcnv2", "selene"), "is not known for")):
+        result = cli("plan", *refused, "--devices", 16, "--fp8", "ffn")
+        assert result.code == 2
+        assert message in result.err
+    assert "none, ffn, linear" in cli("plan", "llama3-8b", "selene", "--fp8", "all").err
+
+
 @pytest.mark.slow
 def test_an_own_layout_stands_beside_a_search(cli: Any) -> None:
     layout = ("--layout", "tensor=8,pipeline=2", "--compare", "--only", "scheduling")

@@ -102,7 +102,7 @@ def test_products_that_were_measured_in_16_bits_say_nothing_of_fp8() -> None:
     measured = CostModel(H100, COST.calibration, Products({(8192, 4096, 4096, 1): 1.0}, "here"))
     assert measured.product(8192, 4096, 4096) == pytest.approx(1.0)
     assert measured.product(8192, 4096, 4096, fp8=True) == COST.product(8192, 4096, 4096, fp8=True)
-    table = {shape: 1e-3 for shape in shapes(WORK, H100, 8)}
+    table = dict.fromkeys(shapes(WORK, H100, 8), 0.001)
     cost = CostModel(H100, COST.calibration, Products(table, "here"))
     shares = [measured_share(WORK, Layout(fp8=fp8), cost) for fp8 in ("none", "ffn", "linear")]  # type: ignore[arg-type]
     assert shares[0] == 1.0 > shares[1] > shares[2] > 0.0  # the head is left

@@ -195,7 +195,7 @@ def _compare(
                 found.append(one)
             except PlanError as error:
                 problems.append((name, error))
-                rows.append((name, "none", None, None, None, None))
+                rows.append((name, "none", *[None] * 5))
                 continue
             if found[-1].found.interrupted:
                 break
@@ -208,6 +208,7 @@ def _compare(
         Field("layout"),
         Field("devices", form="{:,}"),
         Field("seconds", "step", _seconds),
+        _ERROR,
         Field(f"{unit}_per_s", "a second", lambda rate: f"{rate / 1e6:.2f} M {unit}"),
         _MEMORY,
     )
@@ -233,25 +234,32 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
 
 
+def _error(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds >= 0.01 else f"{seconds * 1e3:.2g} ms"
+
+
 _MEMORY = Field("memory_bytes", "GB", lambda count: shown(count / 1e9, 0))
+_ERROR = Field("error_s", "±", _error)
 _LAYOUT_FIELDS = (
     Field("place", "", right=True),
     *(Field(key) for key in ("layout", "recompute", "across", "schedule")),
     Field("seconds", "step", _seconds),
+    _ERROR,
     Field("mfu", "MFU", lambda part: f"{shown(100 * part, 1)} %"),
 )
 
 
 def _best(planned: Planned | PlannedRecommender) -> tuple[object, ...]:
-    """Return layout, devices, step time, what is trained in a second, and memory of the best plan."""
+    """Return layout, devices, step time, its error, what is trained in a second, and memory of the best plan."""
     from cordillera.workflows.planning import PlannedRecommender
 
     best, work = planned.found.best, planned.explorer.workload
     if isinstance(planned, PlannedRecommender):
-        speed = planned.found.best.samples_per_s
+        speed, error = planned.found.best.samples_per_s, None
     else:
         speed = work.batch * planned.explorer.workload.sequence / best.seconds
-    return str(best.layout), planned.explorer.devices, best.seconds, speed, best.step.memory_bytes
+        error = planned.found.best.error_s
+    return str(best.layout), planned.explorer.devices, best.seconds, error, speed, best.step.memory_bytes
 
 
 def _refuse(options: Mapping[str, object], task: str) -> None:
@@ -297,6 +305,8 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
     answer.say(text + ":" * bool(reasons), times_base=faster)
     for reason in reasons:
         answer.say(f"  {reason}")
+    if isinstance(planned, Planned):
+        _say_error(answer, planned.found.best, faster)
     for case in planned.what_if:
         speed = f"with {case.what}: {_seconds(case.seconds)} ({100 * case.speed(best.seconds):+.2f} %)"
         answer.say(f"{speed} {case.note}".rstrip())
@@ -319,6 +329,18 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
         constants=planned.explorer.cost.calibration.provenance,
         files=list(planned.files.values()),
     )
+
+
+def _say_error(answer: CommandOutput, plan: Plan, faster: float) -> None:
+    """Say how far off the time of a plan is on average, and whether its gain over the base is less."""
+    if plan.error is None:
+        why = ": no measured step was in FP8" if plan.layout.fp8 != "none" else ""
+        answer.say(f"the error of {_seconds(plan.seconds)} is not known{why}", error=None)
+        return
+    text = f"{_seconds(plan.seconds)} is off by {_error(plan.error * plan.seconds)} on average, by the constants' error"
+    if 0 < faster - 1 < plan.error:
+        text += "; the gain is smaller, and real as far as both plans share their errors"
+    answer.say(text, error=plan.error)
 
 
 def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
@@ -345,6 +367,7 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
         elif plan is found.best:
             faster = base.seconds / plan.seconds
             answer.say(f"layout {place}: {faster:.2f} times as fast as the base, both simulated", times_base=faster)
+            _say_error(answer, plan, faster)
     for case in planned.what_if:
         speed = f"with {case.what}: {_seconds(case.seconds)} ({100 * case.speed(found.best.seconds):+.2f} %)"
         answer.say(f"{speed} {case.note}".rstrip())
@@ -381,7 +404,7 @@ def _list_layouts(title: str, planned: Planned) -> Sheet:
 def _row(plan: Plan) -> tuple[object, ...]:
     """Return the values of a plan for the fields after the first of ``_LAYOUT_FIELDS``."""
     layout = plan.layout
-    return str(layout), layout.recompute, plan.across, plan.schedule.name, plan.seconds, plan.utilisation
+    return str(layout), layout.recompute, plan.across, plan.schedule.name, plan.seconds, plan.error_s, plan.utilisation
 
 
 def _list_tables(title: str, planned: PlannedRecommender) -> Sheet:

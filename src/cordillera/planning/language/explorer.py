@@ -345,7 +345,8 @@ class Explorer(ClusterSearch[Workload]):
     def _plan(self, job: PlannedJob, schedule: Schedule) -> Plan:
         peak = job.layout.devices * self.cost.device.matrix_flops_per_s
         step = simulate_step(job, schedule)
-        return Plan(job.layout, job.mesh.order, job.network or {}, schedule, step, self.workload.flops, peak)
+        error = self.cost.calibration.error if job.layout.fp8 == "none" else None
+        return Plan(job.layout, job.mesh.order, job.network or {}, schedule, step, self.workload.flops, peak, error)
 
     def _possible(self, found: Exploration) -> Iterator[Layout]:
         for layout in layouts(self.workload, self.topology, self.devices):
