@@ -160,7 +160,7 @@ def test_error_bars_are_those_of_the_constants_and_fp8_has_none(cli: Any) -> Non
     command = ("plan", "llama3-8b", "two-buildings", "--devices", 16, *own)
     rows = json.loads(cli(*command, "--out", "p", "--json").out)["plans"]
     assert [row["error_s"] is None for row in rows] == [True, False, True]  # the base is in FP8, too
-    assert rows[1]["error_s"] == pytest.approx(0.022 * rows[1]["seconds"])
+    assert rows[1]["error_s"] == pytest.approx(0.024 * rows[1]["seconds"])
     assert rows[0]["seconds"] < rows[1]["seconds"]
     out = cli(*command, "--out", "q").out
     assert "±" in out

@@ -148,7 +148,7 @@ def plan(
         calibration=calibration,
         products=products,
         layouts=layout or (),
-        fp8=fp8,
+        fp8=fp8,  # type: ignore[arg-type]
         compare=compare,
     )
     with CommandOutput(as_json) as answer:

@@ -181,7 +181,7 @@ class Explorer(ClusterSearch[Workload]):
         """Return the job of a ``layout`` on the cluster, with its dimensions in ``order``, innermost first.
 
         ``network`` holds the settings by level. ``shared`` caches what jobs with the same settings have in common; it
-        is filled. ``late`` is that of :class:`~cordillera.planning.language.job.Fabric`.
+        is filled. ``late`` is that of :class:`~cordillera.planning.network.fabric.Fabric`.
         """
         mesh = Mesh.of(self.topology, layout, order)
         return PlannedJob(self.workload, mesh, layout, self.cost, network, shared, late)

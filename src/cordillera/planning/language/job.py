@@ -23,9 +23,10 @@ from cordillera.planning.language.layers import (
 )
 from cordillera.planning.language.workload import BYTES, Layout, Workload, layers_of_stages
 from cordillera.planning.network.collective_cost import direct_seconds, doubling_seconds, ring_seconds
-from cordillera.planning.network.flows import max_min_rates
-from cordillera.planning.network.mesh import Edges, Mesh
-from cordillera.planning.network.settings import NetworkSettings, possible
+from cordillera.planning.network.contention import Contention, Slowdown
+from cordillera.planning.network.fabric import Fabric
+from cordillera.planning.network.mesh import Edges, Group, Mesh
+from cordillera.planning.network.settings import NetworkSettings
 
 _ISSUE_S = 2e-6  # seconds that a device takes to send one more message at the same time; an assumption
 
@@ -105,55 +106,6 @@ def exposed(stages: LayerSeconds, times: float = 1.0) -> dict[str, float]:
     }
 
 
-class Fabric:
-    """Rates that pairs of devices of a mesh attain.
-
-    Args:
-        mesh: Placement of a job's ranks.
-        cost: Cost model of the devices.
-        network: Settings of each level above hosts, by name; None for links without losses or waiting.
-        late: Time by which every hop of a collective is later on average, as a part of its latency.
-    """
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        cost: CostModel,
-        network: Mapping[str, NetworkSettings] | None = None,
-        late: float = 0.0,
-    ) -> None:
-        self.mesh, self.cost, self.network, self.late = mesh, cost, network, late
-
-    def _late(self, edges: Edges) -> Edges:
-        """Return edges whose hops are late; their rate is computed without it."""
-        return edges._replace(latency=edges.latency * (1.0 + self.late)) if self.late else edges
-
-    def rate(self, edges: Edges) -> float:
-        """Return the rate that pairs of devices attain, bytes/s."""
-        if edges.level == 0:
-            return edges.bytes_per_s * self.cost.calibration.port
-        rate, settings = edges.bytes_per_s * self.cost.calibration.network, self.settings(edges)
-        if settings is None:
-            return rate
-        level = self.mesh.topology.levels[edges.level]
-        return settings.rate(rate, edges.latency, level.loss_rate, level.planes)
-
-    def settings(self, edges: Edges) -> NetworkSettings | None:
-        """Return the settings of the level that pairs cross; None within hosts and without network settings.
-
-        What the links of the level lack is replaced.
-        """
-        if self.network is None or edges.level < 1:
-            return None
-        level = self.mesh.topology.levels[edges.level]
-        return possible(self.network[level.name], level)
-
-    def copied(self, edges: Edges) -> float:
-        """Return the part of a device's processors that messages between pairs occupy while they are sent."""
-        settings = self.settings(edges)
-        return 0.0 if settings is None else settings.processors
-
-
 class PlannedJob(Fabric):
     """A workload cut over a cluster: stages, messages and collectives with their costs.
 
@@ -181,7 +133,8 @@ class PlannedJob(Fabric):
         self.tokens = layout.microbatch * workload.sequence / layout.context  # tokens of a microbatch on a device
         self.microbatches = layout.microbatches(workload)
         self._states: dict[tuple[int, int], dict[str, float]] = {}
-        self._meetings: dict[Edges, tuple[float, float]] = {}
+        self._meetings: dict[Edges, Slowdown] = {}
+        self._crowding: dict[tuple[Group, Group], Slowdown] = {}
 
     def gather(self, size: float, count: int, stride: int) -> float:
         """Return the seconds of an all-gather or a reduce-scatter, as one ring or level by level, whichever is faster.
@@ -255,8 +208,32 @@ class PlannedJob(Fabric):
         return slowest + latency + self.cost.calibration.collective_s
 
     @cached_property
+    def inside(self) -> list[tuple[Group, float, float]]:
+        """Collectives that computation waits for in a layer: groups, and seconds in the forward and in the backward."""
+        layout, one, mesh = self.layout, self._computed, self.mesh
+        found = []
+        if layout.tensor > 1:
+            forward = 2.0 * self.tensor_reduce
+            found.append((Group(layout.tensor, mesh.stride("tensor")), forward, one.tensor - forward))
+        if layout.context > 1:
+            forward = one.context / (3.0 if layout.recompute == "full" else 2.0)
+            found.append((Group(layout.context, mesh.stride("context")), forward, one.context - forward))
+        if one.exchange:
+            forward = 2.0 * self.exchange * self.workload.model.mixed_share
+            tiers = mesh.group(layout.expert, mesh.stride("data"))[1]
+            # one step of a pairwise exchange, in which all devices send to the next part of their group
+            pairs = Group(layout.expert, mesh.stride("data"), tiers[-1].ranks)
+            found.append((pairs, forward, one.exchange - forward))
+        return found
+
+    @cached_property
     def layer(self) -> LayerSeconds:
         """Seconds of one layer for one microbatch, as a mean over layers if some have experts."""
+        return self._with_gathered(self._computed, 1, *self.layer_parameters)
+
+    @cached_property
+    def _computed(self) -> LayerSeconds:
+        """Seconds of a layer whose weights are there."""
         one = layer_seconds(self.workload, self.layout, self.cost, self.tensor_reduce)
         model, layout = self.workload.model, self.layout
         full = layout.recompute == "full"
@@ -268,14 +245,14 @@ class PlannedJob(Fabric):
             size = 2 * BYTES * self.tokens * layout.context * model.keys / layout.tensor
             gather = self.gather(size, layout.context, self.mesh.stride("context"))
             one = _with_collective(one, "context", gather, full)
-        return self._with_gathered(one, *self.layer_parameters)
+        return one
 
-    def _with_gathered(self, one: LayerSeconds, plain: float, mixed: float = 0.0) -> LayerSeconds:
+    def _with_gathered(self, one: LayerSeconds, layers: int, plain: float, mixed: float = 0.0) -> LayerSeconds:
         """Return a part of the model with sharded weights gathered during the computation of the part before it.
 
         Weights are gathered once in the forward and once in the backward, which also scatters the gradients (Zhao et
-        al. 2023, section 3.3); time beyond the computation is waited for. A device holds ``plain`` parameters and
-        ``mixed`` ones of experts.
+        al. 2023, section 3.3); time beyond the computation is waited for, and collectives of its ``layers`` share
+        links. A device holds ``plain`` parameters and ``mixed`` ones of experts.
         """
         layout = self.layout
         if not layout.shard_weights:
@@ -284,10 +261,14 @@ class PlannedJob(Fabric):
             self._over_shards(each, plain, mixed) + self.cost.calibration.collective_s
             for each in (BYTES, self.workload.reduction_bytes)
         )
-        share = self.copied(self.mesh.group(layout.shards, self.mesh.stride("data"))[0])
+        rings = Group(layout.shards, self.mesh.stride("data"))
+        share, waits = self.copied(self.mesh.edges(rings)), []
         back = one.again + one.input_gradient + one.weight_gradient
-        forward = max(share * min(gather, one.forward), gather - one.forward)
-        backward = max(share * min(gather + scatter, back), gather + scatter - back)
+        for is_back, seconds, moved in ((False, one.forward, gather), (True, back, gather + scatter)):
+            longer, later = self.contention(seconds, layers, is_back, rings).beside(seconds, moved)
+            seconds, moved = seconds + longer, moved + later
+            waits.append(longer + max(share * min(moved, seconds), moved - seconds))
+        forward, backward = waits
         return replace(
             one,
             forward=one.forward + forward,
@@ -320,8 +301,8 @@ class PlannedJob(Fabric):
         last_part = head_seconds(self.workload, self.layout, self.cost, self.tensor_reduce)
         inside = {count: one.times(count) for count in set(self.stage_layers)}
         found = [inside[count] for count in self.stage_layers]
-        found[0] = found[0].plus(self._with_gathered(first_part, self.table))
-        found[last] = found[last].plus(self._with_gathered(last_part, self.table))
+        found[0] = found[0].plus(self._with_gathered(first_part, 0, self.table))
+        found[last] = found[last].plus(self._with_gathered(last_part, 0, self.table))
         return found
 
     @property
@@ -351,33 +332,37 @@ class PlannedJob(Fabric):
         seconds = {edges: self.message_bytes / self.rate(edges) for edges in set(boundaries)}
         return [seconds[edges] for edges in boundaries]
 
-    def meeting(self, boundary: int) -> tuple[float, float]:
+    def meeting(self, boundary: int) -> Slowdown:
         """Return how messages after a pipeline ``boundary`` and the concurrent reduction of gradients slow each other.
 
         On every link that both use, pairs that send as equals have max-min fair shares; if messages have priority, the
-        reduction gets the rest. The result is the factor by which the message takes longer, and the part of its rate
-        that the reduction loses meanwhile.
+        reduction gets the rest.
         """
-        edges = self.mesh.boundary(boundary)
+        edges, ring = self.mesh.boundary(boundary), self.mesh.ring("data")
+        if edges.level < 1 or ring.level < 1:
+            return Slowdown()
         if edges not in self._meetings:
-            self._meetings[edges] = self._meeting(edges, boundary)
+            self._meetings[edges] = self.slowdown(self.mesh.shared_links(boundary), edges, ring)
         return self._meetings[edges]
 
-    def _meeting(self, edges: Edges, boundary: int) -> tuple[float, float]:
-        ring = self.mesh.ring("data")
-        if edges.level < 1 or ring.level < 1:
-            return 1.0, 0.0
-        settings = self.settings(edges)
-        message, reduction = alone = self.rate(edges), self.rate(ring)
-        for link in self.mesh.shared_links(boundary):
-            capacity = link.bytes_per_s * self.cost.calibration.network
-            if settings is not None and settings.classes == "messages":
-                left = capacity - alone[0] * link.messages
-                reduction = min(reduction, max(0.0, left) / link.rings)
-            else:
-                shares = max_min_rates([[0], [0]], [capacity], alone, counts=[link.messages, link.rings])
-                message, reduction = min(message, float(shares[0])), min(reduction, float(shares[1]))
-        return alone[0] / message, 1.0 - reduction / alone[1]
+    def contention(self, seconds: float, layers: float, backward: bool, rings: Group) -> Contention:
+        """Return how the collectives inside an action and ``rings`` that run beside it slow each other.
+
+        The links are shared as in :meth:`meeting`. What computation waits for has the priority of messages.
+
+        Args:
+            seconds: Time of the action alone.
+            layers: Number of layers of the action.
+            backward: Whether it is the gradient of the input, with what is computed again; otherwise the forward.
+            rings: Groups that transfer beside it, such as the copies that reduce gradients.
+        """
+        parts = []
+        for group, *times in self.inside:
+            if (group, rings) not in self._crowding:
+                both = self.mesh.edges(group), self.mesh.edges(rings)
+                self._crowding[group, rings] = self.slowdown(self.mesh.shared_by(group, rings), *both)
+            parts.append((layers * times[backward], self._crowding[group, rings]))
+        return Contention.of(seconds, parts)
 
     @cached_property
     def layer_parameters(self) -> tuple[float, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -14,6 +14,8 @@ import numpy as np
 from cordillera.errors import PlanError
 from cordillera.planning.language.job import PlannedJob, exposed
 from cordillera.planning.language.layers import LayerSeconds
+from cordillera.planning.network.contention import Contention
+from cordillera.planning.network.mesh import Group
 from cordillera.planning.pipeline.schedules import (
     Kind,
     Schedule,
@@ -87,11 +89,26 @@ def stage_seconds(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float]
         if factor != 1.0 and one.total > 0:
             by[number] = factor + (1.0 - factor) * one.communication / one.total
     stages = list(zip(job.stages, by, lost, strict=True))
-    return StageSeconds(
+    seconds = StageSeconds(
         [stage.forward * times + extra for stage, times, extra in stages],
         [(stage.again + stage.input_gradient) * times + extra for stage, times, extra in stages],
         [stage.weight_gradient * times for stage, times, _ in stages],
     )
+    return replace(seconds, contention=_contention(job, seconds))
+
+
+def _contention(job: PlannedJob, seconds: StageSeconds) -> dict[tuple[Kind, int], Contention]:
+    """Return how the collectives inside a job's actions and its reduction of gradients slow each other."""
+    found: dict[tuple[Kind, int], Contention] = {}
+    if not job.layout.overlap_gradients or job.layout.data == 1:
+        return found
+    rings = Group(job.layout.data, job.mesh.stride("data"))
+    for stage, layers in enumerate(job.stage_layers):
+        for kind in (Kind.FORWARD, Kind.INPUT, Kind.BACKWARD):
+            one = job.contention(seconds.of_kind(kind, stage), layers, kind is not Kind.FORWARD, rings)
+            if any(one):
+                found[kind, stage] = one
+    return found
 
 
 def ways(job: PlannedJob) -> dict[tuple[int, int], Way]:
@@ -206,8 +223,9 @@ def simulate_step(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float]
         own = own.plus(job.stages[stage])
     end, waiting, busy = float(timeline.ends[at][-1]), float(timeline.waiting[at]), float(timeline.busy[at])
     parts = {
-        "compute": max(0.0, busy - job.microbatches * own.communication),
+        "compute": max(0.0, busy - job.microbatches * own.communication - float(timeline.slowed[at])),
         **exposed(own, job.microbatches),
+        "shared links": float(timeline.slowed[at]),
         "pipeline messages": waiting,
         "pipeline bubble": end - busy - waiting,
         "gradient reduction": finish[at] - end,

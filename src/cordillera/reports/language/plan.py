@@ -33,6 +33,7 @@ PARTS = {
     "optimizer": "Optimizer",
     "context parallel": "Gathers of context parallelism",
     "expert exchange": "Exchange of experts' tokens",
+    "shared links": "Collectives that share links with reductions of gradients",
 }
 _MEMORY = ("weights", "gradients", "optimizer", "activations")
 
