@@ -165,7 +165,9 @@ def test_no_jitter_is_the_plan_itself_to_the_bit() -> None:
     case = faults.jitter(explorer, plan, 0.0)
     assert case.figures["p50"] == case.figures["p99"] == plan.seconds
     steps = faults.jittered(explorer, plan, 0.0, draws=3)
-    assert steps[0] == steps[-1] == pytest.approx(plan.seconds, rel=1e-12)
+    # here reductions do not slow the collectives inside a stage
+    assert steps[0] == steps[-1]
+    assert plan.seconds - plan.step.timeline.slowed.sum() <= steps[0] <= plan.seconds * (1 + 1e-12)
 
 
 def test_other_seeds_draw_other_steps() -> None:

@@ -118,9 +118,9 @@ def jittered(explorer: Explorer, plan: Plan, jitter: float, draws: int = DRAWS, 
     Every message is later than the network's latency by an exponentially distributed time with mean ``jitter`` times
     the latency, as a queue of random arrivals delays packets. A message of several tensor- and context-parallel devices
     arrives with the last of their parts. The many hops of a collective average out, so each is later by the mean:
-    that of gradients, of sharded weights, of tensor and context parallelism, and of experts. Messages and reductions
-    slow each other in the plan's step but not here, so only differences between steps from this function are
-    meaningful. The ``explorer`` found the ``plan``; ``seed`` is the seed of the random times.
+    that of gradients, of sharded weights, of tensor and context parallelism, and of experts. Reductions slow messages
+    and collectives inside stages in the plan's step but not here, so only differences between steps from this function
+    are meaningful. The ``explorer`` found the ``plan``; ``seed`` is the seed of the random times.
 
     Raises:
         PlanError: If the jitter is negative, too large or not finite.
