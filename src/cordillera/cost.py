@@ -10,16 +10,16 @@ import csv
 import hashlib
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from cordillera.errors import PlanError
-from cordillera.files import read_text
+from cordillera.files import read_text, write
 from cordillera.measurements import MOST_BYTES, Cells, Measurements
-from cordillera.topology import Device, NotNegative, Numeric, Words, write
+from cordillera.topology import Device, NotNegative, Numeric, Words
 
 Share = Annotated[float, Numeric, Field(ge=1e-6, le=1, allow_inf_nan=False)]
 Seconds = Annotated[float, Numeric, Field(ge=0, le=1e6, allow_inf_nan=False)]
@@ -91,6 +91,17 @@ SHIPPED = {
         error=0.024,  # on the three rows of that table
     ),
 }
+
+
+def alike(calibrations: Sequence[Calibration]) -> list[Calibration]:
+    """Return constants of several kinds of devices that communicate, each with those of the slowest for collectives.
+
+    A prediction with them has no known error.
+    """
+    together: dict[str, Any] = {name: min(getattr(one, name) for one in calibrations) for name in ("port", "network")}
+    together |= {name: max(getattr(one, name) for one in calibrations) for name in ("collective_s", "message_s")}
+    together |= {"one_ring": any(one.one_ring for one in calibrations), "error": None}
+    return [one.model_copy(update=together) for one in calibrations]
 
 
 def calibration_for(device: Device) -> Calibration:

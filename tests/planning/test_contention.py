@@ -179,9 +179,7 @@ def planned(layout: Layout, name: str = "llama3-8b", cluster: Topology = CLUSTER
 
 ACROSS = Layout(tensor=4, context=4, pipeline=2, data=4, shards=4, shard_gradients=True, overlap_gradients=True)
 SHARDED = Layout(tensor=4, context=4, data=8, shards=8, shard_weights=True, overlap_gradients=True)
-EXPERTS = Layout(
-    tensor=4, expert=8, pipeline=2, data=16, shards=16, shard_gradients=True, overlap_gradients=True
-)
+EXPERTS = Layout(tensor=4, expert=8, pipeline=2, data=16, shards=16, shard_gradients=True, overlap_gradients=True)
 
 
 def without_contention(layout: Layout, name: str, **others: object) -> Plan:

@@ -100,7 +100,7 @@ def plan(
 
     Writes plan.json (mesh, schedule and settings; `cordillera train --plan` takes it), plan.html and trace.json.
     """
-    from cordillera.topology import check_writable
+    from cordillera.files import check_writable
     from cordillera.workflows import planning as commands
 
     if list_:
@@ -313,7 +313,7 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
     answer.say(f"{searched}, {counted(found.simulated, 'step')} simulated in {found.seconds:.1f} s")
     if isinstance(planned, Planned):
         answer.say(f"base: {planned.explorer.base_source}", base_source=planned.explorer.base_source)
-    answer.say(f"constants: {planned.explorer.cost.calibration.described}")
+    answer.say(f"constants: {planned.explorer.constants}")
     if isinstance(planned, Planned) and (used := export.measured(planned.explorer, planned.found.best)):
         answer.say(used, measured=used)
     answer.say(f"report: {planned.files['plan.html']}")
@@ -345,6 +345,7 @@ def _say_error(answer: CommandOutput, plan: Plan, faster: float) -> None:
 
 def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
     """Print a person's own layouts side by side, where their time goes, and what follows from the best of them."""
+    from cordillera.planning.network.mesh import Mesh
     from cordillera.reports.language import plan as export
     from cordillera.workflows.planning import SEARCHED
 
@@ -363,7 +364,8 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
     answer.tables(plans=table, parts=parts)
     for place, plan in shown_plans[: len(found.own)]:
         if not explorer.fits(plan):
-            answer.say(f"layout {place} does not fit: {_too_large(plan, explorer.usable_memory)}")
+            limits = explorer.limits(Mesh.of(explorer.topology, plan.layout, plan.order))
+            answer.say(f"layout {place} does not fit: {_too_large(plan, limits)}")
         elif plan is found.best:
             faster = base.seconds / plan.seconds
             answer.say(f"layout {place}: {faster:.2f} times as fast as the base, both simulated", times_base=faster)
@@ -372,7 +374,7 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
         speed = f"with {case.what}: {_seconds(case.seconds)} ({100 * case.speed(found.best.seconds):+.2f} %)"
         answer.say(f"{speed} {case.note}".rstrip())
     answer.say(f"base: {explorer.base_source}")
-    answer.say(f"constants: {explorer.cost.calibration.described}")
+    answer.say(f"constants: {explorer.constants}")
     if planned.files:
         answer.say(f"report: {planned.files['plan.html']}")
     answer.keep(
@@ -383,14 +385,15 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
     )
 
 
-def _too_large(plan: Plan, usable: float) -> str:
-    """Say in words what takes a device's memory."""
-    rank = max(range(len(plan.step.memory)), key=lambda one: sum(plan.step.memory[one].values()))
+def _too_large(plan: Plan, limits: Sequence[float]) -> str:
+    """Say in words what takes the memory of the device that lacks most; ``limits`` are bytes by pipeline rank."""
+    needed = [sum(rank.values()) for rank in plan.step.memory]
+    rank = max(range(len(needed)), key=lambda one: needed[one] - limits[one])
     causes = sorted(plan.step.memory[rank].items(), key=lambda item: -item[1])
     words = ", ".join(f"{name} {shown(size / 1e9, 1)} GB" for name, size in causes)
     return (
-        f"{plan.step.memory_bytes / 1e9:,.1f} GB on a device of pipeline rank {rank}, "
-        f"{usable / 1e9:,.1f} GB are usable ({words})"
+        f"{needed[rank] / 1e9:,.1f} GB on a device of pipeline rank {rank}, "
+        f"{limits[rank] / 1e9:,.1f} GB are usable ({words})"
     )
 
 

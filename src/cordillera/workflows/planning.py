@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from cordillera import topology as clusters
 from cordillera.cost import Calibration, CostModel, Products, ProductShape, calibration_for
 from cordillera.errors import Interrupted, PlanError, printable
-from cordillera.files import read_sealed, sealed_json
+from cordillera.files import check_writable, read_sealed, sealed_json, write
 from cordillera.partition import Weights
 from cordillera.planning import calibration as calibrations
 from cordillera.planning import workloads
@@ -156,7 +156,7 @@ def plan(
         PlanError: If a file is wrong or the job is impossible.
     """
     files = {name: Path(folder) / name for name in ("plan.json", "plan.html", "trace.json")}
-    clusters.check_writable(*files.values())
+    check_writable(*files.values())
     work, topology = workloads.load(workload), _changed(cluster, changes)
     asked = {text: topology.changed(dict([parse_change(text)])) for text in what_if}
     faults.check(slow, jitter)
@@ -286,7 +286,7 @@ def _write(planned: Planned | PlannedRecommender, compared: Mapping[str, Any], c
         written = export.to_json(explorer, found, base, cases)
         page = export.page(explorer, found, base, compared, changed, cases)
         trace = export.chrome_trace(found.best.step.timeline)
-    clusters.write(dict(zip(planned.files.values(), (plan_text(written), page, trace), strict=True)))
+    write(dict(zip(planned.files.values(), (plan_text(written), page, trace), strict=True)))
 
 
 def _no_products(option: str) -> PlanError:
@@ -349,8 +349,10 @@ def calibrate(measurements: str | Path, cluster: str | Path, folder: str | Path)
         PlanError: If a file is wrong.
     """
     file = Path(folder) / "calibration.json"
-    clusters.check_writable(file)
+    check_writable(file)
     topology, rows = clusters.load(cluster), calibrations.read(measurements)
+    if topology.groups:
+        raise PlanError("constants are fitted to one kind of devices", where=topology.name, remedy="leave groups out")
     for row in rows:
         if row.layout.devices > topology.devices:
             raise PlanError(
@@ -364,7 +366,7 @@ def calibrate(measurements: str | Path, cluster: str | Path, folder: str | Path)
         raise Interrupted("before the constants were found; nothing is written", where="plan --calibrate") from None
     cost = CostModel(topology.device, fitted)
     predicted = [calibrations.predict(row, topology, cost).seconds for row in rows]
-    clusters.write({file: sealed_json(fitted.model_dump(mode="json"))})
+    write({file: sealed_json(fitted.model_dump(mode="json"))})
     return Calibrated(fitted, calibrations.accuracy(rows, predicted), list(zip(rows, predicted, strict=True)), file)
 
 

@@ -109,11 +109,14 @@ def exposed(stages: LayerSeconds, times: float = 1.0) -> dict[str, float]:
 class PlannedJob(Fabric):
     """A workload cut over a cluster: stages, messages and collectives with their costs.
 
-    The arguments ``mesh``, ``cost``, ``network`` and ``late`` are those of :class:`Fabric`.
+    A pipeline rank computes as fast as its slowest kind of devices, because all copies wait for one another.
+
+    The arguments ``mesh``, ``network`` and ``late`` are those of :class:`Fabric`.
 
     Args:
         workload: Workload to train.
         layout: Sizes of the dimensions of parallelism.
+        cost: Cost model of the devices, or of each kind by position in the cluster's ``kinds``.
         shared: Cache for jobs with the same number of devices, cluster, cost and network; it is filled.
     """
 
@@ -122,13 +125,19 @@ class PlannedJob(Fabric):
         workload: Workload,
         mesh: Mesh,
         layout: Layout,
-        cost: CostModel,
+        cost: CostModel | Mapping[int, CostModel],
         network: Mapping[str, NetworkSettings] | None = None,
         shared: dict[tuple[int, int], _Ways] | None = None,
         late: float = 0.0,
     ) -> None:
-        super().__init__(mesh, cost, network, late)
+        costs = {0: cost} if isinstance(cost, CostModel) else cost
+        super().__init__(mesh, next(iter(costs.values())), network, late)
         self._shared = {} if shared is None else shared
+        # the job as it would be on one kind of devices, for each of several
+        self._by_kind = {
+            kind: PlannedJob(workload, mesh, layout, one, network, self._shared, late)
+            for kind, one in (costs.items() if len(costs) > 1 else ())
+        }
         self.workload, self.layout = workload, layout
         self.tokens = layout.microbatch * workload.sequence / layout.context  # tokens of a microbatch on a device
         self.microbatches = layout.microbatches(workload)
@@ -293,9 +302,19 @@ class PlannedJob(Fabric):
         """Number of layers of every stage."""
         return layers_of_stages(self.workload.model.layers, self.layout.stages)
 
+    def on(self, rank: int) -> list[LayerSeconds]:
+        """Return the seconds of every stage for one microbatch if a pipeline ``rank`` held it."""
+        if not self._by_kind:
+            return self.stages
+        kinds = [self._by_kind[kind].stages for kind in self.mesh.kinds[rank]]
+        return [max(stages, key=lambda one: one.total) for stages in zip(*kinds, strict=True)]
+
     @cached_property
     def stages(self) -> list[LayerSeconds]:
-        """Seconds of every stage for one microbatch."""
+        """Seconds of every stage for one microbatch, dealt out in turn."""
+        if self._by_kind:
+            ranks = [self.on(rank) for rank in range(self.layout.pipeline)]
+            return [ranks[stage % len(ranks)][stage] for stage in range(self.layout.stages)]
         one, last = self.layer, self.layout.stages - 1
         first_part = embedding_seconds(self.workload, self.layout, self.cost, self.tensor_reduce)
         last_part = head_seconds(self.workload, self.layout, self.cost, self.tensor_reduce)
@@ -314,7 +333,7 @@ class PlannedJob(Fabric):
         p, stages = self.layout.pipeline, self.stages
         most = max(sum(stage.total for stage in stages[rank::p]) for rank in range(p))
         if self.layout.chunks == 2:
-            most = min(most, max(stages[rank].total + stages[-1 - rank].total for rank in range(p)))
+            most = min(most, max(stages[rank].total + self.on(rank)[-1 - rank].total for rank in range(p)))
         return self.microbatches * most
 
     @cached_property
@@ -398,6 +417,11 @@ class PlannedJob(Fabric):
     def _updated(self, plain: float, mixed: float) -> float:
         layout = self.layout
         return (plain / layout.shards + mixed / max(1, layout.shards // layout.expert)) / layout.context
+
+    def optimizer(self, rank: int, stages: Sequence[int]) -> float:
+        """Return the seconds of the optimizer for ``stages`` on the slowest devices of a pipeline ``rank``."""
+        costs = [self._by_kind[kind].cost for kind in self.mesh.kinds[rank]] if self._by_kind else [self.cost]
+        return max(cost.optimizer(self.updated(stages)) for cost in costs)
 
     def reduce(self, stages: Sequence[int]) -> float:
         """Return the seconds to reduce a rank's gradients of these stages over all copies of the model.
@@ -517,7 +541,8 @@ class PlannedJob(Fabric):
         for stage in self.stages[at::p]:
             own = own.plus(stage)
         weights = [rank["weights"] for rank in self.memory]
-        heaviest = self.dealt_out[weights.index(max(weights))]
+        full = weights.index(max(weights))
+        heaviest = self.dealt_out[full]
         reduce = self.reduce(heaviest)
         if layout.overlap_gradients:
             backward = sum(s.again + s.input_gradient + s.weight_gradient for s in self.stages[at::p])
@@ -534,7 +559,6 @@ class PlannedJob(Fabric):
             # chunks recur once per pass over all ranks, even with few microbatches
             "pipeline bubble": (sum(slots) - slow) / v + max(0, p - m) * slow * (1 - 1 / v),
             "gradient reduction": reduce + self.tied_seconds,
-            "optimizer": self.cost.optimizer(self.updated(heaviest)),
+            "optimizer": self.optimizer(full, heaviest),
         }
-        peak = layout.devices * self.cost.device.matrix_flops_per_s
-        return Estimate(layout, self.mesh.order, parts, self.memory, self.workload.flops, peak)
+        return Estimate(layout, self.mesh.order, parts, self.memory, self.workload.flops, self.mesh.peak)

@@ -83,12 +83,14 @@ def stage_seconds(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float]
             copying = job.copied(job.mesh.boundary(boundary)) * job.message_seconds(boundary)
             lost[stage] += copying
             lost[stage + 1] += copying
+    ranks = [job.on(rank) for rank in range(p)]
+    held = [ranks[rank][stage] for stage, rank in enumerate(schedule.rank_of)]
     by = [1.0] * schedule.stages
-    for number, one in enumerate(job.stages if slow else ()):
+    for number, one in enumerate(held if slow else ()):
         factor = (slow or {}).get(schedule.rank_of[number], 1.0)
         if factor != 1.0 and one.total > 0:
             by[number] = factor + (1.0 - factor) * one.communication / one.total
-    stages = list(zip(job.stages, by, lost, strict=True))
+    stages = list(zip(held, by, lost, strict=True))
     seconds = StageSeconds(
         [stage.forward * times + extra for stage, times, extra in stages],
         [(stage.again + stage.input_gradient) * times + extra for stage, times, extra in stages],
@@ -194,7 +196,7 @@ def reduced(
 
 def optimizer_seconds(job: PlannedJob, schedule: Schedule, rank: int) -> float:
     """Return the seconds of the optimizer of ``job`` for the stages that ``schedule`` assigns to a ``rank``."""
-    return job.cost.optimizer(job.updated(schedule.stages_of(rank)))
+    return job.optimizer(rank, schedule.stages_of(rank))
 
 
 def simulate_step(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float] | None = None) -> SimulatedStep:
@@ -220,7 +222,7 @@ def simulate_step(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float]
     at = int(np.argmax([a + b for a, b in zip(finish, optimizer, strict=True)]))
     own = LayerSeconds()
     for stage in schedule.stages_of(at):
-        own = own.plus(job.stages[stage])
+        own = own.plus(job.on(at)[stage])
     end, waiting, busy = float(timeline.ends[at][-1]), float(timeline.waiting[at]), float(timeline.busy[at])
     parts = {
         "compute": max(0.0, busy - job.microbatches * own.communication - float(timeline.slowed[at])),

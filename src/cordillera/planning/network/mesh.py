@@ -159,6 +159,24 @@ class Mesh:
         key = _Key(self.topology)
         return _ring(key, self.devices, stride, count), _tiers(key, self.devices, stride, count)
 
+    @cached_property
+    def kinds(self) -> tuple[tuple[int, ...], ...]:
+        """Kinds of devices of every pipeline rank, all copies together, as positions in the cluster's ``kinds``."""
+        return _kinds(_Key(self.topology), self.devices, self.stride("pipeline"), self.size("pipeline"))
+
+    @property
+    def peak(self) -> float:
+        """FLOPs per second of all devices' matrix engines in 16 bits."""
+        rates = [kind.matrix_flops_per_s for kind in self.topology.kinds]
+        if len(rates) == 1:
+            return self.devices * rates[0]
+        return float(np.array(rates)[self.topology.kind_of[: self.devices]].sum())
+
+    @property
+    def memory(self) -> list[float]:
+        """Bytes of memory of the smallest device of every pipeline rank."""
+        return [min(self.topology.kinds[kind].memory_bytes for kind in rank) for rank in self.kinds]
+
     def edges(self, group: Group) -> Edges:
         """Return the edges of the pairs of ``group``."""
         return _ring(_Key(self.topology), self.devices, group.stride, group.size, group.shift)
@@ -250,6 +268,14 @@ def _groups(devices: int, stride: int, size: int) -> NDArray[np.int64]:
     """Members of every group: ``[groups, size]``."""
     ranks = np.arange(devices).reshape(-1, size, stride)
     return ranks.transpose(0, 2, 1).reshape(-1, size)
+
+
+@lru_cache(maxsize=4096)
+def _kinds(key: _Key, devices: int, stride: int, size: int) -> tuple[tuple[int, ...], ...]:
+    if len(key.topology.kinds) == 1:
+        return ((0,),) * size
+    kinds = key.topology.kind_of[_groups(devices, stride, size)]
+    return tuple(tuple(np.unique(rank).tolist()) for rank in kinds.T)
 
 
 @lru_cache(maxsize=4096)

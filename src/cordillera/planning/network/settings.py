@@ -158,7 +158,7 @@ def production_network(topology: Topology) -> dict[str, NetworkSettings]:
 
 def tuned_network(topology: Topology) -> dict[str, NetworkSettings]:
     """Return the best settings of every level for its latency, its losses, what it lacks and a device's share of it."""
-    share = topology.device.nic_bytes_per_s
+    share = max(kind.nic_bytes_per_s for kind in topology.kinds)
     return {
         level.name: tuned(share, level.latency, level.loss_rate, level.planes, possible(_BEST, level))
         for level in topology.levels[1:]

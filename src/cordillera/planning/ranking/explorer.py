@@ -155,6 +155,12 @@ class RecommenderExplorer(ClusterSearch[Recommender]):
         progress: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__(workload, topology, calibration, devices=devices, progress=progress)
+        if list(self.costs) != [0]:
+            raise PlanError(
+                "recommendation models are planned for one kind of devices",
+                where=topology.name,
+                remedy="leave groups out, or --devices that are all of the cluster's own kind",
+            )
         self.samples = local_samples(workload, self.devices)
         self._dealt: dict[tuple[int, float, int], PlacedTables | str] = {}
         self._production: TablePlan | None = None
