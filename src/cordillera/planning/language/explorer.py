@@ -342,6 +342,12 @@ class Explorer(ClusterSearch[Workload]):
         limits = self.limits(Mesh.of(self.topology, plan.layout, plan.order))
         return all(sum(rank.values()) <= limit for rank, limit in zip(plan.step.memory, limits, strict=True))
 
+    def fullest(self, plan: Plan, step: SimulatedStep, topology: Topology) -> tuple[float, float]:
+        """Return the bytes that ``step`` of a ``plan`` takes on the device of ``topology`` that lacks most, and its own."""
+        room = Mesh.of(topology, plan.layout, plan.order).memory
+        needed = [sum(rank.values()) for rank in step.memory]
+        return max(zip(needed, room, strict=True), key=lambda both: both[0] - both[1])
+
     def limits(self, mesh: Mesh) -> list[float]:
         """Return the bytes that a plan may take on a device of each pipeline rank of ``mesh``."""
         return [USABLE_MEMORY * size for size in mesh.memory]

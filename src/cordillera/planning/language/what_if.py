@@ -26,7 +26,6 @@ from cordillera.planning.language.step import (
     stage_seconds,
     ways,
 )
-from cordillera.planning.network.mesh import Mesh
 from cordillera.planning.pipeline.simulator import Way, simulate_late
 from cordillera.planning.search import ALL, SearchDimension
 from cordillera.topology import Topology
@@ -78,14 +77,10 @@ def check(slow: float | None = None, jitter: float | None = None) -> None:
             raise PlanError(f"{value:g} is not from {least} to {_MOST:,}", where=name, remedy=_MEANS[name])
 
 
-def _excess(needed_and_room: tuple[float, float]) -> float:
-    return needed_and_room[0] - needed_and_room[1]
-
-
 def again(explorer: Explorer, plan: Plan, change: str, topology: Topology) -> Case:
     """Simulate an unchanged ``plan`` of ``explorer`` on a changed ``topology``; ``change`` says in words how."""
-    step, limits = explorer.again(plan, topology), Mesh.of(topology, plan.layout, plan.order).memory
-    needed, room = max(zip(map(sum, (rank.values() for rank in step.memory)), limits, strict=True), key=_excess)
+    step = explorer.again(plan, topology)
+    needed, room = explorer.fullest(plan, step, topology)
     note = f"but it needs {needed / 1e9:.3g} GB on a device of {room / 1e9:.3g} GB" if needed > room else ""
     return Case(change, step.seconds, plan.layout.devices, note, {"kind": "change"})
 

@@ -232,6 +232,10 @@ class RecommenderExplorer(ClusterSearch[Recommender]):
         job = TableJob(self.workload, topology, plan.layout, plan.dealt, cost, plan.network)
         return job.step(plan.schedule)
 
+    def fullest(self, plan: TablePlan, step: TableStep, topology: Topology) -> tuple[float, float]:
+        """Return the bytes that ``step`` of a ``plan`` takes on the fullest device of ``topology``, and its own."""
+        return step.memory_bytes, topology.device.memory_bytes
+
     def _cuts(self, group: int, order: tuple[Any, Any]) -> Iterator[TableLayout]:
         """Iterate over layouts of a group, one for each distinct placement of tables or failure."""
         seen: list[tuple[Any, ...]] = []
