@@ -343,7 +343,10 @@ class Explorer(ClusterSearch[Workload]):
         return all(sum(rank.values()) <= limit for rank, limit in zip(plan.step.memory, limits, strict=True))
 
     def fullest(self, plan: Plan, step: SimulatedStep, topology: Topology) -> tuple[float, float]:
-        """Return the bytes that ``step`` of a ``plan`` takes on the device of ``topology`` that lacks most, and its own."""
+        """Return the bytes that a ``step`` takes on the device of ``topology`` that lacks most, and what it has.
+
+        The ``step`` is that of ``plan``.
+        """
         room = Mesh.of(topology, plan.layout, plan.order).memory
         needed = [sum(rank.values()) for rank in step.memory]
         return max(zip(needed, room, strict=True), key=lambda both: both[0] - both[1])
