@@ -176,6 +176,24 @@ def test_error_bars_are_those_of_the_constants_and_fp8_has_none(cli: Any) -> Non
     assert "none, ffn, linear" in cli("plan", "llama3-8b", "selene", "--fp8", "all").err
 
 
+def test_what_links_lack_is_set_on_the_command_line_and_not_offered(cli: Any) -> None:
+    lacking = ("--set", "rack.spraying=0", "--set", "rack.zero_copy=0")
+    command = ("plan", "llama3-8b", "two-buildings", "--devices", 16, "--only", "network")
+    result = cli(*command, *lacking, "--what-if", "rack.spraying=1", "--out", "p")
+    assert result.code == 0, result.err
+    assert "with rack.spraying=1: " in result.out
+    content = json.loads(Path("p/plan.json").read_text())
+    rack = next(level for level in content["cluster"]["levels"] if level["name"] == "rack")
+    assert (rack["spraying"], rack["selective_repeat"], rack["zero_copy"]) == (False, True, False)
+    for plan in content["plans"]:
+        assert plan["network"]["rack"]["balance"] != "spray"
+        assert not plan["network"]["rack"]["zero_copy"]
+    for wrong in ("rack.spraying=2", "rack.spraying*=2"):
+        refused = cli(*command, "--set", wrong)
+        assert refused.code == 2
+        assert "spraying" in refused.err
+
+
 @pytest.mark.slow
 def test_an_own_layout_stands_beside_a_search(cli: Any) -> None:
     layout = ("--layout", "tensor=8,pipeline=2", "--compare", "--only", "scheduling")
