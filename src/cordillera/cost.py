@@ -10,16 +10,16 @@ import csv
 import hashlib
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from cordillera.errors import PlanError
-from cordillera.files import read_text
+from cordillera.files import read_text, write
 from cordillera.measurements import MOST_BYTES, Cells, Measurements
-from cordillera.topology import Device, NotNegative, Numeric, Words, write
+from cordillera.topology import Device, NotNegative, Numeric, Words
 
 Share = Annotated[float, Numeric, Field(ge=1e-6, le=1, allow_inf_nan=False)]
 Seconds = Annotated[float, Numeric, Field(ge=0, le=1e6, allow_inf_nan=False)]
@@ -28,6 +28,8 @@ ProductShape = tuple[int, int, int, int]  # rows, columns, inner, count
 # Output tile of the large matrix kernels; a product's last wave of tiles is half empty on average.
 _TILE_ROWS, _TILE_COLUMNS, _LOST_WAVES = 128, 256, 0.5
 _OPTIMIZER_TRAFFIC = 40  # bytes per weight and step: Adam's moments, master weights, gradients, the norm, the cast
+_CAST_TRAFFIC = 5  # bytes per number: read in 16 bits for the largest, read again, written in 8
+_TURN_TRAFFIC = 2  # bytes per number: read in 8 bits and written in the other order
 _NEAR = math.log(2)  # log of the product of all sides' ratios below which a measured product corrects the formula
 _SHORT = 192  # width or inner length below which a kernel's loop is too short to hide loads behind arithmetic
 
@@ -86,9 +88,20 @@ SHIPPED = {
         matrix=0.65,
         provenance=f"as A100 ({_MEASURED}), but matrix, which was chosen in view of the throughput of Llama 3 405B "
         "(Grattafiori et al. 2024, table 4), and one_ring, which was seen on A100 alone",
-        error=0.022,  # on the three rows of that table
+        error=0.024,  # on the three rows of that table
     ),
 }
+
+
+def alike(calibrations: Sequence[Calibration]) -> list[Calibration]:
+    """Return constants of several kinds of devices that communicate, each with those of the slowest for collectives.
+
+    A prediction with them has no known error.
+    """
+    together: dict[str, Any] = {name: min(getattr(one, name) for one in calibrations) for name in ("port", "network")}
+    together |= {name: max(getattr(one, name) for one in calibrations) for name in ("collective_s", "message_s")}
+    together |= {"one_ring": any(one.one_ring for one in calibrations), "error": None}
+    return [one.model_copy(update=together) for one in calibrations]
 
 
 def calibration_for(device: Device) -> Calibration:
@@ -207,6 +220,7 @@ class CostModel:
     def __init__(self, device: Device, calibration: Calibration, products: Products | None = None) -> None:
         self.device, self.calibration, self.products = device, calibration, products
         self._flops = device.matrix_flops_per_s * calibration.matrix
+        self._fp8_flops = (device.fp8_flops_per_s or 0.0) * calibration.matrix
         self._stream = device.memory_bytes_per_s * calibration.memory
         self._tiles = _LOST_WAVES * device.processors * _TILE_ROWS * _TILE_COLUMNS
         self._shapes: list[list[float]] = []
@@ -216,16 +230,24 @@ class CostModel:
             self._ratios.append(seconds / self._formula(*shape))
         self._corrected: dict[tuple[float, ...], float] = {}
 
-    def product(self, rows: float, columns: float, inner: float, count: float = 1.0) -> float:
+    def product(self, rows: float, columns: float, inner: float, count: float = 1.0, fp8: bool = False) -> float:
         """Return the seconds of ``count`` products ``[rows, inner] x [inner, columns]`` in one kernel, in 16 bits.
 
         The time of the kernel is the larger of arithmetic and memory traffic, or their sum if a side is too short for
         one to hide the other. A measured shape takes its measured time. A shape near a measured one (the ratios of
         their sides multiply to less than 2) is scaled by the ratio of measurement to formula of the nearest; others
-        follow the formula.
+        follow the formula. With ``fp8`` the factors have 8 bits, the result has 16, the kernel reaches the same share
+        of the device's peak in FP8 (an assumption), and no measurement applies.
+
+        Raises:
+            PlanError: If the device has no FP8.
         """
-        seconds = self._formula(rows, columns, inner, count)
-        return seconds * self._measured(rows, columns, inner, count) if self._shapes else seconds
+        if fp8 and not self._fp8_flops:
+            raise PlanError(
+                "has no FP8", where=self.device.name, remedy="leave fp8 out, or state fp8_flops_per_s of the device"
+            )
+        seconds = self._formula(rows, columns, inner, count, fp8)
+        return seconds * self._measured(rows, columns, inner, count) if self._shapes and not fp8 else seconds
 
     def _measured(self, *shape: float) -> float:
         """Return the ratio of measurement to formula of the nearest measured product; 1 if none is near."""
@@ -237,23 +259,38 @@ class CostModel:
             ratio = self._corrected[shape] = self._ratios[away.index(nearest)] if nearest < _NEAR else 1.0
         return ratio
 
-    def _formula(self, rows: float, columns: float, inner: float, count: float) -> float:
+    def _formula(self, rows: float, columns: float, inner: float, count: float, fp8: bool = False) -> float:
         flops = 2.0 * rows * columns * inner * count
         # part of a wave of tiles is lost: `lost / (rows * columns * count)` of all arithmetic
-        arithmetic = flops * (1.0 + self._tiles / (rows * columns * count)) / self._flops
-        moved = 2.0 * (rows * columns + rows * inner + columns * inner) * count / self._stream
+        arithmetic = flops * (1.0 + self._tiles / (rows * columns * count)) / (self._fp8_flops if fp8 else self._flops)
+        each = 1.0 if fp8 else 2.0
+        moved = (2.0 * rows * columns + each * (rows * inner + columns * inner)) * count / self._stream
         return arithmetic + moved if min(columns, inner) < _SHORT else max(arithmetic, moved)
 
-    def linear(self, rows: float, outputs: float, inputs: float, count: float = 1.0) -> tuple[float, float, float]:
+    def linear(
+        self, rows: float, outputs: float, inputs: float, count: float = 1.0, fp8: bool = False
+    ) -> tuple[float, float, float]:
         """Return the seconds of the forward, the input gradient and the weight gradient of ``count`` linear layers.
 
         Each maps ``rows`` tokens of its own from a width of ``inputs`` to one of ``outputs``; all run in one kernel.
+        With ``fp8`` inputs, weights and gradients of outputs are cast from 16 bits, each with a scale for the whole
+        tensor that is found first, and transposed where a product needs the other order, as Hopper's kernels do.
         """
-        return (
-            self.product(rows, outputs, inputs, count),
-            self.product(rows, inputs, outputs, count),
-            self.product(inputs, outputs, rows, count),
+        products = (
+            self.product(rows, outputs, inputs, count, fp8),
+            self.product(rows, inputs, outputs, count, fp8),
+            self.product(inputs, outputs, rows, count, fp8),
         )
+        if not fp8:
+            return products
+        given, weights, gradients = (a * b * count for a, b in ((rows, inputs), (outputs, inputs), (rows, outputs)))
+        casts = (
+            _CAST_TRAFFIC * (given + weights),
+            _CAST_TRAFFIC * gradients + _TURN_TRAFFIC * weights,
+            _TURN_TRAFFIC * (given + gradients),
+        )
+        forward, of_input, of_weight = (a + self.stream(b) for a, b in zip(products, casts, strict=True))
+        return forward, of_input, of_weight
 
     def stream(self, size: float) -> float:
         """Return the seconds to read or write ``size`` bytes of the device's memory."""

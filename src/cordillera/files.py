@@ -6,17 +6,20 @@ content or raise one error that names the file and the place.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import math
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cordillera.errors import CordilleraError, DataError
+from cordillera.errors import CordilleraError, DataError, PlanError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -250,3 +253,72 @@ def _older_sealed_json(content: dict[str, Any]) -> str:
     """Return the text of early caches, corpora and checkpoints: the checksum, then the content as an object."""
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return json.dumps({"sha256": digest, "content": content}, indent=1)
+
+
+def write(texts: Mapping[Path, str]) -> None:
+    """Write several files, ``texts`` by path, to temporary names and rename them once all are written.
+
+    Missing folders are created. If a file cannot be written, no file is changed and no temporary file remains.
+
+    Raises:
+        PlanError: If a file cannot be written.
+    """
+    beside = {path: path.with_name(path.name + ".part") for path in texts}
+    path, made = next(iter(texts)), list[Path]()
+    try:
+        for path, text in texts.items():
+            _make(path.parent, made)
+            with open(beside[path], "w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        for path in texts:
+            os.replace(beside[path], path)
+            made.clear()
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        reason = getattr(error, "strerror", None) or error
+        raise PlanError(
+            f"cannot be written: {reason}", where=str(path), remedy="free space or another place"
+        ) from error
+    finally:
+        for part in beside.values():
+            with contextlib.suppress(OSError, ValueError):
+                part.unlink(missing_ok=True)
+        _remove(made)
+
+
+def _make(folder: Path, made: list[Path]) -> None:
+    """Create a folder and its parents, and add those that did not exist to ``made``."""
+    for one in reversed([folder, *folder.parents]):
+        if not one.is_dir():
+            if os.path.lexists(one):
+                raise NotADirectoryError(errno.ENOTDIR, f"{one} is not a folder")
+            one.mkdir(exist_ok=True)
+            made.append(one)
+
+
+def _remove(made: list[Path]) -> None:
+    for one in reversed(made):
+        with contextlib.suppress(OSError):
+            one.rmdir()
+
+
+def check_writable(*paths: Path) -> None:
+    """Check before the work whether :func:`write` could write to paths, which need not exist; leave nothing behind.
+
+    Raises:
+        PlanError: If a folder cannot be created or written to, or a path is a folder.
+    """
+    for path in paths:
+        made: list[Path] = []
+        try:
+            if path.is_dir():
+                raise PlanError("cannot be written: it is a folder", where=str(path), remedy="another place")
+            _make(path.parent, made)
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise PlanError(f"cannot be written: {reason}", where=str(path), remedy="another place") from error
+        finally:
+            _remove(made)

@@ -7,13 +7,10 @@ devices that send keep their full rate, and many share it.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import errno
 import math
 import os
 import re
-import tempfile
 from bisect import bisect_right
 from collections.abc import Mapping
 from functools import cached_property, partial
@@ -82,6 +79,7 @@ class Device(BaseModel):
         memory_bytes_per_s: Bandwidth of the memory, bytes/s.
         nic_bytes_per_s: Bandwidth of the device's share of the host's network cards in each direction, bytes/s.
         processors: Number of streaming multiprocessors; kernels that move data take some from those that compute.
+        fp8_flops_per_s: Dense peak of its matrix engine with factors in FP8; None if it has none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -93,6 +91,7 @@ class Device(BaseModel):
     memory_bytes_per_s: Positive
     nic_bytes_per_s: Positive
     processors: Count = 132
+    fp8_flops_per_s: Positive | None = None
 
 
 class Level(BaseModel):
@@ -111,6 +110,9 @@ class Level(BaseModel):
         planes: Number of parallel networks that the links consist of.
         planes_lost: Number of planes that are down.
         loss_rate: Loss rate of packets on a link.
+        spraying: Whether packets of one connection can be spread over all planes; otherwise connections are hashed.
+        selective_repeat: Whether a lost packet is sent again alone; otherwise with all that followed it.
+        zero_copy: Whether network cards read and write tensors directly; otherwise kernels copy them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -128,6 +130,9 @@ class Level(BaseModel):
     planes: Annotated[int, Numeric, Field(ge=1, le=4096)] = 1
     planes_lost: Annotated[int, Numeric, Field(ge=0)] = 0
     loss_rate: Annotated[float, Numeric, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
+    spraying: bool = True
+    selective_repeat: bool = True
+    zero_copy: bool = True
 
     @model_validator(mode="after")
     def _has_a_way(self) -> Level:
@@ -160,6 +165,24 @@ class Link(BaseModel):
     bytes_per_s: Positive
 
 
+class DeviceGroup(BaseModel):
+    """A domain whose devices are of another kind than the cluster's, such as an older generation.
+
+    Attributes:
+        level: Name of the level of the domain.
+        domain: Index of the domain, counted over the whole cluster.
+        device: Accelerator of the domain.
+        port_bytes_per_s: Rate of a device's own port, bytes/s; None for that of the first level.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    level: Label
+    domain: Annotated[int, Numeric, Field(ge=0)]
+    device: Device
+    port_bytes_per_s: Positive | None = None
+
+
 class Topology(BaseModel):
     """A cluster.
 
@@ -167,9 +190,10 @@ class Topology(BaseModel):
         name: Display name.
         description: Description in one sentence.
         source: Origin of the figures.
-        device: The accelerator, the same everywhere.
+        device: The accelerator, the same everywhere but in ``groups``.
         levels: Levels from hosts outwards; the last has one domain that holds everything.
         links: Links that differ from the others of their level.
+        groups: Domains with devices of another kind.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -180,6 +204,7 @@ class Topology(BaseModel):
     device: Device
     levels: tuple[Level, ...] = Field(min_length=1, max_length=16)
     links: Annotated[tuple[Link, ...], Field(fail_fast=True)] = ()
+    groups: Annotated[tuple[DeviceGroup, ...], Field(fail_fast=True)] = ()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Topology:
@@ -206,7 +231,53 @@ class Topology(BaseModel):
                 raise ValueError(f"links[{i}]: there is no member {link.member} in level {link.level}")
             if seen.setdefault((link.level, link.member), i) != i:
                 raise ValueError(f"links[{i}] is the link of links[{seen[link.level, link.member]}] again")
+        for i, group in enumerate(self.groups):
+            if group.level not in names:
+                raise ValueError(f"groups[{i}]: {group.level!r} is not one of the levels {', '.join(names)}")
+            if group.domain >= len(self.sizes[names.index(group.level)]):
+                raise ValueError(f"groups[{i}]: there is no {group.level} {group.domain}")
+        held = sorted((self._held(group).start, self._held(group).stop, i) for i, group in enumerate(self.groups))
+        for (_, end, one), (start, _, other) in pairwise(held):
+            if start < end:
+                raise ValueError(f"groups[{min(one, other)}] and groups[{max(one, other)}] have devices in common")
         return self
+
+    def _held(self, group: DeviceGroup) -> range:
+        """Devices of a group."""
+        ends = self._ends[self.index(group.level)]
+        return range(ends[group.domain - 1] if group.domain else 0, ends[group.domain])
+
+    @cached_property
+    def kinds(self) -> tuple[Device, ...]:
+        """Kinds of devices: :attr:`device`, then those of :attr:`groups`, each once."""
+        return tuple(dict.fromkeys([self.device, *(group.device for group in self.groups)]))
+
+    @cached_property
+    def kind_of(self) -> NDArray[np.int64]:
+        """Position in :attr:`kinds` of every device's kind."""
+        found = np.zeros(self.devices, np.int64)
+        for group in self.groups:
+            found[self._held(group)] = self.kinds.index(group.device)
+        return found
+
+    @cached_property
+    def _cards(self) -> NDArray[np.float64]:
+        """Rate of every device's network card, bytes/s."""
+        return np.array([kind.nic_bytes_per_s for kind in self.kinds])[self.kind_of]
+
+    @cached_property
+    def _cards_before(self) -> NDArray[np.float64]:
+        """Rate of the network cards of all devices before each, bytes/s."""
+        return np.concatenate([[0.0], np.cumsum(self._cards)])
+
+    @cached_property
+    def _ports(self) -> NDArray[np.float64]:
+        """Rate of every device's own port with all planes, bytes/s."""
+        found = np.full(self.devices, self.levels[0].bytes_per_s, np.float64)
+        for group in self.groups:
+            if group.port_bytes_per_s is not None:
+                found[self._held(group)] = group.port_bytes_per_s
+        return found
 
     @cached_property
     def _differing(self) -> dict[tuple[str, int], float]:
@@ -275,12 +346,18 @@ class Topology(BaseModel):
         """
         one = self.levels[level]
         part = (one.planes - one.planes_lost) / one.planes
-        own = self._differing.get((one.name, member)) if level else None
+        if not level:
+            return float(self._ports[member]) * part
+        own = self._differing.get((one.name, member))
         if own is not None:
             return own * part
         if one.bytes_per_s is not None:
             return one.bytes_per_s * part
-        return self.sizes[level - 1][member] * self.device.nic_bytes_per_s / one.oversubscription * part
+        if not self.groups:
+            return self.sizes[level - 1][member] * self.device.nic_bytes_per_s / one.oversubscription * part
+        last = self._ends[level - 1][member]
+        cards = self._cards_before[[last - self.sizes[level - 1][member], last]]
+        return float(cards[1] - cards[0]) / one.oversubscription * part
 
     @cached_property
     def _offsets(self) -> tuple[int, ...]:
@@ -294,15 +371,17 @@ class Topology(BaseModel):
         parts = []
         for level in range(len(self.levels)):
             members = self.devices if level == 0 else len(self.sizes[level - 1])
-            if self.links and level:
+            if (self.links or self.groups) and level:
                 one = [self.member_bytes_per_s(level, member) for member in range(members)]
             elif level == 0:
-                one = [self.member_bytes_per_s(0, 0)] * members
+                one = (
+                    self._ports * (self.levels[0].planes - self.levels[0].planes_lost) / self.levels[0].planes
+                ).tolist()
             else:
                 by_size = {size: self.member_bytes_per_s(level, i) for i, size in enumerate(self.sizes[level - 1])}
                 one = [by_size[size] for size in self.sizes[level - 1]]
             parts.append(np.repeat(one, 2))
-        parts.append(np.full(2 * self.devices, self.device.nic_bytes_per_s))
+        parts.append(np.repeat(self._cards, 2))
         return np.concatenate(parts)
 
     def resource(self, level: int, member: int, inwards: bool) -> int:
@@ -397,6 +476,11 @@ class Topology(BaseModel):
             for link in self.links
             if (below := kept[names.index(link.level)])[link.member]
         ]
+        content["groups"] = [
+            {**group.model_dump(), "domain": int(same[: group.domain].sum())}
+            for group in self.groups
+            if (same := kept[names.index(group.level) + 1])[group.domain]
+        ]
         content["name"] = f"{self.name} without {level} {domain}"
         return validate(Topology, content, self.name)
 
@@ -464,75 +548,6 @@ def parse(source: str | Path, package: str, kind: str) -> dict[str, Any]:
     content = parse_toml(text, where, error=PlanError)
     content.setdefault("name", printable(Path(source).stem)[:200])
     return content
-
-
-def write(texts: Mapping[Path, str]) -> None:
-    """Write several files, ``texts`` by path, to temporary names and rename them once all are written.
-
-    Missing folders are created. If a file cannot be written, no file is changed and no temporary file remains.
-
-    Raises:
-        PlanError: If a file cannot be written.
-    """
-    beside = {path: path.with_name(path.name + ".part") for path in texts}
-    path, made = next(iter(texts)), list[Path]()
-    try:
-        for path, text in texts.items():
-            _make(path.parent, made)
-            with open(beside[path], "w", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-        for path in texts:
-            os.replace(beside[path], path)
-            made.clear()
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        reason = getattr(error, "strerror", None) or error
-        raise PlanError(
-            f"cannot be written: {reason}", where=str(path), remedy="free space or another place"
-        ) from error
-    finally:
-        for part in beside.values():
-            with contextlib.suppress(OSError, ValueError):
-                part.unlink(missing_ok=True)
-        _remove(made)
-
-
-def _make(folder: Path, made: list[Path]) -> None:
-    """Create a folder and its parents, and add those that did not exist to ``made``."""
-    for one in reversed([folder, *folder.parents]):
-        if not one.is_dir():
-            if os.path.lexists(one):
-                raise NotADirectoryError(errno.ENOTDIR, f"{one} is not a folder")
-            one.mkdir(exist_ok=True)
-            made.append(one)
-
-
-def _remove(made: list[Path]) -> None:
-    for one in reversed(made):
-        with contextlib.suppress(OSError):
-            one.rmdir()
-
-
-def check_writable(*paths: Path) -> None:
-    """Check before the work whether :func:`write` could write to paths, which need not exist; leave nothing behind.
-
-    Raises:
-        PlanError: If a folder cannot be created or written to, or a path is a folder.
-    """
-    for path in paths:
-        made: list[Path] = []
-        try:
-            if path.is_dir():
-                raise PlanError("cannot be written: it is a folder", where=str(path), remedy="another place")
-            _make(path.parent, made)
-            with tempfile.TemporaryFile(dir=path.parent):
-                pass
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise PlanError(f"cannot be written: {reason}", where=str(path), remedy="another place") from error
-        finally:
-            _remove(made)
 
 
 def read(model: type[AnyModel], source: str | Path, package: str, kind: str) -> AnyModel:

@@ -155,6 +155,45 @@ def test_layouts_of_which_none_fits_write_nothing_and_say_what_takes_the_memory(
     assert not Path("p").exists()
 
 
+def test_error_bars_are_those_of_the_constants_and_fp8_has_none(cli: Any) -> None:
+    own = ("--layout", "tensor=8", "--layout", "tensor=8,fp8=none", "--fp8", "linear")
+    command = ("plan", "llama3-8b", "two-buildings", "--devices", 16, *own)
+    rows = json.loads(cli(*command, "--out", "p", "--json").out)["plans"]
+    assert [row["error_s"] is None for row in rows] == [True, False, True]  # the base is in FP8, too
+    assert rows[1]["error_s"] == pytest.approx(0.024 * rows[1]["seconds"])
+    assert rows[0]["seconds"] < rows[1]["seconds"]
+    out = cli(*command, "--out", "q").out
+    assert "±" in out
+    assert "is not known: no measured step was in FP8" in out
+    assert "its error is not known" in Path("q/plan.html").read_text()
+    alone = cli("plan", "llama3-8b", "two-buildings", "--devices", 16, "--layout", "tensor=8", "--out", "r")
+    assert "on average, by the constants' error" in alone.out
+    assert "the mean error of the constants" in Path("r/plan.html").read_text()
+    for refused, message in ((("llama3-8b", "selene"), "has no FP8"), (("dlrm-dcnv2", "selene"), "is not known for")):
+        result = cli("plan", *refused, "--devices", 16, "--fp8", "ffn")
+        assert result.code == 2
+        assert message in result.err
+    assert "none, ffn, linear" in cli("plan", "llama3-8b", "selene", "--fp8", "all").err
+
+
+def test_what_links_lack_is_set_on_the_command_line_and_not_offered(cli: Any) -> None:
+    lacking = ("--set", "rack.spraying=0", "--set", "rack.zero_copy=0")
+    command = ("plan", "llama3-8b", "two-buildings", "--devices", 16, "--only", "network")
+    result = cli(*command, *lacking, "--what-if", "rack.spraying=1", "--out", "p")
+    assert result.code == 0, result.err
+    assert "with rack.spraying=1: " in result.out
+    content = json.loads(Path("p/plan.json").read_text())
+    rack = next(level for level in content["cluster"]["levels"] if level["name"] == "rack")
+    assert (rack["spraying"], rack["selective_repeat"], rack["zero_copy"]) == (False, True, False)
+    for plan in content["plans"]:
+        assert plan["network"]["rack"]["balance"] != "spray"
+        assert not plan["network"]["rack"]["zero_copy"]
+    for wrong in ("rack.spraying=2", "rack.spraying*=2"):
+        refused = cli(*command, "--set", wrong)
+        assert refused.code == 2
+        assert "spraying" in refused.err
+
+
 @pytest.mark.slow
 def test_an_own_layout_stands_beside_a_search(cli: Any) -> None:
     layout = ("--layout", "tensor=8,pipeline=2", "--compare", "--only", "scheduling")

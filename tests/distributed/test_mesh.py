@@ -53,7 +53,7 @@ def test_ranks_are_where_the_planner_has_them(order: tuple[Any, ...]) -> None:
     assert int(data[1].flatten()[0] - data[0].flatten()[0]) == mesh.stride("data")
 
 
-def plan(**layout: int) -> dict[str, Any]:
+def plan(**layout: Any) -> dict[str, Any]:
     """What the planner writes of a layout."""
     sizes = {"tensor": 2, "context": 1, "pipeline": 4, "data": 6, "expert": 1, "shards": 3} | layout
     names = ["data", "pipeline", "context", "tensor"]
@@ -76,6 +76,7 @@ def test_a_plan_is_a_mesh() -> None:
         ({}, "holds no mesh"),
         (plan(expert=2), "experts over 2 ranks"),
         (plan(shards=4), "4 shards do not divide 6 copies"),
+        (plan(fp8="linear"), "multiplies matrices in FP8, training does not"),
         ({**plan(), "mesh": {"names": ["data"], "sizes": [1, 2]}}, "holds no mesh"),
     ],
 )

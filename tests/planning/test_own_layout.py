@@ -96,3 +96,16 @@ def test_a_layout_of_a_search_is_evaluated_to_the_same_step() -> None:
     found = explorer.evaluate_all([read_layout("", 64, WORK) if False else read_layout("tensor=1", 64, WORK)])
     assert found.plans == []  # 16 bytes of 8 billion parameters
     assert found.dropped["needs more memory than a device has"] == 1
+
+
+def test_a_plan_has_the_error_of_its_constants_unless_nothing_like_it_was_measured() -> None:
+    building = topology.load("llama3-building")
+    explorer = Explorer(WORK, building, devices=64)
+    plain, narrow = (explorer.evaluate(read_layout(f"tensor=8{more}", 64, WORK)) for more in ("", ",fp8=ffn"))
+    assert plain.error == explorer.cost.calibration.error == 0.024
+    assert plain.error_s == pytest.approx(0.024 * plain.seconds)
+    assert plain.to_json()["error"] == 0.024
+    assert (narrow.error, narrow.error_s, narrow.to_json()["error"]) == (None, None, None)
+    unknown = explorer.cost.calibration.model_copy(update={"error": None})
+    other = Explorer(WORK, building, unknown, devices=64).evaluate(read_layout("tensor=8", 64, WORK))
+    assert other.error_s is None

@@ -58,7 +58,7 @@ def test_the_error_that_ships_is_that_of_these_rows() -> None:
     errors = [abs((entry.teraflops or 0) / teraflops(evaluated(name, entry)[1]) - 1) for name, entry in PUBLISHED]
     error = calibration_for(CLUSTER.device).error
     assert error == pytest.approx(sum(errors) / len(errors), abs=0.001)
-    assert "2.2 % off on average" in calibration_for(CLUSTER.device).described
+    assert "2.4 % off on average" in calibration_for(CLUSTER.device).described
 
 
 @pytest.mark.parametrize("fitted", [0, 1])

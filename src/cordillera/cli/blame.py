@@ -41,7 +41,7 @@ def blame(
     from cordillera.distributed.tracing.cause_text import describe
     from cordillera.distributed.tracing.flight_recorder import read_traces
     from cordillera.errors import PlanError
-    from cordillera.topology import check_writable
+    from cordillera.files import check_writable
 
     if plot is not None and plot.suffix not in (".png", ".svg"):
         raise PlanError(f"cannot draw into {plot.name}", where="--plot", remedy="name a .png or an .svg")

@@ -22,8 +22,8 @@ def compare(
     """
     from cordillera import workflows
     from cordillera.cli._show import console, echo, print_json
+    from cordillera.files import check_writable
     from cordillera.run import disk_errors
-    from cordillera.topology import check_writable
 
     if out is not None:
         check_writable(out)

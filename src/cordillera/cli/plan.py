@@ -37,6 +37,12 @@ def plan(
             help="Evaluate a plan of your own instead of a search: tensor=8,pipeline=16,chunks=8; repeat for several.",
         ),
     ] = None,
+    fp8: Annotated[
+        str | None,
+        typer.Option(
+            "--fp8", help="Products in FP8: none, ffn (feed-forward nets) or linear. Default: what WORKLOAD says."
+        ),
+    ] = None,
     compare: Annotated[
         bool,
         typer.Option(
@@ -94,7 +100,7 @@ def plan(
 
     Writes plan.json (mesh, schedule and settings; `cordillera train --plan` takes it), plan.html and trace.json.
     """
-    from cordillera.topology import check_writable
+    from cordillera.files import check_writable
     from cordillera.workflows import planning as commands
 
     if list_:
@@ -104,6 +110,7 @@ def plan(
     options = {
         "--devices": devices, "--only": only, "--compare": compare or None, "--what-if": what_if, "--slow": slow,
         "--jitter": jitter, "--lose": lose, "--calibration": calibration, "--products": products, "--layout": layout,
+        "--fp8": fp8,
     }  # fmt: skip
     if calibrate is not None:
         if cluster or workload is None:
@@ -141,6 +148,7 @@ def plan(
         calibration=calibration,
         products=products,
         layouts=layout or (),
+        fp8=fp8,  # type: ignore[arg-type]
         compare=compare,
     )
     with CommandOutput(as_json) as answer:
@@ -187,7 +195,7 @@ def _compare(
                 found.append(one)
             except PlanError as error:
                 problems.append((name, error))
-                rows.append((name, "none", None, None, None, None))
+                rows.append((name, "none", *[None] * 5))
                 continue
             if found[-1].found.interrupted:
                 break
@@ -200,6 +208,7 @@ def _compare(
         Field("layout"),
         Field("devices", form="{:,}"),
         Field("seconds", "step", _seconds),
+        _ERROR,
         Field(f"{unit}_per_s", "a second", lambda rate: f"{rate / 1e6:.2f} M {unit}"),
         _MEMORY,
     )
@@ -225,25 +234,32 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
 
 
+def _error(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds >= 0.01 else f"{seconds * 1e3:.2g} ms"
+
+
 _MEMORY = Field("memory_bytes", "GB", lambda count: shown(count / 1e9, 0))
+_ERROR = Field("error_s", "±", _error)
 _LAYOUT_FIELDS = (
     Field("place", "", right=True),
     *(Field(key) for key in ("layout", "recompute", "across", "schedule")),
     Field("seconds", "step", _seconds),
+    _ERROR,
     Field("mfu", "MFU", lambda part: f"{shown(100 * part, 1)} %"),
 )
 
 
 def _best(planned: Planned | PlannedRecommender) -> tuple[object, ...]:
-    """Return layout, devices, step time, what is trained in a second, and memory of the best plan."""
+    """Return layout, devices, step time, its error, what is trained in a second, and memory of the best plan."""
     from cordillera.workflows.planning import PlannedRecommender
 
     best, work = planned.found.best, planned.explorer.workload
     if isinstance(planned, PlannedRecommender):
-        speed = planned.found.best.samples_per_s
+        speed, error = planned.found.best.samples_per_s, None
     else:
         speed = work.batch * planned.explorer.workload.sequence / best.seconds
-    return str(best.layout), planned.explorer.devices, best.seconds, speed, best.step.memory_bytes
+        error = planned.found.best.error_s
+    return str(best.layout), planned.explorer.devices, best.seconds, error, speed, best.step.memory_bytes
 
 
 def _refuse(options: Mapping[str, object], task: str) -> None:
@@ -289,13 +305,15 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
     answer.say(text + ":" * bool(reasons), times_base=faster)
     for reason in reasons:
         answer.say(f"  {reason}")
+    if isinstance(planned, Planned):
+        _say_error(answer, planned.found.best, faster)
     for case in planned.what_if:
         speed = f"with {case.what}: {_seconds(case.seconds)} ({100 * case.speed(best.seconds):+.2f} %)"
         answer.say(f"{speed} {case.note}".rstrip())
     answer.say(f"{searched}, {counted(found.simulated, 'step')} simulated in {found.seconds:.1f} s")
     if isinstance(planned, Planned):
         answer.say(f"base: {planned.explorer.base_source}", base_source=planned.explorer.base_source)
-    answer.say(f"constants: {planned.explorer.cost.calibration.described}")
+    answer.say(f"constants: {planned.explorer.constants}")
     if isinstance(planned, Planned) and (used := export.measured(planned.explorer, planned.found.best)):
         answer.say(used, measured=used)
     answer.say(f"report: {planned.files['plan.html']}")
@@ -313,8 +331,21 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
     )
 
 
+def _say_error(answer: CommandOutput, plan: Plan, faster: float) -> None:
+    """Say how far off the time of a plan is on average, and whether its gain over the base is less."""
+    if plan.error is None:
+        why = ": no measured step was in FP8" if plan.layout.fp8 != "none" else ""
+        answer.say(f"the error of {_seconds(plan.seconds)} is not known{why}", error=None)
+        return
+    text = f"{_seconds(plan.seconds)} is off by {_error(plan.error * plan.seconds)} on average, by the constants' error"
+    if 0 < faster - 1 < plan.error:
+        text += "; the gain is smaller, and real as far as both plans share their errors"
+    answer.say(text, error=plan.error)
+
+
 def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
     """Print a person's own layouts side by side, where their time goes, and what follows from the best of them."""
+    from cordillera.planning.network.mesh import Mesh
     from cordillera.reports.language import plan as export
     from cordillera.workflows.planning import SEARCHED
 
@@ -333,15 +364,17 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
     answer.tables(plans=table, parts=parts)
     for place, plan in shown_plans[: len(found.own)]:
         if not explorer.fits(plan):
-            answer.say(f"layout {place} does not fit: {_too_large(plan, explorer.usable_memory)}")
+            limits = explorer.limits(Mesh.of(explorer.topology, plan.layout, plan.order))
+            answer.say(f"layout {place} does not fit: {_too_large(plan, limits)}")
         elif plan is found.best:
             faster = base.seconds / plan.seconds
             answer.say(f"layout {place}: {faster:.2f} times as fast as the base, both simulated", times_base=faster)
+            _say_error(answer, plan, faster)
     for case in planned.what_if:
         speed = f"with {case.what}: {_seconds(case.seconds)} ({100 * case.speed(found.best.seconds):+.2f} %)"
         answer.say(f"{speed} {case.note}".rstrip())
     answer.say(f"base: {explorer.base_source}")
-    answer.say(f"constants: {explorer.cost.calibration.described}")
+    answer.say(f"constants: {explorer.constants}")
     if planned.files:
         answer.say(f"report: {planned.files['plan.html']}")
     answer.keep(
@@ -352,14 +385,15 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
     )
 
 
-def _too_large(plan: Plan, usable: float) -> str:
-    """Say in words what takes a device's memory."""
-    rank = max(range(len(plan.step.memory)), key=lambda one: sum(plan.step.memory[one].values()))
+def _too_large(plan: Plan, limits: Sequence[float]) -> str:
+    """Say in words what takes the memory of the device that lacks most; ``limits`` are bytes by pipeline rank."""
+    needed = [sum(rank.values()) for rank in plan.step.memory]
+    rank = max(range(len(needed)), key=lambda one: needed[one] - limits[one])
     causes = sorted(plan.step.memory[rank].items(), key=lambda item: -item[1])
     words = ", ".join(f"{name} {shown(size / 1e9, 1)} GB" for name, size in causes)
     return (
-        f"{plan.step.memory_bytes / 1e9:,.1f} GB on a device of pipeline rank {rank}, "
-        f"{usable / 1e9:,.1f} GB are usable ({words})"
+        f"{needed[rank] / 1e9:,.1f} GB on a device of pipeline rank {rank}, "
+        f"{limits[rank] / 1e9:,.1f} GB are usable ({words})"
     )
 
 
@@ -373,7 +407,7 @@ def _list_layouts(title: str, planned: Planned) -> Sheet:
 def _row(plan: Plan) -> tuple[object, ...]:
     """Return the values of a plan for the fields after the first of ``_LAYOUT_FIELDS``."""
     layout = plan.layout
-    return str(layout), layout.recompute, plan.across, plan.schedule.name, plan.seconds, plan.utilisation
+    return str(layout), layout.recompute, plan.across, plan.schedule.name, plan.seconds, plan.error_s, plan.utilisation
 
 
 def _list_tables(title: str, planned: PlannedRecommender) -> Sheet:

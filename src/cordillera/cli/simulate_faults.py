@@ -74,9 +74,9 @@ def simulate_faults(
     from cordillera.cli._show import console, print_json
     from cordillera.distributed.fault_tolerance.simulator import FaultyJob
     from cordillera.errors import PlanError
+    from cordillera.files import check_writable
     from cordillera.reports.faults import plot_fault_study
     from cordillera.run import disk_errors
-    from cordillera.topology import check_writable
     from cordillera.workflows.scaling import planned_job, study_faults
 
     planned = None if plan is None else planned_job(plan)

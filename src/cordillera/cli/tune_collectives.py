@@ -36,7 +36,7 @@ def tune_collectives(
     from cordillera.distributed.job.job import join_job
     from cordillera.distributed.job.launch import LaunchConfig, launch
     from cordillera.errors import PlanError
-    from cordillera.topology import check_writable
+    from cordillera.files import check_writable
     from cordillera.workflows.processes import from_ranks
 
     if file.suffix != ".toml":

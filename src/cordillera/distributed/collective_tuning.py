@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from torch import Tensor
 
 from cordillera.errors import PlanError
-from cordillera.files import parse_toml, read_text
+from cordillera.files import parse_toml, read_text, write
 from cordillera.planning.network.collective_algorithms import (
     direct_all_gather,
     doubling_all_gather,
@@ -30,7 +30,6 @@ from cordillera.planning.network.collective_algorithms import (
 )
 from cordillera.planning.network.collective_plans import CollectivePlan
 from cordillera.toml_files import explain
-from cordillera.topology import write
 
 TUNING = "CORDILLERA_TUNING"
 """Environment variable with the file of :class:`CollectiveTuning`, which must be the same on all ranks."""

@@ -174,6 +174,10 @@ class ParallelConfig(BaseModel):
             experts, shards = layout["expert"], layout["shards"]
             if experts > 1:
                 raise PlanError(f"experts over {experts} ranks: there are none here", where="plan")
+            if layout.get("fp8", "none") != "none":
+                raise PlanError(
+                    "multiplies matrices in FP8, training does not", where="plan", remedy="plan with --fp8 none"
+                )
             if sizes["data"] % shards:
                 raise PlanError(f"{shards} shards do not divide {sizes['data']} copies", where="plan")
             mesh = {name: sizes[name] for name in ("tensor", "context", "pipeline")}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
-from cordillera.cost import Calibration, CostModel, Products, calibration_for
+from cordillera.cost import Calibration, CostModel, Products, alike, calibration_for
 from cordillera.errors import PlanError
 from cordillera.topology import Topology
 
@@ -70,6 +70,31 @@ class SearchResult(Generic[_Plan]):
         raise NotImplementedError
 
 
+def cost_models(
+    topology: Topology, devices: int, calibration: Calibration | None = None, products: Products | None = None
+) -> dict[int, CostModel]:
+    """Return the cost models of the kinds of devices among the first ``devices`` of ``topology``.
+
+    Args:
+        topology: The cluster.
+        devices: Number of devices in use.
+        calibration: Constants of the cluster's own device; None for those shipped for it. Others have those shipped.
+        products: Matrix products measured on the cluster's own device; None to use the constants alone.
+
+    Returns:
+        Models by position in the cluster's ``kinds``.
+    """
+    used = sorted(set(topology.kind_of[:devices].tolist()))
+    own = {kind: calibration_for(topology.kinds[kind]) for kind in used}
+    if calibration is not None and 0 in own:
+        own[0] = calibration
+    constants = alike(list(own.values())) if len(used) > 1 else list(own.values())
+    return {
+        kind: CostModel(topology.kinds[kind], one, None if kind else products)
+        for kind, one in zip(used, constants, strict=True)
+    }
+
+
 class ClusterSearch(Generic[_Workload]):
     """A search for the best plan of one workload on one cluster.
 
@@ -82,7 +107,9 @@ class ClusterSearch(Generic[_Workload]):
         progress: Function called with a sentence from time to time.
 
     Attributes:
-        usable_memory: Bytes of a device that a plan may take.
+        costs: Cost models of the kinds of devices in use, by position in the cluster's ``kinds``.
+        cost: The first of them.
+        usable_memory: Bytes of the smallest device in use that a plan may take.
 
     Raises:
         PlanError: If the cluster has fewer devices than are asked for.
@@ -98,8 +125,7 @@ class ClusterSearch(Generic[_Workload]):
         devices: int | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> None:
-        self.workload, self.topology = workload, topology
-        self.cost = CostModel(topology.device, calibration or calibration_for(topology.device), products)
+        self.workload, self.topology, self.calibration = workload, topology, calibration
         self.devices = devices or topology.devices
         if self.devices > topology.devices:
             raise PlanError(
@@ -107,5 +133,15 @@ class ClusterSearch(Generic[_Workload]):
                 where=topology.name,
                 remedy=f"{topology.devices:,} at most",
             )
+        self.costs = cost_models(topology, self.devices, calibration, products)
+        self.cost = next(iter(self.costs.values()))
         self._progress = progress or (lambda text: None)
-        self.usable_memory = USABLE_MEMORY * topology.device.memory_bytes
+        self.usable_memory = USABLE_MEMORY * min(one.device.memory_bytes for one in self.costs.values())
+
+    @property
+    def constants(self) -> str:
+        """Origin of the constants and their error, in words, for each kind of device in use."""
+        if len(self.costs) == 1:
+            return self.cost.calibration.described
+        words = "; ".join(f"{one.device.name}: {one.calibration.provenance}" for one in self.costs.values())
+        return f"{words}; several kinds of devices were not measured together, and the error is not known"

@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from cordillera import topology as clusters
 from cordillera.cost import Calibration, CostModel, Products, ProductShape, calibration_for
 from cordillera.errors import Interrupted, PlanError, printable
-from cordillera.files import read_sealed, sealed_json
+from cordillera.files import check_writable, read_sealed, sealed_json, write
 from cordillera.partition import Weights
 from cordillera.planning import calibration as calibrations
 from cordillera.planning import workloads
@@ -22,7 +22,7 @@ from cordillera.planning.language.explorer import Explorer
 from cordillera.planning.language.own_layout import OwnLayout, read_layout
 from cordillera.planning.language.plan_file import plan_text, read_content
 from cordillera.planning.language.plans import Exploration, Plan
-from cordillera.planning.language.workload import Workload
+from cordillera.planning.language.workload import Fp8, Workload
 from cordillera.planning.ranking.explorer import RecommenderExplorer, TableExploration, TablePlan
 from cordillera.planning.ranking.towers import Similarities, TowerAim, TowerPlan, plan_towers
 from cordillera.planning.ranking.workload import Recommender
@@ -121,6 +121,7 @@ def plan(
     calibration: str | Path | None = None,
     products: str | Path | None = None,
     layouts: Iterable[str] = (),
+    fp8: Fp8 | None = None,
     compare: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Planned | PlannedRecommender:
@@ -145,6 +146,8 @@ def plan(
             the constants alone.
         layouts: A person's own layouts to evaluate instead of a search; see
             :func:`cordillera.planning.language.own_layout.read_layout`.
+        fp8: Matrix products in FP8; see :class:`cordillera.planning.language.workload.Layout`. None for what the
+            workload says.
         compare: Whether to search each dimension alone as well, and show the plans side by side; with ``layouts``,
             whether to search as well.
         progress: Function called with a sentence from time to time.
@@ -153,7 +156,7 @@ def plan(
         PlanError: If a file is wrong or the job is impossible.
     """
     files = {name: Path(folder) / name for name in ("plan.json", "plan.html", "trace.json")}
-    clusters.check_writable(*files.values())
+    check_writable(*files.values())
     work, topology = workloads.load(workload), _changed(cluster, changes)
     asked = {text: topology.changed(dict([parse_change(text)])) for text in what_if}
     faults.check(slow, jitter)
@@ -164,6 +167,7 @@ def plan(
     table = Products.read(products) if products is not None else None
     if isinstance(work, Recommender) and (slow is not None or jitter is not None or domains):
         raise PlanError("are not known for recommendation models", where="slow, jitter, lose", remedy="--what-if is")
+    work = _in_precision(work, fp8)
     explorer = _explorer(work, topology, constants, table, devices, progress)
     stated = _own_layouts(layouts, work, explorer.devices)
     _check_devices(asked, explorer.devices)
@@ -191,6 +195,16 @@ def plan(
     planned = made(explorer, found, base, cases, files, compared)
     _write(planned, compared, changed)
     return planned
+
+
+def _in_precision(work: Workload | Recommender, fp8: Fp8 | None) -> Workload | Recommender:
+    if fp8 is None:
+        return work
+    if isinstance(work, Recommender):
+        raise PlanError("is not known for recommendation models", where="fp8", remedy="leave it out")
+    if fp8 not in get_args(Fp8):
+        raise PlanError(f"{fp8!r} is no choice", where="fp8", remedy=", ".join(get_args(Fp8)))
+    return work.model_copy(update={"fp8": fp8})
 
 
 def _explorer(
@@ -272,7 +286,7 @@ def _write(planned: Planned | PlannedRecommender, compared: Mapping[str, Any], c
         written = export.to_json(explorer, found, base, cases)
         page = export.page(explorer, found, base, compared, changed, cases)
         trace = export.chrome_trace(found.best.step.timeline)
-    clusters.write(dict(zip(planned.files.values(), (plan_text(written), page, trace), strict=True)))
+    write(dict(zip(planned.files.values(), (plan_text(written), page, trace), strict=True)))
 
 
 def _no_products(option: str) -> PlanError:
@@ -335,8 +349,10 @@ def calibrate(measurements: str | Path, cluster: str | Path, folder: str | Path)
         PlanError: If a file is wrong.
     """
     file = Path(folder) / "calibration.json"
-    clusters.check_writable(file)
+    check_writable(file)
     topology, rows = clusters.load(cluster), calibrations.read(measurements)
+    if topology.groups:
+        raise PlanError("constants are fitted to one kind of devices", where=topology.name, remedy="leave groups out")
     for row in rows:
         if row.layout.devices > topology.devices:
             raise PlanError(
@@ -350,7 +366,7 @@ def calibrate(measurements: str | Path, cluster: str | Path, folder: str | Path)
         raise Interrupted("before the constants were found; nothing is written", where="plan --calibrate") from None
     cost = CostModel(topology.device, fitted)
     predicted = [calibrations.predict(row, topology, cost).seconds for row in rows]
-    clusters.write({file: sealed_json(fitted.model_dump(mode="json"))})
+    write({file: sealed_json(fitted.model_dump(mode="json"))})
     return Calibrated(fitted, calibrations.accuracy(rows, predicted), list(zip(rows, predicted, strict=True)), file)
 
 

@@ -17,7 +17,6 @@ from itertools import product
 from math import gcd
 from typing import Any
 
-from cordillera.cost import CostModel
 from cordillera.errors import PlanError
 from cordillera.partition import divisors
 from cordillera.planning.language.job import PlannedJob
@@ -30,7 +29,7 @@ from cordillera.planning.network.settings import NetworkSettings, production_net
 from cordillera.planning.pipeline.problem import Problem
 from cordillera.planning.pipeline.schedules import Schedule
 from cordillera.planning.pipeline.tuning import shortest
-from cordillera.planning.search import ALL, ClusterSearch, SearchDimension
+from cordillera.planning.search import ALL, USABLE_MEMORY, ClusterSearch, SearchDimension, cost_models
 from cordillera.topology import Topology
 
 ORDERS = (PRODUCTION_ORDER, ("tensor", "context", "data", "pipeline"), ("tensor", "pipeline", "context", "data"))
@@ -136,6 +135,7 @@ def layouts(workload: Workload, topology: Topology, devices: int) -> Iterator[La
                     sequence_parallel=tensor > 1,
                     recompute=recompute,
                     overlap_gradients=True,
+                    fp8=workload.fp8,
                 )
                 yield plain
                 if pipeline > 1 and data > 1:
@@ -180,10 +180,10 @@ class Explorer(ClusterSearch[Workload]):
         """Return the job of a ``layout`` on the cluster, with its dimensions in ``order``, innermost first.
 
         ``network`` holds the settings by level. ``shared`` caches what jobs with the same settings have in common; it
-        is filled. ``late`` is that of :class:`~cordillera.planning.language.job.Fabric`.
+        is filled. ``late`` is that of :class:`~cordillera.planning.network.fabric.Fabric`.
         """
         mesh = Mesh.of(self.topology, layout, order)
-        return PlannedJob(self.workload, mesh, layout, self.cost, network, shared, late)
+        return PlannedJob(self.workload, mesh, layout, self.costs, network, shared, late)
 
     def production(self) -> Plan:
         """Return the baseline: the best known practice, applied to this cluster.
@@ -220,7 +220,8 @@ class Explorer(ClusterSearch[Workload]):
         ]
         if same:
             entry = min(same, key=lambda one: abs(one.devices - self.devices))
-            return f"{layout}, published for {entry.devices:,} devices ({entry.source})"
+            precision = "in 16 bits " if layout.fp8 != "none" else ""
+            return f"{layout}, published {precision}for {entry.devices:,} devices ({entry.source})"
         return f"{layout}, the best under the rules of large jobs in one building"
 
     def _scaled(self) -> list[Layout | None]:
@@ -230,7 +231,7 @@ class Explorer(ClusterSearch[Workload]):
             one = entry.layout
             data, rest = divmod(self.devices, one.tensor * one.context * one.pipeline)
             shards = data if one.shards == one.data else one.shards
-            layout = replace(one, data=data, shards=shards)
+            layout = replace(one, data=data, shards=shards, fp8=self.workload.fp8)
             found.append(None if rest or not data or layout.problems(self.workload) else layout)
         return found
 
@@ -252,9 +253,7 @@ class Explorer(ClusterSearch[Workload]):
             doubled = [self.devices << i for i in range(1, 32) if self.devices << i <= self.topology.devices]
             numbers = [*doubled, *(one for one in numbers if one > self.devices)]
         for one in numbers[:16]:
-            other = Explorer(
-                self.workload, self.topology, self.cost.calibration, products=self.cost.products, devices=one
-            )
+            other = Explorer(self.workload, self.topology, self.calibration, products=self.cost.products, devices=one)
             if other._baselines().plans or any(map(other._simulated_as_published, other._published())):
                 return one
         return None
@@ -290,10 +289,12 @@ class Explorer(ClusterSearch[Workload]):
 
     def again(self, plan: Plan, topology: Topology) -> SimulatedStep:
         """Simulate an unchanged ``plan`` on another ``topology`` of at least as many devices."""
-        mesh, cost = Mesh.of(topology, plan.layout, plan.order), self.cost
-        if topology.device != self.topology.device:  # no products were measured on that device
-            cost = CostModel(topology.device, cost.calibration)
-        return simulate_step(PlannedJob(self.workload, mesh, plan.layout, cost, plan.network), plan.schedule)
+        mesh, costs = Mesh.of(topology, plan.layout, plan.order), self.costs
+        if topology.kinds != self.topology.kinds or topology.groups != self.topology.groups:
+            # no products were measured on another device
+            products = self.cost.products if topology.device == self.topology.device else None
+            costs = cost_models(topology, plan.layout.devices, self.calibration, products)
+        return simulate_step(PlannedJob(self.workload, mesh, plan.layout, costs, plan.network), plan.schedule)
 
     def evaluate(self, own: OwnLayout) -> Plan:
         """Simulate a person's own layout, whether or not it fits the memory; see :meth:`fits`.
@@ -337,13 +338,29 @@ class Explorer(ClusterSearch[Workload]):
         return found
 
     def fits(self, plan: Plan) -> bool:
-        """Return whether the fullest device of a ``plan`` has the memory."""
-        return plan.step.memory_bytes <= self.usable_memory
+        """Return whether every device of a ``plan`` has the memory."""
+        limits = self.limits(Mesh.of(self.topology, plan.layout, plan.order))
+        return all(sum(rank.values()) <= limit for rank, limit in zip(plan.step.memory, limits, strict=True))
+
+    def fullest(self, plan: Plan, step: SimulatedStep, topology: Topology) -> tuple[float, float]:
+        """Return the bytes that a ``step`` takes on the device of ``topology`` that lacks most, and what it has.
+
+        The ``step`` is that of ``plan``.
+        """
+        room = Mesh.of(topology, plan.layout, plan.order).memory
+        needed = [sum(rank.values()) for rank in step.memory]
+        return max(zip(needed, room, strict=True), key=lambda both: both[0] - both[1])
+
+    def limits(self, mesh: Mesh) -> list[float]:
+        """Return the bytes that a plan may take on a device of each pipeline rank of ``mesh``."""
+        return [USABLE_MEMORY * size for size in mesh.memory]
 
     def _plan(self, job: PlannedJob, schedule: Schedule) -> Plan:
-        peak = job.layout.devices * self.cost.device.matrix_flops_per_s
         step = simulate_step(job, schedule)
-        return Plan(job.layout, job.mesh.order, job.network or {}, schedule, step, self.workload.flops, peak)
+        error = self.cost.calibration.error if job.layout.fp8 == "none" else None  # None for several kinds of devices
+        return Plan(
+            job.layout, job.mesh.order, job.network or {}, schedule, step, self.workload.flops, job.mesh.peak, error
+        )
 
     def _possible(self, found: Exploration) -> Iterator[Layout]:
         for layout in layouts(self.workload, self.topology, self.devices):
@@ -362,14 +379,15 @@ class Explorer(ClusterSearch[Workload]):
         if job.microbatches * job.layout.stages > _MOST_ACTIONS:
             found.dropped[f"more than {_MOST_ACTIONS:,} actions (microbatches times stages)"] += 1
             return None
+        limits = self.limits(job.mesh)
         for name, make in families(job).items():
             if only is not None and name not in only:
                 continue
             schedule = make()
-            needed = max(sum(rank.values()) for rank in held(job, schedule))
-            if needed > self.usable_memory:
+            needed = [sum(rank.values()) for rank in held(job, schedule)]
+            if any(size > limit for size, limit in zip(needed, limits, strict=True)):
                 found.dropped[f"{name} needs more memory than a device has"] += 1
-                found.least_memory = min(found.least_memory, needed)
+                found.least_memory = min(found.least_memory, max(needed))
                 continue
             plan = self._plan(job, schedule)
             found.simulated += 1
@@ -380,14 +398,14 @@ class Explorer(ClusterSearch[Workload]):
     def _with_its_own(self, plan: Plan) -> Plan | None:
         """Return a plan with a schedule made for it, or None if there is nothing to gain."""
         job = self.job(plan.layout, plan.order, plan.network)
-        schedule = plan.schedule
+        schedule, room = plan.schedule, self.limits(job.mesh)
         limits = []
         for rank in range(schedule.ranks):
             stages = schedule.stages_of(rank)
             largest = max(job.kept[stage] for stage in stages)
             fit = bisect_right(
                 range(1, len(stages) * schedule.microbatches + 1),
-                self.usable_memory,
+                room[rank],
                 key=lambda live, stages=stages, size=largest: sum(job.held(stages, live * size).values()),  # type: ignore[misc]
             )
             if fit < len(stages):  # where stages differ, one of each may fit, which this bound does not see
@@ -498,7 +516,7 @@ class Explorer(ClusterSearch[Workload]):
         for layout in self._possible(Exploration()):
             if layout.microbatch == 1 and layout.chunks in chunks and not layout.shard_weights:
                 job = self.job(layout, PRODUCTION_ORDER, network, shared)
-                if self._least_memory(job) <= self.usable_memory:
+                if self._lacking(job) <= 0.0:
                     best = min(best, job.estimate().seconds)
         return best
 
@@ -526,16 +544,19 @@ class Explorer(ClusterSearch[Workload]):
 
     def _holds(self, job: PlannedJob, found: Exploration) -> bool:
         """Return whether devices have the memory under some schedule; if not, record it."""
-        needed = self._least_memory(job)
-        if needed > self.usable_memory:
+        lacking = self._lacking(job)
+        if lacking > 0.0:
             found.dropped["needs more memory than a device has"] += 1
-            found.least_memory = min(found.least_memory, needed)
-        return needed <= self.usable_memory
+            found.least_memory = min(found.least_memory, self.usable_memory + lacking)
+        return lacking <= 0.0
 
-    def _least_memory(self, job: PlannedJob) -> float:
-        """Return the bytes on the fullest device under the schedule that holds least: ZBV for two chunks, or 1F1B."""
+    def _lacking(self, job: PlannedJob) -> float:
+        """Return the bytes that devices lack under the schedule that holds least: ZBV for two chunks, or 1F1B."""
         part = 2 / 3 if job.layout.chunks == 2 else 1.0
-        return max(sum(rank.values()) - (1 - part) * rank["activations"] for rank in job.memory)
+        return max(
+            sum(rank.values()) - (1 - part) * rank["activations"] - limit
+            for rank, limit in zip(job.memory, self.limits(job.mesh), strict=True)
+        )
 
     def _allowed(self, layout: Layout, base: Layout, free: Sequence[SearchDimension]) -> bool:
         same = []

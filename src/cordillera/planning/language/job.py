@@ -23,8 +23,9 @@ from cordillera.planning.language.layers import (
 )
 from cordillera.planning.language.workload import BYTES, Layout, Workload, layers_of_stages
 from cordillera.planning.network.collective_cost import direct_seconds, doubling_seconds, ring_seconds
-from cordillera.planning.network.flows import max_min_rates
-from cordillera.planning.network.mesh import Edges, Mesh
+from cordillera.planning.network.contention import Contention, Slowdown
+from cordillera.planning.network.fabric import Fabric
+from cordillera.planning.network.mesh import Edges, Group, Mesh
 from cordillera.planning.network.settings import NetworkSettings
 
 _ISSUE_S = 2e-6  # seconds that a device takes to send one more message at the same time; an assumption
@@ -105,59 +106,17 @@ def exposed(stages: LayerSeconds, times: float = 1.0) -> dict[str, float]:
     }
 
 
-class Fabric:
-    """Rates that pairs of devices of a mesh attain.
-
-    Args:
-        mesh: Placement of a job's ranks.
-        cost: Cost model of the devices.
-        network: Settings of each level above hosts, by name; None for links without losses or waiting.
-        late: Time by which every hop of a collective is later on average, as a part of its latency.
-    """
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        cost: CostModel,
-        network: Mapping[str, NetworkSettings] | None = None,
-        late: float = 0.0,
-    ) -> None:
-        self.mesh, self.cost, self.network, self.late = mesh, cost, network, late
-
-    def _late(self, edges: Edges) -> Edges:
-        """Return edges whose hops are late; their rate is computed without it."""
-        return edges._replace(latency=edges.latency * (1.0 + self.late)) if self.late else edges
-
-    def rate(self, edges: Edges) -> float:
-        """Return the rate that pairs of devices attain, bytes/s."""
-        if edges.level == 0:
-            return edges.bytes_per_s * self.cost.calibration.port
-        rate, settings = edges.bytes_per_s * self.cost.calibration.network, self.settings(edges)
-        if settings is None:
-            return rate
-        level = self.mesh.topology.levels[edges.level]
-        return settings.rate(rate, edges.latency, level.loss_rate, level.planes)
-
-    def settings(self, edges: Edges) -> NetworkSettings | None:
-        """Return the settings of the level that pairs cross; None within hosts and without network settings."""
-        if self.network is None or edges.level < 1:
-            return None
-        return self.network[self.mesh.topology.levels[edges.level].name]
-
-    def copied(self, edges: Edges) -> float:
-        """Return the part of a device's processors that messages between pairs occupy while they are sent."""
-        settings = self.settings(edges)
-        return 0.0 if settings is None else settings.processors
-
-
 class PlannedJob(Fabric):
     """A workload cut over a cluster: stages, messages and collectives with their costs.
 
-    The arguments ``mesh``, ``cost``, ``network`` and ``late`` are those of :class:`Fabric`.
+    A pipeline rank computes as fast as its slowest kind of devices, because all copies wait for one another.
+
+    The arguments ``mesh``, ``network`` and ``late`` are those of :class:`Fabric`.
 
     Args:
         workload: Workload to train.
         layout: Sizes of the dimensions of parallelism.
+        cost: Cost model of the devices, or of each kind by position in the cluster's ``kinds``.
         shared: Cache for jobs with the same number of devices, cluster, cost and network; it is filled.
     """
 
@@ -166,18 +125,25 @@ class PlannedJob(Fabric):
         workload: Workload,
         mesh: Mesh,
         layout: Layout,
-        cost: CostModel,
+        cost: CostModel | Mapping[int, CostModel],
         network: Mapping[str, NetworkSettings] | None = None,
         shared: dict[tuple[int, int], _Ways] | None = None,
         late: float = 0.0,
     ) -> None:
-        super().__init__(mesh, cost, network, late)
+        costs = {0: cost} if isinstance(cost, CostModel) else cost
+        super().__init__(mesh, next(iter(costs.values())), network, late)
         self._shared = {} if shared is None else shared
+        # the job as it would be on one kind of devices, for each of several
+        self._by_kind = {
+            kind: PlannedJob(workload, mesh, layout, one, network, self._shared, late)
+            for kind, one in (costs.items() if len(costs) > 1 else ())
+        }
         self.workload, self.layout = workload, layout
         self.tokens = layout.microbatch * workload.sequence / layout.context  # tokens of a microbatch on a device
         self.microbatches = layout.microbatches(workload)
         self._states: dict[tuple[int, int], dict[str, float]] = {}
-        self._meetings: dict[Edges, tuple[float, float]] = {}
+        self._meetings: dict[Edges, Slowdown] = {}
+        self._crowding: dict[tuple[Group, Group], Slowdown] = {}
 
     def gather(self, size: float, count: int, stride: int) -> float:
         """Return the seconds of an all-gather or a reduce-scatter, as one ring or level by level, whichever is faster.
@@ -251,8 +217,32 @@ class PlannedJob(Fabric):
         return slowest + latency + self.cost.calibration.collective_s
 
     @cached_property
+    def inside(self) -> list[tuple[Group, float, float]]:
+        """Collectives that computation waits for in a layer: groups, and seconds in the forward and in the backward."""
+        layout, one, mesh = self.layout, self._computed, self.mesh
+        found = []
+        if layout.tensor > 1:
+            forward = 2.0 * self.tensor_reduce
+            found.append((Group(layout.tensor, mesh.stride("tensor")), forward, one.tensor - forward))
+        if layout.context > 1:
+            forward = one.context / (3.0 if layout.recompute == "full" else 2.0)
+            found.append((Group(layout.context, mesh.stride("context")), forward, one.context - forward))
+        if one.exchange:
+            forward = 2.0 * self.exchange * self.workload.model.mixed_share
+            tiers = mesh.group(layout.expert, mesh.stride("data"))[1]
+            # one step of a pairwise exchange, in which all devices send to the next part of their group
+            pairs = Group(layout.expert, mesh.stride("data"), tiers[-1].ranks)
+            found.append((pairs, forward, one.exchange - forward))
+        return found
+
+    @cached_property
     def layer(self) -> LayerSeconds:
         """Seconds of one layer for one microbatch, as a mean over layers if some have experts."""
+        return self._with_gathered(self._computed, 1, *self.layer_parameters)
+
+    @cached_property
+    def _computed(self) -> LayerSeconds:
+        """Seconds of a layer whose weights are there."""
         one = layer_seconds(self.workload, self.layout, self.cost, self.tensor_reduce)
         model, layout = self.workload.model, self.layout
         full = layout.recompute == "full"
@@ -264,14 +254,14 @@ class PlannedJob(Fabric):
             size = 2 * BYTES * self.tokens * layout.context * model.held_keys(layout.tensor)
             gather = self.gather(size, layout.context, self.mesh.stride("context"))
             one = _with_collective(one, "context", gather, full)
-        return self._with_gathered(one, *self.layer_parameters)
+        return one
 
-    def _with_gathered(self, one: LayerSeconds, plain: float, mixed: float = 0.0) -> LayerSeconds:
+    def _with_gathered(self, one: LayerSeconds, layers: int, plain: float, mixed: float = 0.0) -> LayerSeconds:
         """Return a part of the model with sharded weights gathered during the computation of the part before it.
 
         Weights are gathered once in the forward and once in the backward, which also scatters the gradients (Zhao et
-        al. 2023, section 3.3); time beyond the computation is waited for. A device holds ``plain`` parameters and
-        ``mixed`` ones of experts.
+        al. 2023, section 3.3); time beyond the computation is waited for, and collectives of its ``layers`` share
+        links. A device holds ``plain`` parameters and ``mixed`` ones of experts.
         """
         layout = self.layout
         if not layout.shard_weights:
@@ -280,10 +270,14 @@ class PlannedJob(Fabric):
             self._over_shards(each, plain, mixed) + self.cost.calibration.collective_s
             for each in (BYTES, self.workload.reduction_bytes)
         )
-        share = self.copied(self.mesh.group(layout.shards, self.mesh.stride("data"))[0])
+        rings = Group(layout.shards, self.mesh.stride("data"))
+        share, waits = self.copied(self.mesh.edges(rings)), []
         back = one.again + one.input_gradient + one.weight_gradient
-        forward = max(share * min(gather, one.forward), gather - one.forward)
-        backward = max(share * min(gather + scatter, back), gather + scatter - back)
+        for is_back, seconds, moved in ((False, one.forward, gather), (True, back, gather + scatter)):
+            longer, later = self.contention(seconds, layers, is_back, rings).beside(seconds, moved)
+            seconds, moved = seconds + longer, moved + later
+            waits.append(longer + max(share * min(moved, seconds), moved - seconds))
+        forward, backward = waits
         return replace(
             one,
             forward=one.forward + forward,
@@ -308,16 +302,26 @@ class PlannedJob(Fabric):
         """Number of layers of every stage."""
         return layers_of_stages(self.workload.model.layers, self.layout.stages)
 
+    def on(self, rank: int) -> list[LayerSeconds]:
+        """Return the seconds of every stage for one microbatch if a pipeline ``rank`` held it."""
+        if not self._by_kind:
+            return self.stages
+        kinds = [self._by_kind[kind].stages for kind in self.mesh.kinds[rank]]
+        return [max(stages, key=lambda one: one.total) for stages in zip(*kinds, strict=True)]
+
     @cached_property
     def stages(self) -> list[LayerSeconds]:
-        """Seconds of every stage for one microbatch."""
+        """Seconds of every stage for one microbatch, dealt out in turn."""
+        if self._by_kind:
+            ranks = [self.on(rank) for rank in range(self.layout.pipeline)]
+            return [ranks[stage % len(ranks)][stage] for stage in range(self.layout.stages)]
         one, last = self.layer, self.layout.stages - 1
         first_part = embedding_seconds(self.workload, self.layout, self.cost, self.tensor_reduce)
         last_part = head_seconds(self.workload, self.layout, self.cost, self.tensor_reduce)
         inside = {count: one.times(count) for count in set(self.stage_layers)}
         found = [inside[count] for count in self.stage_layers]
-        found[0] = found[0].plus(self._with_gathered(first_part, self.table))
-        found[last] = found[last].plus(self._with_gathered(last_part, self.table))
+        found[0] = found[0].plus(self._with_gathered(first_part, 0, self.table))
+        found[last] = found[last].plus(self._with_gathered(last_part, 0, self.table))
         return found
 
     @property
@@ -329,7 +333,7 @@ class PlannedJob(Fabric):
         p, stages = self.layout.pipeline, self.stages
         most = max(sum(stage.total for stage in stages[rank::p]) for rank in range(p))
         if self.layout.chunks == 2:
-            most = min(most, max(stages[rank].total + stages[-1 - rank].total for rank in range(p)))
+            most = min(most, max(stages[rank].total + self.on(rank)[-1 - rank].total for rank in range(p)))
         return self.microbatches * most
 
     @cached_property
@@ -347,33 +351,37 @@ class PlannedJob(Fabric):
         seconds = {edges: self.message_bytes / self.rate(edges) for edges in set(boundaries)}
         return [seconds[edges] for edges in boundaries]
 
-    def meeting(self, boundary: int) -> tuple[float, float]:
+    def meeting(self, boundary: int) -> Slowdown:
         """Return how messages after a pipeline ``boundary`` and the concurrent reduction of gradients slow each other.
 
         On every link that both use, pairs that send as equals have max-min fair shares; if messages have priority, the
-        reduction gets the rest. The result is the factor by which the message takes longer, and the part of its rate
-        that the reduction loses meanwhile.
+        reduction gets the rest.
         """
-        edges = self.mesh.boundary(boundary)
+        edges, ring = self.mesh.boundary(boundary), self.mesh.ring("data")
+        if edges.level < 1 or ring.level < 1:
+            return Slowdown()
         if edges not in self._meetings:
-            self._meetings[edges] = self._meeting(edges, boundary)
+            self._meetings[edges] = self.slowdown(self.mesh.shared_links(boundary), edges, ring)
         return self._meetings[edges]
 
-    def _meeting(self, edges: Edges, boundary: int) -> tuple[float, float]:
-        ring = self.mesh.ring("data")
-        if edges.level < 1 or ring.level < 1:
-            return 1.0, 0.0
-        settings = self.settings(edges)
-        message, reduction = alone = self.rate(edges), self.rate(ring)
-        for link in self.mesh.shared_links(boundary):
-            capacity = link.bytes_per_s * self.cost.calibration.network
-            if settings is not None and settings.classes == "messages":
-                left = capacity - alone[0] * link.messages
-                reduction = min(reduction, max(0.0, left) / link.rings)
-            else:
-                shares = max_min_rates([[0], [0]], [capacity], alone, counts=[link.messages, link.rings])
-                message, reduction = min(message, float(shares[0])), min(reduction, float(shares[1]))
-        return alone[0] / message, 1.0 - reduction / alone[1]
+    def contention(self, seconds: float, layers: float, backward: bool, rings: Group) -> Contention:
+        """Return how the collectives inside an action and ``rings`` that run beside it slow each other.
+
+        The links are shared as in :meth:`meeting`. What computation waits for has the priority of messages.
+
+        Args:
+            seconds: Time of the action alone.
+            layers: Number of layers of the action.
+            backward: Whether it is the gradient of the input, with what is computed again; otherwise the forward.
+            rings: Groups that transfer beside it, such as the copies that reduce gradients.
+        """
+        parts = []
+        for group, *times in self.inside:
+            if (group, rings) not in self._crowding:
+                both = self.mesh.edges(group), self.mesh.edges(rings)
+                self._crowding[group, rings] = self.slowdown(self.mesh.shared_by(group, rings), *both)
+            parts.append((layers * times[backward], self._crowding[group, rings]))
+        return Contention.of(seconds, parts)
 
     @cached_property
     def layer_parameters(self) -> tuple[float, float]:
@@ -409,6 +417,11 @@ class PlannedJob(Fabric):
     def _updated(self, plain: float, mixed: float) -> float:
         layout = self.layout
         return (plain / layout.shards + mixed / max(1, layout.shards // layout.expert)) / layout.context
+
+    def optimizer(self, rank: int, stages: Sequence[int]) -> float:
+        """Return the seconds of the optimizer for ``stages`` on the slowest devices of a pipeline ``rank``."""
+        costs = [self._by_kind[kind].cost for kind in self.mesh.kinds[rank]] if self._by_kind else [self.cost]
+        return max(cost.optimizer(self.updated(stages)) for cost in costs)
 
     def reduce(self, stages: Sequence[int]) -> float:
         """Return the seconds to reduce a rank's gradients of these stages over all copies of the model.
@@ -528,7 +541,8 @@ class PlannedJob(Fabric):
         for stage in self.stages[at::p]:
             own = own.plus(stage)
         weights = [rank["weights"] for rank in self.memory]
-        heaviest = self.dealt_out[weights.index(max(weights))]
+        full = weights.index(max(weights))
+        heaviest = self.dealt_out[full]
         reduce = self.reduce(heaviest)
         if layout.overlap_gradients:
             backward = sum(s.again + s.input_gradient + s.weight_gradient for s in self.stages[at::p])
@@ -545,7 +559,6 @@ class PlannedJob(Fabric):
             # chunks recur once per pass over all ranks, even with few microbatches
             "pipeline bubble": (sum(slots) - slow) / v + max(0, p - m) * slow * (1 - 1 / v),
             "gradient reduction": reduce + self.tied_seconds,
-            "optimizer": self.cost.optimizer(self.updated(heaviest)),
+            "optimizer": self.optimizer(full, heaviest),
         }
-        peak = layout.devices * self.cost.device.matrix_flops_per_s
-        return Estimate(layout, self.mesh.order, parts, self.memory, self.workload.flops, peak)
+        return Estimate(layout, self.mesh.order, parts, self.memory, self.workload.flops, self.mesh.peak)

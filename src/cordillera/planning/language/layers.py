@@ -151,6 +151,7 @@ def _linear_seconds(
     The last value is the part of the forward in the feed-forward nets. All are means over layers. With balanced
     routing, the experts of a device get as many tokens as if each of its own tokens stayed, and each expert gets as
     many as the others; on the busiest device they get more by the model's imbalance. They are computed in one kernel.
+    The router is never in FP8.
     """
     t, up, e, share = layout.tensor, 2 if model.gated else 1, model.experts, model.mixed_share
     nets = [(1.0 - share, rows, float(model.ffn or 4 * model.hidden), 1.0)]  # how often, rows, width, count
@@ -158,17 +159,18 @@ def _linear_seconds(
         held = e.count / layout.expert
         each = rows * e.active / held * e.imbalance
         nets += [(share, rows, float(e.shared_ffn), 1.0), (share, each, float(e.ffn), held)]
+    all_fp8, ffn_fp8 = layout.fp8 == "linear", layout.fp8 != "none"
     layers = [
-        (1.0, (rows, (model.queries + 2 * model.keys) / t, model.hidden, 1.0)),
-        (1.0, (rows, model.hidden, model.queries / t, 1.0)),
+        (1.0, (rows, (model.queries + 2 * model.keys) / t, model.hidden, 1.0, all_fp8)),
+        (1.0, (rows, model.hidden, model.queries / t, 1.0, all_fp8)),
     ]
     of_attention = len(layers)
     for often, each, width, count in nets:
         if often and width:
-            layers.append((often, (each, up * width / t, model.hidden, count)))
-            layers.append((often, (each, model.hidden, width / t, count)))
+            layers.append((often, (each, up * width / t, model.hidden, count, ffn_fp8)))
+            layers.append((often, (each, model.hidden, width / t, count, ffn_fp8)))
     if e is not None:
-        layers.append((share, (rows, e.count, model.hidden, 1.0)))  # the router, which all devices have whole
+        layers.append((share, (rows, e.count, model.hidden, 1.0, False)))  # the router, which all devices have whole
     passes = [[often * seconds for seconds in cost.linear(*shape)] for often, shape in layers]
     forward, of_input, of_weight = (sum(part) for part in zip(*passes, strict=True))
     return forward, of_input, of_weight, sum(part[0] for part in passes[of_attention:])

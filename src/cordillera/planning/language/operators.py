@@ -18,9 +18,9 @@ class _Listing(CostModel):
         super().__init__(device, Calibration())
         self.asked: set[ProductShape] = set()
 
-    def product(self, rows: float, columns: float, inner: float, count: float = 1.0) -> float:
+    def product(self, rows: float, columns: float, inner: float, count: float = 1.0, fp8: bool = False) -> float:
         self.asked.add(whole(rows, columns, inner, count))
-        return super().product(rows, columns, inner, count)
+        return super().product(rows, columns, inner, count, fp8)
 
 
 class _ProductsAlone(CostModel):
@@ -30,10 +30,10 @@ class _ProductsAlone(CostModel):
         super().__init__(cost.device, cost.calibration.model_copy(update={"layer_s": 0.0}), cost.products)
         self._counted = counted
 
-    def product(self, rows: float, columns: float, inner: float, count: float = 1.0) -> float:
-        if self._counted is not None and whole(rows, columns, inner, count) not in self._counted:
+    def product(self, rows: float, columns: float, inner: float, count: float = 1.0, fp8: bool = False) -> float:
+        if self._counted is not None and (fp8 or whole(rows, columns, inner, count) not in self._counted):
             return 0.0
-        return super().product(rows, columns, inner, count)
+        return super().product(rows, columns, inner, count, fp8)
 
     def stream(self, size: float) -> float:
         return 0.0

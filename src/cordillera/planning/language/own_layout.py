@@ -8,10 +8,11 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 from cordillera.errors import PlanError
-from cordillera.planning.language.workload import PRODUCTION_ORDER, Layout, Recompute, Workload
+from cordillera.planning.language.workload import PRODUCTION_ORDER, Fp8, Layout, Recompute, Workload
 
 NetworkChoice = Literal["library", "tuned"]
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_CHOICES = {"Recompute": get_args(Recompute), "Fp8": get_args(Fp8)}
 _FIELDS = {field.name: field.type for field in fields(Layout)}
 _OTHERS = ("schedule", "network", "order")
 _EXAMPLE = "tensor=8,pipeline=16,chunks=8,recompute=none"
@@ -43,7 +44,8 @@ def read_layout(text: str, devices: int, workload: Workload) -> OwnLayout:
     The keys are the attributes of :class:`Layout`, and ``schedule``, ``network`` and ``order``
     (``order=tensor/context/data/pipeline``) of :class:`OwnLayout`. What is left out has these values: ``data`` is the
     number of devices divided by the other degrees; ``shards`` is ``data``; ``sequence_parallel`` is true if there is
-    tensor parallelism; ``overlap_gradients`` is true; everything else is as in :class:`Layout`.
+    tensor parallelism; ``overlap_gradients`` is true; ``fp8`` is that of the workload; everything else is as in
+    :class:`Layout`.
 
     Args:
         text: The line.
@@ -70,6 +72,7 @@ def read_layout(text: str, devices: int, workload: Workload) -> OwnLayout:
     values.setdefault("shards", values["data"])
     values.setdefault("sequence_parallel", values.get("tensor", 1) > 1)
     values.setdefault("overlap_gradients", True)
+    values.setdefault("fp8", workload.fp8)
     others: dict[str, Any] = {name: values.pop(name) for name in _OTHERS if name in values}
     layout = Layout(**values)
     problems = layout.problems(workload)
@@ -109,7 +112,7 @@ def _values(text: str, where: str) -> dict[str, Any]:
 def _reader(kind: str) -> Callable[[str], Any]:
     if kind == "int":
         return _count
-    return _one_of(get_args(Recompute)) if kind == "Recompute" else _chosen(_BOOLEANS, "true or false")
+    return _one_of(_CHOICES[kind]) if kind in _CHOICES else _chosen(_BOOLEANS, "true or false")
 
 
 def _count(value: str) -> int:

@@ -27,7 +27,9 @@ class Plan:
         schedule: Schedule of the pipeline.
         step: The simulated step.
         flops: FLOPs of the model's own arithmetic in a step.
-        peak: FLOPs per second of all devices' matrix engines.
+        peak: FLOPs per second of all devices' matrix engines, in 16 bits.
+        error: Mean error of predictions with the constants, relative to the measured time of the steps behind them;
+            None if it is not known, as in FP8.
     """
 
     layout: Layout
@@ -37,11 +39,17 @@ class Plan:
     step: SimulatedStep
     flops: float
     peak: float
+    error: float | None = None
 
     @property
     def seconds(self) -> float:
         """Time of a step in seconds."""
         return self.step.seconds
+
+    @property
+    def error_s(self) -> float | None:
+        """Error bar of :attr:`seconds`, by which a prediction is off on average; None if it is not known."""
+        return None if self.error is None else self.error * self.seconds
 
     @property
     def utilisation(self) -> float:
@@ -62,6 +70,7 @@ class Plan:
             "network": {name: asdict(one) for name, one in self.network.items()},
             "schedule": {"name": self.schedule.name, "csv": self.schedule.to_csv()},
             "seconds": self.seconds,
+            "error": self.error,
             "parts": self.step.parts,
             "memory": list(self.step.memory),
             "utilisation": self.utilisation,

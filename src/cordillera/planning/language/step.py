@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -14,6 +14,8 @@ import numpy as np
 from cordillera.errors import PlanError
 from cordillera.planning.language.job import PlannedJob, exposed
 from cordillera.planning.language.layers import LayerSeconds
+from cordillera.planning.network.contention import Contention
+from cordillera.planning.network.mesh import Group
 from cordillera.planning.pipeline.schedules import (
     Kind,
     Schedule,
@@ -81,17 +83,34 @@ def stage_seconds(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float]
             copying = job.copied(job.mesh.boundary(boundary)) * job.message_seconds(boundary)
             lost[stage] += copying
             lost[stage + 1] += copying
+    ranks = [job.on(rank) for rank in range(p)]
+    held = [ranks[rank][stage] for stage, rank in enumerate(schedule.rank_of)]
     by = [1.0] * schedule.stages
-    for number, one in enumerate(job.stages if slow else ()):
+    for number, one in enumerate(held if slow else ()):
         factor = (slow or {}).get(schedule.rank_of[number], 1.0)
         if factor != 1.0 and one.total > 0:
             by[number] = factor + (1.0 - factor) * one.communication / one.total
-    stages = list(zip(job.stages, by, lost, strict=True))
-    return StageSeconds(
+    stages = list(zip(held, by, lost, strict=True))
+    seconds = StageSeconds(
         [stage.forward * times + extra for stage, times, extra in stages],
         [(stage.again + stage.input_gradient) * times + extra for stage, times, extra in stages],
         [stage.weight_gradient * times for stage, times, _ in stages],
     )
+    return replace(seconds, contention=_contention(job, seconds))
+
+
+def _contention(job: PlannedJob, seconds: StageSeconds) -> dict[tuple[Kind, int], Contention]:
+    """Return how the collectives inside a job's actions and its reduction of gradients slow each other."""
+    found: dict[tuple[Kind, int], Contention] = {}
+    if not job.layout.overlap_gradients or job.layout.data == 1:
+        return found
+    rings = Group(job.layout.data, job.mesh.stride("data"))
+    for stage, layers in enumerate(job.stage_layers):
+        for kind in (Kind.FORWARD, Kind.INPUT, Kind.BACKWARD):
+            one = job.contention(seconds.of_kind(kind, stage), layers, kind is not Kind.FORWARD, rings)
+            if any(one):
+                found[kind, stage] = one
+    return found
 
 
 def ways(job: PlannedJob) -> dict[tuple[int, int], Way]:
@@ -177,7 +196,7 @@ def reduced(
 
 def optimizer_seconds(job: PlannedJob, schedule: Schedule, rank: int) -> float:
     """Return the seconds of the optimizer of ``job`` for the stages that ``schedule`` assigns to a ``rank``."""
-    return job.cost.optimizer(job.updated(schedule.stages_of(rank)))
+    return job.optimizer(rank, schedule.stages_of(rank))
 
 
 def simulate_step(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float] | None = None) -> SimulatedStep:
@@ -203,11 +222,12 @@ def simulate_step(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float]
     at = int(np.argmax([a + b for a, b in zip(finish, optimizer, strict=True)]))
     own = LayerSeconds()
     for stage in schedule.stages_of(at):
-        own = own.plus(job.stages[stage])
+        own = own.plus(job.on(at)[stage])
     end, waiting, busy = float(timeline.ends[at][-1]), float(timeline.waiting[at]), float(timeline.busy[at])
     parts = {
-        "compute": max(0.0, busy - job.microbatches * own.communication),
+        "compute": max(0.0, busy - job.microbatches * own.communication - float(timeline.slowed[at])),
         **exposed(own, job.microbatches),
+        "shared links": float(timeline.slowed[at]),
         "pipeline messages": waiting,
         "pipeline bubble": end - busy - waiting,
         "gradient reduction": finish[at] - end,

@@ -79,9 +79,9 @@ def check(slow: float | None = None, jitter: float | None = None) -> None:
 
 def again(explorer: Explorer, plan: Plan, change: str, topology: Topology) -> Case:
     """Simulate an unchanged ``plan`` of ``explorer`` on a changed ``topology``; ``change`` says in words how."""
-    step, room = explorer.again(plan, topology), topology.device.memory_bytes
-    over = step.memory_bytes > room
-    note = f"but it needs {step.memory_bytes / 1e9:.3g} GB on a device of {room / 1e9:.3g} GB" if over else ""
+    step = explorer.again(plan, topology)
+    needed, room = explorer.fullest(plan, step, topology)
+    note = f"but it needs {needed / 1e9:.3g} GB on a device of {room / 1e9:.3g} GB" if needed > room else ""
     return Case(change, step.seconds, plan.layout.devices, note, {"kind": "change"})
 
 
@@ -118,9 +118,9 @@ def jittered(explorer: Explorer, plan: Plan, jitter: float, draws: int = DRAWS, 
     Every message is later than the network's latency by an exponentially distributed time with mean ``jitter`` times
     the latency, as a queue of random arrivals delays packets. A message of several tensor- and context-parallel devices
     arrives with the last of their parts. The many hops of a collective average out, so each is later by the mean:
-    that of gradients, of sharded weights, of tensor and context parallelism, and of experts. Messages and reductions
-    slow each other in the plan's step but not here, so only differences between steps from this function are
-    meaningful. The ``explorer`` found the ``plan``; ``seed`` is the seed of the random times.
+    that of gradients, of sharded weights, of tensor and context parallelism, and of experts. Reductions slow messages
+    and collectives inside stages in the plan's step but not here, so only differences between steps from this function
+    are meaningful. The ``explorer`` found the ``plan``; ``seed`` is the seed of the random times.
 
     Raises:
         PlanError: If the jitter is negative, too large or not finite.
@@ -196,9 +196,9 @@ def replan(
     for devices in reversed(numbers):
         if ranked and _AS_GOOD * before / devices > min(ranked)[0]:
             break
-        cost = explorer.cost
+        products = explorer.cost.products
         one = Explorer(
-            explorer.workload, topology, cost.calibration, products=cost.products, devices=devices, progress=progress
+            explorer.workload, topology, explorer.calibration, products=products, devices=devices, progress=progress
         )
         estimate = one.outlook(chunks)
         if math.isfinite(estimate):

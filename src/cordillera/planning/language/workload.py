@@ -21,6 +21,7 @@ Layers = Annotated[int, Numeric, Field(ge=1, le=4096)]
 WorkloadCount = Annotated[int, Numeric, Field(ge=1, le=1 << 32)]
 Bytes = Annotated[float, Numeric, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Recompute = Literal["none", "selective", "full"]
+Fp8 = Literal["none", "ffn", "linear"]
 
 PRODUCTION_ORDER = ("tensor", "context", "pipeline", "data")
 """Order of the dimensions on a cluster, innermost first; the last crosses the outermost links."""
@@ -192,6 +193,8 @@ class Layout:
         sequence_parallel: Whether norms and dropouts are also cut over the tensor-parallel devices.
         recompute: Parts of the forward that are computed again in the backward.
         overlap_gradients: Whether gradients are reduced during the backward of the last microbatch.
+        fp8: Matrix products with factors in FP8: those of feed-forward nets and experts (``ffn``), or those of all
+            ``linear`` layers but the router and the head. Weights, what is kept and what is sent stay in 16 bits.
     """
 
     tensor: int = 1
@@ -207,6 +210,7 @@ class Layout:
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     overlap_gradients: bool = False
+    fp8: Fp8 = "none"
 
     @property
     def devices(self) -> int:
@@ -289,7 +293,7 @@ class Layout:
         words += [f"FSDP{self.shards}"] if self.shard_weights else []
         words += [f"ZeRO2-{self.shards}"] if self.shard_gradients else []
         words += [f"v{self.chunks}"] if self.chunks > 1 else []
-        return " ".join([*words, f"mb{self.microbatch}"])
+        return " ".join([*words, f"mb{self.microbatch}", *([f"FP8-{self.fp8}"] if self.fp8 != "none" else [])])
 
 
 def _nearest(value: int, of: int) -> str:
@@ -336,6 +340,7 @@ class Workload(BaseModel):
         optimizer_bytes: Bytes of the optimizer state of a parameter, including a master copy.
         reduction_bytes: Bytes of a parameter's gradient when it is added up over microbatches and reduced over copies.
         published: Layouts with which others trained the model, the best known ones.
+        fp8: What a search computes in FP8; see :class:`Layout`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -351,6 +356,7 @@ class Workload(BaseModel):
     optimizer_bytes: Bytes = 12.0
     reduction_bytes: Annotated[Bytes, Field(ge=0.01)] = 2.0
     published: tuple[PublishedLayout, ...] = ()
+    fp8: Fp8 = "none"
 
     @property
     def flops(self) -> float:

@@ -7,7 +7,7 @@ communicate at the same time, so a link's capacity is divided by the number of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -54,17 +54,33 @@ class NetworkTier(NamedTuple):
 
 
 class SharedLink(NamedTuple):
-    """A link between hosts that pipeline messages and rings of copies cross at the same time.
+    """A link that messages, or a collective, and rings of copies cross at the same time.
 
     Attributes:
         bytes_per_s: Capacity, bytes/s.
-        messages: Number of pairs that send messages over it.
+        messages: Number of pairs that send messages over it, or of the collective.
         rings: Number of ring pairs over it.
+        level: Level that the pairs cross by it; 0 for devices' ports.
     """
 
     bytes_per_s: float
     messages: int
     rings: int
+    level: int
+
+
+class Group(NamedTuple):
+    """Groups of devices in which each sends to another one of its group, all at the same time.
+
+    Attributes:
+        size: Number of devices of a group.
+        stride: Distance of neighbours in a group, in devices.
+        shift: Number of places in the group from a sender to its receiver: 1 in a ring.
+    """
+
+    size: int
+    stride: int
+    shift: int = 1
 
 
 NOWHERE = Edges(float("inf"), 0.0, -1, "")
@@ -142,6 +158,32 @@ class Mesh:
         """
         key = _Key(self.topology)
         return _ring(key, self.devices, stride, count), _tiers(key, self.devices, stride, count)
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[int, ...], ...]:
+        """Kinds of devices of every pipeline rank, all copies together, as positions in the cluster's ``kinds``."""
+        return _kinds(_Key(self.topology), self.devices, self.stride("pipeline"), self.size("pipeline"))
+
+    @property
+    def peak(self) -> float:
+        """FLOPs per second of all devices' matrix engines in 16 bits."""
+        rates = [kind.matrix_flops_per_s for kind in self.topology.kinds]
+        if len(rates) == 1:
+            return self.devices * rates[0]
+        return float(np.array(rates)[self.topology.kind_of[: self.devices]].sum())
+
+    @property
+    def memory(self) -> list[float]:
+        """Bytes of memory of the smallest device of every pipeline rank."""
+        return [min(self.topology.kinds[kind].memory_bytes for kind in rank) for rank in self.kinds]
+
+    def edges(self, group: Group) -> Edges:
+        """Return the edges of the pairs of ``group``."""
+        return _ring(_Key(self.topology), self.devices, group.stride, group.size, group.shift)
+
+    def shared_by(self, group: Group, rings: Group) -> tuple[SharedLink, ...]:
+        """Return the links shared by pairs of ``group`` and ``rings``, also ports; equal ones are listed once."""
+        return _shared_by(_Key(self.topology), self.devices, group, rings)
 
     def boundary(self, index: int) -> Edges:
         """Return the edges of messages from pipeline rank ``index`` to the next, all copies together.
@@ -229,11 +271,19 @@ def _groups(devices: int, stride: int, size: int) -> NDArray[np.int64]:
 
 
 @lru_cache(maxsize=4096)
-def _ring(key: _Key, devices: int, stride: int, size: int) -> Edges:
+def _kinds(key: _Key, devices: int, stride: int, size: int) -> tuple[tuple[int, ...], ...]:
+    if len(key.topology.kinds) == 1:
+        return ((0,),) * size
+    kinds = key.topology.kind_of[_groups(devices, stride, size)]
+    return tuple(tuple(np.unique(rank).tolist()) for rank in kinds.T)
+
+
+@lru_cache(maxsize=4096)
+def _ring(key: _Key, devices: int, stride: int, size: int, shift: int = 1) -> Edges:
     if size == 1:
         return NOWHERE
     groups = _groups(devices, stride, size)
-    return _edges(key.topology, groups.ravel(), np.roll(groups, -1, axis=1).ravel())
+    return _edges(key.topology, groups.ravel(), np.roll(groups, -shift, axis=1).ravel())
 
 
 @lru_cache(maxsize=4096)
@@ -245,9 +295,17 @@ def _boundaries(key: _Key, devices: int, stride: int, size: int) -> tuple[Edges,
 
 
 @lru_cache(maxsize=1024)
-def _ring_loads(key: _Key, devices: int, stride: int, size: int) -> tuple[_Load, ...]:
+def _ring_loads(key: _Key, devices: int, stride: int, size: int, shift: int = 1) -> tuple[_Load, ...]:
     groups = _groups(devices, stride, size)
-    return tuple(_loads(key.topology, groups.ravel(), np.roll(groups, -1, axis=1).ravel()))
+    return tuple(_loads(key.topology, groups.ravel(), np.roll(groups, -shift, axis=1).ravel()))
+
+
+@lru_cache(maxsize=4096)
+def _shared_by(key: _Key, devices: int, group: Group, rings: Group) -> tuple[SharedLink, ...]:
+    if group.size == 1 or rings.size == 1:
+        return ()
+    own = _ring_loads(key, devices, group.stride, group.size, group.shift)
+    return _common(own, _ring_loads(key, devices, rings.stride, rings.size, rings.shift))
 
 
 @lru_cache(maxsize=4096)
@@ -258,16 +316,21 @@ def _shared_links(
         return ()
     groups = _groups(devices, pipeline_stride, pipeline)
     messages = _loads(key.topology, groups[:, (index + 1) % pipeline], groups[:, index])
-    rings = _ring_loads(key, devices, data_stride, data)
+    return _common((one for one in messages if one.level > 0), _ring_loads(key, devices, data_stride, data))
+
+
+def _common(loads: Iterable[_Load], rings: Sequence[_Load]) -> tuple[SharedLink, ...]:
+    """Return the links that occur in both, in ascending order; equal ones are listed once."""
     found: set[SharedLink] = set()
-    for one in messages:
+    for one in loads:
         for other in rings:
-            if one.level == 0 or one.first != other.first:
+            if one.first != other.first:
                 continue
             ends = min(len(one.pairs), len(other.pairs))
             both = np.flatnonzero((one.pairs[:ends] > 0) & (other.pairs[:ends] > 0))
             links = np.stack([one.capacities[both], one.pairs[both], other.pairs[both]], axis=1)
-            found.update(SharedLink(rate, int(a), int(b)) for rate, a, b in np.unique(links, axis=0).tolist())
+            unique = np.unique(links, axis=0).tolist()
+            found.update(SharedLink(rate, int(a), int(b), one.level) for rate, a, b in unique)
     return tuple(sorted(found))
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from cordillera.topology import Topology
+from cordillera.topology import Level, Topology
 
 MTU = 4096  # bytes per packet
 SWITCH_BUFFER = 64e6  # bytes that a deep-buffered switch holds for one port
@@ -88,6 +88,27 @@ class NetworkSettings:
         return max(0.0, self.window - 2.0 * latency * bytes_per_s)
 
 
+_BEST = NetworkSettings(
+    balance="spray", recovery="selective", collectives="cheapest", classes="messages", zero_copy=True
+)
+
+
+def possible(settings: NetworkSettings, level: Level) -> NetworkSettings:
+    """Return ``settings`` with what the links of a ``level`` lack replaced by what they have.
+
+    Without spraying each connection is hashed, without selective repeat recovery is by go-back-N, and without zero-copy
+    kernels copy.
+    """
+    if level.spraying and level.selective_repeat and level.zero_copy:
+        return settings
+    return replace(
+        settings,
+        balance="enhanced" if settings.balance == "spray" and not level.spraying else settings.balance,
+        recovery=settings.recovery if level.selective_repeat else "go-back-n",
+        zero_copy=settings.zero_copy and level.zero_copy,
+    )
+
+
 def recovered(loss: float, window_packets: float, recovery: Recovery) -> float:
     """Return the fraction of the rate that remains under packet loss.
 
@@ -113,15 +134,15 @@ def fullest(flows: int, bins: int, pairs: int = 2048, draws: int = 20) -> float:
     return float((loads.max(1) * bins / (flows * pairs)).mean())
 
 
-def tuned(bytes_per_s: float, latency: float, loss: float = 0.0, planes: int = 1) -> NetworkSettings:
+def tuned(
+    bytes_per_s: float, latency: float, loss: float = 0.0, planes: int = 1, best: NetworkSettings = _BEST
+) -> NetworkSettings:
     """Return the settings with the highest rate and, among equal ones, the smallest window.
 
-    The arguments ``bytes_per_s``, ``latency``, ``loss`` and ``planes`` are those of :meth:`NetworkSettings.rate`.
-    Windows whose excess over bandwidth times round trip exceeds a switch buffer are left out.
+    The arguments ``bytes_per_s``, ``latency``, ``loss`` and ``planes`` are those of :meth:`NetworkSettings.rate`;
+    ``best`` is what the links can do, whose window is replaced. Windows whose excess over bandwidth times round trip
+    exceeds a switch buffer are left out.
     """
-    best = NetworkSettings(
-        balance="spray", recovery="selective", collectives="cheapest", classes="messages", zero_copy=True
-    )
     options = [
         replace(best, queue_pairs=pairs, messages=messages)
         for pairs, messages in product((1, 2, 4, 8, 16, 32), (4, 6, 16, 64, 128, 256))
@@ -136,9 +157,9 @@ def production_network(topology: Topology) -> dict[str, NetworkSettings]:
 
 
 def tuned_network(topology: Topology) -> dict[str, NetworkSettings]:
-    """Return the best settings of every level for its latency, its losses and a device's share of it."""
-    found = {}
-    for i, level in enumerate(topology.levels[1:], 1):
-        share = topology.device.nic_bytes_per_s
-        found[level.name] = tuned(share, topology.levels[i].latency, level.loss_rate, level.planes)
-    return found
+    """Return the best settings of every level for its latency, its losses, what it lacks and a device's share of it."""
+    share = max(kind.nic_bytes_per_s for kind in topology.kinds)
+    return {
+        level.name: tuned(share, level.latency, level.loss_rate, level.planes, possible(_BEST, level))
+        for level in topology.levels[1:]
+    }

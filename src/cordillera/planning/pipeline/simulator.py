@@ -18,7 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cordillera.errors import PlanError
+from cordillera.planning.network.contention import Contention
 from cordillera.planning.pipeline.schedules import Action, Kind, Schedule
+
+_ALONE = Contention()
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class StageSeconds:
             communication of one behind the other.
         microbatches: Time of each microbatch as a multiple of these times; None if all are equal. Packed documents make
             microbatches of unequal work.
+        contention: How the collectives inside an action and a reduction of gradients beside it slow each other, by kind
+            and stage; what is missing does not.
     """
 
     forward: Sequence[float]
@@ -40,6 +45,7 @@ class StageSeconds:
     weight_gradient: Sequence[float]
     joined: float = 1.0
     microbatches: Sequence[float] | None = None
+    contention: Mapping[tuple[Kind, int], Contention] = field(default_factory=dict)
 
     @classmethod
     def equal(cls, stages: int, forward: float, backward: float, joined: float = 1.0) -> StageSeconds:
@@ -168,8 +174,9 @@ class Timeline:
         ends: End of every action, by rank, seconds.
         waiting: Seconds that each rank is idle while a message for its next action is in transit: ``[P]``. This is
             exposed communication; the rest of the idle time waits for computation on other ranks.
-        delayed: Seconds by which messages delayed reductions of gradients, by rank and position of the action with
-            which the reduction began.
+        delayed: Seconds by which messages and collectives inside actions delayed reductions of gradients, by rank and
+            position of the action with which the reduction began.
+        slowed: Seconds by which reductions made the actions of each rank longer: ``[P]``.
     """
 
     schedule: Schedule
@@ -177,6 +184,7 @@ class Timeline:
     ends: list[NDArray[np.float64]]
     waiting: NDArray[np.float64]
     delayed: dict[tuple[int, int], float] = field(default_factory=dict)
+    slowed: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     _sent: list[tuple[int, int, int, float, float, float]] = field(default_factory=list, repr=False)
 
     @cached_property
@@ -282,7 +290,7 @@ def simulate(
         ways: Ways from rank to rank: a function of both, or a mapping in which a missing pair costs nothing.
         reductions: Seconds of the gradient reductions that each rank runs beside its computation, one after the other,
             by the position of the action with which each begins; None for none. They and the messages that the rank
-            sends meanwhile slow each other as the ways say.
+            sends meanwhile slow each other as the ways say, they and the rank's actions as their contention says.
 
     Raises:
         PlanError: If times are invalid, or ranks wait for one another.
@@ -298,7 +306,7 @@ def simulate(
     way_free, latency = [0.0] * len(known), [way.latency for way in known]
     starts: list[list[float]] = [[] for _ in programs]
     ends: list[list[float]] = [[] for _ in programs]
-    waiting = [0.0] * schedule.ranks
+    waiting, slowed, crowded = [0.0] * schedule.ranks, [0.0] * schedule.ranks, seconds.contention
     sent: list[tuple[int, int, int, float, float, float]] = []
     position = [0] * schedule.ranks
     runnable = list(range(schedule.ranks))
@@ -327,11 +335,20 @@ def simulate(
                         need = partner
             if start > free and sent_at[need] >= 0.0:
                 exposed += start - max(free, sent_at[need])
+            if i in begins[rank]:
+                reducing[rank], latest[rank] = max(reducing[rank], start) + begins[rank][i], i
+            if crowded and reducing[rank] > start:
+                action = schedule.actions[rank][i]
+                longer, later = crowded.get(action[:2], _ALONE).beside(duration, reducing[rank] - start)
+                duration, slowed[rank], reducing[rank] = (
+                    duration + longer,
+                    slowed[rank] + longer,
+                    reducing[rank] + later,
+                )
+                delayed[rank, latest[rank]] = delayed.get((rank, latest[rank]), 0.0) + later
             free = start + duration
             own_starts.append(start)
             own_ends.append(free)
-            if i in begins[rank]:
-                reducing[rank], latest[rank] = max(reducing[rank], start) + begins[rank][i], i
             if out >= 0:
                 if way < 0:
                     ready[out] = free
@@ -357,7 +374,7 @@ def simulate(
     if any(i < len(program) for i, program in zip(position, programs, strict=True)):
         raise _stuck(schedule)
     times = ([np.array(s) for s in starts], [np.array(e) for e in ends], np.array(waiting))
-    return Timeline(schedule, *times, delayed, sent)
+    return Timeline(schedule, *times, delayed, np.array(slowed), sent)
 
 
 def simulate_late(

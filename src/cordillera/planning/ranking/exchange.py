@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cordillera.cost import CostModel
 from cordillera.errors import PlanError
-from cordillera.planning.network.settings import NetworkSettings, fullest
+from cordillera.planning.network.settings import NetworkSettings, fullest, possible
 from cordillera.planning.ranking.workload import Array
 from cordillera.topology import Topology
 
@@ -174,7 +174,7 @@ class Exchange:
             rate = share * cost.calibration.network
             if network is not None and partners.any():
                 few = float(partners[partners > 0].min())
-                settings = network[level.name]
+                settings = possible(network[level.name], level)
                 pair = settings.rate(rate / few, level.latency, level.loss_rate)
                 flows = few * (settings.queue_pairs if settings.balance == "enhanced" else 1)
                 spread = 1.0 if settings.balance == "spray" else fullest(min(int(flows), _ENOUGH_FLOWS), level.planes)

@@ -155,6 +155,12 @@ class RecommenderExplorer(ClusterSearch[Recommender]):
         progress: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__(workload, topology, calibration, devices=devices, progress=progress)
+        if list(self.costs) != [0]:
+            raise PlanError(
+                "recommendation models are planned for one kind of devices",
+                where=topology.name,
+                remedy="leave groups out, or --devices that are all of the cluster's own kind",
+            )
         self.samples = local_samples(workload, self.devices)
         self._dealt: dict[tuple[int, float, int], PlacedTables | str] = {}
         self._production: TablePlan | None = None
@@ -225,6 +231,10 @@ class RecommenderExplorer(ClusterSearch[Recommender]):
         cost = CostModel(topology.device, self.cost.calibration)
         job = TableJob(self.workload, topology, plan.layout, plan.dealt, cost, plan.network)
         return job.step(plan.schedule)
+
+    def fullest(self, plan: TablePlan, step: TableStep, topology: Topology) -> tuple[float, float]:
+        """Return the bytes that ``step`` of a ``plan`` takes on the fullest device of ``topology``, and its own."""
+        return step.memory_bytes, topology.device.memory_bytes
 
     def _cuts(self, group: int, order: tuple[Any, Any]) -> Iterator[TableLayout]:
         """Iterate over layouts of a group, one for each distinct placement of tables or failure."""

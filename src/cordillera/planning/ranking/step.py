@@ -16,9 +16,9 @@ import numpy as np
 
 from cordillera.cost import CostModel
 from cordillera.errors import PlanError
-from cordillera.planning.language.job import Fabric
 from cordillera.planning.language.workload import BYTES
 from cordillera.planning.network.collective_cost import doubling_seconds, ring_seconds
+from cordillera.planning.network.fabric import Fabric
 from cordillera.planning.network.mesh import Mesh
 from cordillera.planning.network.settings import NetworkSettings
 from cordillera.planning.ranking.exchange import (

@@ -33,6 +33,7 @@ PARTS = {
     "optimizer": "Optimizer",
     "context parallel": "Gathers of context parallelism",
     "expert exchange": "Exchange of experts' tokens",
+    "shared links": "Collectives that share links with reductions of gradients",
 }
 _MEMORY = ("weights", "gradients", "optimizer", "activations")
 
@@ -155,11 +156,12 @@ def page(
         changes: Effects of other networks; None for none.
         cases: Changes and faults under which the best plan was simulated.
     """
-    best, capacity = found.best, explorer.topology.device.memory_bytes
+    best, capacity = found.best, min(one.device.memory_bytes for one in explorer.costs.values())
     timeline, beginning = best.step.timeline, _beginning(best.step.timeline)
     enlarged = timeline_svg(timeline, beginning) if beginning is not None else ""
     memory = [(f"rank {rank}", parts) for rank, parts in enumerate(best.step.memory)]
-    limit = (f"{capacity / 1e9:g} GB, the device's memory", capacity)
+    whose = "the smallest device's" if len(explorer.costs) > 1 else "the device's"
+    limit = (f"{capacity / 1e9:g} GB, {whose} memory", capacity)
     return plans.fill(
         "language_plan",
         *(explorer, found, base, compared, PARTS, changes),
