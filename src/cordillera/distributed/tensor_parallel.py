@@ -84,7 +84,7 @@ def cut_linear(linear: nn.Linear, ranks: TensorRanks, dimension: int) -> None:
 
 
 def cut_bias(bias: nn.Module, ranks: TensorRanks) -> None:
-    """Split a module that adds its ``weight`` to the outputs of a layer that is split along them, in place."""
+    """Split ``bias``, which adds its ``weight`` to outputs that are split over ``ranks``, in place."""
     _cut(bias, ranks, 0)
     _compute_by(bias, lambda x: x + local(bias.get_parameter("weight")))
 

@@ -19,6 +19,7 @@ from cordillera.models.language.llama import Llama, LlamaConfig, parameter_count
 from cordillera.models.language.rope import RopeScaling, rope_frequencies, rope_table
 from cordillera.serving.language.generation import for_decoding, generate
 from cordillera.serving.language.sampler import Sampling
+from cordillera.workflows import convert
 from tests.data import vocabularies as v
 
 SHAPES: dict[str, Any] = {
@@ -285,3 +286,20 @@ def test_yarn_keeps_fast_frequencies_and_divides_slow_ones() -> None:
     assert (ratio.diff() <= 0).all()
     cos, sin = rope_table(config, torch.arange(9))
     torch.testing.assert_close((cos**2 + sin**2).sqrt(), torch.full_like(cos, 0.1 * np.log(8.0) + 1))
+
+
+@pytest.mark.parametrize("style", ["qwen2", "qwen3", "mixtral", "qwen3-experts", "yarn"])
+def test_a_conversion_to_gguf_and_back_changes_no_bit_and_no_id(tmp_path: Path, style: str) -> None:
+    (tmp_path / "vocabulary").mkdir()
+    tokenizer = load_tokenizer(v.write_json(tmp_path / "vocabulary"))
+    model = drawn(config_of(**STYLES[style], vocabulary=tokenizer.vocab_size))
+    save_hugging_face(model, tmp_path / "hf", tokenizer=tokenizer)
+    there = convert(tmp_path / "hf", tmp_path / "one.gguf")
+    back = convert(tmp_path / "one.gguf", tmp_path / "again")
+    assert (there.error, back.error, back.same_chats) == (0.0, 0.0, True)
+    config, found = load(tmp_path / "again")
+    assert config.model_copy(update={"rope_scaling": None}) == model.config.model_copy(update={"rope_scaling": None})
+    for (name, a), b in zip(found.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    text = "the cat sat on the mat 12"
+    assert load_tokenizer(tmp_path / "again").encode(text) == tokenizer.encode(text)

@@ -272,9 +272,7 @@ class GGUFFile(Source):
         width = own("attention.key_length", own("rope.dimension_count", hidden // max(heads, 1)))
         if own("rope.dimension_count", width) != width:
             raise CheckpointError("turns a part of each head alone, which no model here does", where=str(self.path))
-        context, experts = own("context_length"), None
-        if count := own("expert_count", 0):
-            experts = {"count": count, "chosen": own("expert_used_count")}
+        context, experts = own("context_length"), own("expert_count", 0)
         config = make_config(
             self.path,
             {
@@ -284,7 +282,7 @@ class GGUFFile(Source):
                 "kv_heads": own("attention.head_count_kv", heads),
                 "head_dim": width,
                 "ffn": own("expert_feed_forward_length" if architecture == "qwen3moe" else "feed_forward_length"),
-                "experts": experts,
+                "experts": {"count": experts, "chosen": own("expert_used_count")} if experts else None,
                 "attention_bias": architecture == "qwen2",
                 "head_norms": architecture.startswith("qwen3"),
                 "vocabulary": self._tensors[_NAMES("embedding.weight")].shape[0]
