@@ -325,7 +325,7 @@ def _refusal(path: Path, what: str) -> CheckpointError:
     return CheckpointError(what, where=str(path), remedy=f"load a model of type {', '.join(_CLASSES)}")
 
 
-def _kind_of(config: LlamaConfig, where: Path) -> str:
+def _kind_of(config: LlamaConfig, where: str | Path) -> str:
     """Return the type of model that is written."""
     has_experts = config.experts is not None
     if config.attention_bias and (config.head_norms or has_experts):
@@ -336,8 +336,8 @@ def _kind_of(config: LlamaConfig, where: Path) -> str:
     return "qwen2" if config.attention_bias else "qwen3" if config.head_norms else "llama"
 
 
-def _write_config(path: Path, config: LlamaConfig, dtype: torch.dtype, tokenizer: Tokenizer | None) -> None:
-    kind, experts = _kind_of(config, path.parent), config.experts
+def _write_config(path: Path, kind: str, config: LlamaConfig, dtype: torch.dtype, tokenizer: Tokenizer | None) -> None:
+    experts = config.experts
     content: dict[str, Any] = {
         "architectures": [_CLASSES[kind]],
         "model_type": kind,
@@ -413,6 +413,7 @@ def save_hugging_face(
     """
     stream = stream_of(model)
     check_experts(stream, folder)
+    kind = _kind_of(stream.config, folder)
     sizes = {name: math.prod(shape) * stream.dtypes[name].itemsize for name, shape in stream.shapes.items()}
     shards: list[list[str]] = [[]]
     size = 0
@@ -426,7 +427,7 @@ def save_hugging_face(
     files = [_SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     places: dict[str, str] = {}
     with new_folder(Path(folder), total, overwrite) as beside:
-        _write_config(beside / "config.json", stream.config, stream.dtypes["embedding.weight"], tokenizer)
+        _write_config(beside / "config.json", kind, stream.config, stream.dtypes["embedding.weight"], tokenizer)
         for file, names in zip(files, shards, strict=True):
             tensors = dict(pair for name in names for pair in _stored(stream, name))
             places |= dict.fromkeys(tensors, file)
