@@ -42,7 +42,7 @@ PACKED = {"transformers": ("packed", "padded")}
 def cases(quick: bool) -> dict[str, tuple[Case, dict[str, tuple[str, ...]]]]:
     """Return the cases by name, each with the peers' own variants, of which the fastest counts."""
     if quick:
-        case = replace(DEBUG, layers=1, rows=1, length=128)
+        case = replace(DEBUG, layers=1, rows=2, length=128)
         return {
             "quick": (case, {"transformers": ("",), "torchtitan": ("",)}),
             "quick, packed": (replace(case, documents=(64, 40, 24)), PACKED),
