@@ -40,10 +40,10 @@ from cordillera.training.language.engine import LanguageEngine
 from cordillera.workflows.language import batches_of
 
 NAMES = {"adamw": "AdamW", "muon": "Muon"}
-RATES = {"adamw": (1.5e-3, 3e-3, 6e-3, 1.2e-2), "muon": (6e-3, 1.2e-2, 2.4e-2, 4.8e-2)}
-STEPS, TOKENS = 500, 2048
+RATES = {"adamw": (7.5e-4, 1.5e-3, 3e-3, 6e-3), "muon": (6e-3, 1.2e-2, 2.4e-2, 4.8e-2)}
+STEPS, TOKENS = 400, 2048
 TRIAL, SEEDS = 1, (2, 3, 4)  # the seed of trials over rates, and those of the comparison
-SHARES = (0.5, 0.75)  # of the steps, on which Muon trains too
+SHARES = (0.4, 0.6, 0.8)  # of the steps, on which Muon trains too
 ROUNDS, CALLS = 9, 4  # of timed steps
 QUIET = 0.5  # processes that ran in the minute before, up to which steps are timed beside nothing else
 
@@ -147,7 +147,7 @@ def _step(engine: LanguageEngine, batches: Iterator[TextIteration]) -> None:
 def measure_optimizers(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
     """Train with both optimizers, and print losses, the tokens that Muon needs, and seconds a step."""
     timed = _steps(quick)
-    steps, seeds = (8, SEEDS[:1]) if quick else (STEPS, SEEDS)
+    steps, seeds = (10, SEEDS[:1]) if quick else (STEPS, SEEDS)
     with ProcessPoolExecutor(usable_cores(), multiprocessing.get_context("spawn")) as pool:
         train = _Trainings(pool, pieces, quick)
         trials = train([(name, rate, TRIAL, steps) for name, rates in RATES.items() for rate in rates])
