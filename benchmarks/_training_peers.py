@@ -26,7 +26,7 @@ from torch import Tensor
 
 WARMUP = 3
 BATCHES = 4
-LOG_EVERY = 10  # steps between the records of a loop, ours and torchtitan's default
+LOG_EVERY = 5  # steps between the records of every loop; rounds are as short
 TEXT_ROWS = 256  # of the text that our loop reads
 
 

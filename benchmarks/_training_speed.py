@@ -158,7 +158,7 @@ def measure_case(case: Case, beside: dict[str, tuple[str, ...]], rounds: int) ->
         if len(counts) > 1:
             raise RuntimeError(f"models differ: {facts}")
         steps = max(1, round(ROUND_S * facts["ours"]["steps"] / facts["ours"]["seconds"]))
-        steps = LOG_EVERY * max(1, round(steps / LOG_EVERY))  # as many records of a loop in every round
+        steps = LOG_EVERY * max(1, round(steps / LOG_EVERY))  # every round of a loop holds as many records
         seconds: dict[str, list[float]] = {name: [] for name in trainers}
         names = list(trainers)
         for i in range(rounds):
