@@ -22,6 +22,11 @@ def results(name: str) -> Any:
     return found
 
 
+def is_measured(name: str) -> bool:
+    """Return whether there is a result file; until there is, its block says how to make it."""
+    return (RESULTS / f"{name}.json").exists()
+
+
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table."""
     lines = [list(headings), ["---"] * len(headings), *map(list, rows)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from _figures import Figures, listed, of_all, percent, results, span, spread, table
+from _figures import Figures, is_measured, listed, of_all, percent, results, span, spread, table
 
 DTYPES = ("bfloat16", "float32")
 PACKINGS = {
@@ -55,15 +55,64 @@ def loading() -> str:
 
 
 def training() -> str:
-    """Return training beside transformers and torchtitan."""
+    """Return training beside transformers and torchtitan: our bare step, and our loop beside theirs."""
     rows = []
     for name, case in results("llama-training")["results"].items():
-        for ratio in case["ratios"].values():
-            rates = [f"{case['tokens_per_s'][one]['median']:,.0f}" for one in ("ours", ratio["fastest"])]
-            target = "" if ratio["target"] is None else str(ratio["target"])
-            case_name = name.replace(", 1 threads", ", 1 thread")
-            rows.append([case_name, ratio["fastest"], *spread(ratio["times"]), target, *rates])
-    return table(["case", "beside", "times as fast", "quartiles", "asked", "ours", "peer"], rows)
+        for part, ours, key in (("step", "ours", "ratios"), ("loop", "ours, loop", "loops")):
+            for ratio in case.get(key, {}).values():  # results of before loops were timed have none
+                rates = [f"{case['tokens_per_s'][one]['median']:,.0f}" for one in (ours, ratio["fastest"])]
+                target = "" if ratio["target"] is None else str(ratio["target"])
+                case_name = name.replace(", 1 threads", ", 1 thread")
+                beside = ratio["fastest"].removesuffix(", loop")
+                rows.append([case_name, part, beside, *spread(ratio["times"]), target, *rates])
+    return table(["case", "timed", "beside", "times as fast", "quartiles", "asked", "ours", "peer"], rows)
+
+
+OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
+
+
+def optimizers() -> str:
+    """Return Muon beside AdamW at equal tokens; seconds only of a quiet machine."""
+    if not is_measured("llama-optimizers"):
+        return "Not measured yet; `cordillera bench llama --part optimizers` does it."
+    found = results("llama-optimizers")
+    rows = []
+    for name, shown in OPTIMIZERS.items():
+        loss, tried = found["losses"][name], [one for one in found["trials"] if one["optimizer"] == name]
+        rate = f"{found['rates'][name]:g} (of {len(tried)}{', at the end' if found['at_edge'][name] else ''})"
+        seeds = f"{loss['low']:.3f} to {loss['high']:.3f}"
+        rows.append([shown, rate, f"{loss['mean']:.3f}", seeds])
+    timed = found["steps_timed"]
+    if timed["quiet"]:
+        for name, row in zip(OPTIMIZERS, rows, strict=True):
+            row.append(f"{1000 * timed['seconds'][name]['median']:.0f}")
+    headings = ["optimizer", "best rate", "loss on held-out text, nats a byte", "of seeds", "ms a step"]
+    return f"{table(headings[: len(rows[0])], rows)}\n\n{_of_optimizers(found)}"
+
+
+def _of_optimizers(found: Any) -> str:
+    """Return what is compared: sizes, the difference of losses, the tokens that Muon needs, and its steps."""
+    change, timed, needed, shares = (found[key] for key in ("change", "steps_timed", "tokens_needed", "shares"))
+    seeds, none = len(needed), sum(one is None for one in needed)
+    reached = sorted(one for one in needed if one is not None)
+    lines = [
+        f"{found['parameters'] / 1e6:.2f} million weights, {found['tokens'] / 1e6:.2f} million tokens in "
+        f"{found['steps']:,} steps, {seeds} seeds. Muon's loss differs by {change['value']:+.3f} (95 % interval over "
+        f"seeds {change['low']:+.3f} to {change['high']:+.3f})."
+    ]
+    if reached:
+        at_most = "at most " if reached[0] <= shares[0] else ""
+        ends = f"{100 * reached[0]:.0f}" + (f" to {100 * reached[-1]:.0f}" if reached[-1] > reached[0] else "")
+        lines.append(f"It has AdamW's loss after {at_most}{ends} % of the tokens.")
+    if none:
+        lines.append(f"With {none} of {seeds} seeds it does not reach AdamW's loss.")
+    if timed["quiet"]:
+        ratio = timed["muon_over_adamw"]
+        lines.append(
+            f"A step of it takes {ratio['median']:.2f} times as long ({ratio['low']:.2f} to {ratio['high']:.2f}) with "
+            f"{timed['threads']} threads."
+        )
+    return " ".join(lines)
 
 
 # Speculative decoding
@@ -392,6 +441,7 @@ FIGURES: Figures = {
     "llama-packed-bytes": partial(packed_bytes, "int4"),
     "llama-plain-bytes": partial(packed_bytes, "bfloat16"),
     "llama-training": training,
+    "llama-optimizers": optimizers,
     "speculation-ngram": drafts,
     "speculation-packed": packed_drafts,
     "speculation-tokens": lambda: str(results("speculation-ngram")["new_tokens"]),

@@ -10,13 +10,15 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import socket
+import string
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from torch import Tensor
 
 WARMUP = 3
 BATCHES = 4
+LOG_EVERY = 5  # steps between the records of every loop; rounds are as short
+TEXT_ROWS = 256  # of the text that our loop reads
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Case:
         threads: Number of threads of the process.
         documents: Lengths of the documents in each row; empty for one.
         variant: Alternative settings of the trainer; empty for its usual ones.
+        loop: Whether the training loop is that of a user: with records of the loss and progress on the terminal, and
+            ours from text on disk. Otherwise ours takes bare steps, and the peers' loops record nothing.
     """
 
     layers: int
@@ -59,6 +65,7 @@ class Case:
     threads: int = 1
     documents: tuple[int, ...] = ()
     variant: str = ""
+    loop: bool = False
 
     def batches(self) -> list[Tensor]:
         """Return the tokens of a few batches, ``int64 [rows, length]`` each, the same for every trainer."""
@@ -98,7 +105,9 @@ class Meter:
 
 
 def train_ours(case: Case) -> None:
-    """Train with Cordillera's engine, in a mesh of one process."""
+    """Train with Cordillera: its engine in a mesh of one process, or the function behind ``cordillera train``."""
+    if case.loop:
+        return _train_recipe(case)
     from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
     from cordillera.kernels.host_memory import keep_freed_memory
     from cordillera.models.language.llama import LlamaConfig
@@ -119,6 +128,51 @@ def train_ours(case: Case) -> None:
     for step in range(sys.maxsize):
         engine.step([batches[step % BATCHES]])
         meter.step_ended()
+
+
+def _text(case: Case, path: Path) -> None:
+    """Write documents of the case's lengths, in the tokens of a byte tokenizer with a token at the end of each."""
+    draw = random.Random(0)
+    with path.open("w") as file:
+        for length in (case.documents or (case.length,)) * TEXT_ROWS:
+            file.write(json.dumps({"text": "".join(draw.choices(string.ascii_letters, k=length - 1))}) + "\n")
+
+
+def _train_recipe(case: Case) -> None:
+    """Train a recipe as ``cordillera train`` does, without checkpoints; documents of one length are shuffled."""
+    from rich.console import Console
+
+    from cordillera import recipe as recipes
+    from cordillera import workflows
+    from cordillera.cli._show import training_progress
+    from cordillera.models.language.llama import parameter_count
+
+    _text(case, Path("text.jsonl"))
+    tokens = case.rows * case.length
+    sizes = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary")
+    recipe = recipes.load(
+        "llama-debug",
+        [
+            *(f"model.{name}={getattr(case, name)}" for name in sizes), f"model.tied={str(case.tied).lower()}",
+            f"model.context={case.length}", "data.path=text.jsonl", "data.cache_dir=cache", "data.bos=false",
+            "data.held_out=0", f"data.max_length={case.length}", f"data.shuffle={str(not case.documents).lower()}",
+            "packing.method=greedy", "packing.microbatches=1", f"packing.tokens={tokens}", f"packing.bound={tokens}",
+            f"packing.context={case.length}",
+            f"threads={case.threads}", f"training.precision={'bf16' if case.dtype == 'bfloat16' else 'fp32'}",
+            "training.steps=1_000_000", "training.learning_rate=3e-4", "training.warmup_steps=0", "training.decay=none",
+            "training.evaluate_every=none", "training.checkpoint_every=none", f"training.log_every={LOG_EVERY}",
+        ],
+    )  # fmt: skip
+    meter = Meter(parameters=parameter_count(recipe.model), version="")
+    with training_progress(Console(file=sys.stderr, force_terminal=True)) as (draw, say):
+
+        def on_step(record: dict[str, Any], progress: Any, total: int) -> None:
+            if progress.tokens != progress.step * tokens:
+                raise RuntimeError(f"{progress.step} steps took {progress.tokens:,} tokens, not {tokens:,} each")
+            draw(record, progress, total)
+            meter.step_ended()
+
+        workflows.train(recipe, "run", on_step=on_step, say=say)
 
 
 class _Rows(torch.utils.data.Dataset[Any]):
@@ -155,7 +209,7 @@ def _packed(rows: list[list[dict[str, Tensor]]]) -> dict[str, Tensor]:
 
 
 def train_transformers(case: Case) -> None:
-    """Train with transformers' Trainer: float32 weights, autocast, fused AdamW, no reports, no checkpoints."""
+    """Train with transformers' Trainer: float32 weights, autocast, fused AdamW, no checkpoints."""
     import transformers
 
     settings = transformers.LlamaConfig(
@@ -171,21 +225,21 @@ def train_transformers(case: Case) -> None:
         def on_step_end(self, *arguments: Any, **more: Any) -> None:
             meter.step_ended()
 
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = transformers.TrainingArguments(
-            output_dir=folder, per_device_train_batch_size=case.rows, max_steps=10**6, optim="adamw_torch_fused",
-            learning_rate=3e-4, weight_decay=0.1, adam_beta2=0.95, max_grad_norm=1.0, lr_scheduler_type="constant",
-            use_cpu=True, bf16=case.dtype == "bfloat16", disable_tqdm=True, report_to="none", save_strategy="no",
-            logging_strategy="no", dataloader_pin_memory=False, remove_unused_columns=False,
-        )  # fmt: skip
-        collate = {"padded": _padded, "packed": _packed}.get(case.variant)
-        transformers.Trainer(
-            model, arguments, train_dataset=_Rows(case), data_collator=collate, callbacks=[Steps()]
-        ).train()
+    arguments = transformers.TrainingArguments(
+        output_dir="transformers", per_device_train_batch_size=case.rows, max_steps=10**6, optim="adamw_torch_fused",
+        learning_rate=3e-4, weight_decay=0.1, adam_beta2=0.95, max_grad_norm=1.0, lr_scheduler_type="constant",
+        use_cpu=True, bf16=case.dtype == "bfloat16", disable_tqdm=not case.loop, report_to="none", save_strategy="no",
+        logging_strategy="steps" if case.loop else "no", logging_steps=LOG_EVERY, dataloader_pin_memory=False,
+        remove_unused_columns=False,
+    )  # fmt: skip
+    collate = {"padded": _padded, "packed": _packed}.get(case.variant)
+    transformers.Trainer(
+        model, arguments, train_dataset=_Rows(case), data_collator=collate, callbacks=[Steps()]
+    ).train()
 
 
 def train_torchtitan(case: Case) -> None:
-    """Train with torchtitan's Trainer and its ``train_step``, in one process over Gloo.
+    """Train with torchtitan's Trainer, its ``train_step`` or its whole ``train``, in one process over Gloo.
 
     Its Llama uses flex or varlen attention, neither of which trains on CPUs; they are replaced by its own module around
     torch's fused attention, which other models of it use. As in our trainer, nothing is recomputed in the backward.
@@ -198,6 +252,7 @@ def train_torchtitan(case: Case) -> None:
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan.distributed import utils
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3 import _EMBEDDING_SKIP_INIT, _build_llama3_layers
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
@@ -261,7 +316,7 @@ def train_torchtitan(case: Case) -> None:
     config.training.local_batch_size, config.training.seq_len = case.rows, case.length
     config.training.steps, config.training.mixed_precision_param = 10**6, case.dtype
     config.training.disable_cuda_graphs = True
-    config.metrics.log_freq = 10**6
+    config.metrics.log_freq = LOG_EVERY if case.loop else 10**6
     config.checkpoint.enable = config.validator.enable = False
     config.activation_checkpoint = None
     if case.variant == "whole":  # all logits at once instead of in eight parts
@@ -271,6 +326,16 @@ def train_torchtitan(case: Case) -> None:
     meter = Meter(
         parameters=sum(weight.numel() for weight in part.parameters()), version=metadata.version("torchtitan")
     )
+    if case.loop:
+        utils.set_pg_timeouts = lambda **settings: None  # after the first step; its barrier assumes CUDA
+        step = trainer.train_step
+
+        def counted(batches: Iterator[Any]) -> None:
+            step(batches)
+            meter.step_ended()
+
+        trainer.train_step = counted
+        trainer.train()
     batches = trainer.batch_generator(trainer.dataloader)
     while True:
         trainer.step += 1

@@ -19,7 +19,7 @@ from _llama_peer import PeerUnavailable
 from _results import RESULTS
 from _tables import print_notes
 from _timing import Spread, Timing, times_faster
-from _training_peers import Case
+from _training_peers import LOG_EVERY, Case
 from rich.console import Console
 from rich.table import Table
 
@@ -42,7 +42,7 @@ PACKED = {"transformers": ("packed", "padded")}
 def cases(quick: bool) -> dict[str, tuple[Case, dict[str, tuple[str, ...]]]]:
     """Return the cases by name, each with the peers' own variants, of which the fastest counts."""
     if quick:
-        case = replace(DEBUG, layers=1, rows=1, length=128)
+        case = replace(DEBUG, layers=1, rows=2, length=128)
         return {
             "quick": (case, {"transformers": ("",), "torchtitan": ("",)}),
             "quick, packed": (replace(case, documents=(64, 40, 24)), PACKED),
@@ -117,21 +117,48 @@ def _started(name: str, case: Case, folder: Path) -> Iterator[_Trainer]:
             process.wait()
 
 
-def measure_case(case: Case, beside: dict[str, tuple[str, ...]], rounds: int) -> dict[str, Any]:
-    """Measure tokens per second of all trainers in turn, and the ratio of ours to the fastest variant of each peer."""
-    variants = {"ours": ""} | {
+def _trainers(case: Case, beside: dict[str, tuple[str, ...]], loop: bool) -> dict[str, Case]:
+    """Return the cases of ours, which comes first, and of all variants of the peers, by name."""
+    named = {"ours": ""} | {
         f"{peer}, {variant}" if variant else peer: variant for peer, tried in beside.items() for variant in tried
     }
+    return {
+        f"{name}, loop" if loop else name: replace(case, variant=variant, loop=loop) for name, variant in named.items()
+    }
+
+
+def _ratios(timings: dict[str, Timing], case: Case, beside: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+    """Return the ratio of the first trainer, ours, to the fastest variant of each peer."""
+    ours = next(iter(timings.values()))
+    found = {}
+    for peer in beside:
+        own = [timing for name, timing in timings.items() if name.split(",")[0] == peer]
+        fastest = min(own, key=lambda timing: timing.spread.median)
+        found[peer] = {
+            "fastest": fastest.name,
+            "times": times_faster(ours, fastest).to_json(),
+            "target": None if case.documents else TARGETS[peer],
+        }
+    return found
+
+
+def measure_case(case: Case, beside: dict[str, tuple[str, ...]], rounds: int) -> dict[str, Any]:
+    """Measure tokens per second of all trainers in turn, and the ratio of ours to the fastest variant of each peer.
+
+    ``ratios`` are of our bare step to the peers' loops that record nothing, ``loops`` of our loop to theirs with
+    records and progress.
+    """
+    steps_of, loops_of = (_trainers(case, beside, loop) for loop in (False, True))
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         trainers = {
-            name: stack.enter_context(_started(name, replace(case, variant=variant), Path(folder)))
-            for name, variant in variants.items()
+            name: stack.enter_context(_started(name, one, Path(folder))) for name, one in (steps_of | loops_of).items()
         }
         facts = {name: trainer.answer() for name, trainer in trainers.items()}
         counts = {one["parameters"] for one in facts.values()}
         if len(counts) > 1:
             raise RuntimeError(f"models differ: {facts}")
         steps = max(1, round(ROUND_S * facts["ours"]["steps"] / facts["ours"]["seconds"]))
+        steps = LOG_EVERY * max(1, round(steps / LOG_EVERY))  # every round of a loop holds as many records
         seconds: dict[str, list[float]] = {name: [] for name in trainers}
         names = list(trainers)
         for i in range(rounds):
@@ -139,25 +166,25 @@ def measure_case(case: Case, beside: dict[str, tuple[str, ...]], rounds: int) ->
                 seconds[name].append(trainers[name].seconds(steps))
     timings = {name: Timing(name, values) for name, values in seconds.items()}
     tokens = case.rows * (sum(case.documents) or case.length)
-    ratios = {}
-    for peer in beside:
-        own = [timings[name] for name in names if name.split(",")[0] == peer]
-        fastest = min(own, key=lambda timing: timing.spread.median)
-        ratios[peer] = {
-            "fastest": fastest.name,
-            "times": times_faster(timings["ours"], fastest).to_json(),
-            "target": None if case.documents else TARGETS[peer],
-        }
     return {
         "case": asdict(case),
         "parameters": counts.pop(),
         "versions": {name: one["version"] for name, one in facts.items() if one["version"]},
         "steps_a_round": steps,
-        "ratios": ratios,
+        "ratios": _ratios({name: timings[name] for name in steps_of}, case, beside),
+        "loops": _ratios({name: timings[name] for name in loops_of}, case, beside),
         "tokens_per_s": {
             name: Spread.of([tokens / value for value in values]).to_json() for name, values in seconds.items()
         },
     }
+
+
+def of_both(case: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield what is timed of ours, ``step`` or ``loop``, the name of our trainer, and a ratio, of one result."""
+    for ratio in case["ratios"].values():
+        yield "step", "ours", ratio
+    for ratio in case["loops"].values():
+        yield "loop", "ours, loop", ratio
 
 
 def training(console: Console, quick: bool) -> dict[str, Any]:
@@ -173,7 +200,7 @@ def training(console: Console, quick: bool) -> dict[str, Any]:
         console.print(f"training: {name} is left out, {why} (make peers)", markup=False)
     results = {}
     table = Table(title="tokens trained on a second (measured)", title_justify="left")
-    for heading in ("case", "than", "times as fast", "quartiles", "asked", "ours", "peer"):
+    for heading in ("case", "of ours", "than", "times as fast", "quartiles", "asked", "ours", "peer"):
         table.add_column(heading)
     for name, (case, peers) in cases(quick).items():
         beside = {peer: tried for peer, tried in peers.items() if peer not in absent}
@@ -181,22 +208,24 @@ def training(console: Console, quick: bool) -> dict[str, Any]:
             continue
         one = results[name] = measure_case(case, beside, 2 if quick else ROUNDS)
         rates = one["tokens_per_s"]
-        for ratio in one["ratios"].values():
+        for part, ours, ratio in of_both(one):
             times = ratio["times"]
             table.add_row(
-                name, ratio["fastest"], f"{times['median']:.2f}", f"{times['low']:.2f} to {times['high']:.2f}",
-                str(ratio["target"] or ""), f"{rates['ours']['median']:,.0f}",
+                name, part, ratio["fastest"], f"{times['median']:.2f}", f"{times['low']:.2f} to {times['high']:.2f}",
+                str(ratio["target"] or ""), f"{rates[ours]['median']:,.0f}",
                 f"{rates[ratio['fastest']]['median']:,.0f}",
             )  # fmt: skip
     console.print(table)
     notes = [
         "one document a row, unless packed; AdamW fused, gradients clipped, weights and moments in float32",
-        "ours: LanguageEngine.step in a mesh of one process",
-        "transformers: Trainer, sdpa; bfloat16 by its bf16=True (autocast); no reports, no checkpoints",
+        "step: LanguageEngine.step in a mesh of one process, beside loops that record nothing",
+        "loop: the function behind `cordillera train`, with text from disk, records and progress, beside loops with "
+        f"records and progress, of rows in memory; records every {LOG_EVERY} steps; no checkpoints in any",
+        "transformers: Trainer, sdpa; bfloat16 by its bf16=True (autocast)",
         "transformers, packed: DataCollatorWithFlattening; padded: rows as long as the longest document",
-        "torchtitan: its Trainer's train_step, FSDP on one process over Gloo, no activation checkpoints; its module "
-        "around torch's fused attention in place of flex attention, which does not train on CPUs; the faster of its "
-        "loss in eight parts and of its loss at once (whole)",
+        "torchtitan: its Trainer's train_step, in the loop its train; FSDP on one process over Gloo, no activation "
+        "checkpoints; its module around torch's fused attention in place of flex attention, which does not train on "
+        "CPUs; the faster of its loss in eight parts and of its loss at once (whole)",
     ]
     print_notes(console, notes)
     return {"evidence": "measured", "rounds": 2 if quick else ROUNDS, "results": results, "notes": notes}

@@ -1,4 +1,7 @@
-"""Loading, generation and training of Llamas compared with transformers and torchtitan: ``cordillera bench llama``."""
+"""Loading, generation and training of Llamas compared with transformers and torchtitan: ``cordillera bench llama``.
+
+The part ``optimizers`` compares Muon with AdamW at equal tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from typing import Any
 
 import torch
 import typer
+from _llama_optimizers import measure_optimizers
 from _llama_packed import packed
 from _llama_peer import PeerUnavailable, transformers_llama
 from _program import Program
@@ -43,6 +47,7 @@ class Part(str, enum.Enum):
     loading = "loading"
     packed = "packed"
     training = "training"
+    optimizers = "optimizers"
 
 
 def _same(ours: list[int], theirs: list[int]) -> int:
@@ -177,11 +182,12 @@ def _loading(console: Console, quick: bool) -> dict[str, Any]:
     return {"evidence": "measured", "results": results, "file_bytes": os.path.getsize(path), "notes": []}
 
 
-PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {
+PARTS: dict[Part, Callable[..., dict[str, Any]]] = {
     Part.generation: _generation,
     Part.loading: _loading,
     Part.packed: packed,
     Part.training: training,
+    Part.optimizers: measure_optimizers,
 }
 OF_SMOLLM2 = (Part.generation, Part.loading, Part.packed)
 
@@ -196,6 +202,10 @@ main = Program(
     "llama",
     PARTS,
     "Load SmolLM2-135M and generate text with it, and train small models, beside transformers and torchtitan.",
+    part_help="What to measure; repeat it. Default: all but optimizers.",
+    fresh=True,
+    short=(Part.generation, Part.loading, Part.packed, Part.training),
+    all_help="Also Muon beside AdamW, which takes under half an hour on two cores.",
     left_out=_left_out,
     excused=(DataError, PeerUnavailable),
 ).command()

@@ -32,11 +32,16 @@ def test_all_trainers_that_are_here_train_the_same_model(tmp_path: Path) -> None
     content = json.loads((tmp_path / "llama-training.json").read_text())
     assert content["quick"] is True
     whole, packed = content["results"]["quick"], content["results"]["quick, packed"]
-    assert {"ours", "transformers"} <= set(whole["tokens_per_s"])
-    assert set(packed["tokens_per_s"]) == {"ours", "transformers, packed", "transformers, padded"}
+    assert {"ours", "ours, loop", "transformers", "transformers, loop"} <= set(whole["tokens_per_s"])
+    trainers = {"ours", "transformers, packed", "transformers, padded"}
+    assert set(packed["tokens_per_s"]) == trainers | {f"{name}, loop" for name in trainers}
     assert whole["parameters"] == packed["parameters"] > 4e5
     assert whole["ratios"]["transformers"]["target"] == 1.0
-    assert packed["ratios"]["transformers"]["fastest"] in packed["tokens_per_s"]
+    for case in (whole, packed):
+        for key, is_loop in (("ratios", False), ("loops", True)):
+            fastest = case[key]["transformers"]["fastest"]
+            assert fastest in case["tokens_per_s"]
+            assert fastest.endswith(", loop") is is_loop
 
 
 @pytest.mark.slow
