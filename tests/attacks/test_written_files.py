@@ -113,10 +113,7 @@ UNSEALED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ("run/environment.json", "report"): ((ABSENT,), "it is for readers, and the page has a blank there"),
     ("run/model.json", "report"): ((ABSENT,), "the page says that it is missing"),
     ("run/model.json", "compare"): ((ABSENT,), "the table has blanks in its place"),
-    ("found/metrics.jsonl", "report"): (
-        (ABSENT, "cut"),
-        "as if the search was stopped: it tries what is missing again",
-    ),
+    ("found/status.json", "report"): ((ABSENT,), "the page says that the search has not ended"),
     ("found/search.json", "report"): ((ABSENT,), "the folder is then that of a run, whose page lists what is missing"),
 }
 """Damages, by the beginnings of their names, after which another result is no defect, by file and command, and why."""
