@@ -16,7 +16,7 @@ from tests.fuzzing import CONTROLS
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 90.0
-"""Deadline of one command on the clock, many times what it takes."""
+"""Deadline of one command on the clock of an idle machine, many times what it takes."""
 
 MEMORY = 3 << 30
 """Data that one command may map, in bytes, as `ulimit -d` counts; what it takes without an attack is below 1 GiB."""
@@ -34,6 +34,7 @@ class Outcome:
         hung: Whether it was ended at its deadline.
         seconds: Time that it took on the clock.
         memory: Largest resident memory, in bytes.
+        processor: Time of the processor that it took, in seconds.
     """
 
     arguments: Sequence[str]
@@ -43,6 +44,7 @@ class Outcome:
     hung: bool
     seconds: float
     memory: int
+    processor: float = 0.0
 
     @property
     def text(self) -> str:

@@ -31,8 +31,12 @@ FOLLOWED = Reader(("train", "small.toml", "--run", "other", "--set", "model.towe
                    "--set", "training.max_steps=2"), ("other/checkpoints/step-000000002/tensors.safetensors",),
                   prints=False)  # fmt: skip
 
+ALONE = Reader((*RESUME.arguments[:3], "--set", "training.max_steps=12", "--set", "parallel.processes=1", "--quiet"),
+               ("run/checkpoints/step-000000012/tensors.safetensors",), prints=False)  # fmt: skip
+
 GENERATE = Reader(("generate", "run", "the river", "--max-new-tokens", "8", "--temperature", "0", "--quiet"))
 PUBLISHED = Reader(("generate", "model", *GENERATE.arguments[2:]))
+DRAFTED = Reader((*PUBLISHED.arguments, "--drafter", "drafter.safetensors"))
 AVERAGE = Reader(("average", "run", "--out", "mean"), ("mean/model.safetensors",), prints=False)
 SAID = Reader(("evaluate", "run", "--json"), ("run/evaluation.json",), prints=False)
 GO_ON = Reader(("train", "run", "--resume", "--set", "training.steps=14", "--quiet"),
@@ -83,6 +87,10 @@ CASES = (
     Case(made.ranking, "run/probe.safetensors", (PLANNED,)),
     Case(made.ranking, "run/towers.json", (FOLLOWED,)),
     Case(made.ranking, "cache/prepared/*/*", (EVALUATE, TOWERS)),
+    Case(made.divided, "run/checkpoints/*10/*", (PREDICT, ALONE)),
+    Case(made.filed, "run/checkpoints/*10/*", (PREDICT,)),
+    Case(made.filed, "run/checkpoints/*10/rows/*", (PREDICT, RESUME)),
+    Case(made.drafted, "drafter.safetensors", (DRAFTED,)),
     Case(made.language, "run/checkpoints/*12/*", (GENERATE, GO_ON), ("model/model.safetensors",)),
     Case(made.language, "run/checkpoints/*12/[mw]*", (AVERAGE,)),
     Case(made.language, "run/recipe.toml", (GENERATE, SAID, REPORT)),
