@@ -17,6 +17,9 @@ from tests.cli.test_search import RECIPE as SEARCHED
 from tests.cli.test_search import SPACE
 from tests.cli.test_tiers import IDS
 
+INPUTS = ("log.csv", "small.toml", "tiny.toml", "space.toml", "streams.toml", "text.jsonl", "cluster.toml", "job.toml")
+"""Files that are written by hand."""
+
 
 def _done(commands: Commands, folder: Path, *words: object) -> None:
     outcome = commands(*words, folder=folder, seconds=600.0)  # the first may have to compile kernels
@@ -27,13 +30,13 @@ def trained(commands: Commands, folder: Path, *settings: str) -> None:
     """A run."""
     write_log(folder / "log.csv", rows=600)
     text = RANKING.format(path="log.csv").replace("epochs = 6", 'epochs = 2\ncheckpoint_every = 5\nprecision = "fp32"')
-    (folder / "small.toml").write_text(text + "probe_every = 3\n")
+    (folder / "small.toml").write_text(text)
     _done(commands, folder, "train", "small.toml", "--run", "run", *settings)
 
 
 def ranking(commands: Commands, folder: Path) -> None:
     """A run with all that commands add to it."""
-    trained(commands, folder)
+    trained(commands, folder, "--set", "training.probe_every=3")
     _done(commands, folder, "quantize", "run", "--budget", "5")
     _done(commands, folder, "probe", "run")
     _done(commands, folder, "inject", "run", "-n", "32", "--samples", "32")

@@ -34,6 +34,10 @@ def _import_library() -> None:
     for name in IMPORTED:
         with contextlib.suppress(ImportError):  # not all of it is needed everywhere
             importlib.import_module(name)
+    from numba.core.registry import cpu_target
+
+    for context in (cpu_target.typing_context, cpu_target.target_context):
+        context.refresh()  # what it imports by the first kernel
 
 
 def _become_command(request: dict[str, Any]) -> None:

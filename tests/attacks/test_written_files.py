@@ -111,6 +111,9 @@ CASES = (
     Case(made.traced, "json/trace_[03]*", (BLAME_JSON,)),
 )
 
+UNREAD = ("*.html", "*.svg", "*.md", "*/.lock", "*/tensorboard/*")
+"""What no command reads."""
+
 ABSENT = "missing"
 EDITED = ("bit", "cut", "16 bytes", "a line break", "twice")
 UNSEALED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
@@ -140,15 +143,15 @@ def files(written: Written, pattern: str) -> list[str]:
     return [name for name in names if fnmatch.fnmatch(name, pattern)]
 
 
-def attack(written: Written, case: Case, reader: Reader, count: int, quick: bool = False) -> list[str]:
-    """Damage each file of a case in every way and let a command read it; return what was wrong.
+def attack(written: Written, case: Case, reader: Reader, count: int, share: int = 1) -> list[str]:
+    """Damage each file of a case and let a command read it; return what was wrong.
 
     Args:
         written: Folder of the case.
         case: Case.
         reader: One of its commands.
         count: Number of random flips, and of random truncations, of each file.
-        quick: Whether to make every fourth damage only.
+        share: One of so many damages is made.
     """
     found = files(written, case.pattern)
     assert found, f"{case.build.__name__} makes no {case.pattern}"
@@ -156,9 +159,12 @@ def attack(written: Written, case: Case, reader: Reader, count: int, quick: bool
     for name in found:
         spared, _ = UNSEALED.get((name, reader.arguments[0]), ((), ""))
         others = [other for other in case.others if Path(other).suffix == Path(name).suffix]
-        wrong += written.attack(name, [reader], count, lambda damage: damage.startswith(spared), others, quick)  # noqa: B023
+        wrong += written.attack(name, [reader], count, lambda damage: damage.startswith(spared), others, share)  # noqa: B023
     return wrong
 
+
+SHARE = 6
+"""Damages of a file and a reader of which one is made in each run of the attacks; ``--fuzz`` makes all."""
 
 PAIRS = [(case, reader) for case in CASES for reader in case.readers]
 
@@ -173,7 +179,8 @@ PAIRS = [(case, reader) for case in CASES for reader in case.readers]
 def test_damage_is_detected_or_harmless(
     folders: Callable[..., Written], case: Case, reader: Reader, fuzz_inputs: Callable[[int], int]
 ) -> None:
-    wrong = attack(folders(case.build), case, reader, fuzz_inputs(1))
+    count = fuzz_inputs(0)  # without --fuzz, files and readers share the damages
+    wrong = attack(folders(case.build), case, reader, count or 1, 1 if count else SHARE)
     assert not wrong, f"{len(wrong)} damages:\n" + "\n".join(wrong[:20])
 
 
@@ -186,7 +193,18 @@ QUICK = [
 @pytest.mark.parametrize(("case", "reader"), QUICK[:1], ids=["traces"])
 def test_some_damage_is_detected_or_harmless(folders: Callable[..., Written], case: Case, reader: Reader) -> None:
     """The first few attacks, for each run of the tests."""
-    assert not attack(folders(case.build), case, reader, 0, quick=True)
+    assert not attack(folders(case.build), case, reader, 0, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", {case.build: None for case in CASES}, ids=lambda build: build.__name__)
+def test_every_file_that_is_written_is_attacked(
+    folders: Callable[..., Written], build: Callable[[Commands, Path], None]
+) -> None:
+    """A new file of a command needs a case, or a place in :data:`UNREAD`."""
+    known = [*UNREAD, *made.INPUTS, *(case.pattern for case in CASES if case.build is build)]
+    found = files(folders(build), "*")
+    assert not [name for name in found if not any(fnmatch.fnmatch(name, pattern) for pattern in known)]
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ class Written:
         count: int,
         may_differ: Callable[[str], bool] = lambda damage: False,
         others: Sequence[str] = (),
-        quick: bool = False,
+        share: int = 1,
     ) -> list[str]:
         """Damage a file in every way, each in a fresh copy, and let each reader read it; return what was wrong.
 
@@ -102,15 +102,15 @@ class Written:
             count: Number of random flips and of random truncations.
             may_differ: Whether another result is acceptable after a damage of this name.
             others: Files in the folder that it is exchanged with.
-            quick: Whether to make every fourth damage only.
+            share: One of so many damages is made, others for each file and each reader.
         """
         rng = random.Random(zlib.crc32(name.encode()))
         path = self.scratch / name
         self.copy()
         found = []
         every = list(damages(path, [self.scratch / other for other in others], rng, count))
-        for damage, do in every[:: 4 if quick else 1]:
-            for reader in readers:
+        for reader in readers:
+            for damage, do in every[zlib.crc32(f"{name} {reader.name}".encode()) % share :: share]:
                 found += self._judged(name, damage, do, reader, may_differ(damage))
         return found
 

@@ -26,7 +26,7 @@ from cordillera.models.ranking.graphs.nasrec import from_nasrec, is_nasrec
 from cordillera.recipe import RankingRecipe
 from cordillera.reports import page
 from cordillera.reports.ranking.architectures import chosen_settings, search_page
-from cordillera.run import SEARCH_FILE, Run, write_atomically
+from cordillera.run import SEARCH_FILE, Run, read_recipe, write_atomically
 from cordillera.training.ranking.architecture_search.searchers import (
     Goal,
     LearntSearcher,
@@ -310,7 +310,7 @@ def _open(folder: Path, recipe: RankingRecipe, described: dict[str, Any]) -> Run
     saved["config"] = _identity(SearchConfig, saved.get("config", {}), ("trials", "judge"))
     saved["space"] = _identity(SpaceConfig, saved.get("space", {}))
     differs = [key for key, value in described.items() if saved.get(key) != json.loads(json.dumps(value))]
-    if run.recipe_file.read_text() != text:
+    if read_recipe(run)[0] != text:
         differs.append("recipe")
     if differs:
         what = " and ".join(sorted(differs))
