@@ -120,7 +120,13 @@ class Commands:
             "seconds": seconds,
             "clock": clock,
         }
-        answer = self._ask(request)
+        try:
+            answer = self._ask(request)
+        except BaseException:  # such as the deadline of a test: the answer would be taken for that of the next command
+            if self._server is not None:
+                self._server.kill()
+                self._server = None
+            raise
         return Outcome(words, **answer)
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ WRITERS: dict[str, tuple[Callable[[Commands, Path], None], Sequence[str]]] = {
     "compare": (made.ranking, ("compare", "run", "--out", "new.html")),
     "recipe new": (made.ranking, ("recipe", "new", "log.csv", "--label", "click", "--out", "new.toml")),
     "train a language model": (made.language, TRAIN),
-    "average": (made.language, ("average", "run", "--out", "new")),
+    "average": (made.language, ("average", "run", "model", "--out", "new")),
     "convert to Meta's layout": (made.language, ("convert", "model", "new", "--to", "meta")),
     "convert to Hugging Face's layout": (made.language, ("convert", "model", "new")),
     "convert to GGUF": (made.language, ("convert", "model", "new.gguf")),
