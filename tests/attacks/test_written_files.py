@@ -111,11 +111,12 @@ CASES = (
     Case(made.traced, "json/trace_[03]*", (BLAME_JSON,)),
 )
 
-UNREAD = ("*.html", "*.svg", "*.md", "*/.lock", "*/tensorboard/*", "plan/trace.json",
+UNREAD = ("*.html", "*.svg", "*.md", "run/placement.txt", "*/.lock", "*/tensorboard/*", "plan/trace.json",
           "run/injection.json")  # fmt: skip
 """What no command reads."""
 
-SAME = ("pickle/trace_*", "json/trace_*", "run/training-probe.safetensors")
+SAME = ("pickle/trace_*", "json/trace_*", "run/training-probe.safetensors",
+        "found/front/*.toml", "copy/*")  # fmt: skip
 """Files of which others of the same kind are attacked."""
 
 ABSENT = "missing"

@@ -75,7 +75,7 @@ class SlowConnections:
                 transport.close()
 
 
-def explain_full_loop(loop: asyncio.AbstractEventLoop, say: Callable[[str], None]) -> None:
+def explain_full_loop(loop: asyncio.AbstractEventLoop, say: Callable[[str], object]) -> None:
     """Let a loop say in a line that it can accept no more connections for now; other errors are told as before."""
 
     def told(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
