@@ -3,7 +3,7 @@
 #   make demo     train Wukong on MovieLens-100K and write its report
 #   make test     run the tests that take minutes together
 #   make test-all run the long tests too: meshes, documentation commands, kills
-#   make test-attacks  damage files, fill disks, set clocks: whole commands on bad days, an hour on two cores
+#   make test-attacks  damage files, fill disks, set clocks: whole commands on bad days, on two cores
 #   make test-benchmarks  run the long tests of benchmarks, each with few points
 #   make check    format, lint, types, layers, names, figures of the documentation
 #   make figures  write the figures of the documentation from benchmarks/results/

@@ -17,18 +17,27 @@ from tests.cli.test_search import RECIPE as SEARCHED
 from tests.cli.test_search import SPACE
 from tests.cli.test_tiers import IDS
 
+INPUTS = ("log.csv", "small.toml", "tiny.toml", "space.toml", "streams.toml", "text.jsonl", "cluster.toml", "job.toml",
+          "north-*.parquet", "south-*.parquet")  # fmt: skip
+"""Files that are written by hand."""
+
 
 def _done(commands: Commands, folder: Path, *words: object) -> None:
-    outcome = commands(*words, folder=folder)
+    outcome = commands(*words, folder=folder, seconds=600.0)  # the first may have to compile kernels
     assert outcome.code == 0, outcome.text
+
+
+def trained(commands: Commands, folder: Path, *settings: str) -> None:
+    """A run."""
+    write_log(folder / "log.csv", rows=600)
+    text = RANKING.format(path="log.csv").replace("epochs = 6", 'epochs = 2\ncheckpoint_every = 5\nprecision = "fp32"')
+    (folder / "small.toml").write_text(text)
+    _done(commands, folder, "train", "small.toml", "--run", "run", *settings)
 
 
 def ranking(commands: Commands, folder: Path) -> None:
     """A run with all that commands add to it."""
-    write_log(folder / "log.csv", rows=600)
-    text = RANKING.format(path="log.csv").replace("epochs = 6", 'epochs = 2\ncheckpoint_every = 5\nprecision = "fp32"')
-    (folder / "small.toml").write_text(text + "probe_every = 3\n")
-    _done(commands, folder, "train", "small.toml", "--run", "run")
+    trained(commands, folder, "--set", "training.probe_every=3")
     _done(commands, folder, "quantize", "run", "--budget", "5")
     _done(commands, folder, "probe", "run")
     _done(commands, folder, "inject", "run", "-n", "32", "--samples", "32")
@@ -42,7 +51,43 @@ def language(commands: Commands, folder: Path) -> None:
     write_text(folder / "text.jsonl")
     (folder / "small.toml").write_text(LANGUAGE.replace("warmup_steps = 2", 'decay = "none"'))
     _done(commands, folder, "train", "small.toml", "--run", "run")
-    _done(commands, folder, "average", "run", "--out", "model")
+    _done(commands, folder, "convert", "run", "model")
+
+
+def drafted(commands: Commands, folder: Path) -> None:
+    """A published model, and a file of a drafter for it."""
+    import torch
+
+    from cordillera.models.language.checkpoints import open_checkpoint, read_model
+    from cordillera.models.language.checkpoints.drafter_file import write_drafter
+    from cordillera.models.language.draft_model import DRAFT, DraftConfig
+    from cordillera.models.language.llama import Llama
+    from tests.serving.small_models import write_model
+
+    source = open_checkpoint(write_model(folder / "model", head_dim=32, tied=False))
+    draft = DraftConfig(kind="head", layers=1, length=3, vocabulary=source.config.vocabulary - 4)
+    held = Llama(source.config.model_copy(update={"draft": draft}))
+    held.init_weights(7)
+    own = dict(held.named_parameters()) | dict(read_model(source).named_parameters())
+
+    class Held:
+        config, path = held.config, folder
+
+        def read(self, name: str, out: torch.Tensor) -> None:
+            out.copy_(own[name].detach())
+
+    assert any(name.startswith(DRAFT) for name in own)
+    write_drafter(Held(), folder / "drafter.safetensors", {})  # type: ignore[arg-type]
+
+
+def divided(commands: Commands, folder: Path) -> None:
+    """A run whose tables two processes wrote, each its part."""
+    trained(commands, folder, "--set", "parallel.processes=2", "--set", "training.max_steps=10")
+
+
+def filed(commands: Commands, folder: Path) -> None:
+    """A run whose tables lie in a file."""
+    trained(commands, folder, "--set", "tables.storage=file", "--set", "tables.cache=0.5")
 
 
 def searched(commands: Commands, folder: Path) -> None:

@@ -148,7 +148,7 @@ def test_names_of_a_language_run(commands: Commands, tmp_path: Path, kind: str) 
         ["evaluate", run],
         ["report", run],
         ["compare", run, "--out", "compare.html"],
-        ["average", run, "--out", f"mean{run}"],
+        ["average", run, run, "--out", f"mean{run}"],
         ["generate", run, f"say {name}", "--max-new-tokens", "4"],
         ["generate", run, "say", "--choice", name, "--max-new-tokens", "4"],
         ["generate", run, "say", "--max-new-tokens", "4", "--json"],

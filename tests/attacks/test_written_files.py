@@ -31,9 +31,13 @@ FOLLOWED = Reader(("train", "small.toml", "--run", "other", "--set", "model.towe
                    "--set", "training.max_steps=2"), ("other/checkpoints/step-000000002/tensors.safetensors",),
                   prints=False)  # fmt: skip
 
+ALONE = Reader((*RESUME.arguments[:3], "--set", "training.max_steps=12", "--set", "parallel.processes=1", "--quiet"),
+               ("run/checkpoints/step-000000012/tensors.safetensors",), prints=False)  # fmt: skip
+
 GENERATE = Reader(("generate", "run", "the river", "--max-new-tokens", "8", "--temperature", "0", "--quiet"))
 PUBLISHED = Reader(("generate", "model", *GENERATE.arguments[2:]))
-AVERAGE = Reader(("average", "run", "--out", "mean"), ("mean/model.safetensors",), prints=False)
+DRAFTED = Reader((*PUBLISHED.arguments, "--drafter", "drafter.safetensors"))
+AVERAGE = Reader(("average", "run", "model", "--out", "mean"), ("mean/model.safetensors",), prints=False)
 SAID = Reader(("evaluate", "run", "--json"), ("run/evaluation.json",), prints=False)
 GO_ON = Reader(("train", "run", "--resume", "--set", "training.steps=14", "--quiet"),
                ("run/checkpoints/step-000000014/weights-00000.safetensors",), prints=False)  # fmt: skip
@@ -83,6 +87,10 @@ CASES = (
     Case(made.ranking, "run/probe.safetensors", (PLANNED,)),
     Case(made.ranking, "run/towers.json", (FOLLOWED,)),
     Case(made.ranking, "cache/prepared/*/*", (EVALUATE, TOWERS)),
+    Case(made.divided, "run/checkpoints/*10/*", (PREDICT, ALONE)),
+    Case(made.filed, "run/checkpoints/*10/*", (PREDICT,)),
+    Case(made.filed, "run/checkpoints/*10/rows/*", (PREDICT, RESUME)),
+    Case(made.drafted, "drafter.safetensors", (DRAFTED,)),
     Case(made.language, "run/checkpoints/*12/*", (GENERATE, GO_ON), ("model/model.safetensors",)),
     Case(made.language, "run/checkpoints/*12/[mw]*", (AVERAGE,)),
     Case(made.language, "run/recipe.toml", (GENERATE, SAID, REPORT)),
@@ -103,6 +111,14 @@ CASES = (
     Case(made.traced, "json/trace_[03]*", (BLAME_JSON,)),
 )
 
+UNREAD = ("*.html", "*.svg", "*.md", "run/placement.txt", "*/.lock", "*/tensorboard/*", "plan/trace.json",
+          "run/injection.json")  # fmt: skip
+"""What no command reads."""
+
+SAME = ("pickle/trace_*", "json/trace_*", "run/training-probe.safetensors",
+        "found/front/*.toml", "copy/*")  # fmt: skip
+"""Files of which others of the same kind are attacked."""
+
 ABSENT = "missing"
 EDITED = ("bit", "cut", "16 bytes", "a line break", "twice")
 UNSEALED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
@@ -113,10 +129,7 @@ UNSEALED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ("run/environment.json", "report"): ((ABSENT,), "it is for readers, and the page has a blank there"),
     ("run/model.json", "report"): ((ABSENT,), "the page says that it is missing"),
     ("run/model.json", "compare"): ((ABSENT,), "the table has blanks in its place"),
-    ("found/metrics.jsonl", "report"): (
-        (ABSENT, "cut"),
-        "as if the search was stopped: it tries what is missing again",
-    ),
+    ("found/status.json", "report"): ((ABSENT,), "the page says that the search has not ended"),
     ("found/search.json", "report"): ((ABSENT,), "the folder is then that of a run, whose page lists what is missing"),
 }
 """Damages, by the beginnings of their names, after which another result is no defect, by file and command, and why."""
@@ -135,15 +148,15 @@ def files(written: Written, pattern: str) -> list[str]:
     return [name for name in names if fnmatch.fnmatch(name, pattern)]
 
 
-def attack(written: Written, case: Case, reader: Reader, count: int, quick: bool = False) -> list[str]:
-    """Damage each file of a case in every way and let a command read it; return what was wrong.
+def attack(written: Written, case: Case, reader: Reader, count: int, share: int = 1) -> list[str]:
+    """Damage each file of a case and let a command read it; return what was wrong.
 
     Args:
         written: Folder of the case.
         case: Case.
         reader: One of its commands.
         count: Number of random flips, and of random truncations, of each file.
-        quick: Whether to make every fourth damage only.
+        share: One of so many damages is made.
     """
     found = files(written, case.pattern)
     assert found, f"{case.build.__name__} makes no {case.pattern}"
@@ -151,15 +164,17 @@ def attack(written: Written, case: Case, reader: Reader, count: int, quick: bool
     for name in found:
         spared, _ = UNSEALED.get((name, reader.arguments[0]), ((), ""))
         others = [other for other in case.others if Path(other).suffix == Path(name).suffix]
-        wrong += written.attack(name, [reader], count, lambda damage: damage.startswith(spared), others, quick)  # noqa: B023
+        wrong += written.attack(name, [reader], count, lambda damage: damage.startswith(spared), others, share)  # noqa: B023
     return wrong
 
+
+SHARE = 6
+"""Damages of a file and a reader of which one is made in each run of the attacks; ``--fuzz`` makes all."""
 
 PAIRS = [(case, reader) for case in CASES for reader in case.readers]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("case", "reader"),
     PAIRS,
@@ -168,7 +183,8 @@ PAIRS = [(case, reader) for case in CASES for reader in case.readers]
 def test_damage_is_detected_or_harmless(
     folders: Callable[..., Written], case: Case, reader: Reader, fuzz_inputs: Callable[[int], int]
 ) -> None:
-    wrong = attack(folders(case.build), case, reader, fuzz_inputs(1))
+    count = fuzz_inputs(0)  # without --fuzz, files and readers share the damages
+    wrong = attack(folders(case.build), case, reader, count or 1, 1 if count else SHARE)
     assert not wrong, f"{len(wrong)} damages:\n" + "\n".join(wrong[:20])
 
 
@@ -181,7 +197,18 @@ QUICK = [
 @pytest.mark.parametrize(("case", "reader"), QUICK[:1], ids=["traces"])
 def test_some_damage_is_detected_or_harmless(folders: Callable[..., Written], case: Case, reader: Reader) -> None:
     """The first few attacks, for each run of the tests."""
-    assert not attack(folders(case.build), case, reader, 0, quick=True)
+    assert not attack(folders(case.build), case, reader, 0, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", {case.build: None for case in CASES}, ids=lambda build: build.__name__)
+def test_every_file_that_is_written_is_attacked(
+    folders: Callable[..., Written], build: Callable[[Commands, Path], None]
+) -> None:
+    """A new file of a command needs a case, or a place in :data:`UNREAD`."""
+    known = [*UNREAD, *SAME, *made.INPUTS, *(case.pattern for case in CASES)]
+    found = files(folders(build), "*")
+    assert not [name for name in found if not any(fnmatch.fnmatch(name, pattern) for pattern in known)]
 
 
 @pytest.mark.slow

@@ -187,6 +187,7 @@ def test_a_search_goes_on_where_it_was(files: Any, tried: list[str], tmp_path: P
     lines = path.read_text().splitlines(keepends=True)
     torn = lines[kept][:40] if kept else ""  # it was killed while it wrote a line
     path.write_text("".join(lines[:kept]) + torn)
+    (tmp_path / "cut" / "status.json").unlink()  # which is of a search that has ended
     tried.clear()
     again = workflows.search(*files, config, folder=tmp_path / "cut")
     assert len(tried) == 11 - kept
@@ -284,6 +285,35 @@ def test_the_page_of_a_search_is_written_again(cli: Any, files: Any, tried: list
     assert ("training.learning_rate = " in made.out) == ("training.learning_rate = " in before) == setting
 
 
+@pytest.mark.parametrize("kept", [0, 1, 8])
+def test_a_record_that_was_cut_is_refused(cli: Any, files: Any, tried: list[str], kept: int) -> None:
+    search = ("search", files[0], "--space", files[1], "--run", "run", "--trials", 9)
+    assert cli(*search).code == 0
+    path = Path("run/metrics.jsonl")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:kept]))
+    for arguments in (search, ("report", "run")):
+        done = cli(*arguments)
+        assert done.code == 2
+        assert f"metrics.jsonl: holds {kept} whole records, 9 were written" in " ".join(done.err.split())
+    path.unlink()
+    assert cli("report", "run").code == 2
+
+
+def test_the_page_of_a_search_that_has_not_ended_says_so(files: Any, tried: list[str], tmp_path: Path) -> None:
+    def stop(candidate: SearchCandidate, planned: int) -> None:
+        if candidate.number == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        workflows.search(*files, settings(), folder=tmp_path / "run", on_candidate=stop)
+    banner = f"has not ended: it runs, or was stopped. Candidates on record: {len(entries(tmp_path / 'run'))}."
+    assert banner in module.report_search(tmp_path / "run").read_text()
+    outcome = workflows.search(*files, settings(), folder=tmp_path / "run")
+    assert "has not ended" not in outcome.report.read_text()
+    assert "has not ended" not in module.report_search(tmp_path / "run").read_text()
+
+
 @pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "command",
@@ -335,6 +365,7 @@ def test_the_front_is_judged_with_new_seeds_on_the_test_split(
     assert f"{best:.4f} to {best + 0.02:.4f}" in text
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:-1]))  # killed before the last was judged
+    (tmp_path / "run" / "status.json").unlink()
     tried.clear()
     again = workflows.search(*files, settings(trial=TrialConfig(seeds=2), judge=3), folder=tmp_path / "run")
     assert len(tried) == 1

@@ -56,7 +56,14 @@ def test_an_interrupted_file_is_gone_on_with(begun: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ['{"messages": []}\n', "words\n", '{"text": 1}\n', '{"messages": [{"role": "user"}], "number": 0}\n', '{"prompt'],
+    [
+        '{"messages": []}\n',
+        "words\n",
+        '{"text": 1}\n',
+        '{"messages": [{"role": "user"}], "number": 0}\n',
+        '{"prompt',
+        "[" * 100_000 + "\n",
+    ],
 )
 def test_files_of_others_are_refused(begun: Path, content: str) -> None:
     Path("chats.jsonl").write_text(content)

@@ -43,6 +43,7 @@ def search_page(
     front: Sequence[str],
     settings: Mapping[str, Any],
     judged: Mapping[str, tuple[float, Sequence[float]]] | None = None,
+    banner: str = "",
 ) -> str:
     """Return the HTML page of a search.
 
@@ -54,6 +55,7 @@ def search_page(
         settings: Settings by name.
         judged: Mean NE of the validation split over new seeds, and NE of the test split of each, by the name of the
             candidate.
+        banner: Warning at the top; empty for none.
     """
     judged = judged or {}
     finished = [one for one in entries if one["stage"] == "finished"]
@@ -66,6 +68,7 @@ def search_page(
         "architectures",
         name=name,
         lede=description,
+        banner=banner,
         tiles=_tiles(entries, finished, best),
         charts=[_front_chart(finished, best, judged), _path(entries)],
         front=[_row(one, judged if seeds else {}, chosen) for one in reversed(best)],

@@ -95,10 +95,12 @@ def create_app(services: Services, *, api_key: str | None = None, body_bytes: in
         """Return metrics in Prometheus' form."""
         return Response(await to_thread.run_sync(generate_latest, services.registry), media_type=CONTENT_TYPE_LATEST)
 
+    # read once: when too many connections are open, no file can be opened
+    text = files("cordillera.serving.http").joinpath("page.html").read_text(encoding="utf-8")
+
     @app.get("/", response_model=None)
     async def page() -> Response:
         """Return the page on which a person tries the models."""
-        text = files("cordillera.serving.http").joinpath("page.html").read_text(encoding="utf-8")
         return HTMLResponse(text, headers={"Content-Security-Policy": _POLICY})
 
     return _Limits(app, api_key, body_bytes)

@@ -7,11 +7,15 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from cordillera.errors import CordilleraError, DataError, OverloadError, UnavailableError, printable
 from cordillera.toml_files import explain
+
+CLIENT_LEFT = 499
+"""Status of a request whose client has gone, as nginx calls it; nobody reads the answer."""
 
 _KINDS = {
     400: "invalid_request_error",
@@ -105,6 +109,10 @@ def handle_errors(app: FastAPI) -> None:
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         what = {404: f"there is no {request.url.path}", 405: f"{request.method} is not answered here"}
         return error_answer(error.status_code, what.get(error.status_code, str(error.detail)))
+
+    @app.exception_handler(ClientDisconnect)
+    async def _left(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_LEFT)  # nobody reads it
 
     @app.exception_handler(Exception)
     async def _other(request: Request, error: Exception) -> JSONResponse:

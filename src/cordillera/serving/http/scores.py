@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from cordillera.errors import CordilleraError, OverloadError
-from cordillera.serving.http.errors import error_answer, status_of, told
+from cordillera.serving.http.errors import CLIENT_LEFT, error_answer, status_of, told
 from cordillera.serving.ranking.micro_batcher import ClosedError, DeadlineError
 from cordillera.serving.ranking.row_reader import RowError, parse_json
 from cordillera.serving.ranking.score_service import RowScores, ScoreRequest, ScoreService
@@ -24,7 +24,6 @@ ARROW = "application/vnd.apache.arrow.stream"
 _ARROW_TYPES = (ARROW, "application/vnd.apache.arrow.file")
 _SMALL = 8192  # bytes of a body that is read faster than a thread is asked to
 _FEW = 64  # rows of an answer that is written faster than a thread is asked to
-_CLIENT_LEFT = 499  # as nginx calls it; nobody reads the answer
 _KEYS = frozenset({"model", "rows", "explain"})
 
 
@@ -67,7 +66,7 @@ class _Scoring:
                 assert self.service is not None
                 found = await self._scores(checked)
                 if found is None:
-                    return Response(status_code=_CLIENT_LEFT)
+                    return Response(status_code=CLIENT_LEFT)
                 write = self._write_arrow if self._wants_arrow() else self._write_json
                 few = len(found.scores) <= _FEW and found.effects is None
                 response = write(found) if few else await anyio.to_thread.run_sync(write, found)

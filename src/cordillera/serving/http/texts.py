@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from cordillera.data.tokenizers.tokenizer import Tokenizer, check_text
 from cordillera.errors import DataError
 from cordillera.serving.http.bodies import ChatBody, CompletionBody, TextBody
-from cordillera.serving.http.errors import answer_to, error_answer, error_body, param_of, status_of, told
+from cordillera.serving.http.errors import CLIENT_LEFT, answer_to, error_answer, error_body, param_of, status_of, told
 from cordillera.serving.language.engine import check_prompt
 from cordillera.serving.language.guided import Form
 from cordillera.serving.language.sampler import TokenChance
@@ -365,7 +365,7 @@ async def _answer(exchange: _Exchange, request: Request) -> Response:
     answer, gone = asyncio.ensure_future(exchange.answer()), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return answer.result() if answer.done() else Response(status_code=499)
+        return answer.result() if answer.done() else Response(status_code=CLIENT_LEFT)
     finally:
         for task in (answer, gone):
             task.cancel()

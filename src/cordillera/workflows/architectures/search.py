@@ -26,7 +26,7 @@ from cordillera.models.ranking.graphs.nasrec import from_nasrec, is_nasrec
 from cordillera.recipe import RankingRecipe
 from cordillera.reports import page
 from cordillera.reports.ranking.architectures import chosen_settings, search_page
-from cordillera.run import SEARCH_FILE, Run, write_atomically
+from cordillera.run import SEARCH_FILE, Run, read_recipe, write_atomically
 from cordillera.training.ranking.architecture_search.searchers import (
     Goal,
     LearntSearcher,
@@ -202,6 +202,8 @@ def search(
     run = _open(Path(folder) if folder is not None else Path("runs") / f"{recipe.name}-search", recipe, described)
     with run.lock(), _stopped_by_signals():
         run.rewind_metrics(0)  # keeps all records, but not the part of a line that a killed process left
+        planned = len(proposals) + config.trials
+        run.write_status(None, 0, planned)
         say(f"data: {recipe.data.label}")
         splits = prepare(recipe.data)
         for split, needed in (("validation", True), ("test", config.judge > 0)):
@@ -214,13 +216,15 @@ def search(
             try:
                 for candidate in found.candidates(pool):
                     if on_candidate is not None:
-                        on_candidate(candidate, len(proposals) + config.trials)
+                        on_candidate(candidate, planned)
                 judged = found.judge(workers, say)
             except KeyboardInterrupt:
                 raise Interrupted(
                     f"{len(found.done)} trials are saved", where=str(run.folder), remedy="give the same command again"
                 ) from None
-        return _finish(run, content, found, judged)
+        outcome = _finish(run, content, found, judged)
+        run.write_status("exhausted" if found.is_exhausted else "finished", len(found.done), planned)
+        return outcome
 
 
 @contextlib.contextmanager
@@ -306,7 +310,7 @@ def _open(folder: Path, recipe: RankingRecipe, described: dict[str, Any]) -> Run
     saved["config"] = _identity(SearchConfig, saved.get("config", {}), ("trials", "judge"))
     saved["space"] = _identity(SpaceConfig, saved.get("space", {}))
     differs = [key for key, value in described.items() if saved.get(key) != json.loads(json.dumps(value))]
-    if run.recipe_file.read_text() != text:
+    if read_recipe(run)[0] != text:
         differs.append("recipe")
     if differs:
         what = " and ".join(sorted(differs))
@@ -458,6 +462,7 @@ def _write_page(
     tried: Sequence[SearchCandidate],
     best: Sequence[SearchCandidate],
     judged: Mapping[str, SearchTrial],
+    banner: str = "",
 ) -> Path:
     trial = config.trial.model_dump(mode="json", exclude_none=True)
     settings = {
@@ -481,7 +486,8 @@ def _write_page(
     ]
     described = f"search by {config.searcher} on {content['data'].get('dataset') or 'own data'}"
     tested = {name: (one.ne, one.test_ne_of_seeds) for name, one in judged.items()}
-    return page.write(run, search_page(run.name, described, entries, [one.name for one in best], settings, tested))
+    names = [one.name for one in best]
+    return page.write(run, search_page(run.name, described, entries, names, settings, tested, banner))
 
 
 def report_search(folder: Path | str) -> Path:
@@ -511,7 +517,10 @@ def report_search(folder: Path | str) -> Path:
     by_name = {one["name"]: SearchTrial.from_dict(one) for one in judged if one["seeds"] == seeds}
     found = {one.name: by_name[one.name] for one in best if one.name in by_name}
     config = config.model_copy(update={"judge": seeds})
-    return _write_page(run, config, content, size, tried, best, found)
+    status, banner = run.status(), ""
+    if status is None or not status.is_complete:
+        banner = f"This search has not ended: it runs, or was stopped. Candidates on record: {len(tried):,}."
+    return _write_page(run, config, content, size, tried, best, found, banner)
 
 
 def read_proposals(text: str, where: str) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from typing import Any
 from cordillera.data.language.chats.rows import read_prompts
 from cordillera.data.tokenizers.chat import Message
 from cordillera.errors import DataError
+from cordillera.files import parse_json
 from cordillera.intervals import wilson_interval
 from cordillera.run import disk_errors
 from cordillera.serving.language.language_model import LanguageModel
@@ -162,10 +163,10 @@ def _done(path: Path, asked: Sequence[Prompt], samples: int) -> list[dict[str, A
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(content[:whole].split(b"\n")[:-1]):
         try:
-            row = json.loads(line)
+            row = parse_json(line, str(path))
             prompt = [(turn["role"], turn["content"]) for turn in row["messages"][:-1]]
             rewards = [float(value) for value in row["rewards"]]
-        except (ValueError, KeyError, TypeError) as error:
+        except (DataError, ValueError, KeyError, TypeError) as error:
             raise _other(path, number) from error
         if number >= len(asked) or prompt != [(turn.role, turn.content) for turn in asked[number]]:
             raise _other(path, number)

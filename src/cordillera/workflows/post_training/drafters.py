@@ -7,7 +7,7 @@ from pathlib import Path
 from cordillera.errors import DataError
 from cordillera.models.language.checkpoints import open_checkpoint
 from cordillera.models.language.checkpoints.drafter_file import write_drafter
-from cordillera.run import Run
+from cordillera.run import Run, read_recipe
 from cordillera.serving.language.language_model import find_model, run_of
 
 
@@ -39,6 +39,6 @@ def _facts(run: Run | None, evaluations: list[dict[str, object]]) -> dict[str, o
     """Return what a run says of its training: its recipe, and its last evaluation."""
     if run is None:
         return {}
-    recipe = (run.folder / "recipe.toml").read_text(encoding="utf-8")
+    recipe, _ = read_recipe(run)
     last = evaluations[-1] if evaluations else {}
     return {"recipe": recipe, "evaluation": {name: last[name] for name in ("step", "loss", "measures") if name in last}}

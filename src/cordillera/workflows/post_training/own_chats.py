@@ -15,6 +15,7 @@ from typing import NamedTuple
 from cordillera.data.tokenizers.chat import ChatFormat, Control, Message, PromptPiece
 from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import DataError
+from cordillera.files import parse_json
 from cordillera.kernels.dense.few_rows import MOST_ROWS
 from cordillera.run import disk_errors
 from cordillera.serving.language.engine import Engine
@@ -187,9 +188,9 @@ def _written(path: Path) -> list[int]:
     numbers: list[int] = []
     for place, line in enumerate(content[:whole].split(b"\n")[:-1], 1):
         try:
-            row = json.loads(line)
+            row = parse_json(line, str(path))
             number, roles = int(row["number"]), [turn["role"] for turn in row["messages"]]
-        except (ValueError, KeyError, TypeError) as error:
+        except (DataError, ValueError, KeyError, TypeError) as error:
             raise _other(path, place) from error
         if roles != ["user", "assistant"] or number <= (numbers[-1] if numbers else -1):
             raise _other(path, place)

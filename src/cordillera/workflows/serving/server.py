@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import ipaddress
@@ -19,6 +20,7 @@ from cordillera.errors import DataError, RunError
 from cordillera.recipe import RankingRecipe
 from cordillera.run import Run
 from cordillera.serving.http.app import BODY_BYTES, Services, create_app
+from cordillera.serving.http.connections import SlowConnections, explain_full_loop
 from cordillera.serving.language.engine import TOGETHER
 from cordillera.serving.language.language_model import LanguageModel
 from cordillera.serving.language.text_metrics import TextMetrics
@@ -159,7 +161,7 @@ def serve(
     with bind(config) as listening:  # before models are read, which takes long
         services = open_services(models, config, say)
         app = create_app(services, api_key=config.api_key, body_bytes=config.body_bytes)
-        address = _address(listening)
+        address, slow = _address(listening), SlowConnections()
         settings = uvicorn.Config(
             app,
             log_level="error",
@@ -171,9 +173,15 @@ def serve(
 
         class Server(uvicorn.Server):
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+                explain_full_loop(asyncio.get_running_loop(), say)
                 await super().startup(sockets)
                 if ready is not None:
                     ready(address)
+
+            async def on_tick(self, counter: int) -> bool:
+                if counter % 10 == 0:  # about once a second
+                    slow.end(self.server_state.connections)
+                return await super().on_tick(counter)
 
         # What was loaded stays: without this, each full collection looks through it, and all stands still for 0.2 s.
         gc.collect()

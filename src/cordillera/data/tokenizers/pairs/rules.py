@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from cordillera.data.tokenizers.pairs.sentencepiece import SPACE
@@ -22,8 +23,11 @@ SPARE_IDS = 1 << 16
 EXPRESSION = 4096
 """Largest number of characters of an expression."""
 
-REPEATS = 3
-"""Largest number of parts of variable length in an alternative, the power of a length by which time may grow."""
+LENGTH = 1000
+"""Number of characters for which the ways are counted in which an expression can be tried."""
+
+WAYS = 32 * LENGTH
+"""Largest number of those ways, so that one part of any length may be tried again, and not one within another."""
 
 GROWTH = 64
 """Largest number of characters into which replacements may turn one character."""
@@ -31,6 +35,7 @@ GROWTH = 64
 _RULES, _DEPTH = 32, 4
 _NORMALIZERS = frozenset(("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "ByteLevel"))
 _SPLITTERS = frozenset(("ByteLevel", "Digits", "Punctuation", "UnicodeScripts"))
+_KEEPS = frozenset(("(?=", "(?!", "(?<=", "(?<!", "(?>"))
 _QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(,?)(\d*)\}")
 _CLASS_OR_LETTER = re.compile(r"\\(?:[pPxu]\{[^}]*\}|.)|\(\?(?:[a-z-]*[:)]|[=!>]|<[=!]|#[^)]*\))|.", re.DOTALL)
 
@@ -146,29 +151,112 @@ def _replacement(rule: Mapping[str, Any], where: str) -> int:
     return max(1, size + 1 if expression else -(-size // len(text)))
 
 
+@dataclass
+class _Item:
+    """A letter, a class or a group of an expression, at one place of a text of :data:`LENGTH` characters.
+
+    Attributes:
+        ways: Number of ways in which it can match.
+        tried: Number of ways that may be tried until it matches or fails.
+        all_tried: Number of ways that may be tried if all that comes after it fails.
+        needed: Whether it can fail.
+        branches: Whether it can match a text in several ways.
+    """
+
+    ways: int = 1
+    tried: int = 1
+    all_tried: int = 1
+    needed: bool = True
+    branches: bool = False
+
+
+class _Group:
+    """An open group of an expression.
+
+    A part whose length varies is tried again, with another length, whenever a later part fails; after parts that
+    cannot fail, it is not.
+
+    Args:
+        keeps: Whether it keeps its first match, as a look ahead does: what comes after it does not try another.
+    """
+
+    def __init__(self, keeps: bool = False) -> None:
+        self.keeps = keeps
+        self.item: _Item | None = None
+        self._before = _Item()  # items before, in this alternative
+        self._earlier = _Item(0, 0, 0)  # alternatives before
+
+    def add(self, item: _Item) -> None:
+        """Begin another item after that which was the last."""
+        self._settle()
+        self.item = item
+
+    def repeat(self, quantifier: re.Match[str]) -> None:
+        """Take the quantifier of the last item."""
+        assert self.item is not None
+        low, comma, high = quantifier.groups()
+        if low is None:
+            low, high = {"*": (0, ""), "+": (1, ""), "?": (0, 1)}[quantifier[0]]
+        elif not comma:
+            high = low
+        most = LENGTH if high == "" else int(high) - int(low or 0)
+        more = max(0, min(most, LENGTH))
+        self.item.needed = int(low or 0) > 0
+        self.item.ways += more
+        self.item.all_tried += more
+        self._earlier.branches |= most != 0
+
+    def begin_alternative(self) -> None:
+        """End an alternative, for another."""
+        self._earlier, self._before = self._so_far(), _Item()
+        self._earlier.branches = True
+
+    def close(self) -> _Item:
+        """Return the group as an item of that around it."""
+        found = self._so_far()
+        if self.keeps:  # but each time it is entered, it may read all of the text
+            found.ways, found.tried = 1, found.all_tried
+        return found
+
+    def _so_far(self) -> _Item:
+        self._settle()
+        one, other = self._earlier, self._before
+        return _Item(
+            one.ways + other.ways,
+            one.tried + other.tried,
+            one.all_tried + other.all_tried,
+            branches=one.branches,
+        )
+
+    def _settle(self) -> None:
+        """Count the last item among those before."""
+        if (item := self.item) is None:
+            return
+        before, self.item = self._before, None
+        again = max(before.all_tried, before.ways * item.tried) if item.needed else item.tried
+        before.tried = max(before.tried, again)
+        before.all_tried = max(before.all_tried, before.ways * item.all_tried)
+        before.ways *= item.ways
+        self._earlier.branches |= item.branches
+
+
 def _problem(expression: str) -> str | None:
     """Reason why an expression could take unbounded time; None if it repeats only letters, classes and their groups."""
-    branching = [False]  # for every open group: whether it can match a text in several ways
-    repeats = [0]  # for every open group: number of parts of any length in its current alternative
-    within, item = 0, None  # depth within a class; whether the last item branches, None without an item
-    place, quantified = 0, ""
+    groups = [_Group()]  # those that are open, and the whole
+    within, place, quantified = 0, 0, ""  # depth within a class; first character of the item's quantifier
     while place < len(expression):
-        if not within and item is not None and (found := _QUANTIFIER.match(expression, place)):
+        if not within and groups[-1].item is not None and (found := _QUANTIFIER.match(expression, place)):
             place = found.end()
-            fixed = found[1] is not None and not found[2] and found[1] != ""
             if quantified:
                 if quantified == "{" or found[0] not in ("?", "+"):
                     if found[0] == "?":
                         continue
                     return "repeats a repetition"
                 continue
-            if item and found[0] != "?":
+            if groups[-1].item.branches and found[0] != "?":
                 return "repeats what can match in several ways"
             quantified = found[0][0]
-            branching[-1] |= not fixed
-            repeats[-1] += not fixed and found[0] != "?"
-            if repeats[-1] > REPEATS:
-                return f"has more than {REPEATS} parts of any length one after another"
+            groups[-1].repeat(found)
             continue
         letter = _CLASS_OR_LETTER.match(expression, place)
         assert letter is not None
@@ -188,19 +276,18 @@ def _problem(expression: str) -> str | None:
         elif text.startswith("(") and not text.endswith(")"):
             if text == "(" and expression[place : place + 1] in ("?", "*"):
                 return "has a group of an unknown kind"
-            branching.append(False)
-            repeats.append(0)
-            item = None
+            groups.append(_Group(keeps=text in _KEEPS))
             continue
         elif text == ")":
-            if len(branching) == 1:
+            if len(groups) == 1:
                 return "closes a group that is not open"
-            item = branching.pop()
-            branching[-1] |= item
-            repeats[-2:] = [repeats[-2] + repeats[-1]]
+            group = groups.pop()
+            groups[-1].add(group.close())
             continue
         elif text == "|":
-            branching[-1], repeats[-1], item = True, 0, None
+            groups[-1].begin_alternative()
             continue
-        item = False
+        groups[-1].add(_Item())
+    if len(groups) == 1 and groups[0].close().tried > WAYS:
+        return f"could be tried in more than {WAYS:,} ways at each of {LENGTH:,} characters"
     return None
