@@ -8,6 +8,7 @@ does not depend on those beside it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -382,9 +383,10 @@ class _Described:
     def __init__(self, blocks: nn.ModuleList, number: int) -> None:
         block = blocks[number]
         self.norms, self.layers, self.extras = list[int](), list[list[int]](), list[int]()
-        self._modules: list[tuple[Mapping[str, Any], str, nn.Module]] = [(blocks._modules, str(number), block)]
-        self._places = list[tuple[Mapping[str, Any], str, int]]()
-        self._tensors = list[Tensor]()  # keeps the memory at these addresses, also if layers get other weights
+        # what lies under a name in a dictionary: modules and tensors
+        self._held: tuple[list[Any], list[Any], list[Any]] = ([blocks._modules], [str(number)], [block])
+        self._weights, self._places = list[Tensor](), list[int]()
+        self._memory = list[Tensor]()  # at these places, also if layers get other weights
         for name in (*NORMS, *LAYERS, *EXTRAS):
             module = block
             if name in EXTRAS and not hasattr(block.get_submodule("attention"), name.rpartition(".")[2]):
@@ -392,7 +394,7 @@ class _Described:
                 continue
             for part in name.split("."):
                 holder, module = module, module.get_submodule(part)
-                self._modules.append((holder._modules, part, module))
+                self._hold(holder._modules, part, module)
             if name in NORMS or name in EXTRAS:
                 weight = module.get_parameter("weight")
                 if weight.dtype == torch.bfloat16 and weight.is_contiguous():
@@ -404,20 +406,26 @@ class _Described:
 
     def _keep(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            held = module._parameters if name in module._parameters else module._buffers
-            self._places.append((held, name, tensor.data_ptr()))
-            self._tensors.append(tensor.detach())
+            self._hold(module._parameters if name in module._parameters else module._buffers, name, tensor)
+            self._weights.append(tensor)
+            self._places.append(tensor.data_ptr())
+            self._memory.append(tensor.detach())
 
-    def is_right(self) -> bool:
-        """Return whether all layers are described, and they and their weights are still where they were."""
-        for held, name, module in self._modules:
-            if held.get(name) is not module:
-                return False
-        for held, name, place in self._places:
-            if (tensor := held.get(name)) is None or tensor.data_ptr() != place:
-                return False
+    def _hold(self, *held: Any) -> None:
+        for some, one in zip(self._held, held, strict=True):
+            some.append(one)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all layers are described."""
         found = len(self.norms), len(self.layers), len(self.extras)
         return found == (len(NORMS), len(LAYERS), len(EXTRAS))
+
+    def is_right(self) -> bool:
+        """Return whether layers and their weights are still where they were."""
+        dictionaries, names, expected = self._held
+        are_there = all(map(operator.is_, map(dict.get, dictionaries, names), expected))
+        return are_there and list(map(Tensor.data_ptr, self._weights)) == self._places
 
 
 class DecoderBlocks:
@@ -431,7 +439,7 @@ class DecoderBlocks:
 
     def __init__(self, blocks: nn.ModuleList, eps: float) -> None:
         self._described, self._eps = [_Described(blocks, number) for number in range(len(blocks))], np.float32(eps)
-        are_right = all(one.is_right() for one in self._described)
+        are_right = all(one.is_whole for one in self._described)
         self._layers, self._norms, self._extras = (
             np.array([getattr(one, name) for one in self._described], np.int64) if are_right else None
             for name in ("layers", "norms", "extras")
