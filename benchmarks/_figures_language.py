@@ -175,12 +175,27 @@ def packed_drafts() -> str:
 
 
 def packed_weights() -> str:
-    """Return generation with packed weights beside bfloat16."""
+    """Return generation with packed weights beside bfloat16, and llama.cpp with one text at a time."""
+    found = results("llama-packed")
     rows = []
-    for one in results("llama-packed")["results"]:
-        rates = [f"{one['tokens_per_s'][dtype]['median']:.1f} tokens/s" for dtype in ("bfloat16", "int4")]
-        rows.append([str(one["texts"]), *spread(one["times_bfloat16"]), *rates])
-    return table(["texts at a time", "int4 over bfloat16", "quartiles", "bfloat16", "int4"], rows)
+    for one in found["results"]:
+        for name, times in one["times_bfloat16"].items():
+            asked = found["targets"].get(name, "") if one["texts"] == 1 else ""
+            rate = f"{one['tokens_per_s'][name]['median']:.1f} tokens/s"
+            ratio = [rate] if name == "bfloat16" else [rate, *spread(times)]
+            rows.append([str(one["texts"]), name, *ratio, *[""] * (3 - len(ratio)), str(asked)])
+    return table(["texts at a time", "weights", "rate", "over bfloat16", "quartiles", "asked"], rows)
+
+
+def packed_perplexity() -> str:
+    """Return the perplexity with each kind of weights."""
+    found = results("llama-packed")["perplexity"]
+    return table(["weights", "perplexity"], [[name, f"{value:.3f}"] for name, value in found.items()])
+
+
+def packed_texts(key: str) -> str:
+    """Return the number of texts, or of tokens of each, that perplexities are of."""
+    return str(results("llama-packed")[key])
 
 
 def packed_bytes(dtype: str) -> str:
@@ -438,6 +453,10 @@ FIGURES: Figures = {
     "llama-regret": regret,
     "llama-loading": loading,
     "llama-packed": packed_weights,
+    "llama-perplexity": packed_perplexity,
+    "llama-perplexity-texts": partial(packed_texts, "texts"),
+    "llama-perplexity-tokens": partial(packed_texts, "tokens_a_text"),
+    "llama-packed-bytes-8": partial(packed_bytes, "int8"),
     "llama-packed-bytes": partial(packed_bytes, "int4"),
     "llama-plain-bytes": partial(packed_bytes, "bfloat16"),
     "llama-training": training,

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 from cordillera.data.tokenizers.chat import ChatFormat, Control, Message, PromptPiece
-from cordillera.data.tokenizers.pairs.sentencepiece import SpacePrefix
 from cordillera.errors import DataError
+
+SpacePrefix = Literal["never", "first", "always"]
+"""Places at which text gets a space in front: nowhere, at its beginning, or after special tokens too."""
 
 WHITE_SPACE = "".join(map(chr, (*range(9, 14), 32, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B))))
 WHITE_SPACE += "\u2028\u2029\u202f\u205f\u3000"

@@ -30,7 +30,8 @@ class PackedRows(NamedTuple):
     Attributes:
         codes: Codes, ``uint8 [outputs, inner / 32, 16]`` of four bits from 0 to 15, the first 16 inputs of a group in
             the lower halves of the bytes; or ``int8 [outputs, inner / 32, 32]``.
-        scales: Scale of each group, and what is added to its weights, ``float16 [outputs, inner / 32, 2]``.
+        scales: Scale of each group, and what is added to its weights, 0 for codes of eight bits, ``float16 [outputs,
+            inner / 32, 2]``.
     """
 
     codes: Tensor

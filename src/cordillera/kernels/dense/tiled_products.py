@@ -150,7 +150,8 @@ def _unpacked(builder: Any, bits: int, codes: Any, scales: Any, group: Any) -> A
         """Products and sums are rounded apart, as in float32 arithmetic of other libraries."""
         count = numbers.type.count
         found = numbers
-        for offset, compute in ((0, builder.fmul), (4, builder.fadd)):  # the scale, the least weight
+        steps = [(0, builder.fmul), (4, builder.fadd)]  # the scale, the least weight
+        for offset, compute in steps[: 2 if bits == 4 else 1]:  # codes of eight bits have a sign
             value = builder.load(_at(builder, scales, group, 8, offset, ir.FloatType()), align=4)
             one = builder.insert_element(ir.Constant(numbers.type, ir.Undefined), value, _WORD(0))
             found = compute(found, _mixed(builder, one, one, [0] * count))
@@ -161,7 +162,10 @@ def _unpacked(builder: Any, bits: int, codes: Any, scales: Any, group: Any) -> A
             ir.Constant(ir.VectorType(ir.FloatType(), len(some)), [float(code) for code in some]) for some in _TABLE
         ]
         return _chosen(builder, [weights(numbers) for numbers in table], load(0))
-    found = (weights(builder.sitofp(builder.sext(load(place), _WORDS), _SINGLES)) for place in (0, 16))
+    found = [weights(builder.sitofp(builder.sext(load(place), _WORDS), _SINGLES)) for place in (0, 16)]
+    if multiplies_pairs():
+        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+        return builder.call(_declared(builder, name, _ALL, [_SINGLES, _SINGLES]), found[::-1])
     return _beside(builder, *(_rounded(builder, one) for one in found))
 
 

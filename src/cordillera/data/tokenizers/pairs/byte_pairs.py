@@ -15,7 +15,7 @@ from typing import Any, Literal
 from cordillera.data.tokenizers.chat import JinjaChat, guess_format
 from cordillera.data.tokenizers.pairs import sentencepiece
 from cordillera.data.tokenizers.pairs.rules import check_ids, check_rules
-from cordillera.data.tokenizers.tokenizer import Tokenizer
+from cordillera.data.tokenizers.tokenizer import SpacePrefix, Tokenizer
 from cordillera.errors import DataError
 
 LLAMA3_WORDS = (
@@ -178,7 +178,7 @@ class BytePairs:
                 raise DataError(f"merge {number} is not a pair of tokens", where=str(self.path))
 
     @property
-    def prefix(self) -> sentencepiece.SpacePrefix:
+    def prefix(self) -> SpacePrefix:
         """Where texts get a space in front."""
         if not self.has_pieces or self.has_prefix:
             return "always" if self.has_prefix else "never"

@@ -12,8 +12,9 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from cordillera.data.tokenizers.tokenizer import SpacePrefix
 from cordillera.errors import DataError
 
 SPACE = "\u2581"
@@ -24,9 +25,6 @@ BYTE_NAMES = {f"<0x{byte:02X}>": byte for byte in range(256)}
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Kinds of token, of the same numbers in SentencePiece (sentencepiece_model.proto) and GGUF (llama.h)."""
-
-SpacePrefix = Literal["never", "first", "always"]
-"""Places at which text gets a space in front: nowhere, at its beginning, or after special tokens too."""
 
 LONGEST = 512
 """Largest number of characters of a token that is made by merges."""
