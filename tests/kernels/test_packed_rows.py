@@ -42,16 +42,15 @@ def drawn(outputs: int, groups: int, bits: int, seed: int = 0) -> PackedRows:
         codes = torch.randint(-128, 128, (outputs, groups, 32), generator=draws).to(torch.int8)
     scales = torch.randn(outputs, groups, 2, generator=draws)
     scales[torch.rand(outputs, groups, generator=draws) < 0.1] = 0.0
-    if bits == 8:
-        scales[..., 1] = 0.0
-    return PackedRows(codes, scales.half())
+    return PackedRows(codes, (scales if bits == 4 else scales[..., :1]).half().contiguous())
 
 
 def by_definition(packed: PackedRows) -> np.ndarray:
     codes, scales = packed.codes.numpy(), packed.scales.numpy().astype(np.float32)
     if codes.dtype == np.uint8:
         codes = np.concatenate([codes % 16, codes // 16], -1)
-    return (codes.astype(np.float32) * scales[..., :1] + scales[..., 1:]).reshape(packed.shape)
+    weights = codes.astype(np.float32) * scales[..., :1]
+    return (weights + scales[..., 1:] if scales.shape[-1] == 2 else weights).reshape(packed.shape)
 
 
 @pytest.mark.parametrize("way", WAYS)

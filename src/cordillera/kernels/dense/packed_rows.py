@@ -1,9 +1,9 @@
 """Linear layers whose weights are codes of four or eight bits in groups of 32 inputs, with a scale each.
 
-A weight is ``code * scale + least``, rounded to bfloat16 as it is read; products are those of
-:mod:`~cordillera.kernels.dense.few_rows` with these weights, to the bit, on x86 processors with AVX2. Codes are those
-of GGUF's formats Q4_0, Q4_1 and Q8_0, so that such a file's weights are neither rounded again nor unpacked in memory. A
-pass over few rows then reads a third or a half of the bytes.
+A weight is ``code * scale``, of four bits ``code * scale + least``, rounded to bfloat16 as it is read; products are
+those of :mod:`~cordillera.kernels.dense.few_rows` with these weights, to the bit, on x86 processors with AVX2. Codes
+are those of GGUF's formats Q4_0, Q4_1 and Q8_0, so that such a file's weights are neither rounded again nor unpacked in
+memory. A pass over few rows then reads a third or a half of the bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cordillera.kernels.dense.bf16_amx import OUTPUTS
 from cordillera.kernels.dense.bf16_amx import available as amx_available
 from cordillera.kernels.dense.bf16_tiles import available
 from cordillera.kernels.dense.few_rows import MOST_ROWS, few_rows_linear, many_rows_linear
-from cordillera.kernels.dense.tiled_products import GROUP, multiply, unpack_groups
+from cordillera.kernels.dense.tiled_products import GROUP, multiply, scale_bytes, unpack_groups
 from cordillera.kernels.numba_support import array, pool, threads_for
 
 
@@ -30,8 +30,8 @@ class PackedRows(NamedTuple):
     Attributes:
         codes: Codes, ``uint8 [outputs, inner / 32, 16]`` of four bits from 0 to 15, the first 16 inputs of a group in
             the lower halves of the bytes; or ``int8 [outputs, inner / 32, 32]``.
-        scales: Scale of each group, and what is added to its weights, 0 for codes of eight bits, ``float16 [outputs,
-            inner / 32, 2]``.
+        scales: Scale of each group, and for codes of four bits what is added to its weights, ``float16 [outputs, inner
+            / 32, 2]``, or ``[outputs, inner / 32, 1]``.
     """
 
     codes: Tensor
@@ -63,7 +63,7 @@ def _unpack_all(codes: Any, scales: Any, bits: Any, out: Any, threads: int) -> N
         for block in range(blocks * chunk // threads, blocks * (chunk + 1) // threads):
             place, of_wide = OUTPUTS * block * groups, np.int64(wide.ctypes.data)
             own, to = of_codes + 4 * bits * place, of_out + 2 * GROUP * place
-            unpack_groups(bits, own, of_scales + 4 * place, OUTPUTS * groups, of_wide, to)
+            unpack_groups(bits, own, of_scales + scale_bytes(bits) * place, OUTPUTS * groups, of_wide, to)
 
 
 def unpacked(packed: PackedRows) -> Tensor:
@@ -77,8 +77,9 @@ def unpacked(packed: PackedRows) -> Tensor:
         return out
     if _bits(codes) == 4:
         codes = torch.cat([codes & 15, codes >> 4], -1)
-    scale, least = scales.float()[..., None].unbind(2)
-    return (codes.float() * scale + least).view(packed.shape).bfloat16()
+    scale, *least = scales.float()[..., None].unbind(2)
+    weights = codes.float() * scale
+    return (weights + least[0] if least else weights).view(packed.shape).bfloat16()
 
 
 def packed_linear(x: Tensor, packed: PackedRows) -> Tensor:

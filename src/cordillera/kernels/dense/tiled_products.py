@@ -58,17 +58,23 @@ def _at(builder: Any, base: Any, step: Any, size: int, offset: int, kind: Any) -
     return builder.inttoptr(place, kind.as_pointer())
 
 
+@compiled()
+def scale_bytes(bits: Any) -> Any:
+    """Return the bytes of the scale of a group with codes of so many bits, and of its least weight, if it has one."""
+    return 4 if bits == 4 else 2
+
+
 @intrinsic
-def _widen_scales(typing_context: Any, scales: Any, groups: Any, out: Any) -> Any:
-    """Convert the float16 pairs of groups at an address, a multiple of eight, to float32 at another.
+def _widen_halves(typing_context: Any, scales: Any, count: Any, out: Any) -> Any:
+    """Convert float16 at an address, a multiple of sixteen, to float32 at another.
 
     NaN get the bits of which :func:`_rounded` makes NaN.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        scales, groups, out = arguments
+        scales, count, out = arguments
         halves = ir.VectorType(ir.HalfType(), _LANES)
-        with cgutils.for_range(builder, builder.lshr(groups, _WIDE(3)), intp=_WIDE) as loop:
+        with cgutils.for_range(builder, builder.lshr(count, _WIDE(4)), intp=_WIDE) as loop:
             found = builder.load(_at(builder, scales, loop.index, 32, 0, halves), align=2)
             wide = builder.fpext(found, _SINGLES)
             is_nan = builder.fcmp_unordered("uno", wide, wide)
@@ -150,9 +156,9 @@ def _unpacked(builder: Any, bits: int, codes: Any, scales: Any, group: Any) -> A
         """Products and sums are rounded apart, as in float32 arithmetic of other libraries."""
         count = numbers.type.count
         found = numbers
-        steps = [(0, builder.fmul), (4, builder.fadd)]  # the scale, the least weight
-        for offset, compute in steps[: 2 if bits == 4 else 1]:  # codes of eight bits have a sign
-            value = builder.load(_at(builder, scales, group, 8, offset, ir.FloatType()), align=4)
+        steps = [(0, builder.fmul), (4, builder.fadd)][: 2 if bits == 4 else 1]  # the scale, the least weight
+        for offset, compute in steps:
+            value = builder.load(_at(builder, scales, group, 4 * len(steps), offset, ir.FloatType()), align=4)
             one = builder.insert_element(ir.Constant(numbers.type, ir.Undefined), value, _WORD(0))
             found = compute(found, _mixed(builder, one, one, [0] * count))
         return found
@@ -190,7 +196,7 @@ def _unpack(bits: int) -> Any:
 
 _unpack_four, _unpack_eight = _unpack(4), _unpack(8)
 """Unpack groups of codes to bfloat16. Arguments: addresses of the codes, and of scales and least weights in float32,
-``[groups, 2]``; the number of groups; and the address of the weights."""
+``[groups, 2]``, or of scales of eight bits, ``[groups]``; the number of groups; and the address of the weights."""
 
 
 def _packed_products(bits: int, is_double: bool) -> Any:
@@ -236,8 +242,8 @@ def _packed_products(bits: int, is_double: bool) -> Any:
 
 @compiled()
 def unpack_groups(bits: Any, codes: Any, scales: Any, groups: Any, wide: Any, out: Any) -> None:
-    """Unpack groups, a multiple of eight, by way of their scales in float32 at ``wide``."""
-    _widen_scales(scales, groups, wide)
+    """Unpack groups, a multiple of sixteen, by way of their scales in float32 at ``wide``."""
+    _widen_halves(scales, groups * scale_bytes(bits) // 2, wide)
     if bits == 4:
         _unpack_four(codes, wide, groups, out)
     else:
@@ -355,7 +361,7 @@ def outputs_of(layer: Any, block: Any, x: Any, scratch: Any, out: Any, start: An
     (rows, inner), bits = x.shape, layer[2]
     groups = inner // GROUP
     place, of_row = OUTPUTS * block * groups, np.int64(2 * inner)
-    own, scales = layer[0] + 4 * bits * place, layer[1] + 4 * place
+    own, scales = layer[0] + 4 * bits * place, layer[1] + scale_bytes(bits) * place
     of_unpacked, of_wide, steps = np.int64(weight.ctypes.data), np.int64(wide.ctypes.data), np.int64(groups)
     if shapes is None:
         if bits != WHOLE:
@@ -376,7 +382,7 @@ def outputs_of(layer: Any, block: Any, x: Any, scratch: Any, out: Any, start: An
         first, of_sums, of_others = min(rows, COLUMNS), np.int64(sums.ctypes.data), np.int64(others.ctypes.data)
         second, of_x, of_more = rows - first, np.int64(pairs.ctypes.data), np.int64(more.ctypes.data)
         if bits != WHOLE:
-            _widen_scales(scales, OUTPUTS * groups, of_wide)
+            _widen_halves(scales, OUTPUTS * groups * scale_bytes(bits) // 2, of_wide)
         _tiled(bits, own, of_wide, of_unpacked, of_x, 4 * first, of_more, 4 * second, steps, of_sums, of_others)
         store_rounded(sums, halves, out, start, stride)
         if second:

@@ -31,21 +31,21 @@ def pack_rows(weight: Tensor, bits: int) -> PackedRows:
     groups = weight.detach().float().view(outputs, inner // GROUP, GROUP)
     if bits == 8:
         scale = (groups.abs().amax(-1) / 127).half()
-        least = torch.zeros_like(scale)
+        scales = scale[..., None]
     else:
         low, high = torch.aminmax(groups, dim=-1)
         least = low.half()
         scale = ((high - least.float()).clamp_(min=0) / 15).half()
-    if not (scale.isfinite().all() and least.isfinite().all()):
+        scales = torch.stack([scale, least], -1)
+    if not scales.isfinite().all():
         raise NumericsError("has numbers beyond what scales in float16 reach", where="weight")
     divisor = torch.where(scale > 0, scale, 1).float()[..., None]
-    codes = ((groups - least.float()[..., None]) / divisor).round_()
     if bits == 8:
-        codes = codes.clamp_(-127, 127).to(torch.int8)
+        codes = (groups / divisor).round_().clamp_(-127, 127).to(torch.int8)
     else:
-        codes = codes.clamp_(0, 15).to(torch.uint8)
+        codes = ((groups - least.float()[..., None]) / divisor).round_().clamp_(0, 15).to(torch.uint8)
         codes = codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4
-    return PackedRows(codes.contiguous(), torch.stack([scale, least], -1))
+    return PackedRows(codes.contiguous(), scales)
 
 
 class PackedLinear(nn.Module):

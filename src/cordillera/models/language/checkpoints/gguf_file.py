@@ -189,8 +189,8 @@ class GGUFFile(Source):
             interleaved_to_halves(order, rows)
             raw = raw[rows.flatten().numpy()]
         scales = torch.from_numpy(raw[..., : 4 if kind == "Q4_1" else 2].copy()).view(torch.float16)
-        if kind != "Q4_1":  # codes of Q4_0 are 8 more than the numbers that they stand for
-            scales = torch.cat([scales, (-8 if kind == "Q4_0" else 0) * scales], -1)
+        if kind == "Q4_0":  # codes are 8 more than the numbers that they stand for
+            scales = torch.cat([scales, -8 * scales], -1)
         if not scales.isfinite().all():
             raise CheckpointError(
                 f"tensor {self.name_of(name)} holds NaN or infinity", where=str(self.path), remedy="download it again"
