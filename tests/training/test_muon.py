@@ -8,6 +8,7 @@ from torch import nn
 
 from cordillera.distributed.mesh import ParallelConfig
 from cordillera.errors import PlanError
+from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.training.language.engine import LanguageConfig, check_optimizer
 from cordillera.training.optimizers import Muon, build_adamw, orthogonal
 
@@ -60,6 +61,21 @@ def test_steps_are_those_of_torch() -> None:
     for start, mine, other in zip(before, ours.parameters(), theirs.parameters(), strict=True):
         moved = (other - start).detach().norm()
         assert float((mine - other).detach().norm() / moved) < 0.02
+
+
+def test_embedding_and_head_are_left_to_adamw() -> None:
+    torch.manual_seed(0)
+    found = {}
+    for muon in (False, True):
+        model = Llama(LlamaConfig(layers=1, hidden=16, heads=2, kv_heads=2, ffn=24, vocabulary=32))
+        model.init_weights()
+        settings = {"learning_rate": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+        optimizer = build_adamw(model, muon=muon, **settings)  # type: ignore[arg-type]
+        model(torch.arange(9), torch.tensor([0, 9])).square().sum().backward()
+        optimizer.step()
+        found[muon] = dict(model.named_parameters())
+    differing = {name for name, one in found[True].items() if not torch.equal(one, found[False][name])}
+    assert differing == {name for name, one in found[True].items() if name.startswith("layers") and one.dim() == 2}
 
 
 def test_muon_is_refused_where_matrices_are_cut() -> None:

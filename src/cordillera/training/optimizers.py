@@ -40,18 +40,20 @@ def build_adamw(
         betas: Decay rates of the two moments.
         eps: Term added to the denominator.
         weight_decay: Decoupled decay per step, multiplied by the learning rate (Loshchilov and Hutter 2019).
-        muon: Whether matrices are updated by :class:`Muon`; they must be whole in this process.
+        muon: Whether matrices other than a language model's ``embedding`` and ``head`` are updated by :class:`Muon`;
+            they must be whole in this process.
     """
     groups: dict[Any, dict[str, Any]] = {}
-    for parameter in dense_parameters(model).values():
+    for name, parameter in dense_parameters(model).items():
         matrix = parameter.dim() >= 2
+        is_hidden = muon and parameter.dim() == 2 and not name.endswith(("embedding.weight", "head.weight"))
         # tensors of different meshes cannot be updated by one call
         group = groups.setdefault(
-            (not matrix, getattr(parameter, "device_mesh", None)),
-            {"params": [], "weight_decay": weight_decay if matrix else 0.0},
+            (not matrix, not is_hidden, getattr(parameter, "device_mesh", None)),
+            {"params": [], "weight_decay": weight_decay if matrix else 0.0} | ({"muon": is_hidden} if muon else {}),
         )
         group["params"].append(parameter)
-    ordered = sorted(groups.items(), key=lambda item: item[0][0])  # matrices first
+    ordered = sorted(groups.items(), key=lambda item: item[0][:2])  # matrices first
     kind = Muon if muon else torch.optim.AdamW
     return kind([group for _, group in ordered], lr=learning_rate, betas=betas, eps=eps, fused=True)
 
@@ -94,7 +96,7 @@ def load_moments(
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for matrices and AdamW for other tensors (Jordan et al. 2024; Liu et al. 2025 for the size of updates).
+    """Muon for matrices of groups with ``muon``, AdamW for the rest (Jordan et al. 2024; Liu et al. 2025 for sizes).
 
     A matrix moves by the nearest orthogonal one to its momentum, times ``0.2 sqrt(max(rows, columns))``: in all
     directions as far, and on the mean as far as AdamW moves. The state is that of AdamW, ``exp_avg`` of which is the
@@ -103,10 +105,10 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update all tensors that have a gradient; gradients of matrices are gone afterwards."""
+        """Update all tensors that have a gradient; gradients of Muon's matrices are gone afterwards."""
         for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.dim() != 2 or weight.grad is None:
+            for weight in group["params"] if group["muon"] else ():
+                if weight.grad is None:
                     continue
                 own, gradient = local(weight), local(weight.grad)
                 state = self.state[weight]

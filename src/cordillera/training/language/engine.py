@@ -59,8 +59,8 @@ class LanguageConfig(BaseModel):
     """Settings of the optimizer and of the computation.
 
     Attributes:
-        optimizer: ``adamw``, or ``muon``, which orthogonalizes the updates of matrices and leaves the rest to AdamW;
-            ``muon`` trains in one process.
+        optimizer: ``adamw``, or ``muon``, which orthogonalizes the updates of matrices but the embedding and the head,
+            and leaves the rest to AdamW; ``muon`` trains in one process.
         learning_rate: Learning rate; Muon's updates are about as large as AdamW's at the same rate.
         betas: Decay rates of AdamW's two moments, at least 0 and below 1.
         eps: Term added to AdamW's denominator.
