@@ -368,9 +368,9 @@ def test_steps_that_are_not_finite_are_skipped_counted_and_shown(cli, recipe, tm
 
 MISTAKES = [
     (["model.heads=3"], "heads (3) must divide hidden"),
-    (["parallel.tensor=4"], "kv_heads (2) is not divisible by tensor (4)"),
+    (["parallel.tensor=3"], "tensor (3)"),
     (["parallel.pipeline=5"], "layers (2) are fewer than the stages (5)"),
-    (["model.rope_scaling.rope_type='yarn'"], "model.rope_scaling.rope_type"),
+    (["model.rope_scaling.rope_type='longrope'"], "model.rope_scaling.rope_type"),
     (["model.preset='llama-9b'"], "model.preset"),
     (["model.vocabulary=100"], "model.vocabulary"),
     (["data.path='nowhere.jsonl'"], "nowhere.jsonl"),

@@ -23,12 +23,28 @@ from cordillera.workflows.planning import Calibrated, Planned, PlannedRecommende
 from .test_printing import cells
 
 
-def plan(seconds: float, **values: Any) -> SimpleNamespace:
+class Layout(SimpleNamespace):
+    """Degrees of a plan, with a short name."""
+
+    def __str__(self) -> str:
+        return "tensor=8"
+
+
+def plan(seconds: float, error: float | None = None, **values: Any) -> SimpleNamespace:
     """A plan of a language and of a recommendation model at once."""
-    layout = SimpleNamespace(recompute="full")
+    layout = Layout(recompute="full", fp8="none")
     step = SimpleNamespace(memory_bytes=12.6e9)
     some = {"layout": layout, "across": "data", "schedule": SimpleNamespace(name="1f1b"), "utilisation": 0.456}
-    return SimpleNamespace(seconds=seconds, samples_per_s=4.5e6, step=step, cut="in rows", **some, **values)
+    return SimpleNamespace(
+        seconds=seconds,
+        error=error and error / seconds,
+        error_s=error,
+        samples_per_s=4.5e6,
+        step=step,
+        cut="in rows",
+        **some,
+        **values,
+    )
 
 
 def planned(kind: type, *seconds: float, base: float = 9.0, what_if: tuple[Case, ...] = ()) -> Any:
@@ -40,7 +56,8 @@ def planned(kind: type, *seconds: float, base: float = 9.0, what_if: tuple[Case,
     cost = SimpleNamespace(calibration=SimpleNamespace(provenance="measured", described="measured"), products=None)
     work = SimpleNamespace(name="work", batch=500, sequence=4000, model=SimpleNamespace(gated=False))
     explorer = SimpleNamespace(
-        workload=work, topology=SimpleNamespace(name="cluster"), cost=cost, devices=2048, base_source="published"
+        workload=work, topology=SimpleNamespace(name="cluster"), cost=cost, devices=2048, base_source="published",
+        constants="measured",
     )  # fmt: skip
     one = kind.__new__(kind)
     files = {"plan.html": Path("p/plan.html"), "plan.json": Path("p/plan.json")}
@@ -52,12 +69,14 @@ def planned(kind: type, *seconds: float, base: float = 9.0, what_if: tuple[Case,
 
 
 def test_plans_of_language_models_are_listed_with_the_production_like_one_last() -> None:
-    table = planning._list_layouts("title", planned(Planned, 1.2345, 2.0, 3.0, 4.0, 5.0, 6.0))
+    made = planned(Planned, 1.2345, 2.0, 3.0, 4.0, 5.0, 6.0)
+    made.found.plans[0] = plan(1.2345, error=0.05)
+    table = planning._list_layouts("title", made)
     rows = cells(table)
-    assert rows[0] == ["", "layout", "recompute", "across", "schedule", "step", "MFU", "GB"]
+    assert rows[0] == ["", "layout", "recompute", "across", "schedule", "step", "±", "MFU", "GB"]
     assert [row[0] for row in rows[1:]] == [*"12345", "base"]
     assert [row[5] for row in rows[1:]] == ["1.234 s", "2.000 s", "3.000 s", "4.000 s", "5.000 s", "9.000 s"]
-    assert rows[1][2:5] + rows[1][6:] == ["full", "data", "1f1b", "45.6 %", "13"]
+    assert rows[1][2:5] + rows[1][6:] == ["full", "data", "1f1b", "0.05 s", "45.6 %", "13"]
 
 
 def test_plans_of_recommendation_models_are_listed_in_milliseconds() -> None:
@@ -86,7 +105,7 @@ def test_clusters_are_compared_by_step_and_by_what_is_trained_in_a_second(
         )
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == "w on 2 clusters"
-        assert lines[1].split() == ["cluster", "layout", "devices", "step", "a", "second", "GB"]
+        assert lines[1].split() == ["cluster", "layout", "devices", "step", "±", "a", "second", "GB"]
         assert re.sub(" {2,}", "  ", lines[3].strip()) == f"b  {one.found.best.layout}  2,048  {step}  {speed}  13"
 
 
@@ -104,6 +123,7 @@ def test_a_plan_is_printed_with_its_gain_its_cases_and_its_files(
         "interrupted: this is the best until then",
         "2.50 times as fast as the production-like plan (base), both simulated:",
         "  it is shorter",
+        "the error of 2.000 s is not known",
         "with one thing: 4.000 s (-50.00 %)",
         "with another: 999.00 ms (+100.20 %) so",
         "with a third: 1.000 s (+100.00 %)",

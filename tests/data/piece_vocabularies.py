@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import struct
@@ -163,7 +164,7 @@ def json_content(rules: dict[str, Any] = PREPENDED, special: tuple[str, ...] = (
         "truncation": None,
         "padding": None,
         "added_tokens": added,
-        **rules,
+        **copy.deepcopy(rules),
         "post_processor": {
             "type": "TemplateProcessing",
             "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],

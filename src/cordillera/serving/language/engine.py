@@ -25,7 +25,7 @@ from cordillera.kernels.dense.few_rows import MOST_ROWS
 from cordillera.models.language.kv_cache import KVCache
 from cordillera.models.language.llama import Cache, Llama, LlamaConfig
 from cordillera.serving.language.guided import Guide
-from cordillera.serving.language.prefixes import PART, Prefix, Prefixes
+from cordillera.serving.language.prefixes import PART, Prefix, Prefixes, next_part
 from cordillera.serving.language.sampler import Sampling, TokenChance, draw_noise, penalized, sample, token_chances
 from cordillera.serving.language.speculation import (
     NOTHING,
@@ -39,7 +39,6 @@ from cordillera.serving.language.speculation import (
 TOGETHER = 16
 """Texts that are written at a time where nothing else is said: as many tokens of a pass are left for drafts."""
 
-_SHORT = 48  # tokens that are read by the kernel for few rows, several times, sooner than in one pass by layers
 Finish = Literal["stop", "length", "error"]
 _FORCED = 0.95  # chance that the model spells what a form allows in one way only with the drafted tokens
 
@@ -308,8 +307,7 @@ class Engine:
 
     def _read(self, text: _Text) -> int:
         """Read the next part of a prompt, if there is room; return its number of tokens."""
-        unread = len(text.unread)
-        count = min(unread, MOST_TOKENS if self.model.few is not None and unread <= _SHORT else PART)
+        count = next_part(self.model, len(text.unread))
         while not self._has_room(lambda: self._cache.pages_needed(text.slot, count)):
             if self._set_aside() is text:
                 return count

@@ -26,7 +26,7 @@ from cordillera.models.language.llama import Llama
 from cordillera.models.language.rope import rope_table
 from cordillera.models.language.stages import cut_layers
 from cordillera.serving.language.engine import check_prompt
-from cordillera.serving.language.prefixes import PART
+from cordillera.serving.language.prefixes import next_part
 from cordillera.serving.language.sampler import Sampling, draw_noise, sample
 
 _IN_FLIGHT = 4  # messages to a stage whose arrival is not yet known
@@ -137,10 +137,11 @@ class PipelineDecoder:
         """Read the prompts of a microbatch one by one, in parts that depend on the prompt alone."""
         drawn = []
         for place, number in enumerate(batch.numbers):
-            prompt = list(self._prompts[number])
-            for start in range(0, len(prompt), PART):
+            unread, hidden = list(self._prompts[number]), None
+            while unread:
+                count = next_part(self.model, len(unread))
                 rows: list[list[int]] = [[] for _ in batch.numbers]
-                rows[place] = prompt[start : start + PART]
+                rows[place], unread = unread[:count], unread[count:]
                 hidden = self._forward(batch, rows)
             if hidden is not None:
                 drawn += self._draw(batch, hidden[-1:], [place])

@@ -12,11 +12,19 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from cordillera.kernels.attention.decoding import MOST_TOKENS
 from cordillera.models.language.kv_cache import KVCache
+from cordillera.models.language.llama import Llama
 
 PART = 256
 """Tokens of a part, a multiple of the tokens of a page."""
+_SHORT = 48  # tokens that the kernel for few rows reads, in several calls, sooner than layers do in one
 _WHOLE_PROMPTS = 64  # whose logits are kept
+
+
+def next_part(model: Llama, unread: int) -> int:
+    """Return how many tokens of a prompt ``model`` reads next, of so many that are ``unread``."""
+    return min(unread, MOST_TOKENS if model.few is not None and unread <= _SHORT else PART)
 
 
 class Prefix(NamedTuple):
