@@ -19,7 +19,7 @@ import tarfile
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +202,13 @@ def _git(*words: str) -> bytes | None:
     return done.stdout
 
 
+@cache
+def _digests(code: bytes) -> frozenset[tuple[str, str]]:
+    """Return the digests of all definitions of a file, most of which are the same at many commits."""
+    module = _Module(code.decode())
+    return frozenset(module.digests(module.defined))
+
+
 @lru_cache(maxsize=64)
 def _defined_at(commit: str) -> frozenset[tuple[str, str]] | None:
     """Return the names and digests of all definitions at a commit; None if the commit is unknown."""
@@ -213,8 +220,7 @@ def _defined_at(commit: str) -> frozenset[tuple[str, str]] | None:
         for member in archive:
             file = archive.extractfile(member) if member.name.endswith(".py") else None
             if file is not None:
-                module = _module(file.read().decode())
-                found |= module.digests(module.defined)
+                found |= _digests(file.read())
     return frozenset(found)
 
 
