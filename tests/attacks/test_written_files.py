@@ -130,6 +130,14 @@ UNSEALED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ("run/model.json", "report"): ((ABSENT,), "the page says that it is missing"),
     ("run/model.json", "compare"): ((ABSENT,), "the table has blanks in its place"),
     ("found/status.json", "report"): ((ABSENT,), "the page says that the search has not ended"),
+    **{
+        (f"{kind}/trace_{rank}{end}", "blame"): (
+            (ABSENT, *EDITED),
+            "torch writes no checksum; who wrote none is blamed",
+        )
+        for kind, end in (("pickle", ""), ("json", ".json"))
+        for rank in (0, 3)
+    },
     ("found/search.json", "report"): ((ABSENT,), "the folder is then that of a run, whose page lists what is missing"),
 }
 """Damages, by the beginnings of their names, after which another result is no defect, by file and command, and why."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.attacks.commands import Commands, Outcome
 from tests.attacks.damage import Damage, damages
 
-TIMES = re.compile(rb'"(?:seconds|seal)": [^,\n]*')
+TIMES = re.compile(rb'"(?:seconds|search_seconds|seal)": [^,\n]*')
 """What differs from call to call in JSON: times, and the checksum that follows from them."""
 
 

@@ -99,8 +99,10 @@ def read_traces(folder: Path) -> list[RankTrace]:
     files: dict[int, Path] = {}
     for path in sorted(folder.iterdir()):
         match = _NAME.fullmatch(path.name)
-        if match is None or path.name.startswith(".") or path.is_dir():
+        if match is None or path.name.startswith("."):
             continue
+        if path.is_dir():
+            raise DataError("is a folder in the place of a trace", where=str(path), remedy="move it elsewhere")
         rank = int(match["rank"])
         if rank in files:
             raise DataError(f"rank {rank} has two files, {files[rank].name} and {path.name}", where=str(folder))
@@ -122,7 +124,8 @@ def read_trace(path: Path, rank: int) -> RankTrace:
     """
     where = str(path)
     try:
-        with open(path, "rb") as file:
+        # without waiting for who writes to a pipe
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise DataError("is not an ordinary file", where=where)
