@@ -12,8 +12,7 @@ from pathlib import Path
 from pydoc_data import topics
 from typing import Any
 
-import numpy as np
-import torch
+from _llama_cpp import LlamaCpp
 from _tables import print_notes
 from _timing import Spread, interleave, times_faster
 from rich.console import Console
@@ -41,43 +40,6 @@ def _bytes(model: Llama) -> int:
     return sum(tensor.nbytes for layer in layers for tensor in layer.state_dict().values())
 
 
-class _LlamaCpp:
-    """llama.cpp with a file, one text at a time.
-
-    Raises:
-        ImportError: If ``llama-cpp-python`` is not installed.
-    """
-
-    def __init__(self, path: Path) -> None:
-        import llama_cpp
-
-        threads = torch.get_num_threads()
-        self._model = llama_cpp.Llama(
-            str(path), n_ctx=WINDOW, n_batch=WINDOW, n_threads=threads, n_threads_batch=threads, logits_all=True,
-            verbose=False,
-        )  # fmt: skip
-
-    def write(self, ids: list[int], tokens: int) -> list[int]:
-        """Return greedy tokens after a prompt."""
-        self._model.reset()
-        found = []
-        for token in self._model.generate(ids, temp=0.0):
-            found.append(token)
-            if len(found) == tokens:
-                break
-        return found
-
-    def loss(self, texts: list[list[int]]) -> float:
-        """Return the mean negative log-likelihood of the tokens after the first of each text."""
-        losses = []
-        for ids in texts:
-            self._model.reset()
-            self._model.eval(ids)
-            scores = torch.from_numpy(np.array(self._model.scores[: len(ids) - 1])).double()
-            losses.append(nn.functional.cross_entropy(scores, torch.tensor(ids[1:])).item())
-        return float(np.mean(losses))
-
-
 def _texts(model: LanguageModel, count: int) -> list[str]:
     """Texts of :data:`WINDOW` tokens from the reference of Python, which Python's own library holds."""
     whole = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
@@ -87,7 +49,7 @@ def _texts(model: LanguageModel, count: int) -> list[str]:
 
 
 def _perplexities(
-    files: dict[str, tuple[str, str]], peers: dict[str, _LlamaCpp], texts: list[str], plain: LanguageModel, folder: Path
+    files: dict[str, tuple[str, str]], peers: dict[str, LlamaCpp], texts: list[str], plain: LanguageModel, folder: Path
 ) -> dict[str, float]:
     """Return perplexities by the name of a contender; ``files`` maps it to a model and a dtype."""
     sheet = folder / "texts.jsonl"
@@ -117,9 +79,10 @@ def _packed(console: Console, quick: bool, folder: Path) -> dict[str, Any]:
         for name, (model, dtype) in files.items()
         if name != "float32"
     }
-    plain, peers = models["bfloat16"], dict[str, _LlamaCpp]()
+    plain, peers = models["bfloat16"], dict[str, LlamaCpp]()
     with contextlib.suppress(ImportError):
-        peers = {"llama.cpp, Q4_1": _LlamaCpp(plain.path), "llama.cpp, Q8_0": _LlamaCpp(in_eight)}
+        for name, path in (("llama.cpp, Q4_1", plain.path), ("llama.cpp, Q8_0", in_eight)):
+            peers[name] = LlamaCpp(path, WINDOW, scores=True)
     results = []
     for count in TEXTS:
         prompts = plain.encode([QUESTION.format(n) for n in range(count)])

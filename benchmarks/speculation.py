@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import typer
+from _llama_cpp import LlamaCpp
 from _llama_peer import PeerUnavailable, transformers_llama
 from _program import Program
 from _results import FinishedPieces
@@ -109,32 +110,6 @@ def _generated(
     return [one.token for one in found], found[-1].forward + 1
 
 
-class LlamaCpp:
-    """llama.cpp's greedy generation with the codes of the same file, of which it rounds activations to eight bits.
-
-    Raises:
-        ImportError: If ``llama-cpp-python`` is not installed.
-    """
-
-    def __init__(self, ours: LanguageModel) -> None:
-        import llama_cpp
-
-        threads = torch.get_num_threads()
-        self.model = llama_cpp.Llama(
-            str(ours.path), n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False
-        )
-        self.stop = ours.tokenizer.stop_ids
-
-    def __call__(self, ids: list[int], tokens: int) -> tuple[list[int], int]:
-        self.model.reset()
-        found: list[int] = []
-        for token in self.model.generate(ids, temp=0.0):
-            found.append(token)
-            if token in self.stop or len(found) == tokens:
-                break
-        return found, len(found)
-
-
 def _contenders(
     console: Console, ours: LanguageModel, tokens: int
 ) -> dict[str, Callable[[list[int]], tuple[list[int], int]]]:
@@ -150,8 +125,13 @@ def _contenders(
         "prompt lookup": lambda ids: peer(ids, tokens, LOOKUP),
     }
     with contextlib.suppress(ImportError):
-        other = LlamaCpp(ours)
-        found["llama.cpp"] = lambda ids: other(ids, tokens)
+        other = LlamaCpp(ours.path, 2048)
+
+        def written(ids: list[int]) -> tuple[list[int], int]:
+            new = other.write(ids, tokens, ours.tokenizer.stop_ids)
+            return new, len(new)
+
+        found["llama.cpp"] = written
     for name, vllm in _vllms(console, ours, 1).items():
         found[name] = partial(vllm, tokens=tokens)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -246,12 +247,12 @@ def test_texts_are_generated_as_without_a_cache(style: str, dtype: torch.dtype) 
         ({"attention_bias": True}, "attention_bias is True, a model of type qwen3 has False here"),
         ({"rope_scaling": {"type": "longrope", "factor": 2}}, "rope_type 'longrope' is not known"),
         ({"rope_scaling": {"type": "yarn"}}, "factor is missing"),
-        ({"rope_scaling": {"type": "yarn", "factor": "two"}}, "without numbers"),
+        ({"rope_scaling": {"type": "yarn", "factor": "two"}}, "rope_scaling.factor: "),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate is False"),
         ({"rope_scaling": {"full_attention": {"rope_type": "yarn"}}}, "not an object with keys"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"use_sliding_window": True, "sliding_window": "wide"}, "sliding_window is 'wide'"),
-        ({"use_sliding_window": True, "sliding_window": 0}, "context: "),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window is 0, not a number of tokens"),
     ],
 )
 def test_what_is_not_computed_here_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -262,6 +263,15 @@ def test_what_is_not_computed_here_is_refused(tmp_path: Path, changes: dict[str,
     with pytest.raises(CheckpointError) as caught:
         load(tmp_path / "hf")
     assert said in str(caught.value)
+
+
+def test_a_scaling_that_is_not_finite_is_refused_in_gguf(tmp_path: Path) -> None:
+    config = config_of(**STYLES["yarn"])
+    for changes in ({"factor": math.inf, "attention_factor": 1.0}, {"attention_factor": math.inf}):
+        scaling = config.rope_scaling.model_copy(update=changes)  # type: ignore[union-attr]
+        save_gguf(drawn(config.model_copy(update={"rope_scaling": scaling})), tmp_path / "one.gguf", overwrite=True)
+        with pytest.raises(CheckpointError, match="rope_scaling"):
+            load(tmp_path / "one.gguf")
 
 
 def test_layouts_say_what_they_cannot_hold(tmp_path: Path) -> None:

@@ -55,7 +55,12 @@ class RopeScaling(BaseModel):
         """Factor of cosines and sines."""
         if self.rope_type != "yarn":
             return 1.0
-        return self.attention_factor or 0.1 * math.log(self.factor) + 1.0
+        return self.attention_factor or yarn_amplitude(self.factor)
+
+
+def yarn_amplitude(factor: float) -> float:
+    """Return YaRN's usual factor of cosines and sines for frequencies that are divided by ``factor``, at least 1."""
+    return 0.1 * math.log(factor) + 1.0
 
 
 class Rotary(Protocol):

@@ -43,7 +43,7 @@ from cordillera.models.language.checkpoints.source import (
 from cordillera.models.language.checkpoints.weights import WeightStream, check_experts, stream_of
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.models.language.moe import UNTRAINED
-from cordillera.models.language.rope import RopeScaling, rope_frequencies
+from cordillera.models.language.rope import RopeScaling, rope_frequencies, yarn_amplitude
 
 _NAMES = Names(
     {"embedding": "token_embd", "norm": "output_norm", "head": "output"},
@@ -316,8 +316,8 @@ class GGUFFile(Source):
             found["original_context"] = own("rope.scaling.original_context_length", context)
             found["beta_fast"] = own("rope.scaling.yarn_beta_fast", 32.0)
             found["beta_slow"] = own("rope.scaling.yarn_beta_slow", 1.0)
-            plain = RopeScaling(rope_type="yarn", factor=max(1.0, found["factor"])).amplitude
-            found["attention_factor"] = plain * own("rope.scaling.attn_factor", 1.0)
+            if (times := own("rope.scaling.attn_factor", 1.0)) != 1.0:
+                found["attention_factor"] = times * yarn_amplitude(max(1.0, found["factor"]))
         return found
 
     def _scaling(self, config: LlamaConfig, named: dict[str, Any]) -> RopeScaling | None:
@@ -493,12 +493,11 @@ def _fields(config: LlamaConfig) -> dict[str, Any]:
     if scaling is not None and scaling.rope_type != "llama3":
         own |= {"rope.scaling.type": scaling.rope_type, "rope.scaling.factor": scaling.factor}
         if scaling.rope_type == "yarn":
-            usual = scaling.model_copy(update={"attention_factor": None}).amplitude
             own |= {
                 "rope.scaling.original_context_length": scaling.original_context,
                 "rope.scaling.yarn_beta_fast": scaling.beta_fast,
                 "rope.scaling.yarn_beta_slow": scaling.beta_slow,
-                "rope.scaling.attn_factor": scaling.amplitude / usual,
+                "rope.scaling.attn_factor": scaling.amplitude / yarn_amplitude(scaling.factor),
             }
     fields = {"general.architecture": kind} | {f"{kind}.{key}": value for key, value in own.items()}
     if scaling is not None and scaling.rope_type == "llama3":

@@ -80,6 +80,7 @@ _CLASSES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
 }
+_LONGEST = 2**30  # tokens of a context
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -254,8 +255,6 @@ def _read_config(path: Path) -> tuple[LlamaConfig, bool]:
             raise _refusal(path, f"{key} is {raw[key]!r}, a model of type {kind} has {usual!r} here")
     context = raw.get("max_position_embeddings", 2048)
     scaling, theta = _read_rope(path, raw, context)
-    if scaling is not None and scaling["rope_type"] == "yarn" and isinstance(context, int):
-        context = max(context, int(scaling["factor"] * scaling["original_context"]))
     window = raw.get("sliding_window") if raw.get("use_sliding_window", not kind.startswith("qwen")) else None
     try:
         experts, width = None, "intermediate_size"
@@ -276,7 +275,7 @@ def _read_config(path: Path) -> tuple[LlamaConfig, bool]:
             "attention_bias": kind == "qwen2",
             "head_norms": kind in ("qwen3", "qwen3_moe"),
             "vocabulary": raw["vocab_size"],
-            "context": context if window is None else min(context, window),
+            "context": context,
             "tied": raw.get("tie_word_embeddings", False),
             "norm_eps": raw.get("rms_norm_eps", 1e-5 if kind == "phi3" else 1e-6),
             "rope_theta": theta,
@@ -284,9 +283,15 @@ def _read_config(path: Path) -> tuple[LlamaConfig, bool]:
         }
     except KeyError as error:
         raise _refusal(path, f"{error.args[0]} is missing") from error
-    except TypeError as error:
-        raise _refusal(path, f"sliding_window is {window!r} and max_position_embeddings {context!r}") from error
-    return make_config(path, values), kind == "phi3"
+    config = make_config(path, values)
+    longest = config.context
+    if (yarn := config.rope_scaling) is not None and yarn.rope_type == "yarn":
+        longest = max(longest, int(min(yarn.factor * yarn.original_context, _LONGEST)))
+    if window is not None:
+        if type(window) is not int or window < 1:
+            raise _refusal(path, f"sliding_window is {window!r}, not a number of tokens")
+        longest = min(longest, window)
+    return config.model_copy(update={"context": longest}), kind == "phi3"
 
 
 def _read_rope(path: Path, raw: dict[str, Any], context: Any) -> tuple[dict[str, Any] | None, Any]:
@@ -316,8 +321,6 @@ def _read_rope(path: Path, raw: dict[str, Any], context: Any) -> tuple[dict[str,
         scaling |= {key: rope[key] for key in ("beta_fast", "beta_slow", "attention_factor") if rope.get(key)}
         if rope.get("mscale") and rope.get("mscale_all_dim") and not rope.get("attention_factor"):
             raise _refusal(path, "mscale_all_dim scales attention in a way that no model of these types does")
-        if not all(isinstance(scaling[key], int | float) for key in ("factor", "original_context")):
-            raise _refusal(path, f"the rotary settings are {rope!r}, without numbers")
     return scaling, theta
 
 
