@@ -17,7 +17,6 @@ import re
 import subprocess
 import tarfile
 from collections.abc import Iterable
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -56,6 +55,7 @@ class _Module:
     def __init__(self, code: str) -> None:
         self.defined: dict[str, list[ast.AST]] = {"": []}
         self.imported: dict[str, tuple[str, str]] = {}
+        self._used: dict[str, set[tuple[str, str]]] = {}
         for node in _plain(ast.parse(code)).body:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 self.imported |= _imports(node)
@@ -72,16 +72,11 @@ class _Module:
                     if isinstance(one, (ast.Import, ast.ImportFrom)):
                         self.imported |= _imports(one)
 
-    def digests(self, names: Iterable[str]) -> set[tuple[str, str]]:
-        """Return the names of definitions with the digests of their code; nameless statements have one each."""
-        found = set()
-        for name in names:
-            nodes = self.defined.get(name, [])
-            for part in ([node] for node in nodes) if not name else [nodes]:
-                code = _MODULE.sub("cordillera", "".join(ast.dump(_Computed().visit(deepcopy(node))) for node in part))
-                code = _NAME.sub(lambda one: f"'{RENAMED.get(one[1], one[1])}'", code)
-                found.add((RENAMED.get(name, name), hashlib.sha256(code.encode()).hexdigest()))
-        return found
+    def used_by(self, name: str) -> set[tuple[str, str]]:
+        """Return what a definition uses, as :meth:`uses` does."""
+        if name not in self._used:
+            self._used[name] = self.uses(self.defined[name])
+        return self._used[name]
 
     def uses(self, nodes: Iterable[ast.AST]) -> set[tuple[str, str]]:
         """Return the names, with their modules, that nodes use; the module is empty for names of this module."""
@@ -190,7 +185,7 @@ def definitions_of(program: str, part: str) -> dict[str, set[str]]:
             fresh = {name} if module in found else {name, ""}
             found.setdefault(module, set()).update(fresh)
             for one in fresh:
-                waiting += [(other or module, used) for other, used in tree.uses(tree.defined[one])]
+                waiting += [(other or module, used) for other, used in tree.used_by(one)]
     return found
 
 
@@ -203,10 +198,16 @@ def _git(*words: str) -> bytes | None:
 
 
 @cache
-def _digests(code: bytes) -> frozenset[tuple[str, str]]:
-    """Return the digests of all definitions of a file, most of which are the same at many commits."""
-    module = _Module(code.decode())
-    return frozenset(module.digests(module.defined))
+def _digests(code: str) -> dict[str, frozenset[tuple[str, str]]]:
+    """Return the new name and the digest of each definition of a file, by name; nameless statements have one each."""
+    found = {}
+    for name, nodes in _Module(code).defined.items():
+        dumps = [ast.dump(_Computed().visit(node)) for node in nodes]
+        texts = [_MODULE.sub("cordillera", text) for text in (dumps if not name else ["".join(dumps)])]
+        codes = [_NAME.sub(lambda one: f"'{RENAMED.get(one[1], one[1])}'", text) for text in texts]
+        digests = (hashlib.sha256(text.encode()).hexdigest() for text in codes)
+        found[name] = frozenset((RENAMED.get(name, name), digest) for digest in digests)
+    return found
 
 
 @lru_cache(maxsize=64)
@@ -220,7 +221,7 @@ def _defined_at(commit: str) -> frozenset[tuple[str, str]] | None:
         for member in archive:
             file = archive.extractfile(member) if member.name.endswith(".py") else None
             if file is not None:
-                found |= _digests(file.read())
+                found.update(*_digests(file.read().decode()).values())
     return frozenset(found)
 
 
@@ -275,6 +276,6 @@ def age_of(file: Path) -> Age:
     changed = [
         module
         for module, names in definitions_of(program, part).items()
-        if not _module(_code(module) or "").digests(names) <= before
+        if not all(own <= before for name, own in _digests(_code(module) or "").items() if name in names)
     ]
     return Age(file, measured, shown, tuple(sorted(changed)), "", command)

@@ -11,6 +11,7 @@ import difflib
 import math
 import os
 import re
+import statistics
 from bisect import bisect_right
 from collections.abc import Mapping
 from functools import cached_property, partial
@@ -426,21 +427,42 @@ class Topology(BaseModel):
                 place = content["device"]
             elif len(parents) == 1:
                 place = content["levels"][self.index(parents[0])]
-                if key == "bytes_per_s" and place[key] is None:
-                    place[key] = self.member_bytes_per_s(self.index(parents[0]), 0)
             else:
                 raise PlanError("leads nowhere", where=path, remedy="write level.key or device.key")
             if key not in place:
                 raise PlanError("leads nowhere", where=path, remedy=f"keys are {', '.join(place)}")
-            if isinstance(value, str) and re.match(r"[*/]=", value):
-                place[key] = _times(place[key], value, path)
-            else:
+            if not isinstance(value, str) or not re.match(r"[*/]=", value):
                 place[key] = value
+            elif key == "bytes_per_s" and place[key] is None:
+                self._change_rates(content, self.index(parents[0]), value, path)
+            else:
+                place[key] = _times(place[key], value, path)
         try:
             return validate(Topology, content, self.name)
         except PlanError as error:  # changes name levels, and so do their errors
             named = re.sub(r"levels\[(\d+)\]", lambda found: self.levels[int(found[1])].name, error.what)
             raise PlanError(named, where=self.name) from error
+
+    def _change_rates(self, content: dict[str, Any], at: int, change: str, path: str) -> None:
+        """Change the rates of a level that follow from network cards; members with other cards get links of their own.
+
+        Links that differ in the description stay as they are.
+        """
+        one = self.levels[at]
+        whole = one.planes / (one.planes - one.planes_lost)
+        rates = [
+            _times(self.member_bytes_per_s(at, member) * whole, change, path)
+            for member in range(len(self.sizes[at - 1]))
+        ]
+        usual = content["levels"][at]["bytes_per_s"] = statistics.mode(rates)
+        content["links"] = [
+            *content["links"],
+            *(
+                {"level": one.name, "member": member, "bytes_per_s": rate}
+                for member, rate in enumerate(rates)
+                if rate != usual and (one.name, member) not in self._differing
+            ),
+        ]
 
     def without(self, level: str, domain: int = 0) -> Topology:
         """Return the cluster without a domain and all that it holds; a domain left empty is removed with it.

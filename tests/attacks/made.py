@@ -54,6 +54,13 @@ def language(commands: Commands, folder: Path) -> None:
     _done(commands, folder, "convert", "run", "model")
 
 
+def replicated(commands: Commands, folder: Path) -> None:
+    """A run of two replicas."""
+    write_text(folder / "text.jsonl")
+    (folder / "small.toml").write_text(LANGUAGE.replace("warmup_steps = 2", 'decay = "none"'))
+    _done(commands, folder, "train", "small.toml", "--run", "run", "--replicas", "2")
+
+
 def drafted(commands: Commands, folder: Path) -> None:
     """A published model, and a file of a drafter for it."""
     import torch

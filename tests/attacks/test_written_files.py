@@ -23,6 +23,7 @@ PLANNED = Reader((*PREDICT.arguments, "--plan"), ("s.csv",), prints=False)
 WATCH = Reader(("watch", "run", "log.csv", "--json"))
 EVALUATE = Reader(("evaluate", "run", "--json"), ("run/evaluation.json",))
 REPORT = Reader(("report", "run"), ("run/report.html",), prints=False)
+REPLICAS = Reader(("report", "run"), ("run/replicas.html",), prints=False)
 COMPARE = Reader(("compare", "run", "--json"))
 TOWERS = Reader(("towers", "run", "--towers", "2", "--json"), ("run/towers.json",))
 FURTHER = "run/checkpoints/step-000000015/tensors.safetensors"
@@ -98,6 +99,7 @@ CASES = (
     Case(made.language, "run/metrics.jsonl", (REPORT, COMPARE, GO_ON)),
     Case(made.language, "model/*", (PUBLISHED,)),
     Case(made.language, "cache/text/*/*", (SAID, GO_ON)),
+    Case(made.replicated, "run/replicas/*.jsonl", (REPLICAS,)),
     Case(made.searched, "found/*.json*", (SEARCH, PAGE)),
     Case(made.searched, "found/recipe.toml", (SEARCH, PAGE)),
     Case(made.streamed, "out/state/*/*", (AUGMENT,)),
@@ -137,6 +139,13 @@ UNSEALED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
         )
         for kind, end in (("pickle", ""), ("json", ".json"))
         for rank in (0, 3)
+    },
+    **{
+        (f"run/replicas/{writer}.jsonl", "report"): (
+            ("cut",),
+            "a file that ends with a line is that of a moment before; the page says which steps and epochs it lacks",
+        )
+        for writer in ("coordinator", "launcher", "r0", "r1")
     },
     ("found/search.json", "report"): ((ABSENT,), "the folder is then that of a run, whose page lists what is missing"),
 }

@@ -34,6 +34,9 @@ def test_the_test_split_as_a_file_has_the_metrics_of_the_split(cli, run: Path, t
         assert of_files["tasks"]["click"]["metrics"][name] == pytest.approx(value, rel=1e-5), name
     assert of_files["segments"]["device"].keys() == of_split["segments"]["device"].keys()
     assert sorted(path.name for path in run.iterdir()) == before
+    frame[900:].drop("time").write_csv(tmp_path / "timeless.csv")
+    timeless = json.loads(cli("evaluate", run, "--file", tmp_path / "timeless.csv", "--json").out)
+    assert timeless["tasks"] == of_files["tasks"]
     shown = cli("evaluate", run, "--file", tmp_path / "days")
     assert "days" in shown.out
     assert "click" in shown.out

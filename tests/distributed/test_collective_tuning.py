@@ -158,6 +158,8 @@ RULE = '[[rules]]\ncollective = "all_reduce"\nranks = 4\nmost_bytes = 9\nplan = 
         (RULE.replace("all_reduce", "all_gather").replace("ring", "gathered"), "all_gather cannot be gathered"),
         (RULE.replace("most_bytes", "bytes"), "bytes"),
         (RULE.replace("= 4", "= 0"), r"rules\[0\]\.ranks"),
+        (RULE.replace("= 4", f"= {10**12}"), r"rules\[0\]\.ranks"),
+        (RULE.replace("ring", f"hierarchical-{'9' * 5000}"), r"rules\[0\]\.plan"),
         ("x = [", "TOML"),
     ],
 )

@@ -176,6 +176,7 @@ def test_parts_add_up_to_the_time_of_the_job(replicas: int, actions: list[tuple[
     job = job_of(replicas, actions, is_finished=is_finished)
     found = account(job.events, replicas)
     check_parts(found)
+    assert not [one for one in found.messages if "missing" in one.text]
     resumed = sum(kind == "resume" for kind, _ in actions)
     span = job.events[-1]["at"] - job.events[0]["at"]
     assert found.elapsed_s <= span - 3600 * resumed + 1e-6  # the time without a job is not part of it
@@ -374,6 +375,35 @@ def test_events_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
     log.write("joined", step=0, epoch=0)
     log.write("joined", step=0, epoch=0)
     path = tmp_path / FOLDER / "r0.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole)
+    with pytest.raises(RunError, match=r"r0\.jsonl, line 3: is line 1 again"):
+        read_events(tmp_path)
+    path.write_bytes(whole)
     path.write_bytes(path.read_bytes().replace(b'"epoch": 0', b'"epoch": 1', 1))
     with pytest.raises(RunError, match=r"r0\.jsonl, line 1"):
         read_events(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("writer", "kept", "text"),
+    [
+        ("r1", 3, "events are missing: 4 committed steps from 3 to 6"),
+        ("r1", 7, "events are missing: committed step 6"),
+        (COORDINATOR, 0, "events are missing: 2 epochs from 1 to 2"),
+        (COORDINATOR, 1, "events are missing: epoch 2"),
+    ],
+)
+def test_files_that_lost_their_last_lines_are_named(writer: str, kept: int, text: str) -> None:
+    job = SampleJob(2)
+    for _ in range(3):
+        job.attempt()
+    job.attempt("discarded")
+    for _ in range(3):
+        job.attempt()
+    job.finish()
+    assert account(job.events, 2).messages == []
+    own = [event for event in job.events if event["writer"] == writer]
+    cut = [event for event in job.events if event not in own[kept:]]
+    told = [(one.who, one.text) for one in account(cut, 2).messages]
+    assert told == [(writer, text)]

@@ -290,6 +290,25 @@ def test_another_configuration_or_secret_is_refused_by_name() -> None:
     assert [event["kind"] for event in heard] == ["refused"]
 
 
+def test_a_replica_that_others_do_not_reach_is_named_with_the_time_for_which_it_is_left_out() -> None:
+    heard: list[dict[str, Any]] = []
+    with served(Coordinator(RULES, JOB, TOKEN, hear=heard.append)) as coordinator:
+        links, held = {name: link_to(coordinator, name) for name in ("r0", "r1")}, initial_commit(JOB)
+        for name, link in links.items():
+            link.ask(Ask(name, held))
+        while not any(event["kind"] == "isolated" for event in heard):
+            answers = {name: link.answer(20.0) for name, link in links.items()}
+            assert None not in answers.values()
+            for name, link in links.items():
+                link.ask(Ask(name, held, discarded=True, missed=tuple(links.keys() - {name})))
+            time.sleep(0.1)
+        for link in links.values():
+            link.close()
+    found = [event for event in heard if event["kind"] == "isolated"]
+    assert found == [{"kind": "isolated", "replica": "r1", "why": found[0]["why"]}]
+    assert found[0]["why"] == f"others did not reach it; steps are taken without it for {RULES.start_s:.0f} s"
+
+
 def test_strangers_do_not_hold_up_the_service() -> None:
     with served(Coordinator(RULES, JOB, TOKEN)) as coordinator:
         host, port = coordinator.address.split(":")

@@ -42,7 +42,7 @@ BASE: dict[str, Any] = {"layers": 2, "hidden": 32, "ffn": 48, "vocabulary": 96, 
 ONE = LlamaConfig(heads=8, kv_heads=1, head_dim=8, **BASE)
 TWO = LlamaConfig(heads=4, kv_heads=2, **BASE)
 THREE = LlamaConfig(heads=6, kv_heads=3, head_dim=4, tied=True, **BASE)
-BOTH = TWO.model_copy(update={"attention_bias": True, "head_norms": True})
+BOTH = TWO.model_copy(update={"attention_bias": True, "head_norms": True, "rotary_dim": TWO.head_width // 2})
 ODD = LlamaConfig(heads=2, kv_heads=1, head_dim=6, **BASE)  # three rows on a rank, which two shards do not divide
 DEEP = TWO.model_copy(update={"kv_heads": 1, "layers": 4})
 MESHES: dict[str, tuple[LlamaConfig, ParallelConfig]] = {

@@ -32,7 +32,12 @@ def _by(way: str) -> Iterator[None]:
         yield
 
 
-FAMILIES = {"llama": {}, "qwen2": {"attention_bias": True}, "qwen3": {"head_norms": True}}
+FAMILIES = {
+    "llama": {},
+    "qwen2": {"attention_bias": True},
+    "qwen3": {"head_norms": True},
+    "phi-4-mini": {"rotary_dim": CONFIG.head_width // 2},
+}
 
 
 def model_of(bits: int | None, seed: int = 0, family: str = "llama") -> Llama:

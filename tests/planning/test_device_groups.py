@@ -48,6 +48,16 @@ SLOW = mixed(("region", 0, OLD))
 HALF = mixed(("building", 1, OLD))
 
 
+def test_a_factor_changes_the_link_of_every_kind() -> None:
+    for cluster in (SLOW, HALF, mixed(("host", 1, A100), ("rack", 2, A100))):
+        for level in range(1, len(cluster.levels)):
+            members = range(len(cluster.sizes[level - 1]))
+            for change, factor in (("*=2", 2.0), ("/=4", 0.25)):
+                changed = cluster.changed({f"{cluster.levels[level].name}.bytes_per_s": change})
+                before, after = ([one.member_bytes_per_s(level, i) for i in members] for one in (cluster, changed))
+                assert after == pytest.approx([factor * rate for rate in before])
+
+
 def planned(cluster: Topology, layout: Layout, outermost: str = "data") -> Plan:
     return Explorer(WORK, cluster).evaluate(OwnLayout("one", layout, order=OUTERMOST[outermost]))
 

@@ -109,6 +109,9 @@ def test_degrees_of_keys_and_experts_say_the_nearest_too() -> None:
     odd = grouped.model.model_copy(update={"kv_heads": 6, "heads": 24, "ffn": 96, "head_dim": 64})
     problems = Layout(tensor=4).problems(grouped.model_copy(update={"model": odd}))
     assert problems == ["tensor 4 and kv_heads 6: neither divides the other: 3 would"]
+    narrow = grouped.model.model_copy(update={"kv_heads": 2, "heads": 24, "ffn": 96, "head_dim": 6})
+    problems = Layout(tensor=8).problems(grouped.model_copy(update={"model": narrow}))
+    assert problems == ["tensor 8: 4 ranks that share a head do not divide its width 6"]
 
 
 @given(kv_heads=st.sampled_from([1, 2, 4]), sharers=st.sampled_from([1, 2, 4]))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import random
 import subprocess
 import sys
 import warnings
@@ -184,6 +186,30 @@ def test_values_that_training_refuses_are_refused(tmp_path: Path) -> None:
         one.predict([row, {key: value for key, value in row.items() if key != "word"}])
 
 
+def test_a_damaged_export_is_refused_by_name(tmp_path: Path) -> None:
+    run = train(tmp_path, {"name": "lr"})
+    folder, draw = cordillera.export(run), random.Random(1)
+    other = workflows.export(run, tmp_path / "other")
+    (other / "model.pt2").write_bytes((other / "model.pt2").read_bytes() + b" ")
+    for name in ("schema.json", "model.pt2"):
+        content = (folder / name).read_bytes()
+        places = draw.sample(range(len(content)), 30)
+        flipped = [content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :] for at in places]
+        damaged = [*flipped, content[:1000], content[:-2], b"", b"[]", content * 2]
+        for change in damaged:
+            (folder / name).write_bytes(change)
+            with contextlib.suppress(ValueError):
+                if json.loads(change) == json.loads(content):  # a flipped space
+                    continue
+            with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+                Scorer(folder)
+        (folder / name).write_bytes(content)
+    Scorer(folder)
+    (folder / "model.pt2").write_bytes((other / "model.pt2").read_bytes())
+    with pytest.raises(ValueError, match=r"model\.pt2 is damaged or of another export"):
+        Scorer(folder)
+
+
 @pytest.mark.parametrize(
     "tables", [{"rows": "int8"}, {"rows": "int4", "cache": 0.2}, {"storage": "file", "cache": 0.2}]
 )
@@ -305,4 +331,4 @@ def test_without_the_exporter_onnx_is_refused(tmp_path: Path, monkeypatch: pytes
 def test_the_scorer_imports_nothing_until_it_loads_a_program() -> None:
     lines = Path(standalone.__file__).read_text().splitlines()
     imports = {line.split()[1].split(".")[0] for line in lines if line.startswith(("import ", "from "))}
-    assert imports == {"__future__", "json", "math", "collections", "pathlib", "typing"}
+    assert imports == {"__future__", "hashlib", "json", "math", "collections", "pathlib", "typing"}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cordillera.cli.generate import DeviceName, ModelName, Temperature, TopP, WeightType, write_text
+from cordillera.cli.generate import ContextLength, DeviceName, ModelName, Temperature, TopP, WeightType, write_text
 from cordillera.errors import DataError
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def chat(
     seed: Annotated[int, typer.Option(help="The same seed and messages give the same answers.")] = 0,
     dtype: WeightType = "auto",
     device: DeviceName = "auto",
+    context: ContextLength = None,
 ) -> None:
     """Chat with a language model in the terminal.
 
@@ -39,7 +40,7 @@ def chat(
     from cordillera.serving.language.sampler import make_sampling
 
     sampling = make_sampling(temperature=temperature, top_p=top_p, seed=seed)
-    opened = LanguageModel(model, dtype=dtype, device=device)
+    opened = LanguageModel(model, dtype=dtype, device=device, context=context)
     if opened.tokenizer.chat_format is None:
         raise DataError("has no chat format", where=model, remedy="continue text with `cordillera generate`")
     opened.encode(["Hello"], chat=True, system=system)  # says now what is wrong with the instructions

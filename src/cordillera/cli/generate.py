@@ -26,6 +26,9 @@ ModelName = Annotated[
 Temperature = Annotated[float, typer.Option(help="0 takes the most likely token; higher is more random.")]
 TopP = Annotated[float, typer.Option(help="Draw among the likeliest tokens of this probability.")]
 WeightType = Annotated[str, typer.Option(help="Of weights: auto, bfloat16, float16, float32, int8 or int4.")]
+ContextLength = Annotated[
+    int | None, typer.Option(help="Longest text with its prompt, in tokens. Default: the model's context.")
+]
 DeviceName = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 
 # A model's text must not control the terminal: all control characters except tab and line end are replaced.
@@ -68,6 +71,7 @@ def generate(
     fp8: Annotated[
         bool, typer.Option("--fp8", help="Feed-forward nets in FP8; emulated where the device has none.")
     ] = (False),
+    context: ContextLength = None,
     json_schema: Annotated[
         Path | None, typer.Option(help="File of a JSON schema; the text is a document of it.")
     ] = None,
@@ -95,7 +99,9 @@ def generate(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
         seed=seed,
     )  # fmt: skip
-    opened = LanguageModel(model, dtype=dtype, device=device, tokenizer=tokenizer, drafter=drafter, fp8=fp8)
+    opened = LanguageModel(
+        model, dtype=dtype, device=device, tokenizer=tokenizer, drafter=drafter, fp8=fp8, context=context
+    )
     found = [Completion() for _ in texts]
     live = len(texts) == 1 and not as_json
     interrupted, began = False, time.perf_counter()

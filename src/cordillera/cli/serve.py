@@ -39,6 +39,10 @@ def serve(
     fp8: Annotated[
         bool, typer.Option("--fp8", help="Feed-forward nets in FP8; emulated where the device has none.")
     ] = (False),
+    context: Annotated[
+        int | None,
+        typer.Option(help="A language model's longest text with its prompt, in tokens. Default: its context."),
+    ] = None,
     texts: Annotated[int, typer.Option(min=1, max=32, help="Texts that a model writes at a time.")] = 16,
     queue: Annotated[int, typer.Option(min=1, help="Texts accepted at a time; more are answered with 429.")] = 256,
     cache: Annotated[float, typer.Option(min=0, help="GiB for keys and values of each language model.")] = 1.0,
@@ -69,6 +73,7 @@ def serve(
         drafter=drafter,
         quantized=quantized,
         fp8=fp8,
+        context=context,
         texts=texts,
         queue=queue,
         cache_bytes=int(cache * 2**30),

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 from torch import Tensor
 
 from cordillera.errors import PlanError
@@ -37,9 +37,12 @@ TUNING = "CORDILLERA_TUNING"
 GATHERED = "gathered"
 """Plan of an all-reduce in which every rank gathers all tensors and adds them itself."""
 
+MOST_RANKS = 1 << 17
+"""Most ranks of a rule, about those of the largest jobs."""
+
 TunedCollective: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter"]
 PlanName: TypeAlias = Annotated[
-    str, StringConstraints(pattern="^(direct|ring|bidirectional|doubling|hierarchical-[1-9][0-9]*|gathered)$")
+    str, StringConstraints(pattern="^(direct|ring|bidirectional|doubling|hierarchical-[1-9][0-9]{0,5}|gathered)$")
 ]
 
 _GAIN = 1.05  # that another plan must have over the usual one to be chosen
@@ -81,7 +84,7 @@ class TuningRule(BaseModel):
 
     Attributes:
         collective: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
-        ranks: Number of ranks of the group.
+        ranks: Number of ranks of the group, at most :data:`MOST_RANKS`.
         most_bytes: Most bytes for which it holds: of the whole tensor that a rank ends with, or, of a reduce-scatter,
             begins with.
         plan: ``direct`` (all exchange with all), ``ring``, ``bidirectional`` (a ring in both directions), ``doubling``
@@ -92,9 +95,18 @@ class TuningRule(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     collective: TunedCollective
-    ranks: int = Field(ge=1)
-    most_bytes: int = Field(ge=0)
+    ranks: int = Field(ge=1, le=MOST_RANKS)
+    most_bytes: int = Field(ge=0, lt=1 << 63)
     plan: PlanName
+
+    @model_validator(mode="after")
+    def _fits(self) -> TuningRule:
+        group = self.plan.removeprefix("hierarchical-")
+        if group.isdecimal() and self.ranks % int(group):
+            raise ValueError(f"there is no plan {self.plan} over {self.ranks:,} ranks, which is no multiple of {group}")
+        if self.plan == GATHERED and self.collective != "all_reduce":
+            raise ValueError(f"{self.collective} cannot be {GATHERED}")
+        return self
 
 
 class CollectiveTuning(BaseModel):
@@ -155,20 +167,10 @@ def read_tuning(path: Path) -> CollectiveTuning:
         PlanError: If it cannot be read, or a rule is not acceptable.
     """
     try:
-        found = CollectiveTuning.model_validate(
-            parse_toml(read_text(path, error=PlanError), str(path), error=PlanError)
-        )
+        return CollectiveTuning.model_validate(parse_toml(read_text(path, error=PlanError), str(path), error=PlanError))
     except ValidationError as error:
         place, message = explain(error.errors(), lambda at: list(TuningRule.model_fields) if at else ["rules"])[0]
         raise PlanError(f"{place} {message}", where=str(path)) from error
-    for rule in found.rules:
-        try:
-            gather_plan(rule.plan, rule.ranks)
-        except PlanError as error:
-            raise PlanError(error.what, where=str(path)) from error
-        if rule.plan == GATHERED and rule.collective != "all_reduce":
-            raise PlanError(f"{rule.collective} cannot be {GATHERED}", where=str(path))
-    return found
 
 
 @functools.cache

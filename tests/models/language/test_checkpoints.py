@@ -341,7 +341,7 @@ SINGLE_CASES: dict[str, tuple[Damage, str]] = {
     "biases": (_edit_json("config.json", attention_bias=True), "attention_bias is True"),
     "kv heads": (_edit_json("config.json", num_key_value_heads=3), r"kv_heads \(3\) must divide heads \(4\)"),
     "heads": (_edit_json("config.json", num_attention_heads=3, head_dim=..., num_key_value_heads=3), r"heads \(3\)"),
-    "unknown rope": (_rope(rope_type="longrope", factor=2.0), "config.json: rope_type 'longrope' is not known"),
+    "unknown rope": (_rope(rope_type="ntk", factor=2.0), "config.json: rope_type 'ntk' is not known"),
     "unknown old rope": (_rope(type="dynamic", factor=2.0), "rope_type 'dynamic' is not known"),
     "rope key missing": (_rope(rope_type="llama3", factor=8.0), "config.json: low_freq_factor is missing"),
     "tied head absent": (

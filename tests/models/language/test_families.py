@@ -1,4 +1,4 @@
-"""Mistral, Qwen2, Qwen3, Phi-3 and scaled positions: logits of transformers and llama.cpp, and back bit for bit."""
+"""Mistral, Qwen2, Qwen3, Phi and scaled positions: logits of transformers and llama.cpp, and back bit for bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from torch import Tensor
 
 from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.errors import CheckpointError
-from cordillera.models.language.checkpoints import load, save_consolidated, save_gguf, save_hugging_face
+from cordillera.models.language.checkpoints import (
+    load,
+    open_checkpoint,
+    read_model,
+    save_consolidated,
+    save_gguf,
+    save_hugging_face,
+)
 from cordillera.models.language.checkpoints.gguf_file import GGUFFile
 from cordillera.models.language.llama import Llama, LlamaConfig, parameter_count
 from cordillera.models.language.rope import RopeScaling, rope_frequencies, rope_table
@@ -30,6 +37,10 @@ SHAPES: dict[str, Any] = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}
+LONG = {
+    "rope_type": "longrope", "original_max_position_embeddings": 24, "rope_theta": 1e4,
+    "short_factor": [1.0, 1.05, 1.1, 1.2, 1.25, 1.3], "long_factor": [1.0, 1.5, 2.0, 3.0, 4.5, 6.0],
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": 32}),
     "mistral-wide": ("Mistral", {"head_dim": 24, "sliding_window": None}),
@@ -50,6 +61,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("Phi3", {"sliding_window": 48}),
+    "phi3-long": (
+        "Phi3",
+        {"rope_parameters": {**LONG, "partial_rotary_factor": 0.75}, "original_max_position_embeddings": 24},
+    ),
+    "phi3-part": ("Phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
     "llama-linear": ("Llama", {"rope_parameters": LINEAR}),
     "llama-yarn": ("Llama", {"rope_parameters": {**YARN, "beta_slow": 2.0}}),
 }
@@ -136,6 +152,17 @@ STYLES: dict[str, dict[str, Any]] = {
     "linear": {"rope_scaling": RopeScaling(rope_type="linear", factor=3.0)},
     "yarn": {"attention_bias": True, "rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_context=16)},
     "amplified": {"rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_context=16, attention_factor=1.5)},
+    "phi3-part": {"rotary_dim": 10, "tied": True},
+    "phi3-long": {
+        "rotary_dim": 12,
+        "rope_scaling": RopeScaling(
+            rope_type="longrope",
+            factor=2.0,
+            original_context=32,
+            short_factor=(1.0, 1.05, 1.1, 1.2, 1.25, 1.3),
+            long_factor=(1.0, 1.5, 2.0, 3.0, 4.5, 6.0),
+        ),
+    },
 }
 
 
@@ -223,7 +250,21 @@ def test_gguf_of_phi3_is_read_by_rows_of_its_matrices(tmp_path: Path) -> None:
         assert torch.equal(values.view(weight.shape), weight)
 
 
-@pytest.mark.parametrize("style", ["qwen2", "qwen3", "yarn"])
+@pytest.mark.peer
+def test_short_texts_of_longrope_are_those_of_transformers_with_its_original_context(tmp_path: Path) -> None:
+    model = theirs("phi3-long")
+    model.save_pretrained(tmp_path / "theirs")
+    tokens = tokens_of(24)
+    expected = logits(model, tokens)
+    source = open_checkpoint(tmp_path / "theirs")
+    far = logits(read_model(source, torch.float64), tokens)
+    source.config = source.config.model_copy(update={"context": 24})
+    near = logits(read_model(source, torch.float64), tokens)
+    torch.testing.assert_close(near, expected, rtol=0, atol=1e-10 * float(expected.abs().max()))
+    assert (far - expected).abs().max() > 1e-3  # the factors for long texts, as the context allows these
+
+
+@pytest.mark.parametrize("style", ["qwen2", "qwen3", "yarn", "phi3-part", "phi3-long"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_texts_are_generated_as_without_a_cache(style: str, dtype: torch.dtype) -> None:
     model = drawn(config_of(**STYLES[style])).to(dtype).requires_grad_(False).eval()
@@ -245,12 +286,20 @@ def test_texts_are_generated_as_without_a_cache(style: str, dtype: torch.dtype) 
             "model_type is 'gemma', not one of llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi3",
         ),
         ({"attention_bias": True}, "attention_bias is True, a model of type qwen3 has False here"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2}}, "rope_type 'longrope' is not known"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_type 'dynamic' is not known"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2}}, "original_max_position_embeddings is missing"),
+        ({"rope_scaling": {**LONG, "long_factor": [1.0]}}, "6 of short_factor, and 1 of long_factor"),
+        ({"rope_scaling": {**LONG, "short_factor": "x"}}, "rope_scaling.short_factor"),
+        ({"rope_scaling": {**LONG, "short_factor": [0.0] * 6}}, "rope_scaling.short_factor"),
+        ({"rope_scaling": LONG}, "6 factors for 8 pairs of numbers"),
         ({"rope_scaling": {"type": "yarn"}}, "factor is missing"),
         ({"rope_scaling": {"type": "yarn", "factor": "two"}}, "rope_scaling.factor: "),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate is False"),
         ({"rope_scaling": {"full_attention": {"rope_type": "yarn"}}}, "not an object with keys"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, a model of type qwen3 has 1.0 here"),
+        ({"model_type": "phi3", "partial_rotary_factor": "half"}, "partial_rotary_factor is 'half'"),
+        ({"model_type": "phi3", "partial_rotary_factor": 2.0}, "rotary_dim (32) must be even, and at most 16"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.1}, "rotary_dim (1) must be even"),
         ({"use_sliding_window": True, "sliding_window": "wide"}, "sliding_window is 'wide'"),
         ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window is 0, not a number of tokens"),
     ],
@@ -279,7 +328,12 @@ def test_layouts_say_what_they_cannot_hold(tmp_path: Path) -> None:
     for save in (save_hugging_face, save_gguf):
         with pytest.raises(CheckpointError, match="together"):
             save(both, tmp_path / "one.gguf")
-    for style, said in (("qwen2", "biases"), ("qwen3", "norms of heads"), ("yarn", "biases"), ("linear", "linear")):
+    turned = drawn(config_of(head_norms=True, rotary_dim=8))
+    for save in (save_hugging_face, save_gguf):
+        with pytest.raises(CheckpointError, match="norms of heads and positions of Phi-3 together"):
+            save(turned, tmp_path / "one.gguf")
+    refused = {"qwen2": "biases", "qwen3": "norms of heads", "yarn": "biases", "linear": "linear"}
+    for style, said in (refused | {"phi3-part": "a part of each head", "phi3-long": "longrope"}).items():
         with pytest.raises(CheckpointError, match=f"this layout cannot hold .*{said}"):
             save_consolidated(drawn(config_of(**STYLES[style])), tmp_path / "meta")
     assert not list(tmp_path.iterdir())
@@ -298,7 +352,7 @@ def test_yarn_keeps_fast_frequencies_and_divides_slow_ones() -> None:
     torch.testing.assert_close((cos**2 + sin**2).sqrt(), torch.full_like(cos, 0.1 * np.log(8.0) + 1))
 
 
-@pytest.mark.parametrize("style", ["qwen2", "qwen3", "mixtral", "qwen3-experts", "yarn"])
+@pytest.mark.parametrize("style", ["qwen2", "qwen3", "mixtral", "qwen3-experts", "yarn", "phi3-part", "phi3-long"])
 def test_a_conversion_to_gguf_and_back_changes_no_bit_and_no_id(tmp_path: Path, style: str) -> None:
     (tmp_path / "vocabulary").mkdir()
     tokenizer = load_tokenizer(v.write_json(tmp_path / "vocabulary"))

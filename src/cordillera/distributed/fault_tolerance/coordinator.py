@@ -285,8 +285,10 @@ class Coordinator:
                         connection.channel.send({"kind": "replaced"})
                 connection.channel.close()
         self._state, self._connections = state, connections
-        for name in state.isolated.keys() - was.isolated.keys():
-            self._hear({"kind": "isolated", "replica": name})
+        for name, one in state.isolated.items():
+            if name not in was.isolated or one.times > was.isolated[name].times:
+                why = f"others did not reach it; steps are taken without it for {one.until - time.monotonic():.0f} s"
+                self._hear({"kind": "isolated", "replica": name, "why": why})
         if state.epoch != was.epoch:
             self._hear({"kind": "epoch", "epoch": state.epoch, "step": state.head.step, "members": list(state.members)})
         for reply in replies:

@@ -14,7 +14,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +89,54 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     """Return the events of all writers in a run's folder, by time; ``writer`` is the name of each one's file.
 
     Raises:
-        RunError: If a line is damaged. A line that was cut off in writing is left out.
+        RunError: If a line is damaged or repeated. A line that was cut off in writing is left out.
     """
     found = []
     for path in sorted((folder / FOLDER).glob("*.jsonl")):
         lines = read_text(path, error=RunError, limit=_MOST_BYTES).split("\n")
+        numbers: dict[str, int] = {}
         for number, line in enumerate(lines[:-1], 1):
             where = f"{path}, line {number}"
+            if (first := numbers.setdefault(line, number)) != number:
+                raise RunError(f"is line {first} again", where=where)
             content = parse_sealed(f"{line}\n", where, line=True, required=True, error=RunError)
             if not isinstance(content.get("at"), int | float):
                 raise RunError("does not say when it was", where=where)
             found.append({**content, "writer": path.stem})
     return sorted(found, key=lambda event: event["at"])
+
+
+def find_gaps(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return which events are missing, as files that lost their last lines lack them: pairs of a writer and a text.
+
+    Every participant of a committed step has written so, and the coordinator every epoch.
+
+    Args:
+        events: What :func:`read_events` returns, with the values that their kinds have.
+    """
+    steps: dict[str, tuple[int, set[str]]] = {}  # by lineage
+    own: dict[str, set[str]] = defaultdict(set)
+    epochs: dict[str, set[int]] = {"step": set(), "epoch": set()}
+    for event in events:
+        kind, writer = event["kind"], event["writer"]
+        if kind in epochs:
+            epochs[kind].add(event["epoch"])
+        if kind == "step" and event["outcome"] == "committed":
+            steps.setdefault(event["lineage"], (event["step"], set()))[1].update(event["participants"])
+            own[writer].add(event["lineage"])
+    found = []
+    for name in sorted({name for _, names in steps.values() for name in names}):
+        lost = {step for lineage, (step, names) in steps.items() if name in names and lineage not in own[name]}
+        if lost:
+            found.append((name, f"events are missing: {_counted('committed step', lost)}"))
+    if lost := epochs["step"] - epochs["epoch"]:
+        found.append(("coordinator", f"events are missing: {_counted('epoch', lost)}"))
+    return found
+
+
+def _counted(what: str, numbers: set[int]) -> str:
+    first, last = min(numbers), max(numbers)
+    return f"{what} {first}" if first == last else f"{len(numbers):,} {what}s from {first:,} to {last:,}"
 
 
 def _place_of(event: Mapping[str, Any]) -> str:

@@ -33,7 +33,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from cordillera.distributed.fault_tolerance.events import count_of, is_times, name_of, names_of, time_of, value_of
+from cordillera.distributed.fault_tolerance.events import (
+    count_of,
+    find_gaps,
+    is_times,
+    name_of,
+    names_of,
+    time_of,
+    value_of,
+)  # fmt: skip
 from cordillera.distributed.fault_tolerance.launcher import replica_names
 from cordillera.distributed.stragglers import Straggler, find_stragglers
 from cordillera.errors import RunError
@@ -165,7 +173,7 @@ class Goodput:
         attempts: Attempts of each replica in order.
         epochs: Beginnings of epochs in order.
         launches: Times at which the job began (0) and was resumed, in seconds.
-        messages: Rollbacks, refusals, replicas that were given up, and injected faults.
+        messages: Rollbacks, replicas refused, left out or given up, injected faults, and which events are missing.
     """
 
     elapsed_s: float
@@ -296,6 +304,7 @@ class _History:
             last = at
             self._take(event, kind, writer, at - offset)
         self.elapsed = last - offset
+        self.messages += [JobMessage(self.elapsed, *gap) for gap in find_gaps(events)]
         for name in self.names:
             self.attempts[name] = [one.attempt for one in self.marks[name] if one.attempt is not None]
 
@@ -347,8 +356,8 @@ class _History:
             self.replaced[str(lost.get("lineage"))] = str(kept.get("lineage"))
             text = f"step {lost.get('step')} was rolled back to step {kept.get('step')}"
             self.messages.append(JobMessage(at, COORDINATOR, text))
-        elif kind in ("refused", "waiting"):
-            who = name_of(event, "replica") if kind == "refused" else COORDINATOR
+        elif kind in ("refused", "waiting", "isolated"):
+            who = COORDINATOR if kind == "waiting" else name_of(event, "replica")
             self.messages.append(JobMessage(at, who, f"{kind}: {name_of(event, 'why')}"))
 
     def _attempt(self, event: Mapping[str, Any], writer: str, at: float) -> StepAttempt:
@@ -365,9 +374,7 @@ class _History:
 
 def _mark_useful(history: _History) -> None:
     """Mark the attempts on the winning lineage, and those whose gradients were used on it."""
-    commits: dict[str, StepAttempt] = {}
-    for found in history.attempts.values():
-        commits.update((one.lineage, one) for one in found if one.is_committed)
+    commits = {one.lineage: one for found in history.attempts.values() for one in found if one.is_committed}
     chain: set[str] = set()
     if commits:
         head = max(commits.values(), key=lambda one: (one.launch, one.epoch, one.step, one.at)).lineage
@@ -416,9 +423,6 @@ def _without(dropped: Sequence[EpochBegin], at: float) -> float:
     return next((one.at for one in dropped[bisect_right(dropped, at, key=lambda one: one.at) :]), math.inf)
 
 
-# Parts of the time
-
-
 class _Normal(NamedTuple):
     """Normal time of a sum of gradients and of a step, and the longest pause, in seconds."""
 
@@ -453,8 +457,7 @@ class _Lane:
 
 def _walk(history: _History, name: str, normal: _Normal) -> _Lane:
     """Divide the time of a replica."""
-    lane, phase = _Lane(), "starting"
-    dropped = history.dropped[name]
+    lane, phase, dropped = _Lane(), "starting", history.dropped[name]
     for mark in [*history.marks[name], _Mark(history.elapsed, "launch")]:
         if mark.kind == "joined":
             if phase == "running":  # the end before it was not recorded
@@ -522,9 +525,6 @@ def _divide(lane: _Lane, one: StepAttempt, dropped: Sequence[EpochBegin], normal
     lane.until(one.at, "absent")
     if len(one.participants) < replicas:
         lane.degraded += useful
-
-
-# Faults and stragglers
 
 
 def _faults(

@@ -119,7 +119,7 @@ def _add_bias(bias: Any, out: Any, column: Any) -> None:
 
 @compiled()
 def _rotate(heads: Any, cos: Any, sin: Any, halves: Any) -> None:
-    """Rotate heads ``[n, 2 half]`` of one position, by way of memory ``float32 [2, half]``."""
+    """Rotate the first ``2 half`` numbers of heads of one position, by way of memory ``float32 [2, half]``."""
     half, first, second = len(cos), halves[0], halves[1]
     for head in range(len(heads)):
         low, high = heads[head, :half], heads[head, half:]
@@ -469,7 +469,8 @@ class DecoderBlocks:
 
         Args:
             x: Input of the first block, ``bfloat16 [T, hidden]``.
-            table: Cosines and sines of the rows' positions, ``float32 [T, D / 2]`` each.
+            table: Cosines and sines of the rows' positions, ``float32 [T, R / 2]`` each; the first ``R`` numbers of a
+                head turn.
             cached: Keys and values of the blocks; those of the rows are stored.
             layers: Numbers of the blocks.
             taps: Dictionary whose keys are numbers of blocks; their outputs become its values.
@@ -483,7 +484,7 @@ class DecoderBlocks:
         tapped = [number for number in layers if taps is not None and number in taps]
         outputs = torch.empty((len(tapped), *x.shape), dtype=torch.bfloat16)
         of_block = np.array([tapped.index(number) if number in tapped else -1 for number in layers])
-        rows, width, (query, key) = len(x), 2 * table[0].shape[1], weights[0, :2, 3]
+        rows, width, (query, key) = len(x), cached.data.shape[-1], weights[0, :2, 3]
         sizes = [(x.shape[1],), ((query + 2 * key) // width, width), (query // width, width), (weights[0, 4, 3],)]
         buffers = tuple(np.empty((rows, *size), np.uint16) for size in sizes)
         found, shapes = x.clone(memory_format=torch.contiguous_format), tile_shapes(rows) if amx_available() else None

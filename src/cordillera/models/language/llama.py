@@ -78,6 +78,7 @@ class LlamaConfig(BaseModel):
         tied: Whether the output head shares the embedding's weights, as in Llama 3.2 and in small models.
         norm_eps: Constant added to the mean square in RMSNorm.
         rope_theta: Base of the rotary frequencies.
+        rotary_dim: How many numbers of a head turn, its first ones, as in Phi-4-mini; None for all.
         rope_scaling: Scaling of the rotary frequencies; None for none, as in Llama 3.0.
     """
 
@@ -101,6 +102,7 @@ class LlamaConfig(BaseModel):
     tied: bool = False
     norm_eps: float = Field(1e-5, gt=0, allow_inf_nan=False)
     rope_theta: float = Field(500_000.0, gt=1, allow_inf_nan=False)
+    rotary_dim: ModelSize | None = None
     rope_scaling: RopeScaling | None = None
 
     @model_validator(mode="after")
@@ -120,12 +122,22 @@ class LlamaConfig(BaseModel):
                 raise ValueError(f"draft.taps: the model's layers are 0 to {self.layers - 1}")
         if self.head_width % 2:
             raise ValueError(f"the width of a head ({self.head_width}) must be even: rotary positions turn pairs")
+        if self.rotary_width % 2 or self.rotary_width > self.head_width:
+            raise ValueError(f"rotary_dim ({self.rotary_width}) must be even, and at most {self.head_width}")
+        if (scaling := self.rope_scaling) is not None and 2 * len(scaling.short_factor) not in (0, self.rotary_width):
+            many, pairs = len(scaling.short_factor), self.rotary_width // 2
+            raise ValueError(f"rope_scaling has {many} factors for {pairs} pairs of numbers of a head")
         return self
 
     @property
     def head_width(self) -> int:
         """Width ``D`` of a head."""
         return self.head_dim or self.hidden // self.heads
+
+    @property
+    def rotary_width(self) -> int:
+        """How many numbers ``R`` of a head turn."""
+        return self.rotary_dim or self.head_width
 
     @property
     def active_ffn(self) -> int:

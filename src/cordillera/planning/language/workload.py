@@ -243,6 +243,11 @@ class Layout:
             found.append(
                 f"tensor {self.tensor} and kv_heads {keys}: neither divides the other{_nearest(self.tensor, keys)}"
             )
+        elif self.tensor > keys and model.head % (self.tensor // keys):
+            sharers = self.tensor // keys
+            found.append(
+                f"tensor {self.tensor}: {sharers} ranks that share a head do not divide its width {model.head}"
+            )
         if ffn % self.tensor:
             found.append(f"tensor {self.tensor} does not divide ffn {ffn}{_nearest(self.tensor, ffn)}")
         if self.context > 1 and workload.sequence % (2 * self.context):

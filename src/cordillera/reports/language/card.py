@@ -28,6 +28,7 @@ _SHAPE = {
     "tied": "Tied embeddings",
     "norm_eps": "Epsilon of norms",
     "rope_theta": "RoPE base (theta)",
+    "rotary_dim": "Numbers of a head that turn",
     "rope_scaling": "RoPE scaling",
 }
 

@@ -133,10 +133,12 @@ class LanguageModel:
         fp8: Whether feed-forward nets are computed in FP8, as
             :func:`~cordillera.serving.language.generation.fp8_feed_forward` says; texts change. Devices without FP8
             emulate it, which a warning says.
+        context: Length of the longest text with its prompt, in tokens, at most that of the model; None for that. A
+            model with two sets of positions, such as Phi-3.5, takes the one for short texts up to its original context.
 
     Raises:
         DataError: If an asset was not fetched, a name is unknown, there is no tokenizer or one with more tokens than
-            the model, or codes are asked for on a GPU or with ``fp8``.
+            the model, codes are asked for on a GPU or with ``fp8``, or the ``context`` is above the model's.
         CheckpointError: If there is no checkpoint of a Llama, or it is damaged.
         DependencyError: If the device or a library is not available.
     """
@@ -150,6 +152,7 @@ class LanguageModel:
         tokenizer: str | Path | None = None,
         drafter: str = "auto",
         fp8: bool = False,
+        context: int | None = None,
     ) -> None:
         if dtype not in ("auto", *DTYPES):
             remedy = f"choose auto, {', '.join(DTYPES)}"
@@ -164,6 +167,10 @@ class LanguageModel:
         self.dtype, self._bits = DTYPES[dtype], _BITS.get(dtype)
         if self._bits is not None and not packs:
             raise DataError(f"{dtype} is for CPUs, without fp8", where="dtype", remedy="choose bfloat16")
+        if context is not None:
+            if not 2 <= context <= (most := self._source.config.context):
+                raise DataError(f"is {context:,} tokens", where="context", remedy=f"choose 2 to {most:,}")
+            self._source.config = self._source.config.model_copy(update={"context": context})
         self.config = self._source.config
         if self.config.scores:
             raise DataError(
@@ -358,6 +365,7 @@ def load_language_model(
     tokenizer: str | Path | None = None,
     drafter: str = "auto",
     fp8: bool = False,
+    context: int | None = None,
 ) -> LanguageModel:
     """Open a checkpoint with its tokenizer and read its weights.
 
@@ -368,13 +376,16 @@ def load_language_model(
         tokenizer: Name, file or folder; None for the tokenizer of the checkpoint, or of the run's text.
         drafter: What drafts tokens, as in :class:`LanguageModel`.
         fp8: Whether feed-forward nets are computed in FP8, as in :class:`LanguageModel`.
+        context: Length of the longest text with its prompt, as in :class:`LanguageModel`.
 
     Raises:
         DataError: If the model or its tokenizer is not found, as in :class:`LanguageModel`.
         CheckpointError: If the checkpoint is damaged or missing, or weights are NaN or infinite.
         DependencyError: If the device or a library is not available.
     """
-    opened = LanguageModel(name, dtype=dtype, device=device, tokenizer=tokenizer, drafter=drafter, fp8=fp8)
+    opened = LanguageModel(
+        name, dtype=dtype, device=device, tokenizer=tokenizer, drafter=drafter, fp8=fp8, context=context
+    )
     opened.speculation  # noqa: B018 -- measures, if there is a drafter
     opened.model  # noqa: B018 -- reads the weights
     return opened

@@ -169,6 +169,8 @@ def write_export(
             torch._inductor.aoti_compile_and_package(exported, package_path=str(folder / COMPILED))
         if onnx:
             _write_onnx(folder / ONNX, program, example, ({0: count}, {0: count}, length))
+    schema["programs"] = {path.name: standalone.digest_of(path) for path in sorted(folder.iterdir())}
+    schema["seal"] = standalone.seal_of(schema)
     (folder / SCHEMA).write_text(json.dumps(schema, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     text = Path(standalone.__file__).read_text(encoding="utf-8")
     (folder / SCORER).write_text(text, encoding="utf-8")

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -28,10 +29,13 @@ class Scorer:
 
     Raises:
         ImportError: If what the program needs is not installed.
+        ValueError: If a file is damaged, or the program is of another export.
     """
 
     def __init__(self, folder: str | Path, program: str = "model.pt2") -> None:
-        self.schema = json.loads((Path(folder) / "schema.json").read_text(encoding="utf-8"))
+        self.schema = _read_schema(Path(folder) / "schema.json")
+        if digest_of(Path(folder) / program) != self.schema["programs"].get(program):
+            raise ValueError(f"{program} is damaged or of another export than schema.json: export the model again")
         self.tasks = self.schema["tasks"]
         self._score = (_onnx if program.endswith(".onnx") else _torch)(str(Path(folder) / program))
         self._rows, self._places = (
@@ -84,6 +88,30 @@ class Scorer:
             found.append([self._row(one, feature) for one in kept[-feature["max_length"] :]])
         longest = max(1, *map(len, found)) if found else 1
         return [one + [-1] * (longest - len(one)) for one in found]
+
+
+def digest_of(path: Path) -> str:
+    """Return the checksum of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def seal_of(schema: Mapping[str, Any]) -> str:
+    """Return the checksum of a schema without its key ``seal``."""
+    return hashlib.sha256(json.dumps({k: v for k, v in schema.items() if k != "seal"}).encode()).hexdigest()
+
+
+def _read_schema(path: Path) -> dict[str, Any]:
+    try:
+        schema: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if schema["seal"] == seal_of(schema):
+            return schema
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass  # the same as another checksum
+    raise ValueError(f"{path} is damaged: export the model again")
 
 
 def _torch(path: str) -> Callable[..., list[list[float]]]:

@@ -20,9 +20,10 @@ from cordillera.workflows.trained import card_of, recipe_of, restore_model_with_
 
 
 def evaluate_file(run: Run | Path | str, file: Path | str) -> Evaluation:
-    """Evaluate a ranking ``run`` on the samples of files, which have the columns of its data and labels.
+    """Evaluate a ranking ``run`` on the samples of files, which have the features and labels of its data.
 
-    Nothing is written. The split of the evaluation is called like the file.
+    Timestamps and scores of teachers are not needed. Nothing is written. The split of the evaluation is called like the
+    file.
 
     Args:
         file: CSV, TSV or Parquet file, folder, pattern or address.
@@ -38,6 +39,7 @@ def evaluate_file(run: Run | Path | str, file: Path | str) -> Evaluation:
     tasks, schema = tuple(card["tasks"]), encoder.schema
     unseen = UnseenCount(encoder, card["data"]["facts"])
     labels = [schema.labels.index(task) for task in tasks]
+    encoder.schema = schema.model_copy(update={"timestamp": None, "teacher": None})  # which training alone needs
 
     def batches() -> Iterator[RankingBatch]:
         for frame, place in read_rows(str(file), recipe.data, schema):

@@ -49,6 +49,7 @@ class ServerConfig:
             ``none``.
         quantized: Whether ranking runs are served as ``cordillera quantize`` made them.
         fp8: Whether feed-forward nets of language models are computed in FP8.
+        context: Length of a language model's longest text with its prompt, in tokens; None for the model's context.
         texts: Texts that a model writes at a time, at most 32.
         queue: Texts of a model that are accepted at a time, those that wait included.
         cache_bytes: Memory for keys and values of a model.
@@ -65,6 +66,7 @@ class ServerConfig:
     drafter: str = "auto"
     quantized: bool = False
     fp8: bool = False
+    context: int | None = None
     texts: int = TOGETHER
     queue: int = 256
     cache_bytes: int = CACHE_BYTES
@@ -97,7 +99,14 @@ def open_services(models: Sequence[str], config: ServerConfig, say: Say = silent
             limits = ScoreServiceConfig(timeout=min(config.seconds, ScoreServiceConfig().timeout))
             scores[name] = ScoreService(name, open_scorer(run, quantized=config.quantized), limits, score_metrics)
             continue
-        opened = LanguageModel(model, dtype=config.dtype, device=config.device, drafter=config.drafter, fp8=config.fp8)
+        opened = LanguageModel(
+            model,
+            dtype=config.dtype,
+            device=config.device,
+            drafter=config.drafter,
+            fp8=config.fp8,
+            context=config.context,
+        )
         texts[name] = TextService(
             opened,
             texts=config.texts,

@@ -322,6 +322,9 @@ def save_consolidated(
     if config.rope_scaling is not None and config.rope_scaling.rope_type != "llama3":
         what = f"rotary positions of type {config.rope_scaling.rope_type}"
         raise CheckpointError(f"this layout cannot hold {what}", where=where, remedy="save it in Hugging Face's layout")
+    if config.rotary_width < config.head_width:
+        what = "positions that turn a part of each head"
+        raise CheckpointError(f"this layout cannot hold {what}", where=where, remedy="save it in Hugging Face's layout")
     if config.head_width * config.heads != config.hidden:
         raise CheckpointError(
             f"this layout cannot hold heads of width {config.head_width} that is not hidden / heads",

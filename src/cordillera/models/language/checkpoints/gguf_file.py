@@ -1,13 +1,14 @@
 """GGUF, the format of llama.cpp: one file, usually with quantised weights.
 
-Files of Llama, Mistral and Mixtral (which are the same there), Qwen2, Qwen3, Qwen3-MoE and Phi-3 are read, and all but
-Phi-3 are written. Only a Llama's files hold the pairs that positions turn beside each other. All experts of a block are
-one tensor, ``[experts, out, in]``; here it is ``[experts, in, out]``.
+Files of Llama, Mistral and Mixtral (which are the same there), Qwen2, Qwen3, Qwen3-MoE and Phi-3 are read and written.
+Only a Llama's hold the pairs that positions turn beside each other. All experts of a block are one tensor,
+``[experts, out, in]``; here it is ``[experts, in, out]``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,10 +32,13 @@ from cordillera.models.language.checkpoints.source import (
     Names,
     Source,
     StoredTensor,
+    check_parts,
     check_shape,
+    fused_names,
     fused_rows,
     halves_to_interleaved,
     interleaved_to_halves,
+    is_like_phi3,
     make_config,
     missing,
     new_file,
@@ -72,7 +76,9 @@ _ROTATED = ("attention.query.weight", "attention.key.weight")
 _ROUTER = "feed_forward.router.weight"
 _ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "phi3")
 _FACTORS = "rope_freqs.weight"
+_LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"  # divisors of ``longrope``
 _CODES = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}  # bits of the kinds that are kept as they are, in groups of 32 inputs
+_MOST_DIVISORS = 2**16
 _PIECE = 2**18  # number of values that are dequantized at a time
 _SCALING = "cordillera.rope_scaling."  # fields of a scaling; other programs read the divisors of frequencies
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -112,7 +118,7 @@ class GGUFFile(Source):
                 raise missing(name, path)
             check_shape(name, StoredTensor(path, self._tensors[name].shape, torch.float32), shape)
             self._check_place(name)
-        unknown = sorted(self._tensors.keys() - shapes.keys() - {_FACTORS})
+        unknown = sorted(self._tensors.keys() - shapes.keys() - {_FACTORS, _LONG, _SHORT})
         if unknown:
             raise CheckpointError(
                 f"tensor {unknown[0]} (of {len(unknown)}) has no place in a Llama",
@@ -269,10 +275,12 @@ class GGUFFile(Source):
             return field(f"{architecture}.{key}", usual, kind)
 
         heads, hidden = own("attention.head_count"), own("embedding_length")
-        width = own("attention.key_length", own("rope.dimension_count", hidden // max(heads, 1)))
-        if own("rope.dimension_count", width) != width:
-            raise CheckpointError("turns a part of each head alone, which no model here does", where=str(self.path))
+        width = own("attention.key_length", hidden // max(heads, 1))
+        if (rotary := own("rope.dimension_count", width)) != width and architecture != "phi3":
+            what = f"turns {rotary} of the {width} numbers of each head, which only phi3 does here"
+            raise CheckpointError(what, where=str(self.path))
         context, experts = own("context_length"), own("expert_count", 0)
+        embedding = self._tensors.get(_NAMES("embedding.weight"))
         config = make_config(
             self.path,
             {
@@ -285,13 +293,12 @@ class GGUFFile(Source):
                 "experts": {"count": experts, "chosen": own("expert_used_count")} if experts else None,
                 "attention_bias": architecture == "qwen2",
                 "head_norms": architecture.startswith("qwen3"),
-                "vocabulary": self._tensors[_NAMES("embedding.weight")].shape[0]
-                if _NAMES("embedding.weight") in self._tensors
-                else own("vocab_size"),
+                "vocabulary": own("vocab_size") if embedding is None else embedding.shape[0],
                 "context": min(context, own("attention.sliding_window", 0) or context),
                 "tied": _NAMES("head.weight") not in self._tensors,
                 "norm_eps": own("attention.layer_norm_rms_epsilon"),
                 "rope_theta": own("rope.freq_base", 10_000.0),
+                "rotary_dim": None if rotary == width else rotary,
                 "rope_scaling": self._named_scaling(own, context),
             },
         )
@@ -302,6 +309,16 @@ class GGUFFile(Source):
 
     def _named_scaling(self, own: Callable[..., Any], context: int) -> dict[str, Any] | None:
         """Return the scaling that the file names; None if it names none."""
+        if _SHORT in self._tensors and _LONG in self._tensors:
+            original = own("rope.scaling.original_context_length")
+            return {
+                "rope_type": "longrope",
+                "factor": max(1.0, context / max(original, 1)),
+                "short_factor": self._divisors(_SHORT),
+                "long_factor": self._divisors(_LONG),
+                "attention_factor": own("rope.scaling.attn_factor", 1.0),
+                "original_context": original,
+            }
         kind = own("rope.scaling.type", "none", str)
         if kind == "none":
             return None
@@ -320,12 +337,22 @@ class GGUFFile(Source):
                 found["attention_factor"] = times * yarn_amplitude(max(1.0, found["factor"]))
         return found
 
+    def _divisors(self, name: str) -> list[float]:
+        """Return the numbers of a tensor of one dimension, as short as they can be written."""
+        stored = self._tensors[name]
+        if len(stored.shape) != 1 or stored.shape[0] > _MOST_DIVISORS:
+            shape = list(stored.shape)
+            raise CheckpointError(f"tensor {name} has the shape {shape}, not that of divisors", where=str(self.path))
+        self._check_place(name)
+        found = self._values(stored, 0, torch.empty(1, *stored.shape))[0].float()
+        return [float(str(value)) for value in found.numpy()]
+
     def _scaling(self, config: LlamaConfig, named: dict[str, Any]) -> RopeScaling | None:
         """Return the scaling, named or published, that matches the file's divisors of frequencies; None without any."""
         if _FACTORS not in self._tensors:
             return None
         stored = self._tensors[_FACTORS]
-        check_shape(_FACTORS, StoredTensor(self.path, stored.shape, torch.float32), (config.head_width // 2,))
+        check_shape(_FACTORS, StoredTensor(self.path, stored.shape, torch.float32), (config.rotary_width // 2,))
         self._check_place(_FACTORS)
         found = self._values(stored, 0, torch.empty(1, math.prod(stored.shape)))[0].float()
         if bool((found == 1).all()):
@@ -383,22 +410,19 @@ def save_gguf(
     """
     path, stream = Path(path), stream_of(model)
     gguf, config = _library(path), stream.config
-    if config.attention_bias and (config.head_norms or config.experts is not None):
-        others = "norms of heads" if config.head_norms else "experts"
-        raise CheckpointError(f"biases and {others} together are of no model of this layout", where=str(path))
+    check_parts(config, path)
     check_experts(stream, path)
-    kinds = {name: _kind_of(stream, name, quantize) for name in stream.shapes if not name.endswith(UNTRAINED)}
-    planned = []
-    has_divisors = config.rope_scaling is not None and config.rope_scaling.rope_type == "llama3"
-    if has_divisors:
-        divisors = rope_frequencies(config.model_copy(update={"rope_scaling": None})) / rope_frequencies(config)
-        planned.append(PlannedTensor(_FACTORS, tuple(divisors.shape), 0, divisors.nbytes))
+    parts = _stored_parts(stream)
+    kinds = {one: _kind_of(stream, names[0], quantize) for one, names in parts.items()}
+    divisors = _divisors_of(config)
+    planned = [PlannedTensor(one, tuple(of.shape), 0, of.nbytes) for one, of in divisors.items()]
     for one, kind in kinds.items():
         block, width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-        shape = _stored_shape(stream.shapes[one])
+        first, *others = (stream.shapes[name] for name in parts[one])
+        shape = _stored_shape(first, sum(other[0] for other in (first, *others)) if others else 0)
         size = math.prod(shape) // block * width
         planned.append(PlannedTensor(_stored_name(one), shape, int(gguf.GGMLQuantizationType[kind]), size))
-    main = next(kind for one, kind in kinds.items() if one.startswith("layers.") and len(stream.shapes[one]) == 2)
+    main = next(kinds[one] for one, (name, *_) in parts.items() if "layers." in one and len(stream.shapes[name]) == 2)
     files = {kind.upper(): number for kind, number in QUANTISED_FILES.items()} | _FLOAT_FILES
     fields = _fields(config) | {"general.name": name or path.stem, "general.file_type": files[main]}
     if quantize is not None:
@@ -409,13 +433,33 @@ def save_gguf(
     size = len(head) + sum(tensor.room for tensor in planned)
     with new_file(path, size, overwrite) as beside, open(beside, "wb") as file:
         file.write(head)
-        if has_divisors:
-            file.write(divisors.numpy().tobytes())
-            file.write(bytes(planned[0].room - planned[0].size))
-        for one, tensor in zip(kinds, planned[-len(kinds) :], strict=True):
-            for piece in _encoded(stream, one, kinds[one], gguf):
+        pieces = [[of.numpy().tobytes()] for of in divisors.values()]
+        encoded = ((piece for name in names for piece in _encoded(stream, name, kinds[one], gguf))
+                   for one, names in parts.items())  # fmt: skip
+        for tensor, content in zip(planned, itertools.chain(pieces, encoded), strict=True):
+            for piece in content:
                 file.write(piece)
             file.write(bytes(tensor.room - tensor.size))
+
+
+def _stored_parts(stream: WeightStream) -> dict[str, list[str]]:
+    """Return the parameters that each tensor of the file holds, by our name of the tensor."""
+    names = [name for name in stream.shapes if not name.endswith(UNTRAINED)]
+    if _architecture(stream.config) != "phi3":
+        return {name: [name] for name in names}
+    fused = {name: fused_names(name) for name in names}
+    places = {name: fused_rows(stream.config, name) for name in names}
+    return {name if (place := places[name]) is None else place.name: parts for name, parts in fused.items() if parts}
+
+
+def _divisors_of(config: LlamaConfig) -> dict[str, Tensor]:
+    """Return the divisors of frequencies that are tensors of the file, by name."""
+    scaling = config.rope_scaling
+    if scaling is None or scaling.rope_type in ("linear", "yarn"):
+        return {}
+    if scaling.rope_type == "longrope":
+        return {_LONG: torch.tensor(scaling.long_factor), _SHORT: torch.tensor(scaling.short_factor)}
+    return {_FACTORS: rope_frequencies(config.model_copy(update={"rope_scaling": None})) / rope_frequencies(config)}
 
 
 def _kind_of(stream: WeightStream, name: str, quantize: str | None) -> str:
@@ -465,6 +509,8 @@ def _stored_shape(shape: tuple[int, ...], rows: int = 0) -> tuple[int, ...]:
 
 
 def _architecture(config: LlamaConfig) -> str:
+    if is_like_phi3(config):
+        return "phi3"
     if config.experts is not None:
         return "qwen3moe" if config.head_norms else "llama"
     return "qwen2" if config.attention_bias else "qwen3" if config.head_norms else "llama"
@@ -483,14 +529,17 @@ def _fields(config: LlamaConfig) -> dict[str, Any]:
         "attention.key_length": config.head_width,
         "attention.value_length": config.head_width,
         "attention.layer_norm_rms_epsilon": config.norm_eps,
-        "rope.dimension_count": config.head_width,
+        "rope.dimension_count": config.rotary_width,
         "rope.freq_base": config.rope_theta,
         "vocab_size": config.vocabulary,
     }
     if config.experts is not None:
         own |= {"expert_count": config.experts.count, "expert_used_count": config.experts.chosen}
         own |= {"expert_feed_forward_length": config.ffn} if config.head_norms else {}
-    if scaling is not None and scaling.rope_type != "llama3":
+    if scaling is not None and scaling.rope_type == "longrope":
+        own |= {"rope.scaling.original_context_length": scaling.original_context}
+        own |= {"rope.scaling.attn_factor": scaling.amplitude}
+    elif scaling is not None and scaling.rope_type != "llama3":
         own |= {"rope.scaling.type": scaling.rope_type, "rope.scaling.factor": scaling.factor}
         if scaling.rope_type == "yarn":
             own |= {

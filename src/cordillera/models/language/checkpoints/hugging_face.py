@@ -33,8 +33,11 @@ from cordillera.models.language.checkpoints.source import (
     Source,
     StoredTensor,
     check_dtypes,
+    check_parts,
     check_shape,
+    fused_names,
     fused_rows,
+    is_like_phi3,
     make_config,
     missing,
     new_folder,
@@ -283,7 +286,7 @@ def _read_config(path: Path) -> tuple[LlamaConfig, bool]:
         }
     except KeyError as error:
         raise _refusal(path, f"{error.args[0]} is missing") from error
-    config = make_config(path, values)
+    config = make_config(path, values | {"rotary_dim": _read_rotary_dim(path, raw, kind, values)})
     longest = config.context
     if (yarn := config.rope_scaling) is not None and yarn.rope_type == "yarn":
         longest = max(longest, int(min(yarn.factor * yarn.original_context, _LONGEST)))
@@ -301,16 +304,18 @@ def _read_rope(path: Path, raw: dict[str, Any], context: Any) -> tuple[dict[str,
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise _refusal(path, f"the rotary settings are {rope!r}, not an object with keys")
     scales, theta = rope.get("rope_type", rope.get("type", "default")), rope.get("rope_theta")
-    if scales not in ("default", "llama3", "yarn", "linear"):
-        raise _refusal(path, f"rope_type {scales!r} is not known; default, llama3, linear and yarn are")
-    for key, usual in (("partial_rotary_factor", 1.0), ("truncate", True)):
-        if (found := rope.get(key, raw.get(key, usual))) != usual:
-            raise _refusal(path, f"{key} is {found!r}, which is {usual!r} here")
+    scales = "longrope" if scales == "su" else scales  # its first name
+    if scales not in ("default", "llama3", "yarn", "linear", "longrope"):
+        raise _refusal(path, f"rope_type {scales!r} is not known; default, llama3, linear, yarn and longrope are")
+    if rope.get("truncate", True) is not True:
+        raise _refusal(path, f"truncate is {rope['truncate']!r}, which is True here")
     theta = theta or raw.get("rope_theta", 10_000.0)
     if scales == "default":
         return None, theta
-    keys = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": (), "linear": ()}[scales]
     try:
+        if scales == "longrope":
+            return _read_longrope(path, {**raw, **rope}, context), theta
+        keys = ("low_freq_factor", "high_freq_factor") if scales == "llama3" else ()
         scaling = {"rope_type": scales} | {key: rope[key] for key in ("factor", *keys)}
         if scales == "llama3":
             scaling["original_context"] = rope["original_max_position_embeddings"]
@@ -324,17 +329,42 @@ def _read_rope(path: Path, raw: dict[str, Any], context: Any) -> tuple[dict[str,
     return scaling, theta
 
 
+def _read_longrope(path: Path, values: dict[str, Any], context: Any) -> dict[str, Any]:
+    """Return the scaling of Phi-3 models for long contexts; raise KeyError for what is missing."""
+    original = values["original_max_position_embeddings"]
+    scaling = {"rope_type": "longrope", "original_context": original}
+    scaling |= {key: values[key] for key in ("short_factor", "long_factor")}
+    scaling |= {key: values[key] for key in ("factor", "attention_factor") if values.get(key) is not None}
+    if "factor" not in scaling:
+        if not all(type(size) is int and size > 0 for size in (context, original)):
+            raise _refusal(path, f"the contexts are {context!r} and {original!r}, not numbers of tokens")
+        scaling["factor"] = max(1.0, context / original)
+    return scaling
+
+
+def _read_rotary_dim(path: Path, raw: dict[str, Any], kind: str, values: dict[str, Any]) -> int | None:
+    """Return how many numbers of a head turn; None for all."""
+    share = (raw.get("rope_parameters") or {}).get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    if share == 1:
+        return None
+    if kind != "phi3":
+        raise _refusal(path, f"partial_rotary_factor is {share!r}, a model of type {kind} has 1.0 here")
+    try:
+        return int((values["head_dim"] or values["hidden"] // values["heads"]) * share)
+    except (TypeError, ValueError, ZeroDivisionError, OverflowError):
+        raise _refusal(path, f"partial_rotary_factor is {share!r} of a head, not a part of it") from None
+
+
 def _refusal(path: Path, what: str) -> CheckpointError:
     return CheckpointError(what, where=str(path), remedy=f"load a model of type {', '.join(_CLASSES)}")
 
 
 def _kind_of(config: LlamaConfig, where: str | Path) -> str:
     """Return the type of model that is written."""
-    has_experts = config.experts is not None
-    if config.attention_bias and (config.head_norms or has_experts):
-        others = "norms of heads" if config.head_norms else "experts"
-        raise CheckpointError(f"biases and {others} together are of no model of this layout", where=str(where))
-    if has_experts:
+    check_parts(config, where)
+    if is_like_phi3(config):
+        return "phi3"
+    if config.experts is not None:
         return "qwen3_moe" if config.head_norms else "mixtral"
     return "qwen2" if config.attention_bias else "qwen3" if config.head_norms else "llama"
 
@@ -372,6 +402,14 @@ def _write_config(path: Path, kind: str, config: LlamaConfig, dtype: torch.dtype
         content |= {"moe_intermediate_size": config.ffn, "norm_topk_prob": True, "decoder_sparse_step": 1}
     if kind.startswith("qwen"):
         content |= {"use_sliding_window": False, "sliding_window": None}
+    if kind == "phi3":
+        share = config.rotary_width / config.head_width
+        exact = int(config.head_width * share) == config.rotary_width  # as it is read
+        content |= {"partial_rotary_factor": share if exact else math.nextafter(share, 1.0), "sliding_window": None}
+        # Phi3Config takes those of Phi-3's vocabulary for ids that are not there.
+        content |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        if config.rope_scaling is not None:
+            content["original_max_position_embeddings"] = config.rope_scaling.original_context
     if tokenizer is not None:
         content |= end_ids(tokenizer)
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -382,8 +420,10 @@ def _written_scaling(scaling: RopeScaling) -> dict[str, Any]:
         "llama3": ("low_freq_factor", "high_freq_factor"),
         "yarn": ("beta_fast", "beta_slow", "attention_factor"),
         "linear": (),
+        "longrope": ("short_factor", "long_factor", "attention_factor"),
     }[scaling.rope_type]
     found = {"rope_type": scaling.rope_type, "factor": scaling.factor} | {key: getattr(scaling, key) for key in own}
+    found = {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
     if scaling.rope_type != "linear":
         found["original_max_position_embeddings"] = scaling.original_context
     return found
@@ -417,7 +457,11 @@ def save_hugging_face(
     stream = stream_of(model)
     check_experts(stream, folder)
     kind = _kind_of(stream.config, folder)
-    sizes = {name: math.prod(shape) * stream.dtypes[name].itemsize for name, shape in stream.shapes.items()}
+    parts = {name: fused_names(name) if kind == "phi3" else [name] for name in stream.shapes}
+    sizes = {
+        name: sum(math.prod(stream.shapes[part]) * stream.dtypes[part].itemsize for part in names)
+        for name, names in parts.items()
+    }
     shards: list[list[str]] = [[]]
     size = 0
     for name in stream.shapes:
@@ -432,7 +476,7 @@ def save_hugging_face(
     with new_folder(Path(folder), total, overwrite) as beside:
         _write_config(beside / "config.json", kind, stream.config, stream.dtypes["embedding.weight"], tokenizer)
         for file, names in zip(files, shards, strict=True):
-            tensors = dict(pair for name in names for pair in _stored(stream, name))
+            tensors = dict(pair for name in names for pair in _stored(stream, parts[name]))
             places |= dict.fromkeys(tensors, file)
             try:
                 save_file(tensors, beside / file, {"format": "pt"})
@@ -449,8 +493,13 @@ def save_hugging_face(
             write_json_tokenizer(tokenizer, beside, stream.config.context)
 
 
-def _stored(stream: WeightStream, name: str) -> list[tuple[str, Tensor]]:
-    """Return the tensors that hold a parameter, by their names in files."""
+def _stored(stream: WeightStream, names: list[str]) -> list[tuple[str, Tensor]]:
+    """Return the tensors that hold a parameter, or several as one, by their names in files."""
+    if not names:
+        return []
+    name = names[0]
+    if len(names) > 1 and (fused := fused_rows(stream.config, name)) is not None:
+        return [(_NAMES(fused.name), torch.cat([stream.tensor(part).cpu() for part in names]))]
     weight = stream.tensor(name)
     if stream.config.experts is not None and name.endswith(".feed_forward.down"):
         weight = weight * stream.config.experts.scale  # their sum is 1 there

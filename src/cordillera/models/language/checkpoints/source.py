@@ -101,18 +101,48 @@ class FusedRows(NamedTuple):
     rows: int
 
 
+def is_like_phi3(config: LlamaConfig) -> bool:
+    """Return whether positions are such as only Phi-3 and its successors have them."""
+    is_long = config.rope_scaling is not None and config.rope_scaling.rope_type == "longrope"
+    return is_long or config.rotary_width < config.head_width
+
+
+def check_parts(config: LlamaConfig, where: str | Path) -> None:
+    """Refuse parts that no published model has together, and so no layout for other programs."""
+    found = {
+        "biases": config.attention_bias,
+        "norms of heads": config.head_norms,
+        "experts": config.experts is not None,
+        "positions of Phi-3": is_like_phi3(config),
+        "others": is_like_phi3(config) and config.rope_scaling is not None and not config.rope_scaling.short_factor,
+    }
+    names = [name for name, has in found.items() if has]
+    if len(names) > 1 and names != ["norms of heads", "experts"]:  # Qwen3-MoE
+        raise CheckpointError(f"{' and '.join(names)} together are of no model of this layout", where=str(where))
+
+
+_FUSED = {"attention": ("query", "key", "value"), "feed_forward": ("gate", "up")}
+
+
 def fused_rows(config: LlamaConfig, name: str) -> FusedRows | None:
     """Return where a parameter lies where queries, keys and values are one matrix, like gates and what they gate."""
     *block, module, matrix, _ = f"....{name}".split(".")
-    queries, keys = config.heads * config.head_width, config.kv_heads * config.head_width
-    parts = {
-        "attention": {"query": queries, "key": keys, "value": keys},
-        "feed_forward": {"gate": config.ffn, "up": config.ffn},
-    }.get(module, {})
-    if matrix not in parts:
+    if matrix not in _FUSED.get(module, ()):
         return None
-    before = list(parts.values())[: list(parts).index(matrix)]
-    return FusedRows(f"{'.'.join(block).lstrip('.')}.{module}.fused.weight", sum(before), sum(parts.values()))
+    sizes = {"query": config.heads * config.head_width, "gate": config.ffn, "up": config.ffn}
+    rows = [sizes.get(part, config.kv_heads * config.head_width) for part in _FUSED[module]]
+    first = sum(rows[: _FUSED[module].index(matrix)])
+    return FusedRows(f"{'.'.join(block).lstrip('.')}.{module}.fused.weight", first, sum(rows))
+
+
+def fused_names(name: str) -> list[str]:
+    """Return the parameters in a matrix that begins with this one: itself if it lies alone, none if it is not first."""
+    module, matrix, end = f"..{name}".rsplit(".", 3)[1:]
+    parts = _FUSED.get(module, ())
+    if matrix not in parts:
+        return [name]
+    before = name.removesuffix(f"{matrix}.{end}")
+    return [f"{before}{part}.{end}" for part in parts] if matrix == parts[0] else []
 
 
 @dataclass(frozen=True)
