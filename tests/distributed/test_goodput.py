@@ -379,6 +379,9 @@ def test_events_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
     path.write_bytes(whole + whole)
     with pytest.raises(RunError, match=r"r0\.jsonl, line 3: is line 1 again"):
         read_events(tmp_path)
+    path.write_bytes(whole + bytes(9))
+    with pytest.raises(RunError, match=r"r0\.jsonl, line 3: ends with zeros"):
+        read_events(tmp_path)
     path.write_bytes(whole)
     path.write_bytes(path.read_bytes().replace(b'"epoch": 0', b'"epoch": 1', 1))
     with pytest.raises(RunError, match=r"r0\.jsonl, line 1"):

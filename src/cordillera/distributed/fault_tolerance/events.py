@@ -89,11 +89,13 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     """Return the events of all writers in a run's folder, by time; ``writer`` is the name of each one's file.
 
     Raises:
-        RunError: If a line is damaged or repeated. A line that was cut off in writing is left out.
+        RunError: If a line is damaged or repeated, or a file ends with zeros. A line that was cut off in writing is left out.
     """
     found = []
     for path in sorted((folder / FOLDER).glob("*.jsonl")):
         lines = read_text(path, error=RunError, limit=_MOST_BYTES).split("\n")
+        if "\0" in lines[-1]:  # as after a loss of power, or on a disk that loses blocks
+            raise RunError("ends with zeros", where=f"{path}, line {len(lines)}")
         numbers: dict[str, int] = {}
         for number, line in enumerate(lines[:-1], 1):
             where = f"{path}, line {number}"
