@@ -147,10 +147,6 @@ def loka_int8() -> str:
     return f"{sum(kernel.startswith('int8') for kernel in kernels)} of {len(kernels)} layers"
 
 
-def _probe(key: str) -> float:
-    return float(results("loka-probe")[key])
-
-
 # Low-precision inference
 
 
@@ -366,8 +362,7 @@ FIGURES: Figures = {
     "loka-plain-error": lambda: (
         f"{float(format(results('loka-probe')['errors']['E[xx] - E[x]E[x], float32'], '.2g')):g}"
     ),
-    "loka-probe": lambda: percent(_probe("overhead_at_interval_100"), ".1f"),
-    "loka-probe-inputs": lambda: percent(_probe("overhead_of_inputs_at_interval_100"), ".2f"),
+    "loka-probe": lambda: percent(float(results("loka-probe")["overhead_at_interval_100"]), ".2f"),
     "quantised": quantised,
     "quantised-size": partial(quantised_reached, "size"),
     "quantised-ne": partial(quantised_reached, "ne_shown"),

@@ -1,10 +1,10 @@
 """The code behind a figure, and whether it has changed: ``cordillera bench --stale``.
 
 A figure depends on the definitions (functions, classes, constants) that its part of a benchmark names, directly or
-indirectly: in the benchmark, in helpers beside it and in the package, except modules that only read recipes, print or
-draw. Definitions are compared by name with those of the commit that the result file names, without comments,
-docstrings, layout, imports and annotations of arguments. Only computing code counts, and a definition that was moved to
-another module is unchanged.
+indirectly: in the benchmark, in helpers beside it and in the package, except modules that only read recipes, place
+files, print or draw. Definitions are compared by name with those of the commit that the result file names, without
+comments, docstrings, layout, imports and annotations of arguments. Only computing code counts, and a definition that
+was moved to another module is unchanged.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ CHECKOUT = BENCHMARKS.parent
 # Modules that compute nothing, by the beginning or the end of their names; their imports do not count either.
 _TALKING = ("cordillera.cli", "cordillera.errors", "cordillera.files", "cordillera.toml_files", "cordillera.recipe")
 _TALKING += ("cordillera.kernels.compiled_files", "cordillera.reports", "cordillera.run")
+_TALKING += ("cordillera.data.fetch", "cordillera.data.files")  # files are placed by their checksums
 _DRAWING = ("report", "chart", "charts", "card", "headline", "page", "export", "commands")
 _NAME = re.compile(r"'(\w+)'")
 _MODULE = re.compile(r"\bcordillera(\.\w+)+")

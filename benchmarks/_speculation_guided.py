@@ -33,6 +33,8 @@ def _is_valid(text: str) -> bool:
         found = json.loads(text)
     except json.JSONDecodeError:
         return False
+    if not isinstance(found, dict):
+        return False
     colours = found.get("colours")
     return (
         list(found) == list(fields)

@@ -54,6 +54,17 @@ def test_the_answer_is_the_greedy_path_and_the_rate_is_told(cli, folder):
     assert (rate - 0.05) * (seconds - 0.005) <= tokens <= (rate + 0.05) * (seconds + 0.005)
 
 
+def test_a_shorter_context_bounds_the_text_and_refuses_longer_prompts(cli, folder):
+    prompt = len(_chat(folder, "the cat sat"))
+    done = cli("generate", folder, "the cat sat", *EXACT, "-n", 12, "--context", prompt + 5, "--json")
+    assert json.loads(done.out)["tokens"] == 5
+    assert json.loads(done.out)["text"] == greedy(folder, _chat(folder, "the cat sat"), 5)
+    for context, why in ((prompt - 1, f"{prompt - 1}"), (CONTEXT + 1, f"choose 2 to {CONTEXT}"), (1, "choose 2 to")):
+        refused = cli("generate", folder, "the cat sat", *EXACT, "--context", context)
+        assert refused.code == 2
+        assert why in refused.err
+
+
 def test_drafts_change_the_number_of_passes_alone(cli, folder):
     words = ("generate", folder, "the cat sat", *EXACT, "-n", 40, "--raw", "--json")
     drafted, plain = (json.loads(cli(*words, "--drafter", name).out) for name in ("ngram", "none"))

@@ -21,7 +21,6 @@ from cordillera.numerics.dispatch.dispatch import DispatchConfig
 from cordillera.numerics.dispatch.plan import KernelChoice, PrecisionPlan, machine
 from cordillera.numerics.dispatch.probe import Probe, ProbeConfig, Probed
 from cordillera.numerics.dispatch.row_statistics import RowStatistics
-from cordillera.numerics.dispatch.weight_statistics import WeightStatistics
 from cordillera.numerics.inference.drift import DriftCheck, DriftReference
 from cordillera.numerics.inference.selection import Change, Part, select
 from cordillera.numerics.quantization.range_estimators import RunningHistogram
@@ -260,14 +259,10 @@ def test_references_of_anything_else_are_refused() -> None:
 def test_states_that_are_not_finite_or_of_another_shape_are_refused(bad: float) -> None:
     rows = RowStatistics(3)
     rows.update(torch.randn(9, 3))
-    weights = WeightStatistics(2, 3)
-    weights.update(torch.randn(2, 3))
-    for found, names in ((rows, ["mean"]), (weights, ["mean", "of_rows", "of_columns"])):
-        state = found.state_dict()
-        for name in names:
-            for part in (torch.full_like(state[name], bad), state[name].reshape(-1)[:1]):
-                with pytest.raises(NumericsError, match="finite numbers"):
-                    type(found).from_state_dict({**state, name: part})
+    state = rows.state_dict()
+    for part in (torch.full_like(state["mean"], bad), state["mean"].reshape(-1)[:1]):
+        with pytest.raises(NumericsError, match="finite numbers"):
+            RowStatistics.from_state_dict({**state, "mean": part})
     histogram = RunningHistogram()
     histogram.update(torch.randn(9))
     state = histogram.state_dict()
@@ -277,14 +272,11 @@ def test_states_that_are_not_finite_or_of_another_shape_are_refused(bad: float) 
 
 
 def test_a_probe_goes_on_with_statistics_of_its_own_layers_only() -> None:
-    def probe(width: int, **options: Any) -> Probe:
-        return Probe(nn.Sequential(nn.Linear(width, 4)), ProbeConfig(interval=1, **options))
+    def probe(width: int) -> Probe:
+        return Probe(nn.Sequential(nn.Linear(width, 4)), ProbeConfig(interval=1))
 
     with pytest.raises(NumericsError, match="8 inputs of 0, which has 9"):
         probe(9).load_state_dict(probe(8).state_dict())
-    for one, other in ((True, False), (False, True)):
-        with pytest.raises(NumericsError, match="statistics of weights"):
-            probe(8, weights=one).load_state_dict(probe(8, weights=other).state_dict())
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])

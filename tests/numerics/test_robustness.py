@@ -17,7 +17,6 @@ from cordillera.numerics.dispatch.dispatch import forward_products, planned
 from cordillera.numerics.dispatch.plan import KernelChoice, PrecisionPlan, machine, weights_digest
 from cordillera.numerics.dispatch.row_statistics import RowStatistics, Tier
 from cordillera.numerics.dispatch.stored_linear import StoredLinear
-from cordillera.numerics.dispatch.weight_statistics import WeightStatistics
 from cordillera.numerics.formats.formats import INTEGERS
 from cordillera.numerics.quantization.integer_linear import quantize_weight
 from cordillera.numerics.quantization.quantized_linear import LinearConfig, QuantizedLinear
@@ -51,29 +50,6 @@ def test_rows_whose_squares_float64_cannot_sum_are_left_out_and_counted() -> Non
     assert (found.count, found.skipped) == (0, 1)
     assert found.update(torch.tensor([[1e120, 0.0], [0.0, 1.0]], dtype=torch.float64))
     assert float(found.variance()[0]) == pytest.approx(0.5e240)
-
-
-@pytest.mark.parametrize("size", [1e-20, 1e-2, 1e2, 1e18])
-@pytest.mark.parametrize("samples", [2, 3, 10])
-def test_a_few_weights_are_drawn_again_with_their_spread(size: float, samples: int) -> None:
-    weights = size * torch.randn(samples, 24, 16)
-    found = WeightStatistics(24, 16)
-    for weight in weights:
-        found.update(weight)
-    spread = float((found.sample(100) - found.mean).double().std())
-    assert 0.7 * size < spread < 2 * size  # the mean lags behind, which widens it by up to the root of two
-
-
-def test_a_weight_that_never_moves_is_drawn_without_noise_and_extremes_stay_finite() -> None:
-    found, weight = WeightStatistics(3, 3), torch.randn(3, 3)
-    for _ in range(3):
-        found.update(weight)
-    torch.testing.assert_close(found.sample(2), weight.expand(2, 3, 3))
-    found = WeightStatistics(3, 3)
-    for sign in (1, -1, 1, -1):
-        assert found.update(torch.full((3, 3), sign * 3e38))
-    for tensor in (found.mean, found.of_rows, found.of_columns):
-        assert torch.isfinite(tensor).all()
 
 
 def test_ranges_that_cannot_be_are_refused_with_the_tensor_and_the_place() -> None:

@@ -164,7 +164,7 @@ def probe_training(
         task_weights = None if tasks is None else torch.tensor([tasks.get(t, 1.0) for t in splits.features.tasks])
         check_weights(model)
         model.train()
-        with Probe(model, ProbeConfig(interval=1, weights=False, gradients=True)) as gathered:
+        with Probe(model, ProbeConfig(interval=1, gradients=True)) as gathered:
             for batch in some_batches(splits.train, recipe, samples):
                 assert batch.labels is not None
                 gathered.step()

@@ -237,7 +237,7 @@ def _probed(model: RankingModel, splits: Splits, recipe: RankingRecipe, say: Say
     score = scorer(model, torch.device("cpu"), "fp32")
     if not names:
         return _ProbedModel({}, {})
-    with Probe(model, ProbeConfig(interval=1, weights=False)) as probe, Recorder(model, names, 4096) as recorder:
+    with Probe(model, ProbeConfig(interval=1)) as probe, Recorder(model, names, 4096) as recorder:
         for batch in batches:
             probe.step()
             score(batch)

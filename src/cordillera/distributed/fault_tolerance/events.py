@@ -89,7 +89,8 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     """Return the events of all writers in a run's folder, by time; ``writer`` is the name of each one's file.
 
     Raises:
-        RunError: If a line is damaged or repeated, or a file ends with zeros. A line that was cut off in writing is left out.
+        RunError: If a line is damaged or repeated, or a file ends with zeros. A line that was cut off in writing is
+            left out.
     """
     found = []
     for path in sorted((folder / FOLDER).glob("*.jsonl")):

@@ -7,6 +7,7 @@ whatever tile it is part of.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -61,36 +62,58 @@ def _tile(rows: int, outputs: int) -> Any:
                 start = builder.add(base, builder.mul(stride, _WIDE(number)))
                 return builder.add(start, builder.mul(step, size))
 
-            def compute(first: int, count: int) -> None:
-                """Add the instructions for so many rows from the first on."""
-                sums = [cgutils.alloca_once(builder, _VECTOR) for _ in range(count * outputs)]
-                for slot in sums:
-                    builder.store(ir.Constant(_VECTOR, [0.0] * _LANES), slot)
-                with cgutils.for_range(builder, vectors, intp=_WIDE) as loop:
-                    own = [_inputs(builder, place(x, x_row, first + r, loop.index, _WIDE(64))) for r in range(count)]
-                    done = builder.add(loop.index, builder.mul(vectors, _WIDE(first // _ROWS)))
-                    for o in range(outputs if outputs > 1 else 0):
-                        following = builder.inttoptr(place(ahead, weight_row, o, done, ahead_step), byte)
-                        builder.call(fetch, [following, _WORD(0), _WORD(3), _WORD(1)])
-                    for o in range(outputs):
-                        weights = _weights(builder, place(weight, weight_row, o, loop.index, _WIDE(4 * _LANES)))
-                        for r in range(count):
-                            slot = sums[r * outputs + o]
-                            builder.store(_add_products(builder, builder.load(slot), own[r], weights), slot)
-                found = _to_bfloat(builder, _over_lanes(builder, [builder.load(slot) for slot in sums]))
-                kind = ir.IntType(16 * outputs)  # the outputs of a row, stored at once
-                parts = builder.bitcast(found, ir.VectorType(kind, _LANES // outputs))
-                for r in range(count):
-                    to = builder.inttoptr(place(out, out_row, first + r, _WIDE(0), _WIDE(0)), kind.as_pointer())
-                    builder.store(builder.extract_element(parts, _WORD(r)), to, align=2)
-
             for first in range(0, rows, _ROWS):
-                compute(first, min(_ROWS, rows - first))
+
+                def weights_of(o: int, step: Any, part: int = first // _ROWS) -> list[Any]:
+                    done = builder.add(step, builder.mul(vectors, _WIDE(part)))
+                    for following in range(outputs if outputs > 1 and o == 0 else 0):
+                        then = builder.inttoptr(place(ahead, weight_row, following, done, ahead_step), byte)
+                        builder.call(fetch, [then, _WORD(0), _WORD(3), _WORD(1)])
+                    return _weights(builder, place(weight, weight_row, o, step, _WIDE(4 * _LANES)))
+
+                own = x, x_row, out, out_row
+                compute_rows(builder, range(first, min(first + _ROWS, rows)), outputs, vectors, own, weights_of)
             return context.get_dummy_value()
 
         return types.none(*[types.int64] * 9), generate
 
     return generated
+
+
+def compute_rows(
+    builder: Any, rows: range, outputs: int, vectors: Any, own: tuple[Any, ...], weights_of: Callable[[int, Any], Any]
+) -> None:
+    """Add the instructions for products of a few rows.
+
+    Args:
+        rows: Numbers of the rows.
+        outputs: Number of outputs.
+        vectors: Number of vectors of weights of an output.
+        own: Address of the first row, bytes from one to the next, and the same of the results.
+        weights_of: Function of the number of an output and of a vector that returns the weights.
+    """
+    x, x_row, out, out_row = own
+
+    def place(base: Any, stride: Any, number: int, offset: Any) -> Any:
+        return builder.add(builder.add(base, builder.mul(stride, _WIDE(number))), offset)
+
+    sums = [cgutils.alloca_once(builder, _VECTOR) for _ in range(len(rows) * outputs)]
+    for slot in sums:
+        builder.store(ir.Constant(_VECTOR, [0.0] * _LANES), slot)
+    with cgutils.for_range(builder, vectors, intp=_WIDE) as loop:
+        offset = builder.mul(loop.index, _WIDE(64))
+        inputs = [_inputs(builder, place(x, x_row, row, offset)) for row in rows]
+        for o in range(outputs):
+            weights = weights_of(o, loop.index)
+            for r in range(len(rows)):
+                slot = sums[r * outputs + o]
+                builder.store(_add_products(builder, builder.load(slot), inputs[r], weights), slot)
+    found = _to_bfloat(builder, _over_lanes(builder, [builder.load(slot) for slot in sums]))
+    kind = ir.IntType(16 * outputs)  # the outputs of a row, stored at once
+    parts = builder.bitcast(found, ir.VectorType(kind, _LANES // outputs))
+    for r, row in enumerate(rows):
+        to = builder.inttoptr(place(out, out_row, row, _WIDE(0)), kind.as_pointer())
+        builder.store(builder.extract_element(parts, _WORD(r)), to, align=2)
 
 
 _WORD, _WIDE = ir.IntType(32), ir.IntType(64)

@@ -31,7 +31,15 @@ from cordillera.kernels.dense.bf16_amx import (
     store_rounded,
     tile_shapes,
 )
-from cordillera.kernels.dense.bf16_tiles import SIDE, fetched, lay_out, multiplies_pairs, rounded_words, tile_of_four
+from cordillera.kernels.dense.bf16_tiles import (
+    SIDE,
+    compute_rows,
+    fetched,
+    lay_out,
+    multiplies_pairs,
+    rounded_words,
+    tile_of_four,
+)
 from cordillera.kernels.numba_support import array, borrowed, pool, threads_for
 
 GROUP = 32
@@ -122,7 +130,8 @@ def _chosen(builder: Any, table: list[Any], codes: Any) -> Any:
         mask, shift = (ir.Constant(_SHORTS, [number] * _LANES) for number in (15, 4))
         places = _beside(builder, builder.and_(both, mask), builder.lshr(both, shift))
         choose = _declared(builder, "llvm.x86.avx512.permvar.hi.512", _ALL, [_ALL, _ALL])
-        return builder.call(choose, [_beside(builder, weights, weights), places])
+        table = _mixed(builder, weights, weights, [*range(_LANES), *[0] * _LANES])  # no code is above 15
+        return builder.call(choose, [table, places])
     lines, longs = ir.VectorType(_BYTE, GROUP), ir.VectorType(_WIDE, 4)
     shuffle = _declared(builder, "llvm.x86.avx2.pshuf.b", lines, [lines, lines])
     # bytes 2 of four words, then their bytes 3, in each half of a register
@@ -285,6 +294,64 @@ def _tiled(
 _BY_PAIRS = multiplies_pairs()
 
 
+def _packed_tile(bits: int, rows: int) -> Any:
+    """Make the function that unpacks codes of four outputs in registers and multiplies them by up to four rows.
+
+    Sums are those of :func:`~cordillera.kernels.dense.bf16_tiles.tile_of_four` with the unpacked weights, to the bit.
+    """
+    if not multiplies_pairs():
+        return compiled()(lambda codes, scales, groups, x, x_row, out, out_row, ahead: None)
+
+    @intrinsic
+    def generated(
+        typing_context: Any, codes: Any, scales: Any, groups: Any, x: Any, x_row: Any, out: Any, out_row: Any,
+        ahead: Any,
+    ) -> Any:  # fmt: skip
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            codes, scales, groups, x, x_row, out, out_row, ahead = arguments
+
+            def weights_of(o: int, step: Any) -> list[Any]:
+                group = builder.add(builder.mul(groups, _WIDE(o)), step)
+                fetch(builder, builder.add(ahead, builder.mul(group, _WIDE(4 * bits))), 1)
+                return [builder.bitcast(_unpacked(builder, bits, codes, scales, group), _WORDS)]
+
+            compute_rows(builder, range(rows), SIDE, groups, (x, x_row, out, out_row), weights_of)
+            return context.get_dummy_value()
+
+        return types.none(*[types.int64] * 8), generate
+
+    return generated
+
+
+_packed_tiles = {(bits, rows): _packed_tile(bits, rows) for bits in (4, 8) for rows in range(1, SIDE + 1)}
+_four_1, _four_2, _four_3, _four_4 = (_packed_tiles[4, rows] for rows in range(1, SIDE + 1))
+_eight_1, _eight_2, _eight_3, _eight_4 = (_packed_tiles[8, rows] for rows in range(1, SIDE + 1))
+
+
+@compiled()
+def _multiply_codes(
+    bits: Any, rows: Any, codes: Any, scales: Any, groups: Any, x: Any, x_row: Any, out: Any, out_row: Any, ahead: Any
+) -> None:
+    """Multiply one to four rows by four outputs of packed weights, with scales in float32."""
+    if bits == 4:
+        if rows == 1:
+            _four_1(codes, scales, groups, x, x_row, out, out_row, ahead)
+        elif rows == 2:
+            _four_2(codes, scales, groups, x, x_row, out, out_row, ahead)
+        elif rows == 3:
+            _four_3(codes, scales, groups, x, x_row, out, out_row, ahead)
+        else:
+            _four_4(codes, scales, groups, x, x_row, out, out_row, ahead)
+    elif rows == 1:
+        _eight_1(codes, scales, groups, x, x_row, out, out_row, ahead)
+    elif rows == 2:
+        _eight_2(codes, scales, groups, x, x_row, out, out_row, ahead)
+    elif rows == 3:
+        _eight_3(codes, scales, groups, x, x_row, out, out_row, ahead)
+    else:
+        _eight_4(codes, scales, groups, x, x_row, out, out_row, ahead)
+
+
 @compiled()
 def _laid_out(rows: int) -> int:
     """Number of rows that are laid out for tiles without AMX."""
@@ -363,7 +430,17 @@ def outputs_of(layer: Any, block: Any, x: Any, scratch: Any, out: Any, start: An
     place, of_row = OUTPUTS * block * groups, np.int64(2 * inner)
     own, scales = layer[0] + 4 * bits * place, layer[1] + scale_bytes(bits) * place
     of_unpacked, of_wide, steps = np.int64(weight.ctypes.data), np.int64(wide.ctypes.data), np.int64(groups)
-    if shapes is None:
+    if shapes is None and _BY_PAIRS and bits != WHOLE and rows <= SIDE:
+        _widen_halves(scales, OUTPUTS * groups * scale_bytes(bits) // 2, of_wide)
+        of_scales = np.int64(4 * scale_bytes(bits) // 2)  # bytes of those of a group
+        for i in range(0, OUTPUTS, SIDE):
+            codes, to = own + 4 * bits * i * groups, np.int64(out.ctypes.data) + 2 * (start + i)
+            ahead = codes + 8 * bits * OUTPUTS * groups  # two blocks on
+            _multiply_codes(
+                bits, rows, codes, of_wide + of_scales * i * groups, steps, np.int64(x.ctypes.data), of_row, to,
+                np.int64(2 * stride), ahead,
+            )  # fmt: skip
+    elif shapes is None:
         if bits != WHOLE:
             unpack_groups(bits, own, scales, OUTPUTS * groups, of_wide, of_unpacked)
             own = of_unpacked

@@ -5,7 +5,8 @@ Here FBGEMM's whole pipeline (Khudia et al. 2021) is one compiled function: the 
 the nearest caches, tiles of sums in registers, and each tile becomes outputs before the next one begins. Threads divide
 the rows, or the outputs where rows are few; sums are whole numbers, so results do not depend on the number of threads.
 
-Arrays come as addresses: for layers of a few microseconds, passing ten arrays costs as much as the work.
+Arrays come as addresses, and those of a layer together: for layers of a few microseconds, passing ten arrays costs as
+much as the work.
 """
 
 from __future__ import annotations
@@ -79,6 +80,13 @@ def _bytes(address: Any, size: Any) -> Any:
 
 
 @compiled()
+def _layer(address: Any) -> Any:
+    """Inputs and outputs of a layer, and the addresses of its weights, offsets, factors and terms."""
+    facts = numba.carray(_pointer(address, np.int64(0)), 6)
+    return facts[0], facts[1], facts[2], facts[3], facts[4], facts[5]
+
+
+@compiled()
 def _quantize(x: Any, reciprocal: Any, zero_point: Any, codes: Any) -> Any:
     """Write the codes of a row, padded with zeros, and return the bits of its largest magnitude."""
     largest = np.int32(0)
@@ -107,14 +115,14 @@ def _to_codes(sums: Any, shift: Any, factor: Any, term: Any, lowest: Any, zero_p
 
 @compiled()
 def _part(
-    x: Any, from_values: Any, begin: Any, end: Any, inner: Any, scale: Any, reciprocal: Any, zero_point: Any,
-    weights: Any, offset: Any, factor: Any, term: Any, first: Any, last: Any, outputs: Any,
-    out: Any, given: Any, lowest: Any,
+    layer: Any, x: Any, from_values: Any, begin: Any, end: Any, first: Any, last: Any,
+    scale: Any, reciprocal: Any, zero_point: Any, out: Any, given: Any, lowest: Any,
 ) -> Any:  # fmt: skip
     """Compute rows ``begin`` to ``end`` and outputs ``first`` to ``last``; return whether all values read are finite.
 
     The outputs are codes with the zero point ``given``, or values if ``given`` is negative.
     """
+    inner, outputs, weights, offset, factor, term = _layer(layer)
     single, inverse, zero = np.float32(scale), np.float32(reciprocal), np.float32(zero_point)
     least, new_zero = np.float32(lowest), np.float32(given)
     stride, to_codes = (inner + 3) // 4 * 4, given >= 0
@@ -154,10 +162,10 @@ def _part(
 
 @compiled(parallel=True)
 def _parts(
-    threads: Any, x: Any, from_values: Any, rows: Any, inner: Any, scale: Any, reciprocal: Any, zero_point: Any,
-    weights: Any, offset: Any, factor: Any, term: Any, outputs: Any, out: Any, given: Any, lowest: Any,
+    threads: Any, layer: Any, x: Any, from_values: Any, rows: Any, scale: Any, reciprocal: Any, zero_point: Any,
+    out: Any, given: Any, lowest: Any,
 ) -> Any:  # fmt: skip
-    finite = np.empty(threads, np.uint8)
+    finite, outputs = np.empty(threads, np.uint8), _layer(layer)[1]
     by_rows = rows >= _ROWS_TO_DIVIDE
     whole = (rows + ROWS - 1) // ROWS if by_rows else (outputs + WIDTH - 1) // WIDTH
     for chunk in numba.prange(threads):
@@ -165,9 +173,8 @@ def _parts(
         begin, end = (start * ROWS, min(stop * ROWS, rows)) if by_rows else (0, rows)
         first, last = (0, outputs) if by_rows else (start * WIDTH, min(stop * WIDTH, outputs))
         finite[chunk] = _part(
-            x, from_values, begin, end, inner, scale, reciprocal, zero_point,
-            weights, offset, factor, term, first, last, outputs, out, given, lowest,
-        )  # fmt: skip
+            layer, x, from_values, begin, end, first, last, scale, reciprocal, zero_point, out, given, lowest
+        )
     fine = True
     for chunk in range(threads):
         fine &= finite[chunk] == 1
@@ -241,7 +248,8 @@ class Layer:
 
     def _read(self) -> None:
         # Looking up attributes and arrays is slow where the work takes microseconds.
-        self._constant = tuple(tensor.data_ptr() for tensor in self._kept)
+        self._facts = np.array([self.inner, self.outputs, *(one.data_ptr() for one in self._kept)], np.int64)
+        self._address = self._facts.ctypes.data
         self._products, self._padded = self.outputs * self.inner, (self.inner + 3) // 4 * 4
 
     def __getstate__(self) -> Any:
@@ -266,14 +274,14 @@ class Layer:
         threads = threads_for(products) if products >= _PARALLEL_PRODUCTS else 1
         if threads == 1:
             return bool(_part(
-                x.data_ptr(), from_values, 0, rows, self.inner, scale, reciprocal, zero_point, *self._constant,
-                0, self.outputs, self.outputs, out.data_ptr(), given, lowest,
+                self._address, x.data_ptr(), from_values, 0, rows, 0, self.outputs, scale, reciprocal, zero_point,
+                out.data_ptr(), given, lowest,
             ))  # fmt: skip
         with started():
             numba.set_num_threads(threads)
             return bool(_parts(
-                threads, x.data_ptr(), from_values, rows, self.inner, scale, reciprocal, zero_point, *self._constant,
-                self.outputs, out.data_ptr(), given, lowest,
+                threads, self._address, x.data_ptr(), from_values, rows, scale, reciprocal, zero_point,
+                out.data_ptr(), given, lowest,
             ))  # fmt: skip
 
     def values(self, x: Tensor, scale: float, reciprocal: float, zero_point: int, *, relu: bool) -> Tensor | None:

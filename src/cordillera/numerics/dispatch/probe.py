@@ -1,4 +1,4 @@
-"""Statistics of the inputs and weights of a model's layers, gathered while it runs (Probe of LoKA).
+"""Statistics of the inputs of a model's layers, gathered while it runs (Probe of LoKA).
 
 Statistics are gathered only at every ``interval``-th step, from at most ``rows`` rows of a layer's input, and contain
 no sample of the data. They merge over the ranks of a data-parallel job, in the order of ranks. Inputs drawn from them
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from cordillera.errors import NumericsError
 from cordillera.numerics.dispatch.row_statistics import RowStatistics
-from cordillera.numerics.dispatch.weight_statistics import WeightStatistics
 from cordillera.numerics.sites import sites
 from cordillera.tensor_files import read_tensors, write_tensors
 
@@ -33,8 +32,6 @@ class ProbeConfig(BaseModel):
     Attributes:
         interval: Number of steps from one probed step to the next.
         rows: Maximum number of rows of a layer's input in one probed step; evenly chosen if there are more.
-        weights: Whether to gather statistics of weights.
-        momentum: Momentum of the averages over weights.
         gradients: Whether to gather statistics of the gradients of layers' outputs, in steps that have a backward pass.
         marginals: Whether to keep quantiles of each input, for layers of up to 2048 inputs, so that drawn inputs have
             the tails, the point masses at zero and the signs of the real ones.
@@ -45,8 +42,6 @@ class ProbeConfig(BaseModel):
 
     interval: int = Field(100, ge=1)
     rows: int = Field(4096, ge=2)
-    weights: bool = True
-    momentum: float = Field(0.99, ge=0, lt=1)
     gradients: bool = False
     marginals: bool = False
     only: tuple[str, ...] = ()
@@ -60,7 +55,6 @@ class Probe:
 
     Attributes:
         inputs: Statistics of each layer's inputs.
-        weights: Statistics of each layer's weights; empty if they are not gathered.
         gradients: Statistics of the gradients of each layer's outputs; empty if they are not gathered.
         looks: Number of probed steps.
 
@@ -78,11 +72,6 @@ class Probe:
             name: RowStatistics(module.in_features, marginals=self.config.marginals)
             for name, module in self._modules.items()
         }
-        self.weights: dict[str, WeightStatistics] = {}
-        if self.config.weights:
-            m = self.config.momentum
-            for name, module in self._modules.items():
-                self.weights[name] = WeightStatistics(module.out_features, module.in_features, m, m)
         self.gradients: dict[str, RowStatistics] = {}
         if self.config.gradients:
             self.gradients = {name: RowStatistics(module.out_features) for name, module in self._modules.items()}
@@ -108,8 +97,6 @@ class Probe:
                     self._hooks.append(
                         module.register_forward_hook(lambda _, given, made, name=name: self._await(name, made))
                     )
-                if self.weights:
-                    self.weights[name].update(module.weight)
         return looking
 
     def _await(self, name: str, made: Tensor) -> None:
@@ -146,7 +133,7 @@ class Probe:
         self.close()
 
     def merge(self, group: dist.ProcessGroup | None = None) -> None:
-        """Merge the statistics of inputs and gradients of all ranks, in their order; weights are the same on all.
+        """Merge the statistics of inputs and gradients of all ranks, in their order.
 
         Args:
             group: Group of ranks that see different samples; None for all.
@@ -167,7 +154,6 @@ class Probe:
             "steps": self._steps,
             "looks": self.looks,
             "inputs": {name: one.state_dict() for name, one in self.inputs.items()},
-            "weights": {name: one.state_dict() for name, one in self.weights.items()},
             "gradients": {name: one.state_dict() for name, one in self.gradients.items()},
         }
 
@@ -182,20 +168,14 @@ class Probe:
                 f"statistics of {sorted(state['inputs'])}, not of {sorted(self.inputs)}", where="Probe.load_state_dict"
             )
         inputs = {name: RowStatistics.from_state_dict(one) for name, one in state["inputs"].items()}
-        weights = {name: WeightStatistics.from_state_dict(one) for name, one in state["weights"].items()}
         for name, own in self.inputs.items():
             if inputs[name].features != own.features:
                 raise NumericsError(
                     f"statistics of {inputs[name].features} inputs of {name}, which has {own.features}",
                     where="Probe.load_state_dict",
                 )
-        if set(weights) != set(self.weights):
-            raise NumericsError(
-                f"statistics of weights of {sorted(weights)}, not of {sorted(self.weights)}",
-                where="Probe.load_state_dict", remedy="go on with the ProbeConfig that it began with",
-            )  # fmt: skip
         self._steps, self.looks = int(state["steps"]), int(state["looks"])
-        self.inputs, self.weights = inputs, weights
+        self.inputs = inputs
         self.gradients = {name: RowStatistics.from_state_dict(one) for name, one in state.get("gradients", {}).items()}
 
     def save(self, path: Path, background: bool = False) -> None:
@@ -247,7 +227,6 @@ class Probed:
             state = _read(path)
             self.looks = int(state["looks"])
             self.inputs = {name: RowStatistics.from_state_dict(one) for name, one in state["inputs"].items()}
-            self.weights = {name: WeightStatistics.from_state_dict(one) for name, one in state["weights"].items()}
             self.gradients = {
                 name: RowStatistics.from_state_dict(one) for name, one in state.get("gradients", {}).items()
             }

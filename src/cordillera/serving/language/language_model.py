@@ -168,7 +168,8 @@ class LanguageModel:
         if self._bits is not None and not packs:
             raise DataError(f"{dtype} is for CPUs, without fp8", where="dtype", remedy="choose bfloat16")
         if context is not None:
-            if not 2 <= context <= (most := self._source.config.context):
+            most = self._source.config.context
+            if not 2 <= context <= most:
                 raise DataError(f"is {context:,} tokens", where="context", remedy=f"choose 2 to {most:,}")
             self._source.config = self._source.config.model_copy(update={"context": context})
         self.config = self._source.config

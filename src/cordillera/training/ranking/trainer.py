@@ -111,7 +111,7 @@ class Trainer:
         self.distiller = self._made_distiller()
         self.probe: Probe | None = None
         if config.probe_every:
-            looks = ProbeConfig(interval=config.probe_every, weights=False, marginals=config.probe_marginals)
+            looks = ProbeConfig(interval=config.probe_every, marginals=config.probe_marginals)
             self.probe = Probe(model, looks)
         self.progress = Progress(metric=config.stop_on)
         self._window = LogWindow()

@@ -133,6 +133,8 @@ def evaluate_language_file(
     questions = _questions(paths)
     if questions:
         return _choices(opened, questions, tokens, on_tokens, began)
+    if opened.config.context > WINDOW:  # of two sets of positions, those for texts of this length
+        opened = LanguageModel(model, dtype=dtype, drafter="none", context=WINDOW)
     return _texts(opened, [document.text for document in read_documents(paths)], tokens, on_tokens, began)
 
 
