@@ -207,7 +207,7 @@ def test_a_mesh_that_cannot_train_is_refused_as_if_typed_by_hand(cli: Any, recip
     narrow = ("--set", "model.kv_heads=1", "--set", "model.head_dim=6")
     failed = cli("train", recipe, "--plan", "plan.json", "--nproc", 4, *narrow)
     assert failed.code == 2
-    assert "the width of a head (6) is not divisible by the 4 ranks of tensor (4)" in failed.err
+    assert "tensor 4: 4 ranks that share a head do not divide its width 6" in failed.err
 
 
 @needs_gloo
