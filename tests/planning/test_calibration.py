@@ -100,6 +100,21 @@ def test_constants_of_small_models_predict_the_largest(
     assert found.regret <= 1.05
 
 
+@needs_measurements
+@pytest.mark.slow
+@pytest.mark.parametrize("held", ["3.6", "18.4", "39.1"])
+def test_one_ring_is_a_better_form_for_models_that_were_not_fitted(
+    held: str, measured: list[calibration.MeasuredStep], cluster: topology.Topology
+) -> None:
+    others, rows = ([row for row in measured if (row.model == held) == is_held] for is_held in (False, True))
+    errors = {}
+    for form in (False, True):
+        start = calibration_for(cluster.device).model_copy(update={"one_ring": form})
+        fitted = calibration.fit(others, cluster, start)
+        errors[form] = calibration.accuracy(rows, predictions(rows, cluster, fitted)).error
+    assert errors[True] < errors[False] - 0.005
+
+
 def test_devices_of_a_host_that_are_not_neighbours_reduce_in_one_ring(cluster: topology.Topology) -> None:
     job, size = workloads.load("gpt-22b"), 1e9
 
