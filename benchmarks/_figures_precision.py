@@ -150,6 +150,12 @@ def loka_int8() -> str:
 # Low-precision inference
 
 
+def _processor(name: str) -> str:
+    """Return the processor of a result file with its vector instructions."""
+    machine = results(name)["machine"]
+    return f"{machine['processor']} with {machine['instructions']}"
+
+
 def quantised() -> str:
     """Return quantised models beside float32's."""
     rows = []
@@ -364,6 +370,8 @@ FIGURES: Figures = {
     ),
     "loka-probe": lambda: percent(float(results("loka-probe")["overhead_at_interval_100"]), ".2f"),
     "quantised": quantised,
+    "quantised-processor": partial(_processor, "low-precision-inference-quantize"),
+    "fbgemm-processor": partial(_processor, "fbgemm-linear"),
     "quantised-size": partial(quantised_reached, "size"),
     "quantised-ne": partial(quantised_reached, "ne_shown"),
     "quantised-speed": partial(quantised_reached, "speed"),

@@ -101,6 +101,10 @@ def test_what_if() -> None:
     assert c.changed({"region.bytes_per_s": "*=2"}).member_bytes_per_s(2, 0) == 30.0
     lossy = small(planes=4, planes_lost=1).changed({"region.bytes_per_s": "*=2"})
     assert lossy.member_bytes_per_s(2, 0) == pytest.approx(30.0 * 3 / 4)
+    several = {"region.oversubscription": 1, "region.bytes_per_s": "*=2"}
+    assert c.changed(several).member_bytes_per_s(2, 0) == 120.0
+    with pytest.raises(PlanError, match=r"\*=x has no number"):
+        c.changed({"region.bytes_per_s": "*=x"})
     assert c.changed({"region.oversubscription": 1}).member_bytes_per_s(2, 0) == 60.0
     assert c.changed({"device.nic_bytes_per_s": "/=2"}).member_bytes_per_s(1, 0) == 10.0
     with pytest.raises(PlanError, match=r"leads nowhere[\s\S]*keys are"):

@@ -434,7 +434,7 @@ class Topology(BaseModel):
             if not isinstance(value, str) or not re.match(r"[*/]=", value):
                 place[key] = value
             elif key == "bytes_per_s" and place[key] is None:
-                self._change_rates(content, self.index(parents[0]), value, path)
+                validate(Topology, content, self.name)._change_rates(content, self.index(parents[0]), value, path)
             else:
                 place[key] = _times(place[key], value, path)
         try:
@@ -509,7 +509,10 @@ class Topology(BaseModel):
 
 def _times(value: object, change: str, path: str) -> float:
     """Apply ``*=`` or ``/=`` to a number; validation checks the result."""
-    factor = float(change[2:])
+    try:
+        factor = float(change[2:])
+    except ValueError:
+        raise PlanError(f"{change} has no number", where=path, remedy="write a factor, such as *=2") from None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise PlanError("is not one number that could be changed by a factor", where=path, remedy=f"write {path}=...")
     if change[0] == "/" and not factor:

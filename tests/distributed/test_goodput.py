@@ -176,7 +176,7 @@ def test_parts_add_up_to_the_time_of_the_job(replicas: int, actions: list[tuple[
     job = job_of(replicas, actions, is_finished=is_finished)
     found = account(job.events, replicas)
     check_parts(found)
-    assert not [one for one in found.messages if "missing" in one.text]
+    assert not [one for one in found.messages if "wrote nothing" in one.text]
     resumed = sum(kind == "resume" for kind, _ in actions)
     span = job.events[-1]["at"] - job.events[0]["at"]
     assert found.elapsed_s <= span - 3600 * resumed + 1e-6  # the time without a job is not part of it
@@ -388,13 +388,33 @@ def test_events_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
         read_events(tmp_path)
 
 
+def test_a_step_that_some_committed_and_others_gave_up_is_no_gap() -> None:
+    job = SampleJob(2)
+    job.attempt()
+    torn = next(event for event in job.events if event["kind"] == "step" and event["writer"] == "r1")
+    torn["outcome"] = "discarded"
+    job.attempt()
+    job.finish()
+    assert account(job.events, 2).messages == []
+
+
+def test_a_replica_that_was_left_out_is_told() -> None:
+    job = SampleJob(2)
+    job.attempt()
+    job.tell(COORDINATOR, "isolated", replica="r1", why="others did not reach it")
+    job.tell(COORDINATOR, "isolated", replica="r1")  # as older versions wrote it
+    job.attempt()
+    told = [(one.who, one.text) for one in account(job.events, 2).messages]
+    assert told == [("r1", "isolated: others did not reach it")] * 2
+
+
 @pytest.mark.parametrize(
     ("writer", "kept", "text"),
     [
-        ("r1", 3, "events are missing: 4 committed steps from 3 to 6"),
-        ("r1", 7, "events are missing: committed step 6"),
-        (COORDINATOR, 0, "events are missing: 2 epochs from 1 to 2"),
-        (COORDINATOR, 1, "events are missing: epoch 2"),
+        ("r1", 3, "wrote nothing about 4 committed steps from 3 to 6"),
+        ("r1", 7, "wrote nothing about committed step 6"),
+        (COORDINATOR, 0, "wrote nothing about 2 epochs from 1 to 2"),
+        (COORDINATOR, 1, "wrote nothing about epoch 2"),
     ],
 )
 def test_files_that_lost_their_last_lines_are_named(writer: str, kept: int, text: str) -> None:

@@ -204,7 +204,9 @@ def test_a_damaged_export_is_refused_by_name(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match=name.replace(".", r"\.")):
                 Scorer(folder)
         (folder / name).write_bytes(content)
-    Scorer(folder)
+    Scorer(folder, "./model.pt2")
+    with pytest.raises((ValueError, OSError)):
+        Scorer(folder, "model.onnx")
     (folder / "model.pt2").write_bytes((other / "model.pt2").read_bytes())
     with pytest.raises(ValueError, match=r"model\.pt2 is damaged or of another export"):
         Scorer(folder)

@@ -296,6 +296,11 @@ def test_texts_are_generated_as_without_a_cache(style: str, dtype: torch.dtype) 
         ({"rope_scaling": {"type": "yarn", "factor": "two"}}, "rope_scaling.factor: "),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate is False"),
         ({"rope_scaling": {"full_attention": {"rope_type": "yarn"}}}, "not an object with keys"),
+        ({"rope_scaling": {**LINEAR, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5, a model"),
+        (
+            {"rope_scaling": {**LONG, "original_max_position_embeddings": 1}, "max_position_embeddings": 10**400},
+            "not numbers of tokens",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, a model of type qwen3 has 1.0 here"),
         ({"model_type": "phi3", "partial_rotary_factor": "half"}, "partial_rotary_factor is 'half'"),
         ({"model_type": "phi3", "partial_rotary_factor": 2.0}, "rotary_dim (32) must be even, and at most 16"),
@@ -323,7 +328,33 @@ def test_a_scaling_that_is_not_finite_is_refused_in_gguf(tmp_path: Path) -> None
             load(tmp_path / "one.gguf")
 
 
+def test_factors_of_longrope_come_in_pairs_in_gguf(tmp_path: Path) -> None:
+    path = tmp_path / "one.gguf"
+    save_gguf(drawn(config_of(**STYLES["phi3-long"])), path)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"rope_factors_short", b"rope_factors_other"))
+    with pytest.raises(CheckpointError, match="rope_factors_short"):
+        load(path)
+
+
+def test_a_share_of_a_head_beside_the_factors_is_read(tmp_path: Path) -> None:
+    config = config_of(**STYLES["phi3-long"])
+    save_hugging_face(drawn(config), tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    content = json.loads(path.read_text())
+    content["rope_scaling"]["partial_rotary_factor"] = content.pop("partial_rotary_factor")
+    path.write_text(json.dumps(content))
+    (tmp_path / "hf" / "checksums.json").unlink(missing_ok=True)
+    assert load(tmp_path / "hf")[0] == config
+
+
 def test_layouts_say_what_they_cannot_hold(tmp_path: Path) -> None:
+    for settings, said in (
+        ({**STYLES["phi3-long"], "head_dim": 24}, "heads of width 24, not hidden / heads"),
+        ({**STYLES["linear"], "rotary_dim": 8}, "positions of Phi-3 and another scaling of positions together"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            save_hugging_face(drawn(config_of(**settings)), tmp_path / "hf")
     both = drawn(config_of(head_norms=True, attention_bias=True))
     for save in (save_hugging_face, save_gguf):
         with pytest.raises(CheckpointError, match="together"):

@@ -110,9 +110,10 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 
 def find_gaps(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return which events are missing, as files that lost their last lines lack them: pairs of a writer and a text.
+    """Return which events are not there, such as those of lines that a file has lost: pairs of a writer and a text.
 
-    Every participant of a committed step has written so, and the coordinator every epoch.
+    Every participant of a committed step writes what became of it, unless it is killed before, and the coordinator
+    every epoch.
 
     Args:
         events: What :func:`read_events` returns, with the values that their kinds have.
@@ -124,16 +125,17 @@ def find_gaps(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
         kind, writer = event["kind"], event["writer"]
         if kind in epochs:
             epochs[kind].add(event["epoch"])
-        if kind == "step" and event["outcome"] == "committed":
-            steps.setdefault(event["lineage"], (event["step"], set()))[1].update(event["participants"])
+        if kind == "step":
             own[writer].add(event["lineage"])
+            if event["outcome"] == "committed":
+                steps.setdefault(event["lineage"], (event["step"], set()))[1].update(event["participants"])
     found = []
     for name in sorted({name for _, names in steps.values() for name in names}):
         lost = {step for lineage, (step, names) in steps.items() if name in names and lineage not in own[name]}
         if lost:
-            found.append((name, f"events are missing: {_counted('committed step', lost)}"))
+            found.append((name, f"wrote nothing about {_counted('committed step', lost)}"))
     if lost := epochs["step"] - epochs["epoch"]:
-        found.append(("coordinator", f"events are missing: {_counted('epoch', lost)}"))
+        found.append(("coordinator", f"wrote nothing about {_counted('epoch', lost)}"))
     return found
 
 

@@ -358,7 +358,8 @@ class _History:
             self.messages.append(JobMessage(at, COORDINATOR, text))
         elif kind in ("refused", "waiting", "isolated"):
             who = COORDINATOR if kind == "waiting" else name_of(event, "replica")
-            self.messages.append(JobMessage(at, who, f"{kind}: {name_of(event, 'why')}"))
+            why = name_of(event, "why") if kind != "isolated" or "why" in event else "others did not reach it"
+            self.messages.append(JobMessage(at, who, f"{kind}: {why}"))
 
     def _attempt(self, event: Mapping[str, Any], writer: str, at: float) -> StepAttempt:
         is_committed = value_of(event, "outcome", _OUTCOMES.__contains__, " or ".join(_OUTCOMES)) == "committed"

@@ -34,8 +34,10 @@ class Scorer:
 
     def __init__(self, folder: str | Path, program: str = "model.pt2") -> None:
         self.schema = _read_schema(Path(folder) / "schema.json")
-        if digest_of(Path(folder) / program) != self.schema["programs"].get(program):
-            raise ValueError(f"{program} is damaged or of another export than schema.json: export the model again")
+        path, programs = Path(folder) / program, self.schema["programs"]
+        for name in sorted({path.name, *(one for one in programs if one.startswith(path.name))}):
+            if digest_of(path.with_name(name)) != programs.get(name):
+                raise ValueError(f"{name} is damaged or of another export than schema.json: export the model again")
         self.tasks = self.schema["tasks"]
         self._score = (_onnx if program.endswith(".onnx") else _torch)(str(Path(folder) / program))
         self._rows, self._places = (

@@ -129,12 +129,12 @@ def evaluate_language_file(
     """
     began = time.perf_counter()
     opened = LanguageModel(model, dtype=dtype, drafter="none")
+    if opened.config.context > WINDOW:  # as no more is read at a time, of two sets of positions those for this length
+        opened = LanguageModel(model, dtype=dtype, drafter="none", context=WINDOW)
     paths = data_files(str(file))
     questions = _questions(paths)
     if questions:
         return _choices(opened, questions, tokens, on_tokens, began)
-    if opened.config.context > WINDOW:  # of two sets of positions, those for texts of this length
-        opened = LanguageModel(model, dtype=dtype, drafter="none", context=WINDOW)
     return _texts(opened, [document.text for document in read_documents(paths)], tokens, on_tokens, began)
 
 

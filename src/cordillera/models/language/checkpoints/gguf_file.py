@@ -309,7 +309,9 @@ class GGUFFile(Source):
 
     def _named_scaling(self, own: Callable[..., Any], context: int) -> dict[str, Any] | None:
         """Return the scaling that the file names; None if it names none."""
-        if _SHORT in self._tensors and _LONG in self._tensors:
+        if (there := {_SHORT, _LONG} & self._tensors.keys()) and len(there) == 1:
+            raise missing(min({_SHORT, _LONG} - there), self.path)
+        if there:
             original = own("rope.scaling.original_context_length")
             return {
                 "rope_type": "longrope",

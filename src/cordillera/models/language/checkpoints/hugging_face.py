@@ -314,7 +314,7 @@ def _read_rope(path: Path, raw: dict[str, Any], context: Any) -> tuple[dict[str,
         return None, theta
     try:
         if scales == "longrope":
-            return _read_longrope(path, {**raw, **rope}, context), theta
+            return _read_longrope(path, raw, rope, context), theta
         keys = ("low_freq_factor", "high_freq_factor") if scales == "llama3" else ()
         scaling = {"rope_type": scales} | {key: rope[key] for key in ("factor", *keys)}
         if scales == "llama3":
@@ -329,14 +329,15 @@ def _read_rope(path: Path, raw: dict[str, Any], context: Any) -> tuple[dict[str,
     return scaling, theta
 
 
-def _read_longrope(path: Path, values: dict[str, Any], context: Any) -> dict[str, Any]:
+def _read_longrope(path: Path, raw: dict[str, Any], rope: dict[str, Any], context: Any) -> dict[str, Any]:
     """Return the scaling of Phi-3 models for long contexts; raise KeyError for what is missing."""
-    original = values["original_max_position_embeddings"]
+    key = "original_max_position_embeddings"
+    original = raw[key] if raw.get(key) is not None else rope[key]  # as in transformers
     scaling = {"rope_type": "longrope", "original_context": original}
-    scaling |= {key: values[key] for key in ("short_factor", "long_factor")}
-    scaling |= {key: values[key] for key in ("factor", "attention_factor") if values.get(key) is not None}
+    scaling |= {key: rope[key] for key in ("short_factor", "long_factor")}
+    scaling |= {key: rope[key] for key in ("factor", "attention_factor") if rope.get(key) is not None}
     if "factor" not in scaling:
-        if not all(type(size) is int and size > 0 for size in (context, original)):
+        if not all(type(size) is int and 0 < size <= _LONGEST for size in (context, original)):
             raise _refusal(path, f"the contexts are {context!r} and {original!r}, not numbers of tokens")
         scaling["factor"] = max(1.0, context / original)
     return scaling
@@ -344,7 +345,8 @@ def _read_longrope(path: Path, values: dict[str, Any], context: Any) -> dict[str
 
 def _read_rotary_dim(path: Path, raw: dict[str, Any], kind: str, values: dict[str, Any]) -> int | None:
     """Return how many numbers of a head turn; None for all."""
-    share = (raw.get("rope_parameters") or {}).get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     if share == 1:
         return None
     if kind != "phi3":
@@ -363,6 +365,9 @@ def _kind_of(config: LlamaConfig, where: str | Path) -> str:
     """Return the type of model that is written."""
     check_parts(config, where)
     if is_like_phi3(config):
+        if config.head_width * config.heads != config.hidden:
+            what = f"heads of width {config.head_width}, not hidden / heads, with positions of Phi-3 are of no model"
+            raise CheckpointError(f"{what} of this layout", where=str(where))
         return "phi3"
     if config.experts is not None:
         return "qwen3_moe" if config.head_norms else "mixtral"

@@ -114,7 +114,9 @@ def check_parts(config: LlamaConfig, where: str | Path) -> None:
         "norms of heads": config.head_norms,
         "experts": config.experts is not None,
         "positions of Phi-3": is_like_phi3(config),
-        "others": is_like_phi3(config) and config.rope_scaling is not None and not config.rope_scaling.short_factor,
+        "another scaling of positions": is_like_phi3(config)
+        and config.rope_scaling is not None
+        and not config.rope_scaling.short_factor,
     }
     names = [name for name, has in found.items() if has]
     if len(names) > 1 and names != ["norms of heads", "experts"]:  # Qwen3-MoE
