@@ -401,11 +401,11 @@ def test_a_step_that_some_committed_and_others_gave_up_is_no_gap() -> None:
 def test_a_replica_that_was_left_out_is_told() -> None:
     job = SampleJob(2)
     job.attempt()
-    job.tell(COORDINATOR, "isolated", replica="r1", why="others did not reach it")
+    job.tell(COORDINATOR, "isolated", replica="r1", why="not reached")
     job.tell(COORDINATOR, "isolated", replica="r1")  # as older versions wrote it
     job.attempt()
     told = [(one.who, one.text) for one in account(job.events, 2).messages]
-    assert told == [("r1", "isolated: others did not reach it")] * 2
+    assert told == [("r1", "isolated: not reached")] * 2
 
 
 @pytest.mark.parametrize(

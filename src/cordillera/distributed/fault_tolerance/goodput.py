@@ -358,8 +358,7 @@ class _History:
             self.messages.append(JobMessage(at, COORDINATOR, text))
         elif kind in ("refused", "waiting", "isolated"):
             who = COORDINATOR if kind == "waiting" else name_of(event, "replica")
-            why = name_of(event, "why") if kind != "isolated" or "why" in event else "others did not reach it"
-            self.messages.append(JobMessage(at, who, f"{kind}: {why}"))
+            self.messages.append(JobMessage(at, who, f"{kind}: {name_of({'why': 'not reached', **event}, 'why')}"))
 
     def _attempt(self, event: Mapping[str, Any], writer: str, at: float) -> StepAttempt:
         is_committed = value_of(event, "outcome", _OUTCOMES.__contains__, " or ".join(_OUTCOMES)) == "committed"
