@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import socket
 import subprocess
 import sys
 import threading
@@ -28,7 +29,14 @@ from torch import Tensor
 from cordillera.distributed.transport import exchanges
 from cordillera.distributed.transport.communicator import Communicator
 from cordillera.distributed.transport.exchanges import Exchanges, FragmentLimits, OperationFailed
-from cordillera.distributed.transport.frames import BrokenConnection, Connection, FrameKind, TransportFrame
+from cordillera.distributed.transport.frames import (
+    HEADER_BYTES,
+    BrokenConnection,
+    Connection,
+    FrameKind,
+    TransportFrame,
+)
+from cordillera.distributed.transport.meeting import Meeting
 from cordillera.distributed.transport.operations import (
     Local,
     Offer,
@@ -543,6 +551,24 @@ def test_an_abort_ends_every_wait_at_once_and_the_first_reason_counts() -> None:
 
         ended = group.each(call)
     assert max(ended) - ended[2] < 0.1
+
+
+def test_a_rank_that_has_just_come_hears_why_the_other_gave_up() -> None:
+    ours, theirs = socket.socketpair()
+    with Group(2) as group, ours, theirs:
+        communicator = group.groups[0].communicator
+        waited = group.groups[0].recv([torch.ones(3)], 1)
+        assert communicator._driver.acquire(timeout=10)
+        communicator._met.append(Meeting(1, ours, None))
+        communicator._progress.give_up("rank 1 ended")
+        communicator._fail()
+        communicator._release()
+        with pytest.raises(TransportError, match="rank 1 ended"):
+            waited.wait()
+        theirs.settimeout(10)
+        said = theirs.recv(4096)
+        assert TransportFrame.decode(said[:HEADER_BYTES]).kind == FrameKind.ABORT
+        assert said[HEADER_BYTES:] == b"rank 1 ended"
 
 
 def test_nobody_takes_bytes_that_changed_after_their_rank_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:

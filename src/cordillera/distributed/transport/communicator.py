@@ -385,16 +385,19 @@ class Communicator:
         failed = [*self._progress.running, *self._posted]
         self._trace(bool(failed))
         frame, text = self._progress.farewell()
-        for peer in self._peers.values():
-            if (connection := peer.connection) is not None:
-                if failed:
-                    connection.end(frame, text, _FAREWELL_S)
-                    self._ended.append(connection)
-                else:
-                    connection.socket.close()
-                peer.connection, peer.gone = None, "is not connected any more"
-        while self._met:
-            self._met.popleft().socket.close()
+        known = [peer for peer in self._peers.values() if peer.connection is not None]
+        connections = [peer.connection for peer in known if peer.connection is not None]
+        while self._met:  # ranks that have just come, and are to hear why as well
+            meeting = self._met.popleft()
+            connections.append(Connection(meeting.peer, meeting.socket))
+        for connection in connections:
+            if failed:
+                connection.end(frame, text, _FAREWELL_S)
+                self._ended.append(connection)
+            else:
+                connection.socket.close()
+        for peer in known:
+            peer.connection, peer.gone = None, "is not connected any more"
         posted = list(self._posted)
         self._posted.clear()
         self._progress.end(posted)
