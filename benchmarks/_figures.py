@@ -27,6 +27,12 @@ def is_measured(name: str) -> bool:
     return (RESULTS / f"{name}.json").exists()
 
 
+def processor(name: str) -> str:
+    """Return the processor of a result file with its vector instructions."""
+    machine = results(name)["machine"]
+    return f"{machine['processor']} with {machine['instructions']}"
+
+
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table."""
     lines = [list(headings), ["---"] * len(headings), *map(list, rows)]

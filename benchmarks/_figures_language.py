@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from _figures import Figures, is_measured, listed, of_all, percent, results, span, spread, table
+from _figures import Figures, is_measured, listed, of_all, percent, processor, results, span, spread, table
 
 DTYPES = ("bfloat16", "float32")
 PACKINGS = {
@@ -66,9 +66,7 @@ def training() -> str:
                 beside = ratio["fastest"].removesuffix(", loop")
                 rows.append([case_name, part, beside, *spread(ratio["times"]), target, *rates])
     shown = table(["case", "timed", "beside", "times as fast", "quartiles", "asked", "ours", "peer"], rows)
-    if any(row[1] == "loop" for row in rows):
-        return shown
-    return f"{shown}\n\nLoops are not measured yet; `cordillera bench llama --part training` does it."
+    return shown
 
 
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
@@ -464,6 +462,7 @@ FIGURES: Figures = {
     "llama-plain-bytes": partial(packed_bytes, "bfloat16"),
     "llama-training": training,
     "llama-optimizers": optimizers,
+    "llama-packed-processor": partial(processor, "llama-packed"),
     "speculation-ngram": drafts,
     "speculation-packed": packed_drafts,
     "speculation-tokens": lambda: str(results("speculation-ngram")["new_tokens"]),

@@ -6,7 +6,7 @@ import statistics
 from functools import partial
 from typing import Any
 
-from _figures import Figures, listed, of_all, percent, results, span, spread, table
+from _figures import Figures, listed, of_all, percent, processor, results, span, spread, table
 
 MODELS = {"dlrm": "DLRM", "wukong": "Wukong"}
 
@@ -148,12 +148,6 @@ def loka_int8() -> str:
 
 
 # Low-precision inference
-
-
-def _processor(name: str) -> str:
-    """Return the processor of a result file with its vector instructions."""
-    machine = results(name)["machine"]
-    return f"{machine['processor']} with {machine['instructions']}"
 
 
 def quantised() -> str:
@@ -370,8 +364,8 @@ FIGURES: Figures = {
     ),
     "loka-probe": lambda: percent(float(results("loka-probe")["overhead_at_interval_100"]), ".2f"),
     "quantised": quantised,
-    "quantised-processor": partial(_processor, "low-precision-inference-quantize"),
-    "fbgemm-processor": partial(_processor, "fbgemm-linear"),
+    "quantised-processor": partial(processor, "low-precision-inference-quantize"),
+    "fbgemm-processor": partial(processor, "fbgemm-linear"),
     "quantised-size": partial(quantised_reached, "size"),
     "quantised-ne": partial(quantised_reached, "ne_shown"),
     "quantised-speed": partial(quantised_reached, "speed"),

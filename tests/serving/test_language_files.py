@@ -108,6 +108,31 @@ def test_choices_are_compared_by_the_definition(folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.peer
+@pytest.mark.parametrize("window", [16, 96])
+def test_long_questions_are_read_whole_and_short_ones_within_a_window(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    limits: list[int] = []
+    original = language_files.LanguageModel.limit
+    monkeypatch.setattr(
+        language_files.LanguageModel, "limit", lambda self, context: (limits.append(context), original(self, context))
+    )
+    monkeypatch.setattr(language_files, "WINDOW", window)
+    scored, lengths = language_files._scored, list[int]()
+
+    def record(model: Any, pieces: Any, *others: Any) -> Any:
+        lengths.extend(len(piece.tokens) for piece in pieces)
+        return scored(model, pieces, *others)
+
+    question = {"prompt": "the cat sat on the mat " * 8, "choices": ["cat", "mat"], "answer": 0}
+    (tmp_path / "q.jsonl").write_text(json.dumps(question) + "\n")
+    monkeypatch.setattr(language_files, "_scored", record)
+    found = evaluate_language_file(folder, tmp_path / "q.jsonl")
+    assert isinstance(found, ChoiceEvaluation)
+    assert min(lengths) > 16  # not cut to the window
+    assert limits == ([] if window == 16 else [96])
+
+
 def test_choices_score_as_in_transformers(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)

@@ -173,7 +173,7 @@ class Goodput:
         attempts: Attempts of each replica in order.
         epochs: Beginnings of epochs in order.
         launches: Times at which the job began (0) and was resumed, in seconds.
-        messages: Rollbacks, replicas refused, left out or given up, injected faults, and which events are missing.
+        messages: Rollbacks, replicas refused, left out or given up, injected faults, steps without events.
     """
 
     elapsed_s: float

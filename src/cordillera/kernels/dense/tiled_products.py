@@ -294,62 +294,41 @@ def _tiled(
 _BY_PAIRS = multiplies_pairs()
 
 
-def _packed_tile(bits: int, rows: int) -> Any:
-    """Make the function that unpacks codes of four outputs in registers and multiplies them by up to four rows.
+def _packed_tile(bits: int) -> Any:
+    """Make the function that unpacks codes of four outputs in registers and multiplies them by one to four rows.
 
     Sums are those of :func:`~cordillera.kernels.dense.bf16_tiles.tile_of_four` with the unpacked weights, to the bit.
     """
     if not multiplies_pairs():
-        return compiled()(lambda codes, scales, groups, x, x_row, out, out_row, ahead: None)
+        return compiled()(lambda rows, codes, scales, groups, x, x_row, out, out_row, ahead: None)
 
     @intrinsic
     def generated(
-        typing_context: Any, codes: Any, scales: Any, groups: Any, x: Any, x_row: Any, out: Any, out_row: Any,
-        ahead: Any,
+        typing_context: Any, rows: Any, codes: Any, scales: Any, groups: Any, x: Any, x_row: Any, out: Any,
+        out_row: Any, ahead: Any,
     ) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            codes, scales, groups, x, x_row, out, out_row, ahead = arguments
+            rows, codes, scales, groups, x, x_row, out, out_row, ahead = arguments
 
             def weights_of(o: int, step: Any) -> list[Any]:
                 group = builder.add(builder.mul(groups, _WIDE(o)), step)
                 fetch(builder, builder.add(ahead, builder.mul(group, _WIDE(4 * bits))), 1)
                 return [builder.bitcast(_unpacked(builder, bits, codes, scales, group), _WORDS)]
 
-            compute_rows(builder, range(rows), SIDE, groups, (x, x_row, out, out_row), weights_of)
+            for count in range(1, SIDE + 1):
+                with builder.if_then(builder.icmp_signed("==", rows, _WIDE(count))):
+                    compute_rows(builder, range(count), SIDE, groups, (x, x_row, out, out_row), weights_of)
             return context.get_dummy_value()
 
-        return types.none(*[types.int64] * 8), generate
+        return types.none(*[types.int64] * 9), generate
 
     return generated
 
 
-_packed_tiles = {(bits, rows): _packed_tile(bits, rows) for bits in (4, 8) for rows in range(1, SIDE + 1)}
-_four_1, _four_2, _four_3, _four_4 = (_packed_tiles[4, rows] for rows in range(1, SIDE + 1))
-_eight_1, _eight_2, _eight_3, _eight_4 = (_packed_tiles[8, rows] for rows in range(1, SIDE + 1))
-
-
-@compiled()
-def _multiply_codes(
-    bits: Any, rows: Any, codes: Any, scales: Any, groups: Any, x: Any, x_row: Any, out: Any, out_row: Any, ahead: Any
-) -> None:
-    """Multiply one to four rows by four outputs of packed weights, with scales in float32."""
-    if bits == 4:
-        if rows == 1:
-            _four_1(codes, scales, groups, x, x_row, out, out_row, ahead)
-        elif rows == 2:
-            _four_2(codes, scales, groups, x, x_row, out, out_row, ahead)
-        elif rows == 3:
-            _four_3(codes, scales, groups, x, x_row, out, out_row, ahead)
-        else:
-            _four_4(codes, scales, groups, x, x_row, out, out_row, ahead)
-    elif rows == 1:
-        _eight_1(codes, scales, groups, x, x_row, out, out_row, ahead)
-    elif rows == 2:
-        _eight_2(codes, scales, groups, x, x_row, out, out_row, ahead)
-    elif rows == 3:
-        _eight_3(codes, scales, groups, x, x_row, out, out_row, ahead)
-    else:
-        _eight_4(codes, scales, groups, x, x_row, out, out_row, ahead)
+_tile_of_four_bits, _tile_of_eight_bits = _packed_tile(4), _packed_tile(8)
+"""Products of one to four rows with four outputs of codes. Arguments: the number of rows; the addresses of codes, and
+of scales as in :data:`_unpack_four`; the number of groups; address and stride of rows and of results; and the address
+of codes that are fetched meanwhile."""
 
 
 @compiled()
@@ -432,14 +411,15 @@ def outputs_of(layer: Any, block: Any, x: Any, scratch: Any, out: Any, start: An
     of_unpacked, of_wide, steps = np.int64(weight.ctypes.data), np.int64(wide.ctypes.data), np.int64(groups)
     if shapes is None and _BY_PAIRS and bits != WHOLE and rows <= SIDE:
         _widen_halves(scales, OUTPUTS * groups * scale_bytes(bits) // 2, of_wide)
-        of_scales = np.int64(4 * scale_bytes(bits) // 2)  # bytes of those of a group
+        count, of_x, to_row = np.int64(rows), np.int64(x.ctypes.data), np.int64(2 * stride)
         for i in range(0, OUTPUTS, SIDE):
             codes, to = own + 4 * bits * i * groups, np.int64(out.ctypes.data) + 2 * (start + i)
+            own_scales = of_wide + 2 * scale_bytes(bits) * i * groups
             ahead = codes + 8 * bits * OUTPUTS * groups  # two blocks on
-            _multiply_codes(
-                bits, rows, codes, of_wide + of_scales * i * groups, steps, np.int64(x.ctypes.data), of_row, to,
-                np.int64(2 * stride), ahead,
-            )  # fmt: skip
+            if bits == 4:
+                _tile_of_four_bits(count, codes, own_scales, steps, of_x, of_row, to, to_row, ahead)
+            else:
+                _tile_of_eight_bits(count, codes, own_scales, steps, of_x, of_row, to, to_row, ahead)
     elif shapes is None:
         if bits != WHOLE:
             unpack_groups(bits, own, scales, OUTPUTS * groups, of_wide, of_unpacked)

@@ -171,13 +171,18 @@ class LanguageModel:
             most = self._source.config.context
             if not 2 <= context <= most:
                 raise DataError(f"is {context:,} tokens", where="context", remedy=f"choose 2 to {most:,}")
-            self._source.config = self._source.config.model_copy(update={"context": context})
+            self.limit(context)
         self.config = self._source.config
         if self.config.scores:
             raise DataError(
                 "is a reward model, which gives scores and no text", where=str(name), remedy="use it with `best-of`"
             )
         self.tokenizer = find_tokenizer(name, self.path, self.config.vocabulary, tokenizer)
+
+    def limit(self, context: int) -> None:
+        """Let texts with their prompts have at most so many tokens; to be called before weights are read."""
+        shorter = {"context": min(context, self._source.config.context)}
+        self.config = self._source.config = self._source.config.model_copy(update=shorter)
 
     @cached_property
     def model(self) -> Llama:

@@ -129,8 +129,6 @@ def evaluate_language_file(
     """
     began = time.perf_counter()
     opened = LanguageModel(model, dtype=dtype, drafter="none")
-    if opened.config.context > WINDOW:  # as no more is read at a time, of two sets of positions those for this length
-        opened = LanguageModel(model, dtype=dtype, drafter="none", context=WINDOW)
     paths = data_files(str(file))
     questions = _questions(paths)
     if questions:
@@ -141,7 +139,8 @@ def evaluate_language_file(
 def _texts(
     opened: LanguageModel, texts: Sequence[str], most: int | None, on_tokens: OnTokens | None, began: float
 ) -> TextEvaluation:
-    tokenizer, window = opened.tokenizer, min(opened.config.context, WINDOW)
+    opened.limit(WINDOW)  # of a model with two sets of positions, those for windows of this length are taken
+    tokenizer, window = opened.tokenizer, opened.config.context
     pieces: list[_TextPiece] = []
     left = math.inf if most is None else most
     for number, ids in enumerate(tokenizer.encode_batch(texts, bos=tokenizer.adds_bos)):
@@ -295,6 +294,8 @@ def _choices(
             break
         pieces += _continued(opened.tokenizer, question, len(asked), opened.config.context)
         asked.append(question)
+    if max(len(piece.tokens) for piece in pieces) <= WINDOW:  # otherwise positions for long texts are taken for all
+        opened.limit(WINDOW)
     sums: list[list[float]] = [[] for _ in asked]
     predicted = 0
     for piece, scores in _scored(opened.model, pieces, min(opened.config.context, WINDOW), on_tokens):
