@@ -69,11 +69,11 @@ def plan(seed: int, count: int) -> str:
 
 def _command(folder: Path, name: str, *words: str) -> subprocess.Popen[bytes]:
     """Start a command of the code that this process has loaded."""
-    source = str(Path(cordillera.__file__).parents[1])
+    paths = os.pathsep.join([str(Path(cordillera.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     with open(folder / f"{name}.log", "wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "cordillera", *words],
-            cwd=folder, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": source},
+            cwd=folder, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": paths},
         )  # fmt: skip
 
 

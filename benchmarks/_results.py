@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from _machine import fingerprint
+from _recorder import recording
+from _sources import code_behind
 from rich.console import Console
 
 if TYPE_CHECKING:
@@ -74,8 +76,12 @@ def write_part(
     if folder.resolve() == RESULTS and fingerprint()["uncommitted_changes"]:
         console.print(f"{RESULTS}: takes figures of committed code only: commit first, or give --results FOLDER")
         raise SystemExit(2)
-    began = time.perf_counter()
-    figures = measure()
+    began, record = time.perf_counter(), folder / f"{system}-{part}.ran"
+    finished = record.with_suffix(".jsonl")  # of an earlier, interrupted run, whose code counts as well
+    if not finished.exists():
+        record.unlink(missing_ok=True)
+    with recording(record):
+        figures = measure()
     content = {
         "system": system,
         "part": part,
@@ -84,7 +90,10 @@ def write_part(
         "machine": fingerprint(),
         **conditions,
         **figures,
+        "code": code_behind(record),
     }
+    if not finished.exists():
+        record.unlink()
     console.print(f"{part}: written to {write_json(folder / f'{system}-{part}.json', content)}\n")
 
 

@@ -204,13 +204,14 @@ class _Clients:
 @contextlib.contextmanager
 def _serving(model: str | Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Start a server in a process of its own; return it and its address."""
+    paths = os.pathsep.join([str(_SOURCE), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(
             [sys.executable, "-m", "cordillera", "serve", f"{_NAME}={model}", "--port", "0", "--device", "cpu"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=log,
-            env={**os.environ, "PYTHONPATH": str(_SOURCE), "COLUMNS": "200", "CORDILLERA_API_KEY": ""},
+            env={**os.environ, "PYTHONPATH": paths, "COLUMNS": "200", "CORDILLERA_API_KEY": ""},
         )
         try:
             until, address = time.monotonic() + _PATIENCE, None

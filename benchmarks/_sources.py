@@ -1,40 +1,41 @@
 """The code behind a figure, and whether it has changed: ``cordillera bench --stale``.
 
-A figure depends on the definitions (functions, classes, constants) that its part of a benchmark names, directly or
-indirectly: in the benchmark, in helpers beside it and in the package, except modules that only read recipes, place
-files, print or draw. Definitions are compared by name with those of the commit that the result file names, without
-comments, docstrings, layout, imports and annotations of arguments. Only computing code counts, and a definition that
-was moved to another module is unchanged.
+Each result file keeps digests of the definitions that were at work: the functions that ran (see ``_recorder.py``), and
+what they name, directly or indirectly: constants, functions that are compiled, and classes with their fields and base
+classes. A figure is stale as soon as the checkout lacks one of them. Comments, docstrings, layout, imports and
+annotations of arguments do not count, nor do modules that only read recipes, place files, print or draw. A definition
+that was moved to another module is unchanged.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import hashlib
-import io
 import json
 import re
-import subprocess
-import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from _recorder import Function, may_be_compiled
 from _renames import RENAMED
 
 BENCHMARKS = Path(__file__).resolve().parent
 CHECKOUT = BENCHMARKS.parent
 
-# Modules that compute nothing, by the beginning or the end of their names; their imports do not count either.
+# Modules that compute nothing, by the beginning or the end of their names.
 _TALKING = ("cordillera.cli", "cordillera.errors", "cordillera.files", "cordillera.toml_files", "cordillera.recipe")
 _TALKING += ("cordillera.kernels.compiled_files", "cordillera.reports", "cordillera.run")
 _TALKING += ("cordillera.data.fetch", "cordillera.data.files")  # files are placed by their checksums
 _DRAWING = ("report", "chart", "charts", "card", "headline", "page", "export", "commands")
+_MACHINERY = ("_machine", "_program", "_recorder", "_renames", "_results", "_sources", "_stale", "_tables")
 _NAME = re.compile(r"'(\w+)'")
 _MODULE = re.compile(r"\bcordillera(\.\w+)+")
-_MACHINERY = ("_machine", "_program", "_renames", "_results", "_sources", "_stale", "_tables")  # print and write
+
+Name = tuple[str, str]  # of a definition: its module, empty for the same one, and its name there
 
 
 def counts(module: str) -> bool:
@@ -50,78 +51,115 @@ def file_of(module: str) -> Path | None:
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
 
-class _Module:
-    """The definitions of a module by name; other statements have the empty name."""
+def module_of(file: Path) -> str:
+    """Return the module that a file of the benchmarks or of the package holds."""
+    base = BENCHMARKS if file.is_relative_to(BENCHMARKS) else CHECKOUT / "src"
+    names = file.relative_to(base).with_suffix("").parts
+    return ".".join(names[:-1] if names[-1] == "__init__" else names)
+
+
+@dataclass
+class Definition:
+    """A function, a method, a constant, a field, the head of a class, or the other statements of a module.
+
+    Attributes:
+        nodes: Its statements.
+        is_function: Whether it is a function or method.
+        is_plain: Whether it is a function that Python runs, so that the recorder sees it.
+        is_entry: Whether it is an entry of a table or union, so that what it names is not at work by that alone.
+    """
+
+    nodes: list[ast.stmt]
+    is_function: bool = False
+    is_plain: bool = False
+    is_entry: bool = False
+
+
+class Module:
+    """The definitions of a module by name, those of a class as ``Class.name``; other statements have the empty name."""
 
     def __init__(self, code: str) -> None:
-        self.defined: dict[str, list[ast.AST]] = {"": []}
-        self.imported: dict[str, tuple[str, str]] = {}
-        self._used: dict[str, set[tuple[str, str]]] = {}
-        for node in _plain(ast.parse(code)).body:
+        self.defined: dict[str, Definition] = {"": Definition([])}
+        self.imported: dict[str, Name] = {}
+        self._used: dict[str, set[Name]] = {}
+        self._add(ast.parse(code).body, "")
+
+    def _add(self, body: Iterable[ast.stmt], owner: str) -> None:
+        prefix = f"{owner}." if owner else ""
+        for node in body:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 self.imported |= _imports(node)
-            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                self.defined.setdefault(node.name, []).append(node)
+            elif isinstance(node, Function):
+                self._keep(prefix + node.name, node, Definition([], True, not may_be_compiled(node)))
+            elif isinstance(node, ast.ClassDef):
+                head = ast.ClassDef(node.name, node.bases, node.keywords, [], node.decorator_list)
+                self._keep(prefix + node.name, head)
+                self._add(node.body, prefix + node.name)
             elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                     names = [one.id for one in ast.walk(target) if isinstance(one, ast.Name)]
                     for name in names[:1] if isinstance(target, (ast.Subscript, ast.Attribute)) else names:
-                        self.defined.setdefault(name, []).append(node)
+                        for own, part in _entries(node):
+                            self._keep(prefix + name + own, part, Definition([], is_entry=bool(own)))
             elif not (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"):
-                self.defined[""].append(node)
-                for one in ast.walk(node):
-                    if isinstance(one, (ast.Import, ast.ImportFrom)):
-                        self.imported |= _imports(one)
+                self._keep(owner, node)
+                self._add(_inside(node), owner)
+            else:
+                self._add(node.body, owner)
 
-    def used_by(self, name: str) -> set[tuple[str, str]]:
-        """Return what a definition uses, as :meth:`uses` does."""
+    def _keep(self, name: str, node: ast.stmt, kind: Definition | None = None) -> None:
+        self.defined.setdefault(name, kind or Definition([])).nodes.append(node)
+
+    def beside(self, name: str) -> list[str]:
+        """Return what is at work with a definition: of a method, its class; of a class, fields and compiled methods."""
+        owner = name.rpartition(".")[0]
+        inside = [one for one in self.defined if name and one.rpartition(".")[0] == name]
+        return ["", owner, *(one for one in inside if not self.defined[one].is_plain)]
+
+    def used_by(self, name: str) -> set[Name]:
+        """Return the names that a definition uses, with their modules."""
         if name not in self._used:
-            self._used[name] = self.uses(self.defined[name])
+            nodes = [node for root in self.defined[name].nodes for node in ast.walk(root)]
+            imported = dict(self.imported)
+            for node in nodes:
+                if isinstance(node, (ast.Import, ast.ImportFrom)):
+                    imported |= _imports(node)
+            self._used[name] = {use for node in nodes for use in _uses(node, imported)}
         return self._used[name]
 
-    def uses(self, nodes: Iterable[ast.AST]) -> set[tuple[str, str]]:
-        """Return the names, with their modules, that nodes use; the module is empty for names of this module."""
-        found: set[tuple[str, str]] = set()
-        imported, waiting = dict(self.imported), [*nodes]
-        for node in waiting[:]:
-            for one in ast.walk(node):
-                if isinstance(one, (ast.Import, ast.ImportFrom)):
-                    imported |= _imports(one)
-        while waiting:
-            node = waiting.pop()
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported:
-                module, name = imported[node.value.id]
-                found.add((module, name or node.attr))
-            elif isinstance(node, ast.Name):
-                found.add(imported.get(node.id, ("", node.id)))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found |= _started(node.value)
-            else:
-                waiting.extend(ast.iter_child_nodes(node))
-        return found
+
+def _entries(node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> Iterator[tuple[str, ast.stmt]]:
+    """Yield a constant, of a table of functions or classes and of a union each entry alone, with what the name ends in.
+
+    An entry that is added to such a constant does not change what the others do.
+    """
+    table, union = node.value, []
+    for one in ast.walk(table) if table is not None else ():
+        if isinstance(one, ast.BinOp) and isinstance(one.op, ast.BitOr):
+            union += [side for side in (one.left, one.right) if not isinstance(side, ast.BinOp)]
+    if isinstance(table, ast.Dict) and all(isinstance(value, (ast.Name, ast.Attribute)) for value in table.values):
+        pairs = [(ast.unparse(key) if key else "", value) for key, value in zip(table.keys, table.values, strict=True)]
+    elif len(union) > 1 and all(isinstance(side, (ast.Name, ast.Attribute)) for side in union):
+        pairs = [(ast.unparse(side), side) for side in union]
+    else:
+        pairs = []
+        yield "", node
+    for name, value in pairs:
+        yield "." + re.sub(r"\W", "_", name), ast.Expr(value)
+    if pairs:
+        yield "", ast.Pass()
 
 
-class _Computed(ast.NodeTransformer):
-    def visit_Import(self, node: ast.Import) -> None:
-        return None
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        return None
-
-
-def _plain(tree: ast.Module) -> ast.Module:
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            words = [line for line in node.body if isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)]
-            node.body = [line for line in node.body if line not in words]
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            node.returns = None
-        elif isinstance(node, ast.arg):
-            node.annotation = None
-    return tree
+def _inside(node: ast.AST) -> Iterator[ast.stmt]:
+    """Yield the imports, functions and classes in a statement, such as those under a condition."""
+    for one in ast.iter_child_nodes(node):
+        if isinstance(one, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield one
+        else:
+            yield from _inside(one)
 
 
-def _imports(node: ast.Import | ast.ImportFrom) -> dict[str, tuple[str, str]]:
+def _imports(node: ast.Import | ast.ImportFrom) -> dict[str, Name]:
     """Map local names to modules and the names in them; empty for whole modules."""
     if isinstance(node, ast.Import):
         return {alias.asname or alias.name.split(".")[0]: (alias.name, "") for alias in node.names}
@@ -133,97 +171,145 @@ def _imports(node: ast.Import | ast.ImportFrom) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _started(text: str) -> set[tuple[str, str]]:
-    """Return what programs in a string use, or files started by name."""
-    if text.startswith("_") and text.endswith(".py"):
-        return {(text.removesuffix(".py"), name) for name in ("main", "")}
-    if "import " not in text:
-        return set()
-    try:
-        module = _Module(text)
-    except (SyntaxError, ValueError):
-        return set()
-    nodes = [node for nodes in module.defined.values() for node in nodes]
-    return {use for use in module.uses(nodes) if use[0]} | set(module.imported.values())
+def _uses(node: ast.AST, imported: dict[str, Name]) -> Iterator[Name]:
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported:
+        module, name = imported[node.value.id]
+        yield module, name or node.attr
+    elif isinstance(node, ast.Name):
+        yield imported.get(node.id, ("", node.id))
+    elif isinstance(node, ast.Constant) and re.fullmatch(r"_\w+\.py", str(node.value)):  # a script that is started
+        yield str(node.value).removesuffix(".py"), "*"
 
 
-@lru_cache(maxsize=1024)
-def _module(code: str) -> _Module:
-    return _Module(code)
+@lru_cache(maxsize=2048)
+def _parsed(code: str) -> Module:
+    return Module(code)
 
 
-def _code(module: str) -> str | None:
-    file = file_of(module)
-    return None if file is None else file.read_text(encoding="utf-8")
+def _module(name: str) -> Module | None:
+    file = file_of(name)
+    return None if file is None else _parsed(file.read_text(encoding="utf-8"))
 
 
-def _roots(program: _Module, part: str) -> set[tuple[str, str]]:
-    """Return what a benchmark calls for one of its parts; everything if it has no table of parts."""
-    for node in program.defined.get("PARTS", ()):
-        table = getattr(node, "value", None)
-        if isinstance(table, ast.Dict):
-            for key, value in zip(table.keys, table.values, strict=True):
-                if isinstance(key, ast.Attribute) and key.attr == part:
-                    return program.uses([value])
-    return {("", name) for name in program.defined}
+def definitions_behind(ran: Iterable[Name]) -> dict[str, set[str]]:
+    """Return the definitions at work where functions ran, by module.
 
-
-def definitions_of(program: str, part: str) -> dict[str, set[str]]:
-    """Return the names of the definitions that a part of a benchmark (a file without ``.py``) depends on, by module."""
-    found: dict[str, set[str]] = {program: {""}}
-    waiting = [(module or program, name) for module, name in _roots(_module(_code(program) or ""), part)]
+    Args:
+        ran: Modules and names of the functions; the name ``*`` stands for all of a module.
+    """
+    found: dict[str, set[str]] = {}
+    waiting = [(module, name, True) for module, name in ran]
     while waiting:
-        module, name = waiting.pop()
-        if name in found.get(module, ()) or (module != program and not counts(module)):
+        module, name, runs = waiting.pop()
+        tree = _module(module) if counts(module) else None
+        if tree is None or name in found.get(module, ()):
             continue
-        code = _code(module)
-        if code is None:
-            continue
-        tree = _module(code)
-        if name in tree.imported:  # re-exported
-            waiting.append(tree.imported[name])
-        elif name in tree.defined:
-            fresh = {name} if module in found else {name, ""}
-            found.setdefault(module, set()).update(fresh)
-            for one in fresh:
-                waiting += [(other or module, used) for other, used in tree.used_by(one)]
+        if name == "*":
+            waiting += [(module, one, True) for one in tree.defined]
+        elif name in tree.imported:  # re-exported
+            waiting.append((*tree.imported[name], runs))
+        elif name in tree.defined and (runs or not tree.defined[name].is_plain):
+            found.setdefault(module, set()).add(name)
+            waiting += [(module, other, False) for other in tree.beside(name)]
+            one, is_program = tree.defined[name], "." not in module and not module.startswith("_")
+            for other, used in tree.used_by(name):
+                # A compiler takes in all that it sees; other processes load the program without the recorder
+                runs = one.is_function and (not one.is_plain or (is_program and not other))
+                if not one.is_entry or _is_compiled(other or module, used):
+                    waiting.append((other or module, used, runs))
     return found
 
 
-def _git(*words: str) -> bytes | None:
-    try:
-        done = subprocess.run(["git", *words], cwd=CHECKOUT, capture_output=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
+def _is_compiled(module: str, name: str) -> bool:
+    """Return whether a name is that of a function that the recorder does not see."""
+    tree = _module(module)
+    if tree is not None and name in tree.imported:
+        return _is_compiled(*tree.imported[name])
+    return tree is not None and name in tree.defined and tree.defined[name].is_function > tree.defined[name].is_plain
+
+
+class _Computed(ast.NodeTransformer):
+    """Leaves out docstrings, imports and annotations of arguments."""
+
+    def visit_Import(self, node: ast.Import) -> None:
         return None
-    return done.stdout
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        return None
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        return None if isinstance(node.value, ast.Constant) else self.generic_visit(node)
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        return ast.arg(node.arg)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        without = ast.FunctionDef(node.name, node.args, node.body, node.decorator_list)
+        return self.generic_visit(without)
+
+
+def _methods(module: str, name: str) -> set[str]:
+    """Return the names of the methods of a class of this project, and of its bases."""
+    tree = _module(module)
+    if tree is not None and name in tree.imported:
+        return _methods(*tree.imported[name])
+    if tree is None or name not in tree.defined:
+        return set()
+    own = {one.rpartition(".")[2] for one in tree.defined if one.rpartition(".")[0] == name}
+    return own.union(*(_methods(*base) for base in _bases(module, name)))
+
+
+def _bases(module: str, name: str) -> Iterator[Name]:
+    tree = _module(module)
+    for node in tree.defined[name].nodes if tree is not None else ():
+        for base in node.bases if isinstance(node, ast.ClassDef) else ():
+            for other, used in _uses(base, tree.imported) if tree is not None else ():
+                yield other or module, used
 
 
 @cache
-def _digests(code: str) -> dict[str, frozenset[tuple[str, str]]]:
-    """Return the new name and the digest of each definition of a file, by name; nameless statements have one each."""
+def _digest(module: str, name: str, code: str) -> str:
+    """Return the digest of a definition; that of a class names the methods that it has instead of its bases."""
+    tree = _parsed(code)
+    dumps = [
+        ast.dump(one) for node in tree.defined[name].nodes for one in [_Computed().visit(copy.deepcopy(node))] if one
+    ]
+    instead = set().union(*(_methods(*base) for base in _bases(module, name)))
+    own = {one.rpartition(".")[2] for one in tree.defined if one.rpartition(".")[0] == name}
+    text = _MODULE.sub("cordillera", "\n".join([RENAMED.get(name, name), *dumps, *sorted(own & instead)]))
+    text = _NAME.sub(lambda one: f"'{RENAMED.get(one[1], one[1])}'", text)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def digests_of(definitions: Mapping[str, Iterable[str]]) -> dict[str, str]:
+    """Return the digests of definitions, in one line for each module."""
     found = {}
-    for name, nodes in _Module(code).defined.items():
-        dumps = [ast.dump(_Computed().visit(node)) for node in nodes]
-        texts = [_MODULE.sub("cordillera", text) for text in (dumps if not name else ["".join(dumps)])]
-        codes = [_NAME.sub(lambda one: f"'{RENAMED.get(one[1], one[1])}'", text) for text in texts]
-        digests = (hashlib.sha256(text.encode()).hexdigest() for text in codes)
-        found[name] = frozenset((RENAMED.get(name, name), digest) for digest in digests)
+    for module, names in sorted(definitions.items()):
+        file = file_of(module)
+        code = "" if file is None else file.read_text(encoding="utf-8")
+        digests = {_digest(module, name, code) for name in names if _parsed(code).defined[name].nodes}
+        found[module] = " ".join(sorted(digests))
     return found
 
 
-@lru_cache(maxsize=64)
-def _defined_at(commit: str) -> frozenset[tuple[str, str]] | None:
-    """Return the names and digests of all definitions at a commit; None if the commit is unknown."""
-    packed = _git("archive", "--format=tar", commit, "--", "src", "benchmarks") if commit else None
-    if packed is None:
-        return None
-    found: set[tuple[str, str]] = set()
-    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-        for member in archive:
-            file = archive.extractfile(member) if member.name.endswith(".py") else None
-            if file is not None:
-                found.update(*_digests(file.read().decode()).values())
-    return frozenset(found)
+def code_behind(record: Path) -> dict[str, str]:
+    """Return the digests of the code that ran, from a file of the recorder."""
+    ran: set[Name] = set()
+    for line in record.read_text(encoding="utf-8").splitlines():
+        path, name = line.split("\t")
+        module = module_of(Path(path))
+        tree = _module(module)
+        ran.add((module, name if tree is not None and name in tree.defined else "*"))
+    return digests_of(definitions_behind(ran))
+
+
+@cache
+def _digests_here() -> frozenset[str]:
+    """Return the digests of all definitions of this checkout."""
+    files = [*BENCHMARKS.glob("*.py"), *(CHECKOUT / "src").rglob("*.py")]
+    modules = {name: _module(name) for name in map(module_of, files) if counts(name)}
+    lines = digests_of({name: tree.defined for name, tree in modules.items() if tree is not None}).values()
+    return frozenset(digest for line in lines for digest in line.split())
 
 
 @dataclass(frozen=True)
@@ -234,7 +320,7 @@ class Age:
         file: The result file.
         measured: Day of the measurement.
         commit: Commit of the measurement, with ``+`` if files differed from it.
-        changed: Modules with changed definitions on which the figure depends.
+        changed: Number of definitions at work that have changed, by the modules in which they were.
         problem: Reason why the state is unknown, or empty.
         command: Command that measures it again.
     """
@@ -242,7 +328,7 @@ class Age:
     file: Path
     measured: str
     commit: str
-    changed: tuple[str, ...]
+    changed: Mapping[str, int]
     problem: str
     command: str
 
@@ -259,24 +345,19 @@ def age_of(file: Path) -> Age:
         system, part = str(content["system"]), str(content["part"])
         machine: dict[str, Any] = content["machine"]
         measured, commit = str(machine["date"])[:10], str(machine.get("commit") or "")
+        code = {str(module): str(line).split() for module, line in content.get("code", {}).items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return Age(file, "", "", (), f"is no result file ({error!r})", "")
-    program = system.replace("-", "_")
-    code = _code(program)
+        return Age(file, "", "", {}, f"is no result file ({error!r})", "")
     shown = commit[:9] + ("+" if machine.get("uncommitted_changes") else "")
-    if code is None:
-        return Age(file, measured, shown, (), f"there is no benchmark {system}", "")
-    command = f"cordillera bench {program.replace('_', '-')}" + (
-        f" --part {part}" if "PARTS" in _module(code).defined else ""
-    )
-    before = _defined_at(commit)
-    if before is None:
-        return Age(file, measured, shown, (), f"commit {commit[:9] or 'none'} is not known here", command)
-    if machine.get("uncommitted_changes"):
-        return Age(file, measured, shown, (), "was measured with uncommitted changes", command)
-    changed = [
-        module
-        for module, names in definitions_of(program, part).items()
-        if not all(own <= before for name, own in _digests(_code(module) or "").items() if name in names)
-    ]
-    return Age(file, measured, shown, tuple(sorted(changed)), "", command)
+    program = BENCHMARKS / f"{system.replace('-', '_')}.py"
+    command, problem = f"cordillera bench {program.stem.replace('_', '-')}", ""
+    if not program.is_file():
+        command, problem = "", f"there is no benchmark {system}"
+    elif machine.get("uncommitted_changes"):
+        problem = "was measured with uncommitted changes"
+    elif not code:
+        problem = "what ran was not recorded"
+    if command and "Program(" in program.read_text(encoding="utf-8"):
+        command += f" --part {part}"
+    changed = {module: len(set(line) - _digests_here()) for module, line in code.items()}
+    return Age(file, measured, shown, {module: count for module, count in changed.items() if count}, problem, command)

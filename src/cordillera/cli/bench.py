@@ -15,7 +15,7 @@ from cordillera.errors import CordilleraError
 
 # Arguments after SYSTEM belong to the benchmark's own program.
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
-_LISTING = "_stale.py"
+_LISTING, _RECORDER = "_stale.py", "_recorder.py"
 _REMEDY = "benchmarks are part of the source checkout, not of the installed package: "
 _REMEDY += "clone the repository and run this command in it"
 
@@ -70,4 +70,6 @@ def bench(
         close = difflib.get_close_matches(system, available, 1)
         remedy = f"did you mean {close[0]}?" if close else f"one of {', '.join(available)}"
         raise CordilleraError(f"there is no benchmark {system!r}", where="SYSTEM", remedy=remedy)
-    raise typer.Exit(subprocess.run([sys.executable, str(available[system]), *context.args]).returncode)
+    program = available[system]
+    command = [sys.executable, str(program.with_name(_RECORDER)), str(program), *context.args]
+    raise typer.Exit(subprocess.run(command).returncode)
