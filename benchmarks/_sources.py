@@ -137,8 +137,9 @@ def _entries(node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> Iterator[tuple
     for one in ast.walk(table) if table is not None else ():
         if isinstance(one, ast.BinOp) and isinstance(one.op, ast.BitOr):
             union += [side for side in (one.left, one.right) if not isinstance(side, ast.BinOp)]
-    if isinstance(table, ast.Dict) and all(isinstance(value, (ast.Name, ast.Attribute)) for value in table.values):
-        pairs = [(ast.unparse(key) if key else "", value) for key, value in zip(table.keys, table.values, strict=True)]
+    values = table.values if isinstance(table, ast.Dict) else []
+    if isinstance(table, ast.Dict) and values and all(isinstance(one, (ast.Name, ast.Attribute)) for one in values):
+        pairs = [(ast.unparse(key) if key else "", value) for key, value in zip(table.keys, values, strict=True)]
     elif len(union) > 1 and all(isinstance(side, (ast.Name, ast.Attribute)) for side in union):
         pairs = [(ast.unparse(side), side) for side in union]
     else:
