@@ -249,6 +249,18 @@ class _Computed(ast.NodeTransformer):
         return self.generic_visit(without)
 
 
+def _text(value: Any) -> str:
+    """Return a piece of code as text that is the same for all versions of Python; empty fields are left out."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_text, value))}]"
+    if not isinstance(value, ast.AST):
+        return ascii(value)
+    if isinstance(value, ast.JoinedStr):  # some versions end formats with an empty string
+        value = ast.JoinedStr([one for one in value.values if getattr(one, "value", None) != ""])
+    fields = [f"{name}={_text(one)}" for name, one in ast.iter_fields(value) if one is not None and one != []]
+    return f"{type(value).__name__}({', '.join(fields)})"
+
+
 def _methods(module: str, name: str) -> set[str]:
     """Return the names of the methods of a class of this project, and of its bases."""
     tree = _module(module)
@@ -272,9 +284,7 @@ def _bases(module: str, name: str) -> Iterator[Name]:
 def _digest(module: str, name: str, code: str) -> str:
     """Return the digest of a definition; that of a class names the methods that it has instead of its bases."""
     tree = _parsed(code)
-    dumps = [
-        ast.dump(one) for node in tree.defined[name].nodes for one in [_Computed().visit(copy.deepcopy(node))] if one
-    ]
+    dumps = [_text(one) for node in tree.defined[name].nodes for one in [_Computed().visit(copy.deepcopy(node))] if one]
     instead = set().union(*(_methods(*base) for base in _bases(module, name)))
     own = {one.rpartition(".")[2] for one in tree.defined if one.rpartition(".")[0] == name}
     text = _MODULE.sub("cordillera", "\n".join([RENAMED.get(name, name), *dumps, *sorted(own & instead)]))

@@ -18,7 +18,7 @@ def main(folder: Path = BENCHMARKS / "results") -> int:
     for heading in ("result file", "measured", "commit", "what changed", "measured again by"):
         table.add_column(heading)
     for age in stale:
-        names = [name.removeprefix("cordillera.") for name in sorted(age.changed)]
+        names = [name.removeprefix("cordillera.") for name in age.changed]
         what = age.problem or ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         table.add_row(age.file.name, age.measured, age.commit, what, age.command)
     if stale:
