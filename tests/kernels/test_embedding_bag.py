@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -76,6 +78,45 @@ def test_low_precision_output_is_rounded_to_nearest_even(backend: str, dtype: to
     expected = weight.to(dtype)
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.skipif("numba" not in BACKENDS, reason="Numba is not installed")
+def test_sums_of_every_width_are_those_of_float64_in_ascending_order(dtype: torch.dtype, weighted: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    values, offsets = batch(generator, 5)
+    factors = torch.rand(values.numel(), generator=generator) if weighted else None
+    for width in (*range(1, 100), 128, 195):
+        weight = torch.randn(37, width, generator=generator).to(
+            torch.float64 if dtype is torch.float64 else torch.float32
+        )
+        found = embedding_bag(weight, values, offsets, factors, FIRST, ROWS, dtype=dtype, backend="numba").output
+        scale = None if factors is None else factors.to(weight.dtype)
+        expected = reference(weight, values, offsets, scale)
+        assert torch.equal(found, expected.to(weight.dtype).to(dtype)), width  # bfloat16 by way of float32
+
+
+@pytest.mark.skipif("numba" not in BACKENDS, reason="Numba is not installed")
+def test_a_single_row_keeps_the_sign_of_its_zeros() -> None:
+    for width in (3, 5, 16, 64):
+        weight = torch.full((37, width), -0.0)
+        for offsets in (None, torch.arange(7)):
+            found = embedding_bag(
+                weight, torch.zeros(6).long(), offsets, None, FIRST, ROWS, dtype=torch.float32, backend="numba"
+            )
+            assert found.output.signbit().all()
+
+
+@pytest.mark.skipif("numba" not in BACKENDS, reason="Numba is not installed")
+def test_squares_are_summed_within_the_rounding_of_float64() -> None:
+    from cordillera.kernels.numba_support import sum_of_squares
+
+    generator = torch.Generator().manual_seed(2)
+    for size in range(150):
+        values = torch.randn(size, generator=generator, dtype=torch.float64).mul_(10.0 ** (size % 9)).numpy()
+        assert sum_of_squares(values) == pytest.approx(math.fsum(values * values), rel=1e-14)
+    assert math.isnan(sum_of_squares(torch.tensor([1.0] * 40 + [math.nan], dtype=torch.float64).numpy()))
 
 
 @pytest.mark.parametrize("one_hot", [False, True])

@@ -344,7 +344,7 @@ def test_rows_of_very_large_tables_keep_their_numbers() -> None:
     rows[2500:] = rows[:2500].flip(0)
     none = np.empty(0, np.int64)
     for threads in (1, 2):
-        keys, starts = numba_embeddings._sort(rows.numpy(), none, True, 5000, 4, 0, 40, 13, threads)
+        keys, starts = numba_embeddings._sort(rows.numpy(), none, True, True, 5000, 4, 0, 40, 13, threads)
         assert np.array_equal(keys & 8191, torch.sort(rows, stable=True).indices.numpy())
         assert np.array_equal(starts, np.arange(5000) * 4)
 

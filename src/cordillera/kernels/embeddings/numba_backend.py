@@ -18,13 +18,13 @@ from torch import Tensor
 from cordillera.kernels.compiling import compiled
 from cordillera.kernels.embeddings.lookup import Lookup
 from cordillera.kernels.embeddings.numba_rules import RULES, state_arrays, step_row
-from cordillera.kernels.numba_support import array, narrow, pool, prefetch, threads_for, widen
+from cordillera.kernels.numba_support import array, pool, prefetch, sum_rows, threads_for
 
 if TYPE_CHECKING:
     from cordillera.kernels.embeddings.update import Update
 
 _DIGIT_BITS = 13  # two passes sort the rows of 26 tables of a million; histograms of 8,192 counts stay near a core
-AHEAD, LINE = 32, 64  # positions to prefetch ahead, bytes of a cache line
+SOON, LINE = 8, 64  # rows to prefetch ahead, bytes of a cache line
 
 
 def unavailable() -> str | None:
@@ -39,69 +39,48 @@ def unsupported(optimizer: str, dtype: torch.dtype, device: str) -> str | None:
 
 @compiled(parallel=True)
 def _lookup(
-    weight: Any, values: Any, offsets: Any, one_hot: bool, value_weights: Any, weighted: bool, first_row: Any,
-    num_rows: Any, rows: Any, output: Any, threads: int,
+    weight: Any, values: Any, offsets: Any, value_weights: Any, first_row: Any, num_rows: Any, rows: Any, output: Any,
+    threads: int,
 ) -> int:  # fmt: skip
     batch, features, dim = output.shape
     misplaced = np.full(threads, np.iinfo(np.int64).max, np.int64)
-    zero = output[0, 0, 0]
-    weight_at, row_bytes = weight.ctypes.data, dim * weight.itemsize
     for chunk in numba.prange(threads):
-        sums = np.empty(dim, np.float64)
-        for b in range(batch * chunk // threads, batch * (chunk + 1) // threads):
-            for f in range(features):
-                bag = f * batch + b
-                first, last = bag, bag + 1
-                if not one_hot:
-                    first, last = offsets[bag], offsets[bag + 1]
-                target = output[b, f]
-                if one_hot and b + 1 < batch:
-                    # the address of a misplaced id is harmless: prefetching does not fault
-                    soon = weight_at + (first_row[f] + values[bag + 1]) * row_bytes
-                    for line in range(0, row_bytes, LINE):
-                        prefetch(soon + line)
-                if last - first == 1 and not weighted:
-                    value = values[first]
-                    if value < 0 or value >= num_rows[f]:
-                        misplaced[chunk] = min(misplaced[chunk], first)
-                        continue
-                    row = first_row[f] + value
-                    rows[first] = row
-                    source = weight[row]
-                    for d in range(dim):
-                        target[d] = narrow(widen(source[d]), zero)
-                    continue
-                for d in range(dim):
-                    sums[d] = 0.0
-                for p in range(first, last):
-                    value = values[p]
-                    if value < 0 or value >= num_rows[f]:
+        begin, end = batch * chunk // threads, batch * (chunk + 1) // threads
+        for f in range(features):
+            if offsets is None:
+                last, stop = f * batch + begin, f * batch + end
+            else:
+                last, stop = offsets[f * batch + begin], offsets[f * batch + end]
+            start, limit, placed = first_row[f], num_rows[f], True
+            for p in range(last, stop):
+                placed &= (values[p] >= 0) & (values[p] < limit)
+                rows[p] = start + values[p]
+            if not placed:
+                for p in range(last, stop):
+                    if values[p] < 0 or values[p] >= limit:
                         misplaced[chunk] = min(misplaced[chunk], p)
-                        continue
-                    row = first_row[f] + value
-                    rows[p] = row
-                    source = weight[row]
-                    factor = widen(value_weights[p]) if weighted else 1.0
-                    for d in range(dim):
-                        sums[d] += factor * widen(source[d])
-                for d in range(dim):
-                    target[d] = narrow(sums[d], zero)
+                continue
+            for b in range(begin, end):
+                first = last
+                last = first + 1 if offsets is None else offsets[f * batch + b + 1]
+                # what is alone keeps its sign
+                initial = -0.0 if value_weights is None and last - first == 1 else 0.0
+                sum_rows(
+                    weight, rows, dim, first, last, stop, value_weights, initial, dim, output, (b * features + f) * dim
+                )
     return int(misplaced.min())
 
 
 @compiled(parallel=True)
 def _sort(
-    rows: Any, offsets: Any, one_hot: bool, batch: int, stride_b: int, stride_f: int, row_bits: int, position_bits: int,
-    threads: int,
+    rows: Any, offsets: Any, one_hot: bool, by_bag: bool, batch: int, stride_b: int, stride_f: int, row_bits: int,
+    origin_bits: int, threads: int,
 ) -> Any:  # fmt: skip
-    """Sort positions by row, stably, by counting digits from the lowest.
-
-    Returns sorted keys ``row << position_bits | position``, and the start of the gradient of every position.
-    """
+    """Sort positions by row, stably, by counting digits from the lowest; return sorted keys, and starts of origins."""
     total = rows.size
     keys, spare = np.empty(total, np.int64), np.empty(total, np.int64)
-    starts = np.empty(total, np.int64)
     bags = total if one_hot else offsets.size - 1
+    starts = np.empty(bags if by_bag else total, np.int64)
     for chunk in numba.prange(threads):
         bag = bags * chunk // threads
         b, f = bag % batch, bag // batch
@@ -109,11 +88,15 @@ def _sort(
             start = b * stride_b + f * stride_f
             if one_hot:
                 starts[bag] = start
-                keys[bag] = rows[bag] << position_bits | bag
+                keys[bag] = rows[bag] << origin_bits | bag
+            elif by_bag:
+                starts[bag] = start
+                for p in range(offsets[bag], offsets[bag + 1]):
+                    keys[p] = rows[p] << origin_bits | bag
             else:
                 for p in range(offsets[bag], offsets[bag + 1]):
                     starts[p] = start
-                    keys[p] = rows[p] << position_bits | p
+                    keys[p] = rows[p] << origin_bits | p
             b += 1
             if b == batch:
                 b, f = 0, f + 1
@@ -122,7 +105,7 @@ def _sort(
     mask = (1 << digit_bits) - 1
     counts = np.empty((threads, 1 << digit_bits), np.int64)
     for digit in range(passes):
-        shift = position_bits + digit * digit_bits
+        shift = origin_bits + digit * digit_bits
         for chunk in numba.prange(threads):
             own = counts[chunk]
             own[:] = 0
@@ -146,51 +129,52 @@ def _sort(
 
 
 @compiled(parallel=True)
+def _in_order(values: Any, keys: Any, origin_bits: int, threads: int) -> Any:
+    """Return a value of each origin in the order of the keys (:class:`Sorted`)."""
+    mask, ordered = (1 << origin_bits) - 1, np.empty(keys.size, values.dtype)
+    for chunk in numba.prange(threads):
+        for p in range(keys.size * chunk // threads, keys.size * (chunk + 1) // threads):
+            ordered[p] = values[keys[p] & mask]
+    return ordered
+
+
+@compiled(parallel=True)
 def _apply(
-    rule: int, keys: Any, position_bits: int, starts: Any, grad: Any, value_weights: Any, weighted: bool, weight: Any,
-    first_state: Any, second_state: Any, learning_rate: float, eps: float, weight_decay: float, beta1: float,
-    beta2: float, correction1: float, correction2: float, threads: int,
+    rule: int, keys: Any, origin_bits: int, places: Any, grad: Any, weights: Any, weight: Any, first_state: Any,
+    second_state: Any, learning_rate: float, eps: float, weight_decay: float, beta1: float, beta2: float,
+    correction1: float, correction2: float, threads: int,
 ) -> None:  # fmt: skip
     total, dim = keys.size, weight.shape[1]
-    mask = (1 << position_bits) - 1
-    row_bytes, grad_bytes, state_bytes = dim * weight.itemsize, grad.itemsize, first_state.itemsize
+    row_bytes, state_bytes = dim * weight.itemsize, first_state.itemsize
     state_bytes *= 1 if rule == 2 else dim
-    weight_at, grad_at = weight.ctypes.data, grad.ctypes.data
+    weight_at = weight.ctypes.data
     first_at, second_at = first_state.ctypes.data, second_state.ctypes.data
     for chunk in numba.prange(threads):
         reduced = np.empty(dim, np.float64)
-        p, last = total * chunk // threads, total * (chunk + 1) // threads
+        begin, end = total * chunk // threads, total * (chunk + 1) // threads
         # a row whose positions straddle a border belongs to the thread in whose range it begins
-        while 0 < p < last and keys[p] >> position_bits == keys[p - 1] >> position_bits:
-            p += 1
-        while p < last:
-            row = keys[p] >> position_bits
-            for d in range(dim):
-                reduced[d] = 0.0
-            while p < total and keys[p] >> position_bits == row:
-                position = keys[p] & mask
-                if p + AHEAD < total:
-                    key = keys[p + AHEAD]
-                    soon, begin = key >> position_bits, grad_at + starts[key & mask] * grad_bytes
-                    for line in range(0, dim * grad_bytes, LINE):
-                        prefetch(begin + line)
-                    for line in range(0, row_bytes, LINE):
-                        prefetch(weight_at + soon * row_bytes + line)
-                    if rule > 0:
-                        for line in range(0, state_bytes, LINE):
-                            prefetch(first_at + soon * state_bytes + line)
-                    if rule == 3:
-                        for line in range(0, state_bytes, LINE):
-                            prefetch(second_at + soon * state_bytes + line)
-                source = grad[starts[position] : starts[position] + dim]
-                if weighted:
-                    factor = widen(value_weights[position])
-                    for d in range(dim):
-                        reduced[d] += factor * widen(source[d])
-                else:
-                    for d in range(dim):
-                        reduced[d] += widen(source[d])
-                p += 1
+        begins, count = np.empty(end - begin + 1, np.int64), 0
+        before = keys[begin - 1] >> origin_bits if begin > 0 else -1
+        for p in range(begin, end):
+            row = keys[p] >> origin_bits
+            begins[count] = p
+            count += row != before
+            before = row
+        while end < total and keys[end] >> origin_bits == before:
+            end += 1
+        begins[count] = end
+        for i in range(count):
+            row, first = keys[begins[i]] >> origin_bits, begins[i]
+            soon = keys[begins[min(i + SOON, count - 1)]] >> origin_bits
+            for line in range(0, row_bytes, LINE):
+                prefetch(weight_at + soon * row_bytes + line)
+            if rule > 0:
+                for line in range(0, state_bytes, LINE):
+                    prefetch(first_at + soon * state_bytes + line)
+            if rule == 3:
+                for line in range(0, state_bytes, LINE):
+                    prefetch(second_at + soon * state_bytes + line)
+            sum_rows(grad, places, 1, first, begins[i + 1], total, weights, 0.0, dim, reduced, 0)
             step_row(
                 rule, row, weight[row], reduced, first_state, second_state, learning_rate, eps, weight_decay, beta1,
                 beta2, correction1, correction2,
@@ -229,9 +213,9 @@ def lookup(
     threads = threads_for(values.numel())
     with pool(threads):
         misplaced = _lookup(
-            weight.detach().numpy(), values.numpy(), whole(offsets), offsets is None,
-            factors(value_weights, weight.dtype), value_weights is not None, first_row.numpy(), num_rows.numpy(),
-            rows.numpy(), array(output), threads,
+            weight.detach().numpy(), values.numpy(), None if offsets is None else whole(offsets),
+            None if value_weights is None else factors(value_weights, weight.dtype), first_row.numpy(),
+            num_rows.numpy(), rows.numpy(), array(output), threads,
         )  # fmt: skip
     return Lookup(output.to(dtype), rows, -1 if misplaced == np.iinfo(np.int64).max else misplaced)
 
@@ -240,21 +224,25 @@ class Sorted(NamedTuple):
     """A batch's positions in the order of the rows that they looked up.
 
     Attributes:
-        keys: ``int64 [T]``, ascending ``row << position_bits | position``.
-        position_bits: Number of low bits of a key that hold the position.
-        starts: Start in ``grad`` of the gradient of each position, ``int64 [T]``.
+        keys: ``row << origin_bits | origin``, ``int64 [T]``, by row and then by position; the origin is a bag or a
+            position.
+        origin_bits: Number of low bits of a key that hold the origin.
+        places: Start in ``grad`` of the gradient of each key, ``int64 [T]``.
+        factors: Weight of the value of each key, ``[T]``, or None.
         grad: Memory of the gradients, flat.
     """
 
     keys: Any
-    position_bits: int
-    starts: Any
+    origin_bits: int
+    places: Any
+    factors: Any
     grad: Any
 
 
 def sort_positions(
-    rows: Tensor, offsets: Tensor | None, grad: Tensor, dtype: torch.dtype, num_rows: int, threads: int
-) -> Sorted:
+    rows: Tensor, offsets: Tensor | None, grad: Tensor, value_weights: Tensor | None, dtype: torch.dtype, num_rows: int,
+    threads: int,
+) -> Sorted:  # fmt: skip
     """Sort a batch's positions by row, stably; call within :func:`pool`.
 
     A slice ``grad [B, F, D]`` of a wider gradient is read in place, unless it is neither ``dtype`` nor bfloat16.
@@ -267,24 +255,28 @@ def sort_positions(
     stride_b, stride_f = grad.stride(0), grad.stride(1)
     reach = (batch - 1) * stride_b + (features - 1) * stride_f + dim
     flat = grad.detach().as_strided((reach,), (1,))
+    by_bag = value_weights is None  # there are fewer bags than positions, so that their starts stay in the cache
     row_bits = max(1, (num_rows - 1).bit_length())
-    position_bits = max(1, (rows.numel() - 1).bit_length())
+    origin_bits = max(1, ((batch * features if by_bag else rows.numel()) - 1).bit_length())
     keys, starts = _sort(
-        rows.contiguous().numpy(), whole(offsets), offsets is None, batch, stride_b, stride_f, row_bits, position_bits,
-        threads,
+        rows.contiguous().numpy(), whole(offsets), offsets is None, by_bag, batch, stride_b, stride_f, row_bits,
+        origin_bits, threads,
     )  # fmt: skip
-    return Sorted(keys, position_bits, starts, array(flat))
+    places = _in_order(starts, keys, origin_bits, threads)
+    weights = None if by_bag else _in_order(factors(value_weights, dtype), keys, origin_bits, threads)
+    return Sorted(keys, origin_bits, places, weights, array(flat))
 
 
 def update(call: Update) -> None:
     """Run one update, already checked (:func:`cordillera.kernels.embeddings.update.sparse_update`)."""
-    weight, optimizer, value_weights = call.weight, call.optimizer, call.value_weights
+    weight, optimizer = call.weight, call.optimizer
     threads = threads_for(call.rows.numel())
     with pool(threads):
-        batch = sort_positions(call.rows, call.offsets, call.grad, weight.dtype, weight.shape[0], threads)
+        batch = sort_positions(
+            call.rows, call.offsets, call.grad, call.value_weights, weight.dtype, weight.shape[0], threads
+        )
         _apply(
-            RULES[optimizer.name], batch.keys, batch.position_bits, batch.starts, batch.grad,
-            factors(value_weights, weight.dtype), value_weights is not None, weight.detach().numpy(),
-            *state_arrays(call.state, weight.dtype), call.learning_rate, optimizer.eps, optimizer.weight_decay,
-            optimizer.beta1, optimizer.beta2, *call.corrections, threads,
+            RULES[optimizer.name], batch.keys, batch.origin_bits, batch.places, batch.grad, batch.factors,
+            weight.detach().numpy(), *state_arrays(call.state, weight.dtype), call.learning_rate, optimizer.eps,
+            optimizer.weight_decay, optimizer.beta1, optimizer.beta2, *call.corrections, threads,
         )  # fmt: skip

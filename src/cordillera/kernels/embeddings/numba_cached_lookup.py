@@ -16,12 +16,10 @@ from torch import Tensor
 from cordillera.kernels.compiling import compiled
 from cordillera.kernels.embeddings.cached_rows import FORMATS, WAYS, CachedRows
 from cordillera.kernels.embeddings.lookup import Lookup
-from cordillera.kernels.embeddings.numba_backend import LINE, factors, whole
+from cordillera.kernels.embeddings.numba_backend import LINE, SOON, factors, whole
 from cordillera.kernels.embeddings.numba_random import mix
 from cordillera.kernels.embeddings.numba_rows import decode_row
 from cordillera.kernels.numba_support import array, narrow, pool, prefetch, threads_for, widen
-
-SOON = 8  # rows to look ahead
 
 
 @compiled()
@@ -93,22 +91,20 @@ def _pool(
     payload_at, lines_at = payload.ctypes.data, lines.ctypes.data
     for chunk in numba.prange(threads):
         sums, decoded = np.empty(dim, np.float64), np.empty(dim, np.float32)
-        for b in range(batch * chunk // threads, batch * (chunk + 1) // threads):
-            for f in range(features):
+        for f in range(features):
+            for b in range(batch * chunk // threads, batch * (chunk + 1) // threads):
                 bag = f * batch + b
                 first, last = bag, bag + 1
                 if not one_hot:
                     first, last = offsets[bag], offsets[bag + 1]
-                if b + 1 < batch:
-                    soon = bag + 1 if one_hot else offsets[bag + 1]
-                    if soon < rows.size:
-                        ask_for(payload_at, row_bytes, lines_at, line_bytes, rows[soon], slots[soon])
                 target = output[b, f]
                 single = last - first == 1 and not weighted
                 if not single:
                     for d in range(dim):
                         sums[d] = 0.0
                 for p in range(first, last):
+                    soon = min(p + SOON, rows.size - 1)
+                    ask_for(payload_at, row_bytes, lines_at, line_bytes, rows[soon], slots[soon])
                     read = decoded
                     if slots[p] >= 0:
                         read = lines[slots[p]]

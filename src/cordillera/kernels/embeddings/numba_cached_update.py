@@ -33,13 +33,13 @@ from cordillera.kernels.embeddings.cached_rows import (
     BadRow,
     CachedRows,
 )
-from cordillera.kernels.embeddings.numba_backend import AHEAD, LINE, factors, sort_positions
-from cordillera.kernels.embeddings.numba_cached_lookup import SOON, ask_for, find, set_of
+from cordillera.kernels.embeddings.numba_backend import LINE, SOON, sort_positions
+from cordillera.kernels.embeddings.numba_cached_lookup import ask_for, find, set_of
 from cordillera.kernels.embeddings.numba_random import absorb, seeded
 from cordillera.kernels.embeddings.numba_rows import decode_row, encode_row, fits
 from cordillera.kernels.embeddings.numba_rules import RULES, state_arrays, step_row
 from cordillera.kernels.embeddings.update import Update
-from cordillera.kernels.numba_support import extent, pool, prefetch, threads_for, widen
+from cordillera.kernels.numba_support import extent, pool, prefetch, sum_rows, threads_for
 
 _LRU = POLICIES["lru"]
 _DIRTY, _IN_USE = np.uint8(1), np.uint8(2)
@@ -49,12 +49,12 @@ _MAGNITUDE, _INFINITY = np.int64(0x7FFFFFFFFFFFFFFF), np.int64(0x7FF000000000000
 
 
 @compiled()
-def _begins(keys: Any, position_bits: int) -> Any:
+def _begins(keys: Any, origin_bits: int) -> Any:
     """Start of each distinct row's keys, and the end of all keys."""
     begins = np.empty(keys.size + 1, np.int64)
     count, before = 0, np.int64(-1)
     for p in range(keys.size):
-        row = keys[p] >> position_bits
+        row = keys[p] >> origin_bits
         if row != before:
             begins[count] = p
             count, before = count + 1, row
@@ -77,7 +77,7 @@ def _victim(tags: Any, ranks: Any, states: Any, home: int) -> int:
 
 @compiled(parallel=True)
 def _place(
-    keys: Any, position_bits: int, begins: Any, policy: int, step: int, tags: Any, ranks: Any, states: Any, counts: Any,
+    keys: Any, origin_bits: int, begins: Any, policy: int, step: int, tags: Any, ranks: Any, states: Any, counts: Any,
     threads: int,
 ) -> Any:  # fmt: skip
     """Give the distinct rows of a batch their slots.
@@ -91,13 +91,13 @@ def _place(
     new, driven_out = np.zeros(distinct, np.bool_), np.full(distinct, EMPTY, np.int64)
     for chunk in numba.prange(threads):
         for i in range(distinct * chunk // threads, distinct * (chunk + 1) // threads):
-            homes[i] = set_of(keys[begins[i]] >> position_bits, sets)
+            homes[i] = set_of(keys[begins[i]] >> origin_bits, sets)
     for chunk in numba.prange(threads):
         low, high = sets * chunk // threads, sets * (chunk + 1) // threads
         for i in range(distinct):
             if not low <= homes[i] < high:
                 continue
-            row = keys[begins[i]] >> position_bits
+            row = keys[begins[i]] >> origin_bits
             slot = find(by_set, homes[i], row)
             slots[i] = slot
             if slot >= 0:
@@ -108,7 +108,7 @@ def _place(
         for i in range(distinct):
             if not low <= homes[i] < high or slots[i] >= 0:
                 continue
-            row = keys[begins[i]] >> position_bits
+            row = keys[begins[i]] >> origin_bits
             slot = _victim(by_set, ranks_by_set, states_by_set, homes[i])
             if slot < 0:
                 continue
@@ -135,15 +135,13 @@ def _random_state(seed_state: Any, first_rows: Any, row: int) -> Any:
 @compiled(parallel=True)
 def _apply(
     kind: int, rounding: int, seed: int, step: int, first_rows: Any, payload: Any, lines: Any, states: Any, slots: Any,
-    new: Any, driven_out: Any, events: Any, rule: int, keys: Any, position_bits: int, begins: Any, starts: Any,
-    grad: Any, value_weights: Any, weighted: bool, first_state: Any, second_state: Any, learning_rate: float,
+    new: Any, driven_out: Any, events: Any, rule: int, keys: Any, origin_bits: int, begins: Any, places: Any,
+    grad: Any, weights: Any, first_state: Any, second_state: Any, learning_rate: float,
     eps: float, weight_decay: float, beta1: float, beta2: float, correction1: float, correction2: float, threads: int,
 ) -> Any:  # fmt: skip
     total, dim, distinct = keys.size, lines.shape[1], begins.size - 1
-    mask = (1 << position_bits) - 1
     row_bytes, payload_at = payload.shape[1], payload.ctypes.data
-    grad_at, grad_bytes, lines_at = grad.ctypes.data, grad.itemsize, lines.ctypes.data
-    first_at, second_at = first_state.ctypes.data, second_state.ctypes.data
+    lines_at, first_at, second_at = lines.ctypes.data, first_state.ctypes.data, second_state.ctypes.data
     state_bytes = first_state.itemsize * (1 if rule == 2 else dim)
     bad, why = np.full(threads, -1, np.int64), np.zeros(threads, np.int64)
     happened = np.zeros((threads, events.size), np.int64)
@@ -157,9 +155,9 @@ def _apply(
         first = np.searchsorted(begins[:distinct], total * chunk // threads)
         last = np.searchsorted(begins[:distinct], total * (chunk + 1) // threads)
         for i in range(first, last):
-            row = keys[begins[i]] >> position_bits
+            row = keys[begins[i]] >> origin_bits
             if i + SOON < distinct:
-                soon = keys[begins[i + SOON]] >> position_bits
+                soon = keys[begins[i + SOON]] >> origin_bits
                 ask_for(payload_at, row_bytes, lines_at, 4 * dim, soon, slots[i + SOON])
                 if new[i + SOON]:
                     ask_for(payload_at, row_bytes, lines_at, 4 * dim, soon, -1)
@@ -169,18 +167,7 @@ def _apply(
                 if rule == 3:
                     for line in range(0, state_bytes, LINE):
                         prefetch(second_at + soon * state_bytes + line)
-            for d in range(dim):
-                reduced[d] = 0.0
-            for p in range(begins[i], begins[i + 1]):
-                position = keys[p] & mask
-                if p + AHEAD < total:
-                    begin = grad_at + starts[keys[p + AHEAD] & mask] * grad_bytes
-                    for line in range(0, dim * grad_bytes, LINE):
-                        prefetch(begin + line)
-                source = grad[starts[position] : starts[position] + dim]
-                factor = widen(value_weights[position]) if weighted else 1.0
-                for d in range(dim):
-                    reduced[d] += factor * widen(source[d])
+            sum_rows(grad, places, 1, begins[i], begins[i + 1], total, weights, 0.0, dim, reduced, 0)
             largest = np.int64(0)
             for d in range(dim):
                 largest = max(largest, reduced_words[d] & _MAGNITUDE)
@@ -250,14 +237,16 @@ def update(store: CachedRows, call: Update) -> BadRow | None:
     """
     if not call.rows.numel():
         return None
-    optimizer, value_weights = call.optimizer, call.value_weights
+    optimizer = call.optimizer
     threads = threads_for(call.rows.numel())
     with pool(threads):
-        batch = sort_positions(call.rows, call.offsets, call.grad, torch.float32, store.payload.shape[0], threads)
-        begins = _begins(batch.keys, batch.position_bits)
+        batch = sort_positions(
+            call.rows, call.offsets, call.grad, call.value_weights, torch.float32, store.payload.shape[0], threads
+        )
+        begins = _begins(batch.keys, batch.origin_bits)
         if store.tags.numel():
             slots, new, driven_out = _place(
-                batch.keys, batch.position_bits, begins, POLICIES[store.policy], call.step,
+                batch.keys, batch.origin_bits, begins, POLICIES[store.policy], call.step,
                 store.tags.view(-1, WAYS).numpy(), store.ranks.view(-1, WAYS).numpy(),
                 store.states.view(-1, WAYS).numpy(), store.counts.numpy(), threads,
             )  # fmt: skip
@@ -267,8 +256,8 @@ def update(store: CachedRows, call: Update) -> BadRow | None:
         row, why = _apply(
             FORMATS[store.kind], ROUNDINGS[store.rounding], store.seed, call.step, store.first_rows.numpy(),
             store.payload.numpy(), store.lines.numpy(), store.states.numpy(), slots, new, driven_out,
-            store.events.numpy(), RULES[optimizer.name], batch.keys, batch.position_bits, begins, batch.starts,
-            batch.grad, factors(value_weights, torch.float32), value_weights is not None,
+            store.events.numpy(), RULES[optimizer.name], batch.keys, batch.origin_bits, begins, batch.places,
+            batch.grad, batch.factors,
             *state_arrays(call.state, torch.float32), call.learning_rate, optimizer.eps, optimizer.weight_decay,
             optimizer.beta1, optimizer.beta2, *call.corrections, threads,
         )  # fmt: skip

@@ -13,7 +13,8 @@ import numpy as np
 
 from cordillera.kernels.compiling import compiled
 from cordillera.kernels.embeddings.cached_rows import EMPTY, WAYS
-from cordillera.kernels.embeddings.numba_cached_lookup import SOON, set_of
+from cordillera.kernels.embeddings.numba_backend import SOON
+from cordillera.kernels.embeddings.numba_cached_lookup import set_of
 from cordillera.kernels.numba_support import prefetch
 
 _MOST = 255  # largest count of a row outside the cache

@@ -19,12 +19,11 @@ from torch import Tensor
 from cordillera.kernels.compiling import compiled
 from cordillera.kernels.embeddings.cached_rows import FORMATS
 from cordillera.kernels.embeddings.lookup import Lookup
-from cordillera.kernels.embeddings.numba_backend import LINE, factors, whole
+from cordillera.kernels.embeddings.numba_backend import LINE, SOON, factors, whole
 from cordillera.kernels.embeddings.numba_rows import decode_row, read_half, read_single
-from cordillera.kernels.numba_support import array, has_instructions, narrow, pool, prefetch, threads_for, widen
+from cordillera.kernels.numba_support import array, has_instructions, narrow, pool, prefetch, spread, threads_for, widen
 
 _FP32, _FP16, _INT8, _INT4 = FORMATS["fp32"], FORMATS["fp16"], FORMATS["int8"], FORMATS["int4"]
-_SOON = 8  # positions to prefetch ahead
 _ALL_PLACED = np.iinfo(np.int64).max
 
 
@@ -59,8 +58,8 @@ def _adder(load: Callable[[Any, Any], Any]) -> Any:
             at, scale, bias, factor, sums = arguments
             value = load(builder, builder.inttoptr(at, ir.IntType(8).as_pointer()))
             if load not in (_load_fp32, _load_fp16):
-                value = builder.fadd(builder.fmul(value, _spread(builder, scale)), _spread(builder, bias))
-            wide = builder.fmul(_spread(builder, factor), builder.fpext(value, _DOUBLES))
+                value = builder.fadd(builder.fmul(value, spread(builder, scale, 8)), spread(builder, bias, 8))
+            wide = builder.fmul(spread(builder, factor, 8), builder.fpext(value, _DOUBLES))
             place = builder.inttoptr(sums, _DOUBLES.as_pointer())
             builder.store(builder.fadd(builder.load(place, align=8), wide), place, align=8)
             return context.get_dummy_value()
@@ -73,12 +72,6 @@ def _adder(load: Callable[[Any, Any], Any]) -> Any:
 
 def _vector(kind: Any) -> Any:
     return ir.VectorType(kind, 8)
-
-
-def _spread(builder: Any, value: Any) -> Any:
-    """Return a vector of eight times a number."""
-    one = builder.insert_element(ir.Constant(_vector(value.type), ir.Undefined), value, ir.IntType(32)(0))
-    return builder.shuffle_vector(one, one, ir.Constant(_vector(ir.IntType(32)), [0] * 8))
 
 
 def _read(builder: Any, pointer: Any, kind: Any) -> Any:
@@ -102,9 +95,9 @@ def _codes(bits: int) -> Callable[[Any, Any], Any]:
     word = ir.IntType(8 * bits)
 
     def load(builder: Any, pointer: Any) -> Any:
-        spread = _spread(builder, builder.zext(_read(builder, pointer, word), ir.IntType(32)))
+        copies = spread(builder, builder.zext(_read(builder, pointer, word), ir.IntType(32)), 8)
         shifts = ir.Constant(_WORDS, [bits * place for place in range(8)])
-        codes = builder.and_(builder.lshr(spread, shifts), ir.Constant(_WORDS, [2**bits - 1] * 8))
+        codes = builder.and_(builder.lshr(copies, shifts), ir.Constant(_WORDS, [2**bits - 1] * 8))
         return builder.sitofp(codes, _SINGLES)
 
     return load
@@ -180,19 +173,19 @@ def _lookup(
         sums_at = sums.ctypes.data
         for f in range(features):
             kind, start, size, count = kinds[f], first_byte[f], row_bytes[f], num_rows[f]
+            stop = (f + 1) * batch if one_hot else offsets[(f + 1) * batch]
             for b in range(batch * chunk // threads, batch * (chunk + 1) // threads):
                 bag = f * batch + b
                 first, last = bag, bag + 1
                 if not one_hot:
                     first, last = offsets[bag], offsets[bag + 1]
-                elif b + _SOON < batch:
-                    value = values[bag + _SOON]
-                    if 0 <= value < count:
-                        for line in range(0, size, LINE):
-                            prefetch(payload_at + start + value * size + line)
                 for d in range(dim):
                     sums[d] = -0.0 if last - first == 1 and not weighted else 0.0  # what is alone keeps its sign
                 for p in range(first, last):
+                    soon = values[min(p + SOON, stop - 1)]
+                    if 0 <= soon < count:
+                        for line in range(0, size, LINE):
+                            prefetch(payload_at + start + soon * size + line)
                     value = values[p]
                     if value < 0 or value >= count:
                         misplaced[chunk] = min(misplaced[chunk], p)

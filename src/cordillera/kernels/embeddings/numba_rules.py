@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from cordillera.kernels.compiling import compiled
-from cordillera.kernels.numba_support import narrow, widen
+from cordillera.kernels.numba_support import narrow, sum_of_squares, widen
 
 RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
 
 
-@compiled()
+@compiled(forceinline=True)
 def step_row(
     rule: int, row: int, target: Any, reduced: Any, first_state: Any, second_state: Any, learning_rate: float,
     eps: float, weight_decay: float, beta1: float, beta2: float, correction1: float, correction2: float,
@@ -42,15 +42,7 @@ def step_row(
             change = reduced[d] / (np.sqrt(square) + eps)
             target[d] = narrow(widen(target[d]) - learning_rate * change, zero)
     elif rule == 2:
-        sum0 = sum1 = sum2 = sum3 = 0.0  # four sums, as a single one would wait for each addition
-        for d in range(0, dim - 3, 4):
-            sum0 += reduced[d] * reduced[d]
-            sum1 += reduced[d + 1] * reduced[d + 1]
-            sum2 += reduced[d + 2] * reduced[d + 2]
-            sum3 += reduced[d + 3] * reduced[d + 3]
-        for d in range(dim - dim % 4, dim):
-            sum0 += reduced[d] * reduced[d]
-        square = widen(first_state[row]) + ((sum0 + sum1) + (sum2 + sum3)) / dim
+        square = widen(first_state[row]) + sum_of_squares(reduced) / dim
         first_state[row] = narrow(square, zero)
         factor = learning_rate / (np.sqrt(square) + eps)
         for d in range(dim):
