@@ -21,6 +21,7 @@ from cordillera.kernels.embeddings.update import (
     choose_backend,
     init_state,
     sparse_update,
+    sum_by_row,
 )
 
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
@@ -347,6 +348,31 @@ def test_rows_of_very_large_tables_keep_their_numbers() -> None:
         keys, starts = numba_embeddings._sort(rows.numpy(), none, True, True, 5000, 4, 0, 40, 13, threads)
         assert np.array_equal(keys & 8191, torch.sort(rows, stable=True).indices.numpy())
         assert np.array_equal(starts, np.arange(5000) * 4)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("order", ["random", "ascending", "one row", "none"])
+def test_sums_by_row_are_those_of_float64(order: str, weighted: bool) -> None:
+    generator = torch.Generator().manual_seed(5)
+    count = 0 if order == "none" else 9000
+    rows = torch.randint(0, 1 if order == "one row" else 700, (count,), generator=generator)
+    if order == "ascending":
+        rows = rows.sort().values
+    lengths = torch.bincount(torch.randint(0, 4000, (count,), generator=generator), minlength=4000)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    grad = torch.randn(2000, 2, 18, generator=generator)
+    factors = torch.rand(count, generator=generator) if weighted else None
+    of_bag = grad.transpose(0, 1).reshape(4000, 18).double()  # bag f * B + b is sample b of feature f
+    each = of_bag.repeat_interleave(lengths, 0)
+    if factors is not None:
+        each = factors.double().unsqueeze(1) * each
+    for dtype in (torch.float32, torch.float64):
+        distinct, sums = sum_by_row(rows, offsets, grad, factors, 700, dtype)
+        expected = torch.zeros(700, 18, dtype=torch.float64)
+        for row, one in zip(rows.tolist(), each, strict=True):
+            expected[row] += one
+        assert torch.equal(distinct, rows.unique())
+        assert torch.equal(sums, expected[distinct].to(dtype))
 
 
 THREADS = """

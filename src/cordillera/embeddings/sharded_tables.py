@@ -38,7 +38,7 @@ from cordillera.kernels.embeddings.update import (
     distinct_rows,
     init_state,
     sparse_update,
-    sum_gradients,
+    sum_by_row,
 )
 from cordillera.planning.ranking.placement import Placement
 
@@ -356,8 +356,8 @@ class ShardedEmbeddingTables(EmbeddingTables):
 
     def _summed_rows(self, block: int, one: PendingGradient, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the distinct rows of a block, ascending, and the sum of the gradients of each, ``[U, columns]``."""
-        distinct, inverse = distinct_rows(one.rows, len(getattr(self, f"rows_{block}")))
-        return distinct, sum_gradients(inverse, one.offsets, one.grad, one.value_weights, len(distinct), dtype)
+        rows = len(getattr(self, f"rows_{block}"))
+        return sum_by_row(one.rows, one.offsets, one.grad, one.value_weights, rows, dtype)
 
     def _slice_of(self, own: PartOnRank, distinct: Tensor) -> slice:
         """Return the positions of a part's rows among ascending rows of its block."""
@@ -422,7 +422,7 @@ class ShardedEmbeddingTables(EmbeddingTables):
         if asked.bags is not None:
             grad = grad.index_select(1, torch.tensor(self._by_rows, dtype=torch.int64))
         rows = len(asked.request.distinct)
-        return sum_gradients(asked.inverse, asked.offsets, grad, asked.value_weights, rows, torch.float32)
+        return sum_by_row(asked.inverse, asked.offsets, grad, asked.value_weights, rows, torch.float32)[1]
 
     def _add_copies(self, gathered: dict[int, tuple[Tensor, Tensor]]) -> None:
         """Add what the other copies of a part have gathered, in the order of copies."""
@@ -456,8 +456,7 @@ class ShardedEmbeddingTables(EmbeddingTables):
 
     def _to_copies(self, rows: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Return what a copy of a part of ``count`` rows sends to the others: its rows, each with one gradient."""
-        distinct, inverse = distinct_rows(rows, count)
-        return distinct, sum_gradients(inverse, None, gradient.unsqueeze(1), None, len(distinct), torch.float32)
+        return sum_by_row(rows, None, gradient, None, count, torch.float32)
 
     def _cuts_columns(self) -> bool:
         return any(part.columns < self.embedding_dim for part in self.placement.parts)

@@ -27,10 +27,9 @@ from cordillera.kernels.embeddings.update import (
     EmbeddingBackend,
     SparseOptimizer,
     choose_backend,
-    distinct_rows,
     init_state,
     sparse_update,
-    sum_gradients,
+    sum_by_row,
 )
 from cordillera.kernels.host_memory import on_huge_pages
 
@@ -367,8 +366,7 @@ class EmbeddingTables(nn.Module):
         one = merge_pending(self._pending[self._reduced :])
         del self._pending[self._reduced :]
         self._reduced += 1
-        distinct, inverse = distinct_rows(one.rows, self.num_rows)
-        summed = sum_gradients(inverse, one.offsets, one.grad, one.value_weights, len(distinct), torch.float32)
+        distinct, summed = sum_by_row(one.rows, one.offsets, one.grad, one.value_weights, self.num_rows, torch.float32)
         self._pending.append(PendingGradient(distinct, None, None, summed.unsqueeze(1)))
 
     def pending_rows(self) -> Tensor:

@@ -100,6 +100,11 @@ def _sort(
             b += 1
             if b == batch:
                 b, f = 0, f + 1
+    ascending = 1
+    while ascending < total and rows[ascending - 1] <= rows[ascending]:
+        ascending += 1
+    if ascending >= total:
+        return keys, starts
     passes = (row_bits + _DIGIT_BITS - 1) // _DIGIT_BITS
     digit_bits = (row_bits + passes - 1) // passes
     mask = (1 << digit_bits) - 1
@@ -138,34 +143,45 @@ def _in_order(values: Any, keys: Any, origin_bits: int, threads: int) -> Any:
     return ordered
 
 
+@compiled()
+def _distinct(keys: Any, origin_bits: int) -> Any:
+    """Return the distinct rows of sorted keys, and the start of each one's keys, with their end."""
+    rows, begins = np.empty(keys.size, np.int64), np.empty(keys.size + 1, np.int64)
+    count, before = 0, np.int64(-1)
+    for p in range(keys.size):  # without branches, which no processor would foresee
+        row = keys[p] >> origin_bits
+        rows[count], begins[count] = row, p
+        count += row != before
+        before = row
+    begins[count] = keys.size
+    return rows[:count].copy(), begins[: count + 1].copy()
+
+
+@compiled()
+def share_of(begins: Any, chunk: int, threads: int) -> Any:
+    """Return a thread's first row and the one after its last: a row is of the thread in whose positions it begins."""
+    distinct = begins.size - 1
+    total = begins[distinct]
+    first = np.searchsorted(begins[:distinct], total * chunk // threads)
+    return first, np.searchsorted(begins[:distinct], total * (chunk + 1) // threads)
+
+
 @compiled(parallel=True)
 def _apply(
-    rule: int, keys: Any, origin_bits: int, places: Any, grad: Any, weights: Any, weight: Any, first_state: Any,
+    rule: int, rows: Any, begins: Any, places: Any, grad: Any, weights: Any, weight: Any, first_state: Any,
     second_state: Any, learning_rate: float, eps: float, weight_decay: float, beta1: float, beta2: float,
     correction1: float, correction2: float, threads: int,
 ) -> None:  # fmt: skip
-    total, dim = keys.size, weight.shape[1]
+    total, dim = places.size, weight.shape[1]
     row_bytes, state_bytes = dim * weight.itemsize, first_state.itemsize
     state_bytes *= 1 if rule == 2 else dim
     weight_at = weight.ctypes.data
     first_at, second_at = first_state.ctypes.data, second_state.ctypes.data
     for chunk in numba.prange(threads):
         reduced = np.empty(dim, np.float64)
-        begin, end = total * chunk // threads, total * (chunk + 1) // threads
-        # a row whose positions straddle a border belongs to the thread in whose range it begins
-        begins, count = np.empty(end - begin + 1, np.int64), 0
-        before = keys[begin - 1] >> origin_bits if begin > 0 else -1
-        for p in range(begin, end):
-            row = keys[p] >> origin_bits
-            begins[count] = p
-            count += row != before
-            before = row
-        while end < total and keys[end] >> origin_bits == before:
-            end += 1
-        begins[count] = end
-        for i in range(count):
-            row, first = keys[begins[i]] >> origin_bits, begins[i]
-            soon = keys[begins[min(i + SOON, count - 1)]] >> origin_bits
+        first, last = share_of(begins, chunk, threads)
+        for i in range(first, last):
+            soon = rows[min(i + SOON, last - 1)]
             for line in range(0, row_bytes, LINE):
                 prefetch(weight_at + soon * row_bytes + line)
             if rule > 0:
@@ -174,11 +190,20 @@ def _apply(
             if rule == 3:
                 for line in range(0, state_bytes, LINE):
                     prefetch(second_at + soon * state_bytes + line)
-            sum_rows(grad, places, 1, first, begins[i + 1], total, weights, 0.0, dim, reduced, 0)
+            sum_rows(grad, places, 1, begins[i], begins[i + 1], total, weights, 0.0, dim, reduced, 0)
             step_row(
-                rule, row, weight[row], reduced, first_state, second_state, learning_rate, eps, weight_decay, beta1,
-                beta2, correction1, correction2,
+                rule, rows[i], weight[rows[i]], reduced, first_state, second_state, learning_rate, eps, weight_decay,
+                beta1, beta2, correction1, correction2,
             )  # fmt: skip
+
+
+@compiled(parallel=True)
+def _sum(begins: Any, places: Any, grad: Any, weights: Any, sums: Any, threads: int) -> None:
+    dim = sums.shape[1]
+    for chunk in numba.prange(threads):
+        first, last = share_of(begins, chunk, threads)
+        for i in range(first, last):
+            sum_rows(grad, places, 1, begins[i], begins[i + 1], places.size, weights, 0.0, dim, sums, i * dim)
 
 
 def whole(offsets: Tensor | None) -> Any:
@@ -221,22 +246,21 @@ def lookup(
 
 
 class Sorted(NamedTuple):
-    """A batch's positions in the order of the rows that they looked up.
+    """A batch's positions, by the row that they looked up and then as they were.
 
     Attributes:
-        keys: ``row << origin_bits | origin``, ``int64 [T]``, by row and then by position; the origin is a bag or a
-            position.
-        origin_bits: Number of low bits of a key that hold the origin.
-        places: Start in ``grad`` of the gradient of each key, ``int64 [T]``.
-        factors: Weight of the value of each key, ``[T]``, or None.
+        rows: The distinct rows, ``int64 [U]``, ascending.
+        begins: First position of each row, and the end of all, ``int64 [U + 1]``.
+        places: Start in ``grad`` of the gradient of each position, ``int64 [T]``.
         grad: Memory of the gradients, flat.
+        weights: Weight of the value of each position, ``[T]``, or None.
     """
 
-    keys: Any
-    origin_bits: int
+    rows: Any
+    begins: Any
     places: Any
-    factors: Any
     grad: Any
+    weights: Any
 
 
 def sort_positions(
@@ -264,7 +288,8 @@ def sort_positions(
     )  # fmt: skip
     places = _in_order(starts, keys, origin_bits, threads)
     weights = None if by_bag else _in_order(factors(value_weights, dtype), keys, origin_bits, threads)
-    return Sorted(keys, origin_bits, places, weights, array(flat))
+    distinct, begins = _distinct(keys, origin_bits)
+    return Sorted(distinct, begins, places, array(flat), weights)
 
 
 def update(call: Update) -> None:
@@ -276,7 +301,19 @@ def update(call: Update) -> None:
             call.rows, call.offsets, call.grad, call.value_weights, weight.dtype, weight.shape[0], threads
         )
         _apply(
-            RULES[optimizer.name], batch.keys, batch.origin_bits, batch.places, batch.grad, batch.factors,
-            weight.detach().numpy(), *state_arrays(call.state, weight.dtype), call.learning_rate, optimizer.eps,
-            optimizer.weight_decay, optimizer.beta1, optimizer.beta2, *call.corrections, threads,
+            RULES[optimizer.name], *batch, weight.detach().numpy(), *state_arrays(call.state, weight.dtype),
+            call.learning_rate, optimizer.eps, optimizer.weight_decay, optimizer.beta1, optimizer.beta2,
+            *call.corrections, threads,
         )  # fmt: skip
+
+
+def sum_by_row(
+    rows: Tensor, offsets: Tensor | None, grad: Tensor, value_weights: Tensor | None, num_rows: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Sum gradients by row (:func:`cordillera.kernels.embeddings.update.sum_by_row`); ``grad`` is ``[B, F, D]``."""
+    threads = threads_for(rows.numel())
+    with pool(threads):
+        batch = sort_positions(rows, offsets, grad, value_weights, dtype, num_rows, threads)
+        sums = torch.empty(batch.rows.size, grad.shape[2], dtype=dtype)
+        _sum(batch.begins, batch.places, batch.grad, batch.weights, sums.numpy(), threads)
+    return torch.from_numpy(batch.rows), sums

@@ -33,7 +33,7 @@ from cordillera.kernels.embeddings.cached_rows import (
     BadRow,
     CachedRows,
 )
-from cordillera.kernels.embeddings.numba_backend import LINE, SOON, sort_positions
+from cordillera.kernels.embeddings.numba_backend import LINE, SOON, share_of, sort_positions
 from cordillera.kernels.embeddings.numba_cached_lookup import ask_for, find, set_of
 from cordillera.kernels.embeddings.numba_random import absorb, seeded
 from cordillera.kernels.embeddings.numba_rows import decode_row, encode_row, fits
@@ -46,20 +46,6 @@ _DIRTY, _IN_USE = np.uint8(1), np.uint8(2)
 _MOST = 255  # largest count of a row outside the cache
 _GRADIENT, _ROW = 1, 2
 _MAGNITUDE, _INFINITY = np.int64(0x7FFFFFFFFFFFFFFF), np.int64(0x7FF0000000000000)  # of float64
-
-
-@compiled()
-def _begins(keys: Any, origin_bits: int) -> Any:
-    """Start of each distinct row's keys, and the end of all keys."""
-    begins = np.empty(keys.size + 1, np.int64)
-    count, before = 0, np.int64(-1)
-    for p in range(keys.size):
-        row = keys[p] >> origin_bits
-        if row != before:
-            begins[count] = p
-            count, before = count + 1, row
-    begins[count] = keys.size
-    return begins[: count + 1].copy()
 
 
 @compiled()
@@ -76,28 +62,25 @@ def _victim(tags: Any, ranks: Any, states: Any, home: int) -> int:
 
 
 @compiled(parallel=True)
-def _place(
-    keys: Any, origin_bits: int, begins: Any, policy: int, step: int, tags: Any, ranks: Any, states: Any, counts: Any,
-    threads: int,
-) -> Any:  # fmt: skip
+def _place(rows: Any, policy: int, step: int, tags: Any, ranks: Any, states: Any, counts: Any, threads: int) -> Any:
     """Give the distinct rows of a batch their slots.
 
     Returns each row's slot or -1, whether the row is new there, and the row that it displaced or ``EMPTY``.
     """
-    distinct, sets = begins.size - 1, tags.shape[0]
+    distinct, sets = rows.size, tags.shape[0]
     by_set, ranks_by_set, states_by_set = tags, ranks, states
     tags, ranks, states = tags.reshape(-1), ranks.reshape(-1), states.reshape(-1)
     slots, homes = np.empty(distinct, np.int64), np.empty(distinct, np.int64)
     new, driven_out = np.zeros(distinct, np.bool_), np.full(distinct, EMPTY, np.int64)
     for chunk in numba.prange(threads):
         for i in range(distinct * chunk // threads, distinct * (chunk + 1) // threads):
-            homes[i] = set_of(keys[begins[i]] >> origin_bits, sets)
+            homes[i] = set_of(rows[i], sets)
     for chunk in numba.prange(threads):
         low, high = sets * chunk // threads, sets * (chunk + 1) // threads
         for i in range(distinct):
             if not low <= homes[i] < high:
                 continue
-            row = keys[begins[i]] >> origin_bits
+            row = rows[i]
             slot = find(by_set, homes[i], row)
             slots[i] = slot
             if slot >= 0:
@@ -108,7 +91,7 @@ def _place(
         for i in range(distinct):
             if not low <= homes[i] < high or slots[i] >= 0:
                 continue
-            row = keys[begins[i]] >> origin_bits
+            row = rows[i]
             slot = _victim(by_set, ranks_by_set, states_by_set, homes[i])
             if slot < 0:
                 continue
@@ -135,11 +118,11 @@ def _random_state(seed_state: Any, first_rows: Any, row: int) -> Any:
 @compiled(parallel=True)
 def _apply(
     kind: int, rounding: int, seed: int, step: int, first_rows: Any, payload: Any, lines: Any, states: Any, slots: Any,
-    new: Any, driven_out: Any, events: Any, rule: int, keys: Any, origin_bits: int, begins: Any, places: Any,
+    new: Any, driven_out: Any, events: Any, rule: int, rows: Any, begins: Any, places: Any,
     grad: Any, weights: Any, first_state: Any, second_state: Any, learning_rate: float,
     eps: float, weight_decay: float, beta1: float, beta2: float, correction1: float, correction2: float, threads: int,
 ) -> Any:  # fmt: skip
-    total, dim, distinct = keys.size, lines.shape[1], begins.size - 1
+    total, dim, distinct = places.size, lines.shape[1], rows.size
     row_bytes, payload_at = payload.shape[1], payload.ctypes.data
     lines_at, first_at, second_at = lines.ctypes.data, first_state.ctypes.data, second_state.ctypes.data
     state_bytes = first_state.itemsize * (1 if rule == 2 else dim)
@@ -151,13 +134,11 @@ def _apply(
         before_words, after_words = row_before.view(np.int32), row_after.view(np.int32)
         reduced_words = reduced.view(np.int64)
         seed_state, own = seeded(seed), happened[chunk]
-        # threads share the positions evenly; a row belongs to the one in whose range it begins
-        first = np.searchsorted(begins[:distinct], total * chunk // threads)
-        last = np.searchsorted(begins[:distinct], total * (chunk + 1) // threads)
+        first, last = share_of(begins, chunk, threads)
         for i in range(first, last):
-            row = keys[begins[i]] >> origin_bits
+            row = rows[i]
             if i + SOON < distinct:
-                soon = keys[begins[i + SOON]] >> origin_bits
+                soon = rows[i + SOON]
                 ask_for(payload_at, row_bytes, lines_at, 4 * dim, soon, slots[i + SOON])
                 if new[i + SOON]:
                     ask_for(payload_at, row_bytes, lines_at, 4 * dim, soon, -1)
@@ -243,21 +224,19 @@ def update(store: CachedRows, call: Update) -> BadRow | None:
         batch = sort_positions(
             call.rows, call.offsets, call.grad, call.value_weights, torch.float32, store.payload.shape[0], threads
         )
-        begins = _begins(batch.keys, batch.origin_bits)
         if store.tags.numel():
             slots, new, driven_out = _place(
-                batch.keys, batch.origin_bits, begins, POLICIES[store.policy], call.step,
+                batch.rows, POLICIES[store.policy], call.step,
                 store.tags.view(-1, WAYS).numpy(), store.ranks.view(-1, WAYS).numpy(),
                 store.states.view(-1, WAYS).numpy(), store.counts.numpy(), threads,
             )  # fmt: skip
         else:
-            slots, new = np.full(begins.size - 1, -1, np.int64), np.zeros(begins.size - 1, np.bool_)
+            slots, new = np.full(batch.rows.size, -1, np.int64), np.zeros(batch.rows.size, np.bool_)
             driven_out = slots
         row, why = _apply(
             FORMATS[store.kind], ROUNDINGS[store.rounding], store.seed, call.step, store.first_rows.numpy(),
             store.payload.numpy(), store.lines.numpy(), store.states.numpy(), slots, new, driven_out,
-            store.events.numpy(), RULES[optimizer.name], batch.keys, batch.origin_bits, begins, batch.places,
-            batch.grad, batch.factors,
+            store.events.numpy(), RULES[optimizer.name], *batch,
             *state_arrays(call.state, torch.float32), call.learning_rate, optimizer.eps, optimizer.weight_decay,
             optimizer.beta1, optimizer.beta2, *call.corrections, threads,
         )  # fmt: skip

@@ -189,18 +189,26 @@ def distinct_rows(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return distinct, places.index_select(0, rows)
 
 
-def sum_gradients(
-    rows: Tensor, offsets: Tensor | None, grad: Tensor, value_weights: Tensor | None, count: int, dtype: torch.dtype
-) -> Tensor:
-    """Return the sum of the gradients of each of ``count`` rows, in ascending order of positions: ``[count, D]``.
+def sum_by_row(
+    rows: Tensor, offsets: Tensor | None, grad: Tensor, value_weights: Tensor | None, num_rows: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the distinct rows, ``int64 [U]``, ascending, and the sum of the gradients of each, ``[U, D]``; on CPUs.
 
-    ``rows``, ``offsets``, ``grad`` and ``value_weights`` are those of :func:`sparse_update`; sums are made in float64
-    and rounded to ``dtype``.
+    ``rows``, ``offsets``, ``grad`` and ``value_weights`` are those of :func:`sparse_update`; sums are made in float64,
+    in ascending order of positions, and rounded to ``dtype``, float32 or float64.
     """
-    sums = torch.zeros(count, grad.shape[-1], dtype=dtype)
-    if count:  # 0 - (-1) * sum
-        sparse_update(_PLAIN, sums, {}, rows, offsets, grad, value_weights, learning_rate=-1.0, step=1)
-    return sums
+    if grad.dim() == 2:
+        grad = grad.unsqueeze(1)
+    if not rows.numel():
+        return torch.empty(0, dtype=torch.int64), grad.new_empty((0, grad.shape[2]), dtype=dtype)
+    if _unavailable("numba") is None:
+        backend = import_module("cordillera.kernels.embeddings.numba_backend")
+        summed: tuple[Tensor, Tensor] = backend.sum_by_row(rows, offsets, grad, value_weights, num_rows, dtype)
+        return summed
+    distinct, inverse = distinct_rows(rows, num_rows)
+    sums = torch.zeros(distinct.numel(), grad.shape[2], dtype=dtype)
+    sparse_update(_PLAIN, sums, {}, inverse, offsets, grad, value_weights, learning_rate=-1.0, step=1)  # 0 - (-1) * sum
+    return distinct, sums
 
 
 def choose_backend(
