@@ -91,20 +91,21 @@ def _pool(
     payload_at, lines_at = payload.ctypes.data, lines.ctypes.data
     for chunk in numba.prange(threads):
         sums, decoded = np.empty(dim, np.float64), np.empty(dim, np.float32)
-        for f in range(features):
-            for b in range(batch * chunk // threads, batch * (chunk + 1) // threads):
+        for b in range(batch * chunk // threads, batch * (chunk + 1) // threads):
+            for f in range(features):
                 bag = f * batch + b
                 first, last = bag, bag + 1
                 if not one_hot:
                     first, last = offsets[bag], offsets[bag + 1]
+                if b + 1 < batch:
+                    for soon in range(last, bag + 2 if one_hot else offsets[bag + 2]):
+                        ask_for(payload_at, row_bytes, lines_at, line_bytes, rows[soon], slots[soon])
                 target = output[b, f]
                 single = last - first == 1 and not weighted
                 if not single:
                     for d in range(dim):
                         sums[d] = 0.0
                 for p in range(first, last):
-                    soon = min(p + SOON, rows.size - 1)
-                    ask_for(payload_at, row_bytes, lines_at, line_bytes, rows[soon], slots[soon])
                     read = decoded
                     if slots[p] >= 0:
                         read = lines[slots[p]]
