@@ -194,8 +194,9 @@ def sum_by_row(
 ) -> tuple[Tensor, Tensor]:
     """Return the distinct rows, ``int64 [U]``, ascending, and the sum of the gradients of each, ``[U, D]``; on CPUs.
 
-    ``rows``, ``offsets``, ``grad`` and ``value_weights`` are those of :func:`sparse_update`; sums are made in float64,
-    in ascending order of positions, and rounded to ``dtype``, float32 or float64.
+    ``rows``, numbers below ``num_rows``, ``offsets``, ``grad`` and ``value_weights`` are those of
+    :func:`sparse_update`; sums are made in float64, in ascending order of positions, and rounded to ``dtype``, float32
+    or float64.
     """
     if grad.dim() == 2:
         grad = grad.unsqueeze(1)
