@@ -82,7 +82,6 @@ def test_low_precision_output_is_rounded_to_nearest_even(backend: str, dtype: to
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.skipif("numba" not in BACKENDS, reason="Numba is not installed")
 def test_sums_of_every_width_are_those_of_float64_in_ascending_order(dtype: torch.dtype, weighted: bool) -> None:
     generator = torch.Generator().manual_seed(2)
     values, offsets = batch(generator, 5)
@@ -97,7 +96,6 @@ def test_sums_of_every_width_are_those_of_float64_in_ascending_order(dtype: torc
         assert torch.equal(found, expected.to(weight.dtype).to(dtype)), width  # bfloat16 by way of float32
 
 
-@pytest.mark.skipif("numba" not in BACKENDS, reason="Numba is not installed")
 def test_a_single_row_keeps_the_sign_of_its_zeros() -> None:
     for width in (3, 5, 16, 64):
         weight = torch.full((37, width), -0.0)
@@ -108,7 +106,6 @@ def test_a_single_row_keeps_the_sign_of_its_zeros() -> None:
             assert found.output.signbit().all()
 
 
-@pytest.mark.skipif("numba" not in BACKENDS, reason="Numba is not installed")
 def test_squares_are_summed_within_the_rounding_of_float64() -> None:
     from cordillera.kernels.numba_support import sum_of_squares
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from cordillera.data.ranking.features import FeatureSpec, SparseFeature
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.errors import DependencyError, TrainingError
+from cordillera.kernels.embeddings import update
 from cordillera.kernels.embeddings.update import (
     SparseOptimizer,
     available_backends,
@@ -373,6 +374,20 @@ def test_sums_by_row_are_those_of_float64(order: str, weighted: bool) -> None:
             expected[row] += one
         assert torch.equal(distinct, rows.unique())
         assert torch.equal(sums, expected[distinct].to(dtype))
+
+
+def test_sums_by_row_are_made_where_no_back_end_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(5)
+    rows, factors = torch.randint(0, 50, (600,), generator=generator), torch.rand(600, generator=generator)
+    offsets, grad = torch.arange(0, 601, 3), torch.randn(200, 18, generator=generator)
+    expected = sum_by_row(rows, offsets, grad, factors, 50, torch.float32)
+    monkeypatch.setattr(update, "_unavailable", lambda name: "it does not load")
+    update._misfit.cache_clear()
+    try:
+        found = sum_by_row(rows, offsets, grad, factors, 50, torch.float32)
+    finally:
+        update._misfit.cache_clear()
+    torch.testing.assert_close(found, expected)
 
 
 THREADS = """
