@@ -180,15 +180,15 @@ def kept_changes(before: BaseModel, now: BaseModel) -> list[str]:
     """
     old, new = (flat_values(recipe_state(recipe)) for recipe in (before, now))
     free: tuple[str, ...] = MAY_CHANGE
-    if new.get("training.decay") == "none" and not new.get("training.warmup_fraction"):
+    if new.get("training.decay") in ("none", "plateau") and not new.get("training.warmup_fraction"):
         free += MAY_GROW
     changed = [
         key
         for key in {**old, **new}
         if old.get(key) != new.get(key) and not any(key == one or key.startswith(f"{one}.") for one in free)
     ]
-    causes = {"decay": "none", "warmup_fraction": 0.0}
-    given = {key: value for key in causes if (value := new.get(f"training.{key}", causes[key])) != causes[key]}
+    causes = {"decay": ("none", "plateau"), "warmup_fraction": (0.0,)}
+    given = {key: value for key, no in causes.items() if (value := new.get(f"training.{key}", no[0])) not in no}
     because = " and ".join(f"training.{key} is {json.dumps(value)}" for key, value in given.items())
     why = f" (learning rates depend on it, as {because})"
     return [

@@ -39,6 +39,7 @@ def assert_same_weights(a, b):
 @pytest.mark.parametrize("model", ["dlrm", "wukong", "hstu"])
 def test_a_run_stopped_at_any_step_resumes_to_the_same_bits(make_trainer, stop_at, model):
     options = {"model": model, "progressive": True, "progressive_window": 100, "checkpoint_every": 4, "patience": 9}
+    options["decay"] = "plateau"
     whole = make_trainer("whole", **options)
     whole.fit()
     first = make_trainer("parts", **options)
@@ -394,6 +395,22 @@ def test_the_logged_gradient_norm_is_that_of_the_logged_step(make_trainer):
     assert found[0][0][0] == 3
     assert found[0][0] == found[1][0]
     assert found[0][0][1] > 0
+
+
+def test_rates_are_cut_on_plateaus_as_by_torch(make_trainer):
+    options = {"epochs": 8, "log_every": 1, "learning_rate": 0.03, "evaluate_every": 3, "stop_on": "auc"}
+    trainer = make_trainer(decay="plateau", final_rate=0.005, **options)
+    trainer.fit()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.03)
+    cuts = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", 0.1, 0, threshold=0, min_lr=0.03 * 0.005)
+    rates = []
+    for record in trainer.run.metrics():
+        if record["kind"] == "train":
+            rates.append(optimizer.param_groups[0]["lr"])
+            assert record["learning_rate"] == pytest.approx(rates[-1]), record["step"]
+        elif record["kind"] == "evaluation":
+            cuts.step(sum(task["auc"] for task in record["tasks"].values()) / len(record["tasks"]))
+    assert len({*rates}) == 4  # as at first, cut once, cut twice, and the least
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine"])

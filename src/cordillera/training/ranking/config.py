@@ -15,6 +15,7 @@ from cordillera.distributed.job.environment import JobBackend
 from cordillera.numerics.emulation.emulation import EmulationConfig
 from cordillera.numerics.formats.precision import Precision, precision_of_machine
 from cordillera.planning.ranking.placer import PlacementConfig
+from cordillera.training.optimizers import schedule
 from cordillera.training.ranking.metrics import RANKING_K
 from cordillera.training.ranking.tasks.loss_balance import BalanceConfig
 from cordillera.training.ranking.teachers.distillation import TeacherConfig
@@ -26,6 +27,9 @@ STOP_TITLES: dict[str, str] = {
     "ne": "NE", "log_loss": "log loss", "auc": "AUC", "gauc": "GAUC", "ndcg": "NDCG", "recall": "recall", "mrr": "MRR",
 }  # fmt: skip
 """Names of these metrics in text."""
+
+PLATEAU_FACTOR = 0.1
+"""Factor of the rates at each evaluation that is no better, with the decay ``plateau``."""
 
 NEED_GROUPS = ("gauc", "ndcg", "recall", "mrr")
 """Those of these metrics that need a group in the schema."""
@@ -56,16 +60,17 @@ class TrainingConfig(BaseModel):
         eps: Term added to AdamW's denominator.
         weight_decay: AdamW's decoupled weight decay, applied to matrices only.
         warmup_fraction: Share of all steps over which rates rise linearly from zero.
-        decay: Decay of the rates after the warm-up: ``none``, ``linear``, ``cosine``.
-        final_rate: Factor of the rates at the last step, with ``linear`` and ``cosine``.
+        decay: Decay of the rates after the warm-up: ``none``, ``linear``, ``cosine``, or ``plateau``, which multiplies
+            them by 0.1 at each evaluation on the validation split without a better ``stop_on``.
+        final_rate: Factor of the rates at the last step, with ``linear`` and ``cosine``; least one with ``plateau``.
         gradient_clip: Largest global norm of the dense gradients; null for no limit. Table gradients are not in the
             norm.
         task_weights: Weight of each task's loss, by task name; null for ones.
         patience: Number of evaluations on the validation split without a better ``stop_on`` after which training stops
             and returns to the best weights; null to never stop early and keep the last weights.
-        stop_on: Metric of which ``patience`` and the best weights are: ``ne`` or ``log_loss``, which are better where
-            they are lower, or ``auc``, ``gauc``, ``ndcg``, ``recall`` or ``mrr``, where they are higher. Of several
-            tasks, their mean counts. The last four need a group in the schema.
+        stop_on: Metric of which ``patience``, ``plateau`` and the best weights are: ``ne`` or ``log_loss``, which are
+            better where they are lower, or ``auc``, ``gauc``, ``ndcg``, ``recall`` or ``mrr``, where they are higher.
+            Of several tasks, their mean counts. The last four need a group in the schema.
         evaluate_every: Steps between evaluations on the validation split; null for once an epoch.
         checkpoint_every: Steps between checkpoints, in addition to those at evaluations; null for none.
         log_every: Steps between records of the training loss.
@@ -99,7 +104,7 @@ class TrainingConfig(BaseModel):
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     warmup_fraction: float = Field(0.0, ge=0, le=1)
-    decay: Literal["none", "linear", "cosine"] = "none"
+    decay: Literal["none", "linear", "cosine", "plateau"] = "none"
     final_rate: float = Field(0.0, ge=0, le=1)
     gradient_clip: float | None = Field(None, gt=0, allow_inf_nan=False)
     task_weights: dict[str, FiniteFloat] | None = None
@@ -118,6 +123,17 @@ class TrainingConfig(BaseModel):
     emulate: EmulationConfig | None = None
     balance: BalanceConfig = BalanceConfig()
     teacher: TeacherConfig = TeacherConfig()
+
+    def rate_factor(self, progress: Progress, steps: int) -> float:
+        """Return the factor of all learning rates after ``progress`` in a training of ``steps``."""
+        factor = schedule(
+            progress.step,
+            steps,
+            warmup=round(self.warmup_fraction * steps),
+            decay="none" if self.decay == "plateau" else self.decay,
+            floor=self.final_rate,
+        )
+        return factor * max(self.final_rate, PLATEAU_FACTOR**progress.cuts) if self.decay == "plateau" else factor
 
     @model_validator(mode="after")
     def _emulates_from_float32(self) -> TrainingConfig:
@@ -210,6 +226,7 @@ class Progress:
         batch: Number of batches of the ``epoch`` in progress (from 0) already used.
         best: Best mean of ``metric`` over the tasks on the validation split so far, at ``best_step``; infinity before.
         stale: Number of evaluations since ``best``.
+        cuts: Number of evaluations that were no better than those before, each of which is a cut of ``plateau``.
         metric: Value of ``training.stop_on``.
     """
 
@@ -220,6 +237,7 @@ class Progress:
     best: float = math.inf
     best_step: int | None = None
     stale: int = 0
+    cuts: int = 0
     metric: StopMetric = "ne"
 
     @property
@@ -233,7 +251,7 @@ class Progress:
         if math.isfinite(mean) and (self.best_step is None or sign * mean < sign * self.best):
             self.best, self.best_step, self.stale = mean, self.step, 0
         else:
-            self.stale += 1
+            self.stale, self.cuts = self.stale + 1, self.cuts + 1
 
     def to_state(self) -> dict[str, Any]:
         """Return plain JSON values."""

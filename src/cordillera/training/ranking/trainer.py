@@ -36,7 +36,6 @@ from cordillera.training.optimizers import (
     embedding_tables,
     load_moments,
     moments_of,
-    schedule,
 )
 from cordillera.training.ranking.config import STOP_TITLES, LogWindow, Progress, TrainingConfig, TrainingOutcome
 from cordillera.training.ranking.metrics import ProgressiveMetrics, RankingMetrics, of_task
@@ -376,13 +375,7 @@ class Trainer:
                 self.recorder.log(
                     {"kind": "progressive", "step": progress.step + 1, "epoch": progress.epoch, **window_metrics}
                 )
-        factor = schedule(
-            progress.step,
-            self.total_steps,
-            warmup=round(config.warmup_fraction * self.total_steps),
-            decay=config.decay,
-            floor=config.final_rate,
-        )
+        factor = config.rate_factor(progress, self.total_steps)
         if self.probe is not None:
             self.probe.step()
         losses, taught, weight = [], torch.zeros(2, dtype=torch.float64), 0.0
@@ -573,7 +566,7 @@ class Trainer:
             self.recorder.draw(drawn, progress.step)
         name = self.config.stop_on
         mean = sum(values.get(name, math.nan) for values in results.values()) / len(results)
-        if math.isnan(mean) and self.config.patience is not None:
+        if math.isnan(mean) and (self.config.patience is not None or self.config.decay == "plateau"):
             reasons = {
                 task: metrics[task].undefined()
                 for task, values in results.items()
@@ -584,6 +577,6 @@ class Trainer:
                 f"{STOP_TITLES[name]} is undefined for {list(reasons)}: {' and '.join(sorted(why))} in the validation "
                 "split",
                 where="validation",
-                remedy="choose another data.split or training.stop_on, or set training.patience to null",
+                remedy="choose another data.split or training.stop_on, or set training.patience to null and no plateau",
             )
         progress.note(mean)
