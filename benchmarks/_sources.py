@@ -2,9 +2,9 @@
 
 Each result file keeps digests of the definitions that were at work: the functions that ran (see ``_recorder.py``), and
 what they name, directly or indirectly: constants, functions that are compiled, and classes with their fields and base
-classes. A figure is stale as soon as the checkout lacks one of them. Comments, docstrings, layout, imports and
-annotations of arguments do not count, nor do modules that only read recipes, place files, print or draw. A definition
-that was moved to another module is unchanged.
+classes. A figure is stale as soon as the checkout lacks one of them. Comments, docstrings, layout, imports,
+annotations of arguments and the values that a field may have do not count, nor do modules that only read recipes,
+place files, print or draw. A definition that was moved to another module is unchanged.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _is_compiled(module: str, name: str) -> bool:
 
 
 class _Computed(ast.NodeTransformer):
-    """Leaves out docstrings, imports and annotations of arguments."""
+    """Leaves out docstrings, imports, annotations of arguments and what fields choose from."""
 
     def visit_Import(self, node: ast.Import) -> None:
         return None
@@ -243,6 +243,12 @@ class _Computed(ast.NodeTransformer):
 
     def visit_arg(self, node: ast.arg) -> ast.arg:
         return ast.arg(node.arg)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        for one in ast.walk(node.annotation):
+            if isinstance(one, ast.Subscript) and getattr(one.value, "id", "") == "Literal":
+                one.slice = ast.Tuple([])
+        return self.generic_visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         without = ast.FunctionDef(node.name, node.args, node.body, node.decorator_list)

@@ -58,12 +58,14 @@ if __name__ == "__main__":
 SUMS = """
 from __future__ import annotations
 from dataclasses import dataclass
+from typing import Literal
 from cordillera.errors import CordilleraError
 
 @dataclass
 class Terms:
     size: int
     step: int = 1
+    order: Literal["up"] | None = "up"
 
 class Base:
     def total(self):
@@ -167,6 +169,7 @@ def test_a_figure_is_fresh_while_only_words_and_other_code_change(checkout: Path
     _edit(checkout, PRODUCT, "return 2 * n", "return 3 * n")  # ran nowhere
     _edit(checkout, PRODUCT, "'one': doubled}", "'one': doubled, 'two': twice}")
     _edit(checkout, SUM, "    step: int = 1", "    step: int = 1\n    other: int = 2")  # what reads it has not changed
+    _edit(checkout, SUM, '["up"]', '["up", "down"]')  # nor has what a run may choose
     _edit(checkout, "src/cordillera/errors.py", "x = 1", "x = 2")  # a module that only talks
     _edit(checkout, "benchmarks/some_thing.py", "Words.", "Other words.")
     assert _changed(checkout) == {}
@@ -184,6 +187,8 @@ PRODUCTS, SUMS_, PROGRAMS = "cordillera.kernels.product", "cordillera.numerics.s
         (PRODUCT, "'one': doubled}", "'one': twice}", {"fast": PRODUCTS, "apart": PRODUCTS}),
         (SUM, "factor() * self", "factor() + self", {"exact": SUMS_}),
         (SUM, "step: int = 1", "step: int = 2", {"exact": SUMS_}),
+        (SUM, '| None = "up"', '= "up"', {"exact": SUMS_}),
+        (SUM, '= "up"', "= None", {"exact": SUMS_}),
         (SUM, "        return value", "        return value + 1", {"exact": SUMS_}),  # of a base class
         (SUM, "    def spare", "    def finish(self, value):\n        return 1\n\n    def spare", {"exact": SUMS_}),
         ("benchmarks/_helper.py", "perf_counter", "process_time", {"fast": "_helper"}),
