@@ -64,8 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long tests run when asked: by ``--all`` or ``--fuzz``, those of :data:`OWN` folders by an option, each by name.
 
-    What takes long begins first, so that no process waits long for the last, and kernels are compiled beside whole
-    commands, which compile others; one process keeps the files' order.
+    What takes long begins first, so that no process waits long for the last; one process keeps the files' order.
     """
     if not (config.getoption("markexpr") or any("::" in str(argument) for argument in config.args)):
         long = config.getoption("--all") or config.getoption("--fuzz")
@@ -84,8 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     turns: dict[str, int] = {}
     for item in items:
-        early = item.get_closest_marker("slow") or item.nodeid.startswith("tests/kernels/")
-        turn = 0 if scope_of(item.nodeid) == COMMANDS else 1 if early else 2
+        turn = 0 if scope_of(item.nodeid) == COMMANDS else 1 if item.get_closest_marker("slow") else 2
         turns[scope_of(item.nodeid)] = min(turn, turns.get(scope_of(item.nodeid), turn))
     items.sort(key=lambda item: turns[scope_of(item.nodeid)])
 
