@@ -421,8 +421,10 @@ def test_the_recipe_of_a_run_shows_any_change_that_matters(run: Run, fuzz_inputs
             assert changed <= {"name", "description", "device", "threads", "parallel", "data", "training"}
 
 
-def test_a_finished_run_goes_on_for_longer(made: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("decay", ["none", "plateau"])
+def test_a_finished_run_goes_on_for_longer(made: Path, tmp_path: Path, decay: str) -> None:
     keys = [f"data.cache_dir={made / 'cache'}", "training.precision=fp32", "training.warmup_fraction=0.0"]
+    keys.append(f"training.decay={decay}")
     short, long = (load(made / "small.toml", [*keys, f"training.epochs={epochs}"]) for epochs in (1, 2))
     expected, found = workflows.train(long, tmp_path / "long").run, workflows.train(short, tmp_path / "short").run
     went_on = workflows.train(found, changes=["training.epochs=2", "training.log_every=1"])

@@ -227,10 +227,10 @@ def test_undefined_ne_is_an_error_where_a_decision_needs_it_and_null_elsewhere(m
         batch.labels[:, 0] = 1
         return batch
 
-    for patience in (None, 2):
-        trainer = make_trainer(f"p{patience}", patience=patience)
+    for place, options in enumerate(({}, {"patience": 2}, {"decay": "plateau"})):
+        trainer = make_trainer(f"run{place}", **options)
         trainer.validation.spoil = one_class
-        if patience is None:
+        if not options:
             trainer.fit()
             evaluation = [r for r in trainer.run.metrics() if r["kind"] == "evaluation"][-1]
             assert evaluation["tasks"]["click"]["ne"] is None
