@@ -3,8 +3,8 @@
 Each result file keeps digests of the definitions that were at work: the functions that ran (see ``_recorder.py``), and
 what they name, directly or indirectly: constants, functions that are compiled, and classes with their fields and base
 classes. A figure is stale as soon as the checkout lacks one of them. Comments, docstrings, layout, imports,
-annotations of arguments and the values that a field may have do not count, nor do modules that only read recipes,
-place files, print or draw. A definition that was moved to another module is unchanged.
+annotations of arguments, the values that a field may have and the words of errors do not count, nor do modules that
+only read recipes, place files, print or draw. A definition that was moved to another module is unchanged.
 """
 
 from __future__ import annotations
@@ -230,7 +230,9 @@ def _is_compiled(module: str, name: str) -> bool:
 
 
 class _Computed(ast.NodeTransformer):
-    """Leaves out docstrings, imports, annotations of arguments and what fields choose from."""
+    """Leaves out docstrings, imports, annotations of arguments, what fields choose from and what errors say."""
+
+    raising = False
 
     def visit_Import(self, node: ast.Import) -> None:
         return None
@@ -249,6 +251,18 @@ class _Computed(ast.NodeTransformer):
             if isinstance(one, ast.Subscript) and getattr(one.value, "id", "") == "Literal":
                 one.slice = ast.Tuple([])
         return self.generic_visit(node)
+
+    def visit_Raise(self, node: ast.Raise) -> ast.AST:
+        self.raising = True
+        self.generic_visit(node)
+        self.raising = False
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+        return ast.Constant("") if self.raising and isinstance(node.value, str) else node
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
+        return ast.Constant("") if self.raising else self.generic_visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         without = ast.FunctionDef(node.name, node.args, node.body, node.decorator_list)

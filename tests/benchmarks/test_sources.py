@@ -72,6 +72,8 @@ class Base:
         return 0
 
     def finish(self, value):
+        if value < 0:
+            raise CordilleraError("is negative", f"{value} of 2")
         return value
 
 class Sum(Base):
@@ -170,6 +172,7 @@ def test_a_figure_is_fresh_while_only_words_and_other_code_change(checkout: Path
     _edit(checkout, PRODUCT, "'one': doubled}", "'one': doubled, 'two': twice}")
     _edit(checkout, SUM, "    step: int = 1", "    step: int = 1\n    other: int = 2")  # what reads it has not changed
     _edit(checkout, SUM, '["up"]', '["up", "down"]')  # nor has what a run may choose
+    _edit(checkout, SUM, '"is negative", f"{value} of 2"', '"should be positive", f"{-value}"')  # or what an error says
     _edit(checkout, "src/cordillera/errors.py", "x = 1", "x = 2")  # a module that only talks
     _edit(checkout, "benchmarks/some_thing.py", "Words.", "Other words.")
     assert _changed(checkout) == {}
@@ -190,6 +193,8 @@ PRODUCTS, SUMS_, PROGRAMS = "cordillera.kernels.product", "cordillera.numerics.s
         (SUM, '| None = "up"', '= "up"', {"exact": SUMS_}),
         (SUM, '= "up"', "= None", {"exact": SUMS_}),
         (SUM, "        return value", "        return value + 1", {"exact": SUMS_}),  # of a base class
+        (SUM, "if value < 0", "if value < 1", {"exact": SUMS_}),
+        (SUM, "raise CordilleraError", "raise ValueError", {"exact": SUMS_}),
         (SUM, "    def spare", "    def finish(self, value):\n        return 1\n\n    def spare", {"exact": SUMS_}),
         ("benchmarks/_helper.py", "perf_counter", "process_time", {"fast": "_helper"}),
         ("benchmarks/_script.py", "return 1", "return 2", {"apart": "_script"}),

@@ -577,6 +577,7 @@ class Trainer:
                 f"{STOP_TITLES[name]} is undefined for {list(reasons)}: {' and '.join(sorted(why))} in the validation "
                 "split",
                 where="validation",
-                remedy="choose another data.split or training.stop_on, or set training.patience to null and no plateau",
+                remedy="choose another data.split or training.stop_on, or a run that does not need it: "
+                "without training.patience, and with another training.decay than plateau",
             )
         progress.note(mean)
