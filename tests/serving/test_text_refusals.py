@@ -135,12 +135,14 @@ def test_a_body_that_is_too_large_is_refused_with_and_without_a_length(plain: ht
 )
 def test_many_mistakes_in_one_body_do_not_occupy_the_server(plain: httpx.Client, body: dict[str, Any]) -> None:
     content = json.dumps(body).encode()
-    started = time.perf_counter()
+    started = time.process_time()
     path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
     answer = plain.post(path, content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert len(answer.content) < 1000
-    assert time.perf_counter() - started < 3  # 13 s where each element's mistake is told
+    assert (
+        time.process_time() - started < 3
+    )  # of this process, with the server; 13 s where each element's mistake is told
 
 
 @pytest.mark.parametrize(
