@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import cordillera
-from cordillera.errors import CordilleraError
+from cordillera.errors import CordilleraError, Interrupted
 
 # Arguments after SYSTEM belong to the benchmark's own program.
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -72,4 +76,34 @@ def bench(
         raise CordilleraError(f"there is no benchmark {system!r}", where="SYSTEM", remedy=remedy)
     program = available[system]
     command = [sys.executable, str(program.with_name(_RECORDER)), str(program), *context.args]
-    raise typer.Exit(subprocess.run(command).returncode)
+    try:
+        raise typer.Exit(_finished(command))
+    except KeyboardInterrupt:
+        remedy = "measure the others with --part; long ones go on after the pieces that they have finished"
+        where = f"bench {system}"
+        raise Interrupted("only finished parts have result files", where=where, remedy=remedy) from None
+
+
+def _finished(command: list[str]) -> int:
+    """Run a benchmark and return its exit status; neither processes of it nor temporary files stay behind.
+
+    It does not hear of Ctrl-C, after which a training would save and return, and its benchmark take that for the end.
+    """
+
+    def stop(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    heard = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
+    before = {one: signal.signal(one, stop) for one in heard}
+    try:
+        with tempfile.TemporaryDirectory(prefix="cordillera-", ignore_cleanup_errors=True) as scratch:
+            benchmark = subprocess.Popen(command, env={**os.environ, "TMPDIR": scratch}, start_new_session=True)
+            try:
+                return benchmark.wait()
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(benchmark.pid, signal.SIGKILL)
+                benchmark.wait()
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
