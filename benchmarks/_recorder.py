@@ -163,6 +163,7 @@ def main() -> None:
     """Run a benchmark as ``python BENCHMARK ARGUMENTS`` does."""
     sys.argv[:] = sys.argv[1:]
     path = os.path.abspath(sys.argv[0])
+    sys.argv[0] = f"cordillera bench {Path(path).stem.replace('_', '-')}"  # what its help calls it
     sys.modules["_recorder"] = sys.modules["__main__"]
     program = sys.modules["__main__"] = ModuleType("__main__")
     program.__file__ = path
