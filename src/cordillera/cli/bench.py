@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -99,7 +100,9 @@ def _finished(command: list[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="cordillera-", ignore_cleanup_errors=True) as scratch:
             benchmark = subprocess.Popen(command, env={**os.environ, "TMPDIR": scratch}, start_new_session=True)
             try:
-                return benchmark.wait()
+                while benchmark.poll() is None:  # `wait` would not hear a signal that another thread took
+                    time.sleep(0.2)
+                return benchmark.returncode
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(benchmark.pid, signal.SIGKILL)
