@@ -140,9 +140,7 @@ def test_many_mistakes_in_one_body_do_not_occupy_the_server(plain: httpx.Client,
     answer = plain.post(path, content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert len(answer.content) < 1000
-    assert (
-        time.process_time() - started < 3
-    )  # of this process, with the server; 13 s where each element's mistake is told
+    assert time.process_time() - started < 3  # with the server's; 13 s where each element's mistake is told
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def _finished(command: list[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="cordillera-", ignore_cleanup_errors=True) as scratch:
             benchmark = subprocess.Popen(command, env={**os.environ, "TMPDIR": scratch}, start_new_session=True)
             try:
-                while benchmark.poll() is None:  # `wait` would not hear a signal that another thread took
+                while benchmark.poll() is None:  # a signal does not always interrupt `wait`
                     time.sleep(0.2)
                 return benchmark.returncode
             finally:
