@@ -125,7 +125,7 @@ main = Program(
     threads=2,
     fresh=True,
     short=SHORT,
-    all_help="Every part: about an hour on two cores.",
+    all_help="Every part: hours on two cores; --part measures one.",
     prepare=_prepare,
 ).command()
 

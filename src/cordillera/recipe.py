@@ -32,7 +32,7 @@ from cordillera.data.ranking.datasets import DataConfig
 from cordillera.data.ranking.features import DenseFeature, Schema
 from cordillera.data.ranking.frames import FrameLike, frame_of, save_frame
 from cordillera.data.ranking.guessing import ColumnGuess, guess_roles, schema_of
-from cordillera.data.ranking.logs.click_logs import FileLog, guess_format
+from cordillera.data.ranking.logs.click_logs import FileLog, format_of
 from cordillera.distributed.fault_tolerance.coordination import FaultToleranceConfig
 from cordillera.distributed.planned_mesh import PlannedParallelConfig
 from cordillera.embeddings.tables import TablesConfig
@@ -503,7 +503,7 @@ def write_recipe(
         raise DataError("exists", where=str(out), remedy="name another file with --out")
     files = expand_paths(tuple(path))
     any_schema = Schema(labels=("label",), dense=(DenseFeature(name="value"),))
-    guesses = guess_roles(FileLog(any_schema, files, guess_format(files[0]), separator=separator), labels)
+    guesses = guess_roles(FileLog(any_schema, files, format_of(files), separator=separator), labels)
     schema = schema_of(guesses).model_dump(mode="json", exclude_defaults=True)
     data = {"path": path[0] if len(path) == 1 else list(path), "separator": separator, "batch_size": 1024}
     content: dict[str, Any] = {

@@ -42,6 +42,17 @@ def test_the_test_split_as_a_file_has_the_metrics_of_the_split(cli, run: Path, t
     assert "click" in shown.out
 
 
+def test_rows_without_a_label_are_left_out_and_counted(cli, run: Path, tmp_path: Path) -> None:
+    frame = pl.read_csv(tmp_path / "log.csv")[900:]
+    frame.filter(pl.int_range(100) >= 7).write_csv(tmp_path / "known.csv")
+    unknown = pl.when(pl.int_range(100) >= 7).then("click").alias("click")
+    frame.with_columns(unknown).write_csv(tmp_path / "all.csv")
+    known = json.loads(cli("evaluate", run, "--file", tmp_path / "known.csv", "--json").out)
+    with pytest.warns(UserWarning, match="'click' is blank in 7 rows, left out of its metrics"):
+        found = cli("evaluate", run, "--file", tmp_path / "all.csv", "--json")
+    assert json.loads(found.out)["tasks"] == known["tasks"]
+
+
 def test_samples_in_a_store_are_evaluated_and_scored_as_those_on_the_disk(
     cli, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,19 @@ def test_folders_of_hive_give_columns(tmp_path: Path, ending: str) -> None:
     assert read["dt"].to_list() == ["2026-01-03"] * 50
 
 
+def test_files_of_two_formats_are_no_log(tmp_path: Path) -> None:
+    frame = frame_of()
+    frame.write_csv(tmp_path / "a.csv")
+    frame.write_parquet(tmp_path / "b.parquet")
+    files = [str(tmp_path / "a.csv"), str(tmp_path / "b.parquet")]
+    config = DataConfig.model_validate({"path": files, "schema": schema()})
+    assert config.label == ", ".join(files)
+    with pytest.raises(DataError, match="b.parquet: the name says parquet, that of .*a.csv says csv"):
+        prepare(config)
+    with pytest.raises(DataError, match="says csv"):
+        next(iter(read_rows(files, config)))
+
+
 def test_a_folder_gives_a_column_only_where_the_file_has_none(tmp_path: Path) -> None:
     place = tmp_path / "country=de%20at" / "kind=__HIVE_DEFAULT_PARTITION__" / "user=7"
     place.mkdir(parents=True)
@@ -151,8 +164,8 @@ def test_times_are_read_in_seconds(values: list[Any], unit: Any, expected: list[
         (["2026-01-31", ""], "row 2.*a timestamp is blank"),
         ([1.0, float("nan")], "row 2.*nan is not a timestamp"),
         ([1, None], "row 2.*a timestamp is blank"),
-        (["31.01.2026"], "is not a number\n  -> write 2026-01-31, "),
-        (["yesterday"], "is not a number\n  -> write 2026-01-31, "),
+        (["31.01.2026"], "is not a time\n  -> write 2026-01-31, "),
+        (["yesterday"], "is not a time\n  -> write 2026-01-31, "),
         ([datetime.date(2026, 1, 31), None], "row 2.*a timestamp is blank"),
     ],
 )
@@ -204,7 +217,7 @@ def test_any_separator_is_read_and_a_wrong_one_is_guessed(tmp_path: Path, mark: 
     frame.write_csv(tmp_path / "comma.csv")
     found = prepared(tmp_path, str(tmp_path / "log.csv"), separator=mark)
     assert labels_of_split(found.train) == labels_of_split(prepared(tmp_path, str(tmp_path / "comma.csv")).train)
-    hint = "set data.separator" if mark != "~" else "name the column in the file"
+    hint = "set data.separator" if mark != "~" else "give the file this column"
     with pytest.raises(DataError, match=hint) as caught:
         prepared(tmp_path, str(tmp_path / "log.csv"))
     if mark not in "~":

@@ -573,7 +573,7 @@ BAD: dict[str, tuple[str, str, Any, Any, str]] = {
     "blank time": ("events", "time", None, None, "a timestamp is blank"),
     "NaN time": ("events", "time", float("nan"), pl.Float64, "nan is not a timestamp"),
     "infinite time": ("events", "time", float("inf"), pl.Float64, "inf is not a timestamp"),
-    "time in words": ("events", "time", "noon", pl.String, "'noon' is not a number"),
+    "time in words": ("events", "time", "noon", pl.String, "'noon' is not a time"),
     "time far off": ("events", "time", 2**62, None, f"{2**62} is no time in seconds"),
     "blank time of a label": ("labels", "time", None, None, "a timestamp is blank"),
     "NaN time of a label": ("labels", "time", float("nan"), pl.Float64, "nan is not a timestamp"),

@@ -44,7 +44,7 @@ DEEP = sorted(set(SMALL) - {"lr", "fm"})
 
 
 def make(name: str, features: FeatureSpec, **changes: Any) -> RankingModel:
-    return build(MODELS[name].Config(**{**SMALL[name], **changes}), features, SGD)
+    return build(MODELS[name].Config(**{**SMALL.get(name, {}), **changes}), features, SGD)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -131,6 +131,25 @@ def test_bfloat16_autocast_stays_near_float32(make_features: MakeFeatures, make_
     error = (logits - expected).square().mean().sqrt()
     assert error.item() < 0.02 * max(expected.square().mean().sqrt().item(), 0.1)
     assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("changes", [{}, {"head_mlp": (64,)}, {"linear_terms": True}], ids=["plain", "mlp", "linear"])
+@pytest.mark.parametrize("name", [*SMALL, "mmoe", "ple"])
+def test_samples_are_told_apart_in_bfloat16(
+    make_features: MakeFeatures, make_batch: MakeBatch, name: str, changes: dict[str, Any]
+) -> None:
+    """bfloat16 has 256 numbers between 1 and 2: logits rounded to it give most samples the score of another."""
+    if not changes.keys() <= MODELS[name].Config.model_fields.keys():
+        pytest.skip(f"{name} has no {', '.join(changes)}")
+    features = make_features(tasks=("click", "like"))
+    batch, model = make_batch(features, 1000), make(name, features, **changes)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        logits = model(batch)
+    assert logits.dtype == torch.float32
+    for task in range(2):
+        assert logits[:, task].unique().numel() > 950
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,13 @@ def test_training_works_outside_the_main_thread(make_trainer):
     assert ended == ["finished"]
 
 
+def test_a_run_whose_last_epochs_do_not_improve_has_finished(make_trainer):
+    trainer = make_trainer(epochs=3, patience=2, learning_rate=1e-30, tables={"learning_rate": 1e-30})
+    assert trainer.fit().ended == "finished"
+    assert trainer.progress.stale == 2
+    assert trainer.fit().ended == "finished"
+
+
 def test_early_stopping_keeps_the_best_weights_and_their_checkpoint(make_trainer):
     trainer = make_trainer(epochs=30, patience=2, learning_rate=0.05)
     report = trainer.fit()

@@ -33,7 +33,7 @@ from cordillera.data.ranking.logs.click_logs import (
     avazu_schema,
     avazu_times,
     criteo_schema,
-    guess_format,
+    format_of,
     log_times,
     unit_of_log,
 )
@@ -108,7 +108,7 @@ class DataConfig(BaseModel):
     @property
     def label(self) -> str:
         """Name of the data for messages: the data set's name, or the path of your own logs."""
-        return self.dataset or str(self.path)
+        return self.dataset or (self.path if isinstance(self.path, str) else ", ".join(map(str, self.path or ())))
 
     @field_validator("fractions")
     @classmethod
@@ -204,7 +204,7 @@ def _encoder_folder(config: DataConfig) -> Path:
 def _open_own(config: DataConfig) -> ClickLog:
     paths = [file for files in _paths(config) for file in files]
     assert config.schema_ is not None
-    kind = config.format or guess_format(paths[0])
+    kind = config.format or format_of(paths)
     facts = {"source": "your own files"}
     return FileLog(config.schema_, tuple(paths), kind, facts=facts, separator=config.separator)
 
@@ -551,7 +551,7 @@ def _require(frame: pl.DataFrame, schema: Schema, source: str) -> None:
         raise DataError(
             f"column '{missing[0]}' is missing; there are {frame.columns}",
             where=source,
-            remedy="name the column in the file, or take it out of the schema",
+            remedy="give the file this column; the recipe of a new run may leave it out of data.schema",
         )
 
 

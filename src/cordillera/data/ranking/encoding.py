@@ -390,7 +390,7 @@ class Encoder:
                 weights = weights_of(column_of(frame, schema.weight, place), schema.weight, place)
         if schema.group is not None and (labels or schema.group in frame.columns):
             groups = groups_of(column_of(frame, schema.group, place), schema.group, place)
-        if schema.timestamp is not None and (labels or schema.timestamp in frame.columns):
+        if labels and schema.timestamp is not None:
             times = column_of(frame, schema.timestamp, place)
             timestamps = timestamps_of(times, schema.timestamp, place, schema.timestamp_unit)
         if labels and schema.teacher is not None:

@@ -18,7 +18,7 @@ from cordillera.data.paths import expand_paths
 from cordillera.data.ranking.cache import SPLITS
 from cordillera.data.ranking.datasets import DATASETS, DataConfig, Splitter, open_log, with_unit
 from cordillera.data.ranking.features import Schema
-from cordillera.data.ranking.logs.click_logs import FileFormat, FileLog, RowChunk, guess_format
+from cordillera.data.ranking.logs.click_logs import FileFormat, FileLog, RowChunk, format_of
 from cordillera.data.ranking.logs.columns import RowPlace
 from cordillera.errors import DataError
 
@@ -107,7 +107,7 @@ def read_rows(
         DataError: a file does not exist or is empty, a column is missing, or a row has too many or too few fields.
     """
     paths = expand_paths(path)
-    kind = format or guess_format(paths[0])
+    kind = format or format_of(paths)
     schema = schema or open_schema(config)
     entry = DATASETS.get(config.dataset or "")
     header = entry.header if entry is not None and kind == entry.format else None

@@ -56,7 +56,8 @@ class FM(RankingModel):
     def represent(self, dense: Tensor, embeddings: Tensor) -> Tensor:
         tasks = self.bias.shape[0]
         factors, weights = embeddings.split([self.config.embedding_dim * tasks, tasks], dim=-1)
-        linear = dense @ self.weight + weights.sum(1) + self.bias  # [B, tasks]
+        with torch.autocast(dense.device.type, enabled=False):
+            linear = dense @ self.weight + weights.to(self.weight.dtype).sum(1) + self.bias  # [B, tasks]
         rows = torch.cat(
             [
                 dense[:, :, None, None] * self.factors,  # [B, num_dense, tasks, d]

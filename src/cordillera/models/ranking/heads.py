@@ -1,4 +1,8 @@
-"""Heads that map a shared representation to one logit for each task."""
+"""Heads that map a shared representation to one logit for each task.
+
+Logits are computed in float32 within autocast too: rounded to the eight significant bits of bfloat16, the scores of
+neighbouring samples would be equal.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from cordillera.models.ranking.interactions import MLP
+from cordillera.models.ranking.interactions import MLP, in_turn
+
+
+class TaskTower(MLP):
+    """MLP whose output layer, the last, gives logits, in float32 within autocast too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        *hidden, last = self.layers
+        x = in_turn(hidden, x)
+        with torch.autocast(x.device.type, enabled=False):
+            return last(x.to(torch.promote_types(x.dtype, torch.float32)))
 
 
 class Heads(nn.Module):
@@ -26,7 +40,7 @@ class Heads(nn.Module):
     def __init__(self, tasks: Sequence[str], inputs: int, hidden: Sequence[int] = (), dropout: float = 0.0) -> None:
         super().__init__()
         self.tasks = tuple(tasks)
-        self.towers = nn.ModuleList(MLP(inputs, hidden, 1, dropout=dropout) for _ in self.tasks)
+        self.towers = nn.ModuleList(TaskTower(inputs, hidden, 1, dropout=dropout) for _ in self.tasks)
 
     def forward(self, representation: Tensor) -> Tensor:
         parts: Sequence[Tensor] = [representation] * len(self.tasks)

@@ -94,16 +94,21 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        layers = list(self.layers)
-        while layers:
-            layer = layers.pop(0)
-            hooked = layer._forward_pre_hooks or layer._forward_hooks  # hooks run only if the layer is called
-            if isinstance(layer, nn.Linear) and not hooked and layers and isinstance(layers[0], nn.ReLU):
-                del layers[0]
-                x = linear_relu(x, layer.weight, layer.bias)
-            else:
-                x = layer(x)
-        return x
+        return in_turn([*self.layers], x)
+
+
+def in_turn(layers: list[nn.Module], x: Tensor) -> Tensor:
+    """Apply ``layers`` one after another, a linear layer and the ReLU behind it in one kernel."""
+    layers = list(layers)
+    while layers:
+        layer = layers.pop(0)
+        hooked = layer._forward_pre_hooks or layer._forward_hooks  # hooks run only if the layer is called
+        if isinstance(layer, nn.Linear) and not hooked and layers and isinstance(layers[0], nn.ReLU):
+            del layers[0]
+            x = linear_relu(x, layer.weight, layer.bias)
+        else:
+            x = layer(x)
+    return x
 
 
 class RowsMLP(nn.Module):

@@ -41,4 +41,7 @@ class LR(RankingModel):
         self.heads = nn.Identity()
 
     def represent(self, dense: Tensor, embeddings: Tensor) -> Tensor:
-        return dense @ self.weight + embeddings.sum(1) + self.bias  # [B, F, tasks] -> [B, tasks]
+        with torch.autocast(dense.device.type, enabled=False):
+            return (
+                dense @ self.weight + embeddings.to(self.weight.dtype).sum(1) + self.bias
+            )  # [B, F, tasks] -> [B, tasks]

@@ -319,7 +319,7 @@ class Trainer:
 
     def _epochs(self) -> Literal["finished", "early", "interrupted"]:
         config, progress = self.config, self.progress
-        if config.patience is not None and progress.stale >= config.patience:
+        if config.patience is not None and progress.stale >= config.patience and progress.step < self.total_steps:
             return "early"
         self.ranks.traffic()  # that of a pause, as this one, is not recorded
         while progress.step < self.total_steps:
@@ -343,7 +343,7 @@ class Trainer:
                         self.save()
                         self.ranks.traffic()
                         self._window.started += time.perf_counter() - paused
-                        if config.patience is not None and progress.stale >= config.patience:
+                        if config.patience is not None and progress.stale >= config.patience and not last:
                             return "early"
                     elif config.checkpoint_every is not None and self._is_due(config.checkpoint_every):
                         self.save()

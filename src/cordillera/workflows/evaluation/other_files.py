@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,10 @@ import numpy as np
 
 from cordillera.data.ranking.encoding import Encoder
 from cordillera.data.ranking.features import RankingBatch
+from cordillera.data.ranking.logs.columns import MISSING
 from cordillera.data.ranking.rows import read_rows
 from cordillera.data.ranking.unseen import UnseenCount
+from cordillera.numbers import counted
 from cordillera.run import Run
 from cordillera.training.ranking.evaluation import Evaluation
 from cordillera.training.ranking.evaluation import evaluate as evaluate_split
@@ -22,8 +25,8 @@ from cordillera.workflows.trained import card_of, recipe_of, restore_model_with_
 def evaluate_file(run: Run | Path | str, file: Path | str) -> Evaluation:
     """Evaluate a ranking ``run`` on the samples of files, which have the features and labels of its data.
 
-    Timestamps and scores of teachers are not needed. Nothing is written. The split of the evaluation is called like the
-    file.
+    Timestamps and scores of teachers are not needed; a row whose label is blank counts for its other tasks alone.
+    Nothing is written. The split of the evaluation is called like the file.
 
     Args:
         file: CSV, TSV or Parquet file, folder, pattern or address.
@@ -39,7 +42,9 @@ def evaluate_file(run: Run | Path | str, file: Path | str) -> Evaluation:
     tasks, schema = tuple(card["tasks"]), encoder.schema
     unseen = UnseenCount(encoder, card["data"]["facts"])
     labels = [schema.labels.index(task) for task in tasks]
-    encoder.schema = schema.model_copy(update={"timestamp": None, "teacher": None})  # which training alone needs
+    # training alone needs times and a teacher, and all labels
+    encoder.schema = schema.model_copy(update={"timestamp": None, "teacher": None, "missing_labels": True})
+    blank = np.zeros(len(tasks), np.int64)
 
     def batches() -> Iterator[RankingBatch]:
         for frame, place in read_rows(str(file), recipe.data, schema):
@@ -47,6 +52,7 @@ def evaluate_file(run: Run | Path | str, file: Path | str) -> Evaluation:
             unseen.update(rows)
             assert rows.labels is not None
             rows = replace(rows, labels=rows.labels[:, labels])
+            np.add(blank, (rows.labels == MISSING).sum(0), out=blank)
             for start in range(0, len(rows), recipe.data.evaluation_batch_size):
                 end = min(start + recipe.data.evaluation_batch_size, len(rows))
                 yield rows.take(np.arange(start, end)).batch()
@@ -62,4 +68,9 @@ def evaluate_file(run: Run | Path | str, file: Path | str) -> Evaluation:
         ranking_k, name = recipe.training.ranking_k, Path(file).name
         evaluation = evaluate_split(score, batches(), tasks, split=name, segments=segments, ranking_k=ranking_k)
     unseen.warn(str(file))
+    for task, count in zip(tasks, blank.tolist(), strict=True):
+        if count and not schema.missing_labels:
+            warnings.warn(
+                f"{file}: '{task}' is blank in {counted(count, 'row')}, left out of its metrics", stacklevel=2
+            )
     return replace(evaluation, step=checkpoint.step, steps=checkpoint.state.get("total_steps"))

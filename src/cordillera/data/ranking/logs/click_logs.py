@@ -180,7 +180,7 @@ class FileLog:
         absent = [name for name in wanted if name not in there]
         lost = [name for name in absent if name not in _folder_values(path)]
         if lost:
-            remedy = "name the column in the file, or take it out of the schema"
+            remedy = "give the file this column; the recipe of a new run may leave it out of data.schema"
             if self.format != "parquet" and (mark := other_separator(there)):
                 remedy = f"the file has a single column: its separator may be {mark}; set data.separator"
             raise DataError(f"column '{lost[0]}' is missing; there are {list(there)}", where=str(path), remedy=remedy)
@@ -330,6 +330,23 @@ def guess_format(path: Path) -> FileFormat:
         "name files of samples that end in .csv, .tsv, .txt, .parquet or .pq, or set data.format in a recipe to train"
     )
     raise DataError("the name does not tell the format", where=str(path), remedy=remedy)
+
+
+def format_of(paths: Sequence[Path]) -> FileFormat:
+    """Return the format that the names of a log's files imply.
+
+    Raises:
+        DataError: a name implies no format, or two names imply different ones.
+    """
+    found = guess_format(paths[0])
+    for path in paths[1:]:
+        if (other := guess_format(path)) != found:
+            raise DataError(
+                f"the name says {other}, that of {paths[0]} says {found}",
+                where=str(path),
+                remedy="files of one log have one format: convert those of the other",
+            )
+    return found
 
 
 CRITEO_DENSE = tuple(f"I{index}" for index in range(1, 14))

@@ -125,7 +125,7 @@ def column_of(frame: pl.DataFrame, name: str, place: RowPlace) -> pl.Series:
         raise DataError(
             f"column '{name}' is missing; there are {frame.columns[:_SHOWN]}{more}",
             where=place.source,
-            remedy="name the column in the file, or take it out of the schema",
+            remedy="give the file this column; the recipe of a new run may leave it out of data.schema",
         )
     return frame[name]
 
@@ -136,11 +136,11 @@ def first_of(mask: np.ndarray) -> int:
 
 
 def numbers_of(
-    series: pl.Series, name: str, place: RowPlace, remedy: str = "correct the value"
+    series: pl.Series, name: str, place: RowPlace, remedy: str = "correct the value", noun: str = "number"
 ) -> tuple[np.ndarray, np.ndarray]:
     """Convert a column to ``float64 [N]`` and its blanks to ``bool [N]``; NaN is kept.
 
-    The ``remedy`` is that of values that are no numbers.
+    The ``remedy`` is that of values that are no numbers, which messages call by ``noun``.
     """
     if series.dtype == pl.Float64 and not series.null_count():
         return series.to_numpy(), np.zeros(len(series), dtype=bool)  # each step below takes 0.2 ms, also for few rows
@@ -163,7 +163,7 @@ def numbers_of(
     if wrong.any():
         row = first_of(wrong)
         raise DataError(
-            f"{series[row]!r} is not a number",
+            f"{series[row]!r} is not a {noun}",
             where=place.at(row, name),
             remedy=remedy,
         )
@@ -485,7 +485,7 @@ def timestamps_of(series: pl.Series, name: str, place: RowPlace, unit: TimeUnit 
     whole = series.cast(pl.Int64, strict=False) if series.dtype == pl.String or series.dtype.is_integer() else None
     if whole is not None and whole.null_count() == 0:
         return whole.to_numpy() // _UNITS[unit or "s"]
-    values, blank = numbers_of(series, name, place, _TIME_REMEDY)
+    values, blank = numbers_of(series, name, place, _TIME_REMEDY, "time")
     wrong = blank | ~np.isfinite(values) | (np.abs(values) >= 2.0**63)
     if wrong.any():
         row = first_of(wrong)

@@ -112,4 +112,6 @@ class Graph(DeepModel):
             return self.body(dense, embeddings)  # [B, r]
         embeddings, weights = embeddings.tensor_split([self.config.embedding_dim], dim=2)
         body = self.body(dense, embeddings)
-        return torch.cat([body, (dense @ self.weight + weights.sum(1)).to(body.dtype)], dim=1)  # [B, r + tasks]
+        with torch.autocast(dense.device.type, enabled=False):
+            linear = dense @ self.weight + weights.to(self.weight.dtype).sum(1)
+        return torch.cat([body.to(linear.dtype), linear], dim=1)  # [B, r + tasks]
