@@ -46,7 +46,9 @@ def test_the_answer_is_the_greedy_path_and_the_rate_is_told(cli, folder):
     elapsed = time.perf_counter() - began
     assert done.code == 0, done.err
     assert done.out == greedy(folder, _chat(folder, "the cat sat"), 12) + "\n"
-    told = re.fullmatch(r"(\d+) tokens in (\d+\.\d\d) s, (\d+\.\d) tokens/s, (\d+\.\d\d) tokens a pass\n", done.err)
+    told = re.fullmatch(
+        r"(\d+) tokens in (\d+\.\d\d) s, (\d+\.\d) tokens/s, (\d+\.\d\d) tokens a pass(?:; .*)?\n", done.err
+    )
     assert told is not None
     tokens, seconds, rate, a_pass = map(float, told.groups())
     assert 1 <= a_pass <= tokens <= 12
@@ -260,6 +262,9 @@ def test_text_keeps_to_a_form(cli, folder, tmp_path):
     assert [type(one) for one in json.loads(done.out)] == [bool, bool]
     assert cli(*words, "--choice", "left", "--choice", "right").out.strip() in ("left", "right")
     assert re.fullmatch("[xy]{4}", cli(*words, "--regex", "[xy]{4}").out.strip())
+    cut = cli(*words, "--regex", "[xy]{400}")
+    assert (cut.code, re.fullmatch("[xy]{1,399}", cut.out.strip()) is not None) == (2, True)
+    assert "--max-new-tokens: 1 text ended at 40 tokens, before the form did" in cut.err
 
 
 @pytest.mark.parametrize(
@@ -268,6 +273,7 @@ def test_text_keeps_to_a_form(cli, folder, tmp_path):
         (("--regex", "a", "--choice", "b"), "--regex and --choice are two forms"),
         (("--regex", "(a"), "regular expression: "),
         (("--json-schema", "nowhere.json"), "nowhere.json"),
+        (("--stop", ""), "--stop: is empty"),
     ],
 )
 def test_forms_that_cannot_be_kept_are_refused(cli, folder, words, said):
@@ -302,9 +308,10 @@ def test_settings_of_sampling_reach_the_sampler(cli, folder):
 
 
 def test_a_chat_goes_on_with_what_was_said(cli, folder, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("the cat sat\n\non the mat\n/new\nthe cat sat\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("the cat sat\n\n/help\non the mat\n/new\nthe cat sat\n"))
     done = cli("chat", folder, *EXACT, "-n", 8)
     assert done.code == 0, done.err
+    assert "/help is no command; Ctrl-C stops" in done.err
     tokenizer = load_tokenizer(folder)
     first = greedy(folder, _chat(folder, "the cat sat"), 8)
     turns = [Message("user", "the cat sat"), Message("assistant", first), Message("user", "on the mat")]

@@ -7,17 +7,20 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
 
 from cordillera.cli import _show
 from cordillera.cli._show import console, echo
-from cordillera.cli._terminal import Terminal
+from cordillera.cli._terminal import PlainConsole, Terminal
 from cordillera.errors import printable
 from cordillera.numerics.inference.selection import Change
 from cordillera.training.language.trainer import LanguageEvaluation
@@ -254,3 +257,63 @@ def test_a_line_about_a_language_model_says_loss_perplexity_and_bits():
     assert (
         _show._note({"loss": 2.0, "examples_per_second": 1e4, "epoch": 0}) == "epoch 1  loss 2.0000  10,000 examples/s"
     )
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.tuples(st.text("ab ", max_size=12), st.booleans()), min_size=1, max_size=6),
+    st.integers(0, 4),
+    st.integers(32, 100),
+    st.randoms(use_true_random=False),
+)
+def test_no_number_and_no_word_of_a_table_is_broken(columns, rows, width, random):
+    table = _show.titled_table("a", *(head for head, right in columns if not right))
+    for head, right in columns:
+        if right:
+            table.add_column(head, justify="right")
+    kinds = sorted(right for _, right in columns)
+    texts = [
+        [f"{random.randrange(10**9):,} s" if right else " ".join(random.choices(["word", "longer", "a"], k=4))
+         for right in kinds]
+        for _ in range(rows)
+    ]  # fmt: skip
+    for row in texts:
+        table.add_row(*row)
+    file = io.StringIO()
+    screen = PlainConsole(file)
+    screen.width = width
+    screen.print(table)
+    shown = file.getvalue()
+    assert max(map(len, shown.splitlines()), default=0) <= width
+    for right, cell in ((right, cell) for row in texts for right, cell in zip(kinds, row, strict=True)):
+        assert all(part in shown.split() for part in cell.split())
+        assert not right or cell in shown
+
+
+def test_lines_are_not_wrapped_in_a_file_unless_columns_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = _show.titled_table("", *(f"heading{place}" for place in range(40)))
+    table.add_row(*(f"value{place}" for place in range(40)))
+    for columns, lines in ((None, 2), ("60", 80)):
+        monkeypatch.delenv("COLUMNS", raising=False)
+        if columns is not None:
+            monkeypatch.setenv("COLUMNS", columns)
+        file = io.StringIO()
+        PlainConsole(file).print(table)
+        assert len(file.getvalue().strip().splitlines()) in (lines, 40)
+
+
+def test_long_work_says_where_it_is_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter(range(0, 3000, 4))
+    monkeypatch.setattr("cordillera.cli._terminal.time.monotonic", lambda: float(next(times)))
+    file = io.StringIO()
+    with _show.training_progress(PlainConsole(file)) as (on_step, _):
+        for step in range(1, 40):
+            record = {"loss": 0.25, "epoch": 0, "examples_per_second": 1234.0}
+            on_step(record, SimpleNamespace(step=step, best_text="best NE 0.8"), 40)
+    lines = file.getvalue().splitlines()
+    assert 4 <= len(lines) <= 12
+    for line in lines:
+        assert re.match(r"training  best NE 0\.8  \d+/40  epoch 1  loss 0\.2500  1,234 examples/s", line), line
+    with _show.training_progress(PlainConsole(file), quiet=True) as (on_step, _):
+        on_step({}, SimpleNamespace(step=1), 40)
+    assert file.getvalue().splitlines() == lines

@@ -87,7 +87,7 @@ def test_files_of_two_formats_are_no_log(tmp_path: Path) -> None:
     files = [str(tmp_path / "a.csv"), str(tmp_path / "b.parquet")]
     config = DataConfig.model_validate({"path": files, "schema": schema()})
     assert config.label == ", ".join(files)
-    with pytest.raises(DataError, match="b.parquet: the name says parquet, that of .*a.csv says csv"):
+    with pytest.raises(DataError, match=r"b\.parquet: the name says parquet, that of .*a\.csv says csv"):
         prepare(config)
     with pytest.raises(DataError, match="says csv"):
         next(iter(read_rows(files, config)))

@@ -155,6 +155,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "one choice": ({"choices": ["a"]}, "choices are not two or more texts"),
     "empty choice": ({"choices": ["a", ""]}, "choices are not two or more texts"),
     "absent": ({"choices": None}, "choices are not two or more texts"),
+    "twice a choice": ({"choices": ["cat", "cat"]}, "two choices are the same"),
     "other answer": ({"answer": "dog"}, "answer is not one of the choices"),
     "answer beyond": ({"answer": 3}, "answer is neither a number of a choice nor its text"),
     "answer true": ({"answer": True}, "answer is neither a number of a choice nor its text"),

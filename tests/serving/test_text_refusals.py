@@ -22,6 +22,9 @@ TALK: dict[str, Any] = {"model": "small", "messages": CHAT}
 SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}
 
 
+IMAGE = [{"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}]
+
+
 @pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("path", "body", "param"),
@@ -46,7 +49,10 @@ SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}
         ("completions", {**TEXT, "best_of": 7}, "best_of"),
         ("completions", {**TEXT, "echo": True, "logprobs": 1}, "echo"),
         ("completions", {**TEXT, "stop": 3}, "stop"),
-        ("completions", {**TEXT, "stop": [""]}, "stop"),
+        ("completions", {**TEXT, "stop": [""]}, "stop.0"),
+        ("completions", {**TEXT, "stream": "yes"}, "stream"),
+        ("completions", {**TEXT, "max_tokens": "5"}, "max_tokens"),
+        ("completions", {**TEXT, "max_tokens": True}, "max_tokens"),
         ("completions", {**TEXT, "stop": ["a"] * 17}, "stop"),
         ("completions", {**TEXT, "prompt": ""}, "prompt"),
         ("completions", {**TEXT, "prompt": []}, "prompt"),
@@ -68,6 +74,9 @@ SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}
         ("chat/completions", {**TALK, "messages": []}, "messages"),
         ("chat/completions", {**TALK, "messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
         ("chat/completions", {**TALK, "messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
+        ("chat/completions", {**TALK, "messages": [{"role": "user", "content": IMAGE}]}, "messages.0.content.0.type"),
+        ("chat/completions", {**TALK, "messages": [{"role": "user"}]}, "messages.0"),
+        ("chat/completions", {**TALK, "messages": [{"role": "user", "content": None}]}, "messages.0"),
         ("chat/completions", {**TALK, "messages": [{"role": "king", "content": "a"}]}, "messages.0.role"),
         ("chat/completions", {**TALK, "messages": [{"role": "user", "content": "a " * 500}]}, "messages"),
         ("chat/completions", {**TALK, "top_logprobs": 3}, "top_logprobs"),

@@ -101,6 +101,12 @@ def _end(error: CordilleraError) -> NoReturn:
     sys.exit(130 if isinstance(error, Interrupted) else 2)
 
 
+def _leave_pipe() -> NoReturn:
+    """End well: the reader (head, less) closed the pipe, which is no error. Keep Python from flushing into it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)
+
+
 def main() -> None:
     """Run the command line; errors for users are printed without a traceback unless CORDILLERA_DEBUG=1 is set."""
     gc.set_threshold(20_000)  # of 700, collections take a fifth of the time that torch takes to be imported
@@ -116,9 +122,11 @@ def main() -> None:
     except CordilleraError as error:
         _end(error)
     except BrokenPipeError:
-        # The reader (head, less) closed the pipe, which is not an error. Keep Python from flushing into it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        _leave_pipe()
+    except SystemExit:
+        if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # by Typer, which heard of the pipe first
+            _leave_pipe()
+        raise
     except OSError as error:
         if os.environ.get("CORDILLERA_DEBUG"):
             raise

@@ -28,7 +28,7 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
-from cordillera.cli._terminal import Terminal
+from cordillera.cli._terminal import PlainConsole, ProgressLines, Terminal
 from cordillera.distributed.job.environment import is_silent
 from cordillera.errors import printable
 
@@ -45,13 +45,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print everything as one JS
 """The option of every command that prints a table."""
 
 
-class _PlainConsole(Console):
-    """A console that prints strings literally: square brackets are not markup, and control characters are escaped."""
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(printable(text, lines=True), **options)
-
-
 def console(*, stderr: bool = False) -> Console:
     """Return the console of all commands: no markup, no automatic colouring, no lines cut when piped.
 
@@ -62,7 +55,7 @@ def console(*, stderr: bool = False) -> Console:
     """
     file = Terminal.of(sys.stderr if stderr else sys.stdout)
     silent = not stderr and is_silent()
-    return _PlainConsole(file=file, markup=False, emoji=False, highlight=False, soft_wrap=True, quiet=silent)
+    return PlainConsole(file, silent)
 
 
 def echo(text: object, *, json: bool = False) -> None:
@@ -296,7 +289,7 @@ def _progress(out: Console, quiet: bool) -> Iterator[tuple[Progress, TaskID, Cal
     ]
     if out.width < 110:  # the number of steps and the time left stay readable
         del columns[4]
-    with Progress(*columns, console=out, disable=quiet, transient=True) as bar:
+    with ProgressLines(*columns, console=out, disable=quiet, transient=True) as bar:
 
         def say(text: str) -> None:
             if not quiet:

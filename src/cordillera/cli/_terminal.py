@@ -1,10 +1,24 @@
-"""Standard output that keeps working after its terminal was closed."""
+"""Output for terminals, pipes and files: tables that fit, progress, and work that outlives a closed terminal."""
 
 from __future__ import annotations
 
 import errno
 import os
+import time
+from collections.abc import Iterator
 from typing import IO, Any, cast
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from rich.table import Table
+from rich.text import Text
+
+from cordillera.errors import printable
+
+_GAP = 2  # columns between those of a table
+_UNBOUNDED = 100_000  # columns of a file
+_FIRST_S, _LONGEST_S = 10.0, 60.0  # between lines of progress
 
 
 class Terminal:
@@ -46,3 +60,101 @@ class Terminal:
             except OSError:
                 os.dup2(nowhere, number)
         os.close(nowhere)
+
+
+class PlainConsole(Console):
+    """A console that prints strings literally: square brackets are not markup, and control characters are escaped.
+
+    Numbers and words of a table are never broken. A table that is too wide for a terminal is printed row by row, a line
+    for each column; in a pipe or a file, lines are as long as they need to be, unless ``COLUMNS`` says otherwise.
+
+    Args:
+        file: Standard output or standard error.
+        quiet: Whether to print nothing.
+    """
+
+    def __init__(self, file: IO[str], quiet: bool = False) -> None:
+        width = None if file.isatty() or os.environ.get("COLUMNS", "").isdigit() else _UNBOUNDED
+        super().__init__(
+            file=file, width=width, markup=False, emoji=False, highlight=False, soft_wrap=True, quiet=quiet
+        )
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text, lines=True), **options)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(_fitted(one, self.width) if isinstance(one, Table) else one for one in objects), **options)
+
+
+def _fitted(table: Table, width: int) -> Table:
+    """Give the columns of a table their widths, or return its rows as blocks of lines if no widths would do."""
+    natural = [max(map(cell_len, _lines(column.header, *column.cells))) for column in table.columns]
+    least = []
+    for column in table.columns:
+        words = " ".join(_lines(column.header, *(() if column.justify == "right" else column.cells))).split()
+        whole = _lines(*column.cells) if column.justify == "right" else []
+        least.append(max(map(cell_len, [*words, *whole, ""])))
+    spare = width - sum(least) - _GAP * (len(least) - 1)
+    if spare < 0:
+        return _row_by_row(table)
+    by_need = sorted(range(len(least)), key=lambda place: natural[place] - least[place])
+    for turn, place in enumerate(by_need):
+        more = min(natural[place] - least[place], spare // (len(by_need) - turn))
+        table.columns[place].width = max(1, least[place] + more)
+        spare -= more
+    return table
+
+
+def _lines(*cells: Any) -> list[str]:
+    return [line for cell in cells for line in [*str(cell).split("\n"), ""]]
+
+
+def _row_by_row(table: Table) -> Table:
+    blocks = Table(title=table.title, title_justify="left", box=None, pad_edge=False, show_header=False)
+    blocks.add_column()
+    blocks.add_column(overflow="fold")
+    headings = [str(column.header) for column in table.columns]
+    for number, row in enumerate(zip(*(column.cells for column in table.columns), strict=True)):
+        if number:
+            blocks.add_row("", "")
+        for heading, cell in zip(headings, row, strict=True):
+            blocks.add_row(heading, cell)
+    return blocks
+
+
+class ProgressLines(Progress):
+    """A progress bar; where there is no terminal, a line after ten seconds and then less and less often."""
+
+    def __init__(self, *columns: Any, **options: Any) -> None:
+        super().__init__(*columns, **options)
+        self._pause, self._due = _FIRST_S, time.monotonic() + _FIRST_S
+
+    def start(self) -> None:
+        """Draw the bar, on a terminal."""
+        if self._is_drawn():
+            super().start()
+
+    def stop(self) -> None:
+        """End drawing; elsewhere than on a terminal, the base class would print an empty line."""
+        if self._is_drawn():
+            super().stop()
+
+    def _is_drawn(self) -> bool:
+        return self.console.is_terminal or self.console.is_jupyter
+
+    def update(self, task_id: TaskID, **fields: Any) -> None:
+        """Update a task and, where there is no terminal, print its state if the next line is due."""
+        super().update(task_id, **fields)
+        now = time.monotonic()
+        if self.disable or self._is_drawn() or now < self._due:
+            return
+        self._pause = min(2 * self._pause, _LONGEST_S)
+        self._due = now + self._pause
+        task = next(one for one in self.tasks if one.id == task_id)
+        self.console.print("  ".join(filter(None, self._texts(task))))
+
+    def _texts(self, task: Any) -> Iterator[str]:
+        for column in self.columns:
+            shown = column(task) if not isinstance(column, str) else column
+            if isinstance(shown, Text):
+                yield shown.plain.strip()

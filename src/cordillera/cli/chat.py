@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
@@ -54,6 +55,9 @@ def chat(
     while (line := _read(is_terminal)) is not None:
         if line == "/new":
             messages = []
+            continue
+        if re.fullmatch(r"/[a-z]+", line):
+            typer.echo(f"{line} is no command; {_HELP}", err=True)
             continue
         asked = [*messages, Message("user", line)]
         try:

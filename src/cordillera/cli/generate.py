@@ -15,6 +15,7 @@ import typer
 from cordillera.cli._show import echo
 from cordillera.errors import DataError
 from cordillera.files import read_text
+from cordillera.numbers import counted
 
 if TYPE_CHECKING:
     from cordillera.serving.language.guided import Form
@@ -95,6 +96,8 @@ def generate(
     from cordillera.serving.language.language_model import Completion, LanguageModel
     from cordillera.serving.language.sampler import make_sampling
 
+    if stop and "" in stop:
+        raise DataError("is empty", where="--stop", remedy="give the text at which to stop")
     sampling = make_sampling(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
         seed=seed,
@@ -121,15 +124,23 @@ def generate(
         interrupted = True
     seconds = time.perf_counter() - began
     _finish(texts, found, as_json=as_json, quiet=quiet)
+    cut = sum(one.finish == "length" for one in found)
     if not quiet:
         tokens = sum(one.tokens for one in found)
         rate = tokens / seconds if seconds else 0.0
         ended = "interrupted: " if interrupted else ""
         forwards = sum(one.forwards for one in found)
         drafted = f", {tokens / forwards:.2f} tokens a pass" if drafter != "none" and forwards else ""
-        typer.echo(f"{ended}{tokens:,} tokens in {seconds:.2f} s, {rate:.1f} tokens/s{drafted}", err=True)
+        limit = f"; {counted(cut, 'text')} ended at the limit of {max_new_tokens:,}" if cut else ""
+        typer.echo(f"{ended}{tokens:,} tokens in {seconds:.2f} s, {rate:.1f} tokens/s{drafted}{limit}", err=True)
     if interrupted:
         raise typer.Exit(130)
+    if cut and form is not None:
+        raise DataError(
+            f"{counted(cut, 'text')} ended at {counted(max_new_tokens, 'token')}, before the form did",
+            where="--max-new-tokens",
+            remedy="allow more tokens",
+        )
 
 
 def _form(schema: Path | None, regex: str | None, choice: list[str] | None) -> Form | None:

@@ -170,6 +170,11 @@ def _print(answer: CommandOutput, outcome: Outcome | LanguageOutcome, is_resumed
         if outcome.report.evaluation is not None:
             held_out = f"held-out text: {language_line(outcome.report.evaluation)}"
             answer.say(held_out, evaluation=outcome.report.evaluation)
+        elif logged := [one for one in outcome.run.metrics() if one["kind"] == "train"]:
+            names = ("loss", "accuracy", "margin", "reward")
+            measures = {name: logged[-1][name] for name in names if logged[-1].get(name) is not None}
+            said = ", ".join(f"{name} {value:.4f}" for name, value in measures.items())
+            answer.say(f"step {logged[-1]['step']:,}, in training: {said}", training=measures)
         answer.say(f"{ended}, {tokens:,} tokens", **facts, tokens=tokens)
         return
     if outcome.evaluation is not None:

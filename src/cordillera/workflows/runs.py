@@ -89,7 +89,11 @@ def train(
         recipe = recipes.load(file, changes)
         if kept := kept_changes(recipes.load(file), recipe):
             why = f"a resumed run keeps its recipe, but for few keys: {'; '.join(kept)}"
-            raise RunError(why, where="changes", remedy="start a new run to change it")
+            raise RunError(
+                why,
+                where="changes",
+                remedy="start a new run to change it, from this one's weights if training.start names it",
+            )
     if isinstance(recipe, LanguageRecipe):
         return language.train(recipe, folder, resume=resume, processes=processes, on_step=on_step, say=say)
     assert isinstance(recipe, RankingRecipe)

@@ -233,7 +233,9 @@ def _absent(what: str, name: str, names: Sequence[str], where: str, key: str) ->
     inside = name.partition(".")[0] in names
     remedy = f"{what}s inside of others are not read: write the text into a {what} of its own"
     return DataError(
-        f"there is no {what} '{name}'; there are {names[:8]}", where=where, remedy=remedy if inside else f"set {key}"
+        f"there is no {what} '{name}'; there are {names[:8]}",
+        where=where,
+        remedy=remedy if inside else f"set data.{key}",
     )
 
 

@@ -60,7 +60,9 @@ def _in_folder(folder: Path) -> Path:
     raise DataError(
         f"the folder holds {len(found)} .gguf files" if found else "the folder holds no tokenizer",
         where=str(folder),
-        remedy="name the file" if found else "it should hold tokenizer.json, tokenizer.model or a .gguf file",
+        remedy="name the file"
+        if found
+        else "put tokenizer.json, tokenizer.model or a .gguf file there, or give another tokenizer (--tokenizer)",
     )
 
 

@@ -109,10 +109,10 @@ class TextBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, strict=True)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: int | None = Field(None, ge=-1, strict=True)
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -120,13 +120,13 @@ class TextBody(BaseModel):
     logit_bias: Annotated[
         dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None, FewKeys
     ] = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    n: int | None = Field(None, ge=1, le=128)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63, strict=True)
+    n: int | None = Field(None, ge=1, le=128, strict=True)
     stop: Stop | Many[Stop] | None = None
-    stream: bool | None = None
+    stream: bool | None = Field(None, strict=True)
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool = Field(False, strict=True)
     user: str | None = None
     metadata: Annotated[dict[str, str] | None, FewKeys] = None
     store: bool | None = None
@@ -229,6 +229,12 @@ class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Many[ContentPart] | None = None
     tool_calls: Many[ToolCall] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ChatMessage:
+        if self.content is None and (self.role != "assistant" or self.tool_calls is None):
+            raise ValueError(f"a message of role {self.role!r} needs content")
+        return self
 
     def message(self) -> Message:
         """Return the message as chat formats take it; calls of tools become lines of JSON."""

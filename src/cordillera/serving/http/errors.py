@@ -84,6 +84,20 @@ def _place(path: Sequence[int | str], body: object, *, is_missing: bool) -> str 
     return ".".join(found) or None
 
 
+def _clearest(errors: Sequence[Any], body: object) -> Any:
+    """Return the first mistake; of a list where other values are allowed too, the first one inside of it."""
+    first = errors[0]
+    outer, branch = first["loc"][:-1], first["loc"][-1]
+    for part in outer[1:]:
+        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and part in range(len(body))):
+            body = body[part]  # type: ignore[call-overload, index]
+    if isinstance(body, list) and isinstance(branch, str):
+        same = [one for one in errors if one["loc"][: len(outer)] == outer]
+        of_list = [one for one in same if len(one["loc"]) == len(first["loc"]) and not one["type"].endswith("_type")]
+        return next(iter([*of_list, *(one for one in same if len(one["loc"]) > len(first["loc"]))]), first)
+    return first
+
+
 def handle_errors(app: FastAPI) -> None:
     """Let an application answer errors in this form."""
 
@@ -93,7 +107,7 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
+        first = _clearest(error.errors(), error.body)
         if first["type"] == "json_invalid":
             return error_answer(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
         place = _place(first["loc"][1:], error.body, is_missing=first["type"] == "missing")

@@ -235,7 +235,7 @@ def _ratio(numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, Int
 
 
 def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss >= 700 else math.exp(loss)
 
 
 def _questions(paths: Sequence[Path]) -> list[_Question]:
@@ -270,9 +270,11 @@ def _question(row: FileRow) -> _Question:
         raise refuse("choices are not two or more texts")
     for text in (prompt, *choices):
         check_text(text, row.where)
+    if len(set(choices)) < len(choices):
+        raise refuse("two choices are the same")
     place: Any = answer
     if isinstance(answer, str):
-        if choices.count(answer) != 1:
+        if answer not in choices:
             raise refuse("answer is not one of the choices")
         place = choices.index(answer)
     if isinstance(place, bool) or not isinstance(place, int) or not 0 <= place < len(choices):
