@@ -404,6 +404,21 @@ def test_commands_on_ranking_runs_load_nothing_that_shards_weights():
     assert finished.returncode == 0, finished.stderr
 
 
+def test_a_reader_that_closes_the_pipe_and_ctrl_c_while_modules_load_end_the_command_well():
+    read, write = os.pipe()
+    os.close(read)
+    code = "import sys; sys.argv = ['cordillera', 'recipe', 'show', 'movielens-wukong']\n"
+    code += "from cordillera.__main__ import main; main()"
+    closed = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, timeout=60)
+    os.close(write)
+    assert (closed.returncode, closed.stderr) == (0, b"")
+    code = "import builtins; load = builtins.__import__\n"
+    code += "def stop(name, *rest):\n    if name == 'typer': raise KeyboardInterrupt\n    return load(name, *rest)\n"
+    code += "builtins.__import__ = stop\nfrom cordillera.__main__ import main; main()"
+    stopped = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert (stopped.returncode, stopped.stdout, stopped.stderr) == (130, b"", b"")
+
+
 def test_version_and_help_answer_without_loading_torch(tmp_path):
     code = "import sys; sys.argv = ['cordillera', '--help']\ntry:\n    from cordillera.cli import main; main()\n"
     code += "except SystemExit: pass\nassert 'torch' not in sys.modules, 'torch was imported'"

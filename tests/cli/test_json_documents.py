@@ -163,7 +163,7 @@ def test_a_document_holds_what_the_tables_show(
     if command == "guard":
         write_model(inputs / "guard", context=1024)
     shown: list[Table] = []
-    say, put = _show.CommandOutput.say, _show._PlainConsole.print
+    say, put = _show.CommandOutput.say, _show.PlainConsole.print
 
     def said(answer: Any, what: Any, **values: Any) -> None:
         shown.extend(tables_of(what))
@@ -180,7 +180,7 @@ def test_a_document_holds_what_the_tables_show(
     document = json.loads(done.out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert isinstance(document, list if command in LISTS else dict)
     if not shown and command != "plan --measure":  # a command that makes either the table or the document
-        monkeypatch.setattr(_show._PlainConsole, "print", printed)
+        monkeypatch.setattr(_show.PlainConsole, "print", printed)
         assert cli(*arguments).code == done.code
     assert shown or command == "plan --measure"
     for table in shown:

@@ -83,7 +83,7 @@ def test_a_plan_is_charged_what_failures_cost(cli: Any) -> None:
     assert "plan again" in cli("simulate-faults", "--plan", "p/plan.json").err
 
 
-@pytest.mark.parametrize(("workload", "unit"), [("dlrm-dcnv2", "M samples"), ("gpt-22b", "M tokens")])
+@pytest.mark.parametrize(("workload", "unit"), [("dlrm-dcnv2", " samples"), ("gpt-22b", " tokens")])
 def test_several_clusters_are_compared(cli: Any, workload: str, unit: str) -> None:
     clusters = ("a100-node", "selene")
     result = cli("plan", workload, *clusters, "--devices", 16, "--only", "placement", "--out", "p")
@@ -98,6 +98,36 @@ def test_several_clusters_are_compared(cli: Any, workload: str, unit: str) -> No
         json.loads(Path(name, "plan.json").read_text())["plans"] for name in ("p/selene", f"plans/{workload}-selene")
     ]
     assert plans[0] == plans[1]
+
+
+def test_what_was_asked_for_is_said_of_each_of_several_clusters(cli: Any) -> None:
+    own = (
+        "--devices",
+        8,
+        "--layout",
+        "tensor=8",
+        "--layout",
+        "tensor=4,pipeline=2",
+        "--what-if",
+        "host.bytes_per_s*=2",
+    )
+    alone = cli("plan", "gpt-22b", "selene", *own).out.splitlines()
+    shown = cli("plan", "gpt-22b", "a100-node", "selene", *own, "--out", "p").out
+    assert {line for line in alone if not line.startswith("report")} <= set(shown.splitlines())
+    assert shown.count("with host.bytes_per_s*=2: ") == shown.count("workload: 22.06 billion parameters") == 2
+    found = json.loads(cli("plan", "gpt-22b", "a100-node", "selene", *own, "--out", "p", "--json").out)
+    assert [len(found["plans"][name]["what_if"]) for name in ("a100-node", "selene")] == [1, 1]
+    assert [one["parameters"] for one in found["plans"].values()] == [pytest.approx(22.06e9, rel=1e-3)] * 2
+    nothing = cli("plan", "gpt-22b", "a100-node", "selene", "--devices", 8, "--layout", "data=4,pipeline=2")
+    assert nothing.code == 1
+    assert nothing.out.count("layout 1 does not fit: 143.6 GB") == 2
+    assert nothing.out.count("none that fits") == 2
+
+
+def test_units_that_seem_to_be_others_are_named(cli: Any) -> None:
+    own = ("--devices", 8, "--layout", "tensor=8", "--set", "device.matrix_flops_per_s=312")
+    with pytest.warns(UserWarning, match=r"a100-node: device.matrix_flops_per_s is 312; its unit is FLOP/s"):
+        cli("plan", "gpt-22b", "a100-node", *own)
 
 
 def test_a_plan_of_a_recommendation_model_is_printed_and_written(cli: Any) -> None:

@@ -173,6 +173,17 @@ class CommandOutput:
         """Keep values for the document."""
         self._values |= values
 
+    @contextlib.contextmanager
+    def within(self, group: str, name: str) -> Iterator[None]:
+        """Keep the values of what is printed meanwhile in the document's object ``group``, as its object ``name``."""
+        outer = self._values
+        self._values = {}
+        try:
+            yield
+        finally:
+            entries: Any = outer.setdefault(group, {})
+            entries[name], self._values = self._values, outer
+
     def say(self, what: str | Table, **values: object) -> None:
         """Print a line or a table, or keep the ``values`` that it shows for the document."""
         self.keep(**values)

@@ -183,7 +183,7 @@ def _compare(
         raise PlanError("is named twice", where=f"cluster {twice!r}", remedy="name each cluster once")
     for cluster in clusters:
         topology.load(cluster)  # an unknown one is refused before the first search
-    found: list[Planned | PlannedRecommender] = []
+    found: dict[str, Planned | PlannedRecommender] = {}
     problems: list[tuple[str, PlanError]] = []
     rows: list[tuple[object, ...]] = []
     with console(stderr=True).status("searching") as status:
@@ -191,17 +191,18 @@ def _compare(
             place = folder / name if folder else _default_folder(workload, cluster)
             try:
                 one = search(cluster, place, progress=lambda text, name=name: status.update(f"{name}: {text}"))
-                rows.append((name, *_best(one)))
-                found.append(one)
             except PlanError as error:
                 problems.append((name, error))
                 rows.append((name, "none", *[None] * 5))
                 continue
-            if found[-1].found.interrupted:
+            found[name] = one
+            rows.append((name, *_best(one)) if one.files else (name, "none that fits", *[None] * 5))
+            if one.found.interrupted:
                 break
     if not found:
-        raise problems[0][1]
-    unit = "tokens" if isinstance(found[0], Planned) else "samples"
+        raise PlanError(f"{problems[0][0]}: {problems[0][1].what}", remedy=problems[0][1].remedy)
+    *_, last = found.values()
+    unit = "tokens" if isinstance(last, Planned) else "samples"
     table = Sheet(
         f"{Path(workload).stem} on {len(clusters)} clusters",
         Field("cluster"),
@@ -209,25 +210,36 @@ def _compare(
         Field("devices", form="{:,}"),
         Field("seconds", "step", _seconds),
         _ERROR,
-        Field(f"{unit}_per_s", "a second", lambda rate: f"{rate / 1e6:.2f} M {unit}"),
+        Field(f"{unit}_per_s", "a second", lambda rate: f"{_millions(rate)} {unit}"),
         _MEMORY,
     )
     for row in rows:
         table.add(*row)
     answer.tables(clusters=table)
-    interrupted = found[-1].found.interrupted
+    interrupted = last.found.interrupted
     if interrupted:
         answer.say("interrupted: the last plan is the best until then, and the clusters after it were left out")
     for name, problem in problems:
         answer.say(f"{name}: {problem.what}")
-    for one in found:
-        answer.say(f"report: {one.files['plan.html']}")
     answer.keep(
         interrupted=interrupted,
         problems={name: problem.what for name, problem in problems},
-        reports=[one.files["plan.html"] for one in found],
+        reports=[one.files["plan.html"] for one in found.values() if one.files],
     )
+    for name, one in found.items():
+        if one.what_if or (isinstance(one, Planned) and one.found.own):
+            answer.say("")
+            with answer.within("plans", name):
+                _show(answer, one)
+        else:
+            answer.say(f"report: {one.files['plan.html']}")
+    if not any(one.files for one in found.values()):
+        raise typer.Exit(1)
     return not interrupted
+
+
+def _millions(rate: float) -> str:
+    return f"{rate / 1e6:.2f} M" if rate >= 1e6 else f"{rate:,.0f}"
 
 
 def _seconds(seconds: float) -> str:
@@ -313,7 +325,12 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
     answer.say(f"{searched}, {counted(found.simulated, 'step')} simulated in {found.seconds:.1f} s")
     if isinstance(planned, Planned):
         answer.say(f"base: {planned.explorer.base_source}", base_source=planned.explorer.base_source)
-    answer.say(f"constants: {planned.explorer.constants}")
+    if isinstance(planned, Planned):
+        answer.say(f"constants: {planned.explorer.constants}")
+        _say_size(answer, planned)
+    else:
+        fitted = planned.explorer.cost.calibration.provenance
+        answer.say(f"constants: {fitted}; of language models, their error here is not known")
     if isinstance(planned, Planned) and (used := export.measured(planned.explorer, planned.found.best)):
         answer.say(used, measured=used)
     answer.say(f"report: {planned.files['plan.html']}")
@@ -329,6 +346,16 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
         constants=planned.explorer.cost.calibration.provenance,
         files=list(planned.files.values()),
     )
+
+
+def _say_size(answer: CommandOutput, planned: Planned) -> None:
+    """Say how large the model and its step are, by which a person sees whether the workload is what was meant."""
+    work = planned.explorer.workload
+    parameters, tokens, flops = work.model.parameters, work.batch * work.sequence, planned.production.flops
+    answer.say(
+        f"workload: {parameters / 1e9:,.2f} billion parameters, {tokens:,} tokens and {flops:.3g} FLOPs a step",
+        parameters=parameters, tokens=tokens, flops=flops,
+    )  # fmt: skip
 
 
 def _say_error(answer: CommandOutput, plan: Plan, faster: float) -> None:
@@ -375,6 +402,7 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
         answer.say(f"{speed} {case.note}".rstrip())
     answer.say(f"base: {explorer.base_source}")
     answer.say(f"constants: {explorer.constants}")
+    _say_size(answer, planned)
     if planned.files:
         answer.say(f"report: {planned.files['plan.html']}")
     answer.keep(
@@ -417,7 +445,7 @@ def _list_tables(title: str, planned: PlannedRecommender) -> Sheet:
         Field("layout"),
         Field("schedule"),
         Field("seconds", "step", _seconds),
-        Field("samples_per_s", "samples/s", lambda rate: f"{rate / 1e6:.2f} M"),
+        Field("samples_per_s", "samples/s", _millions),
         _MEMORY,
     )
     table.caption, table.caption_justify = f"tables of the best plan: {planned.found.best.cut}", "left"

@@ -80,6 +80,12 @@ def simulate_faults(
     from cordillera.workflows.scaling import planned_job, study_faults
 
     planned = None if plan is None else planned_job(plan)
+    if planned is not None and (uneven := [one for one in replicas or () if planned.devices % one]):
+        raise PlanError(
+            f"{planned.devices:,} devices of the plan cannot be divided into {uneven[0]:,} replicas",
+            where="--replicas",
+            remedy="give numbers that divide the devices",
+        )
     if step is None:
         step = 20.0 if planned is None else planned.step_s
     job = FaultyJob(
@@ -109,6 +115,8 @@ def simulate_faults(
             out.print(line)
         if planned is not None:
             out.print(f"s a step: with its share of what failures cost; {job.step_s:.4g} without")
+            if planned.replicas == 1 and not replicas:
+                out.print("one replica: all copies of the plan hold shards of one another (--replicas divides them)")
     if plot is not None:
         with disk_errors(plot, "name another file with --plot"):
             plot.parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,7 +54,9 @@ def parse_change(text: str) -> tuple[str, float | str]:
         number = math.nan
     if not sign or not re.fullmatch(r"\w+\.\w+", path) or not math.isfinite(number):
         raise PlanError(
-            "is not a change", where=text or "change ''", remedy="write level.key=number or level.key*=number"
+            "is not a change",
+            where=text or "change ''",
+            remedy="write level.key=number or level.key*=number, numbers without units",
         )
     if operator == "/" and not number:
         raise PlanError("divides by 0", where=text or "change ''", remedy="write another number")
@@ -90,6 +93,16 @@ class PlannedRecommender:
     compared: dict[str, TablePlan] = field(default_factory=dict)
 
 
+_LEAST = {
+    "matrix_flops_per_s": (1e10, "FLOP/s"),
+    "vector_flops_per_s": (1e9, "FLOP/s"),
+    "memory_bytes": (1e8, "bytes"),
+    "memory_bytes_per_s": (1e8, "bytes/s"),
+    "nic_bytes_per_s": (1e6, "bytes/s"),
+}
+_HALF_THE_EARTH_KM = 20_100
+
+
 def _changed(cluster: str | Path, changes: Iterable[str]) -> clusters.Topology:
     edits: dict[str, float | str] = {}
     told = [*changes]
@@ -104,6 +117,17 @@ def _changed(cluster: str | Path, changes: Iterable[str]) -> clusters.Topology:
     # its own description may be of what was changed
     described = {"description": f"{topology.name} with {', '.join(told)}"}
     return topology.changed(edits).model_copy(update=described)
+
+
+def _unlikely(topology: clusters.Topology) -> Iterator[str]:
+    """Yield what is so far from any machine that another unit seems to be meant."""
+    for key, (least, unit) in _LEAST.items():
+        value = getattr(topology.device, key)
+        if value < least:
+            yield f"device.{key} is {value:g}; its unit is {unit}"
+    for level in topology.levels:
+        if level.distance_km > _HALF_THE_EARTH_KM:
+            yield f"{level.name}.distance_km is {level.distance_km:g}, more than half the way around the earth"
 
 
 def plan(
@@ -158,6 +182,8 @@ def plan(
     files = {name: Path(folder) / name for name in ("plan.json", "plan.html", "trace.json")}
     check_writable(*files.values())
     work, topology = workloads.load(workload), _changed(cluster, changes)
+    for sentence in _unlikely(topology):
+        warnings.warn(f"{cluster}: {sentence}", stacklevel=2)
     asked = {text: topology.changed(dict([parse_change(text)])) for text in what_if}
     faults.check(slow, jitter)
     domains = list(lose)

@@ -62,13 +62,13 @@ def read_layout(text: str, devices: int, workload: Workload) -> OwnLayout:
     for name in ("tensor", "context", "pipeline"):
         rest *= int(values.get(name, 1))
     if "data" not in values:
-        if rest < 1 or devices % rest:
+        if rest > 0 and devices % rest:
             raise PlanError(
                 f"tensor x context x pipeline = {rest:,} does not divide {devices:,} devices",
                 where=where,
                 remedy="other degrees, or --devices",
             )
-        values["data"] = devices // rest
+        values["data"] = devices // max(1, rest)
     values.setdefault("shards", values["data"])
     values.setdefault("sequence_parallel", values.get("tensor", 1) > 1)
     values.setdefault("overlap_gradients", True)
@@ -116,8 +116,10 @@ def _reader(kind: str) -> Callable[[str], Any]:
 
 
 def _count(value: str) -> int:
-    if not value.isascii() or not value.isdigit() or len(value) > 9:
-        raise ValueError("a whole number")
+    if not value.isascii() or not value.isdigit():
+        raise ValueError("a whole number of 0 or more")
+    if len(value) > 9:
+        raise ValueError("a whole number below a billion")
     return int(value)
 
 
