@@ -53,6 +53,16 @@ def test_rows_without_a_label_are_left_out_and_counted(cli, run: Path, tmp_path:
     assert json.loads(found.out)["tasks"] == known["tasks"]
 
 
+def test_runs_are_compared_on_a_file_that_neither_has_seen(cli, run: Path, recipe: Path, tmp_path: Path) -> None:
+    pl.read_csv(tmp_path / "log.csv")[900:].write_csv(tmp_path / "next.csv")
+    other = ("--run", "other", "-q", "--set", "training.epochs=1", "--set", "threads=1", "--set", "data.split=random")
+    assert cli("train", recipe, *other).code == 0
+    found = json.loads(cli("compare", run, "other", "--file", "next.csv", "--json").out)
+    for name, row in zip((run, "other"), found["rows"], strict=True):
+        alone = json.loads(cli("evaluate", name, "--file", "next.csv", "--json").out)
+        assert row["metrics"]["click"]["ne"]["value"] == pytest.approx(alone["tasks"]["click"]["metrics"]["ne"])
+
+
 def test_samples_in_a_store_are_evaluated_and_scored_as_those_on_the_disk(
     cli, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

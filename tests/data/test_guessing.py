@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -86,7 +87,8 @@ def test_roles_are_guessed_from_names_and_values(tmp_path: Path, ending: str) ->
         "event_time", "user_id", ("request_id",), ("clicked",)
     )  # fmt: skip
     assert roles(path, ("paid",))["paid"].role == "label"
-    assert roles(path, ("paid",))["clicked"].role == "categorical"
+    assert roles(path, ("paid",))["clicked"].role == "left out"
+    assert "--label NAME learns it too" in roles(path, ("paid",))["clicked"].why
 
 
 def test_types_of_parquet_tell_roles(tmp_path: Path) -> None:
@@ -109,6 +111,51 @@ def test_a_time_that_is_not_read_is_named_as_one(tmp_path: Path) -> None:
     assert found.role == "categorical"
     assert "a time by its name, and not in a form that is read, such as 2026-03-01 12:00:00" in found.why
     assert "by its name" not in roles(tmp_path / "log.csv")["country"].why
+
+
+def test_labels_with_blanks_are_kept_and_counted(tmp_path: Path) -> None:
+    blank = pl.when(pl.int_range(pl.len()) >= 7).then(pl.col("clicked").cast(pl.Float64)).alias("clicked")
+    frame_of().with_columns(blank).write_csv(tmp_path / "log.csv")
+    frame_of().with_columns(blank).write_parquet(tmp_path / "log.parquet")
+    for name in ("log.csv", "log.parquet"):
+        found = roles(tmp_path / name)
+        assert "blank in 7 rows" in found["clicked"].why
+        assert schema_of(list(found.values())).missing_labels
+    assert not schema_of(list(roles_of_frame(tmp_path, frame_of()).values())).missing_labels
+
+
+def roles_of_frame(folder: Path, frame: pl.DataFrame) -> dict[str, Any]:
+    frame.write_csv(folder / "one.csv")
+    return roles(folder / "one.csv")
+
+
+def test_what_training_would_refuse_is_said_before(tmp_path: Path) -> None:
+    frame = frame_of()
+    with pytest.raises(DataError, match="column 'clicked' is 0 in all rows, so that nothing can be learnt"):
+        roles_of_frame(tmp_path, frame.with_columns(pl.lit(0).alias("clicked")))
+    words = pl.when(pl.col("clicked") == 1).then(pl.lit("yes")).otherwise(pl.lit("no")).alias("clicked")
+    with pytest.raises(DataError, match="column 'clicked' holds no, yes; labels are 0 and 1, or false and true"):
+        roles_of_frame(tmp_path, frame.with_columns(words, pl.col("clicked").alias("purchased")))
+    assert roles_of_frame(tmp_path, frame)["event_time"].why == "times"
+    assert "not in order: sort the rows" in roles_of_frame(tmp_path, frame.reverse())["event_time"].why
+
+
+def test_commas_are_not_taken_for_lists_where_they_are_of_numbers_or_words(tmp_path: Path) -> None:
+    rows = pl.int_range(pl.len())
+    frame = frame_of().with_columns(
+        (rows.cast(pl.String) + ",5").alias("euros"),
+        pl.when(rows % 5 == 0).then(pl.lit("cafe, bar")).otherwise(pl.lit("shop")).alias("place_type"),
+        pl.concat_str([(rows % many).cast(pl.String) for many in (7, 11, 3)], separator=",")
+        .alias("seen_items"),
+    )  # fmt: skip
+    frame.write_csv(tmp_path / "log.csv")
+    found = roles(tmp_path / "log.csv")
+    assert (found["euros"].role, found["place_type"].role, found["seen_items"].role) == (
+        "left out",
+        "categorical",
+        "list",
+    )
+    assert "decimal comma" in found["euros"].why
 
 
 def test_a_label_that_is_not_clear_is_asked_for(tmp_path: Path) -> None:

@@ -12,6 +12,13 @@ from cordillera.cli._show import AsJson
 
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run folders; the first is what the others are compared with.")],
+    file: Annotated[
+        str | None,
+        typer.Option(
+            "--file",
+            help="Evaluate ranking runs on this file, folder or pattern and compare that, such as the next day.",
+        ),
+    ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
     as_json: AsJson = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write an HTML page, too.")] = None,
@@ -27,7 +34,7 @@ def compare(
 
     if out is not None:
         check_writable(out)
-    comparison = workflows.compare(runs)
+    comparison = workflows.compare(runs, file)
     if out is not None:
         from cordillera.reports.studies import comparison_page
 

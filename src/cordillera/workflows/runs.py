@@ -156,21 +156,30 @@ def _is_ranking(run: Run | Path | str) -> bool:
     return file.is_file() and not isinstance(recipes.load(file), LanguageRecipe)
 
 
-def compare(runs: Sequence[Run | Path | str]) -> Comparison | LanguageComparison:
+def compare(runs: Sequence[Run | Path | str], file: Path | str | None = None) -> Comparison | LanguageComparison:
     """Compare finished runs with the first; seeds of one ranking recipe become one row with intervals.
 
+    Args:
+        file: File, folder or pattern of labelled samples on which ranking runs are evaluated for the comparison; None
+            for the evaluations that they hold.
+
     Raises:
-        RunError: If one of them is not a run, or some are of ranking and some of language models.
-        DataError: If one has no evaluation, or their splits differ.
+        RunError: If one of them is not a run, some are of ranking and some of language models, or a ``file`` is given
+            for language models.
+        DataError: If one has no evaluation, their splits differ, or the file cannot be read.
     """
     opened = [run if isinstance(run, Run) else Run(run) for run in runs]
     kinds = [isinstance(recipes.load(run.recipe_file), LanguageRecipe) for run in opened]
+    if all(kinds) and file is not None:
+        raise RunError(
+            "is for runs of ranking models", where="file", remedy="`cordillera evaluate RUN --file` one by one"
+        )
     if all(kinds):
         return compare_language(opened)
     if any(kinds):
         other = opened[kinds.index(not kinds[0])]
         raise RunError("is a run of another kind of model than the first", where=str(other.folder))
-    return compare_ranking(opened)
+    return compare_ranking(opened, None if file is None else [evaluate_file(run, file) for run in opened])
 
 
 def report(run: Run | Path | str) -> Path:

@@ -15,6 +15,7 @@ from cordillera.data.ranking.logs.click_logs import FileLog
 from cordillera.data.ranking.logs.columns import RowPlace, timestamps_of
 from cordillera.data.ranking.logs.delimited import other_separator
 from cordillera.errors import DataError
+from cordillera.numbers import counted
 
 ColumnRole = Literal["label", "timestamp", "id", "dense", "categorical", "list", "left out"]
 
@@ -22,6 +23,10 @@ ROWS = 200_000
 """Number of rows that guesses are made from; the first ones of a log."""
 
 _LABELS = ("click", "clicked", "label", "target", "is_click", "conversion", "converted", "purchase", "like", "liked")
+_OUTCOMES = re.compile(
+    r"(^|_)(clicks?|clicked|labels?|target|conversions?|converted|purchase[sd]?|likes?|liked|bought|orders?|ordered|"
+    r"installs?|installed|booked|bookings?|subscribed|subscriptions?|churn|churned|in_cart|to_cart)($|_)"
+)
 _TIMES = re.compile(r"(^|_)(time|timestamp|ts|date|datetime|dt|day|created_at|event_time|hour_ts)($|_)")
 _ROW_IDS = re.compile(r"(^|_)(row|request|event|impression|log|sample|record|uuid|guid)(_?id)?$|^id$")
 _IDS = re.compile(
@@ -77,10 +82,15 @@ def guess_roles(log: FileLog, labels: Sequence[str] = ()) -> list[ColumnGuess]:
     found: list[ColumnGuess] = []
     for name in frame.columns:
         if name in chosen:
-            found.append(ColumnGuess(name, "label", "as asked" if labels else "zeros and ones, called like a label"))
+            found.append(_label(frame[name], "as asked" if labels else "zeros and ones, called like a label"))
+        elif _OUTCOMES.search(name.lower()) and _is_binary(frame[name]):
+            why = "zeros and ones, called like an outcome, which is not known beforehand; --label NAME learns it too"
+            found.append(ColumnGuess(name, "left out", why))
         else:
             has_time = any(one.role == "timestamp" for one in found)
             found.append(_guess(frame[name], has_time))
+    if rows < ROWS:
+        _check_classes(frame, chosen, place)
     return found
 
 
@@ -106,6 +116,7 @@ def schema_of(guesses: Sequence[ColumnGuess]) -> Schema:
         "timestamp": next(iter(names["timestamp"]), None),
         "group": next(iter(people), None),
         "ids": names["id"],
+        "missing_labels": any(one.settings.get("missing_labels") for one in of_role.get("label", ())),
         **features,
     }
     return Schema.model_validate({key: value for key, value in content.items() if value})
@@ -140,9 +151,31 @@ def _check_labels(frame: pl.DataFrame, labels: Sequence[str], place: str) -> Non
             )
 
 
+def _label(series: pl.Series, why: str) -> ColumnGuess:
+    blank = series.is_null()
+    if series.dtype == pl.String:
+        blank = series.str.strip_chars().fill_null("") == ""
+    if not blank.any():
+        return ColumnGuess(series.name, "label", why)
+    why += f"; blank in {counted(int(blank.sum()), 'row')}, which then do not count for it"
+    return ColumnGuess(series.name, "label", why, {"missing_labels": True})
+
+
+def _check_classes(frame: pl.DataFrame, labels: Sequence[str], place: str) -> None:
+    for name in labels:
+        series = frame[name].drop_nulls()
+        if series.dtype == pl.String:
+            series = series.str.strip_chars().str.to_lowercase().filter(series.str.strip_chars() != "")
+        if series.n_unique() == 1:
+            raise DataError(f"column '{name}' is {series[0]} in all rows, so that nothing can be learnt", where=place)
+
+
 def _label_of(frame: pl.DataFrame, place: str) -> list[str]:
     binary = [name for name in frame.columns if _is_binary(frame[name])]
     called = [name for name in binary if name.lower() in _LABELS]
+    if not called and (others := [name for name in frame.columns if name.lower() in _LABELS]):
+        _check_labels(frame, others[:1], place)
+    called = called or [name for name in binary if _OUTCOMES.search(name.lower())]
     if len(called) != 1:
         which = "several columns look like the label" if called else "no column looks like the label"
         kind = "; columns of zeros and ones" if binary and not called else "; columns"
@@ -160,7 +193,7 @@ def _is_binary(series: pl.Series) -> bool:
         return True
     if values.dtype == pl.String:
         values = values.str.strip_chars().str.to_lowercase()
-        return bool(len(values)) and bool(values.is_in(["0", "1", "true", "false", ""]).all())
+        return bool(len(values)) and bool(values.is_in(["0", "1", "0.0", "1.0", "true", "false", ""]).all())
     return bool(len(values)) and values.dtype.is_numeric() and bool(((values == 0) | (values == 1)).all())
 
 
@@ -178,7 +211,12 @@ def _guess(series: pl.Series, has_time: bool) -> ColumnGuess:
     if _INDEX.search(called) and _counts_rows(given):
         return ColumnGuess(name, "id", "counts the rows: the index of a table")
     if _is_time(given, called):
-        return ColumnGuess(name, "left out", "another time") if has_time else ColumnGuess(name, "timestamp", "times")
+        if has_time:
+            return ColumnGuess(name, "left out", "another time")
+        order = "" if _is_ascending(series) else ", not in order: sort the rows, or set data.split = 'random'"
+        return ColumnGuess(name, "timestamp", f"times{order}")
+    if given.dtype == pl.String and given.str.contains(r"^-?\d+(,\d+)?$").all() and given.str.contains(",").any():
+        return ColumnGuess(name, "left out", "numbers with a decimal comma, which are not read: write 12.5")
     if different > 0.95 * len(given) > 100 and (_ROW_IDS.search(called) or not _numbers(given)[1]):
         return ColumnGuess(name, "id", "a value of its own in almost every row")
     if given.dtype == pl.String and (mark := _separator_of(given)):
@@ -235,6 +273,14 @@ def _is_time(given: pl.Series, called: str) -> bool:
     return are_numbers and bool(_TIMES.search(called)) and float(np.median(numbers)) > 1e8
 
 
+def _is_ascending(series: pl.Series) -> bool:
+    try:
+        times = timestamps_of(series, series.name, RowPlace("rows"))
+    except DataError:
+        return True  # training says what is wrong with them
+    return bool((np.diff(times) >= 0).all())
+
+
 def _separator_of(given: pl.Series) -> str | None:
     """Return the character that stands between entries of at least a tenth of the values, of the same kind."""
     for mark in _SEPARATORS:
@@ -242,7 +288,8 @@ def _separator_of(given: pl.Series) -> str | None:
         if len(inside) < 0.1 * len(given):
             continue
         entries = inside.head(1000).str.split(mark).explode()
-        short = bool((entries.str.len_chars() <= 24).all()) and entries.n_unique() < 0.5 * len(entries)
+        again = entries.n_unique() < min(0.5 * len(entries), max(2, inside.head(1000).n_unique()))
+        short = bool((entries.str.len_chars() <= 24).all()) and again
         if mark == "|" or (short and (mark != " " or entries.str.contains(r"^\d+$").all())):
             return mark
     return None

@@ -22,7 +22,7 @@ from cordillera.errors import DataError
 from cordillera.reports.ranking.material import TOP_K_METRICS, Material, median_speed
 from cordillera.run import Run
 from cordillera.training.ranking.config import STOP_TITLES
-from cordillera.training.ranking.evaluation import jsonable
+from cordillera.training.ranking.evaluation import Evaluation, jsonable
 
 METRICS = ("ne", "auc", "log_loss", "calibration", "gauc", *TOP_K_METRICS)
 _NAMED = ("run", "task")
@@ -201,11 +201,12 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> SeedMean:
     return SeedMean(mean, mean - half, mean + half, count)
 
 
-def compare(runs: Sequence[Run], *, level: float = 0.95) -> Comparison:
+def compare(runs: Sequence[Run], evaluations: Sequence[Evaluation] | None = None, *, level: float = 0.95) -> Comparison:
     """Compare finished runs.
 
     Args:
         runs: At least one run; the others are compared with the group of the first.
+        evaluations: Evaluation of each run on the same samples; None for those of their test splits.
         level: Confidence level of the intervals.
 
     Raises:
@@ -214,7 +215,7 @@ def compare(runs: Sequence[Run], *, level: float = 0.95) -> Comparison:
     """
     if not runs:
         raise DataError("no run was given", where="compare")
-    entries = [_Entry(run) for run in runs]
+    entries = [_Entry(run, found) for run, found in zip(runs, evaluations or [None] * len(runs), strict=True)]
     tasks = [task for task in entries[0].metrics if all(task in entry.metrics for entry in entries)]
     if not tasks:
         listing = "; ".join(", ".join(entry.metrics) for entry in entries)
@@ -258,8 +259,10 @@ def compare(runs: Sequence[Run], *, level: float = 0.95) -> Comparison:
 class _Entry(Material):
     """Content of a run that is compared."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, evaluation: Evaluation | None) -> None:
         super().__init__(run)
+        if evaluation is not None:
+            self.evaluation = evaluation
         if self.evaluation is None:
             raise DataError(
                 "has no evaluation.json", where=str(run.folder), remedy="run `cordillera evaluate` on it first"
