@@ -105,6 +105,10 @@ def test_several_tasks_have_a_column_each(tmp_path: Path) -> None:
     assert model.predict([]).shape == (0, 2)
 
 
+def rows_of(frame: pl.DataFrame) -> dict[str, list[object]]:
+    return {name: frame[name].to_list() for name in frame.columns}
+
+
 def test_what_is_no_table_is_refused(run: Path, tmp_path: Path) -> None:
     model = cordillera.load_model(run)
     frame = pl.read_csv(write_log(tmp_path / "samples.csv", rows=3))
@@ -121,6 +125,8 @@ def test_what_is_no_table_is_refused(run: Path, tmp_path: Path) -> None:
         (pd.DataFrame([rows[0]]).drop(columns=["seen"]), "column 'seen' is missing"),
         (pd.concat([frame.to_pandas(), frame.to_pandas()[["user"]]], axis=1), "stand twice.*user"),
         (frame.with_columns(price=pl.lit("dear")), "row 0, column 'price'.*'dear' is not a number"),
+        (frame.to_pandas().assign(price=[1.0, None, "dear"]), "row 2, column 'price'.*'dear' is not a number"),
+        ({**rows_of(frame), "price": np.array([1.0, "dear", 2], object)}, "row 1, column 'price'.*is not a number"),
         (frame.with_columns(price=pl.Series([1.0, math.inf, 2.0])), "row 1, column 'price'.*infinite"),
         (frame.with_columns(price=pl.Series([1.0, 2.0, math.nan])), "row 2, column 'price'.*NaN"),
         (frame.with_columns(user=pl.Series([1.5, 2.0, 3.0])), "row 0, column 'user'.*not an id"),

@@ -298,7 +298,7 @@ def _progress(out: Console, quiet: bool) -> Iterator[tuple[Progress, TaskID, Cal
         TimeElapsedColumn(table_column=fixed),
         _TimeLeft(table_column=fixed),
     ]
-    if out.width < 110:  # the number of steps and the time left stay readable
+    if out.width < 110 or not out.is_terminal:  # the number of steps and the time left stay readable
         del columns[4]
     with ProgressLines(*columns, console=out, disable=quiet, transient=True) as bar:
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 from polars.exceptions import PolarsError
@@ -141,8 +142,15 @@ def _of_columns(columns: Mapping[str, Any]) -> pl.DataFrame:
 
 def _of_values(name: str, values: Any) -> pl.Series:
     if type(values).__module__.partition(".")[0] == "pandas":
-        found: pl.Series = pl.from_pandas(values, nan_to_null=True)  # type: ignore[assignment]
-        return found.rename(name)
+        try:
+            found: pl.Series = pl.from_pandas(values, nan_to_null=True)  # type: ignore[assignment]
+            return found.rename(name)
+        except (pa.ArrowException, TypeError):
+            if values.dtype != object:
+                raise
+            values = values.where(values.notna(), None).tolist()
+    elif isinstance(values, np.ndarray) and values.dtype == object:
+        values = values.tolist()
     if isinstance(values, pl.Series):
         return values.rename(name)
     # numbers and text in one column become text, as in a file
