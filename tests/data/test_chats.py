@@ -122,6 +122,7 @@ BAD_PREFERENCES: list[tuple[Any, str]] = [
     ({"prompt": "x", "chosen": [SAY, SAY], "rejected": "a"}, "chosen is not one turn"),
     ({"prompt": "x", "chosen": [ASK, SAY], "rejected": "a"}, "chosen is not one turn"),
     ({"chosen": "a", "rejected": "b"}, "there is no prompt"),
+    ({"conversations": [{"from": "human", "value": "a"}]}, "write conversations as messages"),
     ({"chosen": [SAY], "rejected": [OTHER]}, "the prompt has no turn"),
     ({"chosen": [ASK, SAY], "rejected": [SAY, OTHER]}, "different prompts"),
 ]

@@ -356,4 +356,9 @@ def _said(value: Any) -> str:
 
 
 def _absent(row: FileRow, name: str) -> DataError:
-    return DataError(f"there is no {name}; there are {sorted(map(str, row.values))[:8]}", where=row.where)
+    remedy = None
+    if "conversations" in row.values:  # as ShareGPT has them
+        remedy = 'write conversations as messages: [{"role": "user", "content": "..."}, {"role": "assistant", ...}]'
+    return DataError(
+        f"there is no {name}; there are {sorted(map(str, row.values))[:8]}", where=row.where, remedy=remedy
+    )
