@@ -202,20 +202,7 @@ def _compare(
     if not found:
         raise PlanError(f"{problems[0][0]}: {problems[0][1].what}", remedy=problems[0][1].remedy)
     *_, last = found.values()
-    unit = "tokens" if isinstance(last, Planned) else "samples"
-    table = Sheet(
-        f"{Path(workload).stem} on {len(clusters)} clusters",
-        Field("cluster"),
-        Field("layout"),
-        Field("devices", form="{:,}"),
-        Field("seconds", "step", _seconds),
-        _ERROR,
-        Field(f"{unit}_per_s", "a second", lambda rate: f"{_millions(rate)} {unit}"),
-        _MEMORY,
-    )
-    for row in rows:
-        table.add(*row)
-    answer.tables(clusters=table)
+    answer.tables(clusters=_list_clusters(workload, rows, "tokens" if isinstance(last, Planned) else "samples"))
     interrupted = last.found.interrupted
     if interrupted:
         answer.say("interrupted: the last plan is the best until then, and the clusters after it were left out")
@@ -236,6 +223,22 @@ def _compare(
     if not any(one.files for one in found.values()):
         raise typer.Exit(1)
     return not interrupted
+
+
+def _list_clusters(workload: str, rows: Sequence[tuple[object, ...]], unit: str) -> Sheet:
+    table = Sheet(
+        f"{Path(workload).stem} on {len(rows)} clusters",
+        Field("cluster"),
+        Field("layout"),
+        Field("devices", form="{:,}"),
+        Field("seconds", "step", _seconds),
+        _ERROR,
+        Field(f"{unit}_per_s", "a second", lambda rate: f"{_millions(rate)} {unit}"),
+        _MEMORY,
+    )
+    for row in rows:
+        table.add(*row)
+    return table
 
 
 def _millions(rate: float) -> str:

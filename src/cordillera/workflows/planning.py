@@ -119,15 +119,16 @@ def _changed(cluster: str | Path, changes: Iterable[str]) -> clusters.Topology:
     return topology.changed(edits).model_copy(update=described)
 
 
-def _unlikely(topology: clusters.Topology) -> Iterator[str]:
-    """Yield what is so far from any machine that another unit seems to be meant."""
+def _warn_of_units(topology: clusters.Topology, cluster: str | Path) -> None:
+    """Warn of what is so far from any machine that another unit seems to be meant."""
     for key, (least, unit) in _LEAST.items():
         value = getattr(topology.device, key)
         if value < least:
-            yield f"device.{key} is {value:g}; its unit is {unit}"
+            warnings.warn(f"{cluster}: device.{key} is {value:g}; its unit is {unit}", stacklevel=3)
     for level in topology.levels:
         if level.distance_km > _HALF_THE_EARTH_KM:
-            yield f"{level.name}.distance_km is {level.distance_km:g}, more than half the way around the earth"
+            far = f"{level.name}.distance_km is {level.distance_km:g}, more than half the way around the earth"
+            warnings.warn(f"{cluster}: {far}", stacklevel=3)
 
 
 def plan(
@@ -182,8 +183,7 @@ def plan(
     files = {name: Path(folder) / name for name in ("plan.json", "plan.html", "trace.json")}
     check_writable(*files.values())
     work, topology = workloads.load(workload), _changed(cluster, changes)
-    for sentence in _unlikely(topology):
-        warnings.warn(f"{cluster}: {sentence}", stacklevel=2)
+    _warn_of_units(topology, cluster)
     asked = {text: topology.changed(dict([parse_change(text)])) for text in what_if}
     faults.check(slow, jitter)
     domains = list(lose)

@@ -215,7 +215,8 @@ def compare(runs: Sequence[Run], evaluations: Sequence[Evaluation] | None = None
     """
     if not runs:
         raise DataError("no run was given", where="compare")
-    entries = [_Entry(run, found) for run, found in zip(runs, evaluations or [None] * len(runs), strict=True)]
+    found: Sequence[Evaluation | None] = evaluations or [None] * len(runs)
+    entries = [_Entry(run, evaluation) for run, evaluation in zip(runs, found, strict=True)]
     tasks = [task for task in entries[0].metrics if all(task in entry.metrics for entry in entries)]
     if not tasks:
         listing = "; ".join(", ".join(entry.metrics) for entry in entries)

@@ -90,7 +90,7 @@ def _clearest(errors: Sequence[Any], body: object) -> Any:
     outer, branch = first["loc"][:-1], first["loc"][-1]
     for part in outer[1:]:
         if (isinstance(body, dict) and part in body) or (isinstance(body, list) and part in range(len(body))):
-            body = body[part]  # type: ignore[call-overload, index]
+            body = body[part]
     if isinstance(body, list) and isinstance(branch, str):
         same = [one for one in errors if one["loc"][: len(outer)] == outer]
         of_list = [one for one in same if len(one["loc"]) == len(first["loc"]) and not one["type"].endswith("_type")]

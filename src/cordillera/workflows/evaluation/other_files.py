@@ -51,8 +51,9 @@ def evaluate_file(run: Run | Path | str, file: Path | str) -> Evaluation:
             rows = encoder.encode(frame, where=place)
             unseen.update(rows)
             assert rows.labels is not None
-            rows = replace(rows, labels=rows.labels[:, labels])
-            np.add(blank, (rows.labels == MISSING).sum(0), out=blank)
+            known = rows.labels[:, labels]
+            rows = replace(rows, labels=known)
+            np.add(blank, np.equal(known, MISSING).sum(0), out=blank)
             for start in range(0, len(rows), recipe.data.evaluation_batch_size):
                 end = min(start + recipe.data.evaluation_batch_size, len(rows))
                 yield rows.take(np.arange(start, end)).batch()
