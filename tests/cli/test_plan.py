@@ -79,6 +79,8 @@ def test_a_plan_is_charged_what_failures_cost(cli: Any) -> None:
     assert {row["job"]["step_s"] for row in rows} == {best["seconds"]}
     worst = f"{best['seconds'] / rows[0]['effective']['value']:.4g}"
     assert worst in result.out
+    refused = cli("simulate-faults", "--plan", "p/plan.json", "--devices", 12, "--replicas", 7)
+    assert (refused.code, "12 devices cannot be divided into 7 replicas" in refused.err) == (2, True)
     Path("p/plan.json").write_text("{}")
     assert "plan again" in cli("simulate-faults", "--plan", "p/plan.json").err
 

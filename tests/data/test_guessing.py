@@ -155,7 +155,7 @@ def test_commas_are_not_taken_for_lists_where_they_are_of_numbers_or_words(tmp_p
         "categorical",
         "list",
     )
-    assert "decimal comma" in found["euros"].why
+    assert "numbers with commas" in found["euros"].why
 
 
 def test_a_label_that_is_not_clear_is_asked_for(tmp_path: Path) -> None:

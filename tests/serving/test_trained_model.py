@@ -136,6 +136,10 @@ def test_what_is_no_table_is_refused(run: Path, tmp_path: Path) -> None:
     for wrong, why in cases:
         with pytest.raises(DataError, match=why):
             model.predict(wrong)
+    mixed = [np.int64(1), np.float64(90.7), 2]
+    expected = model.predict({**rows_of(frame), "price": [1.0, 90.7, 2.0]})
+    for given in (mixed, np.array(mixed, object), pd.Series(mixed, dtype=object)):
+        assert np.array_equal(model.predict({**rows_of(frame), "price": given}), expected)
     with pytest.raises(DataError, match="batch_size: must be at least 1"):
         model.predict(frame, batch_size=0)
     with pytest.raises(RunError):

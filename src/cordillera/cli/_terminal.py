@@ -74,13 +74,16 @@ class PlainConsole(Console):
     """
 
     def __init__(self, file: IO[str], quiet: bool = False) -> None:
-        width = None if file.isatty() or os.environ.get("COLUMNS", "").isdigit() else _UNBOUNDED
-        super().__init__(
-            file=file, width=width, markup=False, emoji=False, highlight=False, soft_wrap=True, quiet=quiet
-        )
+        super().__init__(file=file, markup=False, emoji=False, highlight=False, soft_wrap=True, quiet=quiet)
+        if not self.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+            self.width = _UNBOUNDED
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text, lines=True), **options)
+
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command, for which a reader that closed the pipe is no error."""
+        raise BrokenPipeError(errno.EPIPE, "the reader closed the pipe")
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*(_fitted(one, self.width) if isinstance(one, Table) else one for one in objects), **options)
@@ -106,14 +109,17 @@ def _fitted(table: Table, width: int) -> Table:
 
 
 def _lines(*cells: Any) -> list[str]:
-    return [line for cell in cells for line in [*str(cell).split("\n"), ""]]
+    return [line for cell in cells for line in [*printable(str(cell), lines=True).split("\n"), ""]]
 
 
 def _row_by_row(table: Table) -> Table:
     blocks = Table(title=table.title, title_justify="left", box=None, pad_edge=False, show_header=False)
+    blocks.caption, blocks.caption_justify = table.caption, table.caption_justify
     blocks.add_column()
     blocks.add_column(overflow="fold")
     headings = [str(column.header) for column in table.columns]
+    for heading in headings if not table.row_count else ():
+        blocks.add_row(heading, "")
     for number, row in enumerate(zip(*(column.cells for column in table.columns), strict=True)):
         if number:
             blocks.add_row("", "")

@@ -200,7 +200,8 @@ def _compare(
             if one.found.interrupted:
                 break
     if not found:
-        raise PlanError(f"{problems[0][0]}: {problems[0][1].what}", remedy=problems[0][1].remedy)
+        name, problem = problems[0]
+        raise PlanError(problem.what, where=", ".join(filter(None, (name, problem.where))), remedy=problem.remedy)
     *_, last = found.values()
     answer.tables(clusters=_list_clusters(workload, rows, "tokens" if isinstance(last, Planned) else "samples"))
     interrupted = last.found.interrupted

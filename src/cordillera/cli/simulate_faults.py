@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -80,12 +81,11 @@ def simulate_faults(
     from cordillera.workflows.scaling import planned_job, study_faults
 
     planned = None if plan is None else planned_job(plan)
-    if planned is not None and (uneven := [one for one in replicas or () if planned.devices % one]):
-        raise PlanError(
-            f"{planned.devices:,} devices of the plan cannot be divided into {uneven[0]:,} replicas",
-            where="--replicas",
-            remedy="give numbers that divide the devices",
-        )
+    if planned is not None:
+        for total, parts in itertools.product(devices or [planned.devices], replicas or ()):
+            if total % parts:
+                what = f"{total:,} devices cannot be divided into {parts:,} replicas"
+                raise PlanError(what, where="--replicas", remedy="give numbers that divide the devices")
     if step is None:
         step = 20.0 if planned is None else planned.step_s
     job = FaultyJob(

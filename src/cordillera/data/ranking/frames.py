@@ -149,8 +149,9 @@ def _of_values(name: str, values: Any) -> pl.Series:
             if values.dtype != object:
                 raise
             values = values.where(values.notna(), None).tolist()
-    elif isinstance(values, np.ndarray) and values.dtype == object:
-        values = values.tolist()
+    if isinstance(values, list | tuple) or (isinstance(values, np.ndarray) and values.dtype == object):
+        # Polars would cut NumPy's numbers to the type of the first
+        values = [one.item() if isinstance(one, np.generic) else one for one in values]
     if isinstance(values, pl.Series):
         return values.rename(name)
     # numbers and text in one column become text, as in a file

@@ -24,8 +24,8 @@ ROWS = 200_000
 
 _LABELS = ("click", "clicked", "label", "target", "is_click", "conversion", "converted", "purchase", "like", "liked")
 _OUTCOMES = re.compile(
-    r"(^|_)(clicks?|clicked|labels?|target|conversions?|converted|purchase[sd]?|likes?|liked|bought|orders?|ordered|"
-    r"installs?|installed|booked|bookings?|subscribed|subscriptions?|churn|churned|in_cart|to_cart)($|_)"
+    r"^(is_)?(click|label|target|conversion|purchase|like|order|install|booking|churn)s?$|"
+    r"(^|_)(clicked|converted|purchased|liked|bought|ordered|installed|booked|subscribed|churned|in_cart|to_cart)$"
 )
 _TIMES = re.compile(r"(^|_)(time|timestamp|ts|date|datetime|dt|day|created_at|event_time|hour_ts)($|_)")
 _ROW_IDS = re.compile(r"(^|_)(row|request|event|impression|log|sample|record|uuid|guid)(_?id)?$|^id$")
@@ -146,8 +146,8 @@ def _check_labels(frame: pl.DataFrame, labels: Sequence[str], place: str) -> Non
             raise DataError(
                 f"column '{name}' holds {shown or 'no value'}{more}; labels are 0 and 1, or false and true",
                 where=place,
-                remedy="add a column of 0 and 1 to the log, such as 1 for ratings of at least 4, and name it with "
-                "--label",
+                remedy="add a column of 0 and 1 to the log, such as 1 for ratings of at least 4, and name it, or "
+                "another one, with --label",
             )
 
 
@@ -165,9 +165,11 @@ def _check_classes(frame: pl.DataFrame, labels: Sequence[str], place: str) -> No
     for name in labels:
         series = frame[name].drop_nulls()
         if series.dtype == pl.String:
-            series = series.str.strip_chars().str.to_lowercase().filter(series.str.strip_chars() != "")
-        if series.n_unique() == 1:
-            raise DataError(f"column '{name}' is {series[0]} in all rows, so that nothing can be learnt", where=place)
+            series = series.str.strip_chars().str.to_lowercase().replace({"true": "1", "false": "0"})
+            series = series.filter(series != "").cast(pl.Float64)
+        if series.n_unique() < 2:
+            all_rows = f"{float(series[0]):g}" if len(series) else "blank"
+            raise DataError(f"column '{name}' is {all_rows} in all rows, so that nothing can be learnt", where=place)
 
 
 def _label_of(frame: pl.DataFrame, place: str) -> list[str]:
@@ -215,8 +217,8 @@ def _guess(series: pl.Series, has_time: bool) -> ColumnGuess:
             return ColumnGuess(name, "left out", "another time")
         order = "" if _is_ascending(series) else ", not in order: sort the rows, or set data.split = 'random'"
         return ColumnGuess(name, "timestamp", f"times{order}")
-    if given.dtype == pl.String and given.str.contains(r"^-?\d+(,\d+)?$").all() and given.str.contains(",").any():
-        return ColumnGuess(name, "left out", "numbers with a decimal comma, which are not read: write 12.5")
+    if given.dtype == pl.String and not _IDS.search(called) and _have_commas(given):
+        return ColumnGuess(name, "left out", "numbers with commas, which are not read: write 12.5 or 1234")
     if different > 0.95 * len(given) > 100 and (_ROW_IDS.search(called) or not _numbers(given)[1]):
         return ColumnGuess(name, "id", "a value of its own in almost every row")
     if given.dtype == pl.String and (mark := _separator_of(given)):
@@ -273,6 +275,11 @@ def _is_time(given: pl.Series, called: str) -> bool:
     return are_numbers and bool(_TIMES.search(called)) and float(np.median(numbers)) > 1e8
 
 
+def _have_commas(given: pl.Series) -> bool:
+    """Return whether these are numbers with at most one comma each, before decimals or after thousands."""
+    return bool(given.str.contains(r"^-?\d+(,\d+)?$").all()) and bool(given.str.contains(",", literal=True).any())
+
+
 def _is_ascending(series: pl.Series) -> bool:
     try:
         times = timestamps_of(series, series.name, RowPlace("rows"))
@@ -288,8 +295,9 @@ def _separator_of(given: pl.Series) -> str | None:
         if len(inside) < 0.1 * len(given):
             continue
         entries = inside.head(1000).str.split(mark).explode()
-        again = entries.n_unique() < min(0.5 * len(entries), max(2, inside.head(1000).n_unique()))
-        short = bool((entries.str.len_chars() <= 24).all()) and again
+        short = bool((entries.str.len_chars() <= 24).all()) and entries.n_unique() < 0.5 * len(entries)
+        if mark == "," and entries.n_unique() >= max(2, inside.head(1000).n_unique()):
+            continue  # a comma inside of a few names
         if mark == "|" or (short and (mark != " " or entries.str.contains(r"^\d+$").all())):
             return mark
     return None

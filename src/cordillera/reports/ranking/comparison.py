@@ -234,7 +234,7 @@ def compare(runs: Sequence[Run], evaluations: Sequence[Evaluation] | None = None
             )
         group.append(entry)
     members = list(groups.values())
-    notes: list[str] = []
+    notes = [f"Evaluated on {one.split}, {one.examples:,} samples." for one in (evaluations or ())[:1]]
     rows: list[Row] = []
     for group in members:
         differences = {} if group is members[0] else _differences(members[0], group, tasks, level, notes)

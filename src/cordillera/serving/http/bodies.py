@@ -31,7 +31,16 @@ def _few_keys(values: object) -> object:
     return values
 
 
+def _is_number(value: object) -> object:
+    if isinstance(value, str | bool):
+        raise ValueError(f"must be a number, got {value!r:.40}")
+    return value
+
+
 FewKeys = BeforeValidator(_few_keys)
+Whole = Annotated[int, BeforeValidator(_is_number)]
+Real = Annotated[float, BeforeValidator(_is_number)]
+Switch = Annotated[bool, Field(strict=True)]
 
 
 class StreamOptions(BaseModel):
@@ -41,7 +50,7 @@ class StreamOptions(BaseModel):
         include_usage: Whether the last event tells numbers of tokens.
     """
 
-    include_usage: bool = False
+    include_usage: Switch = False
 
 
 class JsonSchema(BaseModel):
@@ -51,7 +60,7 @@ class JsonSchema(BaseModel):
 
     name: str = "document"
     content: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
+    strict: Switch | None = None
     description: str | None = None
 
 
@@ -109,27 +118,27 @@ class TextBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str
-    max_tokens: int | None = Field(None, ge=1, strict=True)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, strict=True)
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    max_tokens: Whole | None = Field(None, ge=1)
+    temperature: Real | None = Field(None, ge=0, le=100)
+    top_p: Real | None = Field(None, gt=0, le=1)
+    top_k: Whole | None = Field(None, ge=-1)
+    min_p: Real | None = Field(None, ge=0, le=1)
+    presence_penalty: Real | None = Field(None, ge=-2, le=2)
+    frequency_penalty: Real | None = Field(None, ge=-2, le=2)
+    repetition_penalty: Real | None = Field(None, gt=0, le=100)
     logit_bias: Annotated[
         dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None, FewKeys
     ] = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63, strict=True)
-    n: int | None = Field(None, ge=1, le=128, strict=True)
+    seed: Whole | None = Field(None, ge=-(2**63), lt=2**63)
+    n: Whole | None = Field(None, ge=1, le=128)
     stop: Stop | Many[Stop] | None = None
-    stream: bool | None = Field(None, strict=True)
+    stream: Switch | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    ignore_eos: bool = Field(False, strict=True)
+    ignore_eos: Switch = False
     user: str | None = None
     metadata: Annotated[dict[str, str] | None, FewKeys] = None
-    store: bool | None = None
+    store: Switch | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -185,9 +194,9 @@ class CompletionBody(TextBody):
         | Many[int]
         | Annotated[Many[Many[int]], Field(max_length=_MOST_PROMPTS)]
     )
-    echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    best_of: int | None = None
+    echo: Switch | None = None
+    logprobs: Whole | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    best_of: Whole | None = None
     suffix: None = None
 
     def prompts(self) -> list[str | list[int]]:
@@ -264,12 +273,12 @@ class ChatBody(TextBody):
     """
 
     messages: Many[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    max_completion_tokens: Whole | None = Field(None, ge=1)
+    logprobs: Switch | None = None
+    top_logprobs: Whole | None = Field(None, ge=0, le=MOST_LOGPROBS)
     tools: Many[Tool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: Switch | None = None
 
     def chat(self) -> list[Message]:
         """Return the messages, with the tools in the system turn."""
