@@ -41,6 +41,7 @@ def plan(seconds: float, error: float | None = None, **values: Any) -> SimpleNam
         error_s=error,
         samples_per_s=4.5e6,
         step=step,
+        flops=3e18,
         cut="in rows",
         **some,
         **values,
@@ -54,7 +55,7 @@ def planned(kind: type, *seconds: float, base: float = 9.0, what_if: tuple[Case,
         own=(), plans=plans, best=plans[0], interrupted=False, simulated=1234, estimated=5678, layouts=91, seconds=2.5
     )
     cost = SimpleNamespace(calibration=SimpleNamespace(provenance="measured", described="measured"), products=None)
-    work = SimpleNamespace(name="work", batch=500, sequence=4000, model=SimpleNamespace(gated=False))
+    work = SimpleNamespace(name="work", batch=500, sequence=4000, model=SimpleNamespace(gated=False, parameters=7.5e9))
     explorer = SimpleNamespace(
         workload=work, topology=SimpleNamespace(name="cluster"), cost=cost, devices=2048, base_source="published",
         constants="measured",
@@ -96,7 +97,7 @@ def test_clusters_are_compared_by_step_and_by_what_is_trained_in_a_second(
 ) -> None:
     monkeypatch.setattr("cordillera.topology.load", lambda name: None)
     for kind, speed in (
-        (Planned, f"{500 * 4000 / seconds / 1e6:.2f} M tokens"),
+        (Planned, "100,000 tokens" if seconds == 20 else f"{500 * 4000 / seconds / 1e6:.2f} M tokens"),
         (PlannedRecommender, "4.50 M samples"),
     ):
         one = planned(kind, seconds)
@@ -130,6 +131,7 @@ def test_a_plan_is_printed_with_its_gain_its_cases_and_its_files(
         "5,678 layouts estimated, 1,234 steps simulated in 2.5 s",
         "base: published",
         "constants: measured",
+        "workload: 7.50 billion parameters, 2,000,000 tokens and 3e+18 FLOPs a step",
         "report: p/plan.html",
     ]
     planning._show(_show.CommandOutput(False), planned(PlannedRecommender, 0.5))
@@ -303,8 +305,13 @@ def test_the_end_of_training_says_how_it_ended(capsys: pytest.CaptureFixture[str
     assert "probing its layers took 0.50 s of that, 2.5 %" in capsys.readouterr().out
     language: Any = workflows.LanguageOutcome.__new__(workflows.LanguageOutcome)
     object.__setattr__(language, "report", one.report)
+    records = [{"kind": "train", "step": 1200, "loss": 0.5, "accuracy": 1.0, "margin": None}, {"kind": "checkpoint"}]
+    object.__setattr__(language, "run", SimpleNamespace(metrics=lambda: records))
     train._print(_show.CommandOutput(False), language, False, False)
-    assert capsys.readouterr().out == f"{said} after 1,234 steps in 20.0 s, 5,000,000 tokens\n"
+    assert capsys.readouterr().out.splitlines() == [
+        "step 1,200, in training: loss 0.5000, accuracy 1.0000",
+        f"{said} after 1,234 steps in 20.0 s, 5,000,000 tokens",
+    ]
 
 
 def test_an_interrupted_training_says_how_it_goes_on(cli: Any, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

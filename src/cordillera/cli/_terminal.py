@@ -79,6 +79,7 @@ class PlainConsole(Console):
             self.width = _UNBOUNDED
 
     def render_str(self, text: str, **options: Any) -> Text:
+        """Return text as it is printed, with control characters escaped."""
         return super().render_str(printable(text, lines=True), **options)
 
     def on_broken_pipe(self) -> None:
@@ -86,6 +87,7 @@ class PlainConsole(Console):
         raise BrokenPipeError(errno.EPIPE, "the reader closed the pipe")
 
     def print(self, *objects: Any, **options: Any) -> None:
+        """Print text and tables, with the tables' columns as wide as fits."""
         super().print(*(_fitted(one, self.width) if isinstance(one, Table) else one for one in objects), **options)
 
 

@@ -98,7 +98,7 @@ class MLP(nn.Module):
 
 
 def in_turn(layers: list[nn.Module], x: Tensor) -> Tensor:
-    """Apply ``layers`` one after another, a linear layer and the ReLU behind it in one kernel."""
+    """Apply ``layers`` to ``x`` one after another, a linear layer and the ReLU behind it in one kernel."""
     layers = list(layers)
     while layers:
         layer = layers.pop(0)
