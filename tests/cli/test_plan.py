@@ -103,16 +103,8 @@ def test_several_clusters_are_compared(cli: Any, workload: str, unit: str) -> No
 
 
 def test_what_was_asked_for_is_said_of_each_of_several_clusters(cli: Any) -> None:
-    own = (
-        "--devices",
-        8,
-        "--layout",
-        "tensor=8",
-        "--layout",
-        "tensor=4,pipeline=2",
-        "--what-if",
-        "host.bytes_per_s*=2",
-    )
+    layouts = ("--layout", "tensor=8", "--layout", "tensor=4,pipeline=2")
+    own = ("--devices", 8, *layouts, "--what-if", "host.bytes_per_s*=2")
     alone = cli("plan", "gpt-22b", "selene", *own).out.splitlines()
     shown = cli("plan", "gpt-22b", "a100-node", "selene", *own, "--out", "p").out
     assert {line for line in alone if not line.startswith("report")} <= set(shown.splitlines())

@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Iterator
 from typing import IO, Any, cast
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import Progress, ProgressColumn, TaskID
 from rich.table import Table
 from rich.text import Text
 
@@ -159,10 +158,6 @@ class ProgressLines(Progress):
         self._pause = min(2 * self._pause, _LONGEST_S)
         self._due = now + self._pause
         task = next(one for one in self.tasks if one.id == task_id)
-        self.console.print("  ".join(filter(None, self._texts(task))))
-
-    def _texts(self, task: Any) -> Iterator[str]:
-        for column in self.columns:
-            shown = column(task) if not isinstance(column, str) else column
-            if isinstance(shown, Text):
-                yield shown.plain.strip()
+        shown = [column(task) for column in self.columns if isinstance(column, ProgressColumn)]
+        texts = [one.plain.strip() for one in shown if isinstance(one, Text)]  # a bar is none
+        self.console.print("  ".join(filter(None, texts)))

@@ -33,7 +33,7 @@ def _few_keys(values: object) -> object:
 
 def _is_number(value: object) -> object:
     if isinstance(value, str | bool):
-        raise ValueError(f"must be a number, got {value!r:.40}")
+        raise ValueError("must be a number")
     return value
 
 
