@@ -46,18 +46,22 @@ help:
 demo: $(VENV)/.cpu
 	$(BIN)/cordillera train movielens-wukong
 
+# Tests start hundreds of processes, each of which would compile all modules where Python may not write bytecode.
+test test-all test-attacks test-benchmarks: export PYTHONDONTWRITEBYTECODE =
+test test-all test-attacks test-benchmarks: export OMP_NUM_THREADS = 1
+
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_FLAGS)
 
 test-all: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --all -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest --all -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_FLAGS)
 
 # Each process has commands and folders of its own, so that attacks are shared out singly.
 test-attacks: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --attacks tests/attacks -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest --attacks tests/attacks -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
 
 test-benchmarks: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --benchmarks tests/benchmarks -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest --benchmarks tests/benchmarks -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_FLAGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -50,11 +50,14 @@ def fuzz_inputs(request: pytest.FixtureRequest) -> Callable[[int], int]:
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare the process.
 
-    Tests of properties take the same inputs in each run, other ones with ``--fuzz``. Tests send themselves Ctrl-C
-    and hang up, which a shell that runs something in the background, or ``nohup``, has told it to ignore.
+    Tests of properties take the same inputs in each run, other ones with ``--fuzz``, and may be slow. Tests send
+    themselves Ctrl-C and hang up, which a shell that runs something in the background, or ``nohup``, has told it to
+    ignore.
     """
-    hypothesis.settings.register_profile("same inputs", derandomize=True)
-    hypothesis.settings.load_profile("default" if config.getoption("--fuzz") else "same inputs")
+    patient = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+    hypothesis.settings.register_profile("other inputs", **patient)
+    hypothesis.settings.register_profile("same inputs", derandomize=True, **patient)
+    hypothesis.settings.load_profile("other inputs" if config.getoption("--fuzz") else "same inputs")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cordillera.errors import DataError
@@ -40,7 +40,6 @@ def test_offsets_and_lengths_are_inverse(lengths: list[int]) -> None:
     assert offsets[0] == 0
 
 
-@settings(deadline=None)
 @given(size=st.integers(1, 6), data=st.data())
 def test_features_survive_being_joined(size: int, data: st.DataObject) -> None:
     rows = st.lists(st.lists(st.integers(0, 99), max_size=4), min_size=size, max_size=size)
@@ -120,7 +119,6 @@ def test_no_features_are_refused_when_joined() -> None:
         JaggedBatch.from_features({})
 
 
-@settings(deadline=None)
 @given(size=st.integers(0, 5), data=st.data())
 def test_samples_and_features_are_cut_as_lists_are(size: int, data: st.DataObject) -> None:
     rows = st.lists(st.lists(st.integers(0, 99), max_size=3), min_size=size, max_size=size)

@@ -40,7 +40,7 @@ def best(weights: list[float], bins: int) -> float:
 
 @every_method
 @given(weights=small, bins=few_bins)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_item_is_in_one_bin(method: Callable[..., Bins], weights: list[float], bins: int) -> None:
     places = method(weights, bins)
     assert places.dtype == np.int64
@@ -50,7 +50,7 @@ def test_every_item_is_in_one_bin(method: Callable[..., Bins], weights: list[flo
 
 
 @given(weights=small, bins=few_bins)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_greedy_methods_keep_their_proven_bounds(weights: list[float], bins: int) -> None:
     least = best(weights, bins)
     longest = heaviest(weights, partition.longest_processing_time(weights, bins), bins)
@@ -59,7 +59,7 @@ def test_greedy_methods_keep_their_proven_bounds(weights: list[float], bins: int
 
 
 @given(weights=many, bins=st.integers(1, 9))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_no_bin_exceeds_the_mean_by_more_than_an_item(weights: list[float], bins: int) -> None:
     for method in (partition.list_scheduling, partition.longest_processing_time):
         found = loads(weights, method(weights, bins), bins)
@@ -71,7 +71,7 @@ def test_no_bin_exceeds_the_mean_by_more_than_an_item(weights: list[float], bins
     bins=st.integers(1, 6),
     room=st.integers(0, 40),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_no_bin_holds_more_than_its_room(items: list[tuple[float, int]], bins: int, room: int) -> None:
     weights, sizes = [weight for weight, _ in items], [float(size) for _, size in items]
     for method in (partition.list_scheduling, partition.longest_processing_time):
@@ -87,7 +87,7 @@ def test_no_bin_holds_more_than_its_room(items: list[tuple[float, int]], bins: i
 
 
 @given(weights=small, bins=few_bins)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_differencing_is_near_the_optimum(weights: list[float], bins: int) -> None:
     """Bounds: 7/6 for two bins (Fischetti, Martello 1987), 4/3 - 1/(3 (m - 1)) for more (Michiels et al. 2003)."""
     found = heaviest(weights, partition.karmarkar_karp(weights, bins), bins)
@@ -116,7 +116,7 @@ def test_differencing_finds_what_longest_processing_time_misses() -> None:
     bins=st.integers(1, 4),
     room=st.integers(0, 40),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_differencing_keeps_the_room_or_assigns_nothing(items: list[tuple[float, int]], bins: int, room: int) -> None:
     weights, sizes = [weight for weight, _ in items], [float(size) for _, size in items]
     places = partition.karmarkar_karp(weights, bins, sizes, room)

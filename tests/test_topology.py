@@ -63,7 +63,7 @@ def test_bytes_inside_a_host_use_its_ports_and_others_the_network() -> None:
     members=st.lists(st.integers(1, 4), min_size=1, max_size=4),
     pair=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_routes_mirror_each_other_and_stay_below_what_both_share(members: list[int], pair: tuple[int, int]) -> None:
     c = cluster(*({"name": f"l{i}", "members": n, "latency_s": 10**i} for i, n in enumerate(members)))
     a, b = (value % c.devices for value in pair)

@@ -267,7 +267,7 @@ def write(texts: Mapping[Path, str]) -> None:
     path, made = next(iter(texts)), list[Path]()
     try:
         for path, text in texts.items():
-            _make(path.parent, made)
+            make_folders(path.parent, made)
             with open(beside[path], "w", encoding="utf-8", newline="\n") as file:
                 file.write(text)
                 file.flush()
@@ -284,10 +284,10 @@ def write(texts: Mapping[Path, str]) -> None:
         for part in beside.values():
             with contextlib.suppress(OSError, ValueError):
                 part.unlink(missing_ok=True)
-        _remove(made)
+        remove_made(made)
 
 
-def _make(folder: Path, made: list[Path]) -> None:
+def make_folders(folder: Path, made: list[Path]) -> None:
     """Create a folder and its parents, and add those that did not exist to ``made``."""
     for one in reversed([folder, *folder.parents]):
         if not one.is_dir():
@@ -297,7 +297,8 @@ def _make(folder: Path, made: list[Path]) -> None:
             made.append(one)
 
 
-def _remove(made: list[Path]) -> None:
+def remove_made(made: list[Path]) -> None:
+    """Remove folders that :func:`make_folders` made, as far as they are empty."""
     for one in reversed(made):
         with contextlib.suppress(OSError):
             one.rmdir()
@@ -314,11 +315,11 @@ def check_writable(*paths: Path) -> None:
         try:
             if path.is_dir():
                 raise PlanError("cannot be written: it is a folder", where=str(path), remedy="another place")
-            _make(path.parent, made)
+            make_folders(path.parent, made)
             with tempfile.TemporaryFile(dir=path.parent):
                 pass
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise PlanError(f"cannot be written: {reason}", where=str(path), remedy="another place") from error
         finally:
-            _remove(made)
+            remove_made(made)

@@ -23,7 +23,7 @@ from tomlkit.items import Array, Table
 
 from cordillera import topology
 from cordillera.data.assets import ASSETS
-from cordillera.data.files import cache_folder, write_bytes
+from cordillera.data.files import cache_folder
 from cordillera.data.language.batches import BatchConfig
 from cordillera.data.language.chats.rows import ChatDataConfig
 from cordillera.data.language.corpora import TextDataConfig
@@ -37,7 +37,7 @@ from cordillera.distributed.fault_tolerance.coordination import FaultToleranceCo
 from cordillera.distributed.planned_mesh import PlannedParallelConfig
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import CordilleraError, DataError, RecipeError, printable
-from cordillera.files import TOML_BYTES, TOML_DEPTH, parse_toml, read_text
+from cordillera.files import TOML_BYTES, TOML_DEPTH, parse_toml, read_text, write
 from cordillera.kernels.threads import MOST_THREADS
 from cordillera.models.language.checkpoints import open_checkpoint
 from cordillera.models.language.llama import PRESETS, LlamaConfig
@@ -497,6 +497,7 @@ def write_recipe(
     Raises:
         DataError: If the log cannot be read, no label is found, no column is a feature, or ``out`` exists.
         RecipeError: If there is no such model.
+        PlanError: If ``out`` cannot be written.
     """
     out = Path(out)
     if out.exists():
@@ -525,5 +526,5 @@ def write_recipe(
         section.add(key, _inline_rows(value))
     data_section: Any = document["data"]
     data_section.add("schema", section)
-    write_bytes(out, printable(tomlkit.dumps(document), lines=True, quoted=True).encode())
+    write({out: printable(tomlkit.dumps(document), lines=True, quoted=True)})
     return guesses

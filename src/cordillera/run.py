@@ -88,12 +88,12 @@ def disk_errors(path: Path, remedy: str | None = None) -> Iterator[None]:
             raise RunError(
                 f"{full}; what was being written has been removed, earlier files are intact",
                 where=str(path),
-                remedy=remedy or "free some space, then go on with --resume",
+                remedy=remedy or "free some space, then give the command again; a training goes on with --resume",
             ) from error
         raise RunError(
             f"cannot be written: {error.strerror or error}",
             where=str(path),
-            remedy=remedy or "choose another --run folder",
+            remedy=remedy or "choose a folder that can be written",
         ) from error
 
 

@@ -51,7 +51,7 @@ def _one_by_one(a: list[int], b: list[int], spill: int) -> tuple[int, int]:
     return total + accumulator, clips
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=seeds, rows=st.integers(0, 4), outputs=st.integers(1, 4), inner=st.integers(0, 40),
        spread=st.sampled_from([5.0, 30.0, 90.0]), spill=st.sampled_from([2, 4, 8, 16, 256]))  # fmt: skip
 def test_sums_and_clips_are_those_made_one_by_one(
@@ -64,7 +64,7 @@ def test_sums_and_clips_are_those_made_one_by_one(
     assert clips == sum(count for row in slow for _, count in row)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=seeds, bits=st.integers(1, 8), spread=st.sampled_from([10.0, 40.0]), spill=st.sampled_from([2, 8, 64]),
        zero_points=st.booleans())  # fmt: skip
 def test_without_a_clip_the_product_is_exact(
@@ -80,7 +80,7 @@ def test_without_a_clip_the_product_is_exact(
         assert clips > 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=seeds, bits=st.integers(0, 8))
 def test_outliers_and_the_rest_are_the_weight(seed: int, bits: int) -> None:
     codes = _weight(seed, 9, 31, 40).codes

@@ -29,7 +29,7 @@ def test_the_command_finds_it() -> None:
     assert "compression" in bench.programs()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 6), max_size=200))
 def test_vector_lz_loses_nothing(numbers: list[int]) -> None:
     assert vector_lz_expanded(vector_lz_tokens(numbers)) == numbers

@@ -32,7 +32,7 @@ def arrivals(lengths: list[int], microbatches: int) -> list[PackedDocument]:
 
 
 @given(lengths=st.lists(st.integers(1, 350), max_size=40), microbatches=st.integers(1, 4))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_arrival_order_with_cuts_fills_every_sequence(lengths: list[int], microbatches: int) -> None:
     found = list(in_arrival_order(lengths, microbatches, CONTEXT, cut=True))
     parts = [document for one in found for document in one.documents]
@@ -46,7 +46,7 @@ def test_arrival_order_with_cuts_fills_every_sequence(lengths: list[int], microb
 
 
 @given(lengths=streams, microbatches=st.integers(1, 4))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_arrival_order_keeps_documents_whole_and_in_order(lengths: list[int], microbatches: int) -> None:
     found = list(in_arrival_order(lengths, microbatches, CONTEXT))
     assert [(d.number, d.length) for one in found for d in one.documents] == list(enumerate(lengths))
@@ -57,7 +57,7 @@ def test_arrival_order_keeps_documents_whole_and_in_order(lengths: list[int], mi
 
 
 @given(lengths=streams, microbatches=st.integers(1, 4), window=st.integers(1, 4))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_windows_pack_every_document_once_within_the_context(
     lengths: list[int], microbatches: int, window: int
 ) -> None:
@@ -68,7 +68,7 @@ def test_windows_pack_every_document_once_within_the_context(
 
 
 @given(lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=12), microbatches=st.integers(2, 3))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_no_packing_of_a_batch_is_better_than_the_exact_one(lengths: list[int], microbatches: int) -> None:
     bound = 4 * CONTEXT
     best = list(exactly(lengths, microbatches, CONTEXT, bound, WORK, gap=0.0))
@@ -106,7 +106,7 @@ def best(weights: list[float], bins: int, sizes: list[float] | None = None, room
 
 
 @given(weights=small, bins=few_bins)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_exact_partition_is_that_of_enumeration(weights: list[float], bins: int) -> None:
     assert loads(weights, exact(weights, bins), bins).max() == best(weights, bins)
 
@@ -114,7 +114,7 @@ def test_the_exact_partition_is_that_of_enumeration(weights: list[float], bins: 
 @given(
     items=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=6), bins=few_bins, room=st.integers(0, 20)
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_exact_partition_with_sizes_is_that_of_enumeration(
     items: list[tuple[int, int]], bins: int, room: int
 ) -> None:

@@ -44,7 +44,7 @@ def _linear(seed: int, inner: int, outputs: int) -> nn.Linear:
     return nn.Linear(inner, outputs)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 2**31), output=st.booleans())
 @pytest.mark.slow
 def test_three_layers_in_eight_bits_throughout_keep_thirty_decibels(seed: int, output: bool) -> None:

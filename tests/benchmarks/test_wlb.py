@@ -33,7 +33,7 @@ def mask(lengths: list[int]) -> np.ndarray:
 
 
 @given(lengths=documents, ranks=context_ranks)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_pairs_per_sequence_are_those_of_the_mask(lengths: list[int], ranks: int) -> None:
     rows = np.array_split(mask(lengths).sum(axis=1, dtype=np.int64), 2 * ranks)
     plan = per_sequence(lengths, ranks)
@@ -42,7 +42,7 @@ def test_pairs_per_sequence_are_those_of_the_mask(lengths: list[int], ranks: int
 
 
 @given(lengths=documents, ranks=context_ranks)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_pairs_per_document_are_those_of_the_mask(lengths: list[int], ranks: int) -> None:
     rows, chunks = mask(lengths).sum(axis=1, dtype=np.int64), 2 * ranks
     tokens, pairs, cursor, start = [0] * ranks, [0] * ranks, 0, 0
@@ -60,7 +60,7 @@ def test_pairs_per_document_are_those_of_the_mask(lengths: list[int], ranks: int
 
 
 @given(lengths=documents, ranks=context_ranks)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_documents_are_shared_out_equally(lengths: list[int], ranks: int) -> None:
     found = per_document(lengths, ranks)
     assert sum(found.tokens) == sum(lengths)

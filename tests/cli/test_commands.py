@@ -1,6 +1,7 @@
 """Every command does what its help says, and every mistake is answered with the place and the remedy."""
 
 import csv
+import io
 import json
 import os
 import re
@@ -66,8 +67,8 @@ def test_train_evaluate_predict_report_and_compare_work_together(cli, recipe, tm
         rows = list(csv.DictReader(file))
     assert [row["id"] for row in rows] == [f"r{n}" for n in range(50)]
     assert all(0 < float(row["score"]) < 1 for row in rows)
-    assert cli("predict", "runs/a", "new.csv", "--out", "scores.parquet", "--batch-size", 7).code == 0
-    table = pl.read_parquet(tmp_path / "scores.parquet")
+    assert cli("predict", "runs/a", "new.csv", "--out", "scores/new/all.parquet", "--batch-size", 7).code == 0
+    table = pl.read_parquet(tmp_path / "scores/new/all.parquet")
     assert table["score"].to_list() == pytest.approx([float(row["score"]) for row in rows], abs=2e-3)
 
     assert cli("train", recipe, "--run", "runs/b", "--seed", 2, "-q").code == 0
@@ -418,6 +419,58 @@ def test_a_reader_that_closes_the_pipe_and_ctrl_c_while_modules_load_end_the_com
     code += "builtins.__import__ = stop\nfrom cordillera.__main__ import main; main()"
     stopped = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
     assert (stopped.returncode, stopped.stdout, stopped.stderr) == (130, b"", b"")
+
+
+def test_a_training_whose_reader_left_goes_on(recipe, tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    words = ["cordillera", "train", str(recipe), "--run", str(tmp_path / "run")]
+    code = f"import sys; sys.argv = {words}\nfrom cordillera.__main__ import main; main()"
+    own = {**os.environ, "CORDILLERA_CACHE": str(tmp_path / "cache")}
+    closed = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, env=own, timeout=120)
+    os.close(write)
+    assert (closed.returncode, closed.stderr) == (0, b"")
+    assert Run(tmp_path / "run").status().ended == "finished"
+    assert (tmp_path / "run/report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "run", "--replica", "r0", "--coordinator", "h:1", "--seed", 0], "--seed: has no effect"),
+        (["train", "run", "--replica", "r0", "--coordinator", "h:1", "--resume"], "--resume: has no effect"),
+        (["train", "x", "--run", "none", "--replica", "r0", "--coordinator", "h:1"], "--run: has no effect"),
+        (["coordinate", "x", "--run", "none", "--resume"], "none: is not a run folder"),
+        (["evaluate", "none", "--importance", "--file", "f.csv"], "--file: has no effect with --importance"),
+        (["evaluate", "none", "--importance"], "none: is not a run folder"),
+        (["compare", "none", "--json", "--markdown"], "--markdown: has no effect with --json"),
+        (["sweep", "movielens-dlrm", "--size", "a='b", "--size", "c", "--size", "d"], "No closing quotation"),
+        (
+            ["data", "get", "synthetic", "--split", "train"],
+            "--split: has no effect with a data set that is not written",
+        ),
+        (["data", "get", "synthetic", "--export", "out.txt"], "cannot write '.txt' files"),
+        (["data", "get", "synthetic", "--export", "o.csv", "--split", "all"], "must be train, validation or test"),
+        (["data", "get", "smollm2", "--split", "train"], "--split: has no effect with 'smollm2'"),
+        (["data", "describe", "smollm2", "--path", "f"], "--path: has no effect with 'smollm2'"),
+        (["chaos", "none", "--kill", "r0", "--seconds", 3], "--seconds: has no effect with --kill alone"),
+        (["chaos", "none", "--plan", "f.toml", "--at-step", 0], "--at-step: has no effect with --plan"),
+        (["search", "movielens-dlrm", "--space", "small", "--fine-tune", 5], "--fine-tune: has no effect"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused_before_the_work(cli, tmp_path, words, said):
+    refused = cli(*words)
+    assert refused.code == 2
+    assert said in " ".join(refused.err.split())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [["search", "movielens-dlrm", "--space", "small", "--proposals", "-"]])
+def test_standard_input_that_is_no_text_is_named(cli, monkeypatch, words):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
+    refused = cli(*words)
+    assert refused.code == 2
+    assert "standard input: byte 3 (0xe9) is not UTF-8" in refused.err
 
 
 def test_version_and_help_answer_without_loading_torch(tmp_path):

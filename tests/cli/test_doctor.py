@@ -117,6 +117,16 @@ def test_a_cache_folder_that_is_a_file_is_broken(tmp_path: Path, monkeypatch: py
     assert finding.remedy == "point it elsewhere"
 
 
+def test_a_cache_folder_below_one_that_may_not_be_entered_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refused)
+    found = doctor._disk("cache", Path("/locked/cache"), "choose another")
+    assert (found.status, found.remedy) == ("broken", "choose another")
+    assert "Permission denied" in found.detail
+
+
 def test_without_a_compiler_only_compilation_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """No compiler is not an error: nothing but torch.compile on the CPU needs one."""
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)

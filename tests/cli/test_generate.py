@@ -318,6 +318,30 @@ def test_a_chat_goes_on_with_what_was_said(cli, folder, monkeypatch):
     assert done.out == f"{first}\n{second}\n{first}\n"
 
 
+def test_a_chat_samples_as_generate_does(cli, folder, monkeypatch):
+    def answer(*options):
+        monkeypatch.setattr("sys.stdin", io.StringIO("the cat sat\n"))
+        done = cli("chat", folder, "--dtype", "float32", "--temperature", 2, "-n", 20, *options)
+        assert done.code == 0, done.err
+        return done.out.removesuffix("\n")
+
+    greedy_text = greedy(folder, _chat(folder, "the cat sat"), 20)
+    assert answer() != greedy_text
+    assert answer("--top-k", 1) == answer("--min-p", 1) == greedy_text
+    assert answer("--top-k", 1, "--repetition-penalty", 50) != greedy_text
+    stop = greedy_text[4:9]
+    assert stop.strip()
+    assert answer("--top-k", 1, "--stop", stop) == greedy_text.partition(stop)[0]
+    assert cli("chat", folder, "--stop", "").code == 2
+
+
+def test_a_chat_with_what_is_no_text_is_refused(cli, folder, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
+    done = cli("chat", folder, *EXACT)
+    assert done.code == 2
+    assert "standard input: a line with 0xe9 is not UTF-8" in done.err
+
+
 def test_a_chat_that_fills_the_context_is_said_to_do_so(cli, folder, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("the cat sat on the mat " * 400 + "\n"))
     done = cli("chat", folder, *EXACT)

@@ -21,7 +21,8 @@ def test_each_text_or_answer_has_a_verdict(cli, folder: str) -> None:
     entries = json.loads(found.out)
     assert [one["text"] for one in entries] == ["How do locks work?", "Hello"]
     assert all(0 <= one["score"] <= 1 for one in entries)
-    assert set(entries[0]) == {"text", "is_safe", "categories", "is_valid", "score"}
+    assert set(entries[0]) == {"text", "is_safe", "categories", "names", "is_valid", "score"}
+    assert all(len(one["names"]) == len(one["categories"]) for one in entries)
     found = cli("guard", folder, "How do locks work?", "--agent", "By pins.", "--category", "S7", "--json")
     assert json.loads(found.out)[0]["text"] == "By pins."
 

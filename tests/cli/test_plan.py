@@ -229,6 +229,15 @@ def test_an_own_layout_stands_beside_a_search(cli: Any) -> None:
     assert "searched" in Path("p/plan.html").read_text()
 
 
+@pytest.mark.slow
+def test_smaller_searches_stand_beside_the_joint_one(cli: Any) -> None:
+    words = ("plan", "llama3-8b", "two-buildings", "--devices", 64, "--only", "network", "--compare", "--out", "p")
+    result = cli(*words, "--json")
+    assert result.code == 0, result.err
+    places = [row["place"] for row in json.loads(result.out)["plans"]]
+    assert places[-4:] == ["placement alone", "scheduling alone", "network alone", "base"]
+
+
 def test_what_ships_is_listed(cli: Any) -> None:
     out = cli("plan", "--list").out
     assert "llama3-405b" in out
@@ -504,6 +513,23 @@ def test_ctrl_c_before_the_first_plan_says_that_nothing_is_written(cli: Any, mon
     assert result.code == 130
     assert "interrupted: plan: before a plan was found; nothing is written" in result.err
     assert not Path("plans").exists()
+
+
+def test_ctrl_c_in_the_search_beside_own_layouts_keeps_what_is_known_of_them(
+    cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cordillera.planning.language.explorer import Explorer
+
+    def interrupted(self: Explorer, only: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Explorer, "explore", interrupted)
+    for layout, said in (("tensor=8,pipeline=2", "TP8 PP2"), ("tensor=1", "layout 1 does not fit")):
+        words = ("plan", "llama3-8b", "two-buildings", "--devices", 64, "--layout", layout, "--compare")
+        result = cli(*words, "--out", "p")
+        assert result.code == 130, result.err
+        assert "interrupted: what had not been computed by then is missing" in result.out
+        assert said in result.out
 
 
 def test_names_that_look_like_markup_are_printed_as_they_are(cli: Any, tmp_path: Path) -> None:

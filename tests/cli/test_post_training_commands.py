@@ -54,6 +54,9 @@ def test_models_are_tuned_weighed_and_averaged_by_commands(cli: Any, folder: Pat
     judged = cli("judge", "runs/sft", "start", *arguments, "-q")
     assert judged.code == 0, judged.err
     assert re.search(r"runs/sft wins [\d.]+ % of 4 prompts \(95 % interval .*\)", judged.out.replace("\n", " "))
+    told = json.loads(cli("judge", "runs/sft", "start", *arguments, "--json").out)
+    assert f"wins {100 * told['rate']:.1f} % of {told['prompts']} prompts" in judged.out
+    assert len(told["rewards"]) == len(told["interval"]) == 2
     made = cli("average", "runs/sft", "start", "--out", "mean")
     assert made.code == 0, made.err
     assert "mean of 2: mean" in made.out

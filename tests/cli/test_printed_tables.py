@@ -64,6 +64,7 @@ def planned(kind: type, *seconds: float, base: float = 9.0, what_if: tuple[Case,
     files = {"plan.html": Path("p/plan.html"), "plan.json": Path("p/plan.json")}
     for name, value in {
         "found": found, "production": plan(base), "explorer": explorer, "what_if": what_if, "files": files,
+        "compared": {},
     }.items():  # fmt: skip
         object.__setattr__(one, name, value)
     return one

@@ -215,6 +215,9 @@ def test_a_search_begins_nothing_after_its_hours_and_goes_on(files: Any, tried: 
     none = workflows.search(*files, settings(), folder=tmp_path / "run", hours=0)
     assert (none.candidates, none.best) == ([], None)
     assert not none.is_exhausted
+    assert none.is_out_of_time
+    assert "This search has not ended" in (page := none.report.read_text())
+    assert module.report_search(tmp_path / "run").read_text() == page
     tried.clear()
     some = workflows.search(*files, settings(), folder=tmp_path / "run", hours=1)
     assert [one.name for one in some.candidates] == [one.name for one in whole.candidates]
@@ -222,6 +225,8 @@ def test_a_search_begins_nothing_after_its_hours_and_goes_on(files: Any, tried: 
     again = workflows.search(*files, settings(), folder=tmp_path / "run", hours=0)  # those on record are read
     assert len(again.candidates) == len(whole.candidates)
     assert not tried
+    assert not again.is_out_of_time
+    assert "This search has not ended" not in module.report_search(tmp_path / "run").read_text()
 
 
 def test_a_search_begins_nothing_that_would_end_after_its_hours(

@@ -14,7 +14,7 @@ from cordillera.data import assets
 from cordillera.data.assets import ASSETS, Asset, fetch_asset, stored_asset
 from cordillera.data.fetch import Wheel
 from cordillera.data.ranking.datasets import DATASETS
-from cordillera.errors import DataError
+from cordillera.errors import DataError, RunError
 from tests.data import vocabularies as v
 
 
@@ -70,7 +70,7 @@ def test_describe_shows_the_shape_and_the_special_tokens() -> None:
 
 def test_what_belongs_to_rows_is_refused() -> None:
     for option in (["--rows", "3"], ["--path", "x"], ["--export", "x.csv"]):
-        with pytest.raises(DataError, match="is a model: it has no rows"):
+        with pytest.raises(RunError, match="which is a model and has no rows"):
             _run("get", "smollm2", *option)
     with pytest.raises(DataError, match="unknown asset 'x'"):
         fetch_asset("x")

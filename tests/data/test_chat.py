@@ -36,7 +36,7 @@ def _jinja(template: str) -> JinjaChat:
     ids=lambda c: type(c).__name__,
 )
 @given(contents=st.lists(_contents, min_size=1, max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_content_gives_no_control_token_and_is_kept(chat: ChatFormat, contents: list[str]) -> None:
     messages = [Message("user" if i % 2 == 0 else "assistant", text) for i, text in enumerate(contents)]
     harmless = [Message(message.role, "0") for message in messages]

@@ -97,7 +97,7 @@ def shown(one: TextIteration) -> Any:
 
 
 @given(made=_items, chosen=_settings, epochs=st.integers(1, 3))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_every_item_comes_once_an_epoch_and_whole(
     made: list[tuple[list[int], ...]], chosen: dict[str, Any], epochs: int
 ) -> None:
@@ -121,7 +121,7 @@ def test_every_item_comes_once_an_epoch_and_whole(
 
 
 @given(made=_items, chosen=_settings, epochs=st.sampled_from([1, 2, None]), data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_crash_after_any_iteration_changes_nothing(
     made: list[tuple[list[int], ...]], chosen: dict[str, Any], epochs: int | None, data: st.DataObject
 ) -> None:
@@ -247,7 +247,7 @@ def test_what_cannot_be_batched_is_refused() -> None:
 
 
 @given(made=_items, learns=st.sampled_from([frozenset({ANSWER, END}), frozenset({ANSWER})]), together=st.integers(1, 4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_held_out_chats_come_once_in_their_order(
     made: list[tuple[list[int], ...]], learns: frozenset[int], together: int
 ) -> None:

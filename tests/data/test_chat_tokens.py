@@ -81,7 +81,7 @@ def answers_of(chat: TokenisedChat, tokenizer: Tokenizer) -> list[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(messages=_chats)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_answers_are_learnt_and_nothing_else(
     tokenizers: dict[str, Tokenizer], kind: str, messages: list[Message]
 ) -> None:
@@ -103,7 +103,7 @@ def test_answers_are_learnt_and_nothing_else(
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(messages=_chats)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_last_answer_follows_the_prompt_that_generation_sees(
     tokenizers: dict[str, Tokenizer], kind: str, messages: list[Message]
 ) -> None:

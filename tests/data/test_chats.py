@@ -173,7 +173,7 @@ def problems(names: list[str]) -> list[ChatProblem]:
 
 
 @given(names=st.lists(st.text("abc", max_size=3), min_size=1, max_size=30), share=st.floats(0, 0.9), data=st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_what_is_held_out_does_not_depend_on_the_order(names: list[str], share: float, data: st.DataObject) -> None:
     items = problems(names)
     try:

@@ -76,7 +76,7 @@ def sources(folder: Path, texts: list[str]) -> dict[str, str]:
         st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufeff"), min_size=1), max_size=6
     )
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 def test_every_source_gives_the_same_shards(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
     folder = tmp_path_factory.mktemp("same")
     texts = [*texts, "not blank"]

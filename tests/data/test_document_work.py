@@ -19,7 +19,7 @@ MIXES = [[131072], [4096] * 32, [512] * 256, [65536, *[1024] * 64], [32768] * 4,
 
 
 @given(document=st.floats(1e-6, 1e-3), token=st.floats(1e-8, 1e-5), share=st.floats(0.1, 10))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_fit_recovers_the_constants(document: float, token: float, share: float) -> None:
     true = DocumentWork(document=document, token=token, squared=token * share / 40_000)
     samples = [Sample.of(lengths, true.of(lengths)) for lengths in MIXES]
@@ -44,7 +44,7 @@ def test_a_fit_of_noisy_times_says_how_far_off_it_is() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_fitted_constants_are_never_negative(data: st.DataObject) -> None:
     seconds = data.draw(st.lists(st.floats(1e-3, 1e3), min_size=len(MIXES), max_size=len(MIXES)))
     samples = [Sample.of(one, s) for one, s in zip(MIXES, seconds, strict=True)]

@@ -35,7 +35,7 @@ def _read(*paths: Path, **options: object) -> list[str]:
 
 
 @given(texts=_texts)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_format_gives_the_texts_back(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
     folder = tmp_path_factory.mktemp("files")
     lines = "".join(json.dumps({"id": i, "body": text}) + "\n" for i, text in enumerate(texts)).encode()

@@ -34,7 +34,7 @@ def _hash(text: str, salt: str) -> int:
     return z ^ (z >> 31)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.text(max_size=12).filter(lambda text: "\x00" not in text), min_size=1, max_size=20), st.text(max_size=4)
 )

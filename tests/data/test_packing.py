@@ -43,7 +43,7 @@ def numbered(batches: list[list[int]]) -> list[PackedDocument]:
 
 
 @given(config=configs(), batches=batches_of)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_document_is_packed_once_and_no_microbatch_passes_the_bound(
     config: PackingConfig, batches: list[list[int]]
 ) -> None:
@@ -60,7 +60,7 @@ def test_every_document_is_packed_once_and_no_microbatch_passes_the_bound(
 
 
 @given(config=configs(), batches=batches_of)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_waits_and_what_was_packed_is_what_arrived(config: PackingConfig, batches: list[list[int]]) -> None:
     packer, packed = Packer(config, WORK), []
     for count, batch in enumerate(batches, 1):
@@ -69,7 +69,7 @@ def test_what_waits_and_what_was_packed_is_what_arrived(config: PackingConfig, b
 
 
 @given(config=configs(), batches=batches_of, data=st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_crash_between_iterations_changes_nothing(
     config: PackingConfig, batches: list[list[int]], data: st.DataObject
 ) -> None:
@@ -85,7 +85,7 @@ def test_a_crash_between_iterations_changes_nothing(
 
 
 @given(config=configs(), batches=batches_of, data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_crash_in_the_drain_changes_nothing(
     config: PackingConfig, batches: list[list[int]], data: st.DataObject
 ) -> None:
@@ -100,7 +100,7 @@ def test_a_crash_in_the_drain_changes_nothing(
 
 
 @given(config=configs(), batches=batches_of)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_queue_is_first_in_first_out(config: PackingConfig, batches: list[list[int]]) -> None:
     """Documents of a queue that were not left over by an earlier iteration leave it in the order of arrival."""
     packer = Packer(config, WORK)
@@ -117,7 +117,7 @@ def test_a_queue_is_first_in_first_out(config: PackingConfig, batches: list[list
 
 
 @given(config=configs(), batches=batches_of)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_queues_stay_shorter_than_a_round(config: PackingConfig, batches: list[list[int]]) -> None:
     packer = Packer(config, WORK)
     for batch in batches:
@@ -126,7 +126,7 @@ def test_queues_stay_shorter_than_a_round(config: PackingConfig, batches: list[l
 
 
 @given(batch=st.lists(st.integers(1, BOUND), min_size=1, max_size=40), microbatches=st.integers(1, 6))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_without_a_tight_bound_no_microbatch_exceeds_the_mean_by_a_document(
     batch: list[int], microbatches: int
 ) -> None:

@@ -76,7 +76,7 @@ def tokenizers(paths: dict[str, Path]) -> dict[str, Tokenizer]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=_texts)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_text_is_written_whole_and_never_as_a_special_token(
     tokenizers: dict[str, Tokenizer], kind: str, text: str
 ) -> None:
@@ -94,7 +94,7 @@ def test_text_is_written_whole_and_never_as_a_special_token(
 @pytest.mark.parametrize("kind", EXACT)
 @given(text=_texts)
 @example(text="the   " * 3 + " " * 29 + "the")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_tokens_are_those_of_the_definition(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
     has_prefix = "no prefix" not in kind
     assert tokenizers[kind].encode(text) == p.reference(text, has_prefix)
@@ -103,7 +103,7 @@ def test_tokens_are_those_of_the_definition(tokenizers: dict[str, Tokenizer], ki
 
 @pytest.mark.parametrize("kind", ["model", "json, first", "gguf, no prefix"])
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_streamed_text_is_the_text(tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
     """Even of ids that no text gives: half characters, special tokens in between."""
     tokenizer = tokenizers[kind]
@@ -157,7 +157,7 @@ def test_what_a_special_token_takes_around_it_is_no_token(tmp_path: Path) -> Non
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_merges_in_the_order_of_scores_give_what_scores_give(data: st.DataObject) -> None:
     """Also where all runs of a letter have one score; and the scores of the merges give the same again."""
     import tokenizers as library

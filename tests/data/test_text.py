@@ -272,7 +272,7 @@ def test_any_flip_or_cut_of_any_file_of_a_corpus_is_refused_by_its_name(
     size=st.integers(1, 20),
     large=st.booleans(),
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_shards_give_back_what_was_written(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], size: int, large: bool
 ) -> None:

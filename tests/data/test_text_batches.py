@@ -64,7 +64,7 @@ def tokens_of(iterations: list[TextIteration]) -> Counter[tuple[int, int, int]]:
 
 
 @given(made=sources, batch=packings, epochs=st.integers(1, 2), seed=st.integers(0, 9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_token_comes_once_an_epoch(made: list[list[int]], batch: BatchConfig, epochs: int, seed: int) -> None:
     found = list(batches(made, batch, epochs=epochs, seed=seed))
     counts = tokens_of(found)
@@ -85,7 +85,7 @@ def test_every_token_comes_once_an_epoch(made: list[list[int]], batch: BatchConf
 
 
 @given(made=sources, batch=packings, seed=st.integers(0, 9))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_tokens_are_those_of_the_documents(made: list[list[int]], batch: BatchConfig, seed: int) -> None:
     of = corpora(*made).training
     for one in itertools.islice(batches(made, batch, seed=seed), 5):
@@ -105,7 +105,7 @@ def test_tokens_are_those_of_the_documents(made: list[list[int]], batch: BatchCo
 
 
 @given(made=sources, batch=packings, epochs=st.sampled_from([1, 2, None]), seed=st.integers(0, 9), data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_crash_after_any_iteration_changes_nothing(
     made: list[list[int]], batch: BatchConfig, epochs: int | None, seed: int, data: st.DataObject
 ) -> None:
@@ -129,7 +129,7 @@ def test_a_crash_after_any_iteration_changes_nothing(
 
 
 @given(made=sources, batch=packings, other=st.integers(1, 6), seed=st.integers(0, 9), after=st.integers(0, 4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_another_number_of_microbatches_goes_on_with_the_same_documents(
     made: list[list[int]], batch: BatchConfig, other: int, seed: int, after: int
 ) -> None:
@@ -318,7 +318,7 @@ def test_long_documents_are_cut_at_the_context_or_at_the_ends_of_rows() -> None:
 
 
 @given(held=sources, context=st.sampled_from([2, 7, 40]), most=st.sampled_from([None, 1, 50]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_held_out_token_but_a_documents_first_is_predicted_once(
     held: list[list[int]], context: int, most: int | None
 ) -> None:

@@ -53,7 +53,7 @@ def _sets(text: str, size: int) -> set[tuple[str, ...]]:
 
 
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_shingles_are_a_set_of_runs_of_words(seed: int, size: int) -> None:
     draw = random.Random(seed)
     one, other = (" ".join(_words(draw, draw.randrange(0, 60), 12)) for _ in range(2))
@@ -69,7 +69,7 @@ def test_shingles_see_no_case_or_punctuation_and_words_where_no_spaces_are() -> 
 
 
 @given(shared=st.integers(0, 400), own=st.integers(0, 200), seed=st.integers(0, 10**6))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_minhash_estimates_jaccard_within_its_bound(shared: int, own: int, seed: int) -> None:
     """Five standard errors of a binomial: one example in two million lies outside."""
     values = np.unique(np.random.default_rng(seed).integers(0, 2**64, shared + 2 * own + 2, np.uint64))
@@ -146,7 +146,7 @@ def test_copies_are_dropped_and_the_first_stays() -> None:
     bucket=st.integers(1, 6),
     exact=st.booleans(),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_lines_are_dropped_that_recur_in_a_bucket(texts: list[str], limit: int, bucket: int, exact: bool) -> None:
     entered = [text for text in texts if text.strip()]
     if exact:
@@ -178,7 +178,7 @@ def test_many_lines_are_counted_in_parts() -> None:
 
 
 @given(seed=st.integers(0, 10**6), words=st.integers(1, 5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_repeated_share_is_that_of_marked_words(seed: int, words: int) -> None:
     draw = random.Random(seed)
     found = [draw.choice(["a", "bb", "ccc", "漢"]) for _ in range(draw.randrange(0, 40))]
@@ -247,7 +247,7 @@ _versions = st.tuples(st.sampled_from(["", "a", "b", "c"]), st.sampled_from(["",
 
 
 @given(versions=st.lists(_versions, min_size=1, max_size=12), dated=st.booleans(), kind=st.sampled_from([int, str]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_of_a_page_the_newest_version_stays(
     versions: list[tuple[str, str, int]], dated: bool, kind: Callable[[int], int | str]
 ) -> None:

@@ -83,7 +83,7 @@ def test_copies_of_a_text_are_not_on_both_sides(write: Any, tmp_path: Path) -> N
 
 
 @given(count=st.integers(1, 5), split=st.integers(0, 4), offset=st.integers(0, 200))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_of_few_documents_one_is_held_out(
     tmp_path_factory: pytest.TempPathFactory, count: int, split: int, offset: int
 ) -> None:

@@ -34,7 +34,7 @@ _lengths = st.lists(st.integers(1, 40), min_size=1, max_size=25)
     limit=st.sampled_from([None, 1, 7, 40]),
     long=st.sampled_from(["drop", "cut"]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_document_comes_exactly_once_an_epoch_over_all_ranks(
     sources: list[list[int]],
     world: int,
@@ -80,7 +80,7 @@ def test_every_document_comes_exactly_once_an_epoch_over_all_ranks(
     epochs=st.sampled_from([1, 2, None]),
     limit=st.sampled_from([None, 9]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_stream_goes_on_from_anywhere_as_if_never_stopped(
     sources: list[list[int]],
     world: int,
@@ -103,7 +103,7 @@ def test_a_stream_goes_on_from_anywhere_as_if_never_stopped(
 
 
 @given(lengths=_lengths, counts=st.lists(st.integers(1, 50), min_size=1, max_size=20))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_reading_by_tokens_gives_the_documents_cut_anywhere(lengths: list[int], counts: list[int]) -> None:
     corpus = MemoryCorpus(lengths)
     stream = DocumentStream([corpus], StreamConfig(epochs=None))
@@ -135,7 +135,7 @@ def test_read_ends_with_the_stream() -> None:
 
 
 @given(weights=st.lists(st.floats(0.05, 1.0), min_size=2, max_size=4), seed=st.integers(0, 50))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_mixture_keeps_its_shares_of_tokens(weights: list[float], seed: int) -> None:
     """At every moment the shares over all ranks are within one document of those asked for."""
     draw = np.random.default_rng(seed)

@@ -60,7 +60,7 @@ _texts = st.lists(st.one_of(_fragments, st.text(st.characters(exclude_categories
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=_texts)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_text_is_written_whole_and_never_as_a_special_token(
     tokenizers: dict[str, Tokenizer], kind: str, text: str
 ) -> None:
@@ -73,7 +73,7 @@ def test_text_is_written_whole_and_never_as_a_special_token(
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=_texts.filter(lambda text: "<think>" not in text))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_tokens_are_those_of_the_definition(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
     tokenizer = tokenizers[kind]
     patterns = [v.LLAMA3] if kind in ("tiktoken", "gguf, llama-bpe") else [r"\p{N}", v.GPT2]
@@ -83,7 +83,7 @@ def test_tokens_are_those_of_the_definition(tokenizers: dict[str, Tokenizer], ki
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_streamed_text_is_the_text(tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
     """Even of ids that no text gives: half characters, special tokens in between."""
     tokenizer = tokenizers[kind]
@@ -104,7 +104,7 @@ def test_half_a_character_is_held_back(tokenizers: dict[str, Tokenizer]) -> None
 
 
 @given(runs=st.lists(st.tuples(st.sampled_from(" ax\n"), st.integers(1, 60_000)), max_size=12))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_long_texts_are_cut_where_llama_models_cuts(runs: list[tuple[str, int]]) -> None:
     text = "".join(letter * count for letter, count in runs)
     found = list(pieces(text))
@@ -206,7 +206,7 @@ def utf_8() -> np.ndarray:
 
 @given(absent=st.sets(st.sampled_from([*range(0x80), *range(0xC0, 0xEF), *range(0xF0, 0x100)])))
 @example(absent={0xC2, 0xE0, 0xED, 0xF0, 0xF4})
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_unwritable_characters_are_those_with_an_absent_byte(utf_8: np.ndarray, absent: set[int]) -> None:
     expected = np.isin(utf_8, list(absent)).any(axis=1)
     pattern = _unwritable(absent, Path("tokenizer.json"))

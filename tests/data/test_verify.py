@@ -68,7 +68,7 @@ def test_an_answer_is_the_last_number_or_the_whole_text(text: str, answer: str, 
     before=st.sampled_from(["", "It is ", "12 + 3.5 = ", "not 5 but "]),
     after=st.sampled_from(["", ".", " km.", "!\n"]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_numbers_are_compared_by_their_value(value: Decimal, other: Decimal, before: str, after: str) -> None:
     assert is_right(f"{before}{value:,}{after}", f"{value:f}")
     assert is_right(f"{before}{value:f}{after}", f"{value.normalize():f}")
@@ -76,7 +76,7 @@ def test_numbers_are_compared_by_their_value(value: Decimal, other: Decimal, bef
 
 
 @given(text=st.text(max_size=40), answer=st.text(max_size=10))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_any_text_is_right_or_wrong(text: str, answer: str) -> None:
     assert is_right(text, answer) in (True, False)
     assert is_right(answer, answer)

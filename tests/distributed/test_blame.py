@@ -87,13 +87,13 @@ def test_two_faults_are_both_found() -> None:
 
 
 @given(name=names, seed=seeds)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_without_the_fault_there_is_no_verdict(name: FaultName, seed: int) -> None:
     assert blame(incident(TINY, (name,), seed, remove=True).traces).causes == ()
 
 
 @given(name=names, seed=seeds, order=st.randoms(use_true_random=False))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_other_numbers_of_ranks_change_only_the_numbers(name: FaultName, seed: int, order: random.Random) -> None:
     made = incident(TINY, (name,), seed)
     numbers = list(range(TINY.ranks))
@@ -107,14 +107,14 @@ def test_other_numbers_of_ranks_change_only_the_numbers(name: FaultName, seed: i
 
 
 @given(name=names, seed=seeds, size=st.sampled_from((2, 4, 8)))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_communicators_that_work_change_nothing(name: FaultName, seed: int, size: int) -> None:
     made = incident(TINY, (name,), seed)
     assert blame([_with_others(trace, size) for trace in made.traces]).culprits == blame(made.traces).culprits
 
 
 @given(name=names, seed=seeds, skews=st.lists(st.integers(-(10**15), 10**15), min_size=TINY.ranks, max_size=TINY.ranks))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_clocks_of_ranks_may_differ_by_days(name: FaultName, seed: int, skews: list[int]) -> None:
     made = incident(TINY, (name,), seed)
     assert _said(blame([_shifted(trace, skews[trace.rank]) for trace in made.traces])) == _said(blame(made.traces))

@@ -30,7 +30,7 @@ from tests.distributed.processes import needs_gloo, run_processes
 TIMEOUT = timedelta(seconds=20)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(n=st.integers(2, 70), seed=st.integers(0, 2**31))
 def test_every_rank_knows_all_addresses_after_n_minus_1_frames_however_they_are_delivered(n: int, seed: int) -> None:
     queues: list[deque[tuple[TransportFrame, bytes]]] = [deque() for _ in range(n)]  # by the rank that receives
@@ -254,7 +254,7 @@ def test_who_comes_late_learns_why_the_others_gave_up() -> None:
         one.shutdown()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.sampled_from([0, 1, 5, 47, 48, 49, 100, 3000]), max_size=12),
     ahead=st.sampled_from([0, 1, 49, 200, 100_000]),

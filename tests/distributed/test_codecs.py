@@ -86,7 +86,7 @@ def absolute_bound(codec: Bounded, tensor: torch.Tensor) -> float:
     return codec.bound * float(finite.max() - finite.min())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(tensor=tensors())
 def test_lossless_frames_keep_every_bit(tensor: torch.Tensor) -> None:
     for codec in LOSSLESS:
@@ -96,7 +96,7 @@ def test_lossless_frames_keep_every_bit(tensor: torch.Tensor) -> None:
         assert torch.equal(bits(found), bits(tensor))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(tensor=tensors(), codec=st.sampled_from(BOUNDED))
 def test_every_element_is_within_the_bound(tensor: torch.Tensor, codec: Bounded) -> None:
     frame = codec.encode(tensor)
@@ -106,7 +106,7 @@ def test_every_element_is_within_the_bound(tensor: torch.Tensor, codec: Bounded)
     assert torch.equal(bits(codec.decode(codec.encode(tensor))), bits(found))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(tensor=tensors(special=False), codec=st.sampled_from(EVERY))
 def test_a_frame_is_never_much_longer_than_its_tensor(tensor: torch.Tensor, codec: Codec) -> None:
     try:
@@ -118,7 +118,7 @@ def test_a_frame_is_never_much_longer_than_its_tensor(tensor: torch.Tensor, code
     assert codec.decode(frame).shape == tensor.shape
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), tensor=tensors(), codec=st.sampled_from([*LOSSLESS, *BOUNDED]))
 def test_a_permutation_of_rows_permutes_what_is_decoded(
     data: st.DataObject, tensor: torch.Tensor, codec: Codec
@@ -160,7 +160,7 @@ def test_repeated_rows_cost_little_and_new_rows_nearly_nothing() -> None:
     assert Distinct().encode(repeated).numel() < 10 * 32 + 1000 * math.log2(10) / 8 * 1.05 + 40
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 60), st.integers(0, 9), st.integers(0, 2**32 - 1))
 def test_distinct_rows_are_those_of_a_dictionary(rows: int, width: int, seed: int) -> None:
     values = np.random.default_rng(seed).integers(0, 3, (rows, width)).astype(np.uint8)
@@ -171,7 +171,7 @@ def test_distinct_rows_are_those_of_a_dictionary(rows: int, width: int, seed: in
     assert first.tolist() == [expected.index(number) for number in range(len(known))]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.integers(1, 40), st.integers(1, 70), st.sampled_from([1, 2, 30, 255, 65535]), st.integers(0, 2**32 - 1),
     st.floats(0.1, 9.0),
@@ -185,7 +185,7 @@ def test_streams_of_codes_are_read_as_they_were_written(rows: int, dim: int, mos
     assert np.array_equal(found, codes)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 400), st.floats(0.0, 8.0), st.integers(0, 2**32 - 1))
 def test_streams_of_indices_are_read_as_they_were_written(rows: int, skew: float, seed: int) -> None:
     drawn = (np.random.default_rng(seed).random(rows) ** skew * rows).astype(np.int64)

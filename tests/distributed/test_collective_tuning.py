@@ -38,7 +38,7 @@ def always(plan: str, ranks: int) -> CollectiveTuning:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     n=st.sampled_from([1, 2, 3, 4, 6]),
     path=st.sampled_from(PATHS),

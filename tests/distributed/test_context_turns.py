@@ -26,7 +26,6 @@ def play(history: list[list[int]], ranks: int) -> list[Turn]:
     return turns
 
 
-@settings(deadline=None)
 @given(history=histories, ranks=st.integers(1, 5))
 def test_ranks_hold_as_much_but_one_token_after_any_turns(history: list[list[int]], ranks: int) -> None:
     for turn in play(history, ranks):
@@ -35,7 +34,6 @@ def test_ranks_hold_as_much_but_one_token_after_any_turns(history: list[list[int
         assert turn.plan.tokens == tuple(map(sum, turn.added))
 
 
-@settings(deadline=None)
 @given(count=st.integers(1, 5), steps=st.integers(1, 30), ranks=st.integers(1, 5))
 def test_decoding_deals_every_sequence_around(count: int, steps: int, ranks: int) -> None:
     """Not only the ranks' sums are even: no sequence settles on one rank."""
@@ -45,14 +43,13 @@ def test_decoding_deals_every_sequence_around(count: int, steps: int, ranks: int
         assert max(own) - min(own) <= 2
 
 
-@settings(deadline=None)
 @given(length=st.integers(0, 500), ranks=st.integers(1, 5))
 def test_work_of_a_long_turn_is_even(length: int, ranks: int) -> None:
     plan = next_turn([length], [[0]] * ranks).plan
     assert int(plan.work.max() - plan.work.min()) <= 2 * (length + 1)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(history=histories, ranks=st.integers(1, 4), gap=st.integers(0, 2))
 def test_blocks_are_the_causal_mask_within_sequences(history: list[list[int]], ranks: int, gap: int) -> None:
     """Against positions that are followed rank by rank through all turns."""
@@ -83,7 +80,6 @@ def test_blocks_are_the_causal_mask_within_sequences(history: list[list[int]], r
                     assert (mask == expected).all()
 
 
-@settings(deadline=None)
 @given(history=histories, ranks=st.integers(1, 4))
 def test_the_last_token_of_every_active_sequence_is_on_one_rank(history: list[list[int]], ranks: int) -> None:
     for turn in play(history, ranks):

@@ -47,7 +47,7 @@ def memory_of(plan: CollectivePlan, inputs: Sequence[Any]) -> list[list[Tensor]]
     return memory
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     algorithm=st.sampled_from(sorted(GATHERS)), kind=st.sampled_from(["gather", "scatter", "reduce"]),
     n=st.integers(1, 9) | st.just(17), length=st.sampled_from([0, 1, 7, 5000]), switch=SWITCHES, limits=LIMITS,
@@ -102,7 +102,7 @@ def test_a_message_takes_what_its_frames_take() -> None:
     assert group.ended_s[0] == pytest.approx(control + request + data + control)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(senders=st.integers(1, 12), size=st.integers(20_000, 400_000), limits=LIMITS)
 def test_what_waits_in_the_switch_is_no_more_than_what_is_on_its_way(
     senders: int, size: int, limits: FragmentLimits
@@ -124,7 +124,7 @@ def test_what_waits_in_the_switch_is_no_more_than_what_is_on_its_way(
 FATES = st.sampled_from(["ends", "stops", "loses"])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     algorithm=st.sampled_from(["ring", "doubling"]), n=st.sampled_from([2, 3, 5, 16]), fate=FATES,
     when=st.floats(0, 1.2), victim=st.integers(0, 10**6), length=st.sampled_from([1, 9000]),

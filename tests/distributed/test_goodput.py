@@ -170,7 +170,7 @@ def check_parts(found: Goodput) -> None:
     assert 0 <= found.degraded <= found.goodput <= 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 4), ACTIONS, st.booleans())
 def test_parts_add_up_to_the_time_of_the_job(replicas: int, actions: list[tuple[str, int]], is_finished: bool) -> None:
     job = job_of(replicas, actions, is_finished=is_finished)
@@ -187,7 +187,7 @@ def test_parts_add_up_to_the_time_of_the_job(replicas: int, actions: list[tuple[
     assert sum(event["kind"] == "ended" for event in job.events) == len(found.faults)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 4), ACTIONS, st.integers(0, 25), st.integers(1, 3))
 def test_more_discarded_time_never_raises_goodput(
     replicas: int, actions: list[tuple[str, int]], place: int, more: int
@@ -199,7 +199,7 @@ def test_more_discarded_time_never_raises_goodput(
     assert after.goodput <= before.goodput + 1e-9
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 4), ACTIONS, st.randoms())
 def test_the_order_of_events_does_not_matter(replicas: int, actions: list[tuple[str, int]], random: Any) -> None:
     events = job_of(replicas, actions).events
@@ -347,7 +347,7 @@ def test_a_slow_replica_is_named_with_its_factor(replicas: int) -> None:
     assert found.factor == pytest.approx(2.5)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(2, 6), st.randoms())
 def test_noise_makes_no_stragglers(members: int, random: Any) -> None:
     times = [{str(one): random.uniform(0.95, 1.05) for one in range(members)} for _ in range(50)]

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -596,7 +596,6 @@ def test_everything_that_does_not_fit_a_model_is_named() -> None:
     assert "vocabulary" not in str(error.value)
 
 
-@settings(deadline=None)
 @given(layers=st.integers(1, 200), data=st.data())
 def test_layers_are_cut_evenly_and_in_order(layers: int, data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, layers))
@@ -607,7 +606,6 @@ def test_layers_are_cut_evenly_and_in_order(layers: int, data: st.DataObject) ->
     assert min(sizes[0], sizes[-1]) == min(sizes)
 
 
-@settings(deadline=None)
 @given(offsets=st.lists(st.integers(0, 5), min_size=1, max_size=6))
 def test_no_label_crosses_a_document(offsets: list[int]) -> None:
     bounds = torch.tensor([0, *offsets]).cumsum(0)

@@ -30,7 +30,7 @@ MIXED = [1024, *[64] * 16]
 
 @pytest.mark.parametrize("mode", SHARDINGS)
 @given(lengths=LENGTHS, ranks=RANKS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_sharding_and_restoring_is_the_identity(mode: str, lengths: list[int], ranks: int) -> None:
     plan = SHARDINGS[mode](lengths, ranks)
     assert plan.size == ranks
@@ -54,7 +54,6 @@ def test_sharding_and_restoring_is_the_identity(mode: str, lengths: list[int], r
 
 
 @given(lengths=LENGTHS, ranks=RANKS, whole_below=st.sampled_from([0, 20, 200]))
-@settings(deadline=None)
 def test_ranks_hold_equal_numbers_of_tokens(lengths: list[int], ranks: int, whole_below: int) -> None:
     plans = [contiguous(lengths, ranks), per_sequence(lengths, ranks), per_document(lengths, ranks, whole_below)]
     for plan in plans:
@@ -64,7 +63,6 @@ def test_ranks_hold_equal_numbers_of_tokens(lengths: list[int], ranks: int, whol
 
 
 @given(lengths=LENGTHS, ranks=RANKS)
-@settings(deadline=None)
 def test_ranks_have_equal_work_when_every_document_is_cut(lengths: list[int], ranks: int) -> None:
     plan = per_document(lengths, ranks)
     assert plan.work.max() - plan.work.min() <= 2 * (sum(lengths) + len(lengths))
@@ -101,7 +99,6 @@ class Model:
 
 
 @given(lengths=LENGTHS, ranks=RANKS, call=st.sampled_from([0.0, 100.0, 1e5]))
-@settings(deadline=None)
 def test_the_adaptive_choice_is_no_slower_than_either(lengths: list[int], ranks: int, call: float) -> None:
     latency = Model(call)
     chosen = adaptive(lengths, ranks, latency).predicted(latency)

@@ -33,7 +33,7 @@ counts = st.integers(1, 6)
 
 
 @given(shapes=shapes, shards=st.integers(1, 30))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_shard_is_the_largest_of_torchs_chunks(shapes: list[list[int]], shards: int) -> None:
     unit = Unit.of(shapes)
     expected = sum(max(chunk.numel() for chunk in torch.empty(shape).chunk(shards)) for shape in shapes)
@@ -48,7 +48,7 @@ def test_a_parameter_without_dimensions_is_refused() -> None:
 
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=5), shards=st.sampled_from([2, 4, 8]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_even_units_follow_the_published_law(sizes: list[int], shards: int) -> None:
     units = [Unit.of([(8 * size, 3)]) for size in sizes]
     law = parameter_memory(units, shards)
@@ -70,7 +70,7 @@ def ring(ranks: list[int], chunk: int, rounds: int, ranks_per_host: int, across:
 
 
 @given(shards=counts, replicas=counts, ranks_per_host=counts, size=st.integers(1, 5), reshards=st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_bytes_across_hosts_are_those_of_rings(
     shards: int, replicas: int, ranks_per_host: int, size: int, reshards: bool
 ) -> None:

@@ -283,13 +283,13 @@ plain = st.recursive(
 
 
 @given(value=plain, protocol=st.sampled_from((2, 3, 4, 5)))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_plain_pickles_are_read(value: Any, protocol: int) -> None:
     assert load_plain(pickle.dumps(value, protocol), "here") == value
 
 
 @given(position=st.integers(0, 10_000), byte=st.integers(0, 255), form=st.sampled_from(("pickle", "json")))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_a_damaged_file_is_read_or_refused(position: int, byte: int, form: str) -> None:
     content = to_flight_recorder(simple())
     data = bytearray(pickle.dumps(content, protocol=2) if form == "pickle" else json.dumps(content).encode())
@@ -298,7 +298,7 @@ def test_a_damaged_file_is_read_or_refused(position: int, byte: int, form: str) 
 
 
 @given(length=st.integers(0, 10_000), form=st.sampled_from(("pickle", "json")))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_truncated_file_is_refused(length: int, form: str) -> None:
     content = to_flight_recorder(simple())
     data = pickle.dumps(content, protocol=2) if form == "pickle" else json.dumps(content).encode()

@@ -114,7 +114,7 @@ def chunks_of(plan: CollectivePlan, rank: int, length: int, given: np.ndarray[An
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(sorted(PLANS)),
     n=st.integers(1, 9) | st.sampled_from([16, 33, 64]),
@@ -251,7 +251,7 @@ LENGTHS = st.sampled_from([0, 1, 3, 1000, 8191, 8192, 20_001, 300_000])
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(n=st.integers(1, 4), path=st.sampled_from(PATHS), length=LENGTHS, dtype=DTYPES, seed=st.integers(0, 1000))
 def test_a_sum_is_exact_for_integers_within_rounding_for_floats_and_the_same_on_all_ranks(
     n: int, path: str, length: int, dtype: torch.dtype, seed: int
@@ -327,7 +327,7 @@ def test_nan_and_infinity_are_passed_on() -> None:
             assert got[1:].tolist() == [float("inf"), 6.0]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(n=st.integers(1, 4), path=st.sampled_from(PATHS), seed=st.integers(0, 1000), scale=st.sampled_from([1, 9000]))
 def test_an_exchange_of_any_sizes_gives_every_rank_what_the_others_have_for_it(
     n: int, path: str, seed: int, scale: int
@@ -349,7 +349,7 @@ def test_an_exchange_of_any_sizes_gives_every_rank_what_the_others_have_for_it(
         assert group.each(call) == [True] * n
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(n=st.integers(1, 4), path=st.sampled_from(PATHS), seed=st.integers(0, 1000), scale=st.sampled_from([1, 9000]))
 def test_rows_whose_number_only_the_sender_knows_go_to_other_ranks_and_back(
     n: int, path: str, seed: int, scale: int

@@ -30,7 +30,7 @@ from tests.distributed.test_transport import PATHS, Group, VirtualNetwork, messa
 SPANS = st.tuples(st.integers(0, 20), st.integers(0, 5))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(outputs=st.lists(SPANS, max_size=5), inputs=st.lists(SPANS, max_size=5), kept=st.integers(0, 4))
 def test_overlaps_are_refused_exactly_where_an_element_is_in_two_places(
     outputs: list[tuple[int, int]], inputs: list[tuple[int, int]], kept: int
@@ -90,7 +90,7 @@ def test_collectives_refuse_overlapping_buffers_by_name_and_take_those_in_place(
         ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(seed=st.integers(0, 2**31), senders=st.integers(1, 4), sent=st.integers(1, 5), size=st.sampled_from([9, 40_000]))
 def test_a_message_goes_to_the_first_of_those_that_wait_for_it(seed: int, senders: int, sent: int, size: int) -> None:
     chance = random.Random(seed)
@@ -228,7 +228,7 @@ def test_a_monitored_barrier_names_the_first_or_all_who_are_absent() -> None:
         group.groups[1].monitored_barrier(timedelta(0))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(n=st.integers(1, 4), path=st.sampled_from(PATHS), seed=st.integers(0, 1000), most=st.sampled_from([0, 3, 900]))
 def test_sparse_sums_equal_dense_ones_and_are_the_same_on_all_ranks(n: int, path: str, seed: int, most: int) -> None:
     def part(rank: int) -> Tensor:

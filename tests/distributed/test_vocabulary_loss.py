@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,7 +21,6 @@ def case(n: int, seed: int, dtype: torch.dtype = torch.float64, scale: float = 1
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels
 
 
-@settings(deadline=None)
 @given(n=st.integers(0, 20), rows=st.integers(1, 25), seed=st.integers(0, 99))
 def test_loss_and_gradients_are_those_of_whole_logits(n: int, rows: int, seed: int) -> None:
     hidden, weight, labels = case(n, seed)

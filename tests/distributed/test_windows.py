@@ -28,7 +28,7 @@ from tests.distributed.processes import needs_gloo, run_processes
 from tests.distributed.test_transport import PATHS, Group, VirtualNetwork
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     n=st.integers(1, 4),
     path=st.sampled_from(PATHS),
@@ -69,7 +69,7 @@ def test_what_was_put_before_a_signal_is_there_after_it(n: int, path: str, seed:
         assert torch.equal(memory, expected), (rank, memory, expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(n=st.integers(2, 16), seed=st.integers(0, 10_000), size=st.sampled_from([0, 5, 40_000, 3_000_000]))
 def test_in_any_order_of_deliveries_a_signal_comes_behind_its_puts(n: int, seed: int, size: int) -> None:
     network = VirtualNetwork(n, seed)

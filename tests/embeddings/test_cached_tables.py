@@ -120,7 +120,7 @@ def test_a_batch_may_begin_at_any_row(first) -> None:
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("kind", ["fp16", "int8", "int4"])
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     seed=st.integers(0, 10**6),
     share=st.sampled_from([0.0, 0.1, 0.4]),

@@ -37,7 +37,7 @@ def run(index: IdMap, seeds: range, evict: bool = False) -> list[Tensor]:
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(-5, 5)), max_size=30), max_size=12),
     st.integers(1, 4),

@@ -60,7 +60,7 @@ def batch(lengths: list[int], weighted: bool, seed: int) -> JaggedBatch:
     pooling=st.sampled_from(["sum", "mean"]),
     seed=st.integers(0, 999),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_lookups_are_those_of_the_decoded_rows(
     kinds: tuple[str, ...], lengths: list[int], weighted: bool, pooling: Literal["sum", "mean"], seed: int
 ) -> None:

@@ -72,7 +72,7 @@ def test_every_float16_is_decoded_and_encoded_to_itself() -> None:
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("form", ALL, ids=lambda form: form.name)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10**6), dim=st.sampled_from([2, 4, 6, 10]), magnitude=st.integers(-6, 3))
 def test_bytes_and_numbers_equal_the_definition(form, rounding, seed, dim, magnitude) -> None:
     rows = some_rows(12, dim, seed) * 10.0**magnitude / 500

@@ -91,7 +91,7 @@ def test_forward_equals_its_definition_and_gradients_reach_shared_tables(backend
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seeds=st.lists(st.integers(0, 1000), min_size=1, max_size=3))
 def test_several_backward_passes_are_one_larger_batch(optimizer: str, seeds: list[int]) -> None:
     apart, together = tables(optimizer).double(), tables(optimizer, "torch").double()

@@ -51,7 +51,7 @@ def test_in_float64_too_and_for_second_derivatives(width: int, size: int) -> Non
     torch.testing.assert_close(second.double(), exact, rtol=1e-3, atol=1e-3 * float(exact.abs().max() + 1))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     width=st.integers(1, 100), size=st.integers(1, 40), block=st.integers(0, 99), power=st.integers(-8, 8),
     seed=st.integers(0, 1000),

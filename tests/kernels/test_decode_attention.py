@@ -59,7 +59,7 @@ def _paged(parts: tuple[Tensor, Tensor], page: int, seed: int) -> tuple[list[Ten
 _TREES = st.integers(1, MOST_TOKENS).flatmap(lambda n: st.tuples(*(st.integers(-1, i - 1) for i in range(n))).map(list))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     trees=st.lists(_TREES, min_size=1, max_size=3),
     cached=st.lists(st.integers(0, 70), min_size=3, max_size=3),

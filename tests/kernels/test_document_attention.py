@@ -46,7 +46,7 @@ _LENGTHS = st.lists(st.sampled_from([0, 0, 1, 3, 3, 3, 5, 17]), min_size=0, max_
 _HEADS = st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 2), (3, 1)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths=_LENGTHS, heads=_HEADS, dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
 def test_it_is_softmax_attention_under_a_mask_of_documents(
     lengths: list[int], heads: tuple[int, int], dtype: torch.dtype
@@ -82,7 +82,7 @@ def test_a_gpu_computes_the_same(dtype: torch.dtype, heads: int, groups: int, de
         torch.testing.assert_close(found.double().cpu(), wanted, rtol=4 * tolerance, atol=4 * tolerance)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(lengths=_LENGTHS.filter(lambda lengths: sum(lengths) > 0), heads=_HEADS)
 def test_gradients_are_those_of_the_definition(lengths: list[int], heads: tuple[int, int]) -> None:
     inputs = [t.requires_grad_() for t in _draw(lengths, *heads, torch.float64)]
@@ -106,7 +106,7 @@ def test_nothing_of_another_document_or_of_the_future_leaks_in() -> None:
     assert seen[0:3].isnan().all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     batch=st.integers(1, 3),
     n=st.integers(1, 5),

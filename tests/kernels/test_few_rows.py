@@ -43,7 +43,7 @@ def threads():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.integers(0, 9) | st.sampled_from([15, 16, 17, 31, 32, 33, 40]),
     inner=st.integers(1, 200) | st.sampled_from([32, 64, 160]),

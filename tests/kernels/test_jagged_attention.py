@@ -180,7 +180,7 @@ def test_bfloat16_is_computed_in_float32_and_rounded_once() -> None:
     assert_close(got, expected(inputs, MASKS["causal"], "softmax", 1.0, gradient), 8e-3)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(lengths=st.lists(st.integers(0, 40), max_size=6), data=st.data())
 def test_any_lengths_and_readers_are_those_of_dense_attention(lengths: list[int], data) -> None:
     """Sequences of queries that read a sequence of keys of their choice."""

@@ -102,7 +102,7 @@ def by_loops(name: str, a: dict[str, Tensor], lengths: list[int]) -> list[float]
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(lengths=st.lists(st.integers(0, 4), max_size=5), dtype=st.sampled_from([torch.int32, torch.int64]))
 def test_operators_are_those_of_loops(name: str, lengths: list[int], dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -59,7 +59,7 @@ def run(experts: Tensor, tensors, policy: str = "AB", gradient: Tensor | None = 
     return out, *torch.autograd.grad(out, [t for t in tensors if t is not None], gradient)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tokens=st.integers(0, 60), experts=st.integers(1, 9), data=st.data())
 def test_indices_are_those_of_a_stable_sort(tokens: int, experts: int, data) -> None:
     choices = data.draw(st.integers(1, experts))

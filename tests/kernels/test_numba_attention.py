@@ -48,7 +48,7 @@ def gradients(inputs: list[Tensor], lengths: list[int]) -> list[Tensor]:
     return computed(inputs, lengths)[1:]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     lengths=LENGTHS,
     heads=HEADS,

@@ -81,7 +81,7 @@ def test_scales_that_are_not_finite_give_weights_that_are_not(way: str, bits: in
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bits", [4, 8])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     rows=st.integers(0, 9) | st.sampled_from([15, 16, 17, 31, 32, 33, 40]),
     groups=st.integers(1, 6),
@@ -113,7 +113,7 @@ def test_a_row_is_the_same_beside_any_others_and_nan_stays(bits: int) -> None:
         layer(x.requires_grad_())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     bits=st.sampled_from([4, 8]),
     size=st.sampled_from([1e-6, 1e-3, 1.0, 1e3]),

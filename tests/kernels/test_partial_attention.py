@@ -162,7 +162,7 @@ def emulate_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(
     case=relations(), groups=st.sampled_from([(1, 1), (4, 2), (3, 1)]), seed=st.integers(0, 99), lse_too=st.booleans()
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_back_end_is_dense_softmax_with_its_gradients(
     backend: str, case: tuple[Relation, int, int], groups: tuple[int, int], seed: int, lse_too: bool
 ) -> None:
@@ -200,7 +200,7 @@ def test_every_back_end_is_dense_softmax_with_its_gradients(
     shift=st.sampled_from([0.0, -500.0, 900.0]),
     backend=st.sampled_from(["math", "flash"]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_pieces_of_the_keys_merge_to_all_of_them(
     case: tuple[Relation, int, int], labels: list[int], shift: float, backend: str
 ) -> None:

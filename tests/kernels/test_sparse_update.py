@@ -162,7 +162,7 @@ def test_triton_path_agrees_in_its_interpreter() -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("backend", EXACT)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_equals_the_dense_optimizer_in_float64(backend: str, optimizer: str, data: st.DataObject) -> None:
     num_rows, dim = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 9))
@@ -262,7 +262,7 @@ def test_a_row_is_updated_once_however_often_it_is_named(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", EXACT)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**31), size=st.integers(1, 40))
 def test_order_of_bags_does_not_matter(backend: str, seed: int, size: int) -> None:
     generator = torch.Generator().manual_seed(seed)

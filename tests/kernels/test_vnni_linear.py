@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not vnni_tiles.available(), reason="this process
 seeds = st.integers(0, 2**31)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=seeds, rows=st.integers(1, 9), inner=st.integers(1, 70), zero_point=st.integers(0, 255))
 def test_codes_are_a_fused_multiply_add_rounded_to_even(seed: int, rows: int, inner: int, zero_point: int) -> None:
     x = torch.randn(rows, inner, generator=torch.Generator().manual_seed(seed)) * 5
@@ -56,7 +56,7 @@ def _formula(codes: torch.Tensor, zero_point: int, weight: torch.Tensor) -> torc
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=seeds, rows=st.integers(0, 15) | st.integers(90, 110), outputs=st.integers(1, 140),
        inner=st.integers(1, 40), zero_point=st.integers(0, 255), given_zero=st.integers(0, 255), relu=st.booleans(),
        scale=st.sampled_from([1.0, 0.37]))  # fmt: skip
@@ -148,7 +148,7 @@ def test_inputs_that_the_kernel_could_not_read_are_refused() -> None:
 floats = st.floats(-(2.0**100), 2.0**100, width=32) | st.floats(-(2.0**-10), 2.0**-10, width=32)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(values=st.lists(floats, min_size=1, max_size=9))
 def test_a_batch_chooses_the_scale_that_torch_would(values: list[float]) -> None:
     x = torch.tensor([values])

@@ -99,7 +99,7 @@ def alone(attention: TargetAttention | HSTU, rows: Tensor, candidate: Tensor) ->
     return x[-1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=9), st.booleans())
 def test_neighbours_with_equal_histories_share_one(lists: list[list[int]], weighted: bool) -> None:
     values = JaggedTensor.from_lists(lists)
@@ -116,7 +116,7 @@ def test_histories_that_differ_in_weights_alone_are_not_shared() -> None:
     assert shared.of_sample.tolist() == [0, 1]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.sampled_from([("target-attention", None), ("hstu", None), ("hstu", 2), ("hstu", 1)]),
     st.lists(st.lists(st.integers(0, 3), max_size=7), min_size=1, max_size=6),

@@ -50,7 +50,7 @@ def _codes(seed: int, rows: int, inner: int) -> Tensor:
     return torch.randint(0, 256, (rows, inner), generator=generator, dtype=torch.uint8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=seeds, rows=sizes, outputs=sizes, inner=sizes, symmetric=st.booleans(), zero_point=st.integers(0, 255))
 def test_offsets_give_the_sums_of_the_definition(
     seed: int, rows: int, outputs: int, inner: int, symmetric: bool, zero_point: int
@@ -67,7 +67,7 @@ def test_the_reference_and_torchs_integer_product_agree() -> None:
     assert torch.equal(torch._int_mm(codes, weight.codes.t()).long(), integer_product(codes, 0, weight))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=seeds, symmetric=st.booleans(), relu=st.booleans())
 def test_requantisation_is_the_float64_formula_but_for_ties(seed: int, symmetric: bool, relu: bool) -> None:
     weight, codes = _weight(seed, 50, 64, symmetric), _codes(seed, 100, 64)
@@ -89,7 +89,7 @@ def test_requantisation_is_the_float64_formula_but_for_ties(seed: int, symmetric
 
 @needs_kernels
 @needs_wide_products
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=seeds, rows=sizes, outputs=sizes, inner=st.integers(1, 200), symmetric=st.booleans(), relu=st.booleans(),
        bias=st.booleans())  # fmt: skip
 def test_torchs_kernels_give_the_codes_of_the_reference(

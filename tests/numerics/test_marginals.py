@@ -46,7 +46,7 @@ def ranks(data: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 3000), min_size=1, max_size=8), st.integers(0, 5), st.randoms(use_true_random=False))
 def test_quantiles_are_within_the_stated_error_in_any_split_order_and_merge(sizes, seed, random) -> None:
     sizes = [*sizes, 1]

@@ -28,7 +28,7 @@ def _linear(seed: int, inner: int, outputs: int) -> nn.Linear:
     return nn.Linear(inner, outputs)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**31), rows=st.integers(1, 20), inner=st.integers(1, 70), outputs=st.integers(1, 50),
        relu=st.booleans(), static=st.booleans(), symmetric=st.booleans())  # fmt: skip
 def test_a_layer_is_the_reference_and_close_to_float(

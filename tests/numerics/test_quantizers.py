@@ -30,7 +30,7 @@ floats |= st.floats(-8, 8, width=32)
 shapes = st.tuples(st.integers(0, 9), st.integers(0, 11))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(ends=st.tuples(floats, floats))
 def test_scale_and_zero_point_are_those_of_fbgemm(ends: tuple[float, float]) -> None:
     low, high = torch.tensor(sorted(ends)).unbind()
@@ -40,7 +40,7 @@ def test_scale_and_zero_point_are_those_of_fbgemm(ends: tuple[float, float]) -> 
     assert (float(scale), int(zero_point)) == (float(torch.tensor(theirs[0])), theirs[1])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(ends=st.tuples(floats, floats), name=st.sampled_from(list(INTEGERS)), power=st.booleans())
 def test_zero_is_exact_and_ends_are_within_a_step(ends: tuple[float, float], name: str, power: bool) -> None:
     format = INTEGERS[name]
@@ -55,7 +55,7 @@ def test_zero_is_exact_and_ends_are_within_a_step(ends: tuple[float, float], nam
     assert (format.highest - int(zero_point)) * step >= max(float(high), 0) - step * 0.51
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shape=shapes, seed=st.integers(0, 2**31), name=st.sampled_from(["int8", "uint8", "int4", "uint4", "uint2"]),
     granularity=st.sampled_from(list(Granularity)), symmetric=st.booleans(),
@@ -79,7 +79,7 @@ def test_values_come_back_within_half_a_step(
     assert not bool(zeros.dequantize().any())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**31), rows=st.integers(1, 7), columns=st.integers(1, 9))
 def test_each_block_is_quantised_as_if_it_were_alone(seed: int, rows: int, columns: int) -> None:
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
@@ -93,7 +93,7 @@ def test_each_block_is_quantised_as_if_it_were_alone(seed: int, rows: int, colum
     assert torch.equal(by_row.payload, quantize(x.t(), UINT8, Granularity.column).payload.t())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**31), scale=st.floats(1e-4, 10), zero_point=st.integers(0, 255))
 def test_codes_are_those_of_torch(seed: int, scale: float, zero_point: int) -> None:
     x = torch.randn(500, 37, generator=torch.Generator().manual_seed(seed)) * 20
@@ -171,7 +171,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
         choose_affine(torch.tensor(-3e38), torch.tensor(3e38), UINT8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(peak=st.floats(2.0**-100, 2.0**100, width=32), name=st.sampled_from(["int8", "int4", "int2"]))
 def test_symmetric_scales_are_the_least_powers_of_two_that_hold_the_peak(peak: float, name: str) -> None:
     format = INTEGERS[name]
@@ -218,7 +218,7 @@ def test_blocks_have_the_sizes_that_their_granularity_says() -> None:
         quantize(x, INT8, Granularity.column, parameters=ones)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(ends=st.tuples(st.floats(-8, 8), st.floats(-8, 8)), bits=st.sampled_from([4, 8]))
 def test_signed_codes_are_unsigned_ones_moved_by_half_of_all_codes(ends: tuple[float, float], bits: int) -> None:
     assume(max(ends) - min(ends) > 0.1)

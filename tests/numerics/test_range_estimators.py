@@ -44,7 +44,7 @@ def _state(histogram: RunningHistogram) -> tuple[object, ...]:
     return (*(value for key, value in state.items() if key != "counts"), state["counts"].tolist())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=seeds, cuts=st.lists(st.integers(0, 600), max_size=6), bins=st.sampled_from([2, 7, 64, 2048]))
 def test_the_histogram_does_not_depend_on_how_values_are_split_and_merged(
     seed: int, cuts: list[int], bins: int
@@ -67,7 +67,7 @@ def test_the_histogram_does_not_depend_on_how_values_are_split_and_merged(
         assert int(inside.sum()) == int(whole.counts[i])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=seeds, name=st.sampled_from(["uint8", "int8", "uint4", "int4"]), norm=st.sampled_from([1, 2]))
 def test_the_least_error_is_no_larger_than_that_of_the_plain_range(seed: int, name: str, norm: int) -> None:
     format = INTEGERS[name]
@@ -78,7 +78,7 @@ def test_the_least_error_is_no_larger_than_that_of_the_plain_range(seed: int, na
     assert least <= plain * (1 + 1e-9)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=seeds, levels=st.sampled_from([3, 15, 255]), clip=st.floats(0.2, 1))
 def test_the_error_in_closed_form_is_that_of_a_sample(seed: int, levels: int, clip: float) -> None:
     histogram = _histogram(_values(seed, 50), bins=32)

@@ -166,7 +166,7 @@ def mix(z: int) -> int:
     return z ^ z >> 31
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**64 - 1), st.lists(st.integers(-(2**63), 2**63 - 1), min_size=0, max_size=4))
 def test_random_bits_follow_the_published_mixer(seed: int, keys: list[int]) -> None:
     state = mix((seed + 0x9E3779B97F4A7C15) % 2**64)
@@ -189,7 +189,7 @@ def test_random_bits_are_even_and_independent_of_each_other() -> None:
 
 
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_truncation_and_the_rest_make_the_number_again(value: float) -> None:
     cut = round_to(torch.tensor([value]), FORMATS["bf16"], Rounding.toward_zero)
     bits = struct.unpack("<I", struct.pack("<f", value))[0]

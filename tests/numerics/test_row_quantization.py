@@ -43,7 +43,7 @@ def _error(x: Tensor, rows: Tensor, bits: int) -> Tensor:
     return (dequantize_rows(rows, bits, x.shape[1]).double() - x.double()).square().sum(1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=seeds, dim=dims, bits=st.sampled_from(BITS))
 def test_bytes_and_values_are_those_of_fbgemm(seed: int, dim: int, bits: int) -> None:
     x = _table(seed, dim)
@@ -63,7 +63,7 @@ def test_bytes_and_values_are_those_of_fbgemm(seed: int, dim: int, bits: int) ->
     assert torch.equal(dequantize_rows(rows, bits, dim), UNPACK[bits](rows))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=seeds, dim=st.integers(1, 40), bits=st.sampled_from(BITS))
 def test_errors_stay_within_the_stated_bounds_for_any_number_of_columns(seed: int, dim: int, bits: int) -> None:
     x = _table(seed, dim)
@@ -85,7 +85,7 @@ def test_errors_stay_within_the_stated_bounds_for_any_number_of_columns(seed: in
     assert bool((error <= bound).all())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=seeds, dim=dims, bits=st.sampled_from([4, 2]))
 def test_the_greedy_clipping_is_never_worse_than_minmax_nor_than_torch(seed: int, dim: int, bits: int) -> None:
     x = _table(seed, dim)
@@ -114,7 +114,7 @@ def test_the_greedy_clipping_of_4_bits_takes_a_tenth_of_the_error_away() -> None
     assert float(greedy / plain) < 0.92
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=seeds, bits=st.sampled_from(BITS))
 def test_rows_do_not_know_of_each_other_nor_of_strides(seed: int, bits: int) -> None:
     x = _table(seed, 16)

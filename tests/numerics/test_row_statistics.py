@@ -37,7 +37,7 @@ def error(found: Tensor, exact: Tensor) -> float:
     seed=st.integers(0, 2**16),
     ratio=st.sampled_from([0.0, 1.0, 1e3, 1e4]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_batches_in_any_split_give_what_two_passes_give(cuts: list[int], seed: int, ratio: float) -> None:
     rows = rows_of(300, 7, mean=ratio, seed=seed)
     bounds = [0, *sorted(cuts), 300]
@@ -63,7 +63,7 @@ def test_a_small_deviation_beside_a_large_mean_survives() -> None:
 
 
 @given(seed=st.integers(0, 2**16), first=st.integers(0, 200), second=st.integers(0, 200))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_merging_is_associative_and_equals_the_whole(seed: int, first: int, second: int) -> None:
     rows = rows_of(200, 5, mean=3.0, seed=seed)
     a, b = sorted((first, second))

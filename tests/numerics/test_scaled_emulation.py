@@ -90,7 +90,7 @@ def test_operands_of_our_own_kernels_are_told_from_gradients() -> None:
         assert all(bool(leaf.grad.any()) is not is_zero for leaf in (x, y, weight))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=12),
     st.sampled_from(["fp16", "e4m3fn", "e4m3fnuz", "e5m2", "e3m2", "e2m3", "e2m1"]),

@@ -41,7 +41,7 @@ models = st.integers(1, 20).flatmap(
 
 
 @given(model=models, budget=st.floats(0, 2))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_budget_is_kept_in_few_evaluations(model: tuple[list[float], list[float]], budget: float) -> None:
     sizes, harms = model
     found, calls = search(sizes, harms, budget)

@@ -32,7 +32,7 @@ def test_split_and_join_keep_every_bit() -> None:
     assert torch.equal(upper.float()[numbers], round_to(x, FORMATS["bf16"], Rounding.toward_zero)[numbers])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(-(2**31), 2**31 - 1))
 def test_split_and_join_keep_any_pattern(pattern: int) -> None:
     x = torch.tensor([[pattern]], dtype=torch.int32).view(torch.float32)

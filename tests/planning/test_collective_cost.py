@@ -44,7 +44,7 @@ def test_messages_after_the_first_cost_an_overhead() -> None:
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=4), st.sampled_from([ring_seconds, doubling_seconds]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_hierarchical_form_is_near_the_plan_for_any_sizes(sizes: list[int], form: Callable[..., float]) -> None:
     for cross in (CROSS, FlowLink(5e-6, 45e9)):
         network = DomainNetwork(tuple(sizes), INNER, cross)
@@ -82,7 +82,7 @@ def test_a_plan_is_priced_on_a_cluster() -> None:
 
 
 @given(st.permutations([4, 2, 3]))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_the_order_of_domains_does_not_matter(sizes: list[int]) -> None:
     assert plan_seconds(
         hierarchical_all_reduce(sizes), 1e9, DomainNetwork(tuple(sizes), INNER, CROSS)

@@ -202,7 +202,7 @@ def test_synthesis_does_not_give_a_slow_link_what_a_fast_way_delivers_sooner() -
 
 
 @given(st.integers(2, 7), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_synthesis_is_correct_on_any_connected_network(n: int, data: st.DataObject) -> None:
     link = st.builds(FlowLink, st.floats(0, 5), st.floats(0.1, 5))
     around = data.draw(st.permutations(range(n)))
@@ -276,7 +276,7 @@ def test_the_verifier_names_what_is_wrong() -> None:
 
 
 @given(st.sampled_from(sorted(MAKERS)), st.integers(2, 8), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_transfer_can_be_left_out(name: str, n: int, data: st.DataObject) -> None:
     plan = MAKERS[name](n)
     s = data.draw(st.integers(0, len(plan.steps) - 1))

@@ -62,7 +62,7 @@ def stepwise(
     return now, now + left if end is None else end
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seconds=st.floats(0.1, 10.0),
     part=st.floats(0.0, 1.0),

@@ -107,7 +107,7 @@ def test_groups_that_are_wrong_are_refused(groups: list[tuple[str, int, Device]]
         mixed(*groups)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     tensor=st.sampled_from([1, 2, 8]),
     pipeline=st.sampled_from([1, 2, 4]),
@@ -158,7 +158,7 @@ def test_stages_are_as_fast_as_the_devices_that_hold_them(chunks: int, schedule:
     assert fast.seconds < half.seconds < slow.seconds
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     hosts=st.lists(st.integers(0, 7), max_size=4, unique=True),
     more=st.integers(0, 7),

@@ -74,7 +74,7 @@ def planned() -> tuple[Explorer, Plan]:
     occupied=st.floats(0, 1),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_draw_is_a_simulation_of_its_own(
     make: Callable[[int, int], Schedule], ranks: int, more: int, latency: float, occupied: float, seed: int
 ) -> None:
@@ -112,7 +112,7 @@ def test_draws_of_ranks_that_wait_for_one_another_are_refused() -> None:
     factor=st.floats(1, 8),
     choice=st.integers(0, 7),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_slow_device_costs_between_nothing_and_its_factor(
     pipeline: int, chunks: int, overlap: bool, rank: int, factor: float, choice: int
 ) -> None:
@@ -148,7 +148,7 @@ def test_a_slow_device_is_told_where_it_costs_most() -> None:
 
 
 @given(part=st.floats(0, 20), seed=st.integers(0, 9))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_late_messages_only_make_steps_longer(part: float, seed: int) -> None:
     explorer, plan = planned()
     case = faults.jitter(explorer, plan, part, draws=200, seed=seed)
@@ -251,7 +251,7 @@ def test_worse_links_never_make_a_gradient_reduction_faster() -> None:
     which=st.integers(0, 10**6),
     again=st.integers(0, 10**6),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_what_is_left_is_the_cluster_without_these_devices(
     members: list[int], level: int, which: int, again: int
 ) -> None:

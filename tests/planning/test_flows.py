@@ -103,13 +103,13 @@ def is_max_min(
 
 
 @given(problems())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_solver_equals_linear_programming(problem: Problem) -> None:
     np.testing.assert_allclose(max_min_rates(*problem), lexicographic(*problem), atol=1e-6)
 
 
 @given(problems(most_flows=30), st.integers(0, 2**32 - 1))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_certificate_holds_and_notices_any_change(problem: Problem, seed: int) -> None:
     rates = max_min_rates(*problem)
     assert is_max_min(rates, *problem)
@@ -122,7 +122,7 @@ def test_the_certificate_holds_and_notices_any_change(problem: Problem, seed: in
 
 
 @given(problems(most_flows=12), st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_names_of_flows_and_resources_do_not_matter(problem: Problem, seed: int) -> None:
     paths, capacities, limits, weights = problem
     random = np.random.default_rng(seed)
@@ -138,7 +138,7 @@ def test_names_of_flows_and_resources_do_not_matter(problem: Problem, seed: int)
 
 
 @given(problems(most_flows=12), st.floats(1e-3, 1e9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_rates_scale_with_the_capacities(problem: Problem, factor: float) -> None:
     paths, capacities, limits, weights = problem
     scaled = max_min_rates(paths, np.array(capacities) * factor, np.array(limits) * factor, weights)
@@ -146,7 +146,7 @@ def test_rates_scale_with_the_capacities(problem: Problem, factor: float) -> Non
 
 
 @given(problems(most_flows=6), st.lists(st.integers(1, 7), min_size=6, max_size=6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_folding_equal_flows_changes_no_rate(problem: Problem, counts: list[int]) -> None:
     paths, capacities, limits, weights = problem
     counts = counts[: len(paths)]
@@ -249,7 +249,7 @@ timed = st.builds(
 
 
 @given(st.lists(timed, min_size=1, max_size=8))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_every_byte_is_sent_once_and_rates_are_fair_at_every_moment(flows: list[Flow]) -> None:
     capacities = [5.0, 9.0, 2.0]
     finish = finish_times(flows, capacities)
@@ -279,7 +279,7 @@ def test_every_byte_is_sent_once_and_rates_are_fair_at_every_moment(flows: list[
 
 
 @given(st.lists(timed, min_size=1, max_size=6), st.floats(1e-3, 1e3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_time_scales_when_rates_and_times_do(flows: list[Flow], factor: float) -> None:
     scaled = [
         Flow(f.bytes, f.path, f.start / factor, f.latency / factor, f.limit * factor, f.weight, f.count) for f in flows

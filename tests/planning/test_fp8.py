@@ -83,7 +83,7 @@ def test_head_router_and_memory_stay_in_16_bits() -> None:
     assert linear < ffn < none
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.floats(1, 1e6), st.floats(1, 1e6), st.floats(1, 1e6), st.floats(1, 128))
 def test_a_product_alone_is_never_slower_and_at_most_twice_as_fast(
     rows: float, columns: float, inner: float, count: float

@@ -106,7 +106,7 @@ def test_a_tier_of_uneven_domains_has_a_lane_for_each_rank_of_the_fullest() -> N
 
 
 @given(st.lists(st.integers(1, 7), min_size=2, max_size=4), st.sampled_from([1.0, 2.8, 7.0]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_collectives_level_by_level_cost_what_their_verified_plan_does(sizes: list[int], narrower: float) -> None:
     device = {**toy().device.model_dump(), "nic_bytes_per_s": 50e9}
     levels = [

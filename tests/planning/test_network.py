@@ -141,7 +141,7 @@ def test_a_search_offers_nothing_that_the_links_lack() -> None:
     assert found.best.network["pod"].balance == "spray"  # another level lacks nothing
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     names=st.sets(st.sampled_from(sorted(HAVE))),
     more=st.sampled_from(sorted(HAVE)),

@@ -127,7 +127,7 @@ def test_mistakes_in_a_file_are_all_named(tmp_path: Path, text: str, message: st
         workloads.load(tmp_path / "mine.toml")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     groups=st.lists(
         st.tuples(st.integers(1, 5), st.integers(1, 400_000), st.sampled_from([32, 64, 96, 256]), st.floats(0.1, 50)),
@@ -310,7 +310,7 @@ def test_copied_tables_are_updated_whole_for_the_samples_of_a_device() -> None:
     assert moved(100) > 100 * of_row
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 40), st.integers(1, 60)), min_size=2, max_size=6))
 def test_memory_is_that_of_the_fullest_device(tables: list[tuple[int, int, int]]) -> None:
     cluster = two_pods()
@@ -344,7 +344,7 @@ def test_one_group_in_one_host_sends_nothing_out() -> None:
 durations = st.lists(st.floats(0, 10), min_size=12, max_size=12)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(seconds=durations, faster=durations, schedule=st.sampled_from(SCHEDULES))
 def test_steps_keep_their_bounds(seconds: list[float], faster: list[float], schedule: TableSchedule) -> None:
     cluster = two_pods()

@@ -45,7 +45,7 @@ FAMILIES: dict[str, Make] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(ranks=st.integers(1, 9), microbatches=st.integers(1, 24))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_size_is_valid(family: str, ranks: int, microbatches: int) -> None:
     schedule = FAMILIES[family](ranks, microbatches)
     schedule.check()
@@ -56,7 +56,7 @@ def test_every_size_is_valid(family: str, ranks: int, microbatches: int) -> None
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(ranks=st.integers(1, 9), microbatches=st.integers(1, 24))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_forwards_alone_can_be_done_for_any_number_of_microbatches(family: str, ranks: int, microbatches: int) -> None:
     schedule = FAMILIES[family](ranks, 2 * ranks)
     forwards = schedule.forwards(microbatches)
@@ -98,7 +98,7 @@ def test_schedules_are_those_of_torch(name: str, make: Make) -> None:
 
 
 @given(ranks=st.integers(1, 8), microbatches=st.integers(1, 20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_memory_is_what_theory_gives(ranks: int, microbatches: int) -> None:
     for rank in range(ranks):
         assert gpipe(ranks, microbatches).peak(rank) == microbatches
@@ -198,7 +198,7 @@ def test_a_broken_file_is_refused_by_place(text: str, message: str) -> None:
     room=st.integers(0, 6),
     latency=st.sampled_from([0.0, 0.4, 2.5]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_greedy_keeps_its_limits(ranks: int, chunks: int, microbatches: int, room: int, latency: float) -> None:
     rank_of = [stage % ranks for stage in range(ranks * chunks)]
     limits = [microbatches * chunks - room] * ranks

@@ -75,7 +75,7 @@ def test_the_toy_grid_comes_out_exactly(case: tuple[float, float]) -> None:
     forward=st.floats(0.1, 3),
     backward=st.floats(0.1, 5),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_closed_forms_without_latency(ranks: int, microbatches: int, forward: float, backward: float) -> None:
     expected = (microbatches + ranks - 1) * (forward + backward)
     for schedule in (gpipe(ranks, microbatches), one_forward_one_backward(ranks, microbatches)):
@@ -85,7 +85,7 @@ def test_closed_forms_without_latency(ranks: int, microbatches: int, forward: fl
 
 
 @given(ranks=st.integers(1, 6), rounds=st.integers(1, 5), chunks=st.integers(1, 4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_interleaving_divides_the_bubble_by_the_chunks(ranks: int, rounds: int, chunks: int) -> None:
     schedule = interleaved(ranks, ranks * rounds, chunks)
     found = simulate(schedule, equal_stages(schedule)).seconds
@@ -93,7 +93,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks(ranks: int, rounds: int, 
 
 
 @given(ranks=st.integers(1, 8), more=st.integers(0, 12))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_zero_bubble_schedules_keep_their_promise(ranks: int, more: int) -> None:
     microbatches = 2 * ranks + more
     for ahead in (1, 2):
@@ -110,7 +110,7 @@ def test_zero_bubble_schedules_keep_their_promise(ranks: int, more: int) -> None
     where=st.integers(0, 10),
     latency=st.floats(0.5, 3.1),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_extra_warmup_hides_all_but_two_latencies(ranks: int, microbatches: int, where: int, latency: float) -> None:
     after = where % (ranks - 1)
     latencies = [latency if i == after else 0.0 for i in range(ranks - 1)]
@@ -127,7 +127,7 @@ def test_extra_warmup_hides_all_but_two_latencies(ranks: int, microbatches: int,
     latencies=st.lists(st.sampled_from([0.0, 0.0, 0.5, 1.0, 1.7, 2.0]), min_size=1, max_size=6),
     microbatches=st.integers(20, 40),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_several_slow_boundaries_add_up(latencies: list[float], microbatches: int) -> None:
     ranks = len(latencies) + 1
     schedule = one_forward_one_backward(ranks, microbatches, warmup_for_latency(latencies, 1, 2))
@@ -199,7 +199,7 @@ def test_a_replay_by_small_steps_ends_at_the_same_time(schedule: Schedule) -> No
 
 
 @given(schedule=st.sampled_from([*TOY[:5], zero_bubble(P, M, 2)]), data=st.data())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_microbatches_that_differ_end_when_the_replay_does(schedule: Schedule, data: st.DataObject) -> None:
     times = data.draw(st.lists(st.integers(0, 6).map(lambda n: n / 2), min_size=M, max_size=M))
     alike, way = equal_stages(schedule), boundary(1, 0.5, 0.25)
@@ -224,7 +224,7 @@ def test_one_long_microbatch_delays_every_stage() -> None:
 
 
 @given(st.floats(0.1, 10), st.sampled_from(TOY), st.floats(0, 2), st.floats(0, 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_scaling_all_times_scales_the_step(factor: float, schedule: Schedule, latency: float, occupied: float) -> None:
     base = simulate(schedule, equal_stages(schedule), boundary(1, latency, occupied)).seconds
     scaled = simulate(
@@ -236,7 +236,7 @@ def test_scaling_all_times_scales_the_step(factor: float, schedule: Schedule, la
 
 
 @given(st.sampled_from(TOY), st.floats(0, 2), st.floats(0, 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_no_step_is_shorter_than_its_bounds(schedule: Schedule, latency: float, occupied: float) -> None:
     timeline = simulate(schedule, equal_stages(schedule), boundary(1, latency, occupied))
     assert timeline.seconds >= max(timeline.busy) - 1e-9

@@ -244,7 +244,7 @@ def test_four_ranks_and_eight_microbatches_are_solved(latency: float) -> None:
     rank_of=st.sampled_from([(0, 1, 2), (0, 1, 0), (0, 1, 1)]),
     split=st.booleans(),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @pytest.mark.slow
 def test_what_is_returned_keeps_its_word(
     times: list[float], latency: float, occupied: float, rank_of: tuple[int, ...], split: bool
@@ -282,7 +282,7 @@ def test_memory_beyond_what_is_used_changes_nothing_and_less_costs_time() -> Non
     latency=st.sampled_from([0.0, 0.7, 3.0]),
     split=st.booleans(),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @pytest.mark.slow
 def test_rules_keep_any_limit_that_lets_a_microbatch_pass(
     ranks: int, microbatches: int, chunks: int, room: int, latency: float, split: bool

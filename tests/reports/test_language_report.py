@@ -314,7 +314,7 @@ def some_records(draw: st.DrawFn) -> list[Record]:
 
 
 @given(records=some_records())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_numbers_give_a_page_without_nan(tmp_path_factory: pytest.TempPathFactory, records: list[Record]) -> None:
     run = make_language_run(tmp_path_factory.mktemp("any") / "run", records=[])
     write_records(run, records)
@@ -402,7 +402,7 @@ def test_long_runs_keep_reports_small(tmp_path: Path) -> None:
 
 
 @given(seed=st.integers(0, 1000), size=st.integers(401, 3000), is_log=st.booleans())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_thinned_lines_stay_among_their_points(seed: int, size: int, is_log: bool) -> None:
     random = np.random.default_rng(seed)
     xs, ys = (10 ** random.uniform(0, 6, size)).tolist(), random.normal(size=size).tolist()

@@ -63,7 +63,7 @@ _REQUESTS = st.lists(
 
 
 @pytest.mark.parametrize("model", [EXACT, HALF], ids=["float64", "bfloat16"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     requests=_REQUESTS,
     texts=st.integers(1, 4),
@@ -222,7 +222,7 @@ def test_a_text_that_is_set_aside_goes_on_with_the_same_bits() -> None:
     assert engine.pages_in_use == 0
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 1000), drafts=st.booleans())
 def test_penalties_and_chances_do_not_depend_on_drafts_and_follow_their_definition(seed: int, drafts: bool) -> None:
     sampling = Sampling(

@@ -56,7 +56,7 @@ def _continue(prompt: Sequence[int], count: int, stop: Sequence[int], sampling: 
 _PROMPTS = st.lists(st.lists(st.integers(0, 28), min_size=1, max_size=CONTEXT - 1), min_size=1, max_size=4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     prompts=_PROMPTS,
     count=st.sampled_from([1, 2, 6, 30]),

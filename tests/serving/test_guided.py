@@ -104,7 +104,7 @@ def _walk(guide: Guide, choose: Any, steps: int, end: int) -> list[int]:
     return path
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 999), steps=st.integers(0, 12))
 def test_what_a_tree_allows_is_what_a_replay_of_each_path_allows(guides: Guides, seed: int, steps: int) -> None:
     generator = torch.Generator().manual_seed(seed)

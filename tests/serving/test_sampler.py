@@ -18,7 +18,7 @@ _LOGITS = st.lists(st.floats(-20, 20) | st.just(-math.inf), min_size=2, max_size
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(row=_LOGITS, temperature=st.sampled_from([0.3, 0.6, 1.0, 2.0]), top_p=st.sampled_from([0.1, 0.5, 0.9, 1.0]))
 def test_probabilities_are_the_fewest_most_likely_tokens_rescaled(
     row: list[float], temperature: float, top_p: float
@@ -42,7 +42,7 @@ def test_probabilities_are_the_fewest_most_likely_tokens_rescaled(
     assert found.sum().item() == pytest.approx(1, abs=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     scale=st.sampled_from([0.0, 0.5, 2.0, 6.0]),

@@ -133,7 +133,7 @@ _SAMPLINGS = st.sampled_from([GREEDY, Sampling(temperature=1.0, top_p=0.9, seed=
 
 
 @pytest.mark.parametrize("model", [EXACT, HALF], ids=["float64", "bfloat16"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     prompts=_PROMPTS,
     number=st.sampled_from([1, 2, 9, 30]),
@@ -327,7 +327,7 @@ def test_drafts_that_fail_lower_the_chances_of_the_next_and_right_ones_raise_the
     assert chances[0] < 0.5 < chances[1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seeds=st.lists(st.integers(0, 99), min_size=1, max_size=4),
     slope=st.sampled_from([0.0, 0.02, 0.1, 0.5]),

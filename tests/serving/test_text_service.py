@@ -69,7 +69,7 @@ def _is_idle(service: TextService) -> bool:
     return service.accepted == 0 and service._engine.pages_in_use == 0 and not service._jobs
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     text=st.text("abc", max_size=30),
     strings=st.lists(st.text("abc", max_size=5), max_size=4),

@@ -62,7 +62,7 @@ def rows(file: str = "best.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(file).read_text().splitlines()]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     rewards=st.lists(st.one_of(st.integers(-3, 3), st.floats(-5, 5)).map(float), min_size=1, max_size=8),
     data=st.data(),

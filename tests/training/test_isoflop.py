@@ -32,7 +32,7 @@ def parabola_runs(
 
 
 @given(st.floats(1e6, 1e12), st.floats(1e-3, 10), st.integers(3, 8), st.floats(1.5, 30))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_the_minimum_of_a_parabola_is_found(best: float, depth: float, sizes: int, span: float) -> None:
     budget = 6 * best**2 / 20
     (curve,) = isoflops(parabola_runs(budget, best, depth, sizes, span))

@@ -52,7 +52,7 @@ def test_llama_3s_printed_constants_do_not_give_its_printed_tokens() -> None:
 
 
 @given(st.floats(0.2, 0.6), st.floats(0.2, 0.6), st.floats(2.5, 8))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_surfaces_exponent_is_recovered(a: float, b: float, span: float) -> None:
     """The minimum of a parabola is off that of the surface by the same factor for every budget."""
     laws, _ = fit_laws(isoflops(surface_runs(BUDGETS, a=a, b=b, span=span)), resamples=10)

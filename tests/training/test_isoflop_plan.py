@@ -50,7 +50,7 @@ def in_recipe(planned: PlannedRun) -> dict[str, object]:
 
 
 @given(st.floats(3e4, 1e6), st.floats(0.7, 1.5), st.integers(2, 6))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_ladder_rises_in_even_steps_of_valid_models(smallest: float, step: float, count: int) -> None:
     sizes = ladder(BASE, smallest, smallest * math.exp(step * (count - 1)), count)
     for rung, config in enumerate(sizes):

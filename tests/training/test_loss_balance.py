@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from scipy.optimize import minimize
@@ -78,7 +78,6 @@ def test_two_tasks_have_the_closed_form(one: float, two: float, cosine: float) -
         assert (products @ weights >= -1e-9 * (one + two)).all()
 
 
-@settings(deadline=None)
 @given(st.integers(2, 10), st.floats(0.01, 100), st.integers(0, 10**6))
 def test_preferred_weights_are_stationary(tasks: int, strength: float, seed: int) -> None:
     products = products_of(tasks, 6, seed)

@@ -55,7 +55,7 @@ def cut_rows(draw: st.DrawFn) -> tuple[list[Any], list[list[Any]]]:
 
 
 @given(cut_rows())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_merging_any_shards_in_any_order_gives_the_bits_of_the_union(cut: tuple[list[Any], list[list[Any]]]) -> None:
     rows, shards = cut
     whole, merged = metrics_of(rows), RankingMetrics()
@@ -66,7 +66,7 @@ def test_merging_any_shards_in_any_order_gives_the_bits_of_the_union(cut: tuple[
 
 
 @given(st.lists(ROW, min_size=1, max_size=40), st.integers(1, 7))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_batches_do_not_matter_and_neither_does_compaction(rows: list[Any], size: int) -> None:
     whole, parts = metrics_of(rows), RankingMetrics()
     for start in range(0, len(rows), size):
@@ -111,7 +111,7 @@ def test_vector_lengths_do_not_change_a_bit() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(-4, 4), st.booleans(), st.integers(1, 5)), min_size=2, max_size=30))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_auc_is_the_share_of_pairs_won_with_ties_as_half(rows: list[tuple[int, bool, int]]) -> None:
     wins = pairs = Fraction(0)
     for x, positive, w in rows:
@@ -270,7 +270,7 @@ def test_groups_come_always_or_never() -> None:
 
 
 @given(st.integers(0, 1000), st.sampled_from([4, 64, 4096]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_binned_auc_is_within_the_error_that_it_states(seed: int, bins: int) -> None:
     random = np.random.default_rng(seed)
     logits, labels = random.normal(size=200) * 8, random.integers(0, 2, 200)
@@ -308,7 +308,7 @@ def test_state_survives_a_checkpoint_without_pickle(options: dict[str, int]) -> 
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, min_value=-1e300, max_value=1e300), max_size=30))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_sums_are_exact(values: list[float]) -> None:
     total = ExactSum()
     total.add(np.array(values))

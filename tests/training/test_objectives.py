@@ -89,7 +89,7 @@ def same_gradients(case: Case, stage: LlamaStage, ours: Tensor, theirs: Tensor, 
         torch.testing.assert_close(one, other, **CLOSE)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(n=st.integers(0, 20), rows=st.integers(1, 25), seed=st.integers(0, 99))
 def test_log_probabilities_and_their_gradients_are_those_of_whole_logits(n: int, rows: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -274,7 +274,7 @@ def test_rewards_of_any_size_give_a_finite_loss() -> None:
 
 
 @given(seed=st.integers(0, 200), count=st.integers(1, 4))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_pair_is_never_split_in_training_and_evaluation(seed: int, count: int) -> None:
     items = chats(seed, 12)
     batches = ChatBatches(items, tokens=40 * count, microbatches=count, most=40, seed=seed, epochs=1)
@@ -396,7 +396,7 @@ def test_clipping_ends_what_a_token_can_gain_and_not_what_it_can_lose(
 
 
 @given(seed=st.integers(0, 500), scale=st.floats(0.0, 5.0))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_the_divergence_is_never_below_zero_and_zero_of_equals(seed: int, scale: float) -> None:
     case, stage = Case(seed % 7), stage_of()
     case.generator.manual_seed(seed)

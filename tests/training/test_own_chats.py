@@ -11,7 +11,7 @@ import torch
 
 from cordillera.data.language.chats.rows import read_chats
 from cordillera.data.tokenizers.chat import ChatML, Control, JinjaChat, Llama3Chat, PlainChat
-from cordillera.errors import DataError
+from cordillera.errors import DataError, Interrupted, PlanError
 from cordillera.workflows.post_training import own_chats
 from cordillera.workflows.post_training.own_chats import opening, write_chats
 
@@ -70,6 +70,23 @@ def test_files_of_others_are_refused(begun: Path, content: str) -> None:
     with pytest.raises(DataError, match="is not a chat that a model had with itself"):
         write(begun / "start", "chats.jsonl", 2)
     assert Path("chats.jsonl").read_text() == content
+
+
+def test_ctrl_c_leaves_whole_lines_and_says_how_to_go_on(begun: Path) -> None:
+    def stop(done: int, count: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match="the same command again"):
+        write(begun / "start", "new/chats.jsonl", 4, on_answer=stop)
+    assert len(lines("new/chats.jsonl")) == 2
+    assert write(begun / "start", "new/chats.jsonl", 4).chats == 4
+
+
+def test_a_place_that_cannot_be_written_is_found_before_the_model_is_read() -> None:
+    Path("file").touch()
+    with pytest.raises(PlanError, match="cannot be written"):
+        write(Path("none"), "file/chats.jsonl", 2)
 
 
 def test_wrong_settings_are_refused(begun: Path) -> None:

@@ -37,7 +37,7 @@ def test_wukongs_own_table_gives_a_falling_law_where_its_printed_formula_rises()
 
 
 @given(st.floats(0.01, 2), st.floats(-0.6, 0.6).filter(lambda b: abs(b) > 1e-3), st.sampled_from([0.0, 0.5, -3.0]))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_an_exact_law_is_recovered_with_its_sign(scale: float, exponent: float, floor: float) -> None:
     x = np.geomspace(1, 1000, 5)
     law = fit_power_law(x, floor + scale * x**exponent, floor=floor)

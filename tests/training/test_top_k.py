@@ -52,7 +52,7 @@ def metrics_of(scores: object, labels: object, groups: object, k: int, weights: 
 
 
 @given(st.lists(SAMPLE, min_size=1, max_size=14), st.integers(1, 8))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_metrics_are_means_over_all_orders_of_tied_samples(rows: list[tuple[float, bool, int]], k: int) -> None:
     expected, excluded = [], 0
     members = [[row for row in rows if row[2] == group][:6] for group in range(3)]
@@ -109,7 +109,7 @@ def test_reciprocal_ranks_in_large_ties_are_those_of_the_hypergeometric_distribu
 
 
 @given(st.lists(SAMPLE, min_size=1, max_size=40), st.randoms(use_true_random=False), st.integers(1, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_order_and_division_of_rows_do_not_change_a_bit(rows: list[tuple[float, bool, int]], random, k: int) -> None:  # type: ignore[no-untyped-def]
     whole = metrics_of(*zip(*rows, strict=True), k).compute()
     random.shuffle(rows)

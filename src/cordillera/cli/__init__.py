@@ -19,14 +19,15 @@ from cordillera.errors import CordilleraError, DependencyError, Interrupted, Run
 __all__ = ["app", "main"]
 
 _ARGUMENTS = (
-    *("balance", "bits", "budget", "changes", "component", "coordinator", "devices", "file", "half_width"),
-    *("injections", "jitter", "listen", "lose", "measure", "onnx", "processes", "products", "quantize"),
+    *("balance", "bits", "budget", "changes", "component", "coordinator", "devices", "dtype", "file", "fp8"),
+    *("half_width", "injections", "jitter", "layouts", "listen", "lose", "measure", "onnx", "processes", "products"),
+    *("prompts", "quantize"),
     *("ranks", "replica", "replicas", "resume", "samples", "searcher", "size", "slow", "space", "split", "supernet"),
     *("threshold", "to", "tokens", "towers", "what_if"),
 )
 """Arguments of functions of :mod:`cordillera.workflows` that errors name, and that are options of commands."""
 
-_CALLED = {"changes": "--set", "processes": "--nproc"}
+_CALLED = {"changes": "--set", "layouts": "--layout", "processes": "--nproc"}
 """Options of other names than their arguments."""
 
 _FILES = 256  # that a command may have open, several times what the largest models have in pieces

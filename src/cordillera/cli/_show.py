@@ -30,7 +30,7 @@ from rich.text import Text
 
 from cordillera.cli._terminal import PlainConsole, ProgressLines, Terminal
 from cordillera.distributed.job.environment import is_silent
-from cordillera.errors import printable
+from cordillera.errors import DataError, RunError, printable
 
 if TYPE_CHECKING:
     from cordillera.numerics.dispatch.dispatch import Profile
@@ -43,6 +43,20 @@ if TYPE_CHECKING:
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as one JSON document.")]
 """The option of every command that prints a table."""
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")]
+"""The option of commands that print progress and notes."""
+
+Samples = Annotated[
+    str,
+    typer.Argument(
+        help="Samples: a file (CSV, TSV or Parquet) with the columns of the training data, a folder or a pattern."
+    ),
+]
+"""The argument of commands that read other samples than those of the recipe."""
+
+Changes = Annotated[list[str] | None, typer.Option("--set", help="Override one key: section.key=value.")]
+"""The option of commands that take a recipe."""
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -194,6 +208,30 @@ class CommandOutput:
         """Print tables, or keep their rows for the document under the tables' names."""
         for name, sheet in sheets.items():
             self.say(sheet, **{name: sheet})
+
+
+def refuse(options: Mapping[str, object], task: str) -> None:
+    """Refuse ``options`` that were given and have no effect on a ``task``; None and False are options that were not.
+
+    Raises:
+        RunError: If there is one.
+    """
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise RunError(f"has no effect with {task}", where=name, remedy="leave it out")
+
+
+def read_input() -> str:
+    """Return what standard input holds.
+
+    Raises:
+        DataError: If that is no text in UTF-8.
+    """
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise DataError(f"byte {error.start} (0x{byte:02x}) is not UTF-8", where="standard input") from error
 
 
 def number(value: float, digits: int = 4) -> str:

@@ -21,7 +21,7 @@ _FIRST_S, _LONGEST_S = 10.0, 60.0  # between lines of progress
 
 
 class Terminal:
-    """A file that drops output after its terminal was closed, so that work can still be saved."""
+    """A file that drops output after its terminal or its reader was closed, so that work goes on and can be saved."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -50,9 +50,11 @@ class Terminal:
         return getattr(self._file, name)
 
     def _drop(self, error: OSError) -> None:
-        if error.errno != errno.EIO:
+        if error.errno not in (errno.EIO, errno.EPIPE):
             raise error
         nowhere = os.open(os.devnull, os.O_WRONLY)
+        if error.errno == errno.EPIPE:
+            os.dup2(nowhere, self._file.fileno())
         for number in (1, 2):
             try:
                 os.write(number, b"")
@@ -80,10 +82,6 @@ class PlainConsole(Console):
     def render_str(self, text: str, **options: Any) -> Text:
         """Return text as it is printed, with control characters escaped."""
         return super().render_str(printable(text, lines=True), **options)
-
-    def on_broken_pipe(self) -> None:
-        """Leave it to the command, for which a reader that closed the pipe is no error."""
-        raise BrokenPipeError(errno.EPIPE, "the reader closed the pipe")
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print text and tables, with the tables' columns as wide as fits."""

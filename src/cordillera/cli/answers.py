@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet
+from cordillera.cli._show import AsJson, CommandOutput, Field, Quiet, Sheet
 
 _Reward = Annotated[Path, typer.Option("--reward", help="The run of a reward model.")]
 _Prompts = Annotated[
@@ -24,7 +25,9 @@ def best_of(
     model: Annotated[str, typer.Argument(help="The model that answers: a name, a checkpoint or a run.")],
     reward: _Reward,
     prompts: _Prompts,
-    out: Annotated[Path, typer.Option("--out", help="File of the best answers; one that exists is gone on with.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="File of the best answers; one that exists is gone on with.")
+    ],
     samples: Annotated[int, typer.Option("-n", "--samples", min=2, help="Answers to each prompt.")] = 10,
     most: _Most = None,
     max_new_tokens: _Tokens = 256,
@@ -32,7 +35,7 @@ def best_of(
     seed: _Seed = 0,
     dtype: _Dtype = "bfloat16",
     as_json: AsJson = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Sample answers to prompts and keep the best of each.
 
@@ -75,41 +78,43 @@ def judge(
     temperature: Annotated[float, typer.Option(help="0 takes the most likely tokens.")] = 0.0,
     seed: _Seed = 0,
     dtype: _Dtype = "bfloat16",
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Let a reward model compare two models' answers.
 
     It counts how often the first model's answer is preferred.
     """
-    from cordillera.cli._show import answering_progress, console
+    from cordillera.cli._show import answering_progress
     from cordillera.workflows.post_training import answers
 
-    screen = console()
-    with answering_progress(screen, quiet=quiet) as on_answer:
-        found = answers.judge(
-            first,
-            second,
-            reward,
-            prompts,
-            most=most,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            dtype=dtype,
-            on_answer=on_answer,
+    with CommandOutput(as_json) as answer:
+        with answering_progress(answer.notes, quiet=quiet) as on_answer:
+            found = answers.judge(
+                first,
+                second,
+                reward,
+                prompts,
+                most=most,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                seed=seed,
+                dtype=dtype,
+                on_answer=on_answer,
+            )
+        low, high = found.interval
+        answer.say(
+            f"{first} wins {100 * found.rate:.1f} % of {found.prompts:,} prompts "
+            f"(95 % interval {100 * low:.1f} to {100 * high:.1f} %; "
+            f"{found.ties:,} ties count half)"
         )
-    low, high = found.interval
-    screen.print(
-        f"{first} wins {100 * found.rate:.1f} % of {found.prompts:,} prompts "
-        f"(95 % interval {100 * low:.1f} to {100 * high:.1f} %; "
-        f"{found.ties:,} ties count half)"
-    )
-    screen.print(f"mean rewards: {found.rewards[0]:.3f} and {found.rewards[1]:.3f}")
+        answer.say(f"mean rewards: {found.rewards[0]:.3f} and {found.rewards[1]:.3f}")
+        answer.keep(**asdict(found))
 
 
 def average(
     models: Annotated[list[str], typer.Argument(help="Two or more names, checkpoints or runs of one architecture.")],
-    out: Annotated[Path, typer.Option("--out", help="The folder of the mean, in Hugging Face's layout.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the mean, in Hugging Face's layout.")],
 ) -> None:
     """Average the weights of models."""
     from cordillera.cli._show import echo

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet
+from cordillera.cli._show import AsJson, Changes, CommandOutput, Field, Quiet, Sheet
 from cordillera.errors import Interrupted
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def augment(
     file: Annotated[Path, typer.Argument(help="TOML file with streams, their schema and their teacher.")],
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Override one key: section.key=value.")] = None,
+    set_: Changes = None,
     finish: Annotated[
         bool, typer.Option("--finish", help="No more files will come: close the windows that are open.")
     ] = False,
@@ -27,7 +27,7 @@ def augment(
         bool, typer.Option("--students", help="Afterwards, train the recipes that the streams name.")
     ] = False,
     as_json: AsJson = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Join late labels with events and add a teacher's scores.
 

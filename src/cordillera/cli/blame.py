@@ -56,13 +56,15 @@ def blame(
     if as_json:
         causes = [_plain(cause) for cause in found.causes]
         answer = {"causes": causes, "victims": len(found.victims), "ranks": found.ranks, "absent": found.absent}
-        print_json({**answer, "notes": found.notes})
+        print_json({**answer, "notes": found.notes, "plot": plot})
     else:
         out = console()
         for number, paragraph in enumerate(describe(found)):
             if number:
                 out.print()
             out.print(paragraph)
+        if plot is not None:
+            out.print(f"plot: {plot}")
     if found.causes:
         raise typer.Exit(BLAMED)
 

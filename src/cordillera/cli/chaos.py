@@ -24,7 +24,7 @@ def chaos(
     stop: Annotated[
         list[str] | None, typer.Option("--stop", help="Stop one for --seconds, then let it go on; repeat it.")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="How long --stop lasts.")] = 5.0,
+    seconds: Annotated[float | None, typer.Option(help="How long --stop lasts. Default: 5.")] = None,
     at_step: Annotated[
         int | None, typer.Option("--at-step", min=0, help="Step after which --kill and --stop come. Default: at once.")
     ] = None,
@@ -38,7 +38,7 @@ def chaos(
     Processes are killed, stopped and slowed down, their connections cut and their disk full, and bits of checkpoints
     flipped. What was stopped goes on when the command ends. Everything is written to RUN/replicas/chaos.jsonl.
     """
-    from cordillera.cli._show import console
+    from cordillera.cli._show import console, refuse
     from cordillera.distributed.fault_tolerance.chaos.injector import FaultInjector
     from cordillera.distributed.fault_tolerance.chaos.plan import drawn, read_fault_plan
     from cordillera.distributed.fault_tolerance.chaos.running_job import find_job
@@ -46,7 +46,15 @@ def chaos(
 
     if (plan is None) == (not kill and not stop):
         raise PlanError("needs either a plan, or --kill and --stop", where="--plan")
-    what = _short(kill or (), stop or (), seconds, at_step) if plan is None else read_fault_plan(plan)
+    if plan is not None:
+        refuse({"--seconds": seconds, "--at-step": at_step}, "--plan: the plan says when, and for how long")
+    elif not stop:
+        refuse({"--seconds": seconds}, "--kill alone")
+    what = (
+        _short(kill or (), stop or (), 5.0 if seconds is None else seconds, at_step)
+        if plan is None
+        else read_fault_plan(plan)
+    )
     out, done = console(), 0
     job = find_job(run, wait)
     faults = drawn(what, job.replicas, job.ranks)

@@ -10,7 +10,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cordillera.cli.generate import ContextLength, DeviceName, ModelName, Temperature, TopP, WeightType, write_text
+from cordillera.cli.generate import (
+    ContextLength,
+    DeviceName,
+    MinP,
+    ModelName,
+    Penalty,
+    StopTexts,
+    Temperature,
+    TopK,
+    TopP,
+    WeightType,
+    stop_texts,
+    write_text,
+)
 from cordillera.errors import DataError
 
 if TYPE_CHECKING:
@@ -26,6 +39,10 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="For each answer.")] = 1024,
     temperature: Temperature = 0.6,
     top_p: TopP = 0.9,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0,
+    stop: StopTexts = None,
     seed: Annotated[int, typer.Option(help="The same seed and messages give the same answers.")] = 0,
     dtype: WeightType = "auto",
     device: DeviceName = "auto",
@@ -40,7 +57,11 @@ def chat(
     from cordillera.serving.language.language_model import LanguageModel
     from cordillera.serving.language.sampler import make_sampling
 
-    sampling = make_sampling(temperature=temperature, top_p=top_p, seed=seed)
+    stop = stop_texts(stop)
+    sampling = make_sampling(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
+        seed=seed,
+    )  # fmt: skip
     opened = LanguageModel(model, dtype=dtype, device=device, context=context)
     if opened.tokenizer.chat_format is None:
         raise DataError("has no chat format", where=model, remedy="continue text with `cordillera generate`")
@@ -61,7 +82,9 @@ def chat(
             continue
         asked = [*messages, Message("user", line)]
         try:
-            pieces = opened.stream([asked], chat=True, system=system, max_new_tokens=max_new_tokens, sampling=sampling)
+            pieces = opened.stream(
+                [asked], chat=True, system=system, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop
+            )
         except DataError as error:  # the chat fills the context
             typer.echo(f"error: {error}\n  -> /new begins anew", err=True)
             if not is_terminal:
@@ -79,6 +102,9 @@ def _read(is_terminal: bool) -> str | None:
             if is_terminal:
                 typer.echo("", err=True)
             return None
+        except UnicodeDecodeError as error:
+            byte = error.object[error.start]
+            raise DataError(f"a line with 0x{byte:02x} is not UTF-8", where="standard input") from error
         if line:
             return line
 

@@ -28,19 +28,17 @@ def compare(
     Such a row has confidence intervals.
     """
     from cordillera import workflows
-    from cordillera.cli._show import console, echo, print_json
-    from cordillera.files import check_writable
-    from cordillera.run import disk_errors
+    from cordillera.cli._show import console, echo, print_json, refuse
+    from cordillera.files import check_writable, write
 
+    refuse({"--markdown": markdown and as_json}, "--json")
     if out is not None:
         check_writable(out)
     comparison = workflows.compare(runs, file)
     if out is not None:
         from cordillera.reports.studies import comparison_page
 
-        with disk_errors(out, "name another file with --out"):
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(comparison_page(comparison), encoding="utf-8")
+        write({out: comparison_page(comparison)})
     if as_json:
         print_json(comparison)
     elif markdown:
@@ -49,4 +47,4 @@ def compare(
         terminal = console()
         terminal.print(comparison.to_table(terminal.width), soft_wrap=False)
         if out is not None:
-            terminal.print(f"report: {out}", markup=False)
+            terminal.print(f"report: {out}")

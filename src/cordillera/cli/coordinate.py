@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from cordillera.cli._show import Changes
+
 
 def coordinate(
     recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, a TOML file, or a run folder with --resume.")],
@@ -18,25 +20,26 @@ def coordinate(
     listen: Annotated[
         str, typer.Option(help="HOST:PORT at which replicas find it; port 0 takes a free one.")
     ] = "127.0.0.1:0",
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Override one key: section.key=value.")] = None,
+    set_: Changes = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
 ) -> None:
     """Coordinate replicas that are started on other machines."""
     from cordillera.cli._show import CommandOutput
-    from cordillera.cli.train import tell_outcome
+    from cordillera.cli.train import resumed, tell_outcome
     from cordillera.errors import RecipeError
     from cordillera.recipe import LanguageRecipe, load
-    from cordillera.run import Run, check_no_run
+    from cordillera.run import check_no_run
     from cordillera.workflows.language import coordinate as coordinate_replicas
 
     if not resume and run is None:
         check_no_run(recipe, "coordinate")
     answer = CommandOutput(as_json=False)
     overrides = list(set_ or []) + ([f"fault_tolerance.replicas={replicas}"] if replicas is not None else [])
-    found = load(Run(recipe).recipe_file if resume else recipe, overrides)
+    old = resumed(recipe, run, overrides, None) if resume else None
+    found = load(recipe if old is None else old.recipe_file, overrides)
     if not isinstance(found, LanguageRecipe):
         raise RecipeError(recipe, [("model", "only language models are trained by replicas")])
     outcome = coordinate_replicas(
-        found, recipe if resume else run, resume=resume, processes=nproc, listen=listen, say=answer.say
+        found, old.folder if old else run, resume=resume, processes=nproc, listen=listen, say=answer.say
     )
     tell_outcome(answer, outcome, "coordinate", is_resumed=resume)

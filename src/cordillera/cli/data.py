@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet
-from cordillera.errors import DataError, printable
+from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet, refuse
+from cordillera.errors import printable
 
 if TYPE_CHECKING:
     from cordillera.data.ranking.cache import Splits
@@ -42,25 +42,29 @@ def get(
     export_to: Annotated[
         Path | None, typer.Option("--export", help="Write raw rows to this .csv or .parquet file, to predict on.")
     ] = None,
-    split: Annotated[str, typer.Option(help="Rows to export: train, validation or test.")] = "test",
+    split: Annotated[str | None, typer.Option(help="Rows to export: train, validation or test. Default: test.")] = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Export the first so many rows.")] = None,
 ) -> None:
     """Fetch a data set and prepare it for training, or fetch a model or a tokenizer."""
     from cordillera.data.assets import ASSETS, fetch_asset
     from cordillera.data.ranking.cache import SPLITS
     from cordillera.data.ranking.datasets import prepare
-    from cordillera.data.ranking.exports import export
+    from cordillera.data.ranking.exports import check_export, export
     from cordillera.data.ranking.rows import configure
 
     answer = CommandOutput(as_json=False)
     if name in ASSETS:
-        if path or export_to or rows:
-            raise DataError(f"'{name}' is a {ASSETS[name].kind}: it has no rows", where="--path, --export, --rows")
+        options = {"--path": path or None, "--export": export_to, "--split": split, "--rows": rows}
+        refuse(options, f"'{name}', which is a {ASSETS[name].kind} and has no rows")
         file = fetch_asset(name)
         asset = ASSETS[name]
         _say_terms(answer, asset.summary, asset.source, asset.terms)
         answer.say(f"fetched {file}")
         return
+    if export_to is None:
+        refuse({"--split": split, "--rows": rows}, "a data set that is not written to a file (no --export)")
+    else:
+        check_export(export_to, split or "test")
     config = configure(name, path)
     splits = prepare(config)
     facts = splits.facts
@@ -69,6 +73,7 @@ def get(
     answer.say(f"rows: {', '.join(f'{counts[part]:,} {part}' for part in SPLITS)}")
     answer.say(f"prepared in {printable(splits.folder)}")
     if export_to is not None:
+        split = split or "test"
         written = export(config, export_to, split=split, rows=rows)
         answer.say(f"wrote {written:,} rows of the {split} split to {printable(export_to)}")
 
@@ -82,6 +87,7 @@ def describe(name: _Name, path: _Path = None, as_json: AsJson = False) -> None:
 
     with CommandOutput(as_json) as answer:
         if name in ASSETS:
+            refuse({"--path": path or None}, f"'{name}', which is a {ASSETS[name].kind} and has no rows")
             file, asset = fetch_asset(name), ASSETS[name]
             _say_terms(answer, asset.summary, asset.source, asset.terms)
             answer.tables(facts=_asset_table(file))

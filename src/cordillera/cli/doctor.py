@@ -275,9 +275,9 @@ def _gpu(runtime: str | None, names: list[str]) -> Finding:
 
 def _disk(name: str, folder: Path, remedy: str) -> Finding:
     existing = folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
     try:
+        while not existing.exists():
+            existing = existing.parent
         free = shutil.disk_usage(existing).free / _GIBIBYTE
     except OSError as error:
         return Finding("machine", name, "broken", f"{folder}: {error.strerror}", remedy)

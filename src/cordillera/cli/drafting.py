@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from cordillera.cli._show import Quiet
+
 
 def write_chats(
     model: Annotated[str, typer.Argument(help="The model: a name, a checkpoint or a run.")],
@@ -16,7 +18,7 @@ def write_chats(
     temperature: Annotated[float, typer.Option(help="Of the answers; 0 takes the most likely tokens.")] = 0.6,
     seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same chats.")] = 0,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32, int8 or int4.")] = "bfloat16",
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Let a chat model write chats, to train its drafter on.
 

@@ -56,18 +56,25 @@ def evaluate(
     """Evaluate a run on a split of its data or on a file, or any language model on a file."""
     try:
         from cordillera import workflows
-        from cordillera.cli._show import answering_progress, console, print_json
+        from cordillera.cli._show import answering_progress, console, print_json, refuse
+        from cordillera.files import check_writable
         from cordillera.run import Run
         from cordillera.training.language.trainer import LanguageEvaluation
+        from cordillera.workflows.trained import recipe_of
 
+        if importance:
+            refuse({"--file": file}, "--importance")
+            recipe_of(Run(run))
+        if file is None and (Path(run) / "recipe.toml").is_file():
+            check_writable(Path(run) / "evaluation.json")  # before the work
         with answering_progress(console(stderr=True), what="reading") as on_tokens:
             evaluation = workflows.evaluate(
                 run, split, file=file, tokens=tokens, dtype=dtype, on_tokens=None if file is None else on_tokens
             )
         status = Run(run).status() if (Path(run) / "recipe.toml").is_file() else None
-        rises = _importance(Path(run), split, file) if importance else []
+        rises = _importance(Path(run), split) if importance else []
     except KeyboardInterrupt:
-        raise Interrupted("nothing was written", where=str(run), remedy="give the same command again") from None
+        raise Interrupted("the result was not printed", where=str(run), remedy="give the same command again") from None
     if status is not None and status.warning:
         typer.echo(printable(status.warning), err=True)
     if as_json:
@@ -130,13 +137,10 @@ def _file_table(evaluation: TextEvaluation | ChoiceEvaluation, file: str) -> Tab
     return table
 
 
-def _importance(run: Path, split: str | None, file: str | None) -> list[FeatureImportance]:
+def _importance(run: Path, split: str | None) -> list[FeatureImportance]:
     """Measure the importance of a run's features, with a progress bar."""
     from cordillera import workflows
     from cordillera.cli._show import answering_progress, console
-    from cordillera.errors import RunError
 
-    if file is not None:
-        raise RunError("does not go with --file", where="--importance", remedy="leave one of them out")
     with answering_progress(console(stderr=True), what="permuting features") as on_feature:
         return workflows.importance(run, split or "test", on_feature=on_feature)

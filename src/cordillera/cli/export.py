@@ -24,5 +24,5 @@ def export(
     from cordillera.cli._show import console
 
     folder = workflows.export(run, out, compiled=compiled, onnx=onnx)
-    console().print(f"export: {folder}", markup=False)
-    console().print(f"  -> in Python: import score; score.Scorer('{folder}').predict([...])", markup=False)
+    console().print(f"export: {folder}")
+    console().print(f"  -> in Python: import score; score.Scorer('{folder}').predict([...])")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cordillera.cli._show import echo
+from cordillera.cli._show import echo, read_input
 from cordillera.errors import DataError
 from cordillera.files import read_text
 from cordillera.numbers import counted
@@ -26,6 +26,10 @@ ModelName = Annotated[
 ]
 Temperature = Annotated[float, typer.Option(help="0 takes the most likely token; higher is more random.")]
 TopP = Annotated[float, typer.Option(help="Draw among the likeliest tokens of this probability.")]
+TopK = Annotated[int, typer.Option(help="Draw among so many of the likeliest tokens; 0: all.")]
+MinP = Annotated[float, typer.Option(help="Least probability, as a share of the likeliest token's.")]
+Penalty = Annotated[float, typer.Option(help="Above 1, tokens that are there already get less likely.")]
+StopTexts = Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")]
 WeightType = Annotated[str, typer.Option(help="Of weights: auto, bfloat16, float16, float32, int8 or int4.")]
 ContextLength = Annotated[
     int | None, typer.Option(help="Longest text with its prompt, in tokens. Default: the model's context.")
@@ -45,12 +49,10 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="For each prompt.")] = 256,
     temperature: Temperature = 0.6,
     top_p: TopP = 0.9,
-    top_k: Annotated[int, typer.Option(help="Draw among so many of the likeliest tokens; 0: all.")] = 0,
-    min_p: Annotated[float, typer.Option(help="Least probability, as a share of the likeliest token's.")] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1, tokens that are there already get less likely.")
-    ] = 1.0,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")] = None,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0,
+    stop: StopTexts = None,
     seed: Annotated[int, typer.Option(help="The same seed draws the same text.")] = 0,
     chat: Annotated[
         bool | None,
@@ -71,7 +73,7 @@ def generate(
     ] = "auto",
     fp8: Annotated[
         bool, typer.Option("--fp8", help="Feed-forward nets in FP8; emulated where the device has none.")
-    ] = (False),
+    ] = False,
     context: ContextLength = None,
     json_schema: Annotated[
         Path | None, typer.Option(help="File of a JSON schema; the text is a document of it.")
@@ -96,8 +98,7 @@ def generate(
     from cordillera.serving.language.language_model import Completion, LanguageModel
     from cordillera.serving.language.sampler import make_sampling
 
-    if stop and "" in stop:
-        raise DataError("is empty", where="--stop", remedy="give the text at which to stop")
+    stop = stop_texts(stop)
     sampling = make_sampling(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
         seed=seed,
@@ -111,7 +112,7 @@ def generate(
     try:
         pieces = opened.stream(
             texts, max_new_tokens=max_new_tokens, chat=chat, system=system, sampling=sampling, form=form,
-            stop=stop or (), logprobs=logprobs,
+            stop=stop, logprobs=logprobs,
         )  # fmt: skip
         opened.model  # noqa: B018 -- loads the weights before the timing
         opened.speculation  # noqa: B018 -- measures passes, if there is a drafter
@@ -143,6 +144,13 @@ def generate(
         )
 
 
+def stop_texts(given: list[str] | None) -> list[str]:
+    """Return the texts of ``--stop``; raise :class:`~cordillera.errors.DataError` if one is empty."""
+    if given and "" in given:
+        raise DataError("is empty", where="--stop", remedy="give the text at which to stop")
+    return given or []
+
+
 def _form(schema: Path | None, regex: str | None, choice: list[str] | None) -> Form | None:
     given = [
         name for name, one in (("--json-schema", schema), ("--regex", regex), ("--choice", choice)) if one is not None
@@ -164,7 +172,7 @@ def _prompts(given: Sequence[str], files: Sequence[Path], lines: bool) -> list[s
     texts: list[str] = []
     for text in given:
         if text == "-":
-            texts += _split(_standard_input(), "standard input", lines)
+            texts += _split(read_input(), "standard input", lines)
         elif not text.strip():
             raise DataError("is empty", where="prompt", remedy="give some text")
         else:
@@ -174,14 +182,6 @@ def _prompts(given: Sequence[str], files: Sequence[Path], lines: bool) -> list[s
     if not texts:
         raise DataError("there is no prompt", where="generate", remedy="give one in quotes, --file FILE, or -")
     return texts
-
-
-def _standard_input() -> str:
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise DataError(f"byte {error.start} (0x{byte:02x}) is not UTF-8", where="standard input") from error
 
 
 def _split(content: str, where: str, lines: bool) -> list[str]:

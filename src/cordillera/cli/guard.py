@@ -41,8 +41,13 @@ def guard(
         conversation.append(Message("assistant", answer))
     verdicts = opened.check(conversations)
     if as_json:
-        entries = zip(conversations, verdicts, strict=True)
-        print_json([{"text": conversation[-1].content, **asdict(one)} for conversation, one in entries])
+        names = opened.categories.names
+        print_json(
+            [
+                {"text": conversation[-1].content, **asdict(one), "names": [names[code] for code in one.categories]}
+                for conversation, one in zip(conversations, verdicts, strict=True)
+            ]
+        )
         return
     table = titled_table("", "text", "verdict", "categories", right=("score",))
     for conversation, one in zip(conversations, verdicts, strict=True):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cordillera.cli._show import AsJson
+from cordillera.cli._show import AsJson, Quiet
 
 
 def inject(
@@ -34,14 +34,13 @@ def inject(
     threshold: Annotated[float, typer.Option(help="The probability at which a score becomes a yes.")] = 0.5,
     seed: Annotated[int, typer.Option(min=0, help="Of the faults and the choice of samples.")] = 0,
     as_json: AsJson = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Flip bits in a run's weights and report the damage.
 
     The report says which parts and bits are worth protecting.
     """
     from cordillera.cli._show import console, injection_progress, injection_table, print_json
-    from cordillera.files import read_json_object
     from cordillera.numerics.faults.fault_model import FaultModel
     from cordillera.workflows.injection import InjectionConfig, inject
 
@@ -53,7 +52,7 @@ def inject(
     with injection_progress(notes, quiet=quiet) as (on_round, say):
         outcome = inject(run, config, on_round=on_round, say=say)
     if as_json:
-        print_json(read_json_object(outcome.files[0]))
+        print_json({**outcome.content, "report": outcome.files[1]})
     else:
         out.print(injection_table(outcome.content))
         for line in outcome.content["advice"]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet, console
+from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet, console, refuse
 from cordillera.errors import PlanError
 from cordillera.numbers import counted, shown
 
@@ -88,7 +88,7 @@ def plan(
     folder: Annotated[
         Path | None,
         typer.Option(
-            "--out", help="Folder of the files, with one in it for each of several clusters. Default: plans/..."
+            "--out", "-o", help="Folder of the files, with one in it for each of several clusters. Default: plans/..."
         ),
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List shipped workloads and clusters.")] = False,
@@ -115,7 +115,7 @@ def plan(
     if calibrate is not None:
         if cluster or workload is None:
             raise PlanError("needs the cluster alone", where="plan --calibrate", remedy="plan --calibrate FILE CLUSTER")
-        _refuse({**options, "--set": set_, "--measure": measure}, "--calibrate")
+        refuse({**options, "--set": set_, "--measure": measure}, "--calibrate")
         with CommandOutput(as_json) as answer:
             place = folder or Path("plans") / Path(workload).stem
             _calibrate(answer, commands.calibrate(calibrate, workload, place))
@@ -126,9 +126,9 @@ def plan(
     if unknown:
         raise PlanError(f"{unknown[0]!r} is not searched", where="--only", remedy="placement, scheduling or network")
     if layout and not compare:
-        _refuse({"--only": only}, "--layout alone")
+        refuse({"--only": only}, "--layout alone")
     if measure is not None:
-        _refuse({**options, "--out": folder}, "--measure")
+        refuse({**options, "--out": folder}, "--measure")
         check_writable(measure)
         if len(cluster) > 1:
             raise PlanError("is for one cluster", where="plan --measure", remedy="name the one with this device")
@@ -153,17 +153,17 @@ def plan(
     )
     with CommandOutput(as_json) as answer:
         if len(cluster) > 1:
-            is_whole = _compare(answer, workload, cluster, folder, search)
+            is_whole, fits = _compare(answer, workload, cluster, folder, search)
         else:
             place = folder or _default_folder(workload, cluster[0])
             with console(stderr=True).status("searching") as status:
                 planned = search(cluster[0], place, progress=status.update)
             _show(answer, planned)
-            is_whole = not planned.found.interrupted
-            if not planned.files:
-                raise typer.Exit(1)
+            is_whole, fits = not planned.found.interrupted, bool(planned.files)
         if not is_whole:
             raise typer.Exit(130)
+        if not fits:
+            raise typer.Exit(1)
 
 
 def _default_folder(workload: str, cluster: str) -> Path:
@@ -172,8 +172,12 @@ def _default_folder(workload: str, cluster: str) -> Path:
 
 def _compare(
     answer: CommandOutput, workload: str, clusters: Sequence[str], folder: Path | None, search: Callable[..., Any]
-) -> bool:
-    """Plan for several clusters and print the best plan of each, or why there is none; return whether all were."""
+) -> tuple[bool, bool]:
+    """Plan for several clusters and print the best plan of each, or why there is none.
+
+    Returns:
+        Whether no search was interrupted, and whether any plan fits.
+    """
     from cordillera import topology
     from cordillera.workflows.planning import Planned
 
@@ -221,9 +225,7 @@ def _compare(
                 _show(answer, one)
         else:
             answer.say(f"report: {one.files['plan.html']}")
-    if not any(one.files for one in found.values()):
-        raise typer.Exit(1)
-    return not interrupted
+    return not interrupted, any(one.files for one in found.values())
 
 
 def _list_clusters(workload: str, rows: Sequence[tuple[object, ...]], unit: str) -> Sheet:
@@ -276,13 +278,6 @@ def _best(planned: Planned | PlannedRecommender) -> tuple[object, ...]:
         speed = work.batch * planned.explorer.workload.sequence / best.seconds
         error = planned.found.best.error_s
     return str(best.layout), planned.explorer.devices, best.seconds, error, speed, best.step.memory_bytes
-
-
-def _refuse(options: Mapping[str, object], task: str) -> None:
-    """Refuse options that have no effect on a task."""
-    for name, value in options.items():
-        if value is not None:
-            raise PlanError(f"has no effect with {task}", where=name, remedy="leave it out")
 
 
 def _list(answer: CommandOutput, shipped: Mapping[str, Mapping[str, str]]) -> None:
@@ -401,6 +396,8 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
             faster = base.seconds / plan.seconds
             answer.say(f"layout {place}: {faster:.2f} times as fast as the base, both simulated", times_base=faster)
             _say_error(answer, plan, faster)
+    if found.interrupted:
+        answer.say("interrupted: what had not been computed by then is missing")
     for case in planned.what_if:
         speed = f"with {case.what}: {_seconds(case.seconds)} ({100 * case.speed(found.best.seconds):+.2f} %)"
         answer.say(f"{speed} {case.note}".rstrip())
@@ -410,6 +407,7 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
     if planned.files:
         answer.say(f"report: {planned.files['plan.html']}")
     answer.keep(
+        interrupted=found.interrupted,
         what_if=planned.what_if,
         usable_memory_bytes=explorer.usable_memory,
         constants=explorer.cost.calibration.provenance,
@@ -429,9 +427,14 @@ def _too_large(plan: Plan, limits: Sequence[float]) -> str:
     )
 
 
+def _shown(planned: Planned | PlannedRecommender) -> list[tuple[str, Any]]:
+    """Return the plans of a search that a table shows: the best, those of smaller searches, and the base."""
+    return [*zip("12345", planned.found.plans, strict=False), *planned.compared.items(), ("base", planned.production)]
+
+
 def _list_layouts(title: str, planned: Planned) -> Sheet:
     table = Sheet(title, *_LAYOUT_FIELDS, _MEMORY)
-    for place, one in [*zip("12345", planned.found.plans, strict=False), ("base", planned.production)]:
+    for place, one in _shown(planned):
         table.add(place, *_row(one), one.step.memory_bytes)
     return table
 
@@ -453,7 +456,7 @@ def _list_tables(title: str, planned: PlannedRecommender) -> Sheet:
         _MEMORY,
     )
     table.caption, table.caption_justify = f"tables of the best plan: {planned.found.best.cut}", "left"
-    for place, one in [*zip("12345", planned.found.plans, strict=False), ("base", planned.production)]:
+    for place, one in _shown(planned):
         table.add(place, str(one.layout), str(one.schedule), one.seconds, one.samples_per_s, one.step.memory_bytes)
     return table
 

@@ -7,15 +7,12 @@ from typing import Annotated
 
 import typer
 
+from cordillera.cli._show import Samples
+
 
 def predict(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    file: Annotated[
-        str,
-        typer.Argument(
-            help="Samples: a file (CSV, TSV or Parquet) with the columns of the training data, a folder or a pattern."
-        ),
-    ],
+    file: Samples,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", help="Where scores go (.csv or .parquet). Default: RUN/predictions/NAME.csv."),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cordillera.cli._show import AsJson, CommandOutput, quantized_summary, quantized_tables
+from cordillera.cli._show import AsJson, CommandOutput, Quiet, quantized_summary, quantized_tables
 from cordillera.errors import Interrupted
 
 
@@ -20,7 +20,7 @@ def quantize(
         bool, typer.Option("--smallest", help="Weigh bytes alone: 2-bit rows, layers slower than in fp32.")
     ] = False,
     as_json: AsJson = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the outcome alone.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Make a smaller copy of a run's model.
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet
+from cordillera.cli._show import AsJson, Changes, CommandOutput, Field, Sheet
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -27,7 +27,7 @@ def list_(as_json: AsJson = False) -> None:
 @app.command("show")
 def show(
     recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, a TOML file, or a run folder.")],
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Override one key: section.key=value.")] = None,
+    set_: Changes = None,
     comments: Annotated[bool, typer.Option(help="Explain every key.")] = True,
 ) -> None:
     """Print a recipe with every default written out; the output is a recipe again."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet
+from cordillera.cli._show import AsJson, Changes, CommandOutput, Field, Quiet, Sheet, read_input, refuse
 
 if TYPE_CHECKING:
     from cordillera.workflows import SearchOutcome
@@ -57,12 +56,12 @@ def search(
     proposals: Annotated[
         Path | None, typer.Option("--proposals", help="Architectures to try first, JSON lines; '-' reads stdin.")
     ] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Override one key: section.key=value.")] = None,
+    set_: Changes = None,
     folder: Annotated[
         Path | None, typer.Option("--run", help="Folder of the search. Default: runs/NAME-search.")
     ] = None,
     as_json: AsJson = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Search for the architecture of a ranking model.
 
@@ -77,10 +76,14 @@ def search(
 
     if goal not in ("ne", "front"):
         raise PlanError(f"must be ne or front, got {goal!r}", where="--goal")
+    if supernet is None:
+        refuse({"--fine-tune": fine_tune or None}, "candidates that are trained anew (no --supernet)")
+    if searcher == "learnt":
+        refuse({"--fine-tune": fine_tune or None}, "--searcher learnt, whose candidates are trained anew")
     answer = CommandOutput(as_json)
     given = []
     if proposals is not None:
-        text = sys.stdin.read() if str(proposals) == "-" else read_text(proposals)
+        text = read_input() if str(proposals) == "-" else read_text(proposals)
         given = read_proposals(text, "stdin" if str(proposals) == "-" else str(proposals))
     run = None if supernet is None else str(supernet.resolve())
     trial = TrialConfig(
@@ -159,7 +162,10 @@ def _print(answer: CommandOutput, outcome: SearchOutcome) -> None:
     lines += [f"{count:,} died at stage {stage}" for stage, count in died.items()]
     if outcome.is_exhausted:
         lines.append("the space has no further architecture")
-    answer.say("\n".join(lines), tried=tried, trained=finished, died=died, is_exhausted=outcome.is_exhausted)
+    if outcome.is_out_of_time:
+        lines.append("the time is over: the same command goes on")
+    ended = {"is_exhausted": outcome.is_exhausted, "is_out_of_time": outcome.is_out_of_time}
+    answer.say("\n".join(lines), tried=tried, trained=finished, died=died, **ended)
     interval = Field("interval", "95 % interval", "{0[0]:.4f} to {0[1]:.4f}")
     form = lambda ne: "died" if math.isnan(ne) else f"{ne:.4f}"  # noqa: E731
     judged = [Field("judged_ne", "NE (new seeds)", form), Field("test_ne", "NE (test)", form)]

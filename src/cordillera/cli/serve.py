@@ -31,14 +31,16 @@ def serve(
     dtype: Annotated[
         str, typer.Option(help="Of language models' weights: auto, bfloat16, float16, float32, int8 or int4.")
     ] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="Of language models: auto, cpu or cuda. Ranking runs compute where their recipe says.")
+    ] = "auto",
     drafter: Annotated[str, typer.Option(help="auto, ngram, a trained drafter's file, both (+), or none.")] = "auto",
     quantized: Annotated[
         bool, typer.Option("--quantized", help="Ranking runs as `cordillera quantize` made them.")
     ] = False,
     fp8: Annotated[
         bool, typer.Option("--fp8", help="Feed-forward nets in FP8; emulated where the device has none.")
-    ] = (False),
+    ] = False,
     context: Annotated[
         int | None,
         typer.Option(help="A language model's longest text with its prompt, in tokens. Default: its context."),
@@ -63,7 +65,7 @@ def serve(
         raise DataError("holds no key", where=str(api_key_file), remedy="write one into it")
     out = console(stderr=True)
     if not is_loopback(host) and not key:
-        out.print(f"warning: whoever reaches {host} can use this server; --api-key-file asks for a key", markup=False)
+        out.print(f"warning: whoever reaches {host} can use this server; --api-key-file asks for a key")
     config = workflows.ServerConfig(
         host=host,
         port=port,
@@ -83,7 +85,7 @@ def serve(
     )
 
     def ready(address: str) -> None:
-        out.print(f"serving at {address} (OpenAI's clients: {address}/v1). Ctrl-C stops.", markup=False)
+        out.print(f"serving at {address} (OpenAI's clients: {address}/v1). Ctrl-C stops.")
 
-    workflows.serve(models, config, lambda text: out.print(text, markup=False), ready)
+    workflows.serve(models, config, out.print, ready)
     out.print("stopped")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cordillera.cli._show import AsJson, CommandOutput
+from cordillera.cli._show import AsJson, Changes, CommandOutput, Quiet, refuse
 
 if TYPE_CHECKING:
     from cordillera.workflows import LanguageOutcome, Outcome
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def train(
     recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, a TOML file, or a run folder with --resume.")],
     run: Annotated[Path | None, typer.Option("--run", help="The run's folder. Default: runs/NAME.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Override one key: section.key=value.")] = None,
+    set_: Changes = None,
     seed: Annotated[int | None, typer.Option(help="Override the recipe's seed.")] = None,
     nproc: Annotated[
         int | None,
@@ -50,17 +50,22 @@ def train(
         typer.Option("--plan", help="Train a language model by a plan.json of `cordillera plan`: mesh and schedule."),
     ] = None,
     as_json: AsJson = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train a recipe, evaluate it and write the report."""
     from cordillera import workflows
     from cordillera.cli._show import training_progress
 
     if replica is not None or coordinator is not None:
-        return _join(recipe, replica, coordinator, CommandOutput(as_json), quiet)
+        options = {
+            "--run": run, "--set": set_, "--seed": seed, "--nproc": nproc, "--replicas": replicas, "--resume": resume,
+            "--plan": plan,
+        }  # fmt: skip
+        refuse(options, "--replica, which trains the run that stands in place of RECIPE")
+        return _join(Path(recipe), replica, coordinator, CommandOutput(as_json), quiet)
     overrides = list(set_ or []) + ([f"seed={seed}"] if seed is not None else [])
     overrides += [f"fault_tolerance.replicas={replicas}"] if replicas is not None else []
-    what = _resumed(recipe, run, overrides, plan) if resume else _begun(recipe, run, overrides, plan, nproc)
+    what = resumed(recipe, run, overrides, plan) if resume else _begun(recipe, run, overrides, plan, nproc)
     before = what.status() if resume else None
     with CommandOutput(as_json) as answer:
         with training_progress(answer.notes, quiet=quiet) as (on_step, say):
@@ -71,7 +76,7 @@ def train(
         tell_outcome(answer, outcome, "train", is_resumed=resume, is_old=is_old)
 
 
-def _join(folder: str, replica: str | None, coordinator: str | None, answer: CommandOutput, quiet: bool) -> None:
+def _join(folder: Path, replica: str | None, coordinator: str | None, answer: CommandOutput, quiet: bool) -> None:
     """Train one replica of a run."""
     from cordillera.cli._show import training_progress
     from cordillera.errors import RunError
@@ -87,8 +92,12 @@ def _join(folder: str, replica: str | None, coordinator: str | None, answer: Com
         answer.say(f"{replica}: {ended} at step {step:,}", replica=replica, ended=ended, steps=step)
 
 
-def _resumed(recipe: str, folder: Path | None, overrides: Sequence[str], plan: Path | None) -> Any:
-    """Return the run to go on with; a recipe beside its folder must be of the same model and data."""
+def resumed(recipe: str, folder: Path | None, overrides: Sequence[str], plan: Path | None) -> Any:
+    """Return the run to go on with, that of ``folder`` or ``recipe``.
+
+    Raises:
+        RunError: If it is no run, there is a plan, or a recipe beside its folder is of another model or other data.
+    """
     from cordillera.errors import RunError
     from cordillera.recipe import load
     from cordillera.run import Run, kept_changes

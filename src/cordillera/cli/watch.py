@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet
+from cordillera.cli._show import AsJson, CommandOutput, Field, Samples, Sheet
 
 if TYPE_CHECKING:
     from cordillera.numerics.inference.drift import Alarm
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def watch(
     run: Annotated[Path, typer.Argument(help="A run with a quantised model.")],
-    file: Annotated[Path, typer.Argument(help="Live samples: CSV, TSV or Parquet with the training data's columns.")],
+    file: Samples,
     false_alarms: Annotated[
         float, typer.Option(min=1e-12, max=0.5, help="Probability of an alarm where nothing has changed.")
     ] = 1e-3,

@@ -47,7 +47,7 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise DataError(
             "the disk is full" if full else f"cannot be written ({error.strerror or error})",
             where=str(path),
-            remedy="free space, or choose another folder with cache_dir or the variable CORDILLERA_CACHE",
+            remedy="free some space, or choose another folder; that of prepared data is cache_dir, or CORDILLERA_CACHE",
         ) from error
 
 

@@ -14,7 +14,7 @@ from cordillera.numerics.inference.drift import Alarm, DriftCheck, check_false_a
 from cordillera.run import Run
 from cordillera.serving.ranking import quantized_model
 from cordillera.serving.ranking.observation import Observer
-from cordillera.workflows.trained import model_of, recipe_of, with_threads
+from cordillera.workflows.trained import card_of, model_of, recipe_of, with_threads
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def watch(run: Run | Path | str, file: Path | str, *, false_alarms: float = 1e-3
     recipe = recipe_of(run)
     with with_threads(recipe.threads):
         encoder = Encoder.load(run.folder / "encoder")
-        features = replace(encoder.features, tasks=tuple(run.read_json("model.json")["tasks"]))
+        features = replace(encoder.features, tasks=tuple(card_of(run)["tasks"]))
         made_of = quantized_model.origin(run, use_best=recipe.training.patience is not None)
         folder = run.folder / quantized_model.FOLDER
         model, reference = quantized_model.load(folder, model_of(recipe, features), made_of)

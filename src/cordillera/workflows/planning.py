@@ -202,24 +202,24 @@ def plan(
     except KeyboardInterrupt:
         raise Interrupted("before a plan was found; nothing is written", where="plan") from None
     found = explorer.evaluate_all(stated) if stated else explorer.explore(only)
-    if stated and not found.plans:
-        return Planned(explorer, found, base, [], {}, _compared(explorer, found, compare, only))
-    best, changed = found.best, None
+    fits, changed = bool(found.plans), None
     compared: dict[str, Any] = {}
     cases: list[faults.Case] = []
     try:
-        for case in _cases(explorer, best, asked, slow, jitter):
-            cases.append(case)
-        changed = sensitivity(explorer, {"this plan": best, "production-like": base})
+        if fits:
+            for case in _cases(explorer, found.best, asked, slow, jitter):
+                cases.append(case)
+            changed = sensitivity(explorer, {"this plan": found.best, "production-like": base})
         if not found.interrupted:  # an interrupt also cancels the other searches
-            for domain in domains:
-                cases.append(faults.lost(explorer, best, domain, only, progress))
+            for domain in domains if fits else ():
+                cases.append(faults.lost(explorer, found.best, domain, only, progress))
             compared = _compared(explorer, found, compare, only)
     except KeyboardInterrupt:
         found.interrupted = True
     made = PlannedRecommender if isinstance(work, Recommender) else Planned
-    planned = made(explorer, found, base, cases, files, compared)
-    _write(planned, compared, changed)
+    planned = made(explorer, found, base, cases, files if fits else {}, compared)
+    if fits:
+        _write(planned, compared, changed)
     return planned
 
 

@@ -27,6 +27,7 @@ from cordillera.data.ranking.logs.columns import RowPlace
 from cordillera.data.ranking.rows import read_rows
 from cordillera.data.ranking.unseen import UnseenCount
 from cordillera.errors import DataError, RunError
+from cordillera.files import make_folders, remove_made
 from cordillera.kernels.repeatable import products_repeat
 from cordillera.recipe import RankingRecipe
 from cordillera.run import Run, disk_errors, next_path, remove_folder
@@ -293,8 +294,6 @@ def _checked_target(file: Path, target: Path) -> Path:
         raise DataError(f"must end in .csv or .parquet, got {target.suffix!r}", where=str(target))
     if target.resolve() == file.resolve():
         raise DataError("would overwrite the samples", where=str(target), remedy="name another file with --out")
-    if not target.parent.is_dir():
-        raise DataError("the folder does not exist", where=str(target.parent), remedy="make it first")
     return target
 
 
@@ -305,12 +304,13 @@ class _Writer:
         self.target = target
         self.temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         self.parquet: pyarrow.parquet.ParquetWriter | None = None
+        self.made: list[Path] = []
         for left in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
             with contextlib.suppress(OSError), open(left, "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if a process still writes it
                 left.unlink()
         with self._errors():
-            target.parent.mkdir(exist_ok=True)
+            make_folders(target.parent, self.made)
             self.file = open(self.temporary, "xb")  # noqa: SIM115 (closed in __exit__)
             fcntl.flock(self.file, fcntl.LOCK_SH)
 
@@ -341,6 +341,7 @@ class _Writer:
     def __exit__(self, *exception: object) -> None:
         with contextlib.suppress(OSError):
             self.temporary.unlink()
+        remove_made(self.made)  # unless the file is in it
         if self.parquet is not None:
             with contextlib.suppress(OSError):
                 self.parquet.close()  # the file has been removed

@@ -133,6 +133,13 @@ class Sweep:
     report: Path
 
 
+def _parts_of(size: str) -> list[str]:
+    try:
+        return shlex.split(size)
+    except ValueError as error:
+        raise DataError(f"{size!r} cannot be divided into parts: {error}", where="size") from error
+
+
 def sweep(
     source: str | Path,
     sizes: Sequence[str],
@@ -165,18 +172,20 @@ def sweep(
     """
     if len(sizes) < 3:
         raise DataError(f"a law needs at least three sizes, got {len(sizes)}", where="size")
-    first = _ranking_recipe(source, [*overrides, *shlex.split(sizes[0])])
+    changes = [_parts_of(size) for size in sizes]
+    first = _ranking_recipe(source, [*overrides, *changes[0]])
     planned = []
-    for number, size in enumerate(sizes):
+    for number, size in enumerate(changes):
         for seed in range(first.seed, first.seed + seeds):
-            recipe = _ranking_recipe(source, [*overrides, *shlex.split(size), f"seed={seed}"])
+            recipe = _ranking_recipe(source, [*overrides, *size, f"seed={seed}"])
             planned.append((f"size-{number + 1}-seed-{seed}", recipe))
     parent = Path(folder) if folder is not None else Path("runs") / f"{first.name}-sweep"
     runs = []
     for number, (name, recipe) in enumerate(planned, 1):
         place = parent / name
         exists = (place / "recipe.toml").is_file()
-        if exists and recipes.load(place / "recipe.toml") != recipe:
+        # a training in slices keeps its number of threads
+        if exists and recipes.load(place / "recipe.toml").model_copy(update={"threads": recipe.threads}) != recipe:
             raise RunError(
                 "holds a run of another recipe", where=str(place), remedy="choose another --run folder for this sweep"
             )

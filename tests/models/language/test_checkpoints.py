@@ -56,7 +56,7 @@ def _logits(model: Llama) -> Tensor:
         return model(torch.arange(20), torch.tensor([0, 20]))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(heads=st.integers(1, 4), pairs=st.integers(1, 5), hidden=st.integers(1, 4))
 def test_the_orders_of_numbers_in_heads_are_each_others_inverse(heads: int, pairs: int, hidden: int) -> None:
     weight = torch.randn(heads, 2 * pairs, hidden)

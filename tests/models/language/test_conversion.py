@@ -263,7 +263,7 @@ def test_a_run_of_chats_is_converted_with_its_format(tmp_path: Path, monkeypatch
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_templates_write_what_their_formats_do(data: st.DataObject) -> None:
     formats: list[ChatFormat] = [

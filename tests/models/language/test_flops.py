@@ -43,7 +43,7 @@ def counted(config: LlamaConfig, lengths: list[int]) -> int:
 
 @pytest.mark.parametrize("config", [GROUPED, TIED], ids=["grouped", "tied"])
 @given(lengths=st.lists(st.integers(0, 7), min_size=1, max_size=3).filter(any))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_every_product_is_counted(config: LlamaConfig, lengths: list[int]) -> None:
     assert training_flops(config, lengths) == counted(config, lengths)
 

@@ -122,7 +122,7 @@ def test_rotary_frequencies_follow_the_published_formula(scaling: RopeScaling | 
     torch.testing.assert_close(rope_frequencies(config), torch.tensor(expected), rtol=2e-6, atol=0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(a=st.integers(0, 2000), b=st.integers(0, 2000), shift=st.integers(0, 2000), stretched=st.booleans())
 def test_scores_depend_on_the_distance_of_positions_only(a: int, b: int, shift: int, stretched: bool) -> None:
     config = LlamaConfig(rope_scaling=RopeScaling() if stretched else None)
@@ -175,7 +175,7 @@ def test_logits_equal_those_of_transformers(
 _LENGTHS = st.lists(st.sampled_from([0, 1, 2, 2, 5, 9]), min_size=1, max_size=5).filter(lambda ls: sum(ls) > 0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(lengths=_LENGTHS, seed=st.integers(0, 9))
 def test_a_document_does_not_feel_its_neighbours(lengths: list[int], seed: int) -> None:
     torch.manual_seed(seed)
@@ -302,7 +302,7 @@ def test_sharded_parameters_are_drawn_as_whole_ones_are() -> None:
         dist.destroy_process_group()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     calls=st.lists(st.lists(st.sampled_from([0, 1, 1, 2, 5]), min_size=3, max_size=3), min_size=1, max_size=5),
     dtype=st.sampled_from([torch.float64, torch.float32]),

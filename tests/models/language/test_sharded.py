@@ -29,7 +29,7 @@ UP = "layers.1.feed_forward.up.weight"
 FILE = "weights-00001.safetensors"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_any_box_of_a_tensor_is_what_was_cut(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 7), max_size=3))
@@ -48,7 +48,7 @@ def test_any_box_of_a_tensor_is_what_was_cut(tmp_path_factory: pytest.TempPathFa
     assert torch.equal(out, expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_a_part_that_is_missing_or_there_twice_is_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

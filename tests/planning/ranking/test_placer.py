@@ -48,7 +48,7 @@ def planned(tables: dict[str, TableProfile], size: int, **keys: Any) -> PlannedP
 
 @pytest.mark.slow
 @given(tables=some_tables, size=few_ranks, slack=st.floats(1.0, 3.0), cuts=st.sampled_from(["", "c", "r", "cr"]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_tables_are_covered_and_memory_suffices(
     tables: dict[str, TableProfile], size: int, slack: float, cuts: str
 ) -> None:
@@ -70,7 +70,7 @@ def test_tables_are_covered_and_memory_suffices(
 
 @pytest.mark.slow
 @given(tables=some_tables, size=few_ranks)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 def test_neither_order_nor_repetition_changes_a_placement(tables: dict[str, TableProfile], size: int) -> None:
     memory = 1.5 * gigabytes(tables) / size
     found = planned(tables, size, memory_gb=memory)
@@ -89,7 +89,7 @@ def test_neither_order_nor_repetition_changes_a_placement(tables: dict[str, Tabl
     slacks=st.lists(st.floats(1.0, 8.0), min_size=2, max_size=3),
     cuts=st.sampled_from([(), ("columns",), ("columns", "rows")]),
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 def test_more_memory_never_costs_time(
     tables: dict[str, TableProfile], size: int, slacks: list[float], cuts: tuple[str, ...]
 ) -> None:
@@ -103,7 +103,7 @@ def test_more_memory_never_costs_time(
 
 
 @given(tables=some_tables)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 def test_one_rank_has_whole_tables(tables: dict[str, TableProfile]) -> None:
     found = place(tables, 1, batch=100)
     assert [part[1:] for part in found.placement.parts] == [

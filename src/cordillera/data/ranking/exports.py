@@ -14,10 +14,27 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from cordillera.data.files import disk_errors
+from cordillera.data.ranking.cache import SPLITS
 from cordillera.data.ranking.datasets import DataConfig
 from cordillera.data.ranking.features import Schema
 from cordillera.data.ranking.rows import open_schema, raw_rows
 from cordillera.errors import DataError
+from cordillera.files import check_writable
+
+
+def check_export(path: Path, split: str) -> None:
+    """Check before the work what :func:`export` is asked for.
+
+    Raises:
+        DataError: If the file is neither ``.csv`` nor ``.parquet``, or there is no such split.
+        PlanError: If the file cannot be written.
+    """
+    if path.suffix.lower() not in (".csv", ".parquet"):
+        what = f"cannot write '{path.suffix.lower()}' files"
+        raise DataError(what, where=str(path), remedy="end the name in .csv or .parquet")
+    if split not in SPLITS:
+        raise DataError(f"must be train, validation or test, got {split!r}", where="split")
+    check_writable(path)
 
 
 def export(config: DataConfig, path: Path, *, split: str = "test", rows: int | None = None) -> int:
@@ -25,9 +42,8 @@ def export(config: DataConfig, path: Path, *, split: str = "test", rows: int | N
 
     The path ends in ``.csv``, where list entries are joined by the feature's separator, or in ``.parquet``.
     """
+    check_export(path, split)
     kind = path.suffix.lower()
-    if kind not in (".csv", ".parquet"):
-        raise DataError(f"cannot write '{kind}' files", where=str(path), remedy="end the name in .csv or .parquet")
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     writer: Any = None
     table: pa.Table | None = None

@@ -125,6 +125,7 @@ class SearchOutcome:
         report: Page that draws them.
         judged: Trials with new seeds of the front's architectures, by name, with the NE of the test split.
         is_exhausted: Whether the space has no further architecture.
+        is_out_of_time: Whether the hours were over before all candidates were tried.
         best: The one of the lowest NE, over the new seeds if the front was judged; None if none was trained.
     """
 
@@ -134,6 +135,7 @@ class SearchOutcome:
     report: Path
     judged: dict[str, SearchTrial] = field(default_factory=dict)
     is_exhausted: bool = False
+    is_out_of_time: bool = False
     best: SearchCandidate | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -223,7 +225,8 @@ def search(
                     f"{len(found.done)} trials are saved", where=str(run.folder), remedy="give the same command again"
                 ) from None
         outcome = _finish(run, content, found, judged)
-        run.write_status("exhausted" if found.is_exhausted else "finished", len(found.done), planned)
+        ended = "exhausted" if found.is_exhausted else "interrupted" if outcome.is_out_of_time else "finished"
+        run.write_status(ended, len(found.done), planned)
         return outcome
 
 
@@ -450,8 +453,14 @@ def _finish(run: Run, content: dict[str, Any], found: _OpenSearch, judged: dict[
     for path in folder.glob("*.toml"):  # of before the search went on
         if path.name not in wanted:
             path.unlink()
-    page_of_it = _write_page(run, found.config, content, found.space.size, found.done, best, judged)
-    return SearchOutcome(run.folder, found.done, best, page_of_it, judged, found.is_exhausted)
+    out_of_time = not found.is_exhausted and len(found.done) < len(found.proposals) + found.config.trials
+    banner = _not_ended(len(found.done)) if out_of_time else ""
+    page_of_it = _write_page(run, found.config, content, found.space.size, found.done, best, judged, banner)
+    return SearchOutcome(run.folder, found.done, best, page_of_it, judged, found.is_exhausted, out_of_time)
+
+
+def _not_ended(tried: int) -> str:
+    return f"This search has not ended: it runs, or was stopped. Candidates on record: {tried:,}."
 
 
 def _write_page(
@@ -519,7 +528,7 @@ def report_search(folder: Path | str) -> Path:
     config = config.model_copy(update={"judge": seeds})
     status, banner = run.status(), ""
     if status is None or not status.is_complete:
-        banner = f"This search has not ended: it runs, or was stopped. Candidates on record: {len(tried):,}."
+        banner = _not_ended(len(tried))
     return _write_page(run, config, content, size, tried, best, found, banner)
 
 

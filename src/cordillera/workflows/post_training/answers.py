@@ -5,17 +5,18 @@ Source: Grattafiori et al. 2024, section 4.2.2, for rejection sampling.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from cordillera.data.language.chats.rows import read_prompts
 from cordillera.data.tokenizers.chat import Message
-from cordillera.errors import DataError
-from cordillera.files import parse_json
+from cordillera.errors import DataError, Interrupted
+from cordillera.files import check_writable, parse_json
 from cordillera.intervals import wilson_interval
 from cordillera.run import disk_errors
 from cordillera.serving.language.language_model import LanguageModel
@@ -107,16 +108,18 @@ def best_of(
     Raises:
         DataError: If prompts or settings are invalid, or the file belongs to other prompts or samples.
         CheckpointError: If a checkpoint is missing or damaged.
-        RunError: If the file cannot be written.
+        PlanError: If the file cannot be written.
+        Interrupted: After Ctrl-C; whole lines stay, and the same call goes on.
     """
     if samples < 2 or temperature <= 0:
         raise DataError("needs at least 2 samples and a temperature above 0", where="best_of")
     asked = _asked(prompts, most)
     path = Path(file)
+    check_writable(path)  # before the models are read
     done = _done(path, asked, samples)
     opened, judge = _Answering(model, dtype), RewardModel(reward)
     sampling = {"temperature": temperature, "top_p": 1.0}
-    with disk_errors(path), path.open("a", encoding="utf-8") as out:
+    with growing(path) as out:
         for number in range(len(done), len(asked)):
             seeds = [seed + number * samples + place for place in range(samples)]
             texts = opened.answer([asked[number]] * samples, max_new_tokens, seeds, sampling)
@@ -130,6 +133,24 @@ def best_of(
     counts = [2**power for power in range(samples.bit_length()) if 2**power < samples] + [samples]
     means = {count: math.fsum(expected_best(row["rewards"], count) for row in done) / len(done) for count in counts}
     return BestOf(path, len(done), samples, means)
+
+
+@contextlib.contextmanager
+def growing(path: Path) -> Iterator[TextIO]:
+    """Open a file of JSON lines, which the same call goes on with after an interrupt or an error, to append to it.
+
+    Raises:
+        RunError: If the file cannot be written.
+        Interrupted: After Ctrl-C.
+    """
+    try:
+        with disk_errors(path, "mend that, then give the same command again to go on"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as out:
+                yield out
+    except KeyboardInterrupt:
+        remedy = "give the same command again to go on"
+        raise Interrupted("what was written stays", where=str(path), remedy=remedy) from None
 
 
 def _asked(prompts: str | Sequence[str], most: int | None) -> list[Prompt]:

@@ -15,13 +15,13 @@ from typing import NamedTuple
 from cordillera.data.tokenizers.chat import ChatFormat, Control, Message, PromptPiece
 from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import DataError
-from cordillera.files import parse_json
+from cordillera.files import check_writable, parse_json
 from cordillera.kernels.dense.few_rows import MOST_ROWS
 from cordillera.run import disk_errors
 from cordillera.serving.language.engine import Engine
 from cordillera.serving.language.language_model import LanguageModel
 from cordillera.serving.language.sampler import Sampling, make_sampling
-from cordillera.workflows.post_training.answers import OnAnswer
+from cordillera.workflows.post_training.answers import OnAnswer, growing
 from cordillera.workflows.post_training.sampling import seed_of
 
 _MARK = "\N{SYMBOL FOR RECORD SEPARATOR}"
@@ -84,18 +84,20 @@ def write_chats(
     Raises:
         DataError: If settings are invalid, the model has no chat format, or the file holds something else.
         CheckpointError: If a checkpoint is missing or damaged.
-        RunError: If the file cannot be written.
+        PlanError: If the file cannot be written.
+        Interrupted: After Ctrl-C; whole lines stay, and the same call goes on.
     """
     if count < 1 or max_new_tokens < 1:
         raise DataError("needs at least 1 chat and 1 token", where="write_chats")
     make_sampling(temperature=temperature, seed=seed)
     path = Path(file)
+    check_writable(path)  # before the model is read
     numbers = _written(path)
     opened = LanguageModel(model, dtype=dtype, drafter="none")
     writing = _Writing(opened, max_new_tokens, temperature, seed)
     first = numbers[-1] + 1 if numbers else 0
     chats, dropped = len(numbers), first - len(numbers)
-    with disk_errors(path), path.open("a", encoding="utf-8") as out:
+    with growing(path) as out:
         following = enumerate(writing.chats(first), first)
         while chats < count:
             number, chat = next(following)
