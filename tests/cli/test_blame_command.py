@@ -65,7 +65,10 @@ def test_a_folder_without_traces_is_refused(cli: Any, tmp_path: Path) -> None:
 def test_the_ranks_are_drawn(cli: Any, tmp_path: Path) -> None:
     made = incident(TINY, ("swap",), 1)
     folder, plot = written(tmp_path / "traces", made), tmp_path / "blame.svg"
-    assert cli("blame", folder, "--plot", plot).code == 3
+    printed, as_json = cli("blame", folder, "--plot", plot), cli("blame", folder, "--plot", plot, "--json")
+    assert printed.code == as_json.code == 3
+    assert f"plot: {plot}" in printed.out
+    assert json.loads(as_json.out)["plot"] == str(plot)
     text = plot.read_text()
     assert all(words in text for words in ("to blame: rank", "wait for others"))
     result = cli("blame", folder, "--plot", tmp_path / "blame.txt")

@@ -122,6 +122,8 @@ def test_inject_prints_writes_and_advises(cli, recipe, tmp_path):
 
     first = cli("inject", "runs/a", "-n", 640, "--samples", 50, "--json").out
     again = json.loads(first)
+    assert again["report"] == "runs/a/injection.html"
+    assert "seal" not in again
     other = json.loads(cli("inject", "runs/a", "-n", 640, "--samples", 50, "--json", "--seed", 1).out)
     assert again["components"] == content["components"]
     assert other["components"] != content["components"]

@@ -150,6 +150,9 @@ def test_a_model_of_dense_features_alone_is_quantised_and_watched(cli, tmp_path)
     watched = cli("watch", "run", "log.csv")
     assert watched.code in (0, 1), watched.err
     assert "600 samples" in watched.out
+    absent = cli("watch", "run", "memory://logs/day.csv")
+    assert absent.code == 2
+    assert "memory://logs/day.csv" in absent.err
 
 
 def test_the_commands_work_together(cli, run_folder, tmp_path):
