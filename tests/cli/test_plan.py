@@ -532,6 +532,24 @@ def test_ctrl_c_in_the_search_beside_own_layouts_keeps_what_is_known_of_them(
         assert said in result.out
 
 
+def test_a_search_that_finds_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cordillera.errors import PlanError
+    from cordillera.planning.language.explorer import Explorer
+    from cordillera.workflows.planning import plan
+
+    search = Explorer.explore
+
+    def nothing(self: Explorer, only: Any) -> Any:
+        found = search(self, only)
+        found.plans.clear()
+        return found
+
+    monkeypatch.setattr(Explorer, "explore", nothing)
+    with pytest.raises(PlanError, match="no plan is possible"):
+        plan("gpt-22b", "a100-node", tmp_path / "p", only=["network"])
+    assert not list(tmp_path.iterdir())
+
+
 def test_names_that_look_like_markup_are_printed_as_they_are(cli: Any, tmp_path: Path) -> None:
     Path("small.toml").write_text('name = "[/x]"\n' + SMALL)
     result = cli("plan", "small.toml", "a100-node", "--only", "network", "--out", "p")

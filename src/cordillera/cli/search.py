@@ -76,10 +76,9 @@ def search(
 
     if goal not in ("ne", "front"):
         raise PlanError(f"must be ne or front, got {goal!r}", where="--goal")
-    if supernet is None:
-        refuse({"--fine-tune": fine_tune or None}, "candidates that are trained anew (no --supernet)")
-    if searcher == "learnt":
-        refuse({"--fine-tune": fine_tune or None}, "--searcher learnt, whose candidates are trained anew")
+    if supernet is None or searcher == "learnt":
+        why = "no --supernet" if supernet is None else "--searcher learnt"
+        refuse({"--fine-tune": fine_tune or None}, f"candidates that are trained anew ({why})")
     answer = CommandOutput(as_json)
     given = []
     if proposals is not None:

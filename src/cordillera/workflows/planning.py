@@ -202,7 +202,7 @@ def plan(
     except KeyboardInterrupt:
         raise Interrupted("before a plan was found; nothing is written", where="plan") from None
     found = explorer.evaluate_all(stated) if stated else explorer.explore(only)
-    fits, changed = bool(found.plans), None
+    fits, changed = bool(found.plans or not stated), None  # a search that finds nothing is an error of found.best
     compared: dict[str, Any] = {}
     cases: list[faults.Case] = []
     try:

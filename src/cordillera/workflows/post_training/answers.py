@@ -108,7 +108,8 @@ def best_of(
     Raises:
         DataError: If prompts or settings are invalid, or the file belongs to other prompts or samples.
         CheckpointError: If a checkpoint is missing or damaged.
-        PlanError: If the file cannot be written.
+        PlanError: If the file cannot be written, before the work.
+        RunError: If that turns out later, as on a full disk.
         Interrupted: After Ctrl-C; whole lines stay, and the same call goes on.
     """
     if samples < 2 or temperature <= 0:

@@ -84,7 +84,8 @@ def write_chats(
     Raises:
         DataError: If settings are invalid, the model has no chat format, or the file holds something else.
         CheckpointError: If a checkpoint is missing or damaged.
-        PlanError: If the file cannot be written.
+        PlanError: If the file cannot be written, before the work.
+        RunError: If that turns out later, as on a full disk.
         Interrupted: After Ctrl-C; whole lines stay, and the same call goes on.
     """
     if count < 1 or max_new_tokens < 1:
