@@ -91,6 +91,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: turns[scope_of(item.nodeid)])
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The rate of the processor, which each training of a language model measures, is measured once."""
+    flops = sys.modules.get("cordillera.models.language.flops")
+    if flops is not None:
+        flops._rate_of_thread = functools.cache(flops._rate_of_thread)
+
+
 def _few_cases(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
     """Return the items without some cases of those that are marked so."""
     cases: dict[str, list[pytest.Item]] = {}

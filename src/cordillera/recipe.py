@@ -176,14 +176,15 @@ def shipped() -> dict[str, str]:
 
 def _read(source: str | Path) -> tuple[str, str]:
     path = Path(source)
-    names = shipped()
-    if str(source) in names:
-        return (resources.files("cordillera.recipes") / f"{source}.toml").read_text(encoding="utf-8"), str(source)
+    folder = resources.files("cordillera.recipes")
+    files = {one.name[:-5]: one for one in folder.iterdir() if one.name.endswith(".toml")}
+    if str(source) in files:
+        return files[str(source)].read_text(encoding="utf-8"), str(source)
     if _is_there(path / "recipe.toml"):
         path = path / "recipe.toml"
     if _is_there(path):
         return read_text(path, limit=TOML_BYTES), str(path)
-    close = difflib.get_close_matches(str(source), names, n=1)
+    close = difflib.get_close_matches(str(source), files, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     why = f"is neither a shipped recipe (`cordillera recipe list` shows them) nor a file{hint}"
     raise RecipeError(str(source), [("recipe", why)])

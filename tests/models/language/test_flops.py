@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 
 import pytest
@@ -86,6 +87,12 @@ def test_a_peak_that_is_not_known_is_none(monkeypatch: pytest.MonkeyPatch) -> No
     assert peak_flops("meta") is None
 
 
+@pytest.fixture
+def _measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flops, "_rate_of_thread", inspect.unwrap(flops._rate_of_thread))
+
+
+@pytest.mark.usefixtures("_measured_anew")
 def test_a_processor_is_measured() -> None:
     peak = peak_flops("cpu", torch.float32)
     assert peak is not None
@@ -93,6 +100,7 @@ def test_a_processor_is_measured() -> None:
     assert 1e8 < peak.flops_per_s < 1e15
 
 
+@pytest.mark.usefixtures("_measured_anew")
 def test_waiting_for_a_busy_processor_does_not_lower_a_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet, product = peak_flops("cpu", torch.float32), torch.mm
     assert quiet is not None
