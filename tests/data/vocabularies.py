@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import itertools
 import json
 from collections import Counter
@@ -76,11 +77,16 @@ def _isolated(pattern: str, text: str) -> list[str]:
 
 
 def letters(content: bytes) -> str:
-    """Bytes in GPT-2's letters, spelled out as its table was published."""
-    printable = list(range(ord("!"), ord("~") + 1)) + list(range(ord("¡"), ord("¬") + 1))
-    printable += list(range(ord("®"), ord("ÿ") + 1))
+    """Bytes in GPT-2's letters."""
+    return "".join(letter_of()[byte] for byte in content)
+
+
+@functools.cache
+def letter_of() -> dict[int, str]:
+    """GPT-2's letter of each byte, spelled out as its table was published."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
-    return "".join(chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in content)
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(others)}
 
 
 def write_tiktoken(folder: Path) -> Path:
