@@ -18,8 +18,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet -c constraints.txt
-# Processes that share the tests, each computing with one thread.
-WORKERS ?= 2
+# Processes that share the tests, each computing with one thread: one more than cores, as some wait.
+WORKERS ?= 3
 PYTEST_FLAGS ?=
 
 FUXICTR_URL ?= https://github.com/reczoo/FuxiCTR

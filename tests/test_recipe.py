@@ -37,7 +37,7 @@ def write(tmp_path, text):
     return path
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_every_shipped_recipe_is_valid_says_what_it_is_and_survives_show(name):
     recipe = load(name)
@@ -208,7 +208,7 @@ def test_a_schema_with_five_thousand_features_is_read(tmp_path):
     assert len(load(write(tmp_path, WIDE)).data.schema_.dense) == 5000
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -36,6 +36,7 @@ def read(folder: Path, part: str) -> Any:
     return content
 
 
+@pytest.mark.slow
 def test_the_parts_that_train_nothing(tmp_path: Path) -> None:
     loka.main([loka.Part.probe, loka.Part.shapes], quick=True, results=tmp_path)
     probe = read(tmp_path, "probe")

@@ -22,7 +22,7 @@ def test_bytes_are_compared(tmp_path: Path) -> None:
         assert row["kept"]["grouped"] > row["kept"]["ABY"]
 
 
-@pytest.mark.parametrize("part", ["speed", "finer", "loss"])
+@pytest.mark.parametrize("part", [pytest.param("speed", marks=pytest.mark.slow), "finer", "loss"])
 def test_every_part_runs(part: str, tmp_path: Path) -> None:
     content = part_of(moe, part, tmp_path)
     assert content["rows"]

@@ -12,6 +12,7 @@ from _transport_exchange import shares
 from tests.benchmarks.programs import part_of
 
 
+@pytest.mark.slow
 def test_rows_go_to_other_ranks_and_back_whatever_carries_them(tmp_path: Path) -> None:
     figures = part_of(ncclx, "exchanges", tmp_path)
     (row,) = figures["rows"]

@@ -408,11 +408,9 @@ def test_commands_on_ranking_runs_load_nothing_that_shards_weights():
 def test_a_reader_that_closes_the_pipe_and_ctrl_c_while_modules_load_end_the_command_well():
     read, write = os.pipe()
     os.close(read)
-    for words in (["recipe", "show", "movielens-wukong"], ["recipe", "list"]):  # of text, and of a table
-        code = f"import sys; sys.argv = ['cordillera', *{words}]\n"
-        code += "from cordillera.__main__ import main; main()"
-        closed = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, timeout=60)
-        assert (closed.returncode, closed.stderr) == (0, b"")
+    code = "import sys; sys.argv = ['cordillera', 'recipe', 'list']\nfrom cordillera.__main__ import main; main()"
+    closed = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, timeout=60)
+    assert (closed.returncode, closed.stderr) == (0, b"")
     os.close(write)
     code = "import builtins; load = builtins.__import__\n"
     code += "def stop(name, *rest):\n    if name == 'typer': raise KeyboardInterrupt\n    return load(name, *rest)\n"

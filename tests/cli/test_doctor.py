@@ -135,7 +135,7 @@ def test_without_a_compiler_only_compilation_is_missing(monkeypatch: pytest.Monk
     assert "torch.compile" in finding.detail
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("script", "status", "detail"),
     [

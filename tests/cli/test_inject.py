@@ -55,7 +55,7 @@ def bits_of(model: torch.nn.Module) -> list[bytes]:
     return [tensor.numpy().tobytes() for tensor in model.state_dict().values()]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name == "hstu" else ()) for name in MODELS]
 )

@@ -153,7 +153,7 @@ def tables_of(what: Any) -> Iterator[Table]:
         yield from tables_of(part)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "command", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in COMMANDS]
 )

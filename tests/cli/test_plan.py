@@ -381,7 +381,7 @@ def _drain(screen: int) -> None:
             pass
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

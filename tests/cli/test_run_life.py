@@ -272,7 +272,7 @@ def test_a_failed_run_says_why_and_which_checkpoint_there_is(made: Path, tmp_pat
     assert re.search(r"the loss became (nan|inf)|is (nan|inf) after step", page)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("what", ["weight", "moment"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_checkpoint_with_numbers_that_are_not_finite_is_not_saved(
@@ -375,7 +375,7 @@ WORDS = [
 FILES = ("metrics.jsonl", "model.json", "evaluation.json", "recipe.toml", "status.json", "environment.json")
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", FILES)
 def test_damaged_files_of_a_run_give_pages_and_tables_or_one_error(
     run: Run, name: str, fuzz_inputs: Callable[[int], int]

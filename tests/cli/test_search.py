@@ -176,7 +176,7 @@ def test_a_search_leaves_a_record_and_the_recipes_of_its_front(files: Any, tried
     assert outcome.report.is_file()
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("searcher", ["evolution", "predictor", "random", "grid"])
 @pytest.mark.parametrize("kept", [0, 1, 4, 6, 10])
 def test_a_search_goes_on_where_it_was(files: Any, tried: list[str], tmp_path: Path, searcher: str, kept: int) -> None:
@@ -319,7 +319,7 @@ def test_the_page_of_a_search_that_has_not_ended_says_so(files: Any, tried: list
     assert "has not ended" not in module.report_search(tmp_path / "run").read_text()
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "command",
     [

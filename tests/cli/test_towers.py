@@ -62,6 +62,7 @@ def test_a_run_with_learned_towers_does_all_that_a_run_does(cli, recipe, tmp_pat
     assert "model.towers.compression: 1.5 -> 2.5" in refused.err
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["linear", "cross"])
 def test_a_stopped_run_resumes_bit_for_bit(recipe, tmp_path, kind):
     overrides = [

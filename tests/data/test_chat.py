@@ -29,7 +29,7 @@ def _jinja(template: str) -> JinjaChat:
     return JinjaChat(template, NAMES, bos="<s>", eos="<|im_end|>", where="here")
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "chat",
     [Llama3Chat(), ChatML("Be brief."), _jinja(v.CHATML), _jinja(TRIM), _jinja(GLUE)],

@@ -63,7 +63,7 @@ BOMBS = [
 ]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("template", BOMBS, ids=lambda text: text[:60].replace("\x00", ""))
 def test_a_template_that_works_without_end_is_refused(template: str) -> None:
     began = time.process_time()

@@ -35,7 +35,7 @@ def same(left: RankingBatch, right: RankingBatch, *, rows: bool = True) -> None:
     assert torch.equal(left.sparse.offsets, right.sparse.offsets)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", ["csv", "tsv", "parquet"])
 @pytest.mark.parametrize("split", ["time", "order", "random"])
 def test_encoding_the_raw_rows_of_a_split_gives_the_cached_split(
@@ -64,6 +64,7 @@ def test_all_formats_give_the_same_splits(tmp_path: Path, frame: pl.DataFrame, s
     same(batches[0], batches[2])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("rows", [50, 777])
 def test_splits_do_not_depend_on_the_size_of_chunks(
     tmp_path: Path, frame: pl.DataFrame, schema: Schema, rows: int, monkeypatch: pytest.MonkeyPatch

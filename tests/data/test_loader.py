@@ -34,7 +34,7 @@ def _rows(loader: Loader, epoch: int = 0, start: int = 0) -> list[list[int]]:
     return [batch.rows.tolist() for batch in loader.epoch(epoch, start)]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 @pytest.mark.parametrize("size", [1, 100, 333, 5_000])
 def test_an_epoch_holds_every_row_once(train: ClickDataset, shuffle: str, size: int) -> None:

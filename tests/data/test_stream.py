@@ -264,6 +264,7 @@ def join_in_pieces(
     return found, join
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("unlabelled", UNLABELLED)
 def test_joined_streams_are_those_of_loops(unlabelled: Any, fuzz_inputs: Callable[[int], int]) -> None:
     for seed in range(fuzz_inputs(6)):
@@ -296,6 +297,7 @@ def test_all_rows_are_counted(fuzz_inputs: Callable[[int], int]) -> None:
         assert join.counts["late_events"] == join.counts["late_labels"] == 0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("unlabelled", UNLABELLED)
 def test_what_is_written_does_not_depend_on_chunks_or_on_the_order_of_rows(tmp_path: Path, unlabelled: str) -> None:
     rng = random.Random(UNLABELLED.index(unlabelled))
@@ -353,7 +355,7 @@ def test_a_second_call_without_new_files_changes_nothing(tmp_path: Path) -> None
     assert (second.counts, second.examples, second.waiting) == (first.counts, first.examples, first.waiting)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("chunk", [4, 2**20])
 def test_labels_may_stand_in_the_rows_of_events(tmp_path: Path, later: bool, chunk: int) -> None:

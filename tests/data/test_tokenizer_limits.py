@@ -73,7 +73,7 @@ COSTLY: list[tuple[Callable[[Content], object], str]] = [
 ]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("number", range(len(COSTLY)))
 def test_small_files_that_cost_much_are_refused(tmp_path: Path, number: int) -> None:
     change, message = COSTLY[number]

@@ -471,7 +471,7 @@ def _answers(pipes: dict[str, Any], names: str, seconds: float) -> dict[str, Any
     return {name: pipes[name].recv() for name in names}
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
 def test_survivors_of_a_killed_or_stopped_process_go_on(transport: str, sign: signal.Signals) -> None:

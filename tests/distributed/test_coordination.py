@@ -343,7 +343,7 @@ class World:
             self._join(name)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("seed", range(60))
 def test_whoever_takes_part_holds_the_same_weights(seed: int) -> None:
     world = World(seed)
@@ -366,7 +366,7 @@ def test_whoever_takes_part_holds_the_same_weights(seed: int) -> None:
     assert world.seen["step"] > before
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("seed", range(20))
 def test_replicas_that_cannot_reach_each_other_do_not_stop_the_others(seed: int) -> None:
     world = World(seed)

@@ -38,7 +38,7 @@ def parts(use: TimeUse) -> float:
     return use.useful + use.redone + use.stalled + use.absent + use.saving
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("policy", ["restart", "replicas", "decoupled"])
 @pytest.mark.parametrize(
     "changes",

@@ -118,7 +118,7 @@ def test_tracked_memory_is_the_published_law(shards: int, blocks: int) -> None:
     assert tracked.collectives == collectives(len(units), shards, has_root=False)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("config", "shards", "replicas", "blocks", "reshards", "precision"),
     [

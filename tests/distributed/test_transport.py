@@ -705,7 +705,7 @@ SENT: dict[FrameKind, tuple[str, int]] = {  # how bytes pass, and how many numbe
 }
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", SENT)
 @pytest.mark.parametrize("fate", ["lost", "doubled", "late"])
 def test_a_frame_that_is_lost_doubled_or_late_gives_an_error_or_the_sum(

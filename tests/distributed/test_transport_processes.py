@@ -118,7 +118,7 @@ def killed_at(rank: int, folder: str, event: int, path: str) -> dict[str, Any]:
     os._exit(0)  # gloo would wait for the rank that was killed
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("path", ["auto", "sockets"])
 @pytest.mark.parametrize(
     "event", [0, 3, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow),

@@ -89,7 +89,7 @@ def assert_same_state(one: EmbeddingTables, other: EmbeddingTables) -> None:
         assert torch.equal(value, theirs[name]), name
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 @pytest.mark.parametrize("share", [0.01, 0.3, 1.0])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -117,7 +117,7 @@ def test_a_batch_may_begin_at_any_row(first) -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("kind", ["fp16", "int8", "int4"])
 @settings(max_examples=6)

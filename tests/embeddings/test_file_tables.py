@@ -91,7 +91,7 @@ def same(tables: FileTables, expected: EmbeddingTables) -> None:
             assert torch.equal(tensor, expected._state()[part][start : start + rows]), part
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 @pytest.mark.parametrize("ahead", [False, True])
@@ -136,7 +136,7 @@ def test_several_passes_and_a_wrong_forecast_change_nothing(tmp_path: Path) -> N
     same(tables, expected)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_calls_gives_the_bits_of_tables_in_memory(

@@ -54,7 +54,7 @@ def dense_rule(name: str, weights: list[Tensor], decay: float) -> Callable[[], A
     return step
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("decay", [0.0, 0.2])
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -95,6 +95,7 @@ def test_sums_have_the_bits_of_float64_whatever_the_width(kind: str, dim: int, w
     assert has_the_bits_of_float64(kind, dim, weighted)
 
 
+@pytest.mark.slow
 def test_processors_that_cannot_convert_halves_give_the_same_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba_mixed_rows, "_HAS_HALVES", False)
     for one in (numba_mixed_rows._half_at, numba_mixed_rows._add_row, numba_mixed_rows._lookup):

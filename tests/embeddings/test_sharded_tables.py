@@ -172,7 +172,7 @@ def executed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return ended.found
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @needs_gloo
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", list(placements(2)))

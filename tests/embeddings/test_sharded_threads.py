@@ -120,6 +120,7 @@ class CollidingBatches:
         return batch, torch.randn(self.samples, 1, DIM, generator=self.draw)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("rule", ["sgd", "rowwise_adagrad", "adam"])
 def test_two_hundred_steps_of_prioritised_exchange_have_the_bits_of_plain_ones(rule: str) -> None:
     spec = FeatureSpec((), (SparseFeature("item", "items"),), {"items": 400}, ("click",))

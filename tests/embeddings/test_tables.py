@@ -339,6 +339,7 @@ print((peak() - before) / (8 * 400_000 * 17 * 4))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux's /proc")
 def test_training_needs_no_memory_of_the_tables_size_beside_them() -> None:
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=240, check=True)

@@ -23,7 +23,7 @@ def formula(x: Tensor, size: int, eps: float, hard_swish: bool) -> Tensor:
     return y * (y + 3).clamp(0, 6) / 6 if hard_swish else y
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hard_swish", [False, True])
 @pytest.mark.parametrize(("width", "size"), WIDTHS)
@@ -37,7 +37,7 @@ def test_outputs_and_gradients_are_the_formulas(width: int, size: int, hard_swis
     )
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("width", "size"), WIDTHS)
 def test_in_float64_too_and_for_second_derivatives(width: int, size: int) -> None:
     x = random(3, width, dtype=torch.float64).requires_grad_()

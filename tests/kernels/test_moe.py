@@ -109,7 +109,7 @@ def test_layers_are_the_dense_masked_sum(policy: str, gated: bool) -> None:
     assert not dw1.any()
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
 @pytest.mark.parametrize("gated", [True, False])
 def test_kernels_between_products_are_those_of_64_bits(dtype: torch.dtype, error: float, gated: bool) -> None:

@@ -109,7 +109,7 @@ def fitting(blocks: BlocksConfig, sparse: int) -> BlocksConfig:
 # What is cut out
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize(("dense", "sparse"), KINDS)
 @pytest.mark.parametrize("head_mlp", [(), (5,)])
@@ -171,7 +171,7 @@ def block_space(vector: str, embeddings: str, count: int = 2, **changes: Any) ->
     return BlocksConfig.model_validate({"count": count, **content})
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "blocks",
     [
@@ -297,6 +297,7 @@ def train(net: Supernet, features: FeatureSpec, steps: int, first: int = 0) -> l
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("draw", ["uniform", "learnt"])
 def test_a_resumed_training_draws_as_the_one_in_one_piece(make_features: MakeFeatures, draw: str) -> None:
     features = make_features()
@@ -355,7 +356,7 @@ def test_draws_follow_the_seed_and_the_step_only(make_features: MakeFeatures, mo
     torch.random.set_rng_state(state)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("paths", "size", "sizes"), [(1, 8, [8]), (3, 8, [3, 3, 2]), (4, 2, [1, 1]), (8, 1, [1])])
 def test_a_batch_is_divided_among_paths(
     make_features: MakeFeatures, monkeypatch: pytest.MonkeyPatch, paths: int, size: int, sizes: list[int]
@@ -452,7 +453,7 @@ def kinds_of(node: str) -> list[str]:
     return [f"{block}.{key}" for key in ("embeddings", "rows", "embeddings_read")]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_gradients_of_preferences_are_those_of_soft_weights(make_features: MakeFeatures, seed: int) -> None:
     """Values of nodes are multiplied by ``1 + p - p0``; slopes by p are found by finite differences."""

@@ -76,7 +76,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("kind", "column"), KINDS)
 def test_drifts_of_the_listed_sizes_are_found(
     kind: str, column: int, reference: DriftReference, fuzz_inputs: Callable[[int], int]

@@ -78,7 +78,7 @@ def test_a_schedule_survives_its_own_notation(family: str) -> None:
     )
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("name", "make"),
     [

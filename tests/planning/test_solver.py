@@ -89,7 +89,7 @@ def by_brute_force(
     return best
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @needs_solver
 @pytest.mark.parametrize(("split", "microbatches", "room"), [(False, 3, [2, 1]), (False, 3, [3, 2]), (True, 2, [2, 1])])
 @pytest.mark.parametrize(("latency", "occupied"), [(0.0, 0.0), (1.5, 0.0), (0.5, 1.25)])
@@ -120,7 +120,7 @@ def test_the_stated_problem_has_the_optimum_that_brute_force_finds(occupied: flo
     assert found.objective_value == by_brute_force((0, 1), 3, seconds, ways, [2, 1], split=False)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @needs_solver
 @pytest.mark.parametrize("rank_of", [(0, 1, 0), (1, 0, 0)])
 @pytest.mark.parametrize("room", [2, 3, 4])

@@ -80,7 +80,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
 @pytest.mark.parametrize("name", ["ranking", "language", "short", "quantised", "comparison"])
 def test_a_reader_finds_nothing_amiss(

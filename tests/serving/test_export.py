@@ -132,7 +132,7 @@ def scores_of(program: str, folder: Path, place: Path) -> list[list[float]]:
     return scores
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_scores_as_predict(tmp_path: Path, name: str) -> None:
     run = train(tmp_path, {"name": name, **MODELS[name]})
@@ -212,6 +212,7 @@ def test_a_damaged_export_is_refused_by_name(tmp_path: Path) -> None:
         Scorer(folder)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "tables", [{"rows": "int8"}, {"rows": "int4", "cache": 0.2}, {"storage": "file", "cache": 0.2}]
 )

@@ -68,7 +68,7 @@ def test_products_keep_the_bits_of_their_rows() -> None:
     assert products_repeat()
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", SIZES)
 def test_a_row_has_the_same_score_in_any_company(name: str, precision: Precision) -> None:
@@ -90,7 +90,7 @@ def test_scores_are_those_of_the_model_up_to_rounding() -> None:
         assert np.allclose(one.score(frame), expit(logits), rtol=1e-5)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kernel", [name for name in CANDIDATES if name != "fp32"])
 def test_a_row_has_the_same_score_in_any_company_with_every_kernel(kernel: str) -> None:
     one = scorer("dnn", mlp=(64, 32))

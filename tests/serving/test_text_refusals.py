@@ -25,7 +25,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}
 IMAGE = [{"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

@@ -273,7 +273,7 @@ NAMES = [pytest.param(name, marks=needs_optuna if name in ("tpe", "nsga2") else 
 JUDGES: list[Judge] = [alive, all_dead, some_dead, unknown_flops, equal]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("goal", ["ne", "front"])
 @pytest.mark.parametrize("judge", JUDGES, ids=lambda judge: judge.__name__)
@@ -289,7 +289,7 @@ def test_a_searcher_goes_through_a_small_space_and_ends(name: str, goal: Any, ju
     assert searcher.ask() is None
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_architectures_are_proposed_once(name: str) -> None:
     space = space_of(None, {**BLOCKS, "count": 1, "rows": (2, 3)})
@@ -299,7 +299,7 @@ def test_equal_architectures_are_proposed_once(name: str) -> None:
     assert sorted(map(space.identify, found)) == sorted(names)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("goal", ["ne", "front"])
 def test_a_searcher_is_a_function_of_its_seed_and_of_results(name: str, goal: Any) -> None:
@@ -352,7 +352,7 @@ def test_many_proposals_may_be_made_before_results(name: str, goal: Any) -> None
     assert searcher.ask() is not None
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_results_of_others_may_be_told(name: str) -> None:
     """Such as of proposals from outside, which the searcher did not make."""

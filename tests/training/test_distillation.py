@@ -64,7 +64,7 @@ def same_weights(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 # What the student serves
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("model", ["dlrm", "mmoe", "ple", "wukong"])
 @pytest.mark.parametrize("silent", [{"weight": 0.0}, {"gradient_scale": 0.0}, {"gradient_scale": 0.0, "adapter": True}])
 def test_a_teacher_without_weight_leaves_the_student_as_it_is_to_the_bit(
@@ -188,6 +188,7 @@ def test_adapter_and_student_never_update_each_other() -> None:
     assert all(g is None for g in torch.autograd.grad(losses.adapter.sum(), others, allow_unused=True))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("offset", [1.0, -2.0])
 def test_an_adapter_finds_a_constant_offset(offset: float) -> None:
     heads, _, _ = example()
@@ -209,6 +210,7 @@ def test_an_adapter_finds_a_constant_offset(offset: float) -> None:
 # Training
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("model", ["dlrm", "mmoe"])
 def test_a_taught_run_that_was_stopped_resumes_to_the_same_bits(make_trainer: Any, model: str) -> None:
     options: dict[str, Any] = {

@@ -49,6 +49,7 @@ def test_halves_train_to_the_same_bits_as_a_float32_master(make_trainer) -> None
         assert not torch.equal(master.storage.full(name), weight)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("policy", ["master", "none", "split"])
 def test_an_emulated_run_resumes_to_the_same_bits(make_trainer, policy: str) -> None:
     emulate = {"weights": policy, "rounding": "stochastic"}

@@ -67,6 +67,7 @@ def test_a_grid_of_four_sizes_and_four_budgets_recovers_the_exponent_within_two_
         assert laws["tokens"].exponent == pytest.approx(truth, rel=0.02)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("budgets", "sizes", "noise"), [(3, 5, 0.005), (4, 4, 0.01)])
 def test_intervals_hold_the_truth_about_as_often_as_they_say(budgets: int, sizes: int, noise: float) -> None:
     truth = CHINCHILLA["a"] / (CHINCHILLA["a"] + CHINCHILLA["b"])

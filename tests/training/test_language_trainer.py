@@ -101,6 +101,7 @@ def written(run: Run) -> list[tuple[str, int]]:
     return [(record["kind"], record["step"]) for record in run.metrics() if record["kind"] != "resumed"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("epochs", [None, 1])
 def test_a_run_that_is_resumed_after_its_end_has_each_record_once(recipe: Any, epochs: int | None) -> None:
     ending = recipe(data={"epochs": epochs}, training={"steps": 7 if epochs is None else 1000, "log_every": 3})
@@ -113,6 +114,7 @@ def test_a_run_that_is_resumed_after_its_end_has_each_record_once(recipe: Any, e
     assert [kind for kind, _ in before[-3:]] == ["train", "checkpoint", "evaluation"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kept", ["train", "checkpoint", "evaluation"])
 def test_a_run_that_was_killed_between_two_records_has_each_once(recipe: Any, kept: str) -> None:
     ending = recipe(data={"epochs": 1}, training={"steps": 1000, "log_every": 4, "checkpoint_every": 1})
@@ -126,6 +128,7 @@ def test_a_run_that_was_killed_between_two_records_has_each_once(recipe: Any, ke
     assert sorted(written(run)) == sorted(before)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("key", "old", "new"),
     [("training.learning_rate", "0.0003", "0.0004"), ("seed", "1", "2"), ("packing.tokens", "256", "128")],
@@ -231,6 +234,7 @@ def test_ctrl_c_ends_an_evaluation_and_leaves_the_last_one(recipe: Any, ctrl_c: 
     assert workflows.evaluate(run).targets == json.loads(before)["targets"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("at", [2, 4])
 def test_an_evaluation_that_ctrl_c_ended_while_training_is_made_up_for(
     recipe: Any, ctrl_c: Any, monkeypatch: pytest.MonkeyPatch, at: int

@@ -332,7 +332,7 @@ def without_some_labels(number: int, batch: Any) -> Any:
     return replace(batch, labels=labels)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("mode", ["none", *MODES])
 def test_a_training_with_missing_labels_goes_on_and_resumes(make_trainer: Any, mode: str) -> None:
     loader = MemoryLoader(10)
@@ -365,6 +365,7 @@ def test_all_tasks_that_are_not_finite_end_the_training(make_trainer: Any) -> No
         trainer.fit()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("model", ["dlrm", "mmoe", "ple"])
 def test_a_balanced_run_that_was_stopped_resumes_to_the_same_bits(make_trainer: Any, model: str) -> None:
     options = {"model": model, "balance": {"mode": "min-norm"}, "checkpoint_every": 4}

@@ -125,7 +125,7 @@ def test_a_start_that_is_no_number_is_refused(begun: Path, tmp_path: Path) -> No
             train(recipe, name)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_step_that_is_not_finite_is_skipped(begun: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     update = LanguageEngine.update

@@ -183,7 +183,7 @@ def refused(ranks: Ranks, folder: Path, rank: int) -> str:
     return str(error.value)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", ["tables-00001.safetensors", "tensors.safetensors", "state.json"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_damaged_or_missing_file_is_refused_by_name_on_every_rank(saved: Path, name: str, size: int) -> None:

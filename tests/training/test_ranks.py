@@ -235,7 +235,7 @@ def on_two(folder: Path) -> dict[int, Any]:
     return ended.found
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @needs_gloo
 @pytest.mark.parametrize("name", list(ALIKE))
 def test_two_processes_end_where_one_does(on_two: dict[int, Any], folder: Path, name: str) -> None:

@@ -180,19 +180,20 @@ def compare(hosts: int, local: int, **options: Any) -> None:
         assert own_norms == pytest.approx(norms, rel=1e-5)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("rule", RULES)
 def test_weights_moments_and_norms_are_those_of_one_process_with_every_rule(rule: str) -> None:
     compare(2, 2, rule=rule)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("hosts", "local"), [(1, 1), (1, 3), (2, 1), (2, 3)])
 def test_they_are_with_other_numbers_of_hosts_and_ranks(hosts: int, local: int) -> None:
     """Two hosts of three ranks have two tables each, so that a rank of each has none."""
     compare(hosts, local, clip=None)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("model", "kind"), [("dcn", "cross"), ("wukong", "linear"), ("dcn", "identity")])
 def test_they_are_with_other_models_and_towers(model: str, kind: str) -> None:
     compare(2, 2, model=model, kind=kind)
@@ -202,6 +203,7 @@ def test_they_are_with_any_numbers_of_samples_on_the_ranks() -> None:
     compare(2, 2, balance="variable")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("bf16", [False, True])
 def test_without_modules_both_exchanges_of_one_placement_train_to_the_same_bits(bf16: bool) -> None:
     both = [learn(2, 2, kind="identity", exchange=exchange, bf16=bf16) for exchange in ("towers", "plain")]

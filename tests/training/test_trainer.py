@@ -34,7 +34,7 @@ def assert_same_weights(a, b):
         assert torch.equal(tensor, theirs[name]), name
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stop_at", [1, 13, *(pytest.param(step, marks=pytest.mark.slow) for step in (4, 10, 19))])
 @pytest.mark.parametrize("model", ["dlrm", "wukong", "hstu"])
 def test_a_run_stopped_at_any_step_resumes_to_the_same_bits(make_trainer, stop_at, model):
@@ -165,7 +165,7 @@ def test_early_stopping_keeps_the_best_weights_and_their_checkpoint(make_trainer
         assert torch.equal(tensor, kept.tensors[f"model.{name}"]), name
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("metric", ["log_loss", "auc", "gauc", "ndcg", "recall", "mrr"])
 def test_weights_are_kept_by_the_metric_of_choice_and_a_resumed_run_keeps_the_same(make_trainer, metric):
     options = {"epochs": 12, "patience": 2, "learning_rate": 0.05, "stop_on": metric, "ranking_k": 3}

@@ -120,7 +120,7 @@ def test_before_the_first_step_known_ids_have_the_scores_of_the_start(tmp_path: 
     assert differs.filter(unknown).any()  # rows of their own
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("optimizer", ["adagrad", "rowwise_adagrad", "adam", "sgd"])
 def test_a_warm_start_equals_a_run_that_had_all_ids(tmp_path: Path, optimizer: str) -> None:
     """Both days' ids were in the tables on day 1 of one run, and of the other those of day 1; weights began equal."""

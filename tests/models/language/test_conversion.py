@@ -92,7 +92,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.peer
 @pytest.mark.parametrize("kind", ["json", "tiktoken", "gguf"])
 @pytest.mark.parametrize("way", ["", "gguf", "meta"])
@@ -136,7 +136,7 @@ def test_a_converted_folder_has_the_ids_logits_and_text_of_transformers(
     assert text.text == answer
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
     "shape",

@@ -34,7 +34,7 @@ def of(path: Path, bits: int | None) -> Llama:
     return for_decoding(read_model(open_checkpoint(path), torch.bfloat16, bits=bits).eval())
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("kind", "bits"), [("Q4_0", 4), ("Q4_1", 4), ("Q8_0", 8), ("Q4_1", 8)])
 def test_codes_of_a_file_are_kept(make_llama: MakeLlama, tmp_path: Path, kind: str, bits: int, tied: bool) -> None:
