@@ -34,7 +34,8 @@ from cordillera.models.ranking.graphs.config import NodeConfig
 from cordillera.models.ranking.towers import TowersConfig
 from cordillera.numerics.emulation.emulation import EmulationConfig
 from cordillera.numerics.formats.precision import precision_of_machine
-from cordillera.recipe import LanguageRecipe, RankingRecipe, field_descriptions, shipped
+from cordillera.recipe import LanguageRecipe, RankingRecipe, field_descriptions
+from cordillera.topology import shipped
 from cordillera.training.language.objectives import DraftingConfig, GroupsConfig, PreferencesConfig
 from cordillera.training.ranking.tasks.loss_balance import BalanceConfig
 from cordillera.training.ranking.teachers.augmentation import AugmentationConfig
@@ -161,7 +162,9 @@ def _cell(text: str) -> str:
 
 def _recipes() -> str:
     rows = ["| recipe | what it trains |", "| --- | --- |"]
-    return "\n".join(rows + [f"| `{name}` | {description} |" for name, description in shipped().items()])
+    return "\n".join(
+        rows + [f"| `{name}` | {description} |" for name, description in shipped("cordillera.recipes").items()]
+    )
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -1,8 +1,8 @@
 """Benchmarks are programs beside the package: their folder is put on the path while their tests run.
 
-Tests may be shared out among processes (``make test`` takes three). What a test of one file makes, the others of the file
-use, so files stay whole; and all files that start whole commands of several processes, kill some of them and wait for
-the others to end within a deadline stay in one process and thus run one after another, from the beginning on.
+Tests may be shared out among processes (``make test`` takes three). What a test of one file makes, the others of the
+file use, so files stay whole; and all files that start whole commands of several processes, kill some of them and wait
+for the others to end within a deadline stay in one process and thus run one after another, from the beginning on.
 """
 
 from __future__ import annotations

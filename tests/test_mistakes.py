@@ -17,7 +17,7 @@ from cordillera.errors import CordilleraError, DataError, RecipeError
 from cordillera.files import parse_toml
 from cordillera.planning.language.workload import Workload
 from cordillera.planning.ranking.workload import Recommender
-from cordillera.recipe import set_key, shipped, validate
+from cordillera.recipe import set_key, validate
 from cordillera.toml_files import models_of, text_of
 from cordillera.training.ranking.architecture_search.space import SpaceConfig, load_space
 
@@ -81,7 +81,7 @@ def recipes() -> dict[str, dict[str, Any]]:
     """One shipped recipe of every model and objective."""
     found: dict[str, dict[str, Any]] = {}
     folder = resources.files("cordillera.recipes")
-    for name in shipped():
+    for name in topology.shipped("cordillera.recipes"):
         content = parse_toml((folder / f"{name}.toml").read_text(encoding="utf-8"), name)
         kind = content["model"]["name"] + content.get("objective", {}).get("name", "")
         if content.get("training", {}).pop("start", None):  # of a checkpoint that is not here

@@ -16,10 +16,10 @@ from cordillera.recipe import (
     field_descriptions,
     load,
     parse_override,
-    shipped,
     validate,
 )
 from cordillera.toml_files import models_of
+from cordillera.topology import shipped
 from tests.fuzzing import damaged, survives
 
 GOOD = """
@@ -38,7 +38,7 @@ def write(tmp_path, text):
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("name", sorted(shipped()))
+@pytest.mark.parametrize("name", sorted(shipped("cordillera.recipes")))
 def test_every_shipped_recipe_is_valid_says_what_it_is_and_survives_show(name):
     recipe = load(name)
     assert recipe.description

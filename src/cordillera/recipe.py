@@ -21,7 +21,6 @@ import tomlkit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from tomlkit.items import Array, Table
 
-from cordillera import topology
 from cordillera.data.assets import ASSETS
 from cordillera.data.files import cache_folder
 from cordillera.data.language.batches import BatchConfig
@@ -167,11 +166,6 @@ class PostTrainingRecipe(LanguageRecipe):
             tokenizer = start if start in ASSETS else str(tokenizer_of(start, find_model(start)))
             content = {**content, "data": {**data, "tokenizer": tokenizer}}
         return content
-
-
-def shipped() -> dict[str, str]:
-    """Return the names of the recipes in the package, with their descriptions."""
-    return topology.shipped("cordillera.recipes")
 
 
 def _read(source: str | Path) -> tuple[str, str]:

@@ -13,8 +13,9 @@ import time
 import polars as pl
 import pytest
 
-from cordillera.recipe import load, shipped
+from cordillera.recipe import load
 from cordillera.run import Run
+from cordillera.topology import shipped
 from cordillera.training import checkpoints
 
 from .conftest import write_log
@@ -116,9 +117,9 @@ def test_recipe_list_names_each_recipe_and_then_describes_it(cli):
     heading, *lines = cli("recipe", "list").out.splitlines()
     second = heading.index("what it trains")
     names = [line[:second].strip() for line in lines if not line.startswith(" ")]
-    assert names == list(shipped())
+    assert names == list(shipped("cordillera.recipes"))
     described = " ".join(line[second:].strip() for line in lines)
-    assert described.split() == " ".join(shipped().values()).split()
+    assert described.split() == " ".join(shipped("cordillera.recipes").values()).split()
 
 
 @pytest.mark.slow

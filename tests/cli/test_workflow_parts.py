@@ -13,8 +13,9 @@ import pytest
 from cordillera import workflows
 from cordillera.cli import generate
 from cordillera.errors import DataError, RecipeError, RunError
-from cordillera.recipe import LanguageRecipe, RankingRecipe, shipped
+from cordillera.recipe import LanguageRecipe, RankingRecipe
 from cordillera.recipe import load as load_recipe
+from cordillera.topology import shipped
 from cordillera.workflows import processes, scaling
 from cordillera.workflows.scores import Losses
 
@@ -110,7 +111,7 @@ def test_runs_of_two_kinds_are_not_compared(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_studies_take_recipes_of_their_own_kind() -> None:
-    kinds = {name: isinstance(load_recipe(name), LanguageRecipe) for name in shipped()}
+    kinds = {name: isinstance(load_recipe(name), LanguageRecipe) for name in shipped("cordillera.recipes")}
     language = next(name for name, is_language in kinds.items() if is_language)
     ranking = next(name for name, is_language in kinds.items() if not is_language)
     assert scaling._language_recipe(language, ["seed=7"]).seed == 7

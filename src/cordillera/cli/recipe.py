@@ -15,10 +15,10 @@ app = typer.Typer(no_args_is_help=True)
 @app.command("list")
 def list_(as_json: AsJson = False) -> None:
     """Print the shipped recipes."""
-    from cordillera.recipe import shipped
+    from cordillera.topology import shipped  # the module of recipes loads PyTorch
 
     table = Sheet(None, Field("name", "recipe"), Field("description", "what it trains"))
-    for entry in shipped().items():
+    for entry in shipped("cordillera.recipes").items():
         table.add(*entry)
     with CommandOutput(as_json) as answer:
         answer.tables(recipes=table)
