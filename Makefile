@@ -1,7 +1,7 @@
 # Everything that is done to this project is done by one of these targets.
 #
 #   make demo     train Wukong on MovieLens-100K and write its report
-#   make test     run the tests that take minutes together
+#   make test     run the tests of every change
 #   make test-all run the long tests too: meshes, documentation commands, kills
 #   make test-attacks  damage files, fill disks, set clocks: whole commands on bad days, on two cores
 #   make test-benchmarks  run the long tests of benchmarks, each with few points
