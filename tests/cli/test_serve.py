@@ -20,7 +20,7 @@ import httpx
 import openai
 import pytest
 
-from cordillera.workflows.serving.server import ServerConfig, serve
+from cordillera.workflows.serving.server import ServerConfig, _named, serve
 from tests.serving.servers import eventually
 from tests.serving.small_models import write_model
 
@@ -216,6 +216,14 @@ def test_a_port_that_is_taken_is_one_error(cli: Callable[..., Any], folder: Path
     assert result.code == 2
     assert f"127.0.0.1:{port}: cannot be listened at: Address already in use" in " ".join(result.err.split())
     assert "Traceback" not in result.err
+
+
+def test_a_run_of_a_sweep_is_known_by_the_name_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "lr=0.1").mkdir()
+    assert _named([f"{tmp_path}/lr=0.1", f"a={tmp_path}/b"]) == {
+        "lr=0.1": f"{tmp_path}/lr=0.1",
+        "a": f"{tmp_path}/b",
+    }
 
 
 @pytest.mark.parametrize(

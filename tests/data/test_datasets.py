@@ -13,7 +13,7 @@ import torch
 from cordillera.data.ranking.cache import SPLITS, ClickDataset, open_splits
 from cordillera.data.ranking.datasets import DataConfig, prepare
 from cordillera.data.ranking.exports import export
-from cordillera.data.ranking.features import RankingBatch, Schema
+from cordillera.data.ranking.features import DenseFeature, RankingBatch, Schema
 from cordillera.data.ranking.loader import Loader
 from cordillera.data.ranking.logs import click_logs
 from cordillera.data.ranking.rows import configure, raw_rows, read_rows
@@ -202,6 +202,16 @@ def test_exported_rows_encode_to_the_cached_rows(
     encoded = splits.encoder.encode(rows, where=place.source)
     same(encoded.batch(), splits.test.batch(slice(0, 50)), rows=False)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_lists_of_numbers_are_not_exported_as_text(tmp_path: Path) -> None:
+    log = pl.DataFrame({"v": [[1.0, 2.0]] * 30, "click": [0, 1] * 15})
+    wide = Schema(dense=(DenseFeature(name="v", width=2),), labels=("click",))
+    setting = config(write(log, tmp_path / "log.parquet"), wide, tmp_path)
+    with pytest.raises(DataError, match="'v' holds lists of numbers") as raised:
+        export(setting, tmp_path / "out.csv")
+    assert "parquet" in str(raised.value.remedy)
+    assert export(setting, tmp_path / "out.parquet")
 
 
 def test_exports_of_unknown_kinds_are_refused(tmp_path: Path, frame: pl.DataFrame, schema: Schema) -> None:

@@ -126,6 +126,13 @@ def test_a_damaged_file_gives_exactly_its_rows_or_one_error(
     assert refused > number // 10
 
 
+@pytest.mark.parametrize("separator", list("\\]^-[|;"))
+def test_any_mark_divides_quoted_fields(tmp_path: Path, separator: str) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text(f'"a"{separator}b\n"x{separator}y"{separator}1\n')
+    assert read(path, separator, True, None) == [["a", "b"], [f"x{separator}y", "1"]]
+
+
 @pytest.mark.parametrize("piece", [1, 2, 3, 5, 7, 1000])
 def test_quotation_marks_are_followed_over_pieces(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delimited, "_PIECE_BYTES", piece)

@@ -6,6 +6,7 @@ The reference, :func:`expected`, holds all rows at once and knows no watermark, 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -500,6 +501,14 @@ def test_files_may_come_later(tmp_path: Path) -> None:
     assert [row[0] for row in rest_of(source)] == ["c", "d"]
 
 
+def test_hours_without_events_are_many_files_without_rows(tmp_path: Path) -> None:
+    write(events_of("a"), tmp_path / "b.parquet")
+    pl.read_parquet(tmp_path / "b.parquet").clear().write_parquet(tmp_path / "a0000.parquet")
+    for number in range(1, sys.getrecursionlimit() + 100):
+        os.link(tmp_path / "a0000.parquet", tmp_path / f"a{number:04}.parquet")
+    assert rest_of(source_of(str(tmp_path / "*.parquet"))) == [("a", "b.parquet, row 1, column 'event'")]
+
+
 def test_files_that_were_read_must_stay_as_they_were(tmp_path: Path) -> None:
     for name in "bc":
         write(events_of(name * 3), tmp_path / f"{name}.parquet")
@@ -600,6 +609,17 @@ def test_a_wrong_value_is_one_error_with_file_and_row(tmp_path: Path, case: str)
         work.go()
     assert raised.value.where == f"{tmp_path / kind}.parquet, row 4, column '{column}'"
     assert raised.value.remedy
+
+
+@pytest.mark.parametrize("kind", ["events", "labels"])
+def test_times_in_another_unit_are_refused_unless_the_schema_names_it(tmp_path: Path, kind: str) -> None:
+    """Read as seconds they would leave no label in its window."""
+    frames = {"events": EVENTS, "labels": LABELS}
+    frames[kind] = frames[kind].with_columns(pl.col("time") * 1000 + 1_700_000_000_000)
+    with pytest.raises(DataError, match="after the year 5138") as raised:
+        run_bad(tmp_path, frames["events"], frames["labels"], 3).go()
+    assert raised.value.where == f"{tmp_path / kind}.parquet, row 1, column 'time'"
+    assert '"ms"' in str(raised.value.remedy)
 
 
 @pytest.mark.parametrize(
@@ -896,6 +916,27 @@ class Cut:
             return result
 
         return wrapped
+
+
+def test_a_part_that_cannot_be_renamed_is_there_at_the_next_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = opened(tmp_path)
+    commit(folder, 1)
+    rename = os.replace
+
+    def full(source: Path, target: Path) -> None:
+        if Path(target).name == "part-00000002.parquet":
+            raise OSError(errno.ENOSPC, "no space")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(DataError, match="full"):
+        commit(folder, 2)
+    monkeypatch.setattr(os, "replace", rename)
+    _, (_, content) = opened(tmp_path)
+    assert content["number"] == 2
+    assert parts_of(tmp_path) == {"home": [1, 2], "feed": [1], "mail": []}
 
 
 def test_a_commit_that_is_cut_off_anywhere_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from cordillera.errors import CordilleraError, DataError, PeerError
 from cordillera.models.language.checkpoints import load
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.serving.language.context_sessions import ContextSessions
+from cordillera.serving.language.generation import generate
 from cordillera.serving.language.sampler import Sampling
 from tests.distributed.processes import needs_gloo, run_processes
 
@@ -33,6 +34,7 @@ Asked = Literal["auto", "pass_kv", "pass_q"]
 SIZES = (1, 2, 3, 4)
 TRANSPORTS: tuple[Asked, ...] = ("pass_kv", "pass_q", "auto")
 GREEDY = Sampling(temperature=0)
+BIASED = Sampling(temperature=0, logit_bias={5: 40}, repetition_penalty=3, presence_penalty=1)
 SHAPE = LlamaConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=29, context=200)
 # turns of three conversations: how many tokens each adds, how many it replies with; odd, unequal, none
 TURNS = [((17, 1, 41), 5), ((3, 0, 13), 3), ((1, 9, 0), 4), ((1, 1, 1), 6)]
@@ -94,6 +96,16 @@ def converse(model: Llama, transport: Asked, group: Any) -> dict[str, Any]:
         replies.append(sessions.reply(rows_of(number, lengths), count, sampling=GREEDY))
         if number == 1:
             sessions.cache.truncate(KEPT)
+    biased = ContextSessions(model, config, sequences=3, group=group)
+    rows = rows_of(0, TURNS[0][0])
+    texts: list[list[int]] = [[] for _ in rows]
+    for one in generate(model, rows, 4, (), BIASED):
+        texts[one.sequence].append(one.token)
+    assert biased.reply(rows, 4, sampling=BIASED) == texts
+    assert [len(row) + 3 for row in rows] == [len(tokens) for tokens in biased._tokens]
+    biased.cache.truncate((2, 0, 2))
+    biased.read([[1], [], [2]])
+    assert biased._tokens[2] == [*rows[2][:2], texts[2][-1], 2]
     return {"replies": replies, "readings": sessions.readings}
 
 

@@ -25,7 +25,11 @@ from tests.distributed.processes import needs_gloo, run_processes
 
 SHAPE = LlamaConfig(layers=3, hidden=64, heads=2, kv_heads=1, ffn=96, vocabulary=29, context=300)
 SIZES, MICROBATCHES = (1, 2, 3), (1, 2, 3)
-SAMPLINGS = {"greedy": Sampling(temperature=0), "drawn": Sampling(temperature=1.5, seed=7)}
+SAMPLINGS = {
+    "greedy": Sampling(temperature=0),
+    "drawn": Sampling(temperature=1.5, seed=7),
+    "biased": Sampling(temperature=0, logit_bias={5: 40}, repetition_penalty=3, presence_penalty=1),
+}
 # One prompt is longer than a part, one text ends at the context, and one microbatch has fewer texts than the others.
 PROMPTS = [[n % 29 for n in range(length)] for length in (3, 280, 17, 1, 290)]
 STOP, TOKENS = (11,), 20

@@ -44,7 +44,9 @@ def new(
         list[str] | None, typer.Option("--label", help="Column to predict, of 0 and 1; repeat it for several tasks.")
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="The recipe's file.")] = Path("recipe.toml"),
-    separator: Annotated[str | None, typer.Option(help="Character between fields, if it is not a comma.")] = None,
+    separator: Annotated[
+        str | None, typer.Option(help=r"Character between fields, if it is not a comma; \t for a tabulator.")
+    ] = None,
     model: Annotated[str, typer.Option(help="Model of the recipe.")] = "dcn",
     as_json: AsJson = False,
 ) -> None:
@@ -54,6 +56,7 @@ def new(
     """
     from cordillera.recipe import write_recipe
 
+    separator = "\t" if separator == r"\t" else separator  # as a shell gives what errors advise
     guesses = write_recipe(path, out, labels=label or (), separator=separator, model=model)
     table = Sheet(None, Field("column"), Field("role"), Field("because"))
     for guess in guesses:

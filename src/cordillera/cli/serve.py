@@ -60,7 +60,7 @@ def serve(
     from cordillera.cli._show import console
     from cordillera.workflows.serving.server import is_loopback
 
-    key = read_text(api_key_file).strip() if api_key_file else os.environ.get("CORDILLERA_API_KEY")
+    key = read_text(api_key_file).strip() if api_key_file else os.environ.get("CORDILLERA_API_KEY", "").strip()
     if api_key_file and not key:
         raise DataError("holds no key", where=str(api_key_file), remedy="write one into it")
     out = console(stderr=True)

@@ -21,7 +21,7 @@ def load(source: str | Path) -> Workload | Recommender:
         raise PlanError(
             "has both [model] and [[tables]]" if "model" in content else "has neither [model] nor [[tables]]",
             where=str(source),
-            remedy="a transformer has [model], a recommendation model has [[tables]]",
+            remedy="a transformer has [model], a recommendation model [[tables]]; a recipe is no workload",
         )
     if "tables" in content:
         return validate(Recommender, content, str(source))

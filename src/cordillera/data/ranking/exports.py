@@ -83,6 +83,13 @@ def export(config: DataConfig, path: Path, *, split: str = "test", rows: int | N
 
 
 def _with_joined_lists(frame: pl.DataFrame, schema: Schema, config: DataConfig) -> pl.DataFrame:
+    for dense in schema.dense:
+        if frame.schema[dense.name].is_nested():
+            raise DataError(
+                f"'{dense.name}' holds lists of numbers, which a .csv file cannot",
+                where=config.label,
+                remedy="export to a .parquet file",
+            )
     lists = [f for f in schema.lists if isinstance(frame.schema[f.name], pl.List)]
     for feature in lists:
         entries = frame[feature.name].explode().drop_nulls().cast(pl.String)

@@ -46,7 +46,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     raise DataError(
         "this is no tokenizer that can be read",
         where=str(path),
-        remedy="give Llama 3's tokenizer.model, a tokenizer.json, or a .gguf file; SentencePiece is not supported",
+        remedy="give a tokenizer.model of Llama 3 or SentencePiece, a tokenizer.json, or a .gguf file",
     )
 
 

@@ -103,9 +103,11 @@ class ResponseFormat(BaseModel):
         if needs[self.type] is None:
             key = {"json_schema": "json_schema", "regex": "pattern", "choice": "choices"}[self.type]
             raise DataError(f"is needed by the type {self.type}", where=f"response_format.{key}")
-        if self.json_schema is not None:
+        if self.type == "json_schema" and self.json_schema is not None:
             return json_form(self.json_schema.content)
-        return regex_form(self.pattern) if self.pattern is not None else choice_form(self.choices or [])
+        if self.type == "regex" and self.pattern is not None:
+            return regex_form(self.pattern)
+        return choice_form(self.choices or [])
 
 
 class TextBody(BaseModel):

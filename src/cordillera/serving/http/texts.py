@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import time
 import uuid
@@ -206,6 +207,7 @@ class _Completion(_Exchange):
         self.completion = body
         self._prompts: list[str] = []
         self._offsets: dict[int, int] = {}
+        self._decoders: dict[int, codecs.IncrementalDecoder] = {}
 
     def _most(self) -> int | None:
         return 16 if self.body.max_tokens is None else self.body.max_tokens  # OpenAI's default
@@ -258,21 +260,27 @@ class _Completion(_Exchange):
         }
 
     def _logprobs(self, index: int, deltas: Sequence[TextDelta]) -> dict[str, Any] | None:
-        self._offsets.setdefault(index, 0)
+        self._offsets.setdefault(index, len(self._prompts[index // self.choices]))
         if self.completion.logprobs is None:
             return None
         ids = [token for delta in deltas for token in delta.tokens]
         chances = [chance for delta in deltas for chance in delta.chances]
         names, offsets = [self._name(token) for token in ids], []
-        for name in names:
+        decoder = self._decoders.setdefault(index, codecs.getincrementaldecoder("utf-8")("replace"))
+        for token in ids:
             offsets.append(self._offsets[index])
-            self._offsets[index] += len(name)
+            self._offsets[index] += len(decoder.decode(_content(self.tokenizer, token)))
         top = [{self._name(token): value for token, value in chance.top} for chance in chances]
         values = [chance.logprob for chance in chances]
         return {"tokens": names, "token_logprobs": values, "top_logprobs": top or None, "text_offset": offsets}
 
     def _name(self, token: int) -> str:
-        return self.tokenizer.decode_bytes([token]).decode("utf-8", "replace")
+        """Return the text of a token, or its bytes spelled out where they are part of a character only."""
+        content = _content(self.tokenizer, token)
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
 
 class _Chat(_Exchange):
@@ -335,8 +343,16 @@ class _Chat(_Exchange):
         return {**self._named(token, chance.logprob), "top_logprobs": top}
 
     def _named(self, token: int, value: float) -> dict[str, Any]:
-        content = self.tokenizer.decode_bytes([token])
+        content = _content(self.tokenizer, token)
         return {"token": content.decode("utf-8", "replace"), "logprob": value, "bytes": list(content)}
+
+
+def _content(tokenizer: Tokenizer, token: int) -> bytes:
+    """Return the bytes of a token; none of an id that the vocabulary leaves out."""
+    try:
+        return tokenizer.decode_bytes([token])
+    except DataError:
+        return b""
 
 
 class _Events(StreamingResponse):

@@ -13,7 +13,7 @@ from cordillera.distributed.ledger import Ledger
 from cordillera.errors import DataError
 from cordillera.jagged import offsets_from_lengths
 from cordillera.models.language.llama import Llama
-from cordillera.serving.language.sampler import Sampling, draw_noise, sample
+from cordillera.serving.language.sampler import Sampling, draw_noise, penalized_rows, sample
 
 
 class ContextSessions:
@@ -52,6 +52,7 @@ class ContextSessions:
         )
         self.cache = ContextCache(config, room, group, ledger)
         self._unread: list[list[int]] = [[] for _ in range(sequences)]  # last tokens of replies, not yet read
+        self._tokens: list[list[int]] = [[] for _ in range(sequences)]  # that were read
 
     @torch.inference_mode()
     def read(self, rows: Sequence[Sequence[int]]) -> Tensor:
@@ -74,6 +75,8 @@ class ContextSessions:
         own = self.cache.shard(tokens, offsets)
         hidden = self.model.hidden(own, offsets, cache=self.cache)
         self._unread = [[] if row else unread for unread, row in zip(self._unread, rows, strict=True)]
+        for told, row, length in zip(self._tokens, added, self.cache.lengths, strict=True):
+            told[length - len(row) :] = row  # what was cut off is forgotten
         return self.model.logits(self.cache.gather_last(hidden))
 
     def reply(
@@ -112,7 +115,8 @@ class ContextSessions:
             if sampling.temperature > 0:
                 count, lengths = logits.shape[1], self.cache.lengths
                 noise = torch.stack([draw_noise(sampling.seed + s, lengths[s], count, device) for s in going])
-            drawn = sample(logits, sampling, noise)
+            texts, before = [replies[sequence] for sequence in going], [self._tokens[sequence] for sequence in going]
+            drawn = sample(penalized_rows(logits, sampling, texts, before), sampling, noise)
             tokens = self.cache.of_first_rank("drawn tokens", drawn).tolist()
             rows = [[] for _ in rows]
             for sequence, token in zip(going, tokens, strict=True):

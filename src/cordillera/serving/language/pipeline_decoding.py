@@ -27,7 +27,7 @@ from cordillera.models.language.rope import rope_table
 from cordillera.models.language.stages import cut_layers
 from cordillera.serving.language.engine import check_prompt
 from cordillera.serving.language.prefixes import next_part
-from cordillera.serving.language.sampler import Sampling, draw_noise, sample
+from cordillera.serving.language.sampler import Sampling, draw_noise, penalized_rows, sample
 
 _IN_FLIGHT = 4  # messages to a stage whose arrival is not yet known
 _HIDDEN, _TOKENS = 1, 2  # tags
@@ -191,7 +191,9 @@ class PipelineDecoder:
                     for place in places
                 ]
             )
-        return sample(logits, self._sampling, noise).tolist()
+        numbers = [batch.numbers[place] for place in places]
+        texts, prompts = [self._texts[number] for number in numbers], [self._prompts[number] for number in numbers]
+        return sample(penalized_rows(logits, self._sampling, texts, prompts), self._sampling, noise).tolist()
 
     def _book(self, batch: _Microbatch, tokens: Sequence[int]) -> None:
         """Take note of the tokens that were drawn for the texts that go on."""

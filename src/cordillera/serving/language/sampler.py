@@ -127,6 +127,14 @@ def _left_out(ordered: Tensor, sampling: Sampling) -> Tensor:
     return left_out
 
 
+def penalized_rows(
+    logits: Tensor, sampling: Sampling, texts: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]
+) -> Tensor:
+    """Return what :func:`penalized` does for rows of different texts, each with the tokens of its own prompt."""
+    each = zip(logits.split(1), texts, prompts, strict=True)
+    return torch.cat([penalized(row, sampling, [text], prompt) for row, text, prompt in each])
+
+
 def penalized(logits: Tensor, sampling: Sampling, texts: Sequence[Sequence[int]], prompt: Sequence[int] = ()) -> Tensor:
     """Return logits ``[n, vocabulary]`` with the bias and the penalties of ``sampling``.
 

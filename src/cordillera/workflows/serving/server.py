@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
+import os
 import signal
 import socket
 import sys
@@ -132,8 +133,10 @@ def _named(models: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for given in models:
         name, equals, model = given.partition("=")
-        if not equals:
-            name, model = Path(given).expanduser().resolve().name if Path(given).exists() else given, given
+        if os.path.exists(path := os.path.expanduser(given)):  # runs of a sweep have = in their names
+            name, model = Path(path).resolve().name, given
+        elif not equals:
+            name, model = given, given
         if not name or not model:
             raise DataError(f"{given!r} is not NAME=MODEL", where="serve")
         if name in found:

@@ -135,7 +135,10 @@ def student_recipes(source: AugmentationConfig | Path | str) -> dict[str, Rankin
         if not isinstance(recipe, RankingRecipe):
             raise RecipeError(stream.student, [("model", "is a language model, which no stream teaches")])
         pattern = str(Path(config.out) / name / "*.parquet")
-        found[name] = recipe.model_copy(update={"data": recipe.data.model_copy(update={"path": pattern})})
+        own: dict[str, Any] = {"path": pattern}
+        if (schema := recipe.data.schema_) is not None and schema.timestamp_unit not in (None, "s"):
+            own["schema_"] = schema.model_copy(update={"timestamp_unit": "s"})  # in which examples are written
+        found[name] = recipe.model_copy(update={"data": recipe.data.model_copy(update=own)})
     if not found:
         raise RecipeError("--students", [("streams.NAME.student", "is named by no stream")])
     return found

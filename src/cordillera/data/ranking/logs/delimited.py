@@ -276,7 +276,7 @@ class DelimitedFile:
         mark = self.separator.encode()
         if not self.quoted or b'"' not in text:
             return text.split(mark)
-        field = re.compile(rb'(?:"(?:[^"]|"")*"|[^"%b][^%b]*)?' % (mark, mark))
+        field = re.compile(rb'(?:"(?:[^"]|"")*"|[^"%b][^%b]*)?' % ((re.escape(mark),) * 2))
         fields, place = [], 0
         while True:
             found = field.match(text, place)

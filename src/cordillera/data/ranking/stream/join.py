@@ -22,6 +22,7 @@ from cordillera.data.ranking.logs.columns import (
     ids_of,
     labels_of,
     timestamps_of,
+    unit_of,
     with_numbers,
 )
 from cordillera.data.ranking.stream.config import JoinConfig
@@ -265,6 +266,12 @@ class LabelJoin:
             row = int(np.argmax(np.abs(times) >= END // 4))
             raise DataError(
                 f"{times[row]} is no time in seconds", where=place.at(row, name), remedy="give times in seconds"
+            )
+        if self.schema.timestamp_unit is None and (unit := unit_of(times)) != "s":  # later rows may look otherwise
+            raise DataError(
+                f"{times[0]} would be a time after the year 5138, were it in seconds",
+                where=place.at(0, name),
+                remedy=f'set schema.timestamp_unit = "{unit}", or "s" if it is right',
             )
         return times
 

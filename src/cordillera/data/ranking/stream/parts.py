@@ -160,7 +160,7 @@ class StreamFolder:
         for stream in self.streams:
             for path in (self.folder / stream).iterdir():
                 match = _PART.match(path.name)
-                if match and (match[3] or int(match[2]) > self.step):
+                if match and int(match[2]) > self.step:
                     path.unlink()
         for path in (self.folder / "state").iterdir():
             if path.name.isdigit() and int(path.name) < self.step:

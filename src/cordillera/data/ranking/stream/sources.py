@@ -51,20 +51,21 @@ class FileSource:
         Raises:
             DataError: If a file cannot be read, or has changed since it was read.
         """
-        path = self._following()
-        if path is None:
-            return None
-        if self._chunks is None:
-            self._chunks = self._pieces(path)
-            self._look_ahead()
-        piece = self._ahead
-        if isinstance(piece, DataError):
-            self._chunks = self._ahead = None
-            raise piece
-        if piece is None and self._offset == 0:  # a file without rows
-            self._done.append([str(path), path.stat().st_size, 0])
+        while True:
+            path = self._following()
+            if path is None:
+                return None
+            if self._chunks is None:
+                self._chunks = self._pieces(path)
+                self._look_ahead()
+            piece = self._ahead
+            if isinstance(piece, DataError):
+                self._chunks = self._ahead = None
+                raise piece
+            if piece is not None or self._offset:
+                break
+            self._done.append([str(path), path.stat().st_size, 0])  # a file without rows
             self._chunks = None
-            return self.next()
         if piece is None:
             raise DataError(
                 f"the file has fewer than the {self._offset:,} rows that were read of it",
