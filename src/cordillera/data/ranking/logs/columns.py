@@ -114,9 +114,7 @@ def column_names(given: Sequence[str], where: str) -> list[str]:
     names = [name or f"unnamed_{place}" for place, name in enumerate(given)]
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
-        raise DataError(
-            f"columns must differ, these stand twice: {twice[:8]}", where=where, remedy="give each a name of its own"
-        )
+        raise DataError(f"columns must differ, these stand twice: {twice[:8]}; rename them", where=where)
     return names
 
 
