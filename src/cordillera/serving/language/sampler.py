@@ -130,7 +130,17 @@ def _left_out(ordered: Tensor, sampling: Sampling) -> Tensor:
 def penalized_rows(
     logits: Tensor, sampling: Sampling, texts: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Return what :func:`penalized` does for rows of different texts, each with the tokens of its own prompt."""
+    """Return what :func:`penalized` does for rows of different texts, each with the tokens of its own prompt.
+
+    Args:
+        logits: Logits ``[n, vocabulary]``.
+        sampling: Settings, of which the bias and the penalties count.
+        texts: Tokens that were generated before each row.
+        prompts: Tokens of the prompt of each row.
+
+    Raises:
+        DataError: If the bias names an id that is not a token.
+    """
     each = zip(logits.split(1), texts, prompts, strict=True)
     return torch.cat([penalized(row, sampling, [text], prompt) for row, text, prompt in each])
 
