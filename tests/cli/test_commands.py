@@ -420,6 +420,16 @@ def test_a_reader_that_closes_the_pipe_and_ctrl_c_while_modules_load_end_the_com
     assert (stopped.returncode, stopped.stdout, stopped.stderr) == (130, b"", b"")
 
 
+def test_the_separator_of_an_error_s_advice_is_taken_as_a_shell_gives_it(cli, tmp_path):
+    log, made = tmp_path / "log.csv", tmp_path / "made.toml"
+    log.write_text("clicked\tshop\n" + "1\ta\n0\tb\n" * 20)
+    refused = cli("recipe", "new", log, "--out", made)
+    assert refused.code == 2
+    assert r'add --separator "\t"' in refused.err
+    assert cli("recipe", "new", log, "--out", made, "--separator", r"\t").code == 0
+    assert load(made).data.separator == "\t"
+
+
 def test_a_training_whose_reader_left_goes_on(recipe, tmp_path):
     read, write = os.pipe()
     os.close(read)
