@@ -12,6 +12,7 @@ import pytest
 import tomlkit
 
 from cordillera.data.ranking.stream.parts import StreamFolder
+from cordillera.workflows.streams.augmentation import load_streams, student_recipes
 
 SCHEMA: dict[str, Any] = {
     "ids": ["event"],
@@ -118,6 +119,17 @@ def test_streams_become_examples_and_students(cli: Any, logs: Path) -> None:
     again = cli("augment", file, "--finish", "--students", "--set", f"streams.north.student={recipe}")
     assert again.code == 0, again.out + again.err
     assert (logs / "out" / "north" / "run-2").is_dir()
+
+
+def test_students_read_times_in_seconds_as_examples_have_them(logs: Path) -> None:
+    content = student(logs)
+    content["data"]["schema"]["timestamp_unit"] = "ms"  # as the log had them
+    recipe = logs / "north.toml"
+    recipe.write_text(tomlkit.dumps(content))
+    config = load_streams(write_settings(logs), [f"streams.north.student={recipe}"])
+    schema = student_recipes(config)["north"].data.schema_
+    assert schema is not None
+    assert schema.timestamp_unit == "s"
 
 
 def test_files_that_come_later_are_found(cli: Any, logs: Path) -> None:

@@ -269,7 +269,7 @@ class LabelJoin:
             )
         if self.schema.timestamp_unit is None and (unit := unit_of(times)) != "s":  # later rows may look otherwise
             raise DataError(
-                f"{times[0]} would be a time after the year 5138, were it in seconds",
+                f"times since 1970 are read in seconds, and these look like {unit}",
                 where=place.at(0, name),
                 remedy=f'set schema.timestamp_unit = "{unit}", or "s" if it is right',
             )
