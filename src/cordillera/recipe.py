@@ -19,7 +19,7 @@ from typing import Annotated, Any, get_args
 
 import tomlkit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from tomlkit.items import Array, Table
+from tomlkit.items import Array, InlineTable, Table
 
 from cordillera.data.assets import ASSETS
 from cordillera.data.files import cache_folder
@@ -30,7 +30,7 @@ from cordillera.data.paths import expand_paths
 from cordillera.data.ranking.datasets import DataConfig
 from cordillera.data.ranking.features import DenseFeature, Schema
 from cordillera.data.ranking.frames import FrameLike, frame_of, save_frame
-from cordillera.data.ranking.guessing import ColumnGuess, guess_roles, schema_of
+from cordillera.data.ranking.guessing import ColumnGuess, data_of, guess_roles, guess_separator, schema_of
 from cordillera.data.ranking.logs.click_logs import FileLog, format_of
 from cordillera.distributed.fault_tolerance.coordination import FaultToleranceConfig
 from cordillera.distributed.planned_mesh import PlannedParallelConfig
@@ -423,10 +423,14 @@ def _inline_rows(entries: Iterable[Mapping[str, Any]]) -> Array:
     """Return sections as an array with one line for each."""
     rows = tomlkit.array()
     for entry in entries:
-        row = tomlkit.inline_table()
-        row.update(entry)
-        rows.append(row)
+        rows.append(_inline(entry))
     return rows.multiline(True)
+
+
+def _inline(entry: Mapping[str, Any]) -> InlineTable:
+    row = tomlkit.inline_table()
+    row.update(entry)
+    return row
 
 
 def _fill(table: Table | tomlkit.TOMLDocument, model: BaseModel, comments: bool) -> None:
@@ -450,7 +454,7 @@ def _fill(table: Table | tomlkit.TOMLDocument, model: BaseModel, comments: bool)
             table.add(key, _inline_rows(entry.model_dump(exclude_defaults=True, by_alias=True) for entry in value))
         else:
             plain = model.model_dump(mode="json", by_alias=True, include={name}, exclude_none=True)
-            table.add(key, plain[key])
+            table.add(key, _inline(plain[key]) if isinstance(value, dict) else plain[key])
     for key, value in nested:
         section = tomlkit.table()
         _fill(section, value, comments)
@@ -482,8 +486,9 @@ def write_recipe(
     Args:
         path: Files, folders or patterns of the log.
         out: File of the recipe; it must not exist.
-        labels: Columns to predict. Default: the column of zeros and ones that is called like a label.
-        separator: Character between fields of text files. Default: a comma, in TSV files a tabulator.
+        labels: Columns to predict, or conditions such as ``rating>=4`` and ``answer=yes``. Default: the column of
+            zeros and ones that is called like a label.
+        separator: Character between fields of text files. Default: the one that the first line shows.
         model: Value of ``model.name``.
 
     Returns:
@@ -499,12 +504,15 @@ def write_recipe(
         raise DataError("exists", where=str(out), remedy="name another file with --out")
     files = expand_paths(tuple(path))
     any_schema = Schema(labels=("label",), dense=(DenseFeature(name="value"),))
-    guesses = guess_roles(FileLog(any_schema, files, format_of(files), separator=separator), labels)
+    kind = format_of(files)
+    separator = separator or guess_separator(files[0], kind)
+    guesses = guess_roles(FileLog(any_schema, files, kind, separator=separator), labels)
     schema = schema_of(guesses).model_dump(mode="json", exclude_defaults=True)
-    data = {"path": path[0] if len(path) == 1 else list(path), "separator": separator, "batch_size": 1024}
+    data = {"path": path[0] if len(path) == 1 else list(path), "separator": separator, **data_of(guesses)}
+    data["batch_size"] = 1024
     content: dict[str, Any] = {
         "description": f"{model} on {Path(path[0]).name}",
-        "data": {key: value for key, value in data.items() if value is not None},
+        "data": {key: _inline(value) if isinstance(value, dict) else value for key, value in data.items() if value},
         "model": {"name": model, **({} if model == "lr" else {"embedding_dim": 16})},
         "tables": {"learning_rate": 0.02},
         "training": {"epochs": 3, "patience": 2},

@@ -423,10 +423,12 @@ def test_a_reader_that_closes_the_pipe_and_ctrl_c_while_modules_load_end_the_com
 def test_the_separator_of_an_error_s_advice_is_taken_as_a_shell_gives_it(cli, tmp_path):
     log, made = tmp_path / "log.csv", tmp_path / "made.toml"
     log.write_text("clicked\tshop\n" + "1\ta\n0\tb\n" * 20)
-    refused = cli("recipe", "new", log, "--out", made)
+    refused = cli("recipe", "new", log, "--out", made, "--separator", ";")
     assert refused.code == 2
     assert r'add --separator "\t"' in refused.err
-    assert cli("recipe", "new", log, "--out", made, "--separator", r"\t").code == 0
+    written = cli("recipe", "new", log, "--out", made, "--separator", r"\t")
+    assert written.code == 0
+    assert "no column of times: training, validation and test are drawn at random" in written.out
     assert load(made).data.separator == "\t"
 
 

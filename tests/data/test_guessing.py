@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from cordillera.data.ranking.datasets import prepare
 from cordillera.data.ranking.features import DenseFeature, Schema
 from cordillera.data.ranking.guessing import ColumnGuess, guess_roles, schema_of
 from cordillera.data.ranking.logs.click_logs import FileLog
+from cordillera.data.ranking.logs.columns import MISSING
 from cordillera.data.ranking.rows import read_rows
 from cordillera.errors import DataError, RecipeError
 from cordillera.recipe import RankingRecipe, load, write_recipe
 
+NEW_YEAR = datetime.datetime(2026, 1, 1)
 ANY = Schema(labels=("label",), dense=(DenseFeature(name="value"),))
 
 
@@ -104,13 +107,78 @@ def test_types_of_parquet_tell_roles(tmp_path: Path) -> None:
     assert found == EXPECTED
 
 
+def guess_of(folder: Path, name: str, values: list[Any]) -> ColumnGuess:
+    """Guess a column's role from a CSV file with it and a label."""
+    frame = pl.DataFrame({name: values, "clicked": [row % 2 for row in range(len(values))]})
+    return roles_of_frame(folder, frame)[name]
+
+
 def test_a_time_that_is_not_read_is_named_as_one(tmp_path: Path) -> None:
-    times = pl.Series("event_time", [f"{1 + row % 28:02}/03/2026 11:00" for row in range(len(frame_of()))])
-    frame_of().with_columns(times).write_csv(tmp_path / "log.csv")
-    found = roles(tmp_path / "log.csv")["event_time"]
+    found = guess_of(tmp_path, "event_time", [f"{1 + row % 28}th of March" for row in range(300)])
     assert found.role == "categorical"
-    assert "a time by its name, and not in a form that is read, such as 2026-03-01 12:00:00" in found.why
-    assert "by its name" not in roles(tmp_path / "log.csv")["country"].why
+    assert "a time by its name, whose form data.timestamp_format can tell" in found.why
+    assert "by its name" not in guess_of(tmp_path, "country", ["de", "at", "ch"]).why
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["%d/%m/%Y %H:%M", "%m/%d/%Y %I:%M %p", "%d.%m.%Y", "%m-%d-%Y %H:%M:%S", "%Y%m%d", "%Y%m%d%H%M", "%Y%m%d%H%M%S"],
+)
+def test_the_form_of_times_is_guessed(tmp_path: Path, form: str) -> None:
+    days = [NEW_YEAR + datetime.timedelta(hours=7 * row) for row in range(300)]
+    found = guess_of(tmp_path, "event_time", [f"{day:{form}}" for day in days])
+    assert (found.role, found.data) == ("timestamp", {"timestamp_format": form.replace(":%S", ":%S%.f")})
+    assert found.why == f"times, of the form {found.data['timestamp_format']}"
+
+
+def test_days_and_months_that_look_alike_are_told_by_the_order_or_asked_for(tmp_path: Path) -> None:
+    in_order = ["03/01/2026", "05/01/2026", "02/02/2026", "04/02/2026"]
+    assert guess_of(tmp_path, "time", in_order).data == {"timestamp_format": "%d/%m/%Y"}
+    found = guess_of(tmp_path, "time", [in_order[3], *in_order])
+    assert (found.role, found.data) == ("left out", {})
+    assert 'set data.timestamp_format to "%d/%m/%Y" or "%m/%d/%Y"' in found.why
+    assert guess_of(tmp_path, "amount", [20260101, 20260102, 20260103]).role == "categorical"
+    assert guess_of(tmp_path, "time", [20261301, 20260102]).role == "categorical"
+
+
+def test_words_for_no_value_are_told_from_categories(tmp_path: Path) -> None:
+    found = guess_of(tmp_path, "age", ["NA", *map(str, range(100)), " ? "])
+    assert (found.role, found.data) == ("dense", {"null_values": ["?", "NA"]})
+    assert found.why == "numbers; ? and NA for no value"
+    assert guess_of(tmp_path, "country", ["NA", "DE", "FR"]).data == {}
+    assert guess_of(tmp_path, "user_id", ["NA", *map(str, range(100))]).data == {}
+    assert guess_of(tmp_path, "age", ["NA", "n/a"]).data == {}
+    assert guess_of(tmp_path, "age", ["NAN", *map(str, range(100)), "many"]).role == "categorical"
+    label = roles_of_frame(tmp_path, frame_of().with_columns(pl.Series("clicked", ["null", "0", "1", "1"] * 250)))
+    assert label["clicked"].data == {"null_values": ["null"]}
+    assert schema_of(list(label.values())).missing_labels
+
+
+def test_decimal_commas_are_told_from_those_after_thousands(tmp_path: Path) -> None:
+    found = guess_of(tmp_path, "price", [f"{row},5" for row in range(100)])
+    assert (found.role, found.data) == ("dense", {"decimal_comma": True})
+    found = guess_of(tmp_path, "price", ["1,234", "999", "12,000"])
+    assert (found.role, found.data) == ("left out", {})
+    assert "data.decimal_comma if decimals follow" in found.why
+
+
+def test_conditions_make_labels_of_other_columns(tmp_path: Path) -> None:
+    ratings, words = [1, 2, 3, 4, 5, None] * 50, ["yes", "no", " yes", "no", "", "yes"] * 50
+    path, out = tmp_path / "log.csv", tmp_path / "made.toml"
+    pl.DataFrame({"item": [row % 7 for row in range(300)], "rating": ratings, "again": words}).write_csv(path)
+    guesses = {one.name: one for one in write_recipe([str(path)], out, labels=["rating>=4", "again = yes"])}
+    assert guesses["rating"].why == "1 where rating >= 4; blank in 50 rows, which then do not count for it"
+    recipe = load(out, [f"data.cache_dir={tmp_path / 'cache'}", "data.fractions=[1.0, 0.0, 0.0]"])
+    assert isinstance(recipe, RankingRecipe)
+    assert recipe.data.positive == {"rating": ">= 4", "again": "= yes"}
+    found = prepare(recipe.data, progress=False).train.labels
+    assert found[:6].tolist() == [[0, 1], [0, 0], [0, 1], [1, 0], [1, MISSING], [MISSING, 1]]
+    with pytest.raises(DataError, match="'=> 4' is no condition such as '>= 4' or '= yes'"):
+        roles(path, ("rating=> 4",))
+    with pytest.raises(DataError, match="there is no column 'stars'"):
+        roles(path, ("stars>3",))
+    with pytest.raises(DataError, match=r"--label 'rating>=3'"):
+        roles(path, ("rating",))
 
 
 def test_labels_with_blanks_are_kept_and_counted(tmp_path: Path) -> None:
@@ -151,11 +219,10 @@ def test_commas_are_not_taken_for_lists_where_they_are_of_numbers_or_words(tmp_p
     frame.write_csv(tmp_path / "log.csv")
     found = roles(tmp_path / "log.csv")
     assert (found["euros"].role, found["place_type"].role, found["seen_items"].role) == (
-        "left out",
+        "dense",
         "categorical",
         "list",
     )
-    assert "numbers with commas" in found["euros"].why
 
 
 def test_a_label_that_is_not_clear_is_asked_for(tmp_path: Path) -> None:
@@ -220,19 +287,22 @@ def test_a_recipe_is_written_that_trains(tmp_path: Path) -> None:
     frame_of().write_csv(tmp_path / "log.csv", separator=";")
     out = tmp_path / "mine.toml"
     with pytest.raises(DataError, match=r'single column.*\n.*--separator ";"'):
-        write_recipe([str(tmp_path / "log.csv")], out)
+        write_recipe([str(tmp_path / "log.csv")], out, separator="|")
     frame_of().write_csv(tmp_path / "quoted.csv", separator=";", quote_style="always")
     with pytest.raises(DataError, match=r'if ";" divides the fields, .*--separator'):
-        write_recipe([str(tmp_path / "quoted.csv")], out)
-    guesses = write_recipe([str(tmp_path / "log.csv")], out, separator=";")
+        write_recipe([str(tmp_path / "quoted.csv")], out, separator=",")
+    quoted = write_recipe([str(tmp_path / "quoted.csv")], tmp_path / "quoted.toml")
+    guesses = write_recipe([str(tmp_path / "log.csv")], out)
+    assert quoted == guesses
     assert {one.name: one.role for one in guesses} == EXPECTED
     recipe = load(out, [f"data.cache_dir={tmp_path / 'cache'}"])
     assert isinstance(recipe, RankingRecipe)
     assert recipe.model.name == "dcn"
     assert len(prepare(recipe.data, progress=False).train) == 800
+    assert recipe.data.separator == ";"
     with pytest.raises(DataError, match="exists"):
-        write_recipe([str(tmp_path / "log.csv")], out, separator=";")
+        write_recipe([str(tmp_path / "log.csv")], out)
     with pytest.raises(RecipeError, match="did you mean 'wukong'"):
-        write_recipe([str(tmp_path / "log.csv")], tmp_path / "other.toml", separator=";", model="wukon")
+        write_recipe([str(tmp_path / "log.csv")], tmp_path / "other.toml", model="wukon")
     assert not (tmp_path / "other.toml").exists()
-    assert write_recipe([str(tmp_path / "log.csv")], tmp_path / "lr.toml", separator=";", model="lr")
+    assert write_recipe([str(tmp_path / "log.csv")], tmp_path / "lr.toml", model="lr")

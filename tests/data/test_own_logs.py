@@ -230,6 +230,92 @@ def test_bad_separators_are_refused() -> None:
             DataConfig.model_validate({"path": "x.csv", "schema": schema(), "separator": wrong})
 
 
+def in_another_form(frame: pl.DataFrame) -> pl.DataFrame:
+    """Return a log as a spreadsheet may write it: day first, decimal commas, NA for no price, yes for a click."""
+    price = frame["price"].cast(pl.String).str.replace(".", ",", literal=True)
+    return frame.with_columns(
+        pl.from_epoch("time").dt.strftime("%d/%m/%Y %H:%M"),
+        price=pl.when(frame["price"].is_null()).then(pl.lit(" NA")).otherwise(price),
+        click=pl.when(pl.col("click").is_null()).then(pl.lit("?")).when(pl.col("click") == 1).then(pl.lit("yes"))
+        .otherwise(pl.lit("no")),
+    )  # fmt: skip
+
+
+FORM = {
+    "null_values": ["NA", "?"],
+    "decimal_comma": True,
+    "timestamp_format": "%d/%m/%Y %H:%M",
+    "positive": {"click": "= yes"},
+}
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_logs_in_another_form_are_read_as_those_in_ours(tmp_path: Path, kind: str) -> None:
+    rows = pl.int_range(pl.len())
+    frame = frame_of().with_columns(
+        pl.when(rows % 9 != 4).then(pl.col("price")), pl.when(rows % 11 != 5).then(pl.col("click"))
+    )
+    frame.write_csv(tmp_path / "ours.csv")
+    path = tmp_path / f"theirs.{kind}"
+    in_another_form(frame).write_csv(path, separator=";") if kind == "csv" else in_another_form(frame).write_parquet(
+        path
+    )
+    roles = schema(timestamp="time", missing_labels=True)
+    separator = {"separator": ";"} if kind == "csv" else {}
+    ours = prepared(tmp_path, str(tmp_path / "ours.csv"), schema=roles)
+    theirs = prepared(tmp_path, str(path), schema=roles, **separator, **FORM)
+    for ours_part, theirs_part in ((ours.train, theirs.train), (ours.test, theirs.test)):
+        assert len(ours_part) == len(theirs_part) > 0
+        np.testing.assert_array_equal(ours_part.labels, theirs_part.labels)
+        np.testing.assert_array_equal(ours_part.batch(slice(None)).dense, theirs_part.batch(slice(None)).dense)
+        np.testing.assert_array_equal(ours_part.timestamps, theirs_part.timestamps)
+    config = DataConfig.model_validate({"path": str(path), "schema": roles, **separator, **FORM})
+    read = pl.concat([one for one, _ in read_rows(str(path), config)])
+    assert read["price"].null_count() == frame["price"].null_count()
+    assert read["click"].to_list() == [None if one is None else one == 1 for one in frame["click"]]
+    assert next(raw_rows(config))["time"].dtype == pl.Datetime
+
+
+def test_values_that_are_not_of_the_given_form_are_named_with_their_line(tmp_path: Path) -> None:
+    path, roles = tmp_path / "log.csv", schema(timestamp="time")
+
+    def refused(row: str, *, match: str, **form: Any) -> None:
+        path.write_text(f"time,user,price,click\n01/02/2026,1,1.5,1\n{row}\n")
+        with pytest.raises(DataError, match=match):
+            prepared(tmp_path, str(path), schema=roles, **{"timestamp_format": "%d/%m/%Y"} | form)
+
+    refused("02/13/2026,1,1.5,0", match=r"log.csv, line 3, column 'time': '02/13/2026' is not of the form '%d/%m/%Y'")
+    refused(",1,1.5,0", match=r"line 3, column 'time': a timestamp is blank")
+    refused("02/02/2026,1,NA,0", match=r"line 3, column 'price': 'NA' is not a number")
+    refused('02/02/2026,1,"1,234,5",0', decimal_comma=True, match=r"line 3, column 'price': '1,234,5' is not a number")
+    refused("02/02/2026,1,1.5,many", positive={"click": ">= 3"}, match=r"line 3, column 'click': 'many' is not a")
+    refused("02/02/2026,1,1.5,", positive={"click": ">= 3"}, match=r"line 3, column 'click': a label is blank")
+
+
+def test_other_settings_of_the_form_prepare_anew(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("user,price,click\n" + "1,1.5,5\n2,0,1\n1,0,3\n" * 20)
+    low, high = (prepared(tmp_path, str(path), positive={"click": condition}) for condition in (">=2", ">=4"))
+    assert low.train.labels.mean() > high.train.labels.mean()
+    assert prepared(tmp_path, str(path), positive={"click": ">= 4"}).folder == high.folder
+
+
+def test_forms_that_cannot_be_are_refused() -> None:
+    own = {"path": "x.csv", "schema": schema(timestamp="time")}
+    for wrong, match in (
+        ({"timestamp_format": "%H:%M"}, "does not tell year, month and day"),
+        ({"timestamp_format": "%d/%m/%Y %H"}, "hours not without minutes"),
+        ({"timestamp_format": "%Q"}, "does not tell"),
+        ({"positive": {"click": "=> 4"}}, "no condition"),
+        ({"positive": {"click": ">= four"}}, "no condition"),
+        ({"positive": {"price": ">= 4"}}, "no label"),
+        ({"schema": schema(), "timestamp_format": "%d/%m/%Y"}, "needs schema.timestamp"),
+        ({"dataset": "adult", "path": None, "schema": None, "null_values": ["NA"]}, "read as published"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            DataConfig.model_validate(own | wrong)
+
+
 def test_each_split_may_have_files_of_its_own(tmp_path: Path) -> None:
     frame = frame_of()
     for name, part in (

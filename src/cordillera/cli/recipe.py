@@ -41,11 +41,15 @@ def show(
 def new(
     path: Annotated[list[str], typer.Argument(help="Files, folders or patterns of your log: CSV, TSV or Parquet.")],
     label: Annotated[
-        list[str] | None, typer.Option("--label", help="Column to predict, of 0 and 1; repeat it for several tasks.")
+        list[str] | None,
+        typer.Option(
+            "--label",
+            help="Column to predict, of 0 and 1, or 'rating>=4' or 'answer=yes'; repeat it for several tasks.",
+        ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="The recipe's file.")] = Path("recipe.toml"),
     separator: Annotated[
-        str | None, typer.Option(help=r"Character between fields, if it is not a comma; \t for a tabulator.")
+        str | None, typer.Option(help=r"Character between fields; \t for a tabulator. Default: by the first line.")
     ] = None,
     model: Annotated[str, typer.Option(help="Model of the recipe.")] = "dcn",
     as_json: AsJson = False,
@@ -63,4 +67,6 @@ def new(
         table.add(guess.name, guess.role, guess.why)
     with CommandOutput(as_json) as answer:
         answer.tables(columns=table)
+        if not any(guess.role == "timestamp" for guess in guesses):
+            answer.say("no column of times: training, validation and test are drawn at random")
         answer.say(f"recipe: {out}\n  -> look it over, then: cordillera train {out}", recipe=out)

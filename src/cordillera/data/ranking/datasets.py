@@ -39,6 +39,7 @@ from cordillera.data.ranking.logs.click_logs import (
 )
 from cordillera.data.ranking.logs.columns import RowPlace, splitmix64, timestamps_of
 from cordillera.data.ranking.logs.histories import HistoriesConfig, HistoriesLog
+from cordillera.data.ranking.logs.own import Condition, OwnLog, TimeForm, check_form_keys, form_of
 from cordillera.data.ranking.logs.synthetic import SyntheticConfig, SyntheticLog
 from cordillera.errors import DataError
 from cordillera.toml_files import text_of
@@ -61,6 +62,12 @@ class DataConfig(BaseModel):
         test_path: Files of the test split, likewise.
         format: Format of the files. Default: the format that the file names imply.
         separator: Character between the fields of text files. Default: a comma, in TSV files a tabulator.
+        null_values: Words that stand for no value in dense features and labels, such as ``NA``.
+        decimal_comma: Whether text in dense features has a comma before the decimals, such as ``12,5``.
+        timestamp_format: Form of the timestamps, such as ``%d/%m/%Y %H:%M``. Default: dates with the year first, or
+            numbers.
+        positive: Conditions by the names of labels that are not 0 and 1, such as ``>= 4`` or ``= yes``: where the
+            column meets its condition the label is 1, elsewhere 0.
         schema_: Role of each column (``schema`` in a recipe). Required without ``dataset``.
         split: ``time`` (by timestamp: training before validation before test; rows of one second stay together),
             ``order`` (by position), ``random`` (by a hash of position and ``split_seed``), ``files`` (by
@@ -90,6 +97,10 @@ class DataConfig(BaseModel):
     test_path: str | tuple[str, ...] | None = None
     format: FileFormat | None = None
     separator: _Separator | None = None
+    null_values: tuple[str, ...] = ()
+    decimal_comma: bool = False
+    timestamp_format: TimeForm | None = None
+    positive: dict[str, Condition] = {}
     schema_: Schema | None = Field(None, alias="schema")
     split: Split | None = None
     fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)
@@ -126,6 +137,11 @@ class DataConfig(BaseModel):
             raise ValueError(f"{given[0]} does not go with split = {self.split!r}; leave one of them out")
         if self.split == "files" and not given:
             raise ValueError("split = 'files' needs validation_path or test_path")
+        return self
+
+    @model_validator(mode="after")
+    def _form_is_of_own_logs(self) -> DataConfig:
+        check_form_keys(self, self.dataset, self.schema_)
         return self
 
     @model_validator(mode="after")
@@ -206,7 +222,7 @@ def _open_own(config: DataConfig) -> ClickLog:
     assert config.schema_ is not None
     kind = config.format or format_of(paths)
     facts = {"source": "your own files"}
-    return FileLog(config.schema_, tuple(paths), kind, facts=facts, separator=config.separator)
+    return OwnLog(config.schema_, tuple(paths), kind, facts=facts, **form_of(config), separator=config.separator)
 
 
 DATASETS: dict[str, Dataset] = {

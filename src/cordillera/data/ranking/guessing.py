@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import polars as pl
 
 from cordillera.data.ranking.features import Schema
-from cordillera.data.ranking.logs.click_logs import FileLog
+from cordillera.data.ranking.logs.click_logs import FileFormat, FileLog
 from cordillera.data.ranking.logs.columns import RowPlace, timestamps_of
-from cordillera.data.ranking.logs.delimited import other_separator
+from cordillera.data.ranking.logs.delimited import DelimitedFile, other_separator
+from cordillera.data.ranking.logs.own import check_condition, meeting, parsed, with_points, without_words
 from cordillera.errors import DataError
 from cordillera.numbers import counted
 
@@ -40,6 +42,27 @@ _INDEX = re.compile(r"^(unnamed_0|unnamed: 0|__index_level_0__|index)$")  # by t
 _SHOWN = 5  # values of a column that is no label
 _FEW = 32  # different whole numbers that are taken for codes
 _SEPARATORS = "|;, "
+_NULL_WORDS = (
+    "na",
+    "n/a",
+    "#n/a",
+    "<na>",
+    "nan",
+    "null",
+    "none",
+    "nil",
+    "missing",
+    "unknown",
+    "?",
+    "-",
+    "--",
+    ".",
+    r"\n",
+)
+_DAY_AND_MONTH = r"^\d{1,2}[./-]\d{1,2}[./-]\d{4}( |$)"
+_THOUSANDS = r"^-?\d{1,3}(,\d{3})?$"
+_CLOCKS = ("", " %H:%M", " %H:%M:%S%.f", " %I:%M %p", " %I:%M:%S %p")
+_DIGITS = {8: "%Y%m%d", 12: "%Y%m%d%H%M", 14: "%Y%m%d%H%M%S"}  # numbers since 1970 have 9, 10, 13, 16 or 19
 
 
 @dataclass(frozen=True)
@@ -51,19 +74,22 @@ class ColumnGuess:
         role: What the column is taken for.
         why: Reason in a few words.
         settings: Keys of the feature beside its name.
+        data: Keys of ``data`` without which the column is not read so.
     """
 
     name: str
     role: ColumnRole
     why: str
     settings: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
 
 
 def guess_roles(log: FileLog, labels: Sequence[str] = ()) -> list[ColumnGuess]:
     """Guess the role of every column of a ``log``, by its first rows.
 
     Args:
-        labels: Names of the labels. Default: the column of zeros and ones that is called like a label.
+        labels: Names of the labels, or conditions for them such as ``rating>=4`` and ``answer=yes``. Default: the
+            column of zeros and ones that is called like a label.
 
     Raises:
         DataError: If a label is no column of zeros and ones, or no column or several look like the label.
@@ -76,13 +102,19 @@ def guess_roles(log: FileLog, labels: Sequence[str] = ()) -> list[ColumnGuess]:
         if rows >= ROWS:
             break
     frame = pl.concat(parts, how="diagonal_relaxed")
+    words = {series.name: _null_words(series) for series in frame.get_columns()}
+    frame = frame.with_columns(without_words(frame[name], of_column) for name, of_column in words.items())
     place = str(log.paths[0])
-    _check_labels(frame, labels, place)
-    chosen = list(labels) or _label_of(frame, place)
+    conditions = dict(_condition_of(label, frame) for label in labels)
+    for name, condition in conditions.items():
+        if condition is not None and name in frame.columns:
+            frame = frame.with_columns(meeting(frame[name], condition, RowPlace(place)))
+    _check_labels(frame, list(conditions), place)
+    chosen = list(conditions) or _label_of(frame, place)
     found: list[ColumnGuess] = []
     for name in frame.columns:
         if name in chosen:
-            found.append(_label(frame[name], "as asked" if labels else "zeros and ones, called like a label"))
+            found.append(_label(frame[name], bool(labels), conditions.get(name)))
         elif _OUTCOMES.search(name.lower()) and _is_binary(frame[name]):
             why = "zeros and ones, called like an outcome, which is not known beforehand; --label NAME learns it too"
             found.append(ColumnGuess(name, "left out", why))
@@ -91,7 +123,29 @@ def guess_roles(log: FileLog, labels: Sequence[str] = ()) -> list[ColumnGuess]:
             found.append(_guess(frame[name], has_time))
     if rows < ROWS:
         _check_classes(frame, chosen, place)
+    return [_with_words(guess, words[guess.name]) for guess in found]
+
+
+def data_of(guesses: Sequence[ColumnGuess]) -> dict[str, Any]:
+    """Return the keys of ``data`` without which the columns are not read as guessed."""
+    found: dict[str, Any] = {}
+    for guess in guesses:
+        for key, value in guess.data.items():
+            if key == "null_values":
+                value = list(dict.fromkeys([*found.get(key, ()), *value]))
+            elif key == "positive":
+                value = found.get(key, {}) | value
+            found[key] = value
     return found
+
+
+def guess_separator(path: Path, format: FileFormat) -> str | None:
+    """Return the character between the fields of the text file at ``path``; None for that of its ``format``."""
+    usual = "\t" if format == "tsv" else ","
+    if format == "parquet" or _columns(path, usual) > 1:
+        return None
+    mark = max(";\t|,", key=lambda mark: _columns(path, mark))
+    return mark if _columns(path, mark) > 1 else None
 
 
 def schema_of(guesses: Sequence[ColumnGuess]) -> Schema:
@@ -122,6 +176,13 @@ def schema_of(guesses: Sequence[ColumnGuess]) -> Schema:
     return Schema.model_validate({key: value for key, value in content.items() if value})
 
 
+def _columns(path: Path, separator: str) -> int:
+    try:
+        return len(DelimitedFile(path, separator).names)
+    except DataError:
+        return 0
+
+
 def _check_separator(log: FileLog) -> None:
     """Refuse text files whose fields seem to be divided by another character."""
     if log.format == "parquet":
@@ -135,6 +196,36 @@ def _check_separator(log: FileLog) -> None:
         )
 
 
+def _condition_of(label: str, frame: pl.DataFrame) -> tuple[str, str | None]:
+    """Return the column of a label and its condition, if it has one."""
+    match = None if label in frame.columns else re.search(r"[<>=]", label)
+    if match is None:
+        return label, None
+    try:
+        return label[: match.start()].strip(), check_condition(label[match.start() :])
+    except ValueError as error:
+        raise DataError(str(error), where=f"label {label}", remedy="write 'rating>=4' or 'answer=yes'") from error
+
+
+def _null_words(series: pl.Series) -> list[str]:
+    """Return the words in a column that is otherwise of numbers, or of truth values, which stand for no value."""
+    if series.dtype != pl.String:
+        return []
+    text = series.str.strip_chars()
+    given = text.filter(text != "")
+    words = given.unique().to_list() if given.str.to_lowercase().is_in(_NULL_WORDS).any() else []
+    words = sorted(word for word in words if word.lower() in _NULL_WORDS)
+    rest = without_words(given, words).drop_nulls() if words else given.clear()
+    return words if len(rest) and (_numbers(rest)[1] or _is_binary(rest) or _have_commas(rest)) else []
+
+
+def _with_words(guess: ColumnGuess, words: Sequence[str]) -> ColumnGuess:
+    if not words or guess.role not in ("dense", "label"):
+        return guess
+    why = f"{guess.why}; {' and '.join(words)} for no value"
+    return replace(guess, why=why, data=guess.data | {"null_values": list(words)})
+
+
 def _check_labels(frame: pl.DataFrame, labels: Sequence[str], place: str) -> None:
     for name in labels:
         if name not in frame.columns:
@@ -146,19 +237,30 @@ def _check_labels(frame: pl.DataFrame, labels: Sequence[str], place: str) -> Non
             raise DataError(
                 f"column '{name}' holds {shown or 'no value'}{more}; labels are 0 and 1, or false and true",
                 where=place,
-                remedy="add a column of 0 and 1 to the log, such as 1 for ratings of at least 4, and name it, or "
-                "another one, with --label",
+                remedy=f"say when it is 1: --label '{name}{_example(values)}'",
             )
 
 
-def _label(series: pl.Series, why: str) -> ColumnGuess:
+def _example(values: pl.Series) -> str:
+    """Return a condition that some of the values meet."""
+    numbers, are_numbers = _numbers(values)
+    if not len(values):
+        return "=1"
+    return f">={np.sort(numbers)[len(numbers) // 2]:g}" if are_numbers else f"={values[-1]}"
+
+
+def _label(series: pl.Series, is_asked: bool, condition: str | None) -> ColumnGuess:
+    why = "as asked" if is_asked else "zeros and ones, called like a label"
+    data = {}
+    if condition is not None:
+        why, data = f"1 where {series.name} {condition}", {"positive": {series.name: condition}}
     blank = series.is_null()
     if series.dtype == pl.String:
         blank = series.str.strip_chars().fill_null("") == ""
     if not blank.any():
-        return ColumnGuess(series.name, "label", why)
+        return ColumnGuess(series.name, "label", why, data=data)
     why += f"; blank in {counted(int(blank.sum()), 'row')}, which then do not count for it"
-    return ColumnGuess(series.name, "label", why, {"missing_labels": True})
+    return ColumnGuess(series.name, "label", why, {"missing_labels": True}, data)
 
 
 def _check_classes(frame: pl.DataFrame, labels: Sequence[str], place: str) -> None:
@@ -212,29 +314,31 @@ def _guess(series: pl.Series, has_time: bool) -> ColumnGuess:
         return ColumnGuess(name, "left out", "one value in all rows" if different else "blank")
     if _INDEX.search(called) and _counts_rows(given):
         return ColumnGuess(name, "id", "counts the rows: the index of a table")
-    if _is_time(given, called):
-        if has_time:
-            return ColumnGuess(name, "left out", "another time")
-        order = "" if _is_ascending(series) else ", not in order: sort the rows, or set data.split = 'random'"
-        return ColumnGuess(name, "timestamp", f"times{order}")
+    if (time := _time_of(series, given)) is not None:
+        return ColumnGuess(name, "left out", "another time") if has_time else time
+    data: dict[str, Any] = {}
     if given.dtype == pl.String and not _IDS.search(called) and _have_commas(given):
-        return ColumnGuess(name, "left out", "numbers with commas, which are not read: write 12.5 or 1234")
+        if given.str.contains(_THOUSANDS).all():
+            why = "numbers such as 1,234: write 1234, or set data.decimal_comma if decimals follow the comma"
+            return ColumnGuess(name, "left out", why)
+        given, data = with_points(given), {"decimal_comma": True}
     if different > 0.95 * len(given) > 100 and (_ROW_IDS.search(called) or not _numbers(given)[1]):
         return ColumnGuess(name, "id", "a value of its own in almost every row")
     if given.dtype == pl.String and (mark := _separator_of(given)):
         return ColumnGuess(name, "list", f"text with {mark!r} between entries", {"separator": mark})
     numbers, are_numbers = _numbers(given)
     if not are_numbers:
-        unread = "; a time by its name, and not in a form that is read, such as 2026-03-01 12:00:00"
+        unread = "; a time by its name, whose form data.timestamp_format can tell"
         guess = _categorical(name, different, "text")
         return replace(guess, why=guess.why + unread) if _TIMES.search(called) else guess
     whole = bool((numbers == np.floor(numbers)).all())
     if whole and (_IDS.search(called) or different <= _FEW):
         why = "whole numbers; the name suggests codes, not amounts" if _IDS.search(called) else "few numbers"
         return _categorical(name, different, why)
+    comma = ", with a comma before decimals" if data else ""
     if numbers.min() >= 0 and numbers.max() > 10 * max(1e-12, float(np.median(numbers))):
-        return ColumnGuess(name, "dense", "numbers with a long tail", {"transform": "log"})
-    return ColumnGuess(name, "dense", "numbers", {"transform": "standardise"})
+        return ColumnGuess(name, "dense", f"numbers with a long tail{comma}", {"transform": "log"}, data)
+    return ColumnGuess(name, "dense", f"numbers{comma}", {"transform": "standardise"}, data)
 
 
 def _counts_rows(given: pl.Series) -> bool:
@@ -273,6 +377,51 @@ def _is_time(given: pl.Series, called: str) -> bool:
         return True
     numbers, are_numbers = _numbers(given)
     return are_numbers and bool(_TIMES.search(called)) and float(np.median(numbers)) > 1e8
+
+
+def _time_of(series: pl.Series, given: pl.Series) -> ColumnGuess | None:
+    """Return the guess of a column whose values ``given`` are times, else None."""
+    name, called = series.name, series.name.lower()
+    forms = _forms_of(given, called)
+    if not forms:
+        return _timestamp(series) if _is_time(given, called) else None
+    text = series.cast(pl.String).str.strip_chars()
+    of_forms = {form: parsed(text, form).alias(name) for form in forms}
+    if len(forms) > 1:
+        of_forms = {form: times for form, times in of_forms.items() if _is_ascending(times)}
+    if len(of_forms) != 1:
+        which = " or ".join(f'"{form}"' for form in forms)
+        why = f"times, of which day or month comes first: set data.timestamp_format to {which}, and schema.timestamp"
+        return ColumnGuess(name, "left out", why)
+    ((form, times),) = of_forms.items()
+    guess = _timestamp(times)
+    return replace(guess, why=f"{guess.why}, of the form {form}", data={"timestamp_format": form})
+
+
+def _timestamp(series: pl.Series) -> ColumnGuess:
+    order = "" if _is_ascending(series) else ", not in order: sort the rows, or set data.split = 'random'"
+    return ColumnGuess(series.name, "timestamp", f"times{order}")
+
+
+def _forms_of(given: pl.Series, called: str) -> list[str]:
+    """Return the forms in ``strftime``'s codes that all of these values may be times of, if any."""
+    if given.dtype == pl.String and given.head(100).str.contains(_DAY_AND_MONTH).all():
+        mark = next(mark for mark in "./-" if mark in given[0])
+        dates = (mark.join(parts) for parts in (("%d", "%m", "%Y"), ("%m", "%d", "%Y")))
+        forms = [date + clock for date in dates for clock in _CLOCKS]
+    elif _TIMES.search(called) and (given.dtype == pl.String or given.dtype.is_integer()):
+        lengths = given.cast(pl.String).str.len_chars()
+        forms = [_DIGITS[lengths[0]]] if lengths.n_unique() == 1 and lengths[0] in _DIGITS else []
+    else:
+        forms = []
+    text = given.cast(pl.String) if forms else given
+    return [form for form in forms if not parsed(text.head(100), form).null_count() and _tells(text, form)]
+
+
+def _tells(text: pl.Series, form: str) -> bool:
+    """Return whether all of the text are times of a form, in the years from 1970 to 2100."""
+    times = parsed(text, form)
+    return not times.null_count() and bool(times.dt.year().is_between(1970, 2100).all())
 
 
 def _have_commas(given: pl.Series) -> bool:

@@ -18,8 +18,9 @@ from cordillera.data.paths import expand_paths
 from cordillera.data.ranking.cache import SPLITS
 from cordillera.data.ranking.datasets import DATASETS, DataConfig, Splitter, open_log, with_unit
 from cordillera.data.ranking.features import Schema
-from cordillera.data.ranking.logs.click_logs import FileFormat, FileLog, RowChunk, format_of
+from cordillera.data.ranking.logs.click_logs import FileFormat, RowChunk, format_of
 from cordillera.data.ranking.logs.columns import RowPlace
+from cordillera.data.ranking.logs.own import OwnLog, form_of
 from cordillera.errors import DataError
 
 
@@ -114,7 +115,7 @@ def read_rows(
     if header is not None and _fields(paths[0]) != len(header):
         header = header[1:]
     prepare = None if entry is None else entry.prepare
-    log = FileLog(schema, paths, kind, header, prepare, separator=config.separator)
+    log = OwnLog(schema, paths, kind, header, prepare, separator=config.separator, **form_of(config))
     for frame, place in log.chunks():
         needed = [feature.name for feature in (*schema.dense, *schema.categorical, *schema.lists)]
         absent = [name for name in needed if name not in frame.columns]

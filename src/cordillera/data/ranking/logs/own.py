@@ -1,0 +1,205 @@
+"""Logs of your own, whose numbers and times may be written in another way than the library's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import numpy as np
+import polars as pl
+from polars.exceptions import PolarsError
+from pydantic import AfterValidator, BaseModel
+
+from cordillera.data.ranking.features import Schema
+from cordillera.data.ranking.logs.click_logs import FileLog, RowChunk
+from cordillera.data.ranking.logs.columns import RowPlace, first_of, numbers_of
+from cordillera.errors import DataError
+
+_COMPARE = {">=": np.greater_equal, ">": np.greater, "<=": np.less_equal, "<": np.less}
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)")
+_DECIMAL = r"^([+-]?\d*),(\d+)$"  # 1,5
+
+
+@dataclass
+class OwnLog(FileLog):
+    """Rows in files whose numbers and times are brought into the form that :class:`FileLog` is read in.
+
+    Attributes:
+        null_values: Words that stand for no value in dense features and labels, such as ``NA``; spaces around them
+            do not count.
+        decimal_comma: Whether text in dense features has a comma before the decimals, such as ``12,5``.
+        timestamp_format: Form of the timestamps in the codes of ``strftime``; None for the forms that are read anyway.
+        positive: Conditions by the names of labels, such as ``>= 4`` or ``= yes``: the label is 1 where its column
+            meets its condition, 0 where it does not, and blank where the column is.
+    """
+
+    null_values: tuple[str, ...] = ()
+    decimal_comma: bool = False
+    timestamp_format: str | None = None
+    positive: Mapping[str, str] = field(default_factory=dict)
+
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the files together with these settings."""
+        text = super().fingerprint()
+        if not (self.null_values or self.decimal_comma or self.timestamp_format or self.positive):
+            return text
+        settings = [sorted(self.null_values), self.decimal_comma, self.timestamp_format, sorted(self.positive.items())]
+        return hashlib.sha256(f"{text} {json.dumps(settings)}".encode()).hexdigest()
+
+    def chunks(self, columns: Sequence[str] | None = None) -> Iterator[RowChunk]:
+        """Iterate over frames as :meth:`FileLog.chunks`.
+
+        Raises:
+            DataError: as there, or a timestamp is not of ``timestamp_format``.
+        """
+        for frame, place in super().chunks(columns):
+            yield self._as_read(frame, place), place
+
+    def _as_read(self, frame: pl.DataFrame, place: RowPlace) -> pl.DataFrame:
+        dense = {feature.name for feature in self.schema.dense}
+        for series in frame.get_columns():
+            if series.name == self.schema.timestamp and self.timestamp_format is not None:
+                series = times_of(series, self.timestamp_format, place)
+            elif series.dtype == pl.String and series.name in dense.union(self.schema.labels):
+                series = without_words(series, self.null_values)
+                series = with_points(series) if self.decimal_comma and series.name in dense else series
+            if condition := self.positive.get(series.name):
+                series = meeting(series, condition, place)
+            frame = frame.with_columns(series)
+        return frame
+
+
+def without_words(series: pl.Series, words: Sequence[str]) -> pl.Series:
+    """Return text in which these ``words`` are null."""
+    if not words:
+        return series
+    return series.set(series.str.strip_chars().is_in([word.strip() for word in words]), None)
+
+
+def with_points(series: pl.Series) -> pl.Series:
+    """Return text in which numbers with a comma before the decimals have a point."""
+    return series.str.strip_chars().str.replace(_DECIMAL, "$1.$2")
+
+
+def meeting(series: pl.Series, condition: str, place: RowPlace) -> pl.Series:
+    """Return whether each value of a column meets a condition, null for blanks.
+
+    Args:
+        condition: ``>=``, ``>``, ``<=`` or ``<`` with a number, or ``=`` with the word to be equal to.
+
+    Raises:
+        DataError: If a value to be compared with a number is no number.
+    """
+    sign, bound = parts_of(condition)
+    if sign == "=":
+        text = series.cast(pl.String).str.strip_chars()
+        return (text.set(text == "", None) == bound).alias(series.name)
+    values, blank = numbers_of(series, series.name, place, "correct the value, or data.positive")
+    met = pl.Series(series.name, _COMPARE[sign](values, float(bound)))
+    return met.set(pl.Series(blank | np.isnan(values)), None)
+
+
+def parts_of(condition: str) -> tuple[str, str]:
+    """Return the sign and the value of a condition.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    match = re.fullmatch(r"\s*(>=|<=|>|<|=)\s*([^\s<>=].*?)\s*", condition)
+    if match is None or not (match[1] == "=" or _NUMBER.fullmatch(match[2])):
+        raise ValueError(f"{condition!r} is no condition such as '>= 4' or '= yes'")
+    return match[1], match[2]
+
+
+def check_condition(condition: str) -> str:
+    """Return a condition as it is written.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    return " ".join(parts_of(condition))
+
+
+def times_of(series: pl.Series, form: str, place: RowPlace) -> pl.Series:
+    """Return a column of text or of whole numbers such as 20260131 as times; dates and times stay as they are.
+
+    Args:
+        form: Codes of ``strftime``; a date without a time is midnight.
+
+    Raises:
+        DataError: If a value is not of this form.
+    """
+    if series.dtype in (pl.Date, pl.Datetime):
+        return series
+    text = series.cast(pl.String).str.strip_chars()
+    found = parsed(text, form)
+    wrong = found.is_null().to_numpy()
+    if wrong.any():
+        row = first_of(wrong)
+        raise DataError(
+            f"{text[row]!r} is not of the form {form!r}" if text[row] else "a timestamp is blank",
+            where=place.at(row, series.name),
+            remedy="correct the value, or data.timestamp_format",
+        )
+    return found
+
+
+def check_form(form: str) -> str:
+    """Return the form of times if it tells whole dates.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    day = pl.Series([datetime(2026, 1, 31, tzinfo=UTC)])
+    try:
+        told = parsed(day.dt.strftime(form), form).dt.date()[0]
+    except PolarsError:
+        told = None
+    if told != day.dt.date()[0]:
+        raise ValueError(
+            f"{form!r} does not tell year, month and day (and hours not without minutes) in codes of strftime, such "
+            "as '%d/%m/%Y %H:%M'"
+        )
+    return form
+
+
+def parsed(text: pl.Series, form: str) -> pl.Series:
+    """Return the times that ``text`` tells in this form, in UTC without a zone; null for others."""
+    found = text.str.to_datetime(form, strict=False, time_unit="us", exact=True)
+    return found.dt.replace_time_zone(None)
+
+
+TimeForm = Annotated[str, AfterValidator(check_form)]
+"""Form of times that tells whole dates, in the codes of ``strftime``."""
+
+Condition = Annotated[str, AfterValidator(check_condition)]
+"""Condition of :func:`meeting`."""
+
+_KEYS = ("null_values", "decimal_comma", "timestamp_format", "positive")
+
+
+def form_of(config: BaseModel) -> dict[str, Any]:
+    """Return the arguments of :class:`OwnLog` that a ``config`` gives by their names."""
+    return {key: getattr(config, key) for key in _KEYS}
+
+
+def check_form_keys(config: BaseModel, dataset: str | None, schema: Schema | None) -> None:
+    """Refuse settings that do not go with a published ``dataset``, or with the ``schema`` of an own one.
+
+    Raises:
+        ValueError: If a setting of ``config`` does not.
+    """
+    form = form_of(config)
+    given = [key for key, value in form.items() if value]
+    if given and dataset is not None:
+        raise ValueError(f"dataset '{dataset}' is read as published; leave {given[0]} out")
+    if schema is not None and form["timestamp_format"] is not None and schema.timestamp is None:
+        raise ValueError("timestamp_format needs schema.timestamp, the column of the times")
+    lost = [] if schema is None else [name for name in form["positive"] if name not in schema.labels]
+    if lost:
+        raise ValueError(f"positive names '{lost[0]}', which is no label of the schema")
