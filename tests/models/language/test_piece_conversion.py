@@ -20,8 +20,18 @@ from tests.data import vocabularies as v
 from tests.models.language.test_conversion import model_for, texts
 
 CHAT = [Message("user", " the cat  é"), Message("assistant", "sat"), Message("user", "on\n")]
+
+
+def _configured(folder: Path) -> Path:
+    """Write a SentencePiece model whose texts begin with no token, and whose answers end at two."""
+    (folder / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 300]}')
+    return p.write_model(folder)
+
+
 SOURCES: dict[str, Callable[[Path], Path]] = {
     "model": p.write_model,
+    "model, configured": _configured,
     "json": p.write_json,
     "json, first": lambda folder: p.write_json(folder, p.metaspace("first")),
     "json, takes space": lambda folder: p.write_json(folder, p.PREPENDED, p.PHI3_SPECIAL, p.PHI3),
@@ -63,7 +73,7 @@ def test_every_layout_keeps_ids_and_chats(tmp_path: Path, kind: str) -> None:
     _same(load_tokenizer(tmp_path / "again"), source)
     convert(tmp_path / "hf", tmp_path / "again.gguf", dtype="float32")
     _same(load_tokenizer(tmp_path / "again.gguf"), source)
-    assert (tmp_path / "meta" / "tokenizer.model").exists() == (kind == "model")
+    assert (tmp_path / "meta" / "tokenizer.model").exists() == kind.startswith("model")
 
 
 @pytest.mark.peer

@@ -91,13 +91,16 @@ def write_json_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> No
 def write_meta_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
     """Write ``tokenizer.model`` into a folder, or Hugging Face's files for what it cannot hold.
 
-    It holds Llama 3's vocabulary and chats, and what was read from a SentencePiece file without chats.
-
+    It holds Llama 3's vocabulary and chats, and what was read from a SentencePiece file without chats, whose
+    configuration is copied beside it.
 
     Arguments and errors are those of :func:`write_json_tokenizer`.
     """
     if tokenizer.kind == "sentencepiece" and tokenizer.chat_format is None:
         shutil.copyfile(tokenizer.path, folder / "tokenizer.model")
+        for name in (_SETTINGS, _GENERATION):  # whether texts begin with a token, and where answers end
+            if tokenizer.path.with_name(name).exists():
+                shutil.copyfile(tokenizer.path.with_name(name), folder / name)
         return
     pairs = pairs_of(tokenizer)
     content = None if pairs.has_pieces else tiktoken_content(pairs)
