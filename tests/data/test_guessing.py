@@ -114,15 +114,30 @@ def guess_of(folder: Path, name: str, values: list[Any]) -> ColumnGuess:
 
 
 def test_a_time_that_is_not_read_is_named_as_one(tmp_path: Path) -> None:
-    found = guess_of(tmp_path, "event_time", [f"{1 + row % 28}th of March" for row in range(300)])
-    assert found.role == "categorical"
-    assert "a time by its name, whose form data.timestamp_format can tell" in found.why
-    assert "by its name" not in guess_of(tmp_path, "country", ["de", "at", "ch"]).why
+    found = guess_of(tmp_path, "event_time", [f"{row}th day" for row in range(300)])
+    assert found.role == "left out"
+    assert found.why == "a time by its name, such as '0th day'; data.timestamp_format can tell its form"
+    assert guess_of(tmp_path, "day", ["Mon", "Tue", "Wed"]).role == "categorical"
+    found = guess_of(tmp_path, "event_time", [f"20260131{hour:02}" for hour in range(24)])
+    assert (found.role, found.why) == ("left out", "times such as 2026013112, which cannot be read without minutes")
 
 
 @pytest.mark.parametrize(
     "form",
-    ["%d/%m/%Y %H:%M", "%m/%d/%Y %I:%M %p", "%d.%m.%Y", "%m-%d-%Y %H:%M:%S", "%Y%m%d", "%Y%m%d%H%M", "%Y%m%d%H%M%S"],
+    [
+        "%d/%m/%y %H:%M",
+        "%d-%b-%Y %H:%M",
+        "%b %d, %Y",
+        "%d/%m/%Y, %H:%M:%S",
+        "%Y.%m.%d",
+        "%d/%m/%Y %H:%M",
+        "%m/%d/%Y %I:%M %p",
+        "%d.%m.%Y",
+        "%m-%d-%Y %H:%M:%S",
+        "%Y%m%d",
+        "%Y%m%d%H%M",
+        "%Y%m%d%H%M%S",
+    ],
 )
 def test_the_form_of_times_is_guessed(tmp_path: Path, form: str) -> None:
     days = [NEW_YEAR + datetime.timedelta(hours=7 * row) for row in range(300)]
@@ -137,6 +152,8 @@ def test_days_and_months_that_look_alike_are_told_by_the_order_or_asked_for(tmp_
     found = guess_of(tmp_path, "time", [in_order[3], *in_order])
     assert (found.role, found.data) == ("left out", {})
     assert 'set data.timestamp_format to "%d/%m/%Y" or "%m/%d/%Y"' in found.why
+    newest_first = ["01/02/2026", "02/01/2026"]  # or the oldest, with the month first
+    assert guess_of(tmp_path, "time", newest_first).role == "left out"
     assert guess_of(tmp_path, "amount", [20260101, 20260102, 20260103]).role == "categorical"
     assert guess_of(tmp_path, "time", [20261301, 20260102]).role == "categorical"
 
@@ -152,6 +169,28 @@ def test_words_for_no_value_are_told_from_categories(tmp_path: Path) -> None:
     label = roles_of_frame(tmp_path, frame_of().with_columns(pl.Series("clicked", ["null", "0", "1", "1"] * 250)))
     assert label["clicked"].data == {"null_values": ["null"]}
     assert schema_of(list(label.values())).missing_labels
+
+
+def test_the_column_in_order_is_the_time(tmp_path: Path) -> None:
+    days = [NEW_YEAR + datetime.timedelta(days=row) for row in range(300)]
+    columns = {"signup_date": days[::-1], "event_time": days, "clicked": [0, 1] * 150}
+    pl.DataFrame(columns).write_parquet(tmp_path / "log.parquet")
+    found = roles(tmp_path / "log.parquet")
+    assert {name: found[name].role for name in columns} == {
+        "signup_date": "left out", "event_time": "timestamp", "clicked": "label"
+    }  # fmt: skip
+
+
+def test_numbers_that_are_not_read_are_said_to_be_none(tmp_path: Path) -> None:
+    for values in (["1,234.50", "12.00"], ["1 234,5", "12,5"], ["1,234,567", "12"], ["$12.50", "$3"], ["12 %", "3 %"]):
+        found = guess_of(tmp_path, "amount", values * 100)
+        assert (found.role, "which are not read: write 1234.5" in found.why) == ("left out", True), values
+    mixed = pl.DataFrame({"price": ["1,5", "20"], "visits": ["1.234", "999"], "clicked": [0, 1]})
+    found = {one.name: one for one in roles_of_frame(tmp_path, mixed).values()}
+    assert (found["price"].role, found["visits"].role) == ("dense", "left out")
+    assert guess_of(tmp_path, "visits", ["1000", "1,001", "999"]).role == "left out"
+    assert guess_of(tmp_path, "item_price", ["12,5", "3,25"]).role == "dense"
+    assert guess_of(tmp_path, "ip", ["10.0.0.1", "10.0.0.2"]).role == "categorical"
 
 
 def test_decimal_commas_are_told_from_those_after_thousands(tmp_path: Path) -> None:
@@ -179,6 +218,39 @@ def test_conditions_make_labels_of_other_columns(tmp_path: Path) -> None:
         roles(path, ("stars>3",))
     with pytest.raises(DataError, match=r"--label 'rating>=3'"):
         roles(path, ("rating",))
+    with pytest.raises(DataError, match="'rating' is named twice"):
+        roles(path, ("rating>=4", "rating>=2"))
+    with pytest.raises(DataError, match="no row of column 'again' is = perhaps; it holds  yes, no, yes"):
+        roles(path, ("again=perhaps",))
+
+
+def test_words_in_columns_with_conditions_stand_for_no_value(tmp_path: Path) -> None:
+    frame = pl.DataFrame(
+        {
+            "price": ["none", "1,5", "2,5", "3,75"] * 50,
+            "stars": ["not rated", "0,5", "4,5", "3"] * 50,
+            "answer": ["NA", "none", "yes", "no"] * 50,
+            "größe > 1": ["1", "2", "3", "4"] * 50,
+        }
+    )
+    frame.write_csv(tmp_path / "log.csv", separator=";")
+    out, labels = tmp_path / "made.toml", ["stars>=3", "answer=none", "größe > 1>=2"]
+    guesses = {one.name: one for one in write_recipe([str(tmp_path / "log.csv")], out, labels=labels)}
+    assert guesses["answer"].why.startswith("1 where answer = none; NA for no value; blank in 50 rows")
+    assert guesses["stars"].data["decimal_comma"]
+    recipe = load(out, [f"data.cache_dir={tmp_path / 'cache'}", "data.fractions=[1.0, 0.0, 0.0]"])
+    assert isinstance(recipe, RankingRecipe)
+    assert set(recipe.data.null_values) == {"NA", "none", "not rated"}
+    found = prepare(recipe.data, progress=False).train.labels[:4]
+    assert found.tolist() == [[MISSING, MISSING, 0], [0, 1, 1], [1, 0, 1], [1, 0, 1]]
+
+
+def test_lists_are_no_labels(tmp_path: Path) -> None:
+    pl.DataFrame({"tags": [[1], [2]], "clicked": [0, 1]}).write_parquet(tmp_path / "log.parquet")
+    for label in ("tags", "tags=1"):
+        with pytest.raises(DataError, match=r"column 'tags' holds (lists|List\(Int64\))") as caught:
+            roles(tmp_path / "log.parquet", (label,))
+        assert "shape" not in str(caught.value)
 
 
 def test_labels_with_blanks_are_kept_and_counted(tmp_path: Path) -> None:
@@ -205,7 +277,11 @@ def test_what_training_would_refuse_is_said_before(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="column 'clicked' holds no, yes; labels are 0 and 1, or false and true"):
         roles_of_frame(tmp_path, frame.with_columns(words, pl.col("clicked").alias("purchased")))
     assert roles_of_frame(tmp_path, frame)["event_time"].why == "times"
-    assert "not in order: sort the rows" in roles_of_frame(tmp_path, frame.reverse())["event_time"].why
+    backwards = roles_of_frame(tmp_path, frame.reverse())["event_time"]
+    assert (backwards.why, backwards.data["unordered"]) == (
+        "times, not in order; data.unordered has the rows sorted",
+        "sort",
+    )
 
 
 def test_commas_are_not_taken_for_lists_where_they_are_of_numbers_or_words(tmp_path: Path) -> None:
@@ -291,6 +367,9 @@ def test_a_recipe_is_written_that_trains(tmp_path: Path) -> None:
     frame_of().write_csv(tmp_path / "quoted.csv", separator=";", quote_style="always")
     with pytest.raises(DataError, match=r'if ";" divides the fields, .*--separator'):
         write_recipe([str(tmp_path / "quoted.csv")], out, separator=",")
+    (tmp_path / "named.csv").write_text('"user;price (net, EUR);clicked"\n'.replace('"', "") + "1;2;0\n2;3;1\n" * 9)
+    write_recipe([str(tmp_path / "named.csv")], tmp_path / "named.toml")
+    assert 'separator = ";"' in (tmp_path / "named.toml").read_text()
     quoted = write_recipe([str(tmp_path / "quoted.csv")], tmp_path / "quoted.toml")
     guesses = write_recipe([str(tmp_path / "log.csv")], out)
     assert quoted == guesses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from cordillera.data.paths import expand_paths
 from cordillera.data.ranking.datasets import DataConfig, prepare
 from cordillera.data.ranking.features import Schema
 from cordillera.data.ranking.logs.click_logs import FileLog
-from cordillera.data.ranking.logs.columns import RowPlace, labels_of, timestamps_of
+from cordillera.data.ranking.logs.columns import MISSING, RowPlace, labels_of, timestamps_of
+from cordillera.data.ranking.logs.own import meeting, with_points
 from cordillera.data.ranking.rows import raw_rows, read_rows
 from cordillera.errors import DataError
 
@@ -287,7 +289,10 @@ def test_values_that_are_not_of_the_given_form_are_named_with_their_line(tmp_pat
     refused("02/13/2026,1,1.5,0", match=r"log.csv, line 3, column 'time': '02/13/2026' is not of the form '%d/%m/%Y'")
     refused(",1,1.5,0", match=r"line 3, column 'time': a timestamp is blank")
     refused("02/02/2026,1,NA,0", match=r"line 3, column 'price': 'NA' is not a number")
-    refused('02/02/2026,1,"1,234,5",0', decimal_comma=True, match=r"line 3, column 'price': '1,234,5' is not a number")
+    refused("02/02/2026,1,1.5,0", decimal_comma=True, match=r"line 2, column 'price': '1.5' has a point, and decimals")
+    refused("02/02/2026,1,1.5,0", timestamp_format="%d/%m/%Y %H:%M %Z", match="write %z for time zones")
+    refused("02/02/2026,1,1.5,0", timestamp_format="%d/%m/%Y %H:%M:%S.%f", match="and %.f for fractions")
+    refused("02/02/26,1,1.5,0", match=r"line 3, column 'time': '02/02/26' is not of the form '%d/%m/%Y'")
     refused("02/02/2026,1,1.5,many", positive={"click": ">= 3"}, match=r"line 3, column 'click': 'many' is not a")
     refused("02/02/2026,1,1.5,", positive={"click": ">= 3"}, match=r"line 3, column 'click': a label is blank")
 
@@ -298,6 +303,67 @@ def test_other_settings_of_the_form_prepare_anew(tmp_path: Path) -> None:
     low, high = (prepared(tmp_path, str(path), positive={"click": condition}) for condition in (">=2", ">=4"))
     assert low.train.labels.mean() > high.train.labels.mean()
     assert prepared(tmp_path, str(path), positive={"click": ">= 4"}).folder == high.folder
+
+
+@pytest.mark.parametrize(
+    ("values", "condition", "expected"),
+    [
+        ([4, 5, None], "= 5", [False, True, None]),
+        ([4.0, 5.0, float("nan")], "= 5", [False, True, None]),
+        (["4.0", "05", ""], "= 5", [False, True, None]),
+        ([Decimal("4.00"), Decimal("5.00"), None], "= 5", [False, True, None]),
+        ([False, True, None], "= 1", [False, True, None]),
+        ([False, True, None], "= yes", [False, True, None]),
+        ([False, True, None], "= false", [True, False, None]),
+        ([False, True, None], ">= 4", [False, True, None]),
+        (["False", "TRUE", "1"], "= true", [False, True, True]),
+        (["No", " YES", None], "= yes", [False, True, None]),
+        ([1.5, float("nan"), 3], "> 1.5", [False, None, True]),
+    ],
+)
+def test_conditions_hold_for_values_in_any_type(values: list[Any], condition: str, expected: list[bool | None]) -> None:
+    found = meeting(pl.Series("label", values, strict=False), condition, PLACE)
+    assert found.to_list() == expected
+    assert found.name == "label"
+
+
+def test_decimal_commas_may_follow_points_between_thousands() -> None:
+    text = pl.Series(["1,5", "1.234,5", "-12.345.678,25", "7", None, " 2,5E+02"])
+    assert with_points(text, PLACE).to_list() == ["1.5", "1234.5", "-12345678.25", "7", None, "2.5E+02"]
+
+
+def test_words_reach_categorical_columns_and_times_reach_those_of_teachers(tmp_path: Path) -> None:
+    frame = pl.DataFrame(
+        {
+            "day": [f"{20260101 + row // 20}" for row in range(200)],
+            "user": [row % 9 for row in range(200)],
+            "price": pl.Series(["NA", "1.5"] * 100, dtype=pl.Categorical),
+            "click": pl.Series(["NA", "yes", "no", "no"] * 50, dtype=pl.Categorical),
+            "score": [0.5] * 200,
+            "upto": ["20260131"] * 200,
+        }
+    )
+    frame.write_parquet(tmp_path / "log.parquet")
+    form = {"null_values": ["NA"], "timestamp_format": "%Y%m%d", "positive": {"click": "= yes"}}
+    roles = schema(timestamp="day", missing_labels=True)
+    labels = prepared(tmp_path, str(tmp_path / "log.parquet"), schema=roles, **form).train.labels
+    assert labels[:4, 0].tolist() == [MISSING, 1, 0, 0]
+    taught = roles | {"teacher": {"scores": {"click": "score"}, "learnt_until": "upto"}}
+    with pytest.raises(DataError, match="the teacher had learnt from labels until"):
+        prepared(tmp_path, str(tmp_path / "log.parquet"), schema=taught, **form)
+    features = {"categorical": [{"name": "day"}], "timestamp": "day"}
+    with pytest.raises(DataError, match="timestamp 'day' is a feature too"):
+        prepared(tmp_path, str(tmp_path / "log.parquet"), schema=schema(**features), timestamp_format="%Y%m%d")
+
+
+def test_rows_to_predict_on_need_no_labels_and_no_times(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("time,user,price,click\n,1,1.5,pending\n")
+    own = {"path": str(path), "schema": schema(timestamp="time"), "timestamp_format": "%d/%m/%Y"}
+    config = DataConfig.model_validate(own | {"positive": {"click": ">= 4"}})
+    assert next(read_rows(str(path), config, labels=False))[0]["click"].to_list() == ["pending"]
+    with pytest.raises(DataError, match="'pending' is not a number"):
+        next(read_rows(str(path), config))
 
 
 def test_forms_that_cannot_be_are_refused() -> None:

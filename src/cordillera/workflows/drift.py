@@ -62,7 +62,7 @@ def watch(run: Run | Path | str, file: Path | str, *, false_alarms: float = 1e-3
             raise CheckpointError(
                 "watches other numbers than this library", where=str(folder), remedy="cordillera quantize RUN"
             )
-        for frame, place in read_rows(str(file), recipe.data, encoder.schema):
+        for frame, place in read_rows(str(file), recipe.data, encoder.schema, labels=False):
             rows = encoder.encode(frame, where=place, labels=False)
             grouped &= rows.groups is not None
             for begin in range(0, len(rows), 1024):

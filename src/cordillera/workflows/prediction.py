@@ -87,7 +87,7 @@ def predict(
         names = ["score"] if len(tasks) == 1 else [f"score_{task}" for task in tasks]
         rows = 0
         with _Writer(target) as writer:
-            for frame, place in read_rows(str(file), recipe.data, encoder.schema):
+            for frame, place in read_rows(str(file), recipe.data, encoder.schema, labels=False):
                 encoded = encoder.encode(frame, where=place, labels=False)
                 unseen.update(encoded)
                 scores = probabilities(one.finite_logits(encoded, place, batch_size))

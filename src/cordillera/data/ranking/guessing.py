@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,11 +11,19 @@ from typing import Any, Literal
 import numpy as np
 import polars as pl
 
+from cordillera.data.ranking import guessing_times as times
 from cordillera.data.ranking.features import Schema
 from cordillera.data.ranking.logs.click_logs import FileFormat, FileLog
-from cordillera.data.ranking.logs.columns import RowPlace, timestamps_of
+from cordillera.data.ranking.logs.columns import RowPlace
 from cordillera.data.ranking.logs.delimited import DelimitedFile, other_separator
-from cordillera.data.ranking.logs.own import check_condition, meeting, parsed, with_points, without_words
+from cordillera.data.ranking.logs.own import (
+    check_condition,
+    meeting,
+    parsed,
+    parts_of,
+    with_points,
+    without_words,
+)
 from cordillera.errors import DataError
 from cordillera.numbers import counted
 
@@ -29,7 +37,6 @@ _OUTCOMES = re.compile(
     r"^(is_)?(click|label|target|conversion|purchase|like|order|install|booking|churn)s?$|"
     r"(^|_)(clicked|converted|purchased|liked|bought|ordered|installed|booked|subscribed|churned|in_cart|to_cart)$"
 )
-_TIMES = re.compile(r"(^|_)(time|timestamp|ts|date|datetime|dt|day|created_at|event_time|hour_ts)($|_)")
 _ROW_IDS = re.compile(r"(^|_)(row|request|event|impression|log|sample|record|uuid|guid)(_?id)?$|^id$")
 _IDS = re.compile(
     r"(^|_)(id|ids|uid|user|visitor|member|customer|item|product|sku|article|film|movie|song|ad|advertiser|campaign|"
@@ -59,10 +66,12 @@ _NULL_WORDS = (
     ".",
     r"\n",
 )
-_DAY_AND_MONTH = r"^\d{1,2}[./-]\d{1,2}[./-]\d{4}( |$)"
-_THOUSANDS = r"^-?\d{1,3}(,\d{3})?$"
-_CLOCKS = ("", " %H:%M", " %H:%M:%S%.f", " %I:%M %p", " %I:%M:%S %p")
-_DIGITS = {8: "%Y%m%d", 12: "%Y%m%d%H%M", 14: "%Y%m%d%H%M%S"}  # numbers since 1970 have 9, 10, 13, 16 or 19
+_AMOUNTS = re.compile(
+    r"(^|_)(price|cost|amount|spend|revenue|total|rate|ratio|score|weight|fee|value|budget|bid)s?($|_)"
+)
+_COMMA_NUMBER = r"^[+-]?(\d+(,\d+)?|\d{1,3}(\.\d{3})+,\d+)([eE][+-]?\d+)?$"
+_THOUSANDS = r"^[+-]?\d{1,3},\d{3}$"
+_OTHER_NUMBER = r"^[+-]?[$€£]? ?(\d+|\d{1,3}([ \u00a0',]\d{3})+)([.,]\d+)?( ?[%€$£])?$"
 
 
 @dataclass(frozen=True)
@@ -101,29 +110,29 @@ def guess_roles(log: FileLog, labels: Sequence[str] = ()) -> list[ColumnGuess]:
         rows += len(parts[-1])
         if rows >= ROWS:
             break
-    frame = pl.concat(parts, how="diagonal_relaxed")
-    words = {series.name: _null_words(series) for series in frame.get_columns()}
-    frame = frame.with_columns(without_words(frame[name], of_column) for name, of_column in words.items())
-    place = str(log.paths[0])
-    conditions = dict(_condition_of(label, frame) for label in labels)
-    for name, condition in conditions.items():
-        if condition is not None and name in frame.columns:
-            frame = frame.with_columns(meeting(frame[name], condition, RowPlace(place)))
-    _check_labels(frame, list(conditions), place)
-    chosen = list(conditions) or _label_of(frame, place)
+    frame, place = pl.concat(parts, how="diagonal_relaxed"), str(log.paths[0])
+    frame, words = _without_null_words(frame)
+    frame, asked = _with_labels(frame, labels, place)
+    chosen = list(asked) or _label_of(frame, place)
+    others = [name for name in frame.columns if name not in chosen]
+    of_time = {name: time for name in others if (time := _time_of(frame[name])) is not None}
     found: list[ColumnGuess] = []
     for name in frame.columns:
         if name in chosen:
-            found.append(_label(frame[name], bool(labels), conditions.get(name)))
+            guess = _label(frame[name], asked.get(name))
         elif _OUTCOMES.search(name.lower()) and _is_binary(frame[name]):
             why = "zeros and ones, called like an outcome, which is not known beforehand; --label NAME learns it too"
-            found.append(ColumnGuess(name, "left out", why))
+            guess = ColumnGuess(name, "left out", why)
+        elif name in of_time:
+            guess = of_time[name]
+            if guess.role == "timestamp" and name != _best_time(of_time):
+                guess = ColumnGuess(name, "left out", "another time")
         else:
-            has_time = any(one.role == "timestamp" for one in found)
-            found.append(_guess(frame[name], has_time))
+            guess = _guess(frame[name])
+        found.append(_with_words(guess, words[name]))
     if rows < ROWS:
         _check_classes(frame, chosen, place)
-    return [_with_words(guess, words[guess.name]) for guess in found]
+    return _without_points(found, frame)
 
 
 def data_of(guesses: Sequence[ColumnGuess]) -> dict[str, Any]:
@@ -177,10 +186,13 @@ def schema_of(guesses: Sequence[ColumnGuess]) -> Schema:
 
 
 def _columns(path: Path, separator: str) -> int:
+    """Return the number of columns; 0 if the first rows have another one."""
     try:
-        return len(DelimitedFile(path, separator).names)
+        file = DelimitedFile(path, separator)
+        next(file.frames(), None)
     except DataError:
         return 0
+    return len(file.names)
 
 
 def _check_separator(log: FileLog) -> None:
@@ -196,15 +208,64 @@ def _check_separator(log: FileLog) -> None:
         )
 
 
+def _with_labels(
+    frame: pl.DataFrame, labels: Sequence[str], place: str
+) -> tuple[pl.DataFrame, dict[str, dict[str, Any]]]:
+    """Return a frame in which conditions are met or not, and the keys of ``data`` that each label needs."""
+    asked: dict[str, dict[str, Any]] = {}
+    for label in labels:
+        name, condition = _condition_of(label, frame)
+        if name in asked:
+            raise DataError(f"column '{name}' is named twice, and is one label", where=place, remedy="name it once")
+        asked[name] = {}
+        if condition is not None and name in frame.columns:
+            series, asked[name] = _as_label(frame[name], condition, place)
+            frame = frame.with_columns(series)
+    _check_labels(frame, list(asked), place)
+    return frame, asked
+
+
+def _as_label(series: pl.Series, condition: str, place: str) -> tuple[pl.Series, dict[str, Any]]:
+    """Return where a column meets a condition, and the keys of ``data`` with which it is read so."""
+    sign, bound = parts_of(condition)
+    data: dict[str, Any] = {"positive": {series.name: condition}}
+    if series.dtype in (pl.Categorical, pl.Enum):
+        series = series.cast(pl.String)
+    if series.dtype == pl.String:
+        text = series.drop_nulls().str.strip_chars()
+        text = text.filter((text != "") & (text != bound)).unique().sort()
+        words = text.filter(text.str.to_lowercase().is_in(_NULL_WORDS))
+        if sign != "=":
+            numbers = text.str.contains(_COMMA_NUMBER)
+            data |= {"decimal_comma": True} if _have_commas(text.filter(numbers)) else {}
+            text = text.filter(~numbers)
+            words = text.filter(text.cast(pl.Float64, strict=False).is_null())
+        if 0 < len(words) <= _FEW:
+            data["null_values"] = words.to_list()
+            series = without_words(series, data["null_values"])
+        series = with_points(series, RowPlace(place)) if "decimal_comma" in data else series
+    met = meeting(series, condition, RowPlace(place))
+    if not met.any():
+        raise DataError(f"no row of column '{series.name}' is {condition}; it holds {_values(series)}", where=place)
+    return met, data
+
+
 def _condition_of(label: str, frame: pl.DataFrame) -> tuple[str, str | None]:
     """Return the column of a label and its condition, if it has one."""
-    match = None if label in frame.columns else re.search(r"[<>=]", label)
-    if match is None:
+    known = [name for name in frame.columns if label.startswith(name)]
+    begin = max(map(len, known), default=0) or len(re.split(r"[<>=]", label, maxsplit=1)[0])
+    if begin == len(label) or not re.match(r"\s*[<>=]", label[begin:]):
         return label, None
     try:
-        return label[: match.start()].strip(), check_condition(label[match.start() :])
+        return label[:begin].strip(), check_condition(label[begin:])
     except ValueError as error:
         raise DataError(str(error), where=f"label {label}", remedy="write 'rating>=4' or 'answer=yes'") from error
+
+
+def _without_null_words(frame: pl.DataFrame) -> tuple[pl.DataFrame, dict[str, list[str]]]:
+    """Return a frame without the words that stand for no value among numbers, and these words by columns."""
+    words = {series.name: _null_words(series) for series in frame.get_columns()}
+    return frame.with_columns(without_words(frame[name], found) for name, found in words.items()), words
 
 
 def _null_words(series: pl.Series) -> list[str]:
@@ -219,11 +280,14 @@ def _null_words(series: pl.Series) -> list[str]:
     return words if len(rest) and (_numbers(rest)[1] or _is_binary(rest) or _have_commas(rest)) else []
 
 
+def _told(words: Sequence[str]) -> str:
+    return f"; {' and '.join(words)} for no value" if words else ""
+
+
 def _with_words(guess: ColumnGuess, words: Sequence[str]) -> ColumnGuess:
     if not words or guess.role not in ("dense", "label"):
         return guess
-    why = f"{guess.why}; {' and '.join(words)} for no value"
-    return replace(guess, why=why, data=guess.data | {"null_values": list(words)})
+    return replace(guess, why=guess.why + _told(words), data=guess.data | {"null_values": list(words)})
 
 
 def _check_labels(frame: pl.DataFrame, labels: Sequence[str], place: str) -> None:
@@ -231,29 +295,37 @@ def _check_labels(frame: pl.DataFrame, labels: Sequence[str], place: str) -> Non
         if name not in frame.columns:
             raise DataError(f"there is no column '{name}'; there are {frame.columns}", where=place)
         if not _is_binary(frame[name]):
-            values = frame[name].drop_nulls().unique().sort()
-            shown = ", ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values.head(_SHOWN))
-            more = f", ... ({len(values):,} different)" if len(values) > _SHOWN else ""
+            lists = frame[name].dtype.is_nested()
             raise DataError(
-                f"column '{name}' holds {shown or 'no value'}{more}; labels are 0 and 1, or false and true",
+                f"column '{name}' holds {'lists' if lists else _values(frame[name])}; labels are 0 and 1, or false and "
+                "true",
                 where=place,
-                remedy=f"say when it is 1: --label '{name}{_example(values)}'",
+                remedy="name another column" if lists else f"say when it is 1: --label '{name}{_example(frame[name])}'",
             )
 
 
-def _example(values: pl.Series) -> str:
+def _values(series: pl.Series) -> str:
+    values = series.drop_nulls().unique().sort()
+    shown = ", ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values.head(_SHOWN))
+    return f"{shown or 'no value'}{f', ... ({len(values):,} different)' if len(values) > _SHOWN else ''}"
+
+
+def _example(series: pl.Series) -> str:
     """Return a condition that some of the values meet."""
+    values = series.drop_nulls().unique().sort()
+    if values.dtype == pl.String and _have_commas(values):
+        values = with_points(values, RowPlace(""))
     numbers, are_numbers = _numbers(values)
     if not len(values):
         return "=1"
     return f">={np.sort(numbers)[len(numbers) // 2]:g}" if are_numbers else f"={values[-1]}"
 
 
-def _label(series: pl.Series, is_asked: bool, condition: str | None) -> ColumnGuess:
-    why = "as asked" if is_asked else "zeros and ones, called like a label"
-    data = {}
-    if condition is not None:
-        why, data = f"1 where {series.name} {condition}", {"positive": {series.name: condition}}
+def _label(series: pl.Series, data: dict[str, Any] | None) -> ColumnGuess:
+    why = "zeros and ones, called like a label" if data is None else "as asked"
+    if data:
+        why = f"1 where {series.name} {data['positive'][series.name]}{_told(data.get('null_values', ()))}"
+    data = data or {}
     blank = series.is_null()
     if series.dtype == pl.String:
         blank = series.str.strip_chars().fill_null("") == ""
@@ -301,39 +373,43 @@ def _is_binary(series: pl.Series) -> bool:
     return bool(len(values)) and values.dtype.is_numeric() and bool(((values == 0) | (values == 1)).all())
 
 
-def _guess(series: pl.Series, has_time: bool) -> ColumnGuess:
-    name, called = series.name, series.name.lower()
-    if isinstance(series.dtype, pl.List | pl.Array):
-        return ColumnGuess(name, "list", "lists")
+def _given(series: pl.Series) -> pl.Series:
+    """Return the values of a column that are not blank, without spaces around them."""
     given = series.drop_nulls()
     if given.dtype == pl.String:
         given = given.str.strip_chars()
         given = given.filter(given != "")
+    return given
+
+
+def _guess(series: pl.Series) -> ColumnGuess:
+    name, called = series.name, series.name.lower()
+    if series.dtype.is_nested():
+        return ColumnGuess(name, "list", "lists")
+    given = _given(series)
     different = given.n_unique() if len(given) else 0
     if different <= 1:
         return ColumnGuess(name, "left out", "one value in all rows" if different else "blank")
     if _INDEX.search(called) and _counts_rows(given):
         return ColumnGuess(name, "id", "counts the rows: the index of a table")
-    if (time := _time_of(series, given)) is not None:
-        return ColumnGuess(name, "left out", "another time") if has_time else time
-    data: dict[str, Any] = {}
-    if given.dtype == pl.String and not _IDS.search(called) and _have_commas(given):
-        if given.str.contains(_THOUSANDS).all():
-            why = "numbers such as 1,234: write 1234, or set data.decimal_comma if decimals follow the comma"
-            return ColumnGuess(name, "left out", why)
-        given, data = with_points(given), {"decimal_comma": True}
+    are_codes, data = bool(_IDS.search(called)) and not _AMOUNTS.search(called), dict[str, Any]()
+    if given.dtype == pl.String and not are_codes:
+        if unread := _unread(given):
+            return ColumnGuess(name, "left out", unread)
+        if _have_commas(given):
+            given, data = with_points(given, RowPlace("")), {"decimal_comma": True}
+    if times.CALLED.search(called) and given.dtype == pl.String and different > _FEW and not _numbers(given)[1]:
+        why = f"a time by its name, such as {given[0]!r}; data.timestamp_format can tell its form"
+        return ColumnGuess(name, "left out", why)
     if different > 0.95 * len(given) > 100 and (_ROW_IDS.search(called) or not _numbers(given)[1]):
         return ColumnGuess(name, "id", "a value of its own in almost every row")
     if given.dtype == pl.String and (mark := _separator_of(given)):
         return ColumnGuess(name, "list", f"text with {mark!r} between entries", {"separator": mark})
     numbers, are_numbers = _numbers(given)
     if not are_numbers:
-        unread = "; a time by its name, whose form data.timestamp_format can tell"
-        guess = _categorical(name, different, "text")
-        return replace(guess, why=guess.why + unread) if _TIMES.search(called) else guess
-    whole = bool((numbers == np.floor(numbers)).all())
-    if whole and (_IDS.search(called) or different <= _FEW):
-        why = "whole numbers; the name suggests codes, not amounts" if _IDS.search(called) else "few numbers"
+        return _categorical(name, different, "text")
+    if bool((numbers == np.floor(numbers)).all()) and (are_codes or different <= _FEW):
+        why = "whole numbers; the name suggests codes, not amounts" if are_codes else "few numbers"
         return _categorical(name, different, why)
     comma = ", with a comma before decimals" if data else ""
     if numbers.min() >= 0 and numbers.max() > 10 * max(1e-12, float(np.median(numbers))):
@@ -341,10 +417,81 @@ def _guess(series: pl.Series, has_time: bool) -> ColumnGuess:
     return ColumnGuess(name, "dense", f"numbers{comma}", {"transform": "standardise"}, data)
 
 
+def _unread(given: pl.Series) -> str | None:
+    """Return why a column of numbers cannot be read, or None."""
+    commas = given.filter(given.str.contains(",", literal=True))
+    if len(commas) and given.str.contains(_COMMA_NUMBER).all():
+        if commas.str.contains(_THOUSANDS).all():
+            return "numbers such as 1,234: write 1234, or set data.decimal_comma if decimals follow the comma"
+        return None
+    if given.str.contains(_OTHER_NUMBER).all() and not _numbers(given)[1]:
+        return f"numbers such as {given[0]!r}, which are not read: write 1234.5"
+    return None
+
+
+def _without_points(found: list[ColumnGuess], frame: pl.DataFrame) -> list[ColumnGuess]:
+    """Return guesses that leave out numbers with points in logs in which decimals follow commas."""
+    if not any(guess.data.get("decimal_comma") for guess in found):
+        return found
+    why = "numbers with points in a log with decimal commas: write 12,5 or 1234"
+
+    def mixed(guess: ColumnGuess) -> bool:
+        if guess.role != "dense" or frame[guess.name].dtype != pl.String:
+            return False
+        text = frame[guess.name].drop_nulls()
+        points, commas = (text.str.contains(mark, literal=True) for mark in ".,")
+        return bool((points & ~commas).any())
+
+    return [ColumnGuess(guess.name, "left out", why) if mixed(guess) else guess for guess in found]
+
+
+def _time_of(series: pl.Series) -> ColumnGuess | None:
+    """Return the guess of a column whose values are times, else None."""
+    name, called = series.name, series.name.lower()
+    given = series.head(0) if series.dtype.is_nested() else _given(series)
+    if given.n_unique() <= 1:
+        return None
+    forms = times.forms_of(given, called)
+    if not forms:
+        if times.CALLED.search(called) and given.cast(pl.String, strict=False).str.contains(times.HOURS).all():
+            why = "times such as 2026013112, which cannot be read without minutes"
+            return ColumnGuess(name, "left out", why)
+        return _timestamp(series) if times.is_time(given, called) else None
+    text = series.cast(pl.String).str.strip_chars()
+    of_forms = [(form, parsed(text, form).alias(name)) for form in forms]
+    of_forms = [one for at, one in enumerate(of_forms) if not any(one[1].equals(other[1]) for other in of_forms[:at])]
+    if len(of_forms) > 1:
+        in_order = [one for one in of_forms if times.is_ascending(one[1]) or times.is_ascending(one[1].reverse())]
+        if len(in_order) != 1:
+            which = " or ".join(f'"{form}"' for form, _ in of_forms)
+            why = f"times, of which day or month comes first: set data.timestamp_format to {which}, and "
+            return ColumnGuess(name, "left out", f"{why}data.schema.timestamp")
+        of_forms = in_order
+    guess = _timestamp(of_forms[0][1])
+    why = f"{guess.why}, of the form {of_forms[0][0]}"
+    return replace(guess, why=why, data={**guess.data, "timestamp_format": of_forms[0][0]})
+
+
+def _timestamp(series: pl.Series) -> ColumnGuess:
+    if times.is_ascending(series):
+        return ColumnGuess(series.name, "timestamp", "times")
+    why = "times, not in order; data.unordered has the rows sorted"
+    return ColumnGuess(series.name, "timestamp", why, data={"unordered": "sort"})
+
+
+def _best_time(guesses: Mapping[str, ColumnGuess]) -> str | None:
+    """Return the column of times in order, or else of times; the first of several."""
+    of_rows = [name for name, guess in guesses.items() if guess.role == "timestamp"]
+    in_order = [name for name in of_rows if "unordered" not in guesses[name].data]
+    return next(iter([*in_order, *of_rows]), None)
+
+
 def _counts_rows(given: pl.Series) -> bool:
-    """Return whether a column counts from 0, in each file anew or on from file to file."""
+    """Return whether a column counts from 0 or 1, in each file anew or on from file to file."""
     numbers, are_numbers = _numbers(given)
-    return are_numbers and bool(numbers[0] == 0) and bool(((np.diff(numbers) == 1) | (numbers[1:] == 0)).all())
+    if not are_numbers or numbers[0] not in (0, 1):
+        return False
+    return bool(((np.diff(numbers) == 1) | (numbers[1:] == numbers[0])).all())
 
 
 def _categorical(name: str, different: int, why: str) -> ColumnGuess:
@@ -366,75 +513,9 @@ def _numbers(given: pl.Series) -> tuple[np.ndarray, bool]:
     return found.fill_null(0).to_numpy(), not found.null_count() and bool(found.is_finite().all())
 
 
-def _is_time(given: pl.Series, called: str) -> bool:
-    if given.dtype in (pl.Date, pl.Datetime):
-        return True
-    if given.dtype == pl.String and given.head(100).str.contains(r"^\d{4}[-/]\d\d[-/]\d\d").all():
-        try:
-            timestamps_of(given, given.name, RowPlace("rows"))
-        except DataError:
-            return False
-        return True
-    numbers, are_numbers = _numbers(given)
-    return are_numbers and bool(_TIMES.search(called)) and float(np.median(numbers)) > 1e8
-
-
-def _time_of(series: pl.Series, given: pl.Series) -> ColumnGuess | None:
-    """Return the guess of a column whose values ``given`` are times, else None."""
-    name, called = series.name, series.name.lower()
-    forms = _forms_of(given, called)
-    if not forms:
-        return _timestamp(series) if _is_time(given, called) else None
-    text = series.cast(pl.String).str.strip_chars()
-    of_forms = {form: parsed(text, form).alias(name) for form in forms}
-    if len(forms) > 1:
-        of_forms = {form: times for form, times in of_forms.items() if _is_ascending(times)}
-    if len(of_forms) != 1:
-        which = " or ".join(f'"{form}"' for form in forms)
-        why = f"times, of which day or month comes first: set data.timestamp_format to {which}, and schema.timestamp"
-        return ColumnGuess(name, "left out", why)
-    ((form, times),) = of_forms.items()
-    guess = _timestamp(times)
-    return replace(guess, why=f"{guess.why}, of the form {form}", data={"timestamp_format": form})
-
-
-def _timestamp(series: pl.Series) -> ColumnGuess:
-    order = "" if _is_ascending(series) else ", not in order: sort the rows, or set data.split = 'random'"
-    return ColumnGuess(series.name, "timestamp", f"times{order}")
-
-
-def _forms_of(given: pl.Series, called: str) -> list[str]:
-    """Return the forms in ``strftime``'s codes that all of these values may be times of, if any."""
-    if given.dtype == pl.String and given.head(100).str.contains(_DAY_AND_MONTH).all():
-        mark = next(mark for mark in "./-" if mark in given[0])
-        dates = (mark.join(parts) for parts in (("%d", "%m", "%Y"), ("%m", "%d", "%Y")))
-        forms = [date + clock for date in dates for clock in _CLOCKS]
-    elif _TIMES.search(called) and (given.dtype == pl.String or given.dtype.is_integer()):
-        lengths = given.cast(pl.String).str.len_chars()
-        forms = [_DIGITS[lengths[0]]] if lengths.n_unique() == 1 and lengths[0] in _DIGITS else []
-    else:
-        forms = []
-    text = given.cast(pl.String) if forms else given
-    return [form for form in forms if not parsed(text.head(100), form).null_count() and _tells(text, form)]
-
-
-def _tells(text: pl.Series, form: str) -> bool:
-    """Return whether all of the text are times of a form, in the years from 1970 to 2100."""
-    times = parsed(text, form)
-    return not times.null_count() and bool(times.dt.year().is_between(1970, 2100).all())
-
-
 def _have_commas(given: pl.Series) -> bool:
-    """Return whether these are numbers with at most one comma each, before decimals or after thousands."""
-    return bool(given.str.contains(r"^-?\d+(,\d+)?$").all()) and bool(given.str.contains(",", literal=True).any())
-
-
-def _is_ascending(series: pl.Series) -> bool:
-    try:
-        times = timestamps_of(series, series.name, RowPlace("rows"))
-    except DataError:
-        return True  # training says what is wrong with them
-    return bool((np.diff(times) >= 0).all())
+    """Return whether these are numbers, some with one comma, before decimals or after thousands."""
+    return bool(given.str.contains(_COMMA_NUMBER).all()) and bool(given.str.contains(",", literal=True).any())
 
 
 def _separator_of(given: pl.Series) -> str | None:

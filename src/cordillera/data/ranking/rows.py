@@ -94,7 +94,12 @@ def open_schema(config: DataConfig) -> Schema:
 
 
 def read_rows(
-    path: str | Sequence[str], config: DataConfig, schema: Schema | None = None, *, format: FileFormat | None = None
+    path: str | Sequence[str],
+    config: DataConfig,
+    schema: Schema | None = None,
+    *,
+    format: FileFormat | None = None,
+    labels: bool = True,
 ) -> Iterator[RowChunk]:
     """Iterate over the rows of files at ``path`` to predict on, with their places, as ``Encoder.encode`` takes them.
 
@@ -103,6 +108,7 @@ def read_rows(
     Args:
         config: Data that the model was trained on. Criteo and Avazu files are read as published, with or without the
             label; other files by their column names.
+        labels: Whether labels are read; if not, they and the timestamps may hold anything.
 
     Raises:
         DataError: a file does not exist or is empty, a column is missing, or a row has too many or too few fields.
@@ -115,7 +121,8 @@ def read_rows(
     if header is not None and _fields(paths[0]) != len(header):
         header = header[1:]
     prepare = None if entry is None else entry.prepare
-    log = OwnLog(schema, paths, kind, header, prepare, separator=config.separator, **form_of(config))
+    form = form_of(config) | {"timestamp_format": None} | ({} if labels else {"positive": {}})
+    log = OwnLog(schema, paths, kind, header, prepare, separator=config.separator, **form)
     for frame, place in log.chunks():
         needed = [feature.name for feature in (*schema.dense, *schema.categorical, *schema.lists)]
         absent = [name for name in needed if name not in frame.columns]

@@ -12,7 +12,9 @@ import torch
 from pydantic import ValidationError
 
 from cordillera import recipe as recipes
+from cordillera.data.ranking.datasets import DataConfig
 from cordillera.data.ranking.encoding import Encoder
+from cordillera.data.ranking.logs.own import form_of
 from cordillera.data.ranking.stream.config import EventStreamConfig
 from cordillera.data.ranking.stream.parts import StreamFolder
 from cordillera.errors import DataError, RecipeError
@@ -136,6 +138,7 @@ def student_recipes(source: AugmentationConfig | Path | str) -> dict[str, Rankin
             raise RecipeError(stream.student, [("model", "is a language model, which no stream teaches")])
         pattern = str(Path(config.out) / name / "*.parquet")
         own: dict[str, Any] = {"path": pattern}
+        own |= {key: DataConfig.model_fields[key].default for key in form_of(recipe.data)}  # of the log, no more
         if (schema := recipe.data.schema_) is not None and schema.timestamp_unit not in (None, "s"):
             own["schema_"] = schema.model_copy(update={"timestamp_unit": "s"})  # in which examples are written
         found[name] = recipe.model_copy(update={"data": recipe.data.model_copy(update=own)})

@@ -22,7 +22,9 @@ from cordillera.errors import DataError
 
 _COMPARE = {">=": np.greater_equal, ">": np.greater, "<=": np.less_equal, "<": np.less}
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)")
-_DECIMAL = r"^([+-]?\d*),(\d+)$"  # 1,5
+_DECIMAL = r"^([+-]?\d*),(\d+([eE][+-]?\d+)?)$"  # 1,5
+_GROUPED = r"^[+-]?\d{1,3}(\.\d{3})+,\d+$"  # 1.234,5
+_YEARS = (1900, 2200)  # between which timestamps are: codes for four digits also take two, as 26 AD
 
 
 @dataclass
@@ -43,6 +45,23 @@ class OwnLog(FileLog):
     timestamp_format: str | None = None
     positive: Mapping[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        form = self.timestamp_format or ""
+        if "%Z" in form or ".%f" in form:
+            raise DataError(
+                f"{form!r} has codes that are not read",
+                where="data.timestamp_format",
+                remedy="write %z for time zones such as +02:00, and %.f for fractions of a second",
+            )
+        features = (*self.schema.dense, *self.schema.categorical, *self.schema.lists)
+        if form and self.schema.timestamp in [feature.name for feature in features]:
+            raise DataError(
+                f"the timestamp '{self.schema.timestamp}' is a feature too, and its form is another one",
+                where="data.timestamp_format",
+                remedy="leave it out of the features, or give the log a second column",
+            )
+
     def fingerprint(self) -> str:
         """Return the fingerprint of the files together with these settings."""
         text = super().fingerprint()
@@ -61,17 +80,27 @@ class OwnLog(FileLog):
             yield self._as_read(frame, place), place
 
     def _as_read(self, frame: pl.DataFrame, place: RowPlace) -> pl.DataFrame:
-        dense = {feature.name for feature in self.schema.dense}
+        schema, dense = self.schema, {feature.name for feature in self.schema.dense}
+        learnt_until = None if schema.teacher is None else schema.teacher.learnt_until
+        columns = []
         for series in frame.get_columns():
-            if series.name == self.schema.timestamp and self.timestamp_format is not None:
-                series = times_of(series, self.timestamp_format, place)
-            elif series.dtype == pl.String and series.name in dense.union(self.schema.labels):
-                series = without_words(series, self.null_values)
-                series = with_points(series) if self.decimal_comma and series.name in dense else series
-            if condition := self.positive.get(series.name):
-                series = meeting(series, condition, place)
-            frame = frame.with_columns(series)
-        return frame
+            name = series.name
+            if name in dense or name in schema.labels:
+                series = self._values(series, name in dense, place)
+            elif name in (schema.timestamp, learnt_until) and self.timestamp_format is not None:
+                series = times_of(series, self.timestamp_format, place, may_miss=name == learnt_until)
+            columns.append(series)
+        return frame.with_columns(columns)
+
+    def _values(self, series: pl.Series, is_dense: bool, place: RowPlace) -> pl.Series:
+        sign, bound = parts_of(self.positive.get(series.name, ">= 0"))
+        if series.dtype in (pl.Categorical, pl.Enum):
+            series = series.cast(pl.String)
+        if series.dtype == pl.String:
+            series = without_words(series, [word for word in self.null_values if sign != "=" or word.strip() != bound])
+            if self.decimal_comma and (is_dense or sign != "="):
+                series = with_points(series, place)
+        return meeting(series, self.positive[series.name], place) if series.name in self.positive else series
 
 
 def without_words(series: pl.Series, words: Sequence[str]) -> pl.Series:
@@ -81,27 +110,64 @@ def without_words(series: pl.Series, words: Sequence[str]) -> pl.Series:
     return series.set(series.str.strip_chars().is_in([word.strip() for word in words]), None)
 
 
-def with_points(series: pl.Series) -> pl.Series:
-    """Return text in which numbers with a comma before the decimals have a point."""
-    return series.str.strip_chars().str.replace(_DECIMAL, "$1.$2")
+def with_points(series: pl.Series, place: RowPlace) -> pl.Series:
+    """Return text in which numbers with a comma before the decimals, such as 12,5 and 1.234,5, have a point.
+
+    Raises:
+        DataError: If a value has a point and no comma, such as 1.234.
+    """
+    text = series.str.strip_chars()
+    wrong = (text.str.contains(".", literal=True) & ~text.str.contains(",", literal=True)).fill_null(False).to_numpy()
+    if wrong.any():
+        row = first_of(wrong)
+        raise DataError(
+            f"{text[row]!r} has a point, and decimals follow a comma here",
+            where=place.at(row, series.name),
+            remedy="write the numbers of all dense features with a comma, or leave data.decimal_comma out",
+        )
+    plain = pl.when(text.str.contains(_GROUPED)).then(text.str.replace_all(".", "", literal=True)).otherwise(text)
+    return pl.select(plain.str.replace(_DECIMAL, "$1.$2").alias(series.name)).to_series()
 
 
 def meeting(series: pl.Series, condition: str, place: RowPlace) -> pl.Series:
     """Return whether each value of a column meets a condition, null for blanks.
 
+    Numbers are equal by their values, truth values to 1 and 0, and words without regard to case. A column of truth
+    values meets any condition where it is true, but ``= false`` and ``= 0``.
+
     Args:
         condition: ``>=``, ``>``, ``<=`` or ``<`` with a number, or ``=`` with the word to be equal to.
 
     Raises:
-        DataError: If a value to be compared with a number is no number.
+        DataError: If the column holds lists, or a value to be compared with a number is no number.
     """
     sign, bound = parts_of(condition)
+    if series.dtype.is_nested():
+        raise DataError(
+            f"column '{series.name}' holds {series.dtype}, which is no label",
+            where=place.source,
+            remedy="name a column of one value a row",
+        )
+    if series.dtype == pl.Boolean:
+        return ~series if sign == "=" and bound.lower() in ("false", "0") else series
     if sign == "=":
-        text = series.cast(pl.String).str.strip_chars()
-        return (text.set(text == "", None) == bound).alias(series.name)
-    values, blank = numbers_of(series, series.name, place, "correct the value, or data.positive")
+        return _equal(series, bound.lower())
+    values, blank = numbers_of(series, series.name, place, "correct the value, or name it in data.null_values")
     met = pl.Series(series.name, _COMPARE[sign](values, float(bound)))
     return met.set(pl.Series(blank | np.isnan(values)), None)
+
+
+def _equal(series: pl.Series, word: str) -> pl.Series:
+    text = (series.fill_nan(None) if series.dtype.is_float() else series).cast(pl.String)
+    text = text.str.strip_chars().str.to_lowercase()
+    if _NUMBER.fullmatch(word):
+        met = text.replace({"true": "1", "false": "0"}).cast(pl.Float64, strict=False) == float(word)
+    elif word in ("true", "false"):
+        met = text.replace({"1": "true", "1.0": "true", "0": "false", "0.0": "false"}) == word
+    else:
+        met = text == word
+    met = met.fill_null(False).set(text.is_null() | (text == "").fill_null(True), None)
+    return met.alias(series.name)
 
 
 def parts_of(condition: str) -> tuple[str, str]:
@@ -125,11 +191,12 @@ def check_condition(condition: str) -> str:
     return " ".join(parts_of(condition))
 
 
-def times_of(series: pl.Series, form: str, place: RowPlace) -> pl.Series:
+def times_of(series: pl.Series, form: str, place: RowPlace, *, may_miss: bool = False) -> pl.Series:
     """Return a column of text or of whole numbers such as 20260131 as times; dates and times stay as they are.
 
     Args:
         form: Codes of ``strftime``; a date without a time is midnight.
+        may_miss: Whether values may be blank.
 
     Raises:
         DataError: If a value is not of this form.
@@ -137,12 +204,13 @@ def times_of(series: pl.Series, form: str, place: RowPlace) -> pl.Series:
     if series.dtype in (pl.Date, pl.Datetime):
         return series
     text = series.cast(pl.String).str.strip_chars()
-    found = parsed(text, form)
-    wrong = found.is_null().to_numpy()
+    found, blank = parsed(text, form), text.is_null() | (text == "").fill_null(True)
+    in_years = found.dt.year().is_between(*_YEARS).fill_null(False)
+    wrong = (~in_years & ~(blank & may_miss)).to_numpy()
     if wrong.any():
         row = first_of(wrong)
         raise DataError(
-            f"{text[row]!r} is not of the form {form!r}" if text[row] else "a timestamp is blank",
+            "a timestamp is blank" if blank[row] else f"{text[row]!r} is not of the form {form!r}",
             where=place.at(row, series.name),
             remedy="correct the value, or data.timestamp_format",
         )
