@@ -206,7 +206,8 @@ def test_memory_is_that_of_the_system_and_of_the_container(monkeypatch: pytest.M
     files = {"/sys/fs/cgroup/memory.max": str(2**31), "/proc/meminfo": "MemTotal: 1 kB\nMemAvailable: 1048576 kB\n"}
     _readable(monkeypatch, files)
     assert doctor._memory().detail == (
-        "4.0 GiB, of which the container may use 2.0 GiB; 1.0 GiB available now; training keeps what it frees"
+        "4.0 GiB, of which the container may use 2.0 GiB; 1.0 GiB available now; a training process "
+        "keeps the memory that a step frees, for the next step"
     )
     _readable(monkeypatch, {"/sys/fs/cgroup/memory.max": str(2**32)})
     monkeypatch.setattr(doctor, "keep_freed_memory", lambda: "an allocator of its own")

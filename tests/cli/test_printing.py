@@ -242,7 +242,7 @@ def test_choices_and_layers_of_a_quantisation_stand_under_their_headings():
         ["bytes", "200", "50", "25.0 %"],
         ["NE", "0.800000", "0.900000", "1.125000"],
         ["a batch of 256", "4.00 ms", "2.00 ms", "2.00 times as fast"],
-        ["NE, searched", "", "+0.0100 %", "-0.0100 to +0.0300; budget not shown: the interval reaches above it"],
+        ["NE, searched", "", "+0.0100 %", "-0.0100 to +0.0300; not shown to be within the budget"],
     ]
 
 

@@ -235,13 +235,21 @@ def test_of_kernels_with_equal_weights_the_fastest_is_offered_and_none_that_cost
     assert part.costs[1] - part.costs[0] > 2 * layer.weight.numel()  # int8 stores a quarter of the bytes
 
 
-@pytest.mark.parametrize(("budget", "verdict"), [("2", "budget shown"), ("1", "not shown"), ("0.5", "exceeded")])
+@pytest.mark.parametrize(
+    ("budget", "verdict"), [("2", "; within the budget"), ("1", "not shown to be within"), ("0.5", "above the budget")]
+)
 def test_the_verdict_compares_the_interval_with_the_budget_in_per_cent(cli, trained, monkeypatch, budget, verdict):
     folder, outcome = trained
     outcome = dataclasses.replace(outcome, searched=Change(0.01, 0.008, 0.012), confirmed=None)
     monkeypatch.setattr("cordillera.workflows.quantization.quantize", lambda *given, **named: outcome)
     printed = cli("quantize", folder, "--budget", budget).out.replace("\u2502", " ")
     assert verdict in " ".join(printed.split())
+    assert "serve the run as it is" not in printed
+    kept = dataclasses.replace(outcome.selection, options=dict.fromkeys(outcome.selection.options, "fp32"))
+    outcome = dataclasses.replace(outcome, selection=kept, layers=[])
+    printed = cli("quantize", folder).out
+    assert "nothing was worth quantising within the budget and the time of a batch: serve the run as it is" in printed
+    assert "layers beside fp32" not in printed
 
 
 def test_a_table_whose_scale_grew_raises_an_alarm(cli, run_folder, tmp_path):

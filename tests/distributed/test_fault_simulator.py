@@ -200,6 +200,9 @@ def test_the_command_prints_draws_and_writes_json(tmp_path: Path) -> None:
     assert ran.exit_code == 0, ran.output
     assert "98,304" in ran.output
     assert "decoupled" in ran.output
+    assert "no failure happened" not in ran.output
+    quiet = CliRunner().invoke(app, [*some, "--devices", "8", "--replicas", "2"])
+    assert "no failure happened in these runs: give more --days or --runs" in quiet.output
     assert plot.read_text().startswith("<?xml")
     ran = CliRunner().invoke(app, [*some, "--devices", "16384", "--devices", "98304", "--plot", str(plot)])
     drawn = [text for text in ET.fromstring(plot.read_text()).itertext() if text.strip()]

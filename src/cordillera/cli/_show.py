@@ -112,6 +112,7 @@ class Field(NamedTuple):
         form: Format of a value in the terminal, for ``str.format``, or a function that returns its text.
         within: Key of an object in JSON that holds the value beside those of other columns.
         right: Whether the column is aligned to the right. Default: if its values have a format.
+        shown: Whether the terminal has the column too.
     """
 
     key: str
@@ -119,6 +120,7 @@ class Field(NamedTuple):
     form: str | Callable[[Any], str] = "{}"
     within: str | None = None
     right: bool | None = None
+    shown: bool = True
 
     def text(self, value: object) -> str:
         """Return a value for the terminal; None is left blank."""
@@ -145,7 +147,7 @@ class Sheet(Table):
         super().__init__(title=title, title_justify="left", box=None, pad_edge=False)
         self.fields = fields
         self.records: list[dict[str, Any]] = []
-        for field in fields:
+        for field in filter(lambda field: field.shown, fields):
             heading = field.key.replace("_", " ") if field.heading is None else field.heading
             is_right = field.form != "{}" if field.right is None else field.right
             self.add_column(printable(heading), justify="right" if is_right else "left", overflow="fold")
@@ -157,7 +159,7 @@ class Sheet(Table):
             place = record if field.within is None else record.setdefault(field.within, {})
             place[field.key] = value
         self.records.append(record)
-        self.add_row(*(field.text(value) for field, value in zip(self.fields, values, strict=True)))
+        self.add_row(*(field.text(value) for field, value in zip(self.fields, values, strict=True) if field.shown))
 
 
 class CommandOutput:
@@ -433,11 +435,11 @@ def quantized_tables(outcome: Quantized) -> dict[str, Sheet]:
     if not selection.alone:  # all parts keep the budget together, so none was tried alone
         parts.columns.pop()
     layers = Sheet(
-        "layers beside fp32, dB",
+        "layers beside fp32: ratio of signal to error in dB, more is better",
         Field("layer"),
         Field("kernel"),
-        Field("alone_db", "same inputs", _decibels, right=False),
-        Field("in_place_db", "in the model", _decibels, right=False),
+        Field("alone_db", "on the same inputs", _decibels, right=False),
+        Field("in_place_db", "after the layers before", _decibels, right=False),
     )
     for layer in outcome.layers:
         layers.add(layer.name, layer.kernel, layer.alone_db, layer.in_place_db)
@@ -456,10 +458,10 @@ def quantized_summary(outcome: Quantized, budget: float) -> Table:
     for name, change in (("searched", outcome.searched), ("test split", outcome.confirmed)):
         if change is not None:
             interval = f"{100 * change.low:+.4f} to {100 * change.high:+.4f}"
-            verdict = "shown" if change.high <= budget else "not shown: the interval reaches above it"
+            verdict = "within the budget" if change.high <= budget else "not shown to be within the budget"
             if change.low > budget:
-                verdict = "exceeded"
-            summary.add_row(f"NE, {name}", "", f"{100 * change.mean:+.4f} %", f"{interval}; budget {verdict}")
+                verdict = "above the budget"
+            summary.add_row(f"NE, {name}", "", f"{100 * change.mean:+.4f} %", f"{interval}; {verdict}")
     evaluated = len(outcome.selection.evaluated)
     summary.add_row("evaluations", "", str(evaluated), f"a sweep of all options: {outcome.sweep}")
     return summary

@@ -184,7 +184,7 @@ def _cpu() -> Finding:
     has = [name for name, flag in wanted.items() if flag in flags]
     native = {"avx512_bf16", "amx_bf16", "bf16"} & flags
     cores, share = usable_cores(), quota()
-    text = f"{model}, {platform.machine()}, {cores} usable cores"
+    text = f"{model}, {platform.machine()}, {counted(cores, 'usable core')}"
     if share is not None and share < cores:
         text += f" (the container may use {share:g} of them)"
     if has:
@@ -215,7 +215,7 @@ def _memory() -> Finding:
                 text += f"; {int(line.split()[1]) * 1024 / _GIBIBYTE:.1f} GiB available now"
     obstacle = keep_freed_memory()
     if obstacle is None:
-        text += "; training keeps what it frees"
+        text += "; a training process keeps the memory that a step frees, for the next step"
     else:
         text += f"; what a step of training frees goes back to the system, which makes steps slower: {obstacle}"
     return Finding("machine", "memory", "usable", text)

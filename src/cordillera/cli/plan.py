@@ -197,7 +197,7 @@ def _compare(
                 one = search(cluster, place, progress=lambda text, name=name: status.update(f"{name}: {text}"))
             except PlanError as error:
                 problems.append((name, error))
-                rows.append((name, "none", *[None] * 5))
+                rows.append((name, "none, see below", *[None] * 5))
                 continue
             found[name] = one
             rows.append((name, *_best(one)) if one.files else (name, "none that fits", *[None] * 5))
@@ -235,9 +235,9 @@ def _list_clusters(workload: str, rows: Sequence[tuple[object, ...]], unit: str)
         Field("layout"),
         Field("devices", form="{:,}"),
         Field("seconds", "step", _seconds),
-        _ERROR,
-        Field(f"{unit}_per_s", "a second", lambda rate: f"{_millions(rate)} {unit}"),
-        _MEMORY,
+        _ERROR._replace(shown=any(row[4] is not None for row in rows)),
+        Field(f"{unit}_per_s", f"{unit}/s", _millions),
+        _MEMORY._replace(heading="GB a device"),
     )
     for row in rows:
         table.add(*row)
@@ -378,12 +378,14 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
     explorer, found, base = planned.explorer, planned.found, planned.production
     others = [(SEARCHED, planned.compared[SEARCHED])] if SEARCHED in planned.compared else []
     shown_plans = [*zip(map(str, range(1, len(found.own) + 1)), found.own, strict=True), *others, ("base", base)]
-    table = Sheet(title, *_LAYOUT_FIELDS, Field("teraflops", "TFLOP/s", "{:.0f}"), _MEMORY, Field("fits"))
+    more = Field("teraflops", shown=False), _MEMORY, Field("fits", shown=False)  # MFU and lines below tell a person
+    table = Sheet(title, *_LAYOUT_FIELDS, *more)
     for place, plan in shown_plans:
         teraflops = plan.flops / plan.seconds / plan.layout.devices / 1e12
         fits = "yes" if explorer.fits(plan) else "no"
         table.add(place, *_row(plan), teraflops, plan.step.memory_bytes, fits)
-    parts = Sheet("seconds of a step", Field("part"), *(Field(place, form=_seconds) for place, _ in shown_plans))
+    ends = "seconds of a step, on the pipeline rank that ends last"
+    parts = Sheet(ends, Field("part"), *(Field(place, form=_seconds) for place, _ in shown_plans))
     for key, name in export.PARTS.items():
         if any(plan.step.parts.get(key) for _, plan in shown_plans):
             parts.add(name, *(plan.step.parts.get(key, 0.0) for _, plan in shown_plans))

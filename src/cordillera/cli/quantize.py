@@ -42,11 +42,18 @@ def quantize(
                 where=str(run),
                 remedy="give the same command again",
             ) from None
-        answer.tables(**quantized_tables(outcome))
+        tables = quantized_tables(outcome)
+        answer.tables(parts=tables["parts"])
+        if outcome.layers:
+            answer.tables(layers=tables["layers"])
+        else:
+            answer.keep(layers=[])
         answer.say(
             quantized_summary(outcome, budget / 100),
             **{name: getattr(outcome, name) for name in ("bytes", "ne", "seconds", "searched", "confirmed", "sweep")},
             evaluations=len(outcome.selection.evaluated),
             budget=budget / 100,
         )
+        if all(option == "fp32" for option in outcome.selection.options.values()):
+            answer.say("nothing was worth quantising within the budget and the time of a batch: serve the run as it is")
         answer.say(f"report: {outcome.page}", report=outcome.page)

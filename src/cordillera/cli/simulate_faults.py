@@ -113,6 +113,9 @@ def simulate_faults(
         out.print(_table(rows, runs, days, None if planned is None else job.step_s))
         for line in _chosen(rows):
             out.print(line)
+        if not any(row.failures for row in rows):
+            out.print("no failure happened in these runs: give more --days or --runs")
+        out.print("formula: a failure during a recovery costs a whole one too, as --queue simulates")
         if planned is not None:
             out.print(f"s a step: with its share of what failures cost; {job.step_s:.4g} without")
             if planned.replicas == 1 and not replicas:

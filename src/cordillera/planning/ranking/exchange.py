@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from cordillera.cost import CostModel
 from cordillera.errors import PlanError
+from cordillera.numbers import counted
 from cordillera.planning.network.settings import NetworkSettings, fullest, possible
 from cordillera.planning.ranking.workload import Array
 from cordillera.topology import Topology
@@ -68,11 +69,13 @@ class TableLayout:
         return next((name for name, size in reversed(self.sizes.items()) if size > 1), "none")
 
     def __str__(self) -> str:
-        words = [f"tables over {self.group:,}"]
+        words = [f"tables over {counted(self.group, 'device')}"]
         if self.copies > 1:
             words.append(f"{self.copies:,} copies" + ("" if self.order == INSIDE[0] else " side by side"))
         if self.copied_rows:
-            words.append(f"up to {self.copied_rows:,} rows everywhere")
+            words.append(f"up to {self.copied_rows:,} rows on each")
+        if self.grain != 1:
+            words.append(f"parts of {self.grain:g} shares")
         return ", ".join(words)
 
 
