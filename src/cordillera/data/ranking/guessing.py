@@ -101,7 +101,8 @@ def guess_roles(log: FileLog, labels: Sequence[str] = ()) -> list[ColumnGuess]:
             column of zeros and ones that is called like a label.
 
     Raises:
-        DataError: If a label is no column of zeros and ones, or no column or several look like the label.
+        DataError: If a label is no column of zeros and ones, a condition is none or is met by no row, or no column or
+            several look like the label.
     """
     _check_separator(log)
     parts, rows = [], 0
