@@ -124,12 +124,16 @@ def test_streams_become_examples_and_students(cli: Any, logs: Path) -> None:
 def test_students_read_times_in_seconds_as_examples_have_them(logs: Path) -> None:
     content = student(logs)
     content["data"]["schema"]["timestamp_unit"] = "ms"  # as the log had them
+    label = content["data"]["schema"]["labels"][0]
+    content["data"] |= {"null_values": ["NA"], "decimal_comma": True, "positive": {label: "= yes"}}
+    content["data"] |= {"timestamp_format": "%d/%m/%Y"}
     recipe = logs / "north.toml"
     recipe.write_text(tomlkit.dumps(content))
     config = load_streams(write_settings(logs), [f"streams.north.student={recipe}"])
-    schema = student_recipes(config)["north"].data.schema_
-    assert schema is not None
-    assert schema.timestamp_unit == "s"
+    data = student_recipes(config)["north"].data
+    assert data.schema_ is not None
+    assert data.schema_.timestamp_unit == "s"
+    assert (data.null_values, data.decimal_comma, data.positive, data.timestamp_format) == ((), False, {}, None)
 
 
 def test_files_that_come_later_are_found(cli: Any, logs: Path) -> None:
