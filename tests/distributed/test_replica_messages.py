@@ -70,7 +70,7 @@ def link_to(coordinator: Coordinator, name: str, **others: Any) -> CoordinatorLi
 
 
 def answer(link: CoordinatorLink) -> StepMembers:
-    found = link.answer(5.0)
+    found = link.answer(30.0)  # a deadline: others may use the processors
     assert found is not None
     return found
 
