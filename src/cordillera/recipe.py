@@ -507,7 +507,7 @@ def write_recipe(
     kind = format_of(files)
     separator = separator or guess_separator(files[0], kind)
     guesses = guess_roles(FileLog(any_schema, files, kind, separator=separator), labels)
-    schema = schema_of(guesses).model_dump(mode="json", exclude_defaults=True)
+    schema = schema_of(guesses, str(files[0])).model_dump(mode="json", exclude_defaults=True)
     data = {"path": path[0] if len(path) == 1 else list(path), "separator": separator, **data_of(guesses)}
     data["batch_size"] = 1024
     content: dict[str, Any] = {

@@ -47,6 +47,7 @@ _IDS = re.compile(
 _PEOPLE = re.compile(r"(^|_)(uid|user|visitor|member|customer|account|reader|viewer)(_?id)?($|_)")
 _INDEX = re.compile(r"^(unnamed_0|unnamed: 0|__index_level_0__|index)$")  # by this library, pandas and Arrow
 _SHOWN = 5  # values of a column that is no label
+_LONGEST = 40  # characters of a value that a reason shows
 _FEW = 32  # different whole numbers that are taken for codes
 _SEPARATORS = "|;, "
 _NULL_WORDS = (
@@ -158,8 +159,11 @@ def guess_separator(path: Path, format: FileFormat) -> str | None:
     return mark if _columns(path, mark) > 1 else None
 
 
-def schema_of(guesses: Sequence[ColumnGuess]) -> Schema:
+def schema_of(guesses: Sequence[ColumnGuess], place: str = "schema") -> Schema:
     """Return the schema of guessed roles.
+
+    Args:
+        place: Where the columns are, for errors.
 
     Raises:
         DataError: If no column is a feature.
@@ -168,7 +172,7 @@ def schema_of(guesses: Sequence[ColumnGuess]) -> Schema:
     for guess in guesses:
         of_role.setdefault(guess.role, []).append(guess)
     if not any(role in of_role for role in ("dense", "categorical", "list")):
-        raise DataError("no column looks like a feature", where="schema", remedy="write data.schema by hand")
+        raise DataError("no column looks like a feature", where=place, remedy="write data.schema by hand")
     features = {
         key: [{"name": one.name, **one.settings} for one in of_role.get(role, ())]
         for key, role in (("dense", "dense"), ("categorical", "categorical"), ("lists", "list"))
@@ -400,7 +404,7 @@ def _guess(series: pl.Series) -> ColumnGuess:
         if _have_commas(given):
             given, data = with_points(given, RowPlace("")), {"decimal_comma": True}
     if times.CALLED.search(called) and given.dtype == pl.String and different > _FEW and not _numbers(given)[1]:
-        why = f"a time by its name, such as {given[0]!r}; data.timestamp_format can tell its form"
+        why = f"a time by its name, such as {given[0][:_LONGEST]!r}; data.timestamp_format can tell its form"
         return ColumnGuess(name, "left out", why)
     if different > 0.95 * len(given) > 100 and (_ROW_IDS.search(called) or not _numbers(given)[1]):
         return ColumnGuess(name, "id", "a value of its own in almost every row")
@@ -426,7 +430,7 @@ def _unread(given: pl.Series) -> str | None:
             return "numbers such as 1,234: write 1234, or set data.decimal_comma if decimals follow the comma"
         return None
     if given.str.contains(_OTHER_NUMBER).all() and not _numbers(given)[1]:
-        return f"numbers such as {given[0]!r}, which are not read: write 1234.5"
+        return f"numbers such as {given[0][:_LONGEST]!r}, which are not read: write 1234.5"
     return None
 
 
