@@ -160,7 +160,7 @@ def guess_separator(path: Path, format: FileFormat) -> str | None:
 
 
 def schema_of(guesses: Sequence[ColumnGuess], place: str = "schema") -> Schema:
-    """Return the schema of guessed roles.
+    """Return the schema of roles in ``guesses``.
 
     Args:
         place: Where the columns are, for errors.
