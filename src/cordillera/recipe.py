@@ -488,7 +488,7 @@ def write_recipe(
         out: File of the recipe; it must not exist.
         labels: Columns to predict, or conditions such as ``rating>=4`` and ``answer=yes``. Default: the column of
             zeros and ones that is called like a label.
-        separator: Character between fields of text files. Default: the one that the first line shows.
+        separator: Character between fields of text files. Default: the one that the first rows show.
         model: Value of ``model.name``.
 
     Returns:

@@ -146,6 +146,12 @@ def test_the_form_of_times_is_guessed(tmp_path: Path, form: str) -> None:
     assert found.why == f"times, of the form {found.data['timestamp_format']}"
 
 
+def test_whole_names_of_months_are_read(tmp_path: Path) -> None:
+    days = [NEW_YEAR + datetime.timedelta(days=7 * row) for row in range(300)]
+    found = guess_of(tmp_path, "event_time", [f"{day:%B %d, %Y}" for day in days])
+    assert (found.role, found.data) == ("timestamp", {"timestamp_format": "%B %d, %Y"})
+
+
 def test_days_and_months_that_look_alike_are_told_by_the_order_or_asked_for(tmp_path: Path) -> None:
     in_order = ["03/01/2026", "05/01/2026", "02/02/2026", "04/02/2026"]
     assert guess_of(tmp_path, "time", in_order).data == {"timestamp_format": "%d/%m/%Y"}

@@ -362,6 +362,11 @@ def test_rows_to_predict_on_need_no_labels_and_no_times(tmp_path: Path) -> None:
     own = {"path": str(path), "schema": schema(timestamp="time"), "timestamp_format": "%d/%m/%Y"}
     config = DataConfig.model_validate(own | {"positive": {"click": ">= 4"}})
     assert next(read_rows(str(path), config, labels=False))[0]["click"].to_list() == ["pending"]
+    path.write_text('time,user,price,click\n,1,"1,5",n.a.\n')
+    comma = config.model_copy(update={"decimal_comma": True, "null_values": ("n.a.",)})
+    frame, _ = next(read_rows(str(path), comma, labels=False))
+    assert (frame["price"].to_list(), frame["click"].to_list()) == (["1.5"], ["n.a."])
+    path.write_text("time,user,price,click\n,1,1.5,pending\n")
     with pytest.raises(DataError, match="'pending' is not a number"):
         next(read_rows(str(path), config))
 

@@ -147,7 +147,7 @@ class Sheet(Table):
         super().__init__(title=title, title_justify="left", box=None, pad_edge=False)
         self.fields = fields
         self.records: list[dict[str, Any]] = []
-        for field in filter(lambda field: field.shown, fields):
+        for field in (one for one in fields if one.shown):
             heading = field.key.replace("_", " ") if field.heading is None else field.heading
             is_right = field.form != "{}" if field.right is None else field.right
             self.add_column(printable(heading), justify="right" if is_right else "left", overflow="fold")

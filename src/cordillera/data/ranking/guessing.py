@@ -50,23 +50,8 @@ _SHOWN = 5  # values of a column that is no label
 _LONGEST = 40  # characters of a value that a reason shows
 _FEW = 32  # different whole numbers that are taken for codes
 _SEPARATORS = "|;, "
-_NULL_WORDS = (
-    "na",
-    "n/a",
-    "#n/a",
-    "<na>",
-    "nan",
-    "null",
-    "none",
-    "nil",
-    "missing",
-    "unknown",
-    "?",
-    "-",
-    "--",
-    ".",
-    r"\n",
-)
+_NULL_WORDS: tuple[str, ...] = ("na", "n/a", "#n/a", "<na>", "nan", "null", "none", "nil", "missing", "unknown")
+_NULL_WORDS += ("?", "-", "--", ".", r"\n")
 _AMOUNTS = re.compile(
     r"(^|_)(price|cost|amount|spend|revenue|total|rate|ratio|score|weight|fee|value|budget|bid)s?($|_)"
 )
@@ -118,7 +103,7 @@ def guess_roles(log: FileLog, labels: Sequence[str] = ()) -> list[ColumnGuess]:
     chosen = list(asked) or _label_of(frame, place)
     others = [name for name in frame.columns if name not in chosen]
     of_time = {name: time for name in others if (time := _time_of(frame[name])) is not None}
-    found: list[ColumnGuess] = []
+    found, best = list[ColumnGuess](), _best_time(of_time)
     for name in frame.columns:
         if name in chosen:
             guess = _label(frame[name], asked.get(name))
@@ -127,7 +112,7 @@ def guess_roles(log: FileLog, labels: Sequence[str] = ()) -> list[ColumnGuess]:
             guess = ColumnGuess(name, "left out", why)
         elif name in of_time:
             guess = of_time[name]
-            if guess.role == "timestamp" and name != _best_time(of_time):
+            if guess.role == "timestamp" and name != best:
                 guess = ColumnGuess(name, "left out", "another time")
         else:
             guess = _guess(frame[name])
@@ -155,8 +140,9 @@ def guess_separator(path: Path, format: FileFormat) -> str | None:
     usual = "\t" if format == "tsv" else ","
     if format == "parquet" or _columns(path, usual) > 1:
         return None
-    mark = max(";\t|,", key=lambda mark: _columns(path, mark))
-    return mark if _columns(path, mark) > 1 else None
+    columns = {mark: _columns(path, mark) for mark in ";\t|,"}
+    mark = max(columns, key=columns.__getitem__)
+    return mark if columns[mark] > 1 else None
 
 
 def schema_of(guesses: Sequence[ColumnGuess], place: str = "schema") -> Schema:
@@ -191,7 +177,7 @@ def schema_of(guesses: Sequence[ColumnGuess], place: str = "schema") -> Schema:
 
 
 def _columns(path: Path, separator: str) -> int:
-    """Return the number of columns; 0 if the first rows have another one."""
+    """Return the number of columns; 0 if the first rows have another number."""
     try:
         file = DelimitedFile(path, separator)
         next(file.frames(), None)
@@ -237,8 +223,8 @@ def _as_label(series: pl.Series, condition: str, place: str) -> tuple[pl.Series,
     if series.dtype in (pl.Categorical, pl.Enum):
         series = series.cast(pl.String)
     if series.dtype == pl.String:
-        text = series.drop_nulls().str.strip_chars()
-        text = text.filter((text != "") & (text != bound)).unique().sort()
+        text = _given(series)
+        text = text.filter(text != bound).unique().sort()
         words = text.filter(text.str.to_lowercase().is_in(_NULL_WORDS))
         if sign != "=":
             numbers = text.str.contains(_COMMA_NUMBER)
@@ -277,8 +263,7 @@ def _null_words(series: pl.Series) -> list[str]:
     """Return the words in a column that is otherwise of numbers, or of truth values, which stand for no value."""
     if series.dtype != pl.String:
         return []
-    text = series.str.strip_chars()
-    given = text.filter(text != "")
+    given = _given(series)
     words = given.unique().to_list() if given.str.to_lowercase().is_in(_NULL_WORDS).any() else []
     words = sorted(word for word in words if word.lower() in _NULL_WORDS)
     rest = without_words(given, words).drop_nulls() if words else given.clear()

@@ -22,7 +22,7 @@ _DATE = r"^[A-Za-z]{3,9} ?\d|^\d{1,4}[./ -]([A-Za-z]{3,9}|\d{1,2})[./ -]\d{2,4}"
 _DIGITS = {8: "%Y%m%d", 12: "%Y%m%d%H%M", 14: "%Y%m%d%H%M%S"}  # numbers since 1970 have 9, 10, 13, 16 or 19
 _ORDERS = ("%d{0}%m{0}%Y", "%m{0}%d{0}%Y", "%d{0}%m{0}%y", "%m{0}%d{0}%y", "%Y{0}%m{0}%d", "%d{0}%b{0}%Y")
 _WORDED = ("%b %d, %Y", "%b %d %Y", "%B %d, %Y", "%d %B %Y")
-_CLOCKS = ("", "%H:%M", "%H:%M:%S%.f", "%I:%M %p", "%I:%M:%S %p", "%H:%M %z", "%H:%M:%S%.f %z")
+_CLOCKS = ("%H:%M", "%H:%M:%S%.f", "%I:%M %p", "%I:%M:%S %p", "%H:%M %z", "%H:%M:%S%.f %z")
 
 
 def forms_of(given: pl.Series, called: str) -> list[str]:
@@ -33,10 +33,9 @@ def forms_of(given: pl.Series, called: str) -> list[str]:
         called: Name of the column in lower case, which counts where the values are digits only.
     """
     if given.dtype == pl.String and given.head(_FIRST_PARSED).str.contains(_DATE).all():
-        dates = [order.format(mark) for order in _ORDERS for mark in "./- "] + list(_WORDED)
-        forms = [
-            f"{date}{gap}{clock}" for date in dates for clock in _CLOCKS for gap in ((" ", ", ") if clock else ("",))
-        ]
+        dates = [order.format(mark) for order in _ORDERS for mark in "./- " if mark in given[0]] + list(_WORDED)
+        clocks = [gap + clock for clock in _CLOCKS for gap in (" ", ", ")] if ":" in given[0] else [""]
+        forms = [date + clock for date in dates for clock in clocks]
     elif CALLED.search(called) and (given.dtype == pl.String or given.dtype.is_integer()):
         lengths = given.cast(pl.String).str.len_chars()
         forms = [_DIGITS[lengths[0]]] if lengths.n_unique() == 1 and lengths[0] in _DIGITS else []

@@ -108,7 +108,7 @@ def read_rows(
     Args:
         config: Data that the model was trained on. Criteo and Avazu files are read as published, with or without the
             label; other files by their column names.
-        labels: Whether labels are read; if not, they and the timestamps may hold anything.
+        labels: Whether labels are read; if not, they may hold anything. Timestamps may in any case.
 
     Raises:
         DataError: a file does not exist or is empty, a column is missing, or a row has too many or too few fields.
@@ -121,8 +121,9 @@ def read_rows(
     if header is not None and _fields(paths[0]) != len(header):
         header = header[1:]
     prepare = None if entry is None else entry.prepare
-    form = form_of(config) | {"timestamp_format": None} | ({} if labels else {"positive": {}})
-    log = OwnLog(schema, paths, kind, header, prepare, separator=config.separator, **form)
+    read = schema if labels else schema.model_copy(update={"labels": ()})
+    form = form_of(config) | {"timestamp_format": None}
+    log = OwnLog(read, paths, kind, header, prepare, separator=config.separator, **form)
     for frame, place in log.chunks():
         needed = [feature.name for feature in (*schema.dense, *schema.categorical, *schema.lists)]
         absent = [name for name in needed if name not in frame.columns]
