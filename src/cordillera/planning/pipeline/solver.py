@@ -101,7 +101,9 @@ def optimal(
         from ortools.sat.python import cp_model
     except ImportError as error:
         raise DependencyError(
-            "optimal schedules need OR-tools", where="cordillera.planning", remedy="pip install 'cordillera[plan]'"
+            "optimal schedules need OR-tools",
+            where="cordillera.planning",
+            remedy="pip install -e '.[plan]' in the repository",
         ) from error
 
     problem = Problem.of(rank_of, microbatches, seconds, ways, limits, split_backward)

@@ -241,7 +241,9 @@ class OptunaSearcher(Searcher):
             import optuna
         except ImportError as error:
             raise DependencyError(
-                "is not installed", where="optuna", remedy="pip install 'cordillera[search]', or choose 'evolution'"
+                "is not installed",
+                where="optuna",
+                remedy="pip install -e '.[search]' in the repository, or choose 'evolution'",
             ) from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         samplers = optuna.samplers
