@@ -7,7 +7,7 @@ time. Both use the same costs of layers, stages and collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 
 from cordillera.cost import CostModel
@@ -74,8 +74,7 @@ _Ways = tuple[_Line, tuple[tuple[_Line, ...], ...]]
 def _with_collective(one: LayerSeconds, name: str, seconds: float, again: bool) -> LayerSeconds:
     """Return a layer with a collective in its forward, in its backward, and in what is computed ``again``."""
     redone = seconds if again else 0.0
-    return replace(
-        one,
+    return one._replace(
         forward=one.forward + seconds,
         again=one.again + redone,
         input_gradient=one.input_gradient + seconds,
@@ -278,8 +277,7 @@ class PlannedJob(Fabric):
             seconds, moved = seconds + longer, moved + later
             waits.append(longer + max(share * min(moved, seconds), moved - seconds))
         forward, backward = waits
-        return replace(
-            one,
+        return one._replace(
             forward=one.forward + forward,
             input_gradient=one.input_gradient + backward,
             gather=forward + backward,
@@ -471,9 +469,9 @@ class PlannedJob(Fabric):
 
     def most_kept(self, rank: int) -> float:
         """Return the bytes of activations that a rank of (interleaved) 1F1B keeps after its warm-up."""
-        stages, live, group = self.dealt_out[rank], self.live_chunks(rank), min(self.microbatches, self.layout.pipeline)
-        rounds, rest = divmod(live, group * len(stages))
-        kept = [self.kept[stage] for stage in stages]
+        live, group = self.live_chunks(rank), min(self.microbatches, self.layout.pipeline)
+        kept = self.kept[rank :: self.layout.pipeline]  # of the stages that are dealt out to the rank
+        rounds, rest = divmod(live, group * len(kept))
         full, part = divmod(rest, group)
         return rounds * group * sum(kept) + group * sum(kept[:full]) + (part * kept[full] if part else 0.0)
 
@@ -534,7 +532,8 @@ class PlannedJob(Fabric):
             ways = [self.message_seconds(i) for i in range(p - 1)]
             # a slot sends and receives once in each direction for every chunk
             send = [2 * v * ways[min(rank, p - 2)] for rank in range(p)]
-        slots = [sum(stage.total for stage in self.stages[rank::p]) + send[rank] for rank in range(p)]
+        totals = [stage.total for stage in self.stages]
+        slots = [sum(totals[rank::p]) + send[rank] for rank in range(p)]
         slow = max(slots)
         at = slots.index(slow)
         own = LayerSeconds()

@@ -5,7 +5,8 @@ All figures are counted, none is fitted; :class:`cordillera.cost.CostModel` give
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
+from operator import add
+from typing import NamedTuple
 
 from cordillera.cost import CostModel
 from cordillera.planning.language.workload import BYTES, Layout, Transformer, Workload
@@ -16,8 +17,7 @@ _CHOICE = 8  # bytes of the choice of an expert that are kept: its weight and it
 _LOGIT_TRAFFIC = 52  # bytes per logit: cross entropy in 32 bits, forwards and backwards
 
 
-@dataclass(frozen=True)
-class LayerSeconds:
+class LayerSeconds(NamedTuple):
     """Seconds of one layer, or a part of the model, for one microbatch on one device.
 
     Attributes:
@@ -52,19 +52,18 @@ class LayerSeconds:
 
     def times(self, count: float) -> LayerSeconds:
         """Return the seconds of ``count`` executions one after the other."""
-        return LayerSeconds(*(seconds * count for seconds in astuple(self)))
+        return LayerSeconds(*[seconds * count for seconds in self])
 
     def plus(self, other: LayerSeconds) -> LayerSeconds:
         """Return the seconds of both, one after the other."""
-        return LayerSeconds(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return LayerSeconds(*map(add, self, other))
 
     def at_least(self, floor: float) -> LayerSeconds:
         """Scale all seconds up to a total of ``floor``, the time that the host needs, if they are shorter."""
         if self.total >= floor or self.total == 0:
             return self
         by = floor / self.total
-        return replace(
-            self,
+        return self._replace(
             forward=self.forward * by,
             again=self.again * by,
             input_gradient=self.input_gradient * by,

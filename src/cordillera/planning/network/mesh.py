@@ -329,6 +329,8 @@ def _common(loads: Iterable[_Load], rings: Sequence[_Load]) -> tuple[SharedLink,
             ends = min(len(one.pairs), len(other.pairs))
             both = np.flatnonzero((one.pairs[:ends] > 0) & (other.pairs[:ends] > 0))
             links = np.stack([one.capacities[both], one.pairs[both], other.pairs[both]], axis=1)
+            # neighbours are mostly equal, and sorting rows takes long
+            links = links[np.r_[True, (links[1:] != links[:-1]).any(axis=1)][: len(links)]]
             unique = np.unique(links, axis=0).tolist()
             found.update(SharedLink(rate, int(a), int(b), one.level) for rate, a, b in unique)
     return tuple(sorted(found))

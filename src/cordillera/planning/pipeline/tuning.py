@@ -104,14 +104,16 @@ def _listed(problem: Problem, rule: _Rule) -> Schedule:
         microbatch = taken[F, stage]
         if sequences[rank]:
             return sequences[rank][begun[rank]] == (stage, microbatch)
-        first, oldest = own[rank][0], min(taken[free, s] for s in own[rank])
-        if stage == first and microbatch - oldest >= windows[rank]:
+        is_first = stage == own[rank][0]
+        begun_of, freed_of = ([taken[kind, s] for s in own[rank]] for kind in (F, free))
+        oldest = min(freed_of)
+        if is_first and microbatch - oldest >= windows[rank]:
             return False
-        for i in range(oldest, taken[F, first] + (stage == first)):
-            passed = sum(taken[F, s] > i for s in own[rank]) + (i == microbatch)
+        for i in range(oldest, begun_of[0] + is_first):
+            passed = sum([one > i for one in begun_of]) + (i == microbatch)
             if len(own[rank]) - passed > left:
                 return False
-            left += passed - sum(taken[free, s] > i for s in own[rank])
+            left += passed - sum([one > i for one in freed_of])
         return True
 
     def choose(rank: int) -> tuple[float, tuple[Kind, int]] | None:
