@@ -364,5 +364,5 @@ def test_without_the_solver_the_way_to_install_it_is_told(monkeypatch: pytest.Mo
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", absent)
-    with pytest.raises(DependencyError, match=r"pip install 'cordillera\[plan\]'"):
+    with pytest.raises(DependencyError, match=r"pip install -e '\.\[plan\]'"):
         optimal((0, 1), 2, StageSeconds.equal(2, 1, 2))
