@@ -281,6 +281,15 @@ def counted_rows(what: str) -> Iterator[Callable[[int], None]]:
         yield lambda rows: bar.update(task, completed=rows)
 
 
+@contextlib.contextmanager
+def work_shown(what: str) -> Iterator[Callable[[str], None]]:
+    """Show what long work does, and for how long, on standard error; yield the function that takes what it does now."""
+    columns = (TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with ProgressLines(*columns, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda text: bar.update(task, description=text)
+
+
 def group_tables(evaluation: Evaluation) -> list[Table]:
     """Return the metrics of the order within groups as a table with a row for each task; none without groups."""
     found = {task: values for task, values in evaluation.metrics().items() if "ranking_k" in values}

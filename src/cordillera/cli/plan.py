@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet, console, refuse
+from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet, console, refuse, work_shown
 from cordillera.errors import PlanError
 from cordillera.numbers import counted, shown
 
@@ -156,8 +156,8 @@ def plan(
             is_whole, fits = _compare(answer, workload, cluster, folder, search)
         else:
             place = folder or _default_folder(workload, cluster[0])
-            with console(stderr=True).status("searching") as status:
-                planned = search(cluster[0], place, progress=status.update)
+            with work_shown("searching") as show:
+                planned = search(cluster[0], place, progress=show)
             _show(answer, planned)
             is_whole, fits = not planned.found.interrupted, bool(planned.files)
         if not is_whole:
@@ -190,11 +190,11 @@ def _compare(
     found: dict[str, Planned | PlannedRecommender] = {}
     problems: list[tuple[str, PlanError]] = []
     rows: list[tuple[object, ...]] = []
-    with console(stderr=True).status("searching") as status:
+    with work_shown("searching") as show:
         for name, cluster in zip(names, clusters, strict=True):
             place = folder / name if folder else _default_folder(workload, cluster)
             try:
-                one = search(cluster, place, progress=lambda text, name=name: status.update(f"{name}: {text}"))
+                one = search(cluster, place, progress=lambda text, name=name: show(f"{name}: {text}"))
             except PlanError as error:
                 problems.append((name, error))
                 rows.append((name, "none, see below", *[None] * 5))

@@ -72,7 +72,7 @@ def simulate_faults(
 
     Replicas agree on their steps by the coordinator's rules, on a virtual clock. Everything printed is simulated.
     """
-    from cordillera.cli._show import console, print_json
+    from cordillera.cli._show import console, print_json, work_shown
     from cordillera.distributed.fault_tolerance.simulator import FaultyJob
     from cordillera.errors import PlanError
     from cordillera.files import check_writable
@@ -97,7 +97,7 @@ def simulate_faults(
             raise PlanError(f"cannot draw into {plot.name}", where="--plot", remedy="name a .png or an .svg")
         check_writable(plot)
     out = console()
-    with console(stderr=as_json).status("simulating") as status:
+    with work_shown("simulating") as show:
         rows = study_faults(
             job,
             devices=devices or [98_304 if planned is None else planned.devices],
@@ -105,7 +105,7 @@ def simulate_faults(
             days=days,
             runs=runs,
             seed=seed,
-            on_row=lambda row: status.update(f"{row.devices:,} devices, {row.job.policy}"),
+            on_row=lambda row: show(f"simulated: {row.devices:,} devices, {row.job.policy}"),
         )
     if as_json:
         print_json([row.to_dict() for row in rows])
