@@ -60,6 +60,12 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
+def judged(values: Iterable[float], least: float) -> str:
+    """Return whether values are at least what was asked: ``reached``, ``missed`` or ``reached by 2 of 3``."""
+    found = [value >= least for value in values]
+    return "reached" if all(found) else f"reached by {sum(found)} of {len(found)}" if any(found) else "missed"
+
+
 def of_all(true: Sequence[bool], noun: str) -> str:
     """Return ``all 3 cases`` or ``2 of 3 cases``."""
     return f"all {len(true)} {noun}" if all(true) else f"{sum(true)} of {len(true)} {noun}"

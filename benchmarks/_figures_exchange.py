@@ -6,7 +6,7 @@ from functools import partial
 from statistics import mean
 from typing import Any
 
-from _figures import Figures, percent, results, span, table
+from _figures import Figures, judged, percent, results, span, table
 
 
 def _exposed() -> Any:
@@ -198,6 +198,18 @@ def compression_rate(kind: str) -> str:
     return span([one["bytes_per_s"]["bounded-fast"][kind]["median"] / 1e6 for one in _codecs()], ",.0f")
 
 
+def compression_rates() -> str:
+    """Return whether the fast codec encodes and decodes every source at 500 MB/s."""
+    rates = [one["bytes_per_s"]["bounded-fast"] for one in _codecs()]
+    return judged([rate[kind]["median"] for rate in rates for kind in ("encode", "decode")], 500e6)
+
+
+def compression_target(codec: str, links: str, least: float) -> str:
+    """Return whether steps with a ``codec`` are so many times as fast on ``links`` (those with a rate, or others)."""
+    rows = [row for row in results("compression-step")["rows"] if row["codec"] == codec]
+    return judged([row["times_faster"]["median"] for row in rows if ("b/s" in row["link"]) == (links == "slow")], least)
+
+
 def compression_steps() -> str:
     """Return how many times faster a step is with each codec, by link, beside one with raw rows."""
     rows = results("compression-step")["rows"]
@@ -250,7 +262,10 @@ FIGURES: Figures = {
     "compression-hybrid": partial(compression_over, "times_hybrid"),
     "compression-encode": partial(compression_rate, "encode"),
     "compression-decode": partial(compression_rate, "decode"),
+    "compression-rates": compression_rates,
     "compression-steps": compression_steps,
+    "compression-slow": partial(compression_target, "auto-bounded", "slow", 1.38),
+    "compression-fast": partial(compression_target, "auto", "fast", 0.97),
     "compression-shares": compression_shares,
     "compression-quality": compression_quality,
 }

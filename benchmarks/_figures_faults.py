@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from _figures import Figures, listed, percent, results, table
+from _figures import Figures, listed, of_all, percent, results, table
 
 _JOBS = {
     "published": "published times, recoveries one after the other",
@@ -133,6 +133,13 @@ def sums() -> str:
     return table(["processes", "tensor", "gloo", "memory is", "asked", "sockets are", "asked"], rows)
 
 
+def sums_reached() -> str:
+    """Return how many of the speeds asked of the all-reduce are reached."""
+    rows, ways = results("fault_tolerance-all-reduce")["rows"], ("memory", "sockets")
+    asked = [(row[f"{way} against gloo"]["median"], row[f"{way} target"]) for row in rows for way in ways]
+    return of_all([speed >= least for speed, least in asked if least], "speeds that were asked")
+
+
 def aborts() -> str:
     """Return after how long all others have raised an error."""
     found = results("fault_tolerance-all-reduce")["ends"]
@@ -190,6 +197,7 @@ FIGURES: Figures = {
     "faults-survived-each": lambda: str(results("fault_tolerance-survival")["faults"]),
     "faults-survived-every": lambda: f"{results('fault_tolerance-survival')['every_s']:g}",
     "faults-sums": sums,
+    "faults-sums-reached": sums_reached,
     "faults-aborts": aborts,
     "faults-pressed": pressed,
     "faults-converged": converged,

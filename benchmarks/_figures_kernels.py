@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from _figures import Figures, results, span, table
+from _figures import Figures, judged, results, span, table
 
 _NAMES = {"dense": "dense products", "padded": "padded, fused", "nested": "nested tensors", "fbgemm": "FBGEMM"}
 _POLICIES = ("ABY", "AB", "AB8", "X")
@@ -132,6 +132,11 @@ def moe_speed() -> str:
     return table(["tokens, d, h, E, k", "routing, fullest", *_POLICIES, "AB beside a loop"], lines)
 
 
+def moe_loop() -> str:
+    """Return in how many cases `AB` is as many times as fast as a loop as was asked."""
+    return judged([row["times_faster"]["loop"]["AB"]["median"] for row in results("moe-speed")["rows"]], 1.2)
+
+
 def moe_finer() -> str:
     """Return the MiB that are kept as experts become finer."""
     lines = []
@@ -213,6 +218,11 @@ FIGURES: Figures = {
     "moe-mean-x": lambda: moe_mean("X"),
     "moe-kept-ab": lambda: moe_mean("AB", kept=True),
     "moe-kept-x": lambda: moe_mean("X", kept=True),
+    "moe-target": lambda: judged([results("moe-speed")["mean"][name] for name in ("AB", "X")], 1.15),
+    "moe-kept-target": lambda: judged(
+        [results("moe-speed")["kept_memory"]["mean"][name] for name in ("AB", "X")], 1.15
+    ),
+    "moe-loop-target": moe_loop,
     "moe-quality": moe_quality,
     "moe-change": moe_change,
     "jagged-histories": histories,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from _figures import Figures, percent, results, table
+from _figures import Figures, judged, percent, results, table
 
 
 def _accuracy(name: str) -> dict[str, Any]:
@@ -99,6 +99,7 @@ FIGURES: Figures = {
     "plan-step": lambda: f"{_speed('step_of_131072', 'seconds'):.1f} s",
     "plan-step-memory": lambda: f"{_speed('step_of_131072', 'peak_bytes') / 2**30:.2f} GiB",
     "plan-calculon-times": lambda: f"{_speed('times_calculon', 'median'):.0f}",
+    "plan-calculon-target": lambda: judged([_speed("times_calculon", "median")], 20.0),
     "plan-growth-devices": lambda: f"{_speed('growth', 'exponent_devices'):.2f}",
     "plan-growth-ranks": lambda: f"{_speed('growth', 'exponent_ranks'):.2f}",
 }

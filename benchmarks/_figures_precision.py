@@ -6,7 +6,7 @@ import statistics
 from functools import partial
 from typing import Any
 
-from _figures import Figures, listed, of_all, percent, processor, results, span, spread, table
+from _figures import Figures, judged, listed, of_all, percent, processor, results, span, spread, table
 
 MODELS = {"dlrm": "DLRM", "wukong": "Wukong"}
 
@@ -333,6 +333,9 @@ FIGURES: Figures = {
     "fbgemm-random-dynamic": partial(random_layers, "dynamic", "geometric_means"),
     "fbgemm-random-least": lambda: f"{min(_linear()['random']['least'].values()):.2f}",
     "fbgemm-fused": partial(linear_mean, "fused_over_float32"),
+    "fbgemm-target": lambda: judged(
+        [_linear()["geometric_means"][f"{n}_over_float32"] for n in ("static", "fused")], 5.0
+    ),
     "fbgemm-codes": partial(linear_mean, "codes_over_float32"),
     "fbgemm-unfused": partial(linear_mean, "fused_over_unfused"),
     "fbgemm-six-rows": lambda: f"{_linear()['least_static_over_float32_of_six_rows']:.2f}",
@@ -350,7 +353,8 @@ FIGURES: Figures = {
     "bfloat16-split": bfloat16_split,
     "loka-shapes": loka_shapes,
     "loka-mean": lambda: f"{results('loka-shapes')['geometric_mean']:.2f}",
-    "loka-over-uniform": lambda: f"{results('loka-shapes')['over_best_uniform']:.2f}",
+    "loka-over-uniform": lambda: f"{results('loka-shapes')['over_best_uniform']:.3f}",
+    "loka-uniform-target": lambda: judged([results("loka-shapes")["over_best_uniform"]], 1.0),
     "loka-mixed": lambda: f"{results('loka-shapes')['with_outliers']['over_best_uniform']:.2f}",
     "loka-mixed-kernel": lambda: str(results("loka-shapes")["with_outliers"]["best"]),
     "loka-model": loka_model,

@@ -243,6 +243,15 @@ def test_a_killed_run_resumes_to_the_same_bits(cli, recipe, tmp_path, number, pr
     assert (tmp_path / "whole.csv").read_bytes() == (tmp_path / "killed.csv").read_bytes()
 
 
+def test_lines_tell_how_far_scoring_is_where_there_is_no_terminal(cli, recipe, tmp_path, monkeypatch):
+    assert cli("train", recipe, "--run", "runs/a", "-q").code == 0
+    monkeypatch.setattr("cordillera.cli._terminal._FIRST_S", 0.0)
+    scored = cli("predict", "runs/a", "log.csv", "--out", "scores.csv")
+    rows = len((tmp_path / "scores.csv").read_text().splitlines()) - 1
+    assert (scored.code, scored.out) == (0, f"{rows:,} scores: scores.csv\n")
+    assert f"scoring {rows:,} rows  0:00:0" in scored.err
+
+
 def test_a_flipped_byte_in_the_checkpoint_is_refused_by_name(cli, recipe, tmp_path):
     assert cli("train", recipe, "--run", "runs/a", "-q").code == 0
     path = next((tmp_path / "runs/a/checkpoints").glob("step-*/tensors.safetensors"))

@@ -56,7 +56,7 @@ def run(backend: str, written_for: str, processes: int, folder: Path, *begins: s
 @needs_gloo
 @pytest.mark.slow
 @pytest.mark.timeout(2 * DEADLINE_S)
-@pytest.mark.parametrize(("written_for", "processes"), [("gloo", 2), ("gloo", 3), ("mpi", 2), ("mpi", 3)])
+@pytest.mark.parametrize(("written_for", "processes"), [("gloo", 2), ("gloo", 3), ("gloo", 4), ("mpi", 2), ("mpi", 3)])
 def test_what_passes_on_gloo_passes_here(written_for: str, processes: int, tmp_path: Path) -> None:
     pytest.importorskip("expecttest", reason="torch's tests need it")
     begins, least = {"gloo": ((), 80), "mpi": (("test_all_to_all",), 8)}[written_for]

@@ -165,7 +165,7 @@ def test_the_page_of_a_large_job_is_small() -> None:
     assert len(found.faults) == 200
     content = render_replicas("run", found)
     Page(content)
-    assert len(content) < 450_000  # most of it drawing; ten thousand steps would take more than a megabyte
+    assert len(content) < 300_000
     assert content.count("<rect") + content.count("<path") < 2_000
     for name in job.names:
         assert f">{name}<" in content

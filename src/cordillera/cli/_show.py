@@ -273,15 +273,6 @@ def evaluation_table(evaluation: Evaluation) -> Table:
 
 
 @contextlib.contextmanager
-def counted_rows(what: str) -> Iterator[Callable[[int], None]]:
-    """Show how many rows are read, and for how long, on the terminal; yield the function that takes their number."""
-    columns = (TextColumn("{task.description} {task.completed:,.0f} rows", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda rows: bar.update(task, completed=rows)
-
-
-@contextlib.contextmanager
 def work_shown(what: str) -> Iterator[Callable[[str], None]]:
     """Show what long work does, and for how long, on standard error; yield the function that takes what it does now."""
     columns = (TextColumn("{task.description}", markup=False), TimeElapsedColumn())

@@ -30,10 +30,16 @@ def predict(
     Scores are written beside the samples' ids.
     """
     from cordillera import workflows
-    from cordillera.cli._show import counted_rows, echo
+    from cordillera.cli._show import echo, work_shown
 
-    with counted_rows("scoring") as on_rows:
+    with work_shown("scoring") as show:
         written, rows = workflows.predict(
-            run, file, out, batch_size=batch_size, quantized=quantized, planned=planned, on_rows=on_rows
+            run,
+            file,
+            out,
+            batch_size=batch_size,
+            quantized=quantized,
+            planned=planned,
+            on_rows=lambda rows: show(f"scoring {rows:,} rows"),
         )
     echo(f"{rows:,} scores: {written}")

@@ -588,7 +588,7 @@ def gantt(
                 over.append(box(x, y, width, tall, one.style, one.title))
             else:  # thousands of spans without titles are one path a style
                 paths.setdefault(one.style, []).append(f"M{x:.2f} {y:.1f}h{width:.2f}v{tall:.1f}h{-width:.2f}z")
-            if numbered and height >= 14 and width > 8 * len(one.number):
+            if numbered and one.number and height >= 14 and width > 8 * len(one.number):
                 over.append(write_text(x + width / 2, top + height * 0.36 + 3.5, one.number, style="number"))
     drawn += [_tag("path", class_=style, d="".join(path)) for style, path in paths.items()]
     for mark in marks:
