@@ -27,7 +27,7 @@ BENCHMARKS = Path(__file__).resolve().parent
 CHECKOUT = BENCHMARKS.parent
 
 # Modules that compute nothing, by the beginning or the end of their names.
-_TALKING = ("cordillera.cli", "cordillera.errors", "cordillera.files", "cordillera.toml_files", "cordillera.recipe")
+_TALKING = ("cordillera.cli", "cordillera.errors", "cordillera.files", "cordillera.mistakes", "cordillera.recipe")
 _TALKING += ("cordillera.kernels.compiled_files", "cordillera.reports", "cordillera.run")
 _TALKING += ("cordillera.data.fetch", "cordillera.data.files")  # files are placed by their checksums
 _DRAWING = ("report", "chart", "charts", "card", "headline", "page", "export", "commands")

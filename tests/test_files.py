@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cordillera.errors import CheckpointError, DataError, printable
+from cordillera.errors import CheckpointError, DataError, PlanError, printable
 from cordillera.files import (
     TOML_DEPTH,
     parse_json,
@@ -21,6 +21,7 @@ from cordillera.files import (
     read_sealed,
     read_text,
     sealed_json,
+    write,
 )
 from tests.fuzzing import CONTROLS, damaged, flips, survives
 
@@ -167,3 +168,21 @@ def test_printable_text_holds_no_controls() -> None:
 def test_errors_show_names_from_outside_without_steering_the_terminal() -> None:
     error = DataError("no column '\x1b[2J'", where="bad\nname.csv", remedy="\x07")
     assert str(error) == "bad\\nname.csv: no column '\\x1b[2J'\n  -> \\x07"
+
+
+def test_writing_leaves_other_files_of_a_folder_alone(tmp_path: Path) -> None:
+    (tmp_path / "page.html.part").write_text("mine")
+    write({tmp_path / "page.html": "new", tmp_path / "sub" / "plan.json": "{}"})
+    assert (tmp_path / "page.html.part").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["page.html", "page.html.part", "plan.json", "sub"]
+
+
+def test_a_file_that_cannot_be_written_is_named_and_changes_no_other(tmp_path: Path) -> None:
+    (tmp_path / "first").write_text("old")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(PlanError, match="folder: cannot be written"):
+        write({tmp_path / "folder": "new", tmp_path / "last": "new"})
+    with pytest.raises(PlanError, match="second: cannot be written"):
+        write({tmp_path / "first": "new", tmp_path / "sub" / ("y" * 300 + " second"): "new"})
+    assert (tmp_path / "first").read_text() == "old"
+    assert not list(tmp_path.glob(".*"))

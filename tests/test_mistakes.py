@@ -15,10 +15,10 @@ from pydantic import BaseModel
 from cordillera import topology
 from cordillera.errors import CordilleraError, DataError, RecipeError
 from cordillera.files import parse_toml
+from cordillera.mistakes import models_of, text_of
 from cordillera.planning.language.workload import Workload
 from cordillera.planning.ranking.workload import Recommender
 from cordillera.recipe import set_key, validate
-from cordillera.toml_files import models_of, text_of
 from cordillera.training.ranking.architecture_search.space import SpaceConfig, load_space
 
 PYDANTIC = ("Input should be", "Field required", "should match pattern", "Extra inputs", "validation error",

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from cordillera import recipe as recipes
 from cordillera.errors import RecipeError
+from cordillera.mistakes import models_of
 from cordillera.recipe import (
     LanguageRecipe,
     RankingRecipe,
@@ -18,7 +19,6 @@ from cordillera.recipe import (
     parse_override,
     validate,
 )
-from cordillera.toml_files import models_of
 from cordillera.topology import shipped
 from tests.fuzzing import damaged, survives
 
@@ -137,6 +137,13 @@ def test_overrides_reach_every_section_and_are_typed(tmp_path):
 def test_an_override_without_key_or_value_is_refused(text):
     with pytest.raises(RecipeError, match=r"section\.key=value"):
         parse_override(text)
+
+
+def test_an_override_in_brackets_that_is_no_toml_is_not_taken_for_text():
+    with pytest.raises(RecipeError, match=r"quote text within it: --set 'data\.schema\.labels=\[\"a\", \"b\"\]'"):
+        parse_override("data.schema.labels=[purchase]")
+    assert parse_override('data.schema.labels=["purchase"]') == ("data.schema.labels", ["purchase"])
+    assert parse_override("name=pur[chase]") == ("name", "pur[chase]")
 
 
 def test_an_override_below_a_value_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""Reading of external text, JSON and TOML files under limits.
+"""Reading of external text, JSON and TOML files under limits, and writing that leaves no half file.
 
 A file from outside may have any size, encoding and depth. Every reader goes through these functions, which return its
 content or raise one error that names the file and the place.
@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -256,24 +256,21 @@ def _older_sealed_json(content: dict[str, Any]) -> str:
 
 
 def write(texts: Mapping[Path, str]) -> None:
-    """Write several files, ``texts`` by path, to temporary names and rename them once all are written.
+    """Write several files, ``texts`` by path, all or none of them.
 
     Missing folders are created. If a file cannot be written, no file is changed and no temporary file remains.
 
     Raises:
         PlanError: If a file cannot be written.
     """
-    beside = {path: path.with_name(path.name + ".part") for path in texts}
     path, made = next(iter(texts)), list[Path]()
     try:
         for path, text in texts.items():
             make_folders(path.parent, made)
-            with open(beside[path], "w", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
+            _beside(path).write_text(text, encoding="utf-8", newline="\n")
+            _flush(_beside(path))
         for path in texts:
-            os.replace(beside[path], path)
+            os.replace(_beside(path), path)
             made.clear()
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         reason = getattr(error, "strerror", None) or error
@@ -281,10 +278,38 @@ def write(texts: Mapping[Path, str]) -> None:
             f"cannot be written: {reason}", where=str(path), remedy="free space or another place"
         ) from error
     finally:
-        for part in beside.values():
-            with contextlib.suppress(OSError, ValueError):
-                part.unlink(missing_ok=True)
+        for path in texts:
+            _remove(_beside(path))
         remove_made(made)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path beside ``path`` for a file that takes its place once the context ends without an error.
+
+    Readers see the old file or the new one, also after a power failure; a file that was not finished is removed.
+    """
+    beside = _beside(path)
+    try:
+        yield beside
+        _flush(beside)
+        os.replace(beside, path)
+    finally:
+        _remove(beside)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def _flush(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError, ValueError):  # ValueError: a null byte in the name
+        path.unlink(missing_ok=True)
 
 
 def make_folders(folder: Path, made: list[Path]) -> None:

@@ -38,11 +38,11 @@ from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import CordilleraError, DataError, RecipeError, printable
 from cordillera.files import TOML_BYTES, TOML_DEPTH, parse_toml, read_text, write
 from cordillera.kernels.threads import MOST_THREADS
+from cordillera.mistakes import explain, known_keys, meant, models_of, text_of
 from cordillera.models.language.checkpoints import open_checkpoint
 from cordillera.models.language.llama import PRESETS, LlamaConfig
 from cordillera.models.ranking import MODELS, ModelConfig
 from cordillera.serving.language.language_model import find_model, tokenizer_of
-from cordillera.toml_files import explain, known_keys, models_of, text_of
 from cordillera.training.language.objectives import ObjectiveConfig
 from cordillera.training.language.trainer import LanguageTrainingConfig
 from cordillera.training.ranking.config import RankingParallelConfig, TrainingConfig
@@ -174,17 +174,18 @@ def _read(source: str | Path) -> tuple[str, str]:
     files = {one.name[:-5]: one for one in folder.iterdir() if one.name.endswith(".toml")}
     if str(source) in files:
         return files[str(source)].read_text(encoding="utf-8"), str(source)
-    if _is_there(path / "recipe.toml"):
+    if _is_file(path / "recipe.toml"):
         path = path / "recipe.toml"
-    if _is_there(path):
+    if _is_file(path) and path.suffix in (".csv", ".tsv", ".parquet", ".gz"):
+        why = f"is a log, not a recipe: `cordillera recipe new {source}` writes one"
+        raise RecipeError(str(source), [("file", why)])
+    if _is_file(path):
         return read_text(path, limit=TOML_BYTES), str(path)
-    close = difflib.get_close_matches(str(source), files, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    why = f"is neither a shipped recipe (`cordillera recipe list` shows them) nor a file{hint}"
+    why = "is neither a shipped recipe (`cordillera recipe list` shows them) nor a file" + meant(str(source), files)
     raise RecipeError(str(source), [("recipe", why)])
 
 
-def _is_there(path: Path) -> bool:
+def _is_file(path: Path) -> bool:
     try:
         return path.exists() and not path.is_dir()
     except (OSError, ValueError):  # not a possible file name
@@ -206,9 +207,11 @@ def parse_override(text: str) -> tuple[str, Any]:
     try:
         return key, parse_toml(f"value = {value}", "--set")["value"]
     except DataError as error:
-        if isinstance(error.__cause__, tomllib.TOMLDecodeError):
+        is_text, in_brackets = isinstance(error.__cause__, tomllib.TOMLDecodeError), value.lstrip()[:1] in ("[", "{")
+        if is_text and not in_brackets:
             return key, value
-        raise RecipeError("--set", [(key, error.what)]) from error
+        hint = f'; quote text within it: --set \'{key}=["a", "b"]\'' if is_text else ""
+        raise RecipeError("--set", [(key, error.what + hint)]) from error
 
 
 def apply_override(content: dict[str, Any], override: str) -> None:
@@ -384,9 +387,7 @@ def _with_sizes(content: dict[str, Any], source: str) -> dict[str, Any]:
     sizes: LlamaConfig | None = None
     if preset is not None:
         if preset not in PRESETS:
-            close = difflib.get_close_matches(str(preset), PRESETS, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            message = f"must be one of {', '.join(PRESETS)}{hint}, got {preset!r}"
+            message = f"must be one of {', '.join(PRESETS)}{meant(str(preset), PRESETS)}, got {preset!r}"
             raise RecipeError(source, [("model.preset", message)])
         sizes = PRESETS[preset]
     elif set(model) <= {"name", *ON_TOP}:
@@ -501,7 +502,7 @@ def write_recipe(
     """
     out = Path(out)
     if out.exists():
-        raise DataError("exists", where=str(out), remedy="name another file with --out")
+        raise DataError("already exists", where=str(out), remedy="name another file with --out")
     files = expand_paths(tuple(path))
     any_schema = Schema(labels=("label",), dense=(DenseFeature(name="value"),))
     kind = format_of(files)

@@ -37,7 +37,16 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from cordillera.errors import RunError
-from cordillera.files import TOML_BYTES, is_there, parse_sealed, parse_toml, read_sealed, read_text, sealed_json
+from cordillera.files import (
+    TOML_BYTES,
+    is_there,
+    parse_sealed,
+    parse_toml,
+    read_sealed,
+    read_text,
+    replacing,
+    sealed_json,
+)
 
 _LIBRARIES = ("torch", "numpy", "numba", "fbgemm-gpu-cpu", "fbgemm-gpu", "polars", "pyarrow", "triton", "pydantic")
 
@@ -98,32 +107,22 @@ def disk_errors(path: Path, remedy: str | None = None) -> Iterator[None]:
 
 
 def write_atomically(path: Path, text: str, *, new: bool = False) -> None:
-    """Write a text file to a temporary name and rename it, so that readers see either the old file or the new one.
+    """Write a text file so that readers see the old one or the new one (see :func:`cordillera.files.replacing`).
 
     With ``new``, the ``text`` is refused if ``path`` exists, so that only one of several processes creates the file.
 
     Raises:
         RunError: If the file cannot be written, or exists although ``new`` is set.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with disk_errors(path):
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            if new:
-                try:
-                    os.link(temporary, path)
-                    return
-                except FileExistsError:
-                    raise RunError("is being made by another process", where=str(path.parent)) from None
-                except OSError:
-                    pass  # a file system without links
-            os.replace(temporary, path)
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+    with disk_errors(path), replacing(path) as beside:
+        beside.write_text(text, encoding="utf-8")
+        if new:
+            try:
+                os.link(beside, path)
+            except FileExistsError:
+                raise RunError("is being made by another process", where=str(path.parent)) from None
+            except OSError:
+                pass  # a file system without links
 
 
 def _temporary(folder: Path, name: str = "*") -> list[Path]:

@@ -34,7 +34,7 @@ from pydantic import (
 
 from cordillera.errors import PlanError, printable
 from cordillera.files import parse_toml, read_text
-from cordillera.toml_files import explain, known_keys, text_of
+from cordillera.mistakes import explain, known_keys, text_of
 
 SECONDS_PER_KM = 5e-6  # light in glass: 1.468 times as long as in a vacuum
 

@@ -15,7 +15,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from cordillera.toml_files import MISTAKES
+from cordillera.mistakes import MISTAKES
 from tests.attacks.commands import Commands, Outcome
 from tests.attacks.written import misleading
 from tests.cli.conftest import RECIPE

@@ -501,3 +501,30 @@ def test_version_and_help_answer_without_loading_torch(tmp_path):
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert finished.returncode == 0, finished.stderr
     assert "movielens-wukong" in re.sub(r"\s+", " ", finished.stdout)
+
+
+def test_a_model_that_is_too_good_and_a_best_that_is_not_kept_are_said(cli, recipe, tmp_path):
+    lines = (tmp_path / "log.csv").read_text().splitlines()
+    told = [lines[0] + ",seconds"] + [f"{line},{int(line.endswith(',1')) * 9}" for line in lines[1:]]
+    (tmp_path / "log.csv").write_text("\n".join(told) + "\n")
+    text = recipe.read_text().replace('{ name = "price" }', '{ name = "price" }, { name = "seconds" }')
+    recipe.write_text(text)
+    result = cli("train", recipe, "--run", "told", "--set", "training.epochs=30")
+    assert "click: such an AUC is rare; a feature may be known only after the label\n" in result.out
+    assert "  -> see which tells most: cordillera evaluate told --importance\n" in result.out
+    plain = cli("train", recipe, "--run", "plain", "--set", 'data.schema.dense=[{name="price"}]',
+                "--set", "training.epochs=30", "--set", "training.learning_rate=0.05")  # fmt: skip
+    assert "such an AUC" not in plain.out
+    assert re.search(
+        r"the last weights are kept; best NE 0\.\d{4} was at step [\d,]+ \(training\.patience\)", plain.out
+    )
+    kept = cli("train", recipe, "--run", "kept", "--set", 'data.schema.dense=[{name="price"}]',
+               "--set", "training.epochs=30", "--set", "training.learning_rate=0.05",
+               "--set", "training.patience=40")  # fmt: skip
+    assert "the last weights" not in kept.out
+
+
+def test_a_log_in_place_of_a_recipe_is_called_one(cli, recipe, tmp_path):
+    result = cli("train", tmp_path / "log.csv")
+    assert result.code == 2
+    assert "is a log, not a recipe: `cordillera recipe new " in result.err

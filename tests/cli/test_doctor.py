@@ -232,9 +232,9 @@ def test_findings_are_ordered_by_area(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = ("_torch_and_gpu", "python"), ("_update_backends", "back ends"), ("_fbgemm", "libraries")
     both = [doctor.Finding(area, name, "usable", "as it is") for name, area in torch]
     monkeypatch.setattr(doctor, "_with_torch", lambda: both)
-    for name in ("_pip", "_numba", "_triton", "_compiler", "_tensorboard", "_optional", "_torchrec", "_fuxictr"):
+    for name in ("_pip", "_numba", "_triton", "_compiler", "_tensorboard", "_optional", "_fuxictr"):
         area = "python" if name == "_pip" else "libraries"
         monkeypatch.setattr(doctor, name, lambda name=name, area=area: doctor.Finding(area, name, "absent", "no"))
     areas = [finding.area for finding in doctor.examine()]
     assert areas == sorted(areas, key=["machine", "python", "back ends", "libraries"].index)
-    assert {area: areas.count(area) for area in areas} == {"machine": 4, "python": 3, "back ends": 1, "libraries": 8}
+    assert {area: areas.count(area) for area in areas} == {"machine": 4, "python": 3, "back ends": 1, "libraries": 7}

@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from cordillera import workflows
-from cordillera.cli import _show, data, train, watch
+from cordillera.cli import _show, data, inject, probe, quantize, train, watch
 from cordillera.cli import plan as planning
 from cordillera.numerics.dispatch.plan import KernelChoice
 from cordillera.numerics.inference.drift import Alarm
@@ -212,7 +212,7 @@ def test_the_change_of_a_quantisation_is_within_the_budget_above_it_or_neither(
         selection=selection, layers=[], bytes=(3, 1), ne=(1.0, 1.0), seconds=(1.0, 1.0), searched=change,
         confirmed=change, sweep=12,
     )  # fmt: skip
-    summary = cells(_show.quantized_summary(outcome, 2e-4))
+    summary = cells(quantize._summary(outcome, 2e-4))
     assert [row[0] for row in summary[4:]] == ["NE, searched", "NE, test split", "evaluations"]
     assert all(row[3].endswith(f"; {verdict}") for row in summary[4:6])
     assert summary[6][2:] == ["3", "a sweep of all options: 12"]
@@ -226,7 +226,7 @@ def test_vulnerability_is_in_per_cent_with_shares_of_what_is_silent() -> None:
     none = {"name": "bottom", "injections": 3, "pvf": rate(0.0, 0.0, 0.1), "silent": rate(0.0), "detected": rate(0.0)}
     empty = {"name": "empty", "injections": 0, **dict.fromkeys(("pvf", "silent", "detected"), rate(math.nan))}
     content = {"fault": {"name": "single bit"}, "samples": 1000, "split": "test"}
-    table = _show.injection_table(content | {"components": [one | {"detected": rate(0.005)}, none, empty]})
+    table = inject._table(content | {"components": [one | {"detected": rate(0.005)}, none, empty]})
     assert table.title == "single bit faults on 1,000 samples of the test split"
     assert cells(table)[1:] == [
         ["top", "12,345", "2 %", "1 to 4 %", "75 % / 25 %"],
@@ -244,7 +244,7 @@ def test_kernels_of_a_plan_stand_under_their_headings(purpose: str) -> None:
         KernelChoice("rest", "forward", 64, 1, 20, "fp32", "unknown", {}),
     ]
     profile: Any = SimpleNamespace(plan=SimpleNamespace(purpose=purpose, choices=choices))
-    rows = cells(_show.plan_table(profile))
+    rows = cells(probe._table(profile))
     product = ["forward"] if purpose == "training" else []
     assert rows[0] == ["layer", *(["product"] if product else []), "rows", "outputs x inputs", "kernel", "ms",
                        "times fp32", "dB", ""]  # fmt: skip
@@ -390,7 +390,7 @@ def test_a_progress_bar_follows_steps_and_the_best_validation(monkeypatch: pytes
     def progress(out: Any, quiet: bool) -> Any:
         yield bar, 7, print
 
-    monkeypatch.setattr(_show, "_progress", progress)
+    monkeypatch.setattr(_show, "progress_bar", progress)
     with _show.training_progress(_show.console()) as (on_step, _):
         on_step({}, SimpleNamespace(step=5, best_text=""), 10)
         on_step({}, SimpleNamespace(step=6, best_text="best NE 0.8123"), 10)
@@ -403,6 +403,6 @@ def test_a_progress_bar_follows_steps_and_the_best_validation(monkeypatch: pytes
         {"completed": 1, "description": "training"},
     ]
     seen.clear()
-    with _show.injection_progress(_show.console()) as (on_round, _):
+    with _show.answering_progress(_show.console(), what="faults a bit position") as on_round:
         on_round(3, 9)
-    assert seen == [{"completed": 3, "total": 9, "description": "faults a bit position"}]
+    assert seen == [{"total": 9}, {"completed": 3, "description": "faults a bit position"}]

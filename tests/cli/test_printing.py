@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
 
-from cordillera.cli import _show
+from cordillera.cli import _show, quantize
 from cordillera.cli._show import console, echo
 from cordillera.cli._terminal import PlainConsole, Terminal
+from cordillera.cli.app import options_of
 from cordillera.errors import printable
 from cordillera.numerics.inference.selection import Change
 from cordillera.training.language.trainer import LanguageEvaluation
@@ -232,11 +233,11 @@ def test_choices_and_layers_of_a_quantisation_stand_under_their_headings():
         selection=selection, layers=layers, bytes=(200, 50), ne=(0.8, 0.9), seconds=(4e-3, 2e-3),
         searched=Change(1e-4, -1e-4, 3e-4), confirmed=None, sweep=12,
     )  # fmt: skip
-    parts, beside = map(cells, _show.quantized_tables(outcome).values())
-    summary = cells(_show.quantized_summary(outcome, 2e-4))
+    parts, beside = map(cells, quantize._tables(outcome).values())
+    summary = cells(quantize._summary(outcome, 2e-4))
     assert parts[1:] == [["table user", "int4", "NE +0.0200 %"], ["layer top", "fp32", ""]]
     selection.alone = {}
-    assert cells(_show.quantized_tables(outcome)["parts"])[0] == ["part", "kept as"]
+    assert cells(quantize._tables(outcome)["parts"])[0] == ["part", "kept as"]
     assert beside[1] == ["top", "int8 static", "33.2", "29.5"]
     assert summary[1:5] == [
         ["bytes", "200", "50", "25.0 %"],
@@ -318,3 +319,28 @@ def test_long_work_says_where_it_is_in_a_file(monkeypatch: pytest.MonkeyPatch) -
     with _show.training_progress(PlainConsole(file), quiet=True) as (on_step, _):
         on_step({}, SimpleNamespace(step=1), 40)
     assert file.getvalue().splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (["generate", "smollm2", "hi", "--temperature", "-1"], "--temperature"),
+        (["generate", "smollm2", "hi", "--drafter", "nothing"], "--drafter"),
+        (["plan", "llama3-8b", "a100-node", "--slow", "-1"], "--slow"),
+        (["plan", "llama3-8b", "a100-node", "--layout", "tensor"], "--layout"),
+        (["search", "movielens-dnn", "--space", "blocks", "--searcher", "nothing"], "--searcher"),
+    ],
+)
+def test_errors_name_options_as_the_command_has_them(cli, arguments, option):
+    result = cli(*arguments)
+    assert result.code == 2
+    assert result.err.startswith(f"error: {option}")
+
+
+def test_arguments_of_functions_are_options_of_the_command_that_has_them():
+    assert options_of(["plan", "w", "c", "--set", "a=1"])["changes"] == "--set"
+    assert options_of(["-q", "train", "r"])["processes"] == "--nproc"
+    assert options_of(["data", "get", "adult"])["export_to"] == "--export"
+    assert "file" not in options_of(["predict", "run", "file.csv"])  # an argument without an option
+    assert options_of(["evaluate", "run"])["file"] == "--file"
+    assert options_of(["no", "such", "command"]) == options_of([]) == {}

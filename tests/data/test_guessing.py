@@ -14,6 +14,7 @@ import pytest
 from cordillera.data.ranking.datasets import prepare
 from cordillera.data.ranking.features import DenseFeature, Schema
 from cordillera.data.ranking.guessing import ColumnGuess, guess_roles, schema_of
+from cordillera.data.ranking.guessing_outcomes import told_alone
 from cordillera.data.ranking.logs.click_logs import FileLog
 from cordillera.data.ranking.logs.columns import MISSING
 from cordillera.data.ranking.rows import read_rows
@@ -391,3 +392,104 @@ def test_a_recipe_is_written_that_trains(tmp_path: Path) -> None:
         write_recipe([str(tmp_path / "log.csv")], tmp_path / "other.toml", model="wukon")
     assert not (tmp_path / "other.toml").exists()
     assert write_recipe([str(tmp_path / "log.csv")], tmp_path / "lr.toml", model="lr")
+
+
+def outcome_log(path: Path, rows: int = 2000, **columns: Any) -> Path:
+    draw = np.random.default_rng(3)
+    click = draw.integers(0, 2, rows)
+    given = {
+        "at": [f"2026-03-{1 + row * 28 // rows:02}T10:00:00" for row in range(rows)],
+        "user_id": draw.integers(0, 100, rows),
+        "price": draw.random(rows),
+        "seconds": click * draw.integers(1, 500, rows),
+        "outcome_page": [["home", "thanks"][one] for one in click],
+        "click": click,
+    }
+    pl.DataFrame({**given, **columns}).write_csv(path)
+    return path
+
+
+def test_columns_that_tell_the_label_alone_are_left_out(tmp_path: Path) -> None:
+    found = roles(outcome_log(tmp_path / "log.csv"))
+    assert {name: one.role for name, one in found.items()} == {
+        **{"at": "timestamp", "user_id": "categorical", "price": "dense"},
+        **{"seconds": "left out", "outcome_page": "left out", "click": "label"},
+    }
+    assert found["seconds"].why.startswith("tells click alone (AUC 1.000), so it may be known only afterwards")
+
+
+def test_a_column_that_tells_the_label_stays_where_no_other_feature_is(tmp_path: Path) -> None:
+    rows = pl.read_csv(outcome_log(tmp_path / "log.csv")).select("seconds", "click")
+    rows.write_csv(tmp_path / "two.csv")
+    assert roles(tmp_path / "two.csv")["seconds"].role == "dense"
+
+
+@pytest.mark.parametrize("kind", ["numbers", "with blanks", "texts"])
+def test_the_area_by_one_column_is_that_of_all_pairs(kind: str) -> None:
+    draw = np.random.default_rng(5)
+    ones = draw.integers(0, 2, 400)
+    numbers = np.round(ones + draw.normal(0, 1, 400), 1)
+    values = pl.Series("x", numbers)
+    scores = numbers
+    if kind == "with blanks":
+        blank = draw.random(400) < 0.2
+        values = pl.Series("x", [None if no else one for one, no in zip(numbers.tolist(), blank, strict=True)])
+        scores = np.where(blank, -np.inf, numbers)
+    elif kind == "texts":
+        codes = draw.integers(0, 8, 400)
+        values = pl.Series("x", [f"t{code}" for code in codes])
+        scores = np.array([ones[codes == code].mean() for code in codes])
+    label = pl.Series("y", [*ones.tolist(), None])  # a blank label does not count
+    first, second = scores[ones == 1][:, None], scores[ones == 0][None, :]
+    pairs = np.where(first == second, 0.5, first > second)
+    expected = max(pairs.mean(), 1 - pairs.mean())
+    assert told_alone(pl.concat([values, values.head(1)]), label) == pytest.approx(expected, abs=1e-12)
+
+
+def test_few_rows_and_rare_values_tell_nothing() -> None:
+    ones = [0, 1] * 49
+    assert told_alone(pl.Series(ones), pl.Series(ones)) == 0.5
+    ones = [0, 1] * 500
+    assert told_alone(pl.Series([f"user {row}" for row in range(1000)]), pl.Series(ones)) == 0.5
+    assert told_alone(pl.Series(ones), pl.Series(ones)) == 1.0
+    assert told_alone(pl.Series([-one for one in ones]), pl.Series(ones)) == 1.0
+    assert told_alone(pl.Series([None] * 1000, dtype=pl.Float64), pl.Series(ones)) == 0.5
+
+
+def test_weights_and_what_follows_an_outcome_are_told_by_their_names(tmp_path: Path) -> None:
+    weights = np.random.default_rng(4).choice([1.0, 2.5], 2000)
+    path = outcome_log(tmp_path / "log.csv", sample_weight=weights, revenue_eur=weights, watch_time_s=weights)
+    found = roles(path)
+    assert [found[name].role for name in ("sample_weight", "revenue_eur", "watch_time_s")] == [
+        *("weight", "left out", "left out"),
+    ]
+    assert schema_of(list(found.values())).weight == "sample_weight"
+    named = outcome_log(tmp_path / "named.csv", sample_weight=["a"] * 1999 + ["b"])
+    assert roles(named)["sample_weight"].role == "categorical"
+
+
+def test_times_that_training_would_refuse_or_take_otherwise_are_named(tmp_path: Path) -> None:
+    times = [f"2026-03-01T10:{row // 60:02}:{row % 60:02}" for row in range(2000)]
+    blank = roles(outcome_log(tmp_path / "a.csv", at=[*times[:-3], None, None, None]))["at"]
+    assert (blank.role, blank.why[:24]) == ("left out", "times, blank in 3 rows: ")
+    mixed = roles(
+        outcome_log(tmp_path / "b.csv", at=[f"{one}+01:00" if row % 2 else one for row, one in enumerate(times)])
+    )
+    assert mixed["at"].role == "timestamp"
+    assert mixed["at"].why.endswith("those without a time zone are taken as UTC")
+    zoned = roles(outcome_log(tmp_path / "c.csv", at=[f"{one}Z" for one in times]))
+    assert "zone" not in zoned["at"].why
+
+
+def test_rows_that_stand_twice_are_counted(tmp_path: Path) -> None:
+    ids = [f"e{row}" for row in range(1990)]
+    found = roles(outcome_log(tmp_path / "log.csv", event_id=[*ids, *ids[:10]]))
+    assert found["event_id"].why.endswith("; 10 rows with one of an earlier row: the same row twice?")
+
+
+def test_a_label_that_is_not_there_is_answered_with_what_may_be_meant(tmp_path: Path) -> None:
+    path = outcome_log(tmp_path / "log.csv")
+    with pytest.raises(DataError, match=r"there is no column 'Click'; did you mean 'click'\?"):
+        roles(path, ("Click",))
+    with pytest.raises(DataError, match="repeat --label for each of them"):
+        roles(path, ("click,price",))

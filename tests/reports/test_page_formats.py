@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cordillera import numbers
 from cordillera.planning.sensitivity import DISTANCES_KM, OVERSUBSCRIPTIONS, Sensitivity
 from cordillera.reports import page, plans
 from cordillera.reports.charts import Axis, Series
@@ -22,17 +23,17 @@ from cordillera.reports.charts import Axis, Series
     ],
 )  # fmt: skip
 def test_times_have_their_two_largest_units(seconds: float, text: str) -> None:
-    assert page.duration(seconds) == text
+    assert numbers.duration(seconds) == text
 
 
 def test_numbers_that_are_not_finite_are_words() -> None:
-    assert [page.fixed(value, 2) for value in (1.005, -0.5, math.nan, math.inf, -math.inf)] == [
+    assert [numbers.fixed(value, 2) for value in (1.005, -0.5, math.nan, math.inf, -math.inf)] == [
         *("1.00", "-0.50", "undefined", "infinite", "-infinite"),
     ]
-    assert page.fixed(0.123456) == "0.1235"
-    assert [page.known(value, "{:.1f} x") for value in (1.25, math.nan, math.inf)] == ["1.2 x", "", ""]
-    assert [page.whole(value) for value in (1234.6, math.nan)] == ["1,235", "unknown"]
-    assert page.whole(math.nan, "") == ""
+    assert numbers.fixed(0.123456) == "0.1235"
+    assert [numbers.known(value, "{:.1f} x") for value in (1.25, math.nan, math.inf)] == ["1.2 x", "", ""]
+    assert [numbers.whole(value) for value in (1234.6, math.nan)] == ["1,235", "unknown"]
+    assert numbers.whole(math.nan, "") == ""
 
 
 def test_values_of_files_are_text_on_one_line() -> None:

@@ -13,22 +13,10 @@ from typing import Any, NoReturn
 
 import typer
 
-from cordillera.cli.app import app
+from cordillera.cli.app import app, options_of
 from cordillera.errors import CordilleraError, DependencyError, Interrupted, RunError, printable
 
 __all__ = ["app", "main"]
-
-_ARGUMENTS = (
-    *("balance", "bits", "budget", "changes", "component", "coordinator", "devices", "dtype", "file", "fp8"),
-    *("half_width", "injections", "jitter", "layouts", "listen", "lose", "measure", "onnx", "processes", "products"),
-    *("prompts", "quantize"),
-    *("ranks", "replica", "replicas", "resume", "samples", "searcher", "size", "slow", "space", "split", "supernet"),
-    *("threshold", "to", "tokens", "towers", "what_if"),
-)
-"""Arguments of functions of :mod:`cordillera.workflows` that errors name, and that are options of commands."""
-
-_CALLED = {"changes": "--set", "layouts": "--layout", "processes": "--nproc"}
-"""Options of other names than their arguments."""
 
 _FILES = 256  # that a command may have open, several times what the largest models have in pieces
 
@@ -43,8 +31,6 @@ _REMEDIES = {
     errno.EPERM: "choose a file or folder that this user may use",
 }
 
-_ARGUMENT = re.compile(rf"\b({'|'.join(_ARGUMENTS)})\b")
-
 _with_place = warnings.formatwarning
 
 
@@ -56,16 +42,12 @@ def _formatted(message: Warning | str, category: type[Warning], *place: Any) -> 
 
 
 def _with_options(error: CordilleraError) -> str:
-    """Return an error's text in which arguments of functions are options of commands."""
-    first = re.split(r"[ ,]", error.where or "", maxsplit=1)[0]
-    if first not in _ARGUMENTS:
+    """Return an error's text in which arguments of functions are options of the command."""
+    options = options_of(sys.argv[1:])
+    if re.split(r"[ ,]", error.where or "", maxsplit=1)[0] not in options:
         return str(error)
-
-    def option(match: re.Match[str]) -> str:
-        return _CALLED.get(match[0]) or f"--{match[0].replace('_', '-')}"
-
     names, what = str(error).split(":", 1)
-    return f"{_ARGUMENT.sub(option, names)}:{what}"
+    return f"{re.sub('[a-z0-9_]+', lambda word: options.get(word[0], word[0]), names)}:{what}"
 
 
 def _allow_files() -> None:
@@ -141,7 +123,7 @@ def main() -> None:
         from typer import rich_utils
 
         if isinstance(error.__cause__, ValidationError):  # of Typer, which checks options by pydantic
-            from cordillera.toml_files import explain
+            from cordillera.mistakes import explain
 
             first: Any = error.__cause__.errors()[0]
             if first["type"] == "value_error":  # whose sentence is Typer's own

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -30,15 +29,14 @@ from rich.text import Text
 
 from cordillera.cli._terminal import PlainConsole, ProgressLines, Terminal
 from cordillera.distributed.job.environment import is_silent
-from cordillera.errors import DataError, RunError, printable
+from cordillera.errors import DataError, PlanError, RunError, printable
+from cordillera.files import check_writable
+from cordillera.numbers import fixed
 
 if TYPE_CHECKING:
-    from cordillera.numerics.dispatch.dispatch import Profile
     from cordillera.training.language.trainer import LanguageEvaluation, LanguageProgress
     from cordillera.training.ranking.config import Progress as TrainingProgress
     from cordillera.training.ranking.evaluation import Evaluation
-    from cordillera.training.ranking.teachers.augmentation import AugmentationProgress
-    from cordillera.workflows.quantization import Quantized
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as one JSON document.")]
@@ -223,6 +221,19 @@ def refuse(options: Mapping[str, object], task: str) -> None:
             raise RunError(f"has no effect with {task}", where=name, remedy="leave it out")
 
 
+def check_plot(path: Path | None) -> None:
+    """Check before the work whether a drawing could be written to ``path``, if there is one.
+
+    Raises:
+        PlanError: If it is no .png or .svg, or cannot be written.
+    """
+    if path is None:
+        return
+    if path.suffix not in (".png", ".svg"):
+        raise PlanError(f"cannot draw into {path.name}", where="--plot", remedy="name a .png or an .svg")
+    check_writable(path)
+
+
 def read_input() -> str:
     """Return what standard input holds.
 
@@ -234,18 +245,6 @@ def read_input() -> str:
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise DataError(f"byte {error.start} (0x{byte:02x}) is not UTF-8", where="standard input") from error
-
-
-def number(value: float, digits: int = 4) -> str:
-    """Return a metric's value with a number of ``digits``; NaN is a metric that the data does not define."""
-    return "undefined" if math.isnan(value) else f"{value:.{digits}f}"
-
-
-def time_left(seconds: float) -> str:
-    """Return a duration in the unit that fits: ``40 s``, ``12 min``, ``3.5 h``."""
-    if seconds < 90:
-        return f"{max(0, seconds):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def titled_table(title: str, *left: str | Column, right: Sequence[str] = ()) -> Table:
@@ -267,7 +266,7 @@ def evaluation_table(evaluation: Evaluation) -> Table:
     table = titled_table(title, "task", right=(*shown.values(), "positives"))
     for task, values in metrics.items():
         share = values["positives"] / values["examples"] if values["examples"] else math.nan
-        cells = [number(values.get(key, math.nan)) for key in shown]
+        cells = [fixed(values.get(key, math.nan)) for key in shown]
         table.add_row(printable(task), *cells, "undefined" if math.isnan(share) else f"{100 * share:.1f} %")
     return table
 
@@ -290,7 +289,7 @@ def group_tables(evaluation: Evaluation) -> list[Table]:
     right = (f"NDCG@{k}", f"recall@{k}", f"MRR@{k}", "groups", "without a positive")
     table = titled_table(f"the top {k} of each group by score", "task", right=right)
     for task, values in found.items():
-        cells = [number(values.get(key, math.nan)) for key in ("ndcg", "recall", "mrr")]
+        cells = [fixed(values.get(key, math.nan)) for key in ("ndcg", "recall", "mrr")]
         counts = [f"{values.get(f'ranking_{key}', math.nan):,.0f}" for key in ("groups", "excluded_groups")]
         table.add_row(printable(task), *cells, *counts)
     return [table]
@@ -327,7 +326,7 @@ class _TimeLeft(ProgressColumn):
 
 
 @contextlib.contextmanager
-def _progress(out: Console, quiet: bool) -> Iterator[tuple[Progress, TaskID, Callable[[str], object]]]:
+def progress_bar(out: Console, quiet: bool) -> Iterator[tuple[Progress, TaskID, Callable[[str], object]]]:
     """Draw a progress bar; yield it with its task, which has a note, and a function that prints a line above it."""
     fixed = Column(no_wrap=True)
     columns = [
@@ -352,7 +351,7 @@ def _progress(out: Console, quiet: bool) -> Iterator[tuple[Progress, TaskID, Cal
 @contextlib.contextmanager
 def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[Any, Callable[[str], object]]]:
     """Draw a progress bar of training with rate and remaining time; yield ``on_step`` and ``say``."""
-    with _progress(out, quiet) as (bar, task, say):
+    with progress_bar(out, quiet) as (bar, task, say):
 
         def on_step(record: dict[str, Any], progress: TrainingProgress | LanguageProgress, total: int) -> None:
             if progress.step == 1 or bar.tasks[task].total != total:
@@ -370,7 +369,7 @@ def answering_progress(
     out: Console, *, quiet: bool = False, what: str = "answering"
 ) -> Iterator[Callable[[int, int], object]]:
     """Draw a progress bar of ``what`` is done; yield a function of the number of pieces that are done and of all."""
-    with _progress(out, quiet) as (bar, task, _):
+    with progress_bar(out, quiet) as (bar, task, _):
 
         def on_answer(done: int, total: int) -> None:
             if bar.tasks[task].total != total:
@@ -380,42 +379,9 @@ def answering_progress(
         yield on_answer
 
 
-_AT_ONCE_S = 0.1  # in which no candidate is tried
-
-
-@contextlib.contextmanager
-def search_progress(
-    out: Console, *, quiet: bool = False
-) -> Iterator[tuple[Callable[[int, int], object], Callable[[str], object]]]:
-    """Draw a progress bar of a search; yield a function of the numbers of candidates shown and planned, and ``say``."""
-    with _progress(out, quiet) as (bar, task, say):
-        came = time.monotonic()
-
-        def on_candidate(done: int, planned: int) -> None:
-            nonlocal came
-            if time.monotonic() - came < _AT_ONCE_S:  # it was on record, and says nothing of the time left
-                bar.reset(task, description="searching", completed=done, total=planned)
-            came = time.monotonic()
-            bar.update(task, description="searching", completed=done, total=planned)
-
-        yield on_candidate, say
-
-
-@contextlib.contextmanager
-def augmentation_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[Any, Callable[[str], object]]]:
-    """Draw the number of rows read and written; yield ``on_step`` and ``say``."""
-    with _progress(out, quiet) as (bar, task, say):
-
-        def on_step(progress: AugmentationProgress) -> None:
-            read, written = progress.counts.get("events", 0), progress.counts.get("examples", 0)
-            bar.update(task, description=f"augmenting  {read:,} events read  {written:,} examples written")
-
-        yield on_step, say
-
-
 def _note(record: dict[str, Any], width: int = 160) -> str:
     """Return the newest record in a few words, fewer for a terminal that is not wide."""
-    loss = f"loss {number(record['loss'])}"
+    loss = f"loss {fixed(record['loss'])}"
     if width < 110:
         return loss
     if "examples_per_second" in record:
@@ -423,108 +389,3 @@ def _note(record: dict[str, Any], width: int = 160) -> str:
     mfu = "" if record["mfu"] is None else f"  MFU {100 * record['mfu']:.0f} %"
     skipped = f"  {record['skipped']} skipped" if record["skipped"] else ""
     return f"{loss}  {record['tokens_per_second']:,.0f} tokens/s{mfu}{skipped}"
-
-
-def quantized_tables(outcome: Quantized) -> dict[str, Sheet]:
-    """Return tables of the precision of each part and of the accuracy of each layer."""
-    selection = outcome.selection
-    alone = Field("alone", "alone, at its cheapest", lambda change: f"NE {100 * change.mean:+.4f} %", right=False)
-    parts = Sheet("precision of each part", Field("part"), Field("kept_as"), alone)
-    for name, option in selection.options.items():
-        parts.add(name, option, selection.alone.get(name))
-    if not selection.alone:  # all parts keep the budget together, so none was tried alone
-        parts.columns.pop()
-    layers = Sheet(
-        "layers beside fp32: ratio of signal to error in dB, more is better",
-        Field("layer"),
-        Field("kernel"),
-        Field("alone_db", "on the same inputs", _decibels, right=False),
-        Field("in_place_db", "after the layers before", _decibels, right=False),
-    )
-    for layer in outcome.layers:
-        layers.add(layer.name, layer.kernel, layer.alone_db, layer.in_place_db)
-    return {"parts": parts, "layers": layers}
-
-
-def quantized_summary(outcome: Quantized, budget: float) -> Table:
-    """Return a table of bytes, quality and speed beside the fp32 model, for a ``budget`` of relative rise of NE."""
-    summary = titled_table("the model", "", "fp32", "quantised", "ratio")
-    before, after = outcome.bytes
-    summary.add_row("bytes", f"{before:,}", f"{after:,}", f"{100 * after / before:.1f} %")
-    summary.add_row("NE", number(outcome.ne[0], 6), number(outcome.ne[1], 6), f"{outcome.ne[1] / outcome.ne[0]:.6f}")
-    slow, fast = (1e3 * seconds for seconds in outcome.seconds)
-    speed = f"{slow / fast:.2f} times as fast" if fast <= slow else f"{fast / slow:.2f} times as slow"
-    summary.add_row("a batch of 256", f"{slow:.2f} ms", f"{fast:.2f} ms", speed)
-    for name, change in (("searched", outcome.searched), ("test split", outcome.confirmed)):
-        if change is not None:
-            interval = f"{100 * change.low:+.4f} to {100 * change.high:+.4f}"
-            verdict = "within the budget" if change.high <= budget else "not shown to be within the budget"
-            if change.low > budget:
-                verdict = "above the budget"
-            summary.add_row(f"NE, {name}", "", f"{100 * change.mean:+.4f} %", f"{interval}; {verdict}")
-    evaluated = len(outcome.selection.evaluated)
-    summary.add_row("evaluations", "", str(evaluated), f"a sweep of all options: {outcome.sweep}")
-    return summary
-
-
-def _decibels(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:.1f}"
-
-
-@contextlib.contextmanager
-def injection_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[Any, Callable[[str], object]]]:
-    """Draw a progress bar of injected faults; yield ``on_round`` and ``say``."""
-    with _progress(out, quiet) as (bar, task, say):
-
-        def on_round(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, description="faults a bit position")
-
-        yield on_round, say
-
-
-def injection_table(content: dict[str, Any]) -> Table:
-    """Return the PVF of every component, from the content of ``injection.json``."""
-    title = f"{content['fault']['name']} faults on {content['samples']:,} samples of the {content['split']} split"
-    table = titled_table(title, "component", right=("faults", "PVF", "95 % interval", "silent / NaN, inf"))
-    for one in content["components"]:
-        pvf, silent, detected = (one[kind]["value"] for kind in ("pvf", "silent", "detected"))
-        low, high = one["pvf"]["low"], one["pvf"]["high"]
-        table.add_row(
-            one["name"],
-            f"{one['injections']:,}",
-            "undefined" if math.isnan(pvf) else f"{100 * pvf:.3g} %",
-            "" if math.isnan(low) else f"{100 * low:.3g} to {100 * high:.3g} %",
-            f"{100 * silent / pvf:.0f} % / {100 * detected / pvf:.0f} %" if pvf > 0 else "",
-        )
-    return table
-
-
-def plan_table(profile: Profile) -> Sheet:
-    """Return the kernel of each layer and size of a profile's plan."""
-    training = profile.plan.purpose == "training"
-    table = Sheet(
-        "the fastest kernel that is accurate enough",
-        Field("layer"),
-        *((Field("product", form=lambda name: name.replace("_", " "), right=False),) if training else ()),
-        Field("rows"),
-        Field("outputs_inputs", "outputs x inputs", "{0[0]} x {0[1]}", right=False),
-        Field("kernel"),
-        Field("ms", form="{:.3f}", right=False),
-        Field("times_fp32", form="{:.2f}", right=False),
-        Field("sqnr_db", "dB", "{:.1f}", right=False),
-        Field("why", ""),
-    )
-    for choice in profile.plan.choices:
-        expected = choice.expected
-        table.add(
-            choice.site,
-            *((choice.of,) if training else ()),
-            choice.rows,
-            (choice.outputs, choice.inputs),
-            choice.kernel,
-            expected.get("ms"),
-            expected.get("times_fp32"),
-            expected["accuracy"]["sqnr_db"] if expected and choice.kernel != "fp32" else None,
-            choice.why,
-        )
-    return table

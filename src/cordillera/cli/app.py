@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -101,6 +101,9 @@ _GROUPS = {
     "delta": "Changes of a run's dynamic tables: make, apply.",
     "recipe": "Recipes: new, list, show.",
 }
+_ARGUMENTS = {"set_": "changes", "layout": "layouts", "nproc": "processes"}
+"""Arguments of functions of :mod:`cordillera.workflows` that options give under other names."""
+
 _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 
 
@@ -145,6 +148,30 @@ def _with_metavars(command: Callable[..., Any]) -> Callable[..., Any]:
 def _kinds(hint: Any) -> list[Any]:
     parts = get_args(hint)
     return [kind for part in parts for kind in _kinds(part)] if parts else [hint]
+
+
+def options_of(words: Sequence[str]) -> dict[str, str]:
+    """Return the options of the command that ``words`` call, by the names of the arguments that they give."""
+    found: Any = None
+    for name in (word for word in words if not word.startswith("-")):
+        if isinstance(found, typer.Typer):
+            found = next((one.callback for one in found.registered_commands if _called(one) == name), None)
+        elif found is None:
+            found = next((commands[name] for commands in SECTIONS.values() if name in commands), None)
+    options: dict[str, str] = {}
+    for name, hint in getattr(found, "__annotations__", {}).items():
+        for info in getattr(hint, "__metadata__", ()):
+            if isinstance(info, typer.models.OptionInfo):
+                declared = (str(one) for one in (info.default, *(info.param_decls or ())))  # the first stands there
+                long = [one for one in declared if one.startswith("--")]
+                option = long[0].partition("/")[0] if long else f"--{name.replace('_', '-')}"
+                options |= {name: option, _ARGUMENTS.get(name, name): option}
+    return options
+
+
+def _called(command: typer.models.CommandInfo) -> str:
+    assert command.callback is not None
+    return command.name or command.callback.__name__
 
 
 def _version(asked: bool) -> None:

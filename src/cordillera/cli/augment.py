@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cordillera.cli._show import AsJson, Changes, CommandOutput, Field, Quiet, Sheet
+from cordillera.cli._show import AsJson, Changes, CommandOutput, Field, Quiet, Sheet, progress_bar
 from cordillera.errors import Interrupted
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from cordillera.recipe import RankingRecipe
+    from cordillera.training.ranking.teachers.augmentation import AugmentationProgress
     from cordillera.workflows import AugmentationOutcome
 
 
@@ -34,14 +38,13 @@ def augment(
     Each event is scored once. Students read the Parquet files that are written.
     """
     from cordillera import workflows
-    from cordillera.cli._show import augmentation_progress
     from cordillera.workflows.streams.augmentation import load_streams, student_recipes
 
     config = load_streams(file, set_ or ())
     recipes = student_recipes(config) if students else {}  # mistakes in them are found before the work
     with CommandOutput(as_json) as answer:
         try:
-            with augmentation_progress(answer.notes, quiet=quiet) as (on_step, say):
+            with _progress(answer.notes, quiet=quiet) as (on_step, say):
                 outcome = workflows.augment(config, finish=finish, on_step=on_step, say=say)
         except KeyboardInterrupt:
             raise Interrupted(
@@ -49,6 +52,18 @@ def augment(
             ) from None
         _print(answer, outcome)
         _train_students(answer, recipes, Path(config.out), quiet)
+
+
+@contextlib.contextmanager
+def _progress(out: Console, *, quiet: bool) -> Iterator[tuple[Any, Callable[[str], object]]]:
+    """Draw the number of rows read and written; yield ``on_step`` and ``say``."""
+    with progress_bar(out, quiet) as (bar, task, say):
+
+        def on_step(progress: AugmentationProgress) -> None:
+            read, written = progress.counts.get("events", 0), progress.counts.get("examples", 0)
+            bar.update(task, description=f"augmenting  {read:,} events read  {written:,} examples written")
+
+        yield on_step, say
 
 
 def _train_students(answer: CommandOutput, recipes: Mapping[str, RankingRecipe], out: Path, quiet: bool) -> None:

@@ -25,7 +25,7 @@ _REMEDY = "benchmarks are part of the source checkout, not of the installed pack
 _REMEDY += "clone the repository and run this command in it"
 
 
-def _looked() -> str:
+def _searched_folders() -> str:
     return ", ".join(str(folder) for folder in folders())
 
 
@@ -60,18 +60,16 @@ def bench(
     Options after SYSTEM go to its benchmark (`bench ranking -- --help`).
     """
     available = programs()
+    if not available:
+        raise CordilleraError("there are no benchmarks", where=_searched_folders(), remedy=_REMEDY)
     if stale:
         if system is not None or context.args:
             raise CordilleraError("takes no SYSTEM and no other option", where="--stale")
-        listing = next((folder / _LISTING for folder in folders() if (folder / _LISTING).is_file()), None)
-        if listing is None:
-            raise CordilleraError("there are no benchmarks", where=_looked(), remedy=_REMEDY)
+        listing = next(iter(available.values())).with_name(_LISTING)
         raise typer.Exit(subprocess.run([sys.executable, str(listing)]).returncode)
     if system is None:
         raise CordilleraError("is missing", where="SYSTEM", remedy=f"one of {', '.join(available)}, or --stale")
     if system not in available:
-        if not available:
-            raise CordilleraError("there are no benchmarks", where=_looked(), remedy=_REMEDY)
         close = difflib.get_close_matches(system, available, 1)
         remedy = f"did you mean {close[0]}?" if close else f"one of {', '.join(available)}"
         raise CordilleraError(f"there is no benchmark {system!r}", where="SYSTEM", remedy=remedy)

@@ -36,22 +36,16 @@ def blame(
     Traces of all ranks are compared: who has not joined an operation, who called it differently, who waits for whom,
     and whose computation takes longer than that of the others. Ranks that only wait for others are counted.
     """
-    from cordillera.cli._show import console, print_json
+    from cordillera.cli._show import check_plot, console, print_json
     from cordillera.distributed.tracing.blame import blame as find
     from cordillera.distributed.tracing.cause_text import describe
     from cordillera.distributed.tracing.flight_recorder import read_traces
-    from cordillera.errors import PlanError
-    from cordillera.files import check_writable
 
-    if plot is not None and plot.suffix not in (".png", ".svg"):
-        raise PlanError(f"cannot draw into {plot.name}", where="--plot", remedy="name a .png or an .svg")
-    if plot is not None:
-        check_writable(plot)
+    check_plot(plot)
     found = find(read_traces(traces), stalled_after_s=after)
     if plot is not None:
         from cordillera.reports.blame import plot_blame
 
-        plot.parent.mkdir(parents=True, exist_ok=True)
         plot_blame(found, plot)
     if as_json:
         causes = [_plain(cause) for cause in found.causes]

@@ -37,6 +37,8 @@ FBGEMM_OF_TORCH = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8"}
 
 _AREAS = ("machine", "python", "back ends", "libraries")
 _PROBE_SECONDS = 120.0
+# Without the working directory, where a folder with the name of a library would shadow it.
+_ISOLATED = "import sys\nsys.path[:] = [entry for entry in sys.path if entry]\n"
 _QUICKLY = "import gc\ngc.disable()\n"  # a fifth of the time that torch takes to be imported is the collector's
 _GIBIBYTE = 1024**3
 _COLOURS: dict[CheckStatus, str] = {"usable": "green", "limited": "yellow", "absent": "dim", "broken": "red"}
@@ -69,9 +71,8 @@ def _probe(code: str, given: str = "") -> tuple[bool, str]:
     """
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     try:
-        # Isolated from the working directory, where a folder with the name of a library would shadow it.
         result = subprocess.run(
-            [sys.executable, "-P" if sys.version_info >= (3, 11) else "-B", "-c", _QUICKLY + code],
+            [sys.executable, "-c", _ISOLATED + _QUICKLY + code],
             capture_output=True,
             text=True,
             timeout=_PROBE_SECONDS,
@@ -350,15 +351,12 @@ def _optional() -> list[Finding]:
         _installed("optuna", "optuna", "the searchers tpe and nsga2 of `search`", "pip install -e '.[search]'"),
         _installed("onnxscript", "onnxscript", "writes programs of `export --onnx`", "pip install onnxscript"),
         _installed("ONNX Runtime", "onnxruntime", "runs programs of `export --onnx`", "pip install onnxruntime"),
+        _installed("TorchRec", "torchrec", "a peer of `cordillera bench` and an oracle of the tests"),
         _installed(
             "MLflow", ("mlflow", "mlflow-skinny"), 'follows runs with track = "mlflow"', "pip install mlflow-skinny"
         ),
         _installed("Weights & Biases", "wandb", 'follows runs with track = "wandb"', "pip install wandb"),
     ]
-
-
-def _torchrec() -> Finding:
-    return _installed("TorchRec", "torchrec", "a peer of `cordillera bench` and an oracle of the tests")
 
 
 def _fuxictr() -> Finding:
@@ -435,7 +433,6 @@ def examine() -> list[Finding]:
         _compiler,
         _tensorboard,
         _optional,
-        _torchrec,
         _fuxictr,
     ]
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
-from cordillera.cli._show import AsJson, Quiet
+from cordillera.cli._show import AsJson, CommandOutput, Quiet, answering_progress, titled_table
 
 
 def inject(
@@ -40,27 +42,38 @@ def inject(
 
     The report says which parts and bits are worth protecting.
     """
-    from cordillera.cli._show import console, injection_progress, injection_table, print_json
     from cordillera.numerics.faults.fault_model import FaultModel
     from cordillera.workflows.injection import InjectionConfig, inject
+    from cordillera.workflows.processes import silent
 
     config = InjectionConfig(
         injections, half_width, FaultModel(bits, burst), tuple(component or ()), seed, samples, threshold
     )
-    out = console()
-    notes = console(stderr=True) if as_json else out
-    with injection_progress(notes, quiet=quiet) as (on_round, say):
-        outcome = inject(run, config, on_round=on_round, say=say)
-    if as_json:
-        print_json({**outcome.content, "report": outcome.files[1]})
-    else:
-        out.print(injection_table(outcome.content))
+    with CommandOutput(as_json) as answer:
+        with answering_progress(answer.notes, quiet=quiet, what="faults a bit position") as on_round:
+            outcome = inject(run, config, on_round=on_round, say=silent if quiet else answer.notes.print)
+        answer.say(_table(outcome.content), **outcome.content)
         for line in outcome.content["advice"]:
-            out.print(f"- {line}")
-    if outcome.interrupted:
-        # the exit code is for scripts, the text for readers
-        notes.print("interrupted: this is what was found so far, with wider intervals", style="bold")
-    if not as_json:
-        out.print(f"report: {outcome.files[1]}")
-    if outcome.interrupted:
-        raise typer.Exit(130)
+            answer.say(f"- {line}")
+        if outcome.interrupted:
+            answer.notes.print("interrupted: this is what was found so far, with wider intervals", style="bold")
+        answer.say(f"report: {outcome.files[1]}", report=outcome.files[1])
+        if outcome.interrupted:
+            raise typer.Exit(130)
+
+
+def _table(content: dict[str, Any]) -> Table:
+    """Return the PVF of every component, from the content of ``injection.json``."""
+    title = f"{content['fault']['name']} faults on {content['samples']:,} samples of the {content['split']} split"
+    table = titled_table(title, "component", right=("faults", "PVF", "95 % interval", "silent / NaN, inf"))
+    for one in content["components"]:
+        pvf, silent, detected = (one[kind]["value"] for kind in ("pvf", "silent", "detected"))
+        low, high = one["pvf"]["low"], one["pvf"]["high"]
+        table.add_row(
+            one["name"],
+            f"{one['injections']:,}",
+            "undefined" if math.isnan(pvf) else f"{100 * pvf:.3g} %",
+            "" if math.isnan(low) else f"{100 * low:.3g} to {100 * high:.3g} %",
+            f"{100 * silent / pvf:.0f} % / {100 * detected / pvf:.0f} %" if pvf > 0 else "",
+        )
+    return table

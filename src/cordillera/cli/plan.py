@@ -318,13 +318,10 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
         answer.say(f"  {reason}")
     if isinstance(planned, Planned):
         _say_error(answer, planned.found.best, faster)
-    for case in planned.what_if:
-        speed = f"with {case.what}: {_seconds(case.seconds)} ({100 * case.speed(best.seconds):+.2f} %)"
-        answer.say(f"{speed} {case.note}".rstrip())
+    _say_cases(answer, planned)
     answer.say(f"{searched}, {counted(found.simulated, 'step')} simulated in {found.seconds:.1f} s")
     if isinstance(planned, Planned):
         answer.say(f"base: {planned.explorer.base_source}", base_source=planned.explorer.base_source)
-    if isinstance(planned, Planned):
         answer.say(f"constants: {planned.explorer.constants}")
         _say_size(answer, planned)
     else:
@@ -345,6 +342,12 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
         constants=planned.explorer.cost.calibration.provenance,
         files=list(planned.files.values()),
     )
+
+
+def _say_cases(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
+    for case in planned.what_if:
+        speed = f"with {case.what}: {_seconds(case.seconds)} ({100 * case.speed(planned.found.best.seconds):+.2f} %)"
+        answer.say(f"{speed} {case.note}".rstrip())
 
 
 def _say_size(answer: CommandOutput, planned: Planned) -> None:
@@ -400,9 +403,7 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
             _say_error(answer, plan, faster)
     if found.interrupted:
         answer.say("interrupted: what had not been computed by then is missing")
-    for case in planned.what_if:
-        speed = f"with {case.what}: {_seconds(case.seconds)} ({100 * case.speed(found.best.seconds):+.2f} %)"
-        answer.say(f"{speed} {case.note}".rstrip())
+    _say_cases(answer, planned)
     answer.say(f"base: {explorer.base_source}")
     answer.say(f"constants: {explorer.constants}")
     _say_size(answer, planned)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cordillera.cli._show import AsJson, CommandOutput, plan_table
+from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet, refuse
 from cordillera.errors import Interrupted, NumericsError
 
 if TYPE_CHECKING:
@@ -47,10 +47,8 @@ def probe(
     from cordillera.workflows.probing import probe as work
     from cordillera.workflows.probing import probe_training
 
-    if training and (anew or marginals):
-        raise typer.BadParameter(
-            "statistics of training steps are always gathered anew, without quantiles", param_hint="--training"
-        )
+    if training:
+        refuse({"--anew": anew, "--marginals": marginals}, "--training, whose statistics are always gathered anew")
     config = DispatchConfig(rows=tuple(sorted(set(rows or [256]))), sqnr_db=decibels)
     with CommandOutput(as_json) as answer:
         say = answer.notes.print
@@ -63,7 +61,7 @@ def probe(
             raise Interrupted(
                 "no plan was written; an earlier one is as it was", where=str(run), remedy="give the same command again"
             ) from None
-        answer.tables(choices=plan_table(found.profile))
+        answer.tables(choices=_table(found.profile))
         lines = [f"back to fp32: {name}, which cost more NE than the budget" for name in found.returned]
         faster = found.profile.geometric_mean()
         lines.append(
@@ -76,7 +74,7 @@ def probe(
 
 def _of_training(answer: CommandOutput, file: Path, profile: Profile) -> None:
     """Print the plan of the products of a training step."""
-    answer.tables(choices=plan_table(profile))
+    answer.tables(choices=_table(profile))
     lowered, faster = sum(choice.kernel != "fp32" for choice in profile.plan.choices), profile.geometric_mean()
     answer.say(
         f"{lowered} of {len(profile.plan.choices)} products in lower precision; the linear layers' "
@@ -85,3 +83,34 @@ def _of_training(answer: CommandOutput, file: Path, profile: Profile) -> None:
         times_fp32=faster,
     )
     answer.say(f"plan: {file}; the recipe key training.plan uses it", plan=file)
+
+
+def _table(profile: Profile) -> Sheet:
+    """Return the kernel of each layer and size of a profile's plan."""
+    training = profile.plan.purpose == "training"
+    table = Sheet(
+        "the fastest kernel that is accurate enough",
+        Field("layer"),
+        *((Field("product", form=lambda name: name.replace("_", " "), right=False),) if training else ()),
+        Field("rows"),
+        Field("outputs_inputs", "outputs x inputs", "{0[0]} x {0[1]}", right=False),
+        Field("kernel"),
+        Field("ms", form="{:.3f}", right=False),
+        Field("times_fp32", form="{:.2f}", right=False),
+        Field("sqnr_db", "dB", "{:.1f}", right=False),
+        Field("why", ""),
+    )
+    for choice in profile.plan.choices:
+        expected = choice.expected
+        table.add(
+            choice.site,
+            *((choice.of,) if training else ()),
+            choice.rows,
+            (choice.outputs, choice.inputs),
+            choice.kernel,
+            expected.get("ms"),
+            expected.get("times_fp32"),
+            expected["accuracy"]["sqnr_db"] if expected and choice.kernel != "fp32" else None,
+            choice.why,
+        )
+    return table

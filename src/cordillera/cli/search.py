@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cordillera.cli._show import AsJson, Changes, CommandOutput, Field, Quiet, Sheet, read_input, refuse
+from cordillera.cli._show import AsJson, Changes, CommandOutput, Field, Quiet, Sheet, progress_bar, read_input, refuse
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from cordillera.workflows import SearchOutcome
     from cordillera.workflows.architectures.search import SearchCandidate
+
+_AT_ONCE_S = 0.1  # in which no candidate is tried
 
 
 # One piece: an argument for each option.
@@ -68,7 +74,6 @@ def search(
     A search that was stopped goes on where it was.
     """
     from cordillera import workflows
-    from cordillera.cli._show import search_progress, time_left
     from cordillera.errors import PlanError
     from cordillera.files import read_text
     from cordillera.workflows.architectures.search import read_proposals
@@ -108,23 +113,13 @@ def search(
     )
 
     best: list[float] = []
-    began: list[tuple[float, int]] = []
-    with search_progress(answer.notes, quiet=quiet) as (on_candidate, say):
+    with _progress(answer.notes, quiet=quiet) as (on_candidate, say):
         on_candidate(0, trials)
 
         def show(candidate: SearchCandidate, planned: int) -> None:
             if candidate.trial.is_finished:
                 best.append(min([candidate.trial.ne, *best[-1:]]))
-            now = time.monotonic()
-            began.append((now, candidate.number))
-            # those on record come at once; the first one that takes time begins the clock
-            if len(began) > 1 and began[-1][0] - began[0][0] < 0.1:
-                began[:] = began[-1:]
-            left = ""
-            if began[0][1] < candidate.number:
-                each = (now - began[0][0]) / (candidate.number - began[0][1])
-                left = f"  {time_left(each * (planned - candidate.number - 1))} left"
-            say(_line(candidate, planned, best[-1] if best else None) + left)
+            say(_line(candidate, planned, best[-1] if best else None))
             on_candidate(candidate.number + 1, planned)
 
         outcome = workflows.search(
@@ -141,6 +136,22 @@ def search(
         )
     with answer:
         _print(answer, outcome)
+
+
+@contextlib.contextmanager
+def _progress(out: Console, *, quiet: bool) -> Iterator[tuple[Callable[[int, int], object], Callable[[str], object]]]:
+    """Draw a progress bar of a search; yield a function of the numbers of candidates shown and planned, and ``say``."""
+    with progress_bar(out, quiet) as (bar, task, say):
+        came = time.monotonic()
+
+        def on_candidate(done: int, planned: int) -> None:
+            nonlocal came
+            if time.monotonic() - came < _AT_ONCE_S:  # it was on record, and says nothing of the time left
+                bar.reset(task, description="searching", completed=done, total=planned)
+            came = time.monotonic()
+            bar.update(task, description="searching", completed=done, total=planned)
+
+        yield on_candidate, say
 
 
 def _line(candidate: SearchCandidate, planned: int, best: float | None) -> str:

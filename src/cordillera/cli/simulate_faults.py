@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cordillera.cli._show import AsJson
+from cordillera.cli._show import AsJson, titled_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -72,12 +72,10 @@ def simulate_faults(
 
     Replicas agree on their steps by the coordinator's rules, on a virtual clock. Everything printed is simulated.
     """
-    from cordillera.cli._show import console, print_json, work_shown
+    from cordillera.cli._show import check_plot, console, print_json, work_shown
     from cordillera.distributed.fault_tolerance.simulator import FaultyJob
     from cordillera.errors import PlanError
-    from cordillera.files import check_writable
     from cordillera.reports.faults import plot_fault_study
-    from cordillera.run import disk_errors
     from cordillera.workflows.scaling import planned_job, study_faults
 
     planned = None if plan is None else planned_job(plan)
@@ -92,10 +90,7 @@ def simulate_faults(
         between_s=60 * between, step_s=step, detect_s=detect, resume_s=resume, repair_s=repair, rejoin_s=rejoin,
         consensus_s=consensus, save_s=save, together=together, queue=queue,
     )  # fmt: skip
-    if plot is not None:
-        if plot.suffix not in (".png", ".svg"):
-            raise PlanError(f"cannot draw into {plot.name}", where="--plot", remedy="name a .png or an .svg")
-        check_writable(plot)
+    check_plot(plot)
     out = console()
     with work_shown("simulating") as show:
         rows = study_faults(
@@ -108,7 +103,7 @@ def simulate_faults(
             on_row=lambda row: show(f"simulated: {row.devices:,} devices, {row.job.policy}"),
         )
     if as_json:
-        print_json([row.to_dict() for row in rows])
+        print_json(rows)
     else:
         out.print(_table(rows, runs, days, None if planned is None else job.step_s))
         for line in _chosen(rows):
@@ -121,9 +116,7 @@ def simulate_faults(
             if planned.replicas == 1 and not replicas:
                 out.print("one replica: all copies of the plan hold shards of one another (--replicas divides them)")
     if plot is not None:
-        with disk_errors(plot, "name another file with --plot"):
-            plot.parent.mkdir(parents=True, exist_ok=True)
-            plot_fault_study(rows, plot)
+        plot_fault_study(rows, plot)
         if not as_json:
             out.print(f"plot: {plot}")
 
@@ -144,15 +137,14 @@ def _chosen(rows: Sequence[FaultStudyRow]) -> Iterator[str]:
 
 
 def _table(rows: Sequence[FaultStudyRow], runs: int, days: float, step_s: float | None) -> Table:
-    from rich.table import Table
+    from rich.table import Column
 
     each = "1 day" if days == 1 else f"{days:g} days"
     title = f"% of the time (simulated, {runs} runs of {each}; 95 % intervals)"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     uses = [name for name in ("redone", "stalled", "absent", "saving") if any(row.shares[name] >= 5e-5 for row in rows)]
     charged = () if step_s is None else ("s a step",)
-    for heading in ("devices", "policy", "effective", "formula", *uses, *charged):
-        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    shown = ("effective", "formula", *uses, *charged)
+    table = titled_table(title, Column("devices", justify="right"), "policy", right=shown)
     for row in rows:
         interval = f"[{100 * row.effective.low:.1f}, {100 * row.effective.high:.1f}]"
         table.add_row(

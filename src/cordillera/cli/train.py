@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +12,8 @@ from cordillera.cli._show import AsJson, Changes, CommandOutput, Quiet, refuse
 
 if TYPE_CHECKING:
     from cordillera.workflows import LanguageOutcome, Outcome
+
+_TOO_GOOD = 0.99  # AUC
 
 
 def train(
@@ -191,7 +193,24 @@ def _print(answer: CommandOutput, outcome: Outcome | LanguageOutcome, is_resumed
         for table in group_tables(outcome.evaluation):
             answer.say(table)
     answer.say(ended, **facts)
+    for doubt in _doubts(outcome):
+        answer.say(doubt)
     probing = outcome.report.probing_seconds
     if probing:
         share = f"{100 * probing / seconds:.1f} %"
         answer.say(f"probing its layers took {probing:.2f} s of that, {share}", probing_seconds=probing)
+
+
+def _doubts(outcome: Outcome) -> Iterator[str]:
+    """Yield what a person should look at before the model of a ranking run is trusted."""
+    from cordillera.recipe import load
+
+    folder, progress = outcome.run.folder, outcome.report.progress
+    metrics = {} if outcome.evaluation is None else outcome.evaluation.metrics()
+    for task, values in metrics.items():
+        if values.get("auc", 0.0) > _TOO_GOOD:
+            yield f"{task}: such an AUC is rare; a feature may be known only after the label"
+            yield f"  -> see which tells most: cordillera evaluate {folder} --importance"
+    training: Any = load(outcome.run.recipe_file).training
+    if progress.best_step not in (None, progress.step) and training.patience is None:
+        yield f"the last weights are kept; {progress.best_text} was at step {progress.best_step:,} (training.patience)"

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cordillera.errors import PlanError
 from cordillera.files import parse_toml, read_text, write
+from cordillera.mistakes import explain
 from cordillera.planning.network.collective_algorithms import (
     direct_all_gather,
     doubling_all_gather,
@@ -29,7 +30,6 @@ from cordillera.planning.network.collective_algorithms import (
     ring_all_gather,
 )
 from cordillera.planning.network.collective_plans import CollectivePlan
-from cordillera.toml_files import explain
 
 TUNING = "CORDILLERA_TUNING"
 """Environment variable with the file of :class:`CollectiveTuning`, which must be the same on all ranks."""

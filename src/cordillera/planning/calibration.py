@@ -15,10 +15,10 @@ from pydantic import ValidationError
 from cordillera.cost import Calibration, CostModel, calibration_for
 from cordillera.errors import PlanError
 from cordillera.measurements import Cells, Measurements
+from cordillera.mistakes import explain
 from cordillera.planning.language.job import Estimate, PlannedJob
 from cordillera.planning.language.workload import Layout, Transformer, Workload
 from cordillera.planning.network.mesh import Mesh
-from cordillera.toml_files import explain
 from cordillera.topology import Topology
 
 # Fitted constants and their bounds, above which no kernel and no library has been seen. Of network cards, 0.75 is "a

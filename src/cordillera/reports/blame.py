@@ -33,6 +33,7 @@ def plot_blame(found: Blame, path: Path) -> None:
         RunError: If the file cannot be written.
     """
     with disk_errors(path, "name another file with --plot"):
+        path.parent.mkdir(parents=True, exist_ok=True)
         save_figure(lambda: _draw(found), [path])
 
 

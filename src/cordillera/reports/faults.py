@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cordillera.distributed.fault_tolerance.simulator import FaultyJob
 from cordillera.reports.ranking.comparison import SeedMean
+from cordillera.run import disk_errors
 from cordillera.training.scaling.power_law import save_figure
 
 if TYPE_CHECKING:
@@ -35,17 +36,18 @@ class FaultStudyRow:
     failures: float
     formula: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row, fit for JSON."""
-        return asdict(self)
-
 
 def plot_fault_study(rows: Sequence[FaultStudyRow], path: Path) -> None:
     """Draw the effective time over the number of devices, a line for each policy and number of replicas.
 
     The suffix of ``path`` chooses the format (``.png``, ``.svg``).
+
+    Raises:
+        RunError: If the file cannot be written.
     """
-    save_figure(lambda: _draw(rows), [path])
+    with disk_errors(path, "name another file with --plot"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_figure(lambda: _draw(rows), [path])
 
 
 def _draw(rows: Sequence[FaultStudyRow]) -> Figure:

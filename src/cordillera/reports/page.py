@@ -6,7 +6,6 @@ Templates escape every value except charts.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,38 +50,6 @@ def part(content: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     for key in keys:
         found = found.get(key) if isinstance(found, Mapping) else None
     return found if isinstance(found, dict) else {}
-
-
-# Formatting of numbers
-
-
-def fixed(value: float, digits: int = 4) -> str:
-    """Return a number with ``digits`` digits after the point, or a word if it is not finite."""
-    if math.isnan(value):
-        return "undefined"
-    if math.isinf(value):
-        return "infinite" if value > 0 else "-infinite"
-    text = f"{value:.{digits}f}"
-    return text if float(text) else text.lstrip("-")
-
-
-def known(value: float, form: str) -> str:
-    """Return a number in a ``form`` of :meth:`str.format`; empty if it is not finite."""
-    return form.format(value) if math.isfinite(value) else ""
-
-
-def whole(value: float, unknown: str = "unknown") -> str:
-    """Return a count with commas; ``unknown`` if it is not finite."""
-    return known(value, "{:,.0f}") or unknown
-
-
-def duration(seconds: float) -> str:
-    """Return a time in its two largest units."""
-    if not math.isfinite(seconds):
-        return "unknown time"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
 def count(value: Any) -> str:

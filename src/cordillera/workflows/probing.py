@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from cordillera.errors import DependencyError, NumericsError, TrainingError
+from cordillera.files import replacing
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.dispatch.dispatch import DispatchConfig, Profile, apply, forward_products, planned, profile
 from cordillera.numerics.dispatch.plan import KernelChoice, PrecisionPlan
@@ -200,13 +201,8 @@ def _gathered_by_training(run: Run, model: RankingModel, marginals: bool, say: S
 
 
 def _copy(source: Path, target: Path) -> None:
-    beside = target.parent / f".{target.name}.tmp"
-    try:
-        with disk_errors(target):
-            shutil.copyfile(source, beside)
-            beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
+    with disk_errors(target), replacing(target) as beside:
+        shutil.copyfile(source, beside)
 
 
 def _ratio(choice: KernelChoice) -> float:

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from cordillera.errors import DataError
 from cordillera.files import read_sealed, sealed_json
+from cordillera.mistakes import explain, known_keys
 from cordillera.run import write_atomically
-from cordillera.toml_files import explain, known_keys
 
 WorkCost = Annotated[float, Field(strict=True, ge=0, le=1e12, allow_inf_nan=False)]
 

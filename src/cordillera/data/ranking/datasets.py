@@ -42,7 +42,7 @@ from cordillera.data.ranking.logs.histories import HistoriesConfig, HistoriesLog
 from cordillera.data.ranking.logs.own import Condition, OwnLog, TimeForm, check_form_keys, form_of
 from cordillera.data.ranking.logs.synthetic import SyntheticConfig, SyntheticLog
 from cordillera.errors import DataError
-from cordillera.toml_files import text_of
+from cordillera.mistakes import text_of
 
 Split = Literal["time", "order", "random", "files"]
 

@@ -6,11 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import polars as pl
 
+from cordillera.data.ranking import guessing_outcomes as outcomes
 from cordillera.data.ranking import guessing_times as times
 from cordillera.data.ranking.features import Schema
 from cordillera.data.ranking.logs.click_logs import FileFormat, FileLog
@@ -25,18 +26,16 @@ from cordillera.data.ranking.logs.own import (
     without_words,
 )
 from cordillera.errors import DataError
+from cordillera.mistakes import meant
 from cordillera.numbers import counted
 
-ColumnRole = Literal["label", "timestamp", "id", "dense", "categorical", "list", "left out"]
+ColumnRole = Literal["label", "timestamp", "weight", "id", "dense", "categorical", "list", "left out"]
+
+_FEATURES = ("dense", "categorical", "list")
 
 ROWS = 200_000
 """Number of rows that guesses are made from; the first ones of a log."""
 
-_LABELS = ("click", "clicked", "label", "target", "is_click", "conversion", "converted", "purchase", "like", "liked")
-_OUTCOMES = re.compile(
-    r"^(is_)?(click|label|target|conversion|purchase|like|order|install|booking|churn)s?$|"
-    r"(^|_)(clicked|converted|purchased|liked|bought|ordered|installed|booked|subscribed|churned|in_cart|to_cart)$"
-)
 _ROW_IDS = re.compile(r"(^|_)(row|request|event|impression|log|sample|record|uuid|guid)(_?id)?$|^id$")
 _IDS = re.compile(
     r"(^|_)(id|ids|uid|user|visitor|member|customer|item|product|sku|article|film|movie|song|ad|advertiser|campaign|"
@@ -45,6 +44,7 @@ _IDS = re.compile(
     r"(_?ids?)?s?($|_)"
 )
 _PEOPLE = re.compile(r"(^|_)(uid|user|visitor|member|customer|account|reader|viewer)(_?id)?($|_)")
+_WEIGHTS = re.compile(r"^(sample|row|example|instance|importance|loss)_?weights?$")
 _INDEX = re.compile(r"^(unnamed_0|unnamed: 0|__index_level_0__|index)$")  # by this library, pandas and Arrow
 _SHOWN = 5  # values of a column that is no label
 _LONGEST = 40  # characters of a value that a reason shows
@@ -107,8 +107,11 @@ def guess_roles(log: FileLog, labels: Sequence[str] = ()) -> list[ColumnGuess]:
     for name in frame.columns:
         if name in chosen:
             guess = _label(frame[name], asked.get(name))
-        elif _OUTCOMES.search(name.lower()) and _is_binary(frame[name]):
+        elif outcomes.OUTCOMES.search(name.lower()) and _is_binary(frame[name]):
             why = "zeros and ones, called like an outcome, which is not known beforehand; --label NAME learns it too"
+            guess = ColumnGuess(name, "left out", why)
+        elif outcomes.FOLLOWING.search(name.lower()):
+            why = "called like what follows an outcome; if it is known before, add it to data.schema"
             guess = ColumnGuess(name, "left out", why)
         elif name in of_time:
             guess = of_time[name]
@@ -119,7 +122,7 @@ def guess_roles(log: FileLog, labels: Sequence[str] = ()) -> list[ColumnGuess]:
         found.append(_with_words(guess, words[name]))
     if rows < ROWS:
         _check_classes(frame, chosen, place)
-    return _without_points(found, frame)
+    return _without_telling(_without_points(found, frame), frame)
 
 
 def data_of(guesses: Sequence[ColumnGuess]) -> dict[str, Any]:
@@ -157,16 +160,17 @@ def schema_of(guesses: Sequence[ColumnGuess], place: str = "schema") -> Schema:
     of_role: dict[str, list[ColumnGuess]] = {}
     for guess in guesses:
         of_role.setdefault(guess.role, []).append(guess)
-    if not any(role in of_role for role in ("dense", "categorical", "list")):
+    if not any(role in of_role for role in _FEATURES):
         raise DataError("no column looks like a feature", where=place, remedy="write data.schema by hand")
     features = {
         key: [{"name": one.name, **one.settings} for one in of_role.get(role, ())]
         for key, role in (("dense", "dense"), ("categorical", "categorical"), ("lists", "list"))
     }
-    names = {role: [one.name for one in of_role.get(role, ())] for role in ("label", "timestamp", "id", "categorical")}
+    names = {role: [one.name for one in guesses if one.role == role] for role in get_args(ColumnRole)}
     people = [name for name in names["categorical"] if _PEOPLE.search(name.lower())]
     content = {
         "labels": names["label"],
+        "weight": next(iter(names["weight"]), None),
         "timestamp": next(iter(names["timestamp"]), None),
         "group": next(iter(people), None),
         "ids": names["id"],
@@ -283,7 +287,12 @@ def _with_words(guess: ColumnGuess, words: Sequence[str]) -> ColumnGuess:
 def _check_labels(frame: pl.DataFrame, labels: Sequence[str], place: str) -> None:
     for name in labels:
         if name not in frame.columns:
-            raise DataError(f"there is no column '{name}'; there are {frame.columns}", where=place)
+            several = "repeat --label for each of them" if "," in name else None
+            raise DataError(
+                f"there is no column '{name}'{meant(name, frame.columns)}; there are {', '.join(frame.columns)}",
+                where=place,
+                remedy=several,
+            )
         if not _is_binary(frame[name]):
             lists = frame[name].dtype.is_nested()
             raise DataError(
@@ -327,10 +336,7 @@ def _label(series: pl.Series, data: dict[str, Any] | None) -> ColumnGuess:
 
 def _check_classes(frame: pl.DataFrame, labels: Sequence[str], place: str) -> None:
     for name in labels:
-        series = frame[name].drop_nulls()
-        if series.dtype == pl.String:
-            series = series.str.strip_chars().str.to_lowercase().replace({"true": "1", "false": "0"})
-            series = series.filter(series != "").cast(pl.Float64)
+        series = _zeros_and_ones(frame[name]).drop_nulls()
         if series.n_unique() < 2:
             all_rows = f"{float(series[0]):g}" if len(series) else "blank"
             raise DataError(f"column '{name}' is {all_rows} in all rows, so that nothing can be learnt", where=place)
@@ -338,17 +344,17 @@ def _check_classes(frame: pl.DataFrame, labels: Sequence[str], place: str) -> No
 
 def _label_of(frame: pl.DataFrame, place: str) -> list[str]:
     binary = [name for name in frame.columns if _is_binary(frame[name])]
-    called = [name for name in binary if name.lower() in _LABELS]
-    if not called and (others := [name for name in frame.columns if name.lower() in _LABELS]):
+    called = [name for name in binary if name.lower() in outcomes.LABELS]
+    if not called and (others := [name for name in frame.columns if name.lower() in outcomes.LABELS]):
         _check_labels(frame, others[:1], place)
-    called = called or [name for name in binary if _OUTCOMES.search(name.lower())]
+    called = called or [name for name in binary if outcomes.OUTCOMES.search(name.lower())]
     if len(called) != 1:
         which = "several columns look like the label" if called else "no column looks like the label"
         kind = "; columns of zeros and ones" if binary and not called else "; columns"
         raise DataError(
             f"{which}{kind} are {', '.join(called or binary or frame.columns)}",
             where=place,
-            remedy="name it with --label",
+            remedy="name it with --label; repeat --label for several tasks" if called else "name it with --label",
         )
     return called
 
@@ -382,6 +388,8 @@ def _guess(series: pl.Series) -> ColumnGuess:
         return ColumnGuess(name, "left out", "one value in all rows" if different else "blank")
     if _INDEX.search(called) and _counts_rows(given):
         return ColumnGuess(name, "id", "counts the rows: the index of a table")
+    if _WEIGHTS.search(called) and _numbers(given)[1] and _numbers(given)[0].min() >= 0:
+        return ColumnGuess(name, "weight", "called like the weight of a row, in training and in metrics")
     are_codes, data = bool(_IDS.search(called)) and not _AMOUNTS.search(called), dict[str, Any]()
     if given.dtype == pl.String and not are_codes:
         if unread := _unread(given):
@@ -392,7 +400,9 @@ def _guess(series: pl.Series) -> ColumnGuess:
         why = f"a time by its name, such as {given[0][:_LONGEST]!r}; data.timestamp_format can tell its form"
         return ColumnGuess(name, "left out", why)
     if different > 0.95 * len(given) > 100 and (_ROW_IDS.search(called) or not _numbers(given)[1]):
-        return ColumnGuess(name, "id", "a value of its own in almost every row")
+        again = len(given) - different
+        twice = f"; {counted(again, 'row')} with one of an earlier row: the same row twice?" if again else ""
+        return ColumnGuess(name, "id", f"a value of its own in almost every row{twice}")
     if given.dtype == pl.String and (mark := _separator_of(given)):
         return ColumnGuess(name, "list", f"text with {mark!r} between entries", {"separator": mark})
     numbers, are_numbers = _numbers(given)
@@ -435,6 +445,34 @@ def _without_points(found: list[ColumnGuess], frame: pl.DataFrame) -> list[Colum
     return [ColumnGuess(guess.name, "left out", why) if mixed(guess) else guess for guess in found]
 
 
+def _without_telling(found: list[ColumnGuess], frame: pl.DataFrame) -> list[ColumnGuess]:
+    """Return guesses that leave out features of which one alone tells a label, unless none would be left."""
+    labels = [_zeros_and_ones(frame[guess.name]) for guess in found if guess.role == "label"]
+
+    def judged(guess: ColumnGuess) -> ColumnGuess:
+        if guess.role not in ("dense", "categorical"):
+            return guess
+        values = frame[guess.name]
+        if guess.role == "dense" and values.dtype == pl.String:
+            values = with_points(values, RowPlace("")) if "decimal_comma" in guess.data else values
+            values = values.str.strip_chars().cast(pl.Float64, strict=False)
+        label, auc = outcomes.most_told(values, labels)
+        if auc < outcomes.TELLS:
+            return guess
+        why = f"tells {label} alone (AUC {auc:.3f}), so it may be known only afterwards; else add it to data.schema"
+        return ColumnGuess(guess.name, "left out", why)
+
+    kept = [judged(guess) for guess in found]
+    return kept if any(guess.role in _FEATURES for guess in kept) else found
+
+
+def _zeros_and_ones(series: pl.Series) -> pl.Series:
+    if series.dtype != pl.String:
+        return series.cast(pl.Float64)
+    words = series.str.strip_chars().str.to_lowercase().replace({"true": "1", "false": "0"})
+    return words.cast(pl.Float64, strict=False)
+
+
 def _time_of(series: pl.Series) -> ColumnGuess | None:
     """Return the guess of a column whose values are times, else None."""
     name, called = series.name, series.name.lower()
@@ -458,14 +496,20 @@ def _time_of(series: pl.Series) -> ColumnGuess | None:
             return ColumnGuess(name, "left out", f"{why}data.schema.timestamp")
         of_forms = in_order
     guess = _timestamp(of_forms[0][1])
+    if guess.role != "timestamp":
+        return guess
     why = f"{guess.why}, of the form {of_forms[0][0]}"
     return replace(guess, why=why, data={**guess.data, "timestamp_format": of_forms[0][0]})
 
 
 def _timestamp(series: pl.Series) -> ColumnGuess:
+    if blank := len(series) - len(_given(series)):
+        why = f"times, blank in {counted(blank, 'row')}: leave these rows out of the log, and add data.schema.timestamp"
+        return ColumnGuess(series.name, "left out", why)
+    zones = "; those without a time zone are taken as UTC" if times.have_zones_in_part(series) else ""
     if times.is_ascending(series):
-        return ColumnGuess(series.name, "timestamp", "times")
-    why = "times, not in order; data.unordered has the rows sorted"
+        return ColumnGuess(series.name, "timestamp", f"times{zones}")
+    why = f"times, not in order; data.unordered has the rows sorted{zones}"
     return ColumnGuess(series.name, "timestamp", why, data={"unordered": "sort"})
 
 

@@ -68,6 +68,14 @@ def is_time(given: pl.Series, called: str) -> bool:
     return len(numbers) == len(given) and float(np.median(numbers.to_numpy())) > 1e8
 
 
+def have_zones_in_part(series: pl.Series) -> bool:
+    """Return whether some of the times in text have a time zone and others have none."""
+    if series.dtype != pl.String:
+        return False
+    zoned = series.drop_nulls().str.strip_chars().str.contains(r":\d\d(\.\d+)? ?(Z|[+-]\d\d:?\d\d)$")
+    return bool(zoned.any()) and not bool(zoned.all())
+
+
 def is_ascending(series: pl.Series) -> bool:
     """Return whether no time of a column is earlier than the one before; also if training will refuse them."""
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from cordillera.data.ranking.logs.click_logs import FileFormat, RowChunk, format
 from cordillera.data.ranking.logs.columns import RowPlace
 from cordillera.data.ranking.logs.own import OwnLog, form_of
 from cordillera.errors import DataError
+from cordillera.mistakes import meant
 
 
 def raw_rows(config: DataConfig, split: str = "test", rows: int | None = None) -> Iterator[pl.DataFrame]:
@@ -73,9 +73,9 @@ def configure(name: str, path: Sequence[str] | None = None) -> DataConfig:
     entry, where = DATASETS.get(name), f"data set '{name}'"
     if entry is None:
         names = [*DATASETS, *ASSETS]
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise DataError(f"is not known{hint}", where=f"'{name}'", remedy=f"choose one of {', '.join(names)}")
+        raise DataError(
+            f"is not known{meant(name, names)}", where=f"'{name}'", remedy=f"choose one of {', '.join(names)}"
+        )
     if entry.needs_files and not path:
         remedy = f"then: cordillera data get {name} --path FILE, or data.path = 'FILE' in a recipe"
         raise DataError(f"cannot be fetched; {entry.source} ({entry.terms})", where=where, remedy=remedy)

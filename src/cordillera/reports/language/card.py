@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from cordillera.distributed.mesh import DIMENSIONS, ParallelConfig, ranks_of
-from cordillera.reports.page import count, plain, whole
+from cordillera.numbers import whole
+from cordillera.reports.page import count, plain
 from cordillera.training.language.records import LanguageRecords
 
 _SHOWN_RANKS = 16

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cordillera.errors import DataError
-from cordillera.numbers import compact
-from cordillera.reports.page import known, whole
+from cordillera.numbers import compact, known, whole
 from cordillera.reports.ranking.comparison import ComparisonTable
 from cordillera.run import Run
 from cordillera.training.language.records import LanguageRecords, mean

@@ -6,8 +6,7 @@ import math
 import statistics
 from typing import Any
 
-from cordillera.numbers import compact
-from cordillera.reports.page import duration, fixed, whole
+from cordillera.numbers import compact, duration, fixed, whole
 from cordillera.training.language.records import SHARES, LanguageRecords, mean, total
 
 _RECORDED = {

@@ -24,9 +24,9 @@ from cordillera.distributed.fault_tolerance.goodput import (
     account,
 )
 from cordillera.errors import RunError
+from cordillera.numbers import duration, known
 from cordillera.reports import page
 from cordillera.reports.charts import Axis, Figure, Mark, Series, Span, figure, framed, gantt, nice_ticks, stacked_bar
-from cordillera.reports.page import duration, known
 from cordillera.run import Run, read_recipe, write_atomically
 
 REPLICAS_PAGE = "replicas.html"

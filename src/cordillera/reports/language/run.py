@@ -12,14 +12,13 @@ from typing import Any
 from cordillera.distributed.fault_tolerance.events import FOLDER
 from cordillera.distributed.fault_tolerance.goodput import Goodput, ReplicaFault
 from cordillera.errors import RunError
-from cordillera.numbers import compact
+from cordillera.numbers import compact, duration, fixed, known, whole
 from cordillera.reports import page
 from cordillera.reports.charts import LINEAR, Axis, Figure, Series, figure, framed, padded, stacked_bar
 from cordillera.reports.language.card import card
 from cordillera.reports.language.headline import headline
 from cordillera.reports.language.replicas import REPLICAS_PAGE, read_account
 from cordillera.reports.language.warnings import find_warnings
-from cordillera.reports.page import duration, fixed, known, whole
 from cordillera.run import Run
 from cordillera.training.language.records import SHARES, LanguageRecords, Record, mean, total
 

@@ -14,6 +14,7 @@ from markupsafe import Markup
 from pydantic import ValidationError
 
 from cordillera.models.ranking.graphs.config import DENSE, EMBEDDINGS, GraphConfig
+from cordillera.numbers import duration
 from cordillera.reports import page
 from cordillera.reports.charts import Axis, Figure, Series, box, drawing, figure, padded, stroke, write_text
 from cordillera.run import flat_values
@@ -91,7 +92,7 @@ def _tiles(
         lowest = min(best, key=lambda one: one["ne"])
         tiles.append(("lowest NE", f"{lowest['ne']:.4f}", _interval(lowest), "validation split; chosen by it"))
     seconds = math.fsum(one.get("seconds", 0.0) for one in entries)
-    return [*tiles, ("time of trials", page.duration(seconds), "", "of one thread each")]
+    return [*tiles, ("time of trials", duration(seconds), "", "of one thread each")]
 
 
 def _interval(entry: Mapping[str, Any]) -> str:

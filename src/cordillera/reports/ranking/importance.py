@@ -6,8 +6,8 @@ from typing import Any
 
 from cordillera.errors import DataError
 from cordillera.files import is_there
+from cordillera.numbers import fixed
 from cordillera.reports.charts import interval_strip, padded
-from cordillera.reports.page import fixed
 from cordillera.reports.ranking.material import interval_text
 from cordillera.run import Run
 from cordillera.training.ranking.evaluation import number

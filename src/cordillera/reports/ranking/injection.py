@@ -9,6 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from cordillera.numbers import duration
 from cordillera.reports import page
 from cordillera.reports.heat_maps import heat_map
 from cordillera.training.ranking.evaluation import number
@@ -107,7 +108,7 @@ def injection_page(content: dict[str, Any]) -> str:
         tried=sum(one["injections"] for one in components),
         components=[(one, _row(one)) for one in components],
         maps=_maps(components),
-        seconds=page.duration(content["seconds"]),
+        seconds=duration(content["seconds"]),
     )
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from cordillera.errors import DataError
 from cordillera.files import is_there
-from cordillera.reports.page import fixed, part
+from cordillera.numbers import fixed
+from cordillera.reports.page import part
 from cordillera.run import Run, read_object, read_recipe
 from cordillera.training.ranking.config import STOP_TITLES, is_lower_better
 from cordillera.training.ranking.evaluation import Evaluation, number

@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from cordillera.numbers import counted
+from cordillera.numbers import counted, known
 from cordillera.reports import page
 from cordillera.reports.charts import Axis, Chart, Figure, interval_strip, padded
-from cordillera.reports.page import known
 from cordillera.training.ranking.evaluation import number
 
 _SHOWN_PARTS = 3  # parts that are named in an evaluation of some parts

@@ -6,10 +6,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from cordillera.numbers import compact
+from cordillera.numbers import compact, duration, fixed
 from cordillera.reports import page
 from cordillera.reports.charts import LINEAR, POINTS, Axis, Figure, Series, figure, framed, padded
-from cordillera.reports.page import duration, fixed, part
+from cordillera.reports.page import part
 from cordillera.reports.ranking.balance import balance
 from cordillera.reports.ranking.importance import importance
 from cordillera.reports.ranking.material import (

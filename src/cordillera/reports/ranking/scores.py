@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from cordillera.numbers import fixed
 from cordillera.reports.charts import Axis, Chart, Figure, interval_strip, nice_ticks, padded
-from cordillera.reports.page import fixed
 from cordillera.reports.ranking.material import interval_text
 from cordillera.training.ranking.evaluation import Evaluation, Segment, TaskEvaluation
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from cordillera.numbers import fixed
 from cordillera.reports.charts import Axis, Figure, Series, figure, padded
-from cordillera.reports.page import fixed, part
+from cordillera.reports.page import part
 from cordillera.reports.ranking.material import METRICS, Material
 from cordillera.training.ranking.evaluation import number
 from cordillera.training.ranking.teachers.distillation import of_teacher

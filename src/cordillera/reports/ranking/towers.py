@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cordillera.numbers import known
 from cordillera.planning.ranking.towers import TowerPlan
 from cordillera.reports import page
 from cordillera.reports.charts import WIDTH, Axis, Chart, padded
@@ -19,7 +20,7 @@ def towers_page(plan: TowerPlan) -> str:
         name=f"{plan.source.get('run', 'features')}: towers of features",
         plan=plan,
         drawing=_map(plan).svg(1),
-        similarity=[page.known(value, "{:.3f}") or "undefined" for value in plan.mean_similarity()],
+        similarity=[known(value, "{:.3f}") or "undefined" for value in plan.mean_similarity()],
         headings=["tower", *plan.loads, "features in it"],
         rows=tower_rows(plan),
         bounds=[(name, f"{bound:,.6g}") for name, bound in plan.bounds.items()],
@@ -37,7 +38,7 @@ def tower_rows(plan: TowerPlan) -> list[tuple[str, ...]]:
 
 def summary(plan: TowerPlan) -> list[str]:
     """Return what a plan of towers amounts to, in sentences."""
-    inside, across = (page.known(value, "{:.3f}") or "undefined" for value in plan.mean_similarity())
+    inside, across = (known(value, "{:.3f}") or "undefined" for value in plan.mean_similarity())
     fullest = []
     for name in plan.loads:
         values = plan.tower_loads(name)

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from cordillera.errors import CordilleraError, DataError, OverloadError, UnavailableError, printable
-from cordillera.toml_files import explain
+from cordillera.mistakes import explain
 
 CLIENT_LEFT = 499
 """Status of a request whose client has gone, as nginx calls it; nobody reads the answer."""

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from cordillera.errors import DataError
-from cordillera.toml_files import explain
+from cordillera.mistakes import explain
 
 
 class Sampling(BaseModel):

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from cordillera.distributed.mesh import ParallelConfig
 from cordillera.errors import DataError
+from cordillera.mistakes import explain
 from cordillera.run import Run, read_object, read_recipe
-from cordillera.toml_files import explain
 
 Record = dict[str, float]
 

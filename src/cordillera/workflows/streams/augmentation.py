@@ -19,10 +19,10 @@ from cordillera.data.ranking.stream.config import EventStreamConfig
 from cordillera.data.ranking.stream.parts import StreamFolder
 from cordillera.errors import DataError, RecipeError
 from cordillera.files import TOML_BYTES, parse_toml, read_text
+from cordillera.mistakes import explain, known_keys
 from cordillera.models.ranking import MODELS
 from cordillera.recipe import RankingRecipe
 from cordillera.run import Run
-from cordillera.toml_files import explain, known_keys
 from cordillera.training.ranking.teachers.augmentation import Augmentation, AugmentationConfig, AugmentationProgress
 from cordillera.training.ranking.teachers.versions import FixedTeacher, LearningTeacher, ScoringModel, StreamTeacher
 from cordillera.workflows.processes import Say, silent

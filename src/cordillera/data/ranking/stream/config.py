@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cordillera.data.ranking.features import Schema
 from cordillera.data.ranking.logs.click_logs import FileFormat
-from cordillera.toml_files import text_of
+from cordillera.mistakes import text_of
 
 StreamName = Annotated[
     str, text_of("[A-Za-z0-9][A-Za-z0-9_-]*", "letters, digits, hyphens and underscores, without spaces")

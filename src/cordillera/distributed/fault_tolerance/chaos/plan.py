@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from cordillera.errors import PlanError
 from cordillera.files import TOML_BYTES, parse_toml, read_text
-from cordillera.toml_files import explain, known_keys
+from cordillera.mistakes import explain, known_keys
 
 FaultKind: TypeAlias = Literal[
     "kill", "stop", "slow", "cut", "full-disk", "kill-coordinator", "pause-coordinator", "corrupt-checkpoint"

@@ -12,11 +12,11 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from cordillera.errors import CheckpointError, NumericsError
+from cordillera.mistakes import explain
 from cordillera.models.language.checkpoints.source import Source
 from cordillera.models.language.draft_model import DRAFT, DraftConfig, DraftModel
 from cordillera.models.language.llama import Llama, LlamaConfig, make_drafter
 from cordillera.tensor_files import read_tensors, write_tensors
-from cordillera.toml_files import explain
 
 _KIND = "drafter"
 _ROWS = 1024  # of the embedding, by which a model is recognised

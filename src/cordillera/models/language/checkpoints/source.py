@@ -17,9 +17,9 @@ from torch import Tensor
 from cordillera.data.files import file_beside, folder_beside
 from cordillera.errors import CheckpointError, DataError, NumericsError
 from cordillera.kernels.dense.packed_rows import PackedRows
+from cordillera.mistakes import explain
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.numerics.quantization.packed_linear import pack_rows
-from cordillera.toml_files import explain
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

@@ -9,10 +9,10 @@ import torch
 from pydantic import ValidationError
 
 from cordillera.errors import CheckpointError
+from cordillera.mistakes import explain
 from cordillera.models.language.llama import Llama
 from cordillera.models.language.vision import VisionConfig, VisionLlama
 from cordillera.tensor_files import read_tensors, write_tensors
-from cordillera.toml_files import explain
 
 _KIND, _REMEDY = "adapter of a language model that sees", "save it again with save_vision"
 

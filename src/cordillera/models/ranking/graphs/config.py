@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from cordillera.mistakes import text_of
 from cordillera.models.ranking.base import DeepConfig, RankingConfig, Size
-from cordillera.toml_files import text_of
 
 Op = Literal[
     "linear",

@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from cordillera.errors import DataError
+from cordillera.mistakes import explain
 from cordillera.models.ranking.graphs.config import DENSE, EMBEDDINGS, GraphConfig, NodeConfig, without_unread
-from cordillera.toml_files import explain
 
 _OPS = {
     "autoctr": ("linear", "dot", "mix"),

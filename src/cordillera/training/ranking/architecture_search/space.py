@@ -16,9 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from cordillera.errors import DataError, RecipeError
 from cordillera.files import TOML_BYTES, parse_toml, read_text
+from cordillera.mistakes import explain, known_keys
 from cordillera.models.ranking.graphs.blocks import BlocksConfig, Gene, block_genes, graph_of
 from cordillera.models.ranking.graphs.config import short_digest
-from cordillera.toml_files import explain, known_keys
 
 Genome = tuple[int, ...]
 """Index of the chosen value of every gene."""

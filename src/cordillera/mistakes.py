@@ -91,9 +91,8 @@ def explain(
         path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
         if unknown:
             known = keys(location[:-1])
-            close = nearest_key(str(location[-1]), known)
             few = f"; keys are {', '.join(known)}" if known and len(known) <= _FEW else ""
-            hint = few if close is None else f"; did you mean {close!r}?"
+            hint = _nearest_key(str(location[-1]), known) or few
             message = f"is not a key here{hint}"
         elif entry["type"] == "too_short" and any(name.startswith(f"{path}[") for name in problems):
             continue  # its entries were refused, not left out
@@ -145,15 +144,21 @@ def _is_outer(path: str, messages: Sequence[str], problems: Mapping[str, object]
     return kinds and any(name.startswith((f"{path}[", f"{path}.")) for name in problems)
 
 
-def nearest_key(name: str, known: Sequence[str]) -> str | None:
-    """Return the known key that a ``name`` stands for: a word, the initials or a misspelling of it; None if unclear."""
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return the question whether the one of ``known`` names is meant that is spelt most like ``name``, if any is."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _nearest_key(name: str, known: Sequence[str]) -> str:
+    """Return the same question, also of a key of which ``name`` is a word or the initials."""
     short = name.lower().replace("_", "")
     words = [key for key in known if short in key.split("_")]
     initials = [key for key in known if "".join(part[:1] for part in key.split("_")) == short]
     for found in (words, initials):
         if len(found) == 1:
-            return found[0]
-    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
+            return f"; did you mean {found[0]!r}?"
+    return meant(name, known)
 
 
 def known_keys(model: type[BaseModel], path: Iterable[Any]) -> list[str]:

@@ -1,0 +1,62 @@
+"""Guesses at columns that are known only after what a model predicts, by their names and by what they tell of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import polars as pl
+
+TELLS = 0.98
+"""AUC from which one column alone is taken for something that is known only afterwards."""
+
+LABELS = ("click", "clicked", "label", "target", "is_click", "conversion", "converted", "purchase", "like", "liked")
+"""Names of labels."""
+
+OUTCOMES = re.compile(
+    r"^(is_)?(click|label|target|conversion|purchase|like|order|install|booking|churn)s?$|"
+    r"(^|_)(clicked|converted|purchased|liked|bought|ordered|installed|booked|subscribed|churned|in_cart|to_cart)$"
+)
+"""Names of columns of zeros and ones that are labels or would be."""
+
+FOLLOWING = re.compile(r"(^|_)(revenue|gmv|dwell|watch_?time|watched|time_spent|refund(ed)?)($|_)")
+"""Names of what an outcome brings or takes: money, time."""
+
+_LEAST = 50  # rows of each class below which nothing is concluded
+_ROWS_OF_VALUE = 20  # rows of each value, at least in the mean, of a column of categories
+
+
+def told_alone(values: pl.Series, label: pl.Series) -> float:
+    """Return the AUC of a label by one column: by its numbers, or by how often the label is 1 with each of its texts.
+
+    Args:
+        values: Numbers, or texts; blanks are a value of their own.
+        label: Zeros and ones, or blanks, which do not count.
+
+    Returns:
+        At least 0.5; 0.5 too where there are too few rows to tell.
+    """
+    ones = label.cast(pl.Float64, strict=False)
+    values, ones = values.filter(ones.is_not_null()), ones.drop_nulls()
+    positives = int(ones.sum())
+    if min(positives, len(ones) - positives) < _LEAST:
+        return 0.5
+    if values.dtype.is_numeric():
+        values = values.cast(pl.Float64).fill_nan(None)
+        values = values.fill_null(float(np.min(values.drop_nulls().to_numpy(), initial=0.0)) - 1.0)
+    else:
+        frame = pl.DataFrame({"value": values.cast(pl.String).fill_null(""), "one": ones})
+        if frame["value"].n_unique() * _ROWS_OF_VALUE > len(frame):
+            return 0.5  # rare values would tell their own rows
+        values = frame.select(pl.col("one").mean().over("value")).to_series()
+    ranks = values.rank("average").to_numpy()
+    above = ranks[ones.to_numpy() > 0].sum() - positives * (positives + 1) / 2
+    auc = float(above / (positives * (len(ones) - positives)))
+    return max(auc, 1 - auc)
+
+
+def most_told(values: pl.Series, labels: Sequence[pl.Series]) -> tuple[str, float]:
+    """Return the label that a column tells most of, and its AUC; see :func:`told_alone`."""
+    found = [(label.name, told_alone(values, label)) for label in labels]
+    return max(found, key=lambda one: np.nan_to_num(one[1]), default=("", 0.5))
