@@ -157,7 +157,8 @@ def parse_toml(text: str, where: str, *, error: type[CordilleraError] = DataErro
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as cause:  # of TOML, of dates, of numbers of thousands of digits
-        raise error(f"is not TOML: {cause}", where=where) from cause
+        twice = "; a list of sections is written [[name]]" if str(cause).startswith("Cannot declare") else ""
+        raise error(f"is not TOML: {cause}{twice}", where=where) from cause
 
 
 def _depth(text: str) -> int:

@@ -245,7 +245,8 @@ def test_a_killed_run_resumes_to_the_same_bits(cli, recipe, tmp_path, number, pr
 
 def test_lines_tell_how_far_scoring_is_where_there_is_no_terminal(cli, recipe, tmp_path, monkeypatch):
     assert cli("train", recipe, "--run", "runs/a", "-q").code == 0
-    monkeypatch.setattr("cordillera.cli._terminal._FIRST_S", 0.0)
+    for pause in ("_FIRST_S", "_LONGEST_S"):
+        monkeypatch.setattr(f"cordillera.cli._terminal.{pause}", 0.01)
     scored = cli("predict", "runs/a", "log.csv", "--out", "scores.csv")
     rows = len((tmp_path / "scores.csv").read_text().splitlines()) - 1
     assert (scored.code, scored.out) == (0, f"{rows:,} scores: scores.csv\n")

@@ -14,6 +14,8 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,8 @@ def test_a_changed_cluster_is_told_by_its_changes_and_small_numbers_keep_digits(
 
 
 def test_a_plan_is_charged_what_failures_cost(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cordillera.cli._terminal._FIRST_S", 0.0)
+    for pause in ("_FIRST_S", "_LONGEST_S"):
+        monkeypatch.setattr(f"cordillera.cli._terminal.{pause}", 0.01)
     planned = cli("plan", "llama3-8b", "selene", "--devices", 64, "--only", "placement", "--out", "p")
     assert planned.code == 0
     assert "searching placement  0:00:0" in planned.err  # where there is no terminal, lines tell what it does
@@ -161,7 +164,8 @@ def test_own_layouts_are_evaluated_side_by_side(cli: Any) -> None:
         "layout 1: ",
         "times as fast as the base",
         "base: TP8 PP16 DP64 ZeRO2-64 v8 mb1, published for 8,192 devices (Grattafiori et al. 2024",
-        "with latencies 10 % longer on average",
+        "layout 1 with latencies 10 % longer on average",
+        "  does not fit\n",
         "Tensor-parallel collectives",
     ):
         assert text in result.out
@@ -170,9 +174,42 @@ def test_own_layouts_are_evaluated_side_by_side(cli: Any) -> None:
     printed = json.loads(
         cli("plan", "llama3-405b", "llama3-building", "--devices", 8192, *own, "--out", "q", "--json").out
     )
-    assert [row["fits"] for row in printed["plans"]] == ["yes", "no", "yes"]
+    assert [row["fits"] for row in printed["plans"]] == [True, False, True]
     assert printed["plans"][0]["seconds"] == content["plans"][0]["seconds"]
     assert printed["usable_memory_bytes"] == pytest.approx(75.2e9)
+
+
+def test_a_loss_keeps_the_precision_that_an_own_layout_chose(cli: Any) -> None:
+    own = ("--layout", "tensor=2,fp8=linear", "--lose", "host")
+    result = cli("plan", "llama3-8b", "two-buildings", "--devices", 16, "--set", "host.members=8", *own, "--out", "p")
+    assert result.code == 0, result.err
+    lost = next(line for line in result.out.splitlines() if line.startswith("with host lost"))
+    assert "FP8-linear" in lost
+
+
+def test_devices_without_constants_and_units_that_seem_wrong_are_named(cli: Any) -> None:
+    text = (resources.files("cordillera.clusters") / "two-buildings.toml").read_text()
+    assert 'name = "H100 SXM5 80GB"' in text
+    Path("near.toml").write_text(text.replace("H100 SXM5 80GB", "H100 SXM 80GB"))
+    plan = ("--devices", 8, "--layout", "tensor=8", "--out", "p")
+    near = "no constants are known for 'H100 SXM 80GB', those of A100 are taken: if it is 'H100 SXM5 80GB', call it so"
+    with pytest.warns(UserWarning, match=near):
+        cli("plan", "llama3-8b", "near.toml", *plan)
+    with pytest.warns(UserWarning, match=r"host.latency_s is 8; its unit is s \(8 µs are 8e-6\)"):
+        cli("plan", "llama3-8b", "two-buildings", *plan, "--set", "host.latency_s=8")
+    with pytest.warns(UserWarning, match=r"device.memory_bytes is 80; its unit is bytes \(80 GB are 80e9\)"):
+        cli("plan", "llama3-8b", "two-buildings", *plan, "--set", "device.memory_bytes=80")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cli("plan", "llama3-8b", "two-buildings", *plan).code == 0
+
+
+def test_a_plan_is_no_calibration(cli: Any) -> None:
+    plan = ("plan", "llama3-8b", "two-buildings", "--devices", 8, "--layout", "tensor=8")
+    assert cli(*plan, "--out", "p").code == 0
+    refused = cli(*plan, "--calibration", "p/plan.json", "--out", "q")
+    assert refused.code == 2
+    assert "is a plan, not a calibration" in refused.err
 
 
 def test_layouts_of_which_none_fits_write_nothing_and_say_what_takes_the_memory(cli: Any) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -303,22 +304,40 @@ def test_lines_are_not_wrapped_in_a_file_unless_columns_are_given(monkeypatch: p
         assert len(file.getvalue().strip().splitlines()) == lines
 
 
-def test_long_work_says_where_it_is_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of progress every 10 ms."""
     monkeypatch.delenv("COLUMNS", raising=False)
-    times = iter(range(0, 3000, 4))
-    monkeypatch.setattr("cordillera.cli._terminal.time.monotonic", lambda: float(next(times)))
+    monkeypatch.setattr("cordillera.cli._terminal._FIRST_S", 0.01)
+    monkeypatch.setattr("cordillera.cli._terminal._LONGEST_S", 0.01)
+
+
+@pytest.mark.usefixtures("often")
+def test_long_work_says_where_it_is_in_a_file() -> None:
     file = io.StringIO()
     with _show.training_progress(PlainConsole(file)) as (on_step, _):
         for step in range(1, 40):
             record = {"loss": 0.25, "epoch": 0, "examples_per_second": 1234.0}
             on_step(record, SimpleNamespace(step=step, best_text="best NE 0.8"), 40)
+            time.sleep(0.005)
     lines = file.getvalue().splitlines()
-    assert 4 <= len(lines) <= 12
-    for line in lines:
+    assert 3 <= len(lines) <= 40
+    for line in lines[1:]:
         assert re.match(r"training  best NE 0\.8  \d+/40  epoch 1  loss 0\.2500  1,234 examples/s", line), line
+    time.sleep(0.05)
     with _show.training_progress(PlainConsole(file), quiet=True) as (on_step, _):
         on_step({}, SimpleNamespace(step=1), 40)
-    assert file.getvalue().splitlines() == lines
+        time.sleep(0.05)
+    assert file.getvalue().splitlines() == lines  # nothing after the end, and nothing when quiet
+
+
+@pytest.mark.usefixtures("often")
+def test_work_that_does_not_report_says_that_it_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with _show.work_shown("looking"):
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 2
+    assert set(lines) == {"looking  0:00:00"}
 
 
 @pytest.mark.parametrize(

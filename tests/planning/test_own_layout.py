@@ -46,7 +46,7 @@ def test_everything_can_be_stated() -> None:
         ("tensr=8", "there is no 'tensr'.*\n.*did you mean tensor"),
         ("tensor=8,tensor=4", "states tensor twice"),
         ("tensor=eight", "tensor=eight is not a whole number"),
-        ("tensor=-8", "tensor=-8 is not a whole number of 0 or more"),
+        ("tensor=-8", "tensor=-8 is not a whole number of 1 or more"),
         ("tensor=8.0", "tensor=8.0 is not a whole number"),
         ("tensor=nan", "tensor=nan is not a whole number"),
         ("tensor=0", "tensor is 0, at least 1 is needed"),

@@ -263,3 +263,18 @@ def test_what_does_not_fit_is_one_error(tmp_path: Path, day_1: Path) -> None:
     other = after(tmp_path, day_1, tables__name="adam")
     features = Encoder.load(day_1 / "encoder").features
     assert "0 rows of tables are new" in start_from(model_of(other, features), other)
+
+
+@pytest.mark.parametrize("labels", [["bought", "click"], ["bought"], ["click"]])
+def test_other_labels_or_another_order_are_refused(tmp_path: Path, labels: list[str]) -> None:
+    """Heads have no names: those of other labels would be taken in silence."""
+    for day in (1, 2):
+        rows = pl.read_csv(write_day(tmp_path / f"day-{day}.csv", day))
+        rows.with_columns(bought=1 - pl.col("click")).write_csv(tmp_path / f"both-{day}.csv")
+    begun = recipe_of(tmp_path, tmp_path / "both-1.csv", data__schema__labels=["click", "bought"])
+    workflows.train(begun, tmp_path / "one")
+    start = str(tmp_path / "one")
+    other = recipe_of(tmp_path, tmp_path / "both-2.csv", data__schema__labels=labels, training__start=start)
+    with pytest.raises(CheckpointError, match=rf"one learnt click, bought, here the labels are {', '.join(labels)}"):
+        workflows.train(other, tmp_path / "two")
+    assert not (tmp_path / "two").exists()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import time
+import threading
 from typing import IO, Any, cast
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn, TaskID
+from rich.progress import Progress, ProgressColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -132,30 +132,32 @@ class ProgressLines(Progress):
 
     def __init__(self, *columns: Any, **options: Any) -> None:
         super().__init__(*columns, **options)
-        self._pause, self._due = _FIRST_S, time.monotonic() + _FIRST_S
+        self._ended, self._teller = threading.Event(), threading.Thread(target=self._tell, daemon=True)
 
     def start(self) -> None:
-        """Draw the bar, on a terminal."""
+        """Draw the bar, or begin to print lines."""
         if self._is_drawn():
             super().start()
+        elif not self.disable:
+            self._teller.start()
 
     def stop(self) -> None:
         """End drawing; elsewhere than on a terminal, the base class would print an empty line."""
         if self._is_drawn():
             super().stop()
+        elif not self.disable:
+            self._ended.set()
+            self._teller.join()
 
     def _is_drawn(self) -> bool:
         return self.console.is_terminal or self.console.is_jupyter
 
-    def update(self, task_id: TaskID, **fields: Any) -> None:
-        """Update a task and, where there is no terminal, print its state if the next line is due."""
-        super().update(task_id, **fields)
-        now = time.monotonic()
-        if self.disable or self._is_drawn() or now < self._due:
-            return
-        self._pause = min(2 * self._pause, _LONGEST_S)
-        self._due = now + self._pause
-        task = next(one for one in self.tasks if one.id == task_id)
-        shown = [column(task) for column in self.columns if isinstance(column, ProgressColumn)]
-        texts = [one.plain.strip() for one in shown if isinstance(one, Text)]  # a bar is none
-        self.console.print("  ".join(filter(None, texts)))
+    def _tell(self) -> None:
+        """Print the state of all tasks, also while the work does not report, until it ends."""
+        pause = _FIRST_S
+        while not self._ended.wait(pause):
+            pause = min(2 * pause, _LONGEST_S)
+            for task in self.tasks:
+                shown = [column(task) for column in self.columns if isinstance(column, ProgressColumn)]
+                texts = [one.plain.strip() for one in shown if isinstance(one, Text)]  # a bar is none
+                self.console.print("  ".join(filter(None, texts)))

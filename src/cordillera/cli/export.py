@@ -23,6 +23,7 @@ def export(
     from cordillera import workflows
     from cordillera.cli._show import console
 
+    before = (out or run / "export").exists()
     folder = workflows.export(run, out, compiled=compiled, onnx=onnx)
-    console().print(f"export: {folder}")
+    console().print(f"export: {folder}{', in place of an earlier one' if before else ''}")
     console().print(f"  -> in Python: import score; score.Scorer('{folder}').predict([...])")

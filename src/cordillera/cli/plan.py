@@ -249,13 +249,16 @@ def _millions(rate: float) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+    if seconds >= 1:
+        return f"{seconds:.3f} s"
+    return f"{max(0.0, seconds) * 1e3:.2f} ms"  # a difference of sums may be below 0 by rounding
 
 
 def _error(seconds: float) -> str:
     return f"{seconds:.2g} s" if seconds >= 0.01 else f"{seconds * 1e3:.2g} ms"
 
 
+_POOR = 0.15  # mean error of fitted constants
 _MEMORY = Field("memory_bytes", "GB", lambda count: shown(count / 1e9, 0))
 _ERROR = Field("error_s", "±", _error)
 _LAYOUT_FIELDS = (
@@ -344,10 +347,10 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
     )
 
 
-def _say_cases(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
+def _say_cases(answer: CommandOutput, planned: Planned | PlannedRecommender, which: str = "") -> None:
     for case in planned.what_if:
-        speed = f"with {case.what}: {_seconds(case.seconds)} ({100 * case.speed(planned.found.best.seconds):+.2f} %)"
-        answer.say(f"{speed} {case.note}".rstrip())
+        speed = 100 * case.speed(planned.found.best.seconds)
+        answer.say(f"{which}with {case.what}: {_seconds(case.seconds)} ({speed:+.2f} %) {case.note}".rstrip())
 
 
 def _say_size(answer: CommandOutput, planned: Planned) -> None:
@@ -381,12 +384,13 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
     explorer, found, base = planned.explorer, planned.found, planned.production
     others = [(SEARCHED, planned.compared[SEARCHED])] if SEARCHED in planned.compared else []
     shown_plans = [*zip(map(str, range(1, len(found.own) + 1)), found.own, strict=True), *others, ("base", base)]
-    more = Field("teraflops", shown=False), _MEMORY, Field("fits", shown=False)  # MFU and lines below tell a person
+    own = {place: explorer.fits(plan) for place, plan in shown_plans}
+    fit = Field("fits", "", lambda fits: "" if fits else "does not fit", right=False, shown=not all(own.values()))
+    more = Field("teraflops", shown=False), _MEMORY, fit  # a person is told the MFU
     table = Sheet(title, *_LAYOUT_FIELDS, *more)
     for place, plan in shown_plans:
         teraflops = plan.flops / plan.seconds / plan.layout.devices / 1e12
-        fits = "yes" if explorer.fits(plan) else "no"
-        table.add(place, *_row(plan), teraflops, plan.step.memory_bytes, fits)
+        table.add(place, *_row(plan), teraflops, plan.step.memory_bytes, own[place])
     ends = "seconds of a step, on the pipeline rank that ends last"
     parts = Sheet(ends, Field("part"), *(Field(place, form=_seconds) for place, _ in shown_plans))
     for key, name in export.PARTS.items():
@@ -394,7 +398,7 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
             parts.add(name, *(plan.step.parts.get(key, 0.0) for _, plan in shown_plans))
     answer.tables(plans=table, parts=parts)
     for place, plan in shown_plans[: len(found.own)]:
-        if not explorer.fits(plan):
+        if not own[place]:
             limits = explorer.limits(Mesh.of(explorer.topology, plan.layout, plan.order))
             answer.say(f"layout {place} does not fit: {_too_large(plan, limits)}")
         elif plan is found.best:
@@ -403,7 +407,8 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
             _say_error(answer, plan, faster)
     if found.interrupted:
         answer.say("interrupted: what had not been computed by then is missing")
-    _say_cases(answer, planned)
+    best = next((place for place, plan in shown_plans if plan is found.best), "") if planned.what_if else ""
+    _say_cases(answer, planned, f"layout {best} " if len(found.own) > 1 else "")
     answer.say(f"base: {explorer.base_source}")
     answer.say(f"constants: {explorer.constants}")
     _say_size(answer, planned)
@@ -486,6 +491,8 @@ def _calibrate(answer: CommandOutput, fitted: Calibrated) -> None:
     names = ("matrix", "memory", "port", "network", "collective_s")
     constants = {name: getattr(fitted.constants, name) for name in names}
     answer.say("constants: " + ", ".join(f"{name} {value:.4g}" for name, value in constants.items()))
+    if quality.error > _POOR:
+        answer.say("that is a large mean error: the steps may wait for what is not modelled, such as the host")
     answer.say(f"written to {fitted.file}; use it with --calibration")
     answer.keep(
         measured_steps=quality.rows,

@@ -32,6 +32,7 @@ def predict(
     from cordillera import workflows
     from cordillera.cli._show import echo, work_shown
 
+    before = out is not None and Path(out).exists()
     with work_shown("scoring") as show:
         written, rows = workflows.predict(
             run,
@@ -42,4 +43,4 @@ def predict(
             planned=planned,
             on_rows=lambda rows: show(f"scoring {rows:,} rows"),
         )
-    echo(f"{rows:,} scores: {written}")
+    echo(f"{rows:,} scores: {written}{', in place of an earlier file' if before else ''}")

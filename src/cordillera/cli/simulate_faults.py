@@ -110,6 +110,8 @@ def simulate_faults(
             out.print(line)
         if not any(row.failures for row in rows):
             out.print("no failure happened in these runs: give more --days or --runs")
+        if not save and any(row.job.policy == "restart" for row in rows):
+            out.print("restart: it loses no step, as checkpoints take no time (--save 0)")
         out.print("formula: a failure during a recovery costs a whole one too, as --queue simulates")
         if planned is not None:
             out.print(f"s a step: with its share of what failures cost; {job.step_s:.4g} without")

@@ -7,11 +7,12 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from cordillera import topology as clusters
-from cordillera.cost import Calibration, CostModel, Products, ProductShape, calibration_for
+from cordillera.cost import SHIPPED, Calibration, CostModel, Products, ProductShape, calibration_for
 from cordillera.errors import Interrupted, PlanError, printable
 from cordillera.files import check_writable, read_sealed, sealed_json, write
 from cordillera.partition import Weights
@@ -101,6 +102,7 @@ _LEAST = {
     "nic_bytes_per_s": (1e6, "bytes/s"),
 }
 _HALF_THE_EARTH_KM = 20_100
+_LONGEST_S = 0.1  # latency beside that of the distance
 
 
 def _changed(cluster: str | Path, changes: Iterable[str]) -> clusters.Topology:
@@ -124,11 +126,24 @@ def _warn_of_units(topology: clusters.Topology, cluster: str | Path) -> None:
     for key, (least, unit) in _LEAST.items():
         value = getattr(topology.device, key)
         if value < least:
-            warnings.warn(f"{cluster}: device.{key} is {value:g}; its unit is {unit}", stacklevel=3)
+            meant = f" ({value:g} GB are {value:g}e9)" if key == "memory_bytes" else ""
+            warnings.warn(f"{cluster}: device.{key} is {value:g}; its unit is {unit}{meant}", stacklevel=3)
     for level in topology.levels:
+        if level.latency_s > _LONGEST_S:
+            late = f"{level.name}.latency_s is {level.latency_s:g}; its unit is s ({level.latency_s:g} µs are "
+            warnings.warn(f"{cluster}: {late}{level.latency_s:g}e-6)", stacklevel=3)
         if level.distance_km > _HALF_THE_EARTH_KM:
             far = f"{level.name}.distance_km is {level.distance_km:g}, more than half the way around the earth"
             warnings.warn(f"{cluster}: {far}", stacklevel=3)
+
+
+def _warn_of_constants(device: clusters.Device, cluster: str | Path) -> None:
+    if device.name in SHIPPED:
+        return
+    near = get_close_matches(device.name, SHIPPED, n=1, cutoff=0.8)
+    hint = f"if it is {near[0]!r}, call it so" if near else "--calibrate fits constants to measured steps"
+    what = f"no constants are known for {device.name!r}, those of A100 are taken: {hint}"
+    warnings.warn(f"{cluster}: {what}", stacklevel=3)
 
 
 def plan(
@@ -190,6 +205,8 @@ def plan(
     for domain in domains:
         faults.survivors(topology, domain)  # an unknown domain is refused before the search
     constants = read_calibration(calibration) if calibration is not None else calibration_for(topology.device)
+    if calibration is None:
+        _warn_of_constants(topology.device, cluster)
     table = Products.read(products) if products is not None else None
     if isinstance(work, Recommender) and (slow is not None or jitter is not None or domains):
         raise PlanError("are not known for recommendation models", where="slow, jitter, lose", remedy="--what-if is")
@@ -350,7 +367,12 @@ def read_calibration(path: str | Path) -> Calibration:
         PlanError: If the file does not exist, does not match its checksum, or holds mistakes; the message names all of
             them.
     """
-    return clusters.validate(Calibration, read_sealed(path, error=PlanError), str(path))
+    content = read_sealed(path, error=PlanError)
+    if "plans" in content:
+        raise PlanError(
+            "is a plan, not a calibration", where=str(path), remedy="`cordillera plan CLUSTER --calibrate` writes one"
+        )
+    return clusters.validate(Calibration, content, str(path))
 
 
 @dataclass(frozen=True)

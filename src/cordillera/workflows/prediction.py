@@ -27,7 +27,7 @@ from cordillera.data.ranking.logs.columns import RowPlace
 from cordillera.data.ranking.rows import read_rows
 from cordillera.data.ranking.unseen import UnseenCount
 from cordillera.errors import DataError, RunError
-from cordillera.files import make_folders, remove_made
+from cordillera.files import make_folders, read_json_object, remove_made
 from cordillera.kernels.repeatable import products_repeat
 from cordillera.recipe import RankingRecipe
 from cordillera.run import Run, disk_errors, next_path, remove_folder
@@ -192,7 +192,7 @@ def export(run: Run | Path | str, out: Path | str | None = None, *, compiled: bo
     run = run if isinstance(run, Run) else Run(run)
     recipe, encoder = recipe_of(run), Encoder.load(run.folder / "encoder")
     target = Path(out) if out is not None else run.folder / "export"
-    if target.exists() and not (target.is_dir() and (target / exports.SCHEMA).is_file()):
+    if target.exists() and not _is_export(target):
         raise RunError("exists and is no export", where=str(target), remedy="name another folder with --out")
     features = replace(encoder.features, tasks=tuple(card_of(run)["tasks"]))
     _, model = restore_model(run, features, torch.device("cpu"))
@@ -205,6 +205,13 @@ def export(run: Run | Path | str, out: Path | str | None = None, *, compiled: bo
             Path(folder).rename(target)
             Path(folder).mkdir()  # what is removed in the end
     return target
+
+
+def _is_export(folder: Path) -> bool:
+    try:
+        return "programs" in read_json_object(folder / exports.SCHEMA)
+    except DataError:
+        return False
 
 
 def open_scorer(run: Run | Path | str, *, quantized: bool = False, planned: bool = False) -> RowScorer:

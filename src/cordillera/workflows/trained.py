@@ -160,7 +160,7 @@ def recipe_of(run: Run) -> RankingRecipe:
         raise RunError(
             "is a run of a language model, which scores no samples",
             where=str(run.folder),
-            remedy=f"let it write with `cordillera generate {run.folder}`",
+            remedy=f"`cordillera generate {run.folder}` writes with it, `cordillera convert` exports and quantises it",
         )
     return recipe
 
@@ -221,11 +221,18 @@ def start_from(model: RankingModel, recipe: RankingRecipe) -> str:
                 where="training.start",
                 remedy="set tables.storage = 'memory', tables.rows = 'fp32' and tables.cache = 0, or leave it out",
             )
+    labels = tuple(card_of(run)["tasks"])
+    if labels != model.features.tasks:
+        raise CheckpointError(
+            f"{run.folder} learnt {', '.join(labels)}, here the labels are {', '.join(model.features.tasks)}",
+            where="training.start",
+            remedy="give data.schema.labels of that run, in its order, or train from the beginning",
+        )
     checkpoint = best_checkpoint(run, use_best=started.training.patience is not None)
     if recipe.tables.dynamic is not None:
         load_weights(model, checkpoint)
         return f"start: weights of {run.folder} after {checkpoint.step:,} steps"
-    own = model_of(started, replace(Encoder.load(run.folder / "encoder").features, tasks=tuple(card_of(run)["tasks"])))
+    own = model_of(started, replace(Encoder.load(run.folder / "encoder").features, tasks=labels))
     load_weights(own, checkpoint)
     before, news = embedding_tables(own), 0
     state = {name: one for name, one in own.state_dict().items() if not name.startswith(tuple(f"{n}." for n in before))}

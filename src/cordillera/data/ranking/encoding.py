@@ -335,7 +335,7 @@ class Encoder:
         if differs:
             what = "is no feature" if differs[0] not in own else "is missing" if differs[0] not in other else "differs"
             raise DataError(
-                f"feature '{differs[0]}' {what} beside the run that data.encoder names",
+                f"feature '{differs[0]}' {what} beside the run that data.encoder or training.start names",
                 where="data.schema",
                 remedy="take the features of that run's recipe, or train from the beginning",
             )

@@ -117,7 +117,7 @@ def _reader(kind: str) -> Callable[[str], Any]:
 
 def _count(value: str) -> int:
     if not value.isascii() or not value.isdigit():
-        raise ValueError("a whole number of 0 or more")
+        raise ValueError("a whole number of 1 or more; commas go between keys")
     if len(value) > 9:
         raise ValueError("a whole number below a billion")
     return int(value)

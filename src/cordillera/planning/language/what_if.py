@@ -191,15 +191,14 @@ def replan(
     chunks = {1, plan.layout.chunks}
     before = explorer.outlook(chunks) * explorer.devices
     ranked: list[tuple[float, int, Explorer]] = []
+    workload = explorer.workload.model_copy(update={"fp8": plan.layout.fp8})  # which a person's own layout may choose
     most = min(explorer.devices, topology.devices)
-    numbers = sorted(one for one in divisible(explorer.workload, topology) if most / 2 <= one <= most)
+    numbers = sorted(one for one in divisible(workload, topology) if most / 2 <= one <= most)
     for devices in reversed(numbers):
         if ranked and _AS_GOOD * before / devices > min(ranked)[0]:
             break
         products = explorer.cost.products
-        one = Explorer(
-            explorer.workload, topology, explorer.calibration, products=products, devices=devices, progress=progress
-        )
+        one = Explorer(workload, topology, explorer.calibration, products=products, devices=devices, progress=progress)
         estimate = one.outlook(chunks)
         if math.isfinite(estimate):
             ranked.append((estimate, -devices, one))

@@ -28,7 +28,7 @@ PARTS = {
     "tensor parallel": "Tensor-parallel collectives",
     "sharded weights": "Waiting for sharded weights",
     "pipeline messages": "Waiting for pipeline messages",
-    "pipeline bubble": "Pipeline bubble",
+    "pipeline bubble": "Pipeline bubble, with waiting for slower ranks",
     "gradient reduction": "Gradient reduction that is not hidden",
     "optimizer": "Optimizer",
     "context parallel": "Gathers of context parallelism",
