@@ -35,7 +35,7 @@ from cordillera.models.ranking.towers import TowersConfig
 from cordillera.numerics.emulation.emulation import EmulationConfig
 from cordillera.numerics.formats.precision import precision_of_machine
 from cordillera.recipe import LanguageRecipe, RankingRecipe, field_descriptions
-from cordillera.topology import shipped
+from cordillera.topology import Device, Level, shipped
 from cordillera.training.language.objectives import DraftingConfig, GroupsConfig, PreferencesConfig
 from cordillera.training.ranking.tasks.loss_balance import BalanceConfig
 from cordillera.training.ranking.teachers.augmentation import AugmentationConfig
@@ -99,6 +99,10 @@ def _section(name: str) -> type[BaseModel]:
         return NodeConfig
     if name == "space.blocks":
         return BlocksConfig
+    if name == "cluster.device":
+        return Device
+    if name == "cluster.levels":
+        return Level
     if name.startswith("model."):
         return MODELS[name.removeprefix("model.")].Config
     annotation = RankingRecipe.model_fields[name].annotation

@@ -119,6 +119,7 @@ def test_a_server_that_is_told_to_stop_finishes_what_it_accepted(
         server.process.send_signal(number)
         assert [answer.result(SECONDS) for answer in answers] == [expected] * 8
     assert server.ends() == 0, server.said
+    assert "stops after 8 requests that it has accepted (at most 60 s); Ctrl-C ends it at once" in server.said
     assert server.said.strip().endswith("stopped")
     assert "Traceback" not in server.said
     with pytest.raises(openai.APIConnectionError):
@@ -140,6 +141,26 @@ def test_a_server_with_little_time_to_stop_ends_in_time_and_its_clients_notice(
         assert server.ends() == 0, server.said
         assert time.monotonic() - started < 30
     assert server.said.strip().endswith("stopped")
+    assert "Traceback" not in server.said
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_cuts_off_what_was_accepted_without_a_traceback(
+    start: Callable[..., Server], folder: Path
+) -> None:
+    server = start(folder, "--texts", "1")
+    with server.client() as client:
+        stream = client.completions.create(stream=True, n=100, extra_body={"ignore_eos": True}, **LONG)
+        next(stream)
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        eventually(lambda: "stops after 1 request that it has accepted" in server.said, "it says nothing", SECONDS)
+        server.process.send_signal(signal.SIGINT)
+        with pytest.raises((openai.APIError, httpx.HTTPError)):
+            list(stream)
+        server.ends()
+        assert time.monotonic() - started < 30
+    assert "Traceback" not in server.said
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def test_a_bad_request_is_refused_by_the_name_of_its_parameter(
         (b'{"model": "\xff"}', "application/json", "parsing the body"),
         (b"[" * 500_000, "application/json", "parsing the body"),
         (b'{"a":' * 200_000, "application/json", "parsing the body"),
-        (json.dumps(TEXT).encode(), "text/plain", "content-type application/json"),
+        (json.dumps(TEXT).encode(), "text/plain", "with the header content-type: application/json, not text/plain"),
         (b'{"model": "small", "prompt": "a", "\\ud800": 1}', "application/json", "unicode"),
     ],
 )

@@ -116,7 +116,9 @@ def handle_errors(app: FastAPI) -> None:
         else:
             message = explain([{**first, "loc": ()}], lambda place: ())[0][1]
         if place is None and not isinstance(error.body, dict):
-            message = "the body is not a JSON object of content-type application/json"
+            message = "the body is not a JSON object"
+            if "json" not in (given := request.headers.get("content-type", "")):
+                message += f"; send it with the header content-type: application/json, not {given or 'none'}"
         return error_answer(400, printable(f"{place}: {message}" if place else message), place)
 
     @app.exception_handler(HTTPException)

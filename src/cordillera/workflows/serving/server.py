@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
+import logging
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from cordillera import recipe as recipes
 from cordillera.errors import DataError, RunError
+from cordillera.numbers import counted
 from cordillera.recipe import RankingRecipe
 from cordillera.run import Run
 from cordillera.serving.http.app import BODY_BYTES, Services, create_app
@@ -195,6 +197,13 @@ def serve(
                     slow.end(self.server_state.connections)
                 return await super().on_tick(counter)
 
+            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+                if left := len(self.server_state.tasks):
+                    most = f"at most {settings.timeout_graceful_shutdown} s"
+                    say(f"stops after {counted(left, 'request')} that it has accepted ({most}); Ctrl-C ends it at once")
+                logging.getLogger("uvicorn.error").addFilter(_is_error)
+                await super().shutdown(sockets)
+
         # What was loaded stays: without this, each full collection looks through it, and all stands still for 0.2 s.
         gc.collect()
         gc.freeze()
@@ -204,6 +213,11 @@ def serve(
         finally:
             gc.unfreeze()
             services.close(1.0)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    """Whether a record of a server that stops is of more than a request that was cut off."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 @contextlib.contextmanager
