@@ -139,6 +139,16 @@ def test_an_override_without_key_or_value_is_refused(text):
         parse_override(text)
 
 
+def test_sizes_that_are_left_out_fit_those_that_are_given(tmp_path):
+    text = "[data]\npath='python-library'\n[model]\nname='llama'\nlayers=2\nhidden=64\nheads=4\n"
+    model = load(write(tmp_path, text)).model
+    assert (model.vocabulary, model.kv_heads) == (264, 4)  # of the tokenizer `bytes`; one for each head
+    assert load(write(tmp_path, text + "kv_heads=2\nvocabulary=300\n")).model.kv_heads == 2
+    assert load(write(tmp_path, text.replace("heads=4", "heads=16"))).model.kv_heads == 8
+    other = text.replace("python-library'", "python-library'\ntokenizer='llama3-tokenizer'")
+    assert load(write(tmp_path, other)).model.vocabulary == 128256
+
+
 def test_an_override_in_brackets_that_is_no_toml_is_not_taken_for_text():
     with pytest.raises(RecipeError, match=r"quote text within it: --set 'data\.schema\.labels=\[\"a\", \"b\"\]'"):
         parse_override("data.schema.labels=[purchase]")

@@ -380,6 +380,9 @@ def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
+_BYTES = 264  # tokens of the tokenizer `bytes`, 258, to the next multiple of 8
+
+
 def _with_sizes(content: dict[str, Any], source: str) -> dict[str, Any]:
     """Return a language model's recipe with the sizes of its preset, or of the checkpoint that training starts from."""
     model = dict(_section(content, "model"))
@@ -397,6 +400,11 @@ def _with_sizes(content: dict[str, Any], source: str) -> dict[str, Any]:
         sizes = open_checkpoint(find_model(start)).config.model_copy(
             update={"adapter": None, "draft": None, "scores": False}
         )
+    else:
+        if _section(content, "data").get("tokenizer", "bytes") == "bytes":
+            model.setdefault("vocabulary", _BYTES)
+        if isinstance(heads := model.get("heads"), int) and heads % LlamaConfig.model_fields["kv_heads"].default:
+            model.setdefault("kv_heads", heads)
     return content | {"model": (sizes.model_dump(mode="json") if sizes else {}) | model}
 
 

@@ -166,6 +166,7 @@ def tell_outcome(
 def _print(answer: CommandOutput, outcome: Outcome | LanguageOutcome, is_resumed: bool, is_old: bool) -> None:
     from cordillera.cli._show import evaluation_table, group_tables, language_line
     from cordillera.numbers import counted
+    from cordillera.recipe import PostTrainingRecipe, load
     from cordillera.workflows import LanguageOutcome
 
     report = outcome.report
@@ -186,6 +187,9 @@ def _print(answer: CommandOutput, outcome: Outcome | LanguageOutcome, is_resumed
             measures = {name: logged[-1][name] for name in names if logged[-1].get(name) is not None}
             said = ", ".join(f"{name} {value:.4f}" for name, value in measures.items())
             answer.say(f"step {logged[-1]['step']:,}, in training: {said}", training=measures)
+            recipe: Any = load(outcome.run.recipe_file)
+            if not isinstance(recipe, PostTrainingRecipe) and recipe.data.held_out != 0:
+                answer.say("nothing is held out: one document is not divided (data.unit = 'line', or data.validation)")
         answer.say(f"{ended}, {tokens:,} tokens", **facts, tokens=tokens)
         return
     if outcome.evaluation is not None:
