@@ -41,6 +41,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz", type=int, default=0, metavar="N", help="inputs of each fuzzer (default: its own number)")
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """One thread of torch: for tensors so small that others only wait, and sums whose order threads would change."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def fuzz_inputs(request: pytest.FixtureRequest) -> Callable[[int], int]:
     """Number of inputs of a fuzzer: its own number, or that of ``--fuzz N``."""

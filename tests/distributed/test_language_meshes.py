@@ -10,7 +10,7 @@ import copy
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import pairwise
@@ -40,6 +40,8 @@ from cordillera.models.language.stages import cut_layers, cut_model
 from cordillera.training.language import gradients as language_gradients
 from cordillera.training.language.engine import AGREED, LanguageConfig, LanguageEngine, next_tokens
 from tests.distributed.processes import needs_gloo, run_processes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODEL = LlamaConfig(layers=4, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=64, context=64)
 TIED = MODEL.model_copy(update={"tied": True})
@@ -329,14 +331,6 @@ def plainly_trained(model: LlamaConfig, training: LanguageConfig, packed: bool =
         optimizer.step()
         optimizer.zero_grad()
     return found
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import random
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -359,15 +359,6 @@ def run_into_faults(rank: int, folder: str) -> dict[str, Any]:
             facts = {"peer": error.peer, "stage": error.stage, "microbatch": error.microbatch, "text": str(error)}
             found[name] = {**facts, "seconds": time.perf_counter() - start, "deadline": deadlines[name]}
     return found
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """As the processes have it: layer norm adds up its weight's gradient by threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,7 @@ from torch import Tensor
 from cordillera.jagged import offsets_from_lengths
 from cordillera.kernels.attention.documents import continued_attention, document_attention
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:

@@ -23,12 +23,9 @@ from cordillera.training.language.drafting import DraftObjective
 from cordillera.training.language.objectives import DraftingConfig
 from tests.serving.test_speculation import CONTEXT, EXACT, FREE, GREEDY, HALF, VOCABULARY
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 KINDS = [("head", 1), ("head", 2), ("block", 2)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def drafter_for(model: Llama, kind: Any = "head", layers: int = 1) -> DraftModel:

@@ -23,12 +23,9 @@ from cordillera.serving.language.sampler import Sampling, draw_noise
 from cordillera.serving.language.speculation import NGramDrafter, Speculation
 from tests.serving.test_speculation import CONTEXT, EXACT, GREEDY, HALF, VOCABULARY
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DRAFTED = Speculation([NGramDrafter], [1.0] * MOST_ROWS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="module")

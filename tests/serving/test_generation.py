@@ -17,13 +17,10 @@ from cordillera.serving.language.engine import Generated
 from cordillera.serving.language.generation import for_decoding, generate
 from cordillera.serving.language.sampler import Sampling, draw_noise, sample
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GREEDY = Sampling(temperature=0)
 CONTEXT = 24
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def _model() -> Llama:

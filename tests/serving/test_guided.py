@@ -22,6 +22,8 @@ from cordillera.serving.language.speculation import DraftTree
 from tests.data.vocabularies import write_json
 from tests.serving.small_models import write_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -32,11 +34,6 @@ SCHEMA = {
     "required": ["age", "kind", "fit"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,9 @@ from cordillera.errors import CheckpointError, DataError
 from cordillera.serving.language.language_model import LanguageModel
 from tests.serving.small_models import greedy, write_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GREEDY = cordillera.Sampling(temperature=0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -32,14 +32,11 @@ from cordillera.serving.language.speculation import (
     measure_costs,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GREEDY = Sampling(temperature=0)
 CONTEXT, VOCABULARY = 40, 29
 FREE = [1.0] * MOST_ROWS  # passes cost the same, so that every draft is tried
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def _model(dtype: torch.dtype, scale: float = 12) -> Llama:

@@ -26,15 +26,12 @@ from cordillera.serving.language.sampler import Sampling
 from cordillera.serving.language.text_service import TextRequest, TextService
 from tests.serving.servers import SECONDS, alone, eventually, listening, open_model, open_services, wait_until_idle
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CHAT = [{"role": "user", "content": "the cat sat"}]
 HARD = {"temperature": 0, "model": "small"}  # greedy
 GREEDY = Sampling(temperature=0)
 TEXT: dict[str, Any] = {"model": "small", "prompt": "the cat"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def _chat_ids(model: LanguageModel, *messages: tuple[str, str]) -> list[int]:

@@ -13,7 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
@@ -31,14 +30,11 @@ from cordillera.serving.language.text_service import TextDelta, TextRequest, Tex
 from tests.serving.servers import SECONDS, Heard, alone, ask, eventually, first_stop, open_model
 from tests.serving.small_models import write_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GREEDY = Sampling(temperature=0)
 PROMPT = TextRequest([4, 70, 9], 12, GREEDY)
 ENDLESS = TextRequest([4, 70, 9], None, GREEDY, ends=False)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,8 @@ from tests.distributed.processes import needs_gloo
 from tests.fuzzing import flips
 from tests.models.language.sharded_folders import seal
 
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.usefixtures("one_thread")]
 MODEL = LlamaConfig(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24, vocabulary=31, context=32)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def engine_of(seed: int = 0, **shapes: Any) -> LanguageEngine:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from cordillera.data.ranking.features import Schema
 from cordillera.errors import CheckpointError, DataError, RecipeError, RunError
 from cordillera.recipe import RankingRecipe, load, validate
 from cordillera.workflows.trained import model_of, start_from
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 DAY = 86_400
 
@@ -70,14 +71,6 @@ def recipe_of(tmp_path: Path, path: Path, **changes: Any) -> RankingRecipe:
     found = validate(content)
     assert isinstance(found, RankingRecipe)
     return found
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def evaluate(
         from cordillera.workflows.trained import recipe_of
 
         if importance:
-            refuse({"--file": file}, "--importance")
+            refuse({"--file": file}, "--importance, which is measured on a split of the run")
             recipe_of(Run(run))
         if file is None and (Path(run) / "recipe.toml").is_file():
             check_writable(Path(run) / "evaluation.json")  # before the work

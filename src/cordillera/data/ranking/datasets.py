@@ -567,7 +567,7 @@ def _require(frame: pl.DataFrame, schema: Schema, source: str) -> None:
         raise DataError(
             f"column '{missing[0]}' is missing; there are {frame.columns}",
             where=source,
-            remedy="give the file this column; the recipe of a new run may leave it out of data.schema",
+            remedy="give the file this column; the recipe of a new run may name another one in data.schema, or none",
         )
 
 

@@ -423,7 +423,9 @@ def find_model(name: str | Path) -> Path:
     raise DataError(
         f"is no file, no folder and no model's name (known: {', '.join(models)})",
         where=str(name),
-        remedy=f"train it first, or did you mean {close[0]}?" if close else "give the path of a checkpoint",
+        remedy=f"train it first, or did you mean {close[0]}?"
+        if close
+        else "name a checkpoint's path or a run's folder",
     )
 
 

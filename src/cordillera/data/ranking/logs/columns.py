@@ -114,7 +114,10 @@ def column_names(given: Sequence[str], where: str) -> list[str]:
     names = [name or f"unnamed_{place}" for place, name in enumerate(given)]
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
-        raise DataError(f"columns must differ, these stand twice: {twice[:8]}; rename them", where=where)
+        raise DataError(
+            f"columns must differ, these stand twice: {twice[:8]}; rename them, or write the names into a first line",
+            where=where,
+        )
     return names
 
 
@@ -125,7 +128,7 @@ def column_of(frame: pl.DataFrame, name: str, place: RowPlace) -> pl.Series:
         raise DataError(
             f"column '{name}' is missing; there are {frame.columns[:_SHOWN]}{more}",
             where=place.source,
-            remedy="give the file this column; the recipe of a new run may leave it out of data.schema",
+            remedy="give the file this column; the recipe of a new run may name another one in data.schema, or none",
         )
     return frame[name]
 
@@ -522,7 +525,7 @@ def _times_of_text(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
         raise DataError(
             "a timestamp is blank" if blank else f"{series[row]!r} is not a date or time",
             where=place.at(row, name),
-            remedy=_TIME_REMEDY,
+            remedy="give every row its time, or split by order or at random" if blank else _TIME_REMEDY,
         )
     times: np.ndarray = found.dt.epoch("us").to_numpy() // _UNITS["us"]
     return times
