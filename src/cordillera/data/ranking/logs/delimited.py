@@ -251,7 +251,7 @@ class DelimitedFile:
                 raise DataError(
                     f"the row has {count} fields, {len(self.names)} are expected",
                     where=where,
-                    remedy="correct the line; a field that holds the separator (data.separator) must stand in quotation marks",
+                    remedy="correct the line; fields that hold the separator (data.separator) stand in quotation marks",
                 )
 
     def _fields(self, text: bytes, number: int) -> list[bytes]:
