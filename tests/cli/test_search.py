@@ -538,7 +538,7 @@ def test_a_search_without_a_survivor_says_so(
         result = cli("search", files[0], "--space", files[1], "--trials", 20, "--run", searcher, "--searcher", searcher)
         assert result.code == 0, result.err
         assert "died: budget: 4,000 flops, of at most 10" in result.out
-        assert "20 architectures tried, 0 trained" in result.out
+        assert "20 candidates tried, 0 trained" in result.out
         assert "20 died at stage budget" in result.out
         assert "train the best with" not in result.out
 

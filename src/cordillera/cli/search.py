@@ -25,7 +25,7 @@ _AT_ONCE_S = 0.1  # in which no candidate is tried
 # One piece: an argument for each option.
 def search(
     recipe: Annotated[str, typer.Argument(help="A shipped recipe's name or a TOML file.")],
-    space: Annotated[str, typer.Option("--space", help="A shipped search space's name or a TOML file.")],
+    space: Annotated[str, typer.Option("--space", help="blocks and small (architectures), settings, or a TOML file.")],
     searcher: Annotated[
         str, typer.Option(help="evolution, predictor, random, grid (all), learnt, or optuna's tpe or nsga2.")
     ] = "evolution",
@@ -69,7 +69,7 @@ def search(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Search for the architecture of a ranking model.
+    """Search for the architecture or the settings of a ranking model.
 
     A search that was stopped goes on where it was.
     """
@@ -168,7 +168,7 @@ def _print(answer: CommandOutput, outcome: SearchOutcome) -> None:
 
     died = Counter(one.trial.stage for one in outcome.candidates if not one.trial.is_finished)
     tried, finished = len(outcome.candidates), len(outcome.candidates) - sum(died.values())
-    lines = [f"{tried:,} architectures tried, {finished:,} trained"]
+    lines = [f"{tried:,} candidates tried, {finished:,} trained"]
     lines += [f"{count:,} died at stage {stage}" for stage, count in died.items()]
     if outcome.is_exhausted:
         lines.append("the space has no further architecture")

@@ -137,13 +137,14 @@ def _warn_of_units(topology: clusters.Topology, cluster: str | Path) -> None:
             warnings.warn(f"{cluster}: {far}", stacklevel=3)
 
 
-def _warn_of_constants(device: clusters.Device, cluster: str | Path) -> None:
-    if device.name in SHIPPED:
-        return
-    near = get_close_matches(device.name, SHIPPED, n=1, cutoff=0.8)
-    hint = f"if it is {near[0]!r}, call it so" if near else "--calibrate fits constants to measured steps"
-    what = f"no constants are known for {device.name!r}, those of A100 are taken: {hint}"
-    warnings.warn(f"{cluster}: {what}", stacklevel=3)
+def _shipped_for(device: clusters.Device, cluster: str | Path) -> Calibration:
+    """Return the constants that ship for a device; warn if they are those of another one."""
+    if device.name not in SHIPPED:
+        near = get_close_matches(device.name, SHIPPED, n=1, cutoff=0.8)
+        hint = f"if it is {near[0]!r}, call it so" if near else "--calibrate fits constants to measured steps"
+        what = f"no constants are known for {device.name!r}, those of A100 are taken: {hint}"
+        warnings.warn(f"{cluster}: {what}", stacklevel=3)
+    return calibration_for(device)
 
 
 def plan(
@@ -204,9 +205,7 @@ def plan(
     domains = list(lose)
     for domain in domains:
         faults.survivors(topology, domain)  # an unknown domain is refused before the search
-    constants = read_calibration(calibration) if calibration is not None else calibration_for(topology.device)
-    if calibration is None:
-        _warn_of_constants(topology.device, cluster)
+    constants = read_calibration(calibration) if calibration is not None else _shipped_for(topology.device, cluster)
     table = Products.read(products) if products is not None else None
     if isinstance(work, Recommender) and (slow is not None or jitter is not None or domains):
         raise PlanError("are not known for recommendation models", where="slow, jitter, lose", remedy="--what-if is")
