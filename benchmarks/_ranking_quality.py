@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from cordillera.data.ranking.datasets import DataConfig, prepare
 from cordillera.data.ranking.features import FeatureSpec
 from cordillera.data.ranking.loader import Loader
 from cordillera.embeddings.tables import TablesConfig
+from cordillera.kernels.threads import usable_cores
 from cordillera.models.ranking import ModelConfig, build
 from cordillera.models.ranking.base import RankingModel
 from cordillera.models.ranking.dcn import DCNConfig
@@ -431,7 +435,10 @@ def measure_dhen(console: Console, pieces: FinishedPieces, *, quick: bool) -> di
     trial, one seed and two modules.
     """
     trials, seeds, epochs = (1, 1, 1) if quick else (6, 5, MAX_EPOCHS)
-    results = [_dhen_on(data, console, pieces, trials, seeds, epochs, 2 if quick else len(MODULES)) for data in DATA]
+    modules = MODULES[:2] if quick else MODULES
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(usable_cores(), spawn, torch.set_num_threads, (1,)) as pool:
+        results = [_dhen_on(_Ensembles(data, epochs, pool, pieces, console), trials, seeds, modules) for data in DATA]
     return {
         "evidence": "measured",
         "conditions": {"trials": trials, "seeds": seeds, "batch_size": BATCH_SIZE, "max_epochs": epochs},
@@ -439,51 +446,84 @@ def measure_dhen(console: Console, pieces: FinishedPieces, *, quick: bool) -> di
     }
 
 
-def _dhen_on(
-    data: str, console: Console, pieces: FinishedPieces, trials: int, seeds: int, epochs: int, num_modules: int
+@cache
+def _splits(data: str) -> Splits:
+    return prepare(DATA[data])
+
+
+def trained_ensemble(
+    data: str, sizes: Mapping[str, Any], settings: Mapping[str, float], seed: int, epochs: int
 ) -> dict[str, Any]:
-    modules = MODULES[:num_modules]
-    splits = prepare(DATA[data])
-    features = splits.features
+    """Return the measures of :func:`fit_ours`, in a process of one thread."""
+    return train_ours(DHENConfig.model_validate(sizes), _splits(data), settings, seed, epochs)
+
+
+class _Ensembles:
+    """Trainings of ensembles on one data set, one on each core, of which finished ones are kept."""
+
+    def __init__(
+        self, data: str, epochs: int, pool: ProcessPoolExecutor, pieces: FinishedPieces, console: Console
+    ) -> None:
+        self.data, self.splits = data, _splits(data)
+        self._epochs, self._pool, self._pieces, self.console = epochs, pool, pieces, console
+
+    def __call__(self, wanted: Sequence[tuple[DHENConfig, Mapping[str, float], int]]) -> list[dict[str, Any]]:
+        """Return the measures of trainings: ensemble, settings and seed of each."""
+        keys = [
+            {
+                "data": self.splits.folder.name,
+                "sizes": config.model_dump(mode="json"),
+                "settings": dict(settings),
+                "seed": seed,
+                "epochs": self._epochs,
+            }
+            for config, settings, seed in wanted
+        ]
+        left = {
+            self._pool.submit(
+                trained_ensemble, self.data, key["sizes"], key["settings"], key["seed"], self._epochs
+            ): key
+            for key in keys
+            if self._pieces.get(key) is None
+        }
+        for one in as_completed(left):
+            key, found = left[one], one.result()
+            self._pieces.add(key, found)
+            self.console.print(
+                f"  {self.data} {' + '.join(key['sizes']['modules'])}, {key['sizes']['layers']} layers, seed "
+                f"{key['seed']}: validation NE {found['validation']['ne']:.4f}, test NE {found['test']['ne']:.4f}, "
+                f"{found['seconds']:.1f} s"
+            )
+        return [self._pieces.get(key) for key in keys]  # type: ignore[misc]
+
+
+def _dhen_on(train: _Ensembles, trials: int, seeds: int, modules: Sequence[str]) -> dict[str, Any]:
+    features, data = train.splits.features, train.data
     singles = [(name,) for name in modules]
     pairs = list(itertools.combinations(modules, 2))
     parameters = max(_dense_parameters(_dhen(names, 2), features) for names in [*singles, *pairs])
 
-    def train(config: DHENConfig, settings: dict[str, float], seed: int) -> dict[str, Any]:
-        key = {
-            "data": splits.folder.name,
-            "sizes": config.model_dump(mode="json"),
-            "settings": settings,
-            "seed": seed,
-            "epochs": epochs,
-        }
-        found = pieces.get(key)
-        if found is None:
-            found = train_ours(config, splits, settings, seed, epochs)
-            pieces.add(key, found)
-            console.print(
-                f"  {data} {' + '.join(config.modules)}, {config.layers} layers, seed {seed}: validation NE "
-                f"{found['validation']['ne']:.4f}, test NE {found['test']['ne']:.4f}, {found['seconds']:.1f} s"
-            )
-        return found
-
     found: dict[tuple[tuple[str, ...], int], list[dict[str, Any]]] = {}
     chosen: dict[tuple[tuple[str, ...], int], dict[str, float]] = {}
 
-    def tune_and_train(names: tuple[str, ...], layers: int) -> None:
-        config = _equalised(names, layers, features, parameters)
-        tried = {trial: train(config, settings_of(trial, "ours"), 100 + trial) for trial in range(trials)}
-        settings = settings_of(min(tried, key=lambda trial: tried[trial]["validation"]["ne"]), "ours")
-        chosen[names, layers] = settings
-        found[names, layers] = [train(config, settings, seed) for seed in range(1, seeds + 1)]
+    def tune_and_train(ensembles: Sequence[tuple[str, ...]], layers: int) -> None:
+        configs = {names: _equalised(names, layers, features, parameters) for names in ensembles}
+        draws = [settings_of(trial, "ours") for trial in range(trials)]
+        tried = iter(train([(one, draw, 100 + at) for one in configs.values() for at, draw in enumerate(draws)]))
+        for names in ensembles:
+            reached = [next(tried)["validation"]["ne"] for _ in draws]
+            chosen[names, layers] = draws[reached.index(min(reached))]
+        runs = iter(train([(one, chosen[names, layers], seed)
+                           for names, one in configs.items() for seed in range(1, seeds + 1)]))  # fmt: skip
+        for names in ensembles:
+            found[names, layers] = [next(runs) for _ in range(seeds)]
 
     def best(choices: list[tuple[str, ...]]) -> tuple[str, ...]:
         return min(choices, key=lambda names: _mean(found[names, 1], "ne", "validation"))
 
-    for names in [*singles, *pairs]:
-        tune_and_train(names, 1)
+    tune_and_train([*singles, *pairs], 1)
     single, pair = best(singles), best(pairs)
-    tune_and_train(pair, 2)
+    tune_and_train([pair], 2)
     rows, results = [], []
     for names, layers in sorted(found, key=lambda choice: _mean(found[choice], "ne")):
         runs = found[names, layers]
@@ -508,7 +548,7 @@ def _dhen_on(
             ]
         )
     headings = ["modules", "layers", "validation NE", "test NE", "test AUC", "parameters"]
-    print_rows(console, f"DHEN on {data} at equal parameters", headings, rows)
+    print_rows(train.console, f"DHEN on {data} at equal parameters", headings, rows)
     of_pair = _paired_gain(found[single, 1], found[pair, 1])
     of_layer = _paired_gain(found[pair, 1], found[pair, 2])
     notes = [f"chosen on validation: best single module {single[0]}, best pair {' + '.join(pair)}"]
@@ -518,7 +558,7 @@ def _dhen_on(
     ):
         spread = "" if gain["interval"] is None else "; 95 %: {:+.4f} to {:+.4f}".format(*gain["interval"])
         notes.append(f"test NE of {what} by {gain['mean']:+.4f} (paired seeds: {seeds}{spread})")
-    print_notes(console, notes)
+    print_notes(train.console, notes)
     return {
         "data": data,
         "parameters": parameters,
