@@ -363,3 +363,10 @@ def test_arguments_of_functions_are_options_of_the_command_that_has_them():
     assert "file" not in options_of(["predict", "run", "file.csv"])  # an argument without an option
     assert options_of(["evaluate", "run"])["file"] == "--file"
     assert options_of(["no", "such", "command"]) == options_of([]) == {}
+
+
+def test_commands_to_go_on_with_can_be_pasted_into_a_shell(cli, tmp_path):
+    log = write_log(tmp_path / "my log.csv")
+    shown = cli("recipe", "new", log, "--label", "click", "--out", "my own.toml")
+    assert "look it over, then: cordillera train 'my own.toml'\n" in shown.out
+    assert _show.to_type("train", "runs/a", "--resume") == "cordillera train runs/a --resume"

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -219,6 +220,11 @@ def refuse(options: Mapping[str, object], task: str) -> None:
     for name, value in options.items():
         if value is not None and value is not False:
             raise RunError(f"has no effect with {task}", where=name, remedy="leave it out")
+
+
+def to_type(*words: object) -> str:
+    """Return a command of ``cordillera`` as a shell takes it, whatever is in its ``words``."""
+    return shlex.join(["cordillera", *map(str, words)])
 
 
 def check_plot(path: Path | None) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cordillera.cli._show import AsJson, Changes, CommandOutput, Field, Quiet, Sheet, progress_bar
+from cordillera.cli._show import AsJson, Changes, CommandOutput, Field, Quiet, Sheet, progress_bar, to_type
 from cordillera.errors import Interrupted
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _train_students(answer: CommandOutput, recipes: Mapping[str, RankingRecipe],
         students.append({"stream": stream, "ended": ended, "run": folder})
         if ended == "interrupted":
             answer.say("interrupted; everything is saved", students=students)
-            answer.say(f"  -> continue with: cordillera train {folder} --resume")
+            answer.say(f"  -> continue with: {to_type('train', folder, '--resume')}")
             raise typer.Exit(130)
         assert isinstance(student, workflows.Outcome)
         students[-1]["evaluation"] = student.evaluation

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cordillera.cli._show import AsJson, CommandOutput
+from cordillera.cli._show import AsJson, CommandOutput, to_type
 from cordillera.errors import Interrupted
 
 _LAYOUTS = {"hugging-face": "Hugging Face", "meta": "Meta", "gguf": "GGUF"}
@@ -72,4 +72,4 @@ def convert(
             answer.say(f"  {found.tokens:,} tokens, {'' if found.chats else 'no '}chat template, {ends}")
             if not found.same_chats:
                 answer.say("  chats have other tokens than with the source: its format tokenises parts of them apart")
-            answer.say(f'  -> cordillera generate {target} "What is a mountain range?"')
+            answer.say(f"  -> {to_type('generate', target, 'What is a mountain range?')}")

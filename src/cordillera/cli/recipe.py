@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cordillera.cli._show import AsJson, Changes, CommandOutput, Field, Sheet
+from cordillera.cli._show import AsJson, Changes, CommandOutput, Field, Sheet, to_type
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -69,4 +69,4 @@ def new(
         answer.tables(columns=table)
         if not any(guess.role == "timestamp" for guess in guesses):
             answer.say("no column of times: training, validation and test are drawn at random")
-        answer.say(f"recipe: {out}\n  -> look it over, then: cordillera train {out}", recipe=out)
+        answer.say(f"recipe: {out}\n  -> look it over, then: {to_type('train', out)}", recipe=out)

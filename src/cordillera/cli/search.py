@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cordillera.cli._show import AsJson, Changes, CommandOutput, Field, Quiet, Sheet, progress_bar, read_input, refuse
+from cordillera.cli._show import (
+    AsJson,
+    Changes,
+    CommandOutput,
+    Field,
+    Quiet,
+    Sheet,
+    progress_bar,
+    read_input,
+    refuse,
+    to_type,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -202,5 +213,5 @@ def _print(answer: CommandOutput, outcome: SearchOutcome) -> None:
         chosen = [f"{one.name}: {one.settings}" for one in outcome.front if one.settings]
         if chosen:
             answer.say("\n".join(chosen), settings={one.name: one.overrides for one in outcome.front})
-        answer.say(f"recipes: {front}\n  -> train the best{by} with: cordillera train {path}", best=path)
+        answer.say(f"recipes: {front}\n  -> train the best{by} with: {to_type('train', path)}", best=path)
     answer.say(f"report: {outcome.report}", report=outcome.report)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cordillera.cli._show import AsJson, Changes, CommandOutput, Quiet, refuse
+from cordillera.cli._show import AsJson, Changes, CommandOutput, Quiet, refuse, to_type
 
 if TYPE_CHECKING:
     from cordillera.workflows import LanguageOutcome, Outcome
@@ -157,7 +157,7 @@ def tell_outcome(
     folder, step = outcome.run.folder, outcome.report.progress.step
     if outcome.report.ended == "interrupted":
         answer.say(f"interrupted at step {step:,}; everything is saved", ended="interrupted", steps=step, run=folder)
-        answer.say(f"  -> continue with: cordillera {command} {folder} --resume")
+        answer.say(f"  -> continue with: {to_type(command, folder, '--resume')}")
         raise typer.Exit(130)
     _print(answer, outcome, is_resumed, is_old)
     answer.say(f"report: {folder / 'report.html'}", run=folder, report=folder / "report.html")
@@ -214,7 +214,7 @@ def _doubts(outcome: Outcome) -> Iterator[str]:
     for task, values in metrics.items():
         if values.get("auc", 0.0) > _TOO_GOOD:
             yield f"{task}: such an AUC is rare; a feature may be known only after the label"
-            yield f"  -> see which tells most: cordillera evaluate {folder} --importance"
+            yield f"  -> see which tells most: {to_type('evaluate', folder, '--importance')}"
     training: Any = load(outcome.run.recipe_file).training
     if progress.best_step not in (None, progress.step) and training.patience is None:
         yield f"the last weights are kept; {progress.best_text} was at step {progress.best_step:,} (training.patience)"
