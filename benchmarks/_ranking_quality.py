@@ -487,7 +487,11 @@ class _Ensembles:
             if self._pieces.get(key) is None
         }
         for one in as_completed(left):
-            key, found = left[one], one.result()
+            try:
+                key, found = left[one], one.result()
+            except BaseException:
+                self._pool.shutdown(cancel_futures=True)
+                raise
             self._pieces.add(key, found)
             self.console.print(
                 f"  {self.data} {' + '.join(key['sizes']['modules'])}, {key['sizes']['layers']} layers, seed "

@@ -150,10 +150,11 @@ def test_sizes_that_are_left_out_fit_those_that_are_given(tmp_path):
 
 
 def test_an_override_in_brackets_that_is_no_toml_is_not_taken_for_text():
-    with pytest.raises(RecipeError, match=r"quote text within it: --set 'data\.schema\.labels=\[\"a\", \"b\"\]'"):
+    with pytest.raises(RecipeError, match="text within it stands in quotation marks"):
         parse_override("data.schema.labels=[purchase]")
     assert parse_override('data.schema.labels=["purchase"]') == ("data.schema.labels", ["purchase"])
     assert parse_override("name=pur[chase]") == ("name", "pur[chase]")
+    assert parse_override("name=[draft] first") == ("name", "[draft] first")
 
 
 def test_an_override_below_a_value_is_refused(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import math
@@ -157,7 +158,7 @@ def parse_toml(text: str, where: str, *, error: type[CordilleraError] = DataErro
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as cause:  # of TOML, of dates, of numbers of thousands of digits
-        twice = "; a list of sections is written [[name]]" if str(cause).startswith("Cannot declare") else ""
+        twice = "; join the two, or write [[name]] for a list" if str(cause).startswith("Cannot declare") else ""
         raise error(f"is not TOML: {cause}{twice}", where=where) from cause
 
 
@@ -264,14 +265,17 @@ def write(texts: Mapping[Path, str]) -> None:
     Raises:
         PlanError: If a file cannot be written.
     """
-    path, made = next(iter(texts)), list[Path]()
+    path, made, beside = next(iter(texts)), list[Path](), dict[Path, Path]()
     try:
         for path, text in texts.items():
             make_folders(path.parent, made)
-            _beside(path).write_text(text, encoding="utf-8", newline="\n")
-            _flush(_beside(path))
+            for leftover in left_behind(path.parent, path.name):
+                leftover.unlink(missing_ok=True)
+            beside[path] = _beside(path)
+            beside[path].write_text(text, encoding="utf-8", newline="\n")
+            _flush(beside[path])
         for path in texts:
-            os.replace(_beside(path), path)
+            os.replace(beside[path], path)
             made.clear()
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         reason = getattr(error, "strerror", None) or error
@@ -279,24 +283,53 @@ def write(texts: Mapping[Path, str]) -> None:
             f"cannot be written: {reason}", where=str(path), remedy="free space or another place"
         ) from error
     finally:
-        for path in texts:
-            _remove(_beside(path))
+        for part in beside.values():
+            _remove(part)
         remove_made(made)
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, new: bool = False) -> Iterator[Path]:
     """Yield a path beside ``path`` for a file that takes its place once the context ends without an error.
 
-    Readers see the old file or the new one, also after a power failure; a file that was not finished is removed.
+    Readers see the old file or the new one, also after a power failure; a file that was not finished is removed. With
+    ``new``, of several processes only one creates the file.
+
+    Raises:
+        FileExistsError: If ``new`` is set and ``path`` exists.
     """
     beside = _beside(path)
     try:
         yield beside
         _flush(beside)
-        os.replace(beside, path)
+        if not (new and _linked(beside, path)):
+            os.replace(beside, path)
     finally:
         _remove(beside)
+
+
+def left_behind(folder: Path, name: str = "*") -> list[Path]:
+    """Return files of :func:`replacing` in a folder, for the file ``name``, whose processes no longer run."""
+    found = []
+    for path in folder.glob(f".{name if name == '*' else glob.escape(name)}.*.tmp"):
+        process = path.name.split(".")[-2]
+        try:
+            os.kill(int(process), 0)
+        except (ProcessLookupError, OverflowError):
+            found.append(path)
+        except (ValueError, OSError):
+            continue  # another file name, or a process of another user
+    return found
+
+
+def _linked(beside: Path, path: Path) -> bool:
+    try:
+        os.link(beside, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        return False  # a file system without links
+    return True
 
 
 def _beside(path: Path) -> Path:

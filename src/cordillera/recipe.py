@@ -207,10 +207,10 @@ def parse_override(text: str) -> tuple[str, Any]:
     try:
         return key, parse_toml(f"value = {value}", "--set")["value"]
     except DataError as error:
-        is_text, in_brackets = isinstance(error.__cause__, tomllib.TOMLDecodeError), value.lstrip()[:1] in ("[", "{")
-        if is_text and not in_brackets:
+        is_text, ends = isinstance(error.__cause__, tomllib.TOMLDecodeError), value.strip()[:1] + value.strip()[-1:]
+        if is_text and ends not in ("[]", "{}"):
             return key, value
-        hint = f'; quote text within it: --set \'{key}=["a", "b"]\'' if is_text else ""
+        hint = '; text within it stands in quotation marks, as in --set \'key=["a", "b"]\'' if is_text else ""
         raise RecipeError("--set", [(key, error.what + hint)]) from error
 
 

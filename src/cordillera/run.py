@@ -40,6 +40,7 @@ from cordillera.errors import RunError
 from cordillera.files import (
     TOML_BYTES,
     is_there,
+    left_behind,
     parse_sealed,
     parse_toml,
     read_sealed,
@@ -114,29 +115,12 @@ def write_atomically(path: Path, text: str, *, new: bool = False) -> None:
     Raises:
         RunError: If the file cannot be written, or exists although ``new`` is set.
     """
-    with disk_errors(path), replacing(path) as beside:
-        beside.write_text(text, encoding="utf-8")
-        if new:
-            try:
-                os.link(beside, path)
-            except FileExistsError:
-                raise RunError("is being made by another process", where=str(path.parent)) from None
-            except OSError:
-                pass  # a file system without links
-
-
-def _temporary(folder: Path, name: str = "*") -> list[Path]:
-    """Return temporary files of :func:`write_atomically` in a folder whose processes no longer run."""
-    found = []
-    for path in folder.glob(f".{name}.*.tmp"):
-        process = path.name.split(".")[-2]
+    with disk_errors(path):
         try:
-            os.kill(int(process), 0)
-        except (ProcessLookupError, OverflowError):
-            found.append(path)
-        except (ValueError, OSError):
-            continue  # another file name, or a process of another user
-    return found
+            with replacing(path, new=new) as beside:
+                beside.write_text(text, encoding="utf-8")
+        except FileExistsError:
+            raise RunError("is being made by another process", where=str(path.parent)) from None
 
 
 def recipe_state(recipe: BaseModel) -> dict[str, Any]:
@@ -363,7 +347,7 @@ class Run:
                 file.truncate(0)
                 file.write(str(os.getpid()))
                 file.flush()
-                for leftover in _temporary(self.folder):
+                for leftover in left_behind(self.folder):
                     leftover.unlink(missing_ok=True)
             self._is_held = True
             try:
@@ -481,7 +465,7 @@ def check_new_folder(folder: Path, command: str = "train") -> list[Path]:
     Raises:
         RunError: If the folder exists and is not empty.
     """
-    begun = _temporary(folder, "recipe.toml")
+    begun = left_behind(folder, "recipe.toml")
     if folder.exists() and (not folder.is_dir() or set(folder.iterdir()) - set(begun)):
         go_on = "" if (folder / SEARCH_FILE).is_file() else f", or go on with `cordillera {command} {folder} --resume`"
         raise RunError("already exists", where=str(folder), remedy=f"choose another --run folder{go_on}")

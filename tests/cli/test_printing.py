@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -19,11 +20,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
 
-from cordillera.cli import _show, quantize
+from cordillera.cli import _show, _with_options, quantize
 from cordillera.cli._show import console, echo
 from cordillera.cli._terminal import PlainConsole, Terminal
 from cordillera.cli.app import options_of
-from cordillera.errors import printable
+from cordillera.errors import DataError, printable
 from cordillera.numerics.inference.selection import Change
 from cordillera.training.language.trainer import LanguageEvaluation
 from tests.fuzzing import CONTROLS
@@ -304,6 +305,20 @@ def test_lines_are_not_wrapped_in_a_file_unless_columns_are_given(monkeypatch: p
         assert len(file.getvalue().strip().splitlines()) == lines
 
 
+class Waiting(io.StringIO):
+    """A file that knows when it has got so many lines."""
+
+    def __init__(self, lines: int) -> None:
+        super().__init__()
+        self.wanted, self.has_come = lines, threading.Event()
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if self.getvalue().count("\n") >= self.wanted:
+            self.has_come.set()
+        return written
+
+
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines of progress every 10 ms."""
@@ -314,17 +329,13 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("often")
 def test_long_work_says_where_it_is_in_a_file() -> None:
-    file = io.StringIO()
+    file = Waiting(20)
     with _show.training_progress(PlainConsole(file)) as (on_step, _):
-        for step in range(1, 40):
-            record = {"loss": 0.25, "epoch": 0, "examples_per_second": 1234.0}
-            on_step(record, SimpleNamespace(step=step, best_text="best NE 0.8"), 40)
-            time.sleep(0.005)
+        record = {"loss": 0.25, "epoch": 0, "examples_per_second": 1234.0}
+        on_step(record, SimpleNamespace(step=7, best_text="best NE 0.8"), 40)
+        assert file.has_come.wait(60)
     lines = file.getvalue().splitlines()
-    assert 3 <= len(lines) <= 40
-    for line in lines[1:]:
-        assert re.match(r"training  best NE 0\.8  \d+/40  epoch 1  loss 0\.2500  1,234 examples/s", line), line
-    time.sleep(0.05)
+    assert lines[-1].startswith("training  best NE 0.8  7/40  epoch 1  loss 0.2500  1,234 examples/s")
     with _show.training_progress(PlainConsole(file), quiet=True) as (on_step, _):
         on_step({}, SimpleNamespace(step=1), 40)
         time.sleep(0.05)
@@ -332,12 +343,39 @@ def test_long_work_says_where_it_is_in_a_file() -> None:
 
 
 @pytest.mark.usefixtures("often")
-def test_work_that_does_not_report_says_that_it_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_work_that_does_not_report_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = Waiting(3)
+    monkeypatch.setattr(sys, "stderr", file)
     with _show.work_shown("looking"):
-        time.sleep(0.2)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) >= 2
-    assert set(lines) == {"looking  0:00:00"}
+        assert file.has_come.wait(60)
+    assert all(re.fullmatch(r"looking  0:0\d:\d\d", line) for line in file.getvalue().splitlines())
+
+
+@pytest.mark.usefixtures("often")
+def test_lines_that_cannot_be_written_do_not_end_the_work() -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            asked.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    asked = threading.Event()
+    with _show.training_progress(PlainConsole(Full())):
+        assert asked.wait(60)
+
+
+def test_a_terminal_that_is_closed_meanwhile_does_not_end_the_work() -> None:
+    """A bar that was drawn is ended as one, though its file is no terminal any more."""
+
+    class Screen(io.StringIO):
+        is_open = True
+
+        def isatty(self) -> bool:
+            return self.is_open
+
+    screen = Screen()
+    with _show.training_progress(PlainConsole(screen)) as (on_step, _):
+        on_step({}, SimpleNamespace(step=1), 40)
+        screen.is_open = False
 
 
 @pytest.mark.parametrize(
@@ -356,12 +394,31 @@ def test_errors_name_options_as_the_command_has_them(cli, arguments, option):
     assert result.err.startswith(f"error: {option}")
 
 
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("slow, jitter, lose", "--slow, --jitter, --lose: is wrong"),
+        ("slow 1.2", "--slow 1.2: is wrong"),
+        ("layouts", "--layout: is wrong"),
+        ("slow = 'x'", "slow = 'x': is wrong"),
+        ("slow, line 2", "slow, line 2: is wrong"),
+        ("fast", "fast: is wrong"),
+        ("a/slow", "a/slow: is wrong"),
+    ],
+)
+def test_only_names_of_options_are_written_as_options(where, said, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["cordillera", "plan", "w", "c"])
+    assert _with_options(DataError("is wrong", where=where)) == said
+
+
 def test_arguments_of_functions_are_options_of_the_command_that_has_them():
     assert options_of(["plan", "w", "c", "--set", "a=1"])["changes"] == "--set"
     assert options_of(["-q", "train", "r"])["processes"] == "--nproc"
     assert options_of(["data", "get", "adult"])["export_to"] == "--export"
     assert "file" not in options_of(["predict", "run", "file.csv"])  # an argument without an option
     assert options_of(["evaluate", "run"])["file"] == "--file"
+    assert options_of(["towers", "run"])["towers"] == "--towers"  # whose argument is called otherwise
+    assert "out" not in options_of(["export", "run"])  # errors name the file itself
     assert options_of(["no", "such", "command"]) == options_of([]) == {}
 
 

@@ -466,6 +466,20 @@ def test_weights_and_what_follows_an_outcome_are_told_by_their_names(tmp_path: P
     assert schema_of(list(found.values())).weight == "sample_weight"
     named = outcome_log(tmp_path / "named.csv", sample_weight=["a"] * 1999 + ["b"])
     assert roles(named)["sample_weight"].role == "categorical"
+    blank = outcome_log(tmp_path / "blank.csv", sample_weight=[1.5] * 1998 + [2.0, None])
+    assert roles(blank)["sample_weight"].why.endswith("but blank in some rows, below 0 or too large")
+    two = roles(outcome_log(tmp_path / "two.csv", sample_weight=weights, row_weight=weights + 1))
+    assert (two["sample_weight"].role, two["row_weight"].why) == ("weight", "another weight")
+    past = roles(outcome_log(tmp_path / "past.csv", watched_7d=weights, avg_dwell_time=weights, dwell_time_ms=weights))
+    assert [past[name].role for name in ("watched_7d", "avg_dwell_time", "dwell_time_ms")] == [
+        *("dense", "dense", "left out"),
+    ]
+
+
+def test_a_code_that_tells_the_label_in_no_order_is_left_out(tmp_path: Path) -> None:
+    click = np.random.default_rng(3).integers(0, 2, 2000)
+    codes = np.where(click == 1, 2, np.where(np.arange(2000) % 2, 1, 3))
+    assert roles(outcome_log(tmp_path / "log.csv", page_type=codes))["page_type"].role == "left out"
 
 
 def test_times_that_training_would_refuse_or_take_otherwise_are_named(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_everything_can_be_stated() -> None:
         ("tensor=-8", "tensor=-8 is not a whole number of 1 or more"),
         ("tensor=8.0", "tensor=8.0 is not a whole number"),
         ("tensor=nan", "tensor=nan is not a whole number"),
-        ("tensor=0", "tensor is 0, at least 1 is needed"),
+        ("tensor=0", "tensor=0 is not a whole number of 1 or more"),
         ("pipeline=99999999999", "is not a whole number below a billion"),
         ("pipeline=3", "= 3 does not divide 64 devices"),
         ("recompute=some", "recompute=some is not one of none, selective, full"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import re
 import resource
 import sys
 import warnings
@@ -43,11 +42,11 @@ def _formatted(message: Warning | str, category: type[Warning], *place: Any) -> 
 
 def _with_options(error: CordilleraError) -> str:
     """Return an error's text in which arguments of functions are options of the command."""
-    options = options_of(sys.argv[1:])
-    if re.split(r"[ ,]", error.where or "", maxsplit=1)[0] not in options:
-        return str(error)
-    names, what = str(error).split(":", 1)
-    return f"{re.sub('[a-z0-9_]+', lambda word: options.get(word[0], word[0]), names)}:{what}"
+    options, where, said = options_of(sys.argv[1:]), error.where or "", str(error)
+    names, first, rest = where.split(", "), *where.partition(" ")[::2]
+    if all(name in options for name in names):
+        return ", ".join(options[name] for name in names) + said[len(where) :]
+    return options[first] + said[len(first) :] if first in options and not rest.startswith("=") else said
 
 
 def _allow_files() -> None:

@@ -133,24 +133,22 @@ class ProgressLines(Progress):
     def __init__(self, *columns: Any, **options: Any) -> None:
         super().__init__(*columns, **options)
         self._ended, self._teller = threading.Event(), threading.Thread(target=self._tell, daemon=True)
+        self._is_drawn = self.console.is_terminal or self.console.is_jupyter  # also once the terminal is gone
 
     def start(self) -> None:
         """Draw the bar, or begin to print lines."""
-        if self._is_drawn():
+        if self._is_drawn:
             super().start()
         elif not self.disable:
             self._teller.start()
 
     def stop(self) -> None:
         """End drawing; elsewhere than on a terminal, the base class would print an empty line."""
-        if self._is_drawn():
+        if self._is_drawn:
             super().stop()
-        elif not self.disable:
+        elif self._teller.is_alive():
             self._ended.set()
             self._teller.join()
-
-    def _is_drawn(self) -> bool:
-        return self.console.is_terminal or self.console.is_jupyter
 
     def _tell(self) -> None:
         """Print the state of all tasks, also while the work does not report, until it ends."""
@@ -160,4 +158,7 @@ class ProgressLines(Progress):
             for task in self.tasks:
                 shown = [column(task) for column in self.columns if isinstance(column, ProgressColumn)]
                 texts = [one.plain.strip() for one in shown if isinstance(one, Text)]  # a bar is none
-                self.console.print("  ".join(filter(None, texts)))
+                try:
+                    self.console.print("  ".join(filter(None, texts)))
+                except (OSError, ValueError):  # a full disk, a closed file: the work goes on, and finds out itself
+                    return

@@ -65,7 +65,9 @@ def bench(
     if stale:
         if system is not None or context.args:
             raise CordilleraError("takes no SYSTEM and no other option", where="--stale")
-        listing = next(iter(available.values())).with_name(_LISTING)
+        listing = next((folder / _LISTING for folder in folders() if (folder / _LISTING).is_file()), None)
+        if listing is None:
+            raise CordilleraError("there is no list of their figures", where=_searched_folders(), remedy=_REMEDY)
         raise typer.Exit(subprocess.run([sys.executable, str(listing)]).returncode)
     if system is None:
         raise CordilleraError("is missing", where="SYSTEM", remedy=f"one of {', '.join(available)}, or --stale")

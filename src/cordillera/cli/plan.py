@@ -384,13 +384,13 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
     explorer, found, base = planned.explorer, planned.found, planned.production
     others = [(SEARCHED, planned.compared[SEARCHED])] if SEARCHED in planned.compared else []
     shown_plans = [*zip(map(str, range(1, len(found.own) + 1)), found.own, strict=True), *others, ("base", base)]
-    own = {place: explorer.fits(plan) for place, plan in shown_plans}
-    fit = Field("fits", "", lambda fits: "" if fits else "does not fit", right=False, shown=not all(own.values()))
-    more = Field("teraflops", shown=False), _MEMORY, fit  # a person is told the MFU
+    fits = {place: explorer.fits(plan) for place, plan in shown_plans}
+    word = Field("fits", "", lambda small: "" if small else "does not fit", right=False, shown=not all(fits.values()))
+    more = Field("teraflops", shown=False), _MEMORY, word  # a person is told the MFU
     table = Sheet(title, *_LAYOUT_FIELDS, *more)
     for place, plan in shown_plans:
         teraflops = plan.flops / plan.seconds / plan.layout.devices / 1e12
-        table.add(place, *_row(plan), teraflops, plan.step.memory_bytes, own[place])
+        table.add(place, *_row(plan), teraflops, plan.step.memory_bytes, fits[place])
     ends = "seconds of a step, on the pipeline rank that ends last"
     parts = Sheet(ends, Field("part"), *(Field(place, form=_seconds) for place, _ in shown_plans))
     for key, name in export.PARTS.items():
@@ -398,7 +398,7 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
             parts.add(name, *(plan.step.parts.get(key, 0.0) for _, plan in shown_plans))
     answer.tables(plans=table, parts=parts)
     for place, plan in shown_plans[: len(found.own)]:
-        if not own[place]:
+        if not fits[place]:
             limits = explorer.limits(Mesh.of(explorer.topology, plan.layout, plan.order))
             answer.say(f"layout {place} does not fit: {_too_large(plan, limits)}")
         elif plan is found.best:
@@ -407,8 +407,11 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
             _say_error(answer, plan, faster)
     if found.interrupted:
         answer.say("interrupted: what had not been computed by then is missing")
-    best = next((place for place, plan in shown_plans if plan is found.best), "") if planned.what_if else ""
-    _say_cases(answer, planned, f"layout {best} " if len(found.own) > 1 else "")
+    if planned.what_if and len(found.own) > 1:  # of the fastest that fits
+        best = next(place for place, plan in shown_plans if plan is found.best)
+        _say_cases(answer, planned, f"layout {best} ")
+    else:
+        _say_cases(answer, planned)
     answer.say(f"base: {explorer.base_source}")
     answer.say(f"constants: {explorer.constants}")
     _say_size(answer, planned)

@@ -48,7 +48,7 @@ def probe(
     from cordillera.workflows.probing import probe_training
 
     if training:
-        refuse({"--anew": anew, "--marginals": marginals}, "--training, whose statistics are always gathered anew")
+        refuse({"--anew": anew, "--marginals": marginals}, "--training, which always gathers anew and no quantiles")
     config = DispatchConfig(rows=tuple(sorted(set(rows or [256]))), sqnr_db=decibels)
     with CommandOutput(as_json) as answer:
         say = answer.notes.print

@@ -182,7 +182,7 @@ def _print(answer: CommandOutput, outcome: SearchOutcome) -> None:
     lines = [f"{tried:,} candidates tried, {finished:,} trained"]
     lines += [f"{count:,} died at stage {stage}" for stage, count in died.items()]
     if outcome.is_exhausted:
-        lines.append("the space has no further architecture")
+        lines.append("the space has no further candidate")
     if outcome.is_out_of_time:
         lines.append("the time is over: the same command goes on")
     ended = {"is_exhausted": outcome.is_exhausted, "is_out_of_time": outcome.is_out_of_time}

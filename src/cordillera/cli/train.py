@@ -189,7 +189,7 @@ def _print(answer: CommandOutput, outcome: Outcome | LanguageOutcome, is_resumed
             answer.say(f"step {logged[-1]['step']:,}, in training: {said}", training=measures)
             recipe: Any = load(outcome.run.recipe_file)
             if not isinstance(recipe, PostTrainingRecipe) and recipe.data.held_out != 0:
-                answer.say("nothing is held out: one document is not divided (data.unit = 'line', or data.validation)")
+                answer.say("nothing is held out: documents stay whole (data.unit = 'line', or data.validation)")
         answer.say(f"{ended}, {tokens:,} tokens", **facts, tokens=tokens)
         return
     if outcome.evaluation is not None:

@@ -102,7 +102,7 @@ _LEAST = {
     "nic_bytes_per_s": (1e6, "bytes/s"),
 }
 _HALF_THE_EARTH_KM = 20_100
-_LONGEST_S = 0.1  # latency beside that of the distance
+_LONGEST_LATENCY_S = 0.1  # beside that of the distance
 
 
 def _changed(cluster: str | Path, changes: Iterable[str]) -> clusters.Topology:
@@ -126,12 +126,13 @@ def _warn_of_units(topology: clusters.Topology, cluster: str | Path) -> None:
     for key, (least, unit) in _LEAST.items():
         value = getattr(topology.device, key)
         if value < least:
-            meant = f" ({value:g} GB are {value:g}e9)" if key == "memory_bytes" else ""
+            meant = f" ({value:g} GB are {value:g}e9)" if key == "memory_bytes" and 1 <= value <= 1000 else ""
             warnings.warn(f"{cluster}: device.{key} is {value:g}; its unit is {unit}{meant}", stacklevel=3)
     for level in topology.levels:
-        if level.latency_s > _LONGEST_S:
-            late = f"{level.name}.latency_s is {level.latency_s:g}; its unit is s ({level.latency_s:g} µs are "
-            warnings.warn(f"{cluster}: {late}{level.latency_s:g}e-6)", stacklevel=3)
+        if level.latency_s > _LONGEST_LATENCY_S:
+            value = level.latency_s
+            meant = f" ({value:g} µs are {value:g}e-6)" if value <= 1000 else ""
+            warnings.warn(f"{cluster}: {level.name}.latency_s is {value:g}; its unit is s{meant}", stacklevel=3)
         if level.distance_km > _HALF_THE_EARTH_KM:
             far = f"{level.name}.distance_km is {level.distance_km:g}, more than half the way around the earth"
             warnings.warn(f"{cluster}: {far}", stacklevel=3)

@@ -15,7 +15,7 @@ from cordillera.data.ranking import guessing_outcomes as outcomes
 from cordillera.data.ranking import guessing_times as times
 from cordillera.data.ranking.features import Schema
 from cordillera.data.ranking.logs.click_logs import FileFormat, FileLog
-from cordillera.data.ranking.logs.columns import RowPlace
+from cordillera.data.ranking.logs.columns import WEIGHTS, RowPlace
 from cordillera.data.ranking.logs.delimited import DelimitedFile, other_separator
 from cordillera.data.ranking.logs.own import (
     check_condition,
@@ -119,6 +119,8 @@ def guess_roles(log: FileLog, labels: Sequence[str] = ()) -> list[ColumnGuess]:
                 guess = ColumnGuess(name, "left out", "another time")
         else:
             guess = _guess(frame[name])
+            if guess.role == "weight" and any(one.role == "weight" for one in found):
+                guess = ColumnGuess(name, "left out", "another weight")
         found.append(_with_words(guess, words[name]))
     if rows < ROWS:
         _check_classes(frame, chosen, place)
@@ -196,7 +198,7 @@ def _check_separator(log: FileLog) -> None:
         return
     names = log.delimited(log.paths[0]).names
     if mark := other_separator(names):
-        words = "add --separator ' '; a model that learns to write begins with `cordillera recipe show llama-debug`"
+        words = "add --separator ' '; for a text that a language model learns, see `cordillera recipe show llama-debug`"
         raise DataError(
             f"the file has a single column, {names[0]!r}: another character seems to divide its fields",
             where=str(log.paths[0]),
@@ -389,8 +391,8 @@ def _guess(series: pl.Series) -> ColumnGuess:
         return ColumnGuess(name, "left out", "one value in all rows" if different else "blank")
     if _INDEX.search(called) and _counts_rows(given):
         return ColumnGuess(name, "id", "counts the rows: the index of a table")
-    if _WEIGHTS.search(called) and _numbers(given)[1] and _numbers(given)[0].min() >= 0:
-        return ColumnGuess(name, "weight", "called like the weight of a row, in training and in metrics")
+    if _WEIGHTS.search(called) and _numbers(given)[1]:
+        return _weight(series, _numbers(given)[0])
     are_codes, data = bool(_IDS.search(called)) and not _AMOUNTS.search(called), dict[str, Any]()
     if given.dtype == pl.String and not are_codes:
         if unread := _unread(given):
@@ -416,6 +418,15 @@ def _guess(series: pl.Series) -> ColumnGuess:
     if numbers.min() >= 0 and numbers.max() > 10 * max(1e-12, float(np.median(numbers))):
         return ColumnGuess(name, "dense", f"numbers with a long tail{comma}", {"transform": "log"}, data)
     return ColumnGuess(name, "dense", f"numbers{comma}", {"transform": "standardise"}, data)
+
+
+def _weight(series: pl.Series, numbers: np.ndarray) -> ColumnGuess:
+    least, most = WEIGHTS
+    fits = len(numbers) == len(series) and ((numbers == 0) | ((numbers >= least) & (numbers <= most))).all()
+    why = "called like the weight of a row, in training and in metrics"
+    if fits:
+        return ColumnGuess(series.name, "weight", why)
+    return ColumnGuess(series.name, "left out", f"{why}, but blank in some rows, below 0 or too large")
 
 
 def _unread(given: pl.Series) -> str | None:
@@ -454,7 +465,9 @@ def _without_telling(found: list[ColumnGuess], frame: pl.DataFrame) -> list[Colu
         if guess.role not in ("dense", "categorical"):
             return guess
         values = frame[guess.name]
-        if guess.role == "dense" and values.dtype == pl.String:
+        if guess.role == "categorical":
+            values = values.cast(pl.String)
+        elif values.dtype == pl.String:
             values = with_points(values, RowPlace("")) if "decimal_comma" in guess.data else values
             values = values.str.strip_chars().cast(pl.Float64, strict=False)
         label, auc = outcomes.most_told(values, labels)

@@ -20,8 +20,11 @@ OUTCOMES = re.compile(
 )
 """Names of columns of zeros and ones that are labels or would be."""
 
-FOLLOWING = re.compile(r"(^|_)(revenue|gmv|dwell|watch_?time|watched|time_spent|refund(ed)?)($|_)")
-"""Names of what an outcome brings or takes: money, time."""
+FOLLOWING = re.compile(
+    r"^(revenue|gmv|dwell|watch_?time|watched|time_spent|refund(ed)?)"
+    r"(_(time|amount|value|ms|s|sec|secs|seconds|min|minutes|eur|usd|gbp|chf))*$"
+)
+"""Names of what an outcome brings or takes: money, time; not of sums over the past, such as ``watched_7d``."""
 
 _LEAST = 50  # rows of each class below which nothing is concluded
 _ROWS_OF_VALUE = 20  # rows of each value, at least in the mean, of a column of categories

@@ -188,16 +188,20 @@ def replan(
     Raises:
         PlanError: If no number of devices can be planned.
     """
-    chunks = {1, plan.layout.chunks}
+    chunks, products = {1, plan.layout.chunks}, explorer.cost.products
+    workload = explorer.workload
+    if plan.layout.fp8 != workload.fp8:  # a person's own layout may choose it
+        workload = workload.model_copy(update={"fp8": plan.layout.fp8})
+        explorer = Explorer(
+            workload, explorer.topology, explorer.calibration, products=products, devices=explorer.devices
+        )
     before = explorer.outlook(chunks) * explorer.devices
     ranked: list[tuple[float, int, Explorer]] = []
-    workload = explorer.workload.model_copy(update={"fp8": plan.layout.fp8})  # which a person's own layout may choose
     most = min(explorer.devices, topology.devices)
     numbers = sorted(one for one in divisible(workload, topology) if most / 2 <= one <= most)
     for devices in reversed(numbers):
         if ranked and _AS_GOOD * before / devices > min(ranked)[0]:
             break
-        products = explorer.cost.products
         one = Explorer(workload, topology, explorer.calibration, products=products, devices=devices, progress=progress)
         estimate = one.outlook(chunks)
         if math.isfinite(estimate):

@@ -118,7 +118,7 @@ def handle_errors(app: FastAPI) -> None:
         if place is None and not isinstance(error.body, dict):
             message = "the body is not a JSON object"
             if "json" not in (given := request.headers.get("content-type", "")):
-                message += f"; send it with the header content-type: application/json, not {given or 'none'}"
+                message += "; send it with the header content-type: application/json" + f", not {given}" * bool(given)
         return error_answer(400, printable(f"{place}: {message}" if place else message), place)
 
     @app.exception_handler(HTTPException)

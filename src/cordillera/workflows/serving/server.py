@@ -211,12 +211,13 @@ def serve(
             with _calm_signals():
                 Server(settings).run(sockets=[listening])
         finally:
+            logging.getLogger("uvicorn.error").removeFilter(_is_error)
             gc.unfreeze()
             services.close(1.0)
 
 
 def _is_error(record: logging.LogRecord) -> bool:
-    """Whether a record of a server that stops is of more than a request that was cut off."""
+    """Whether a log record tells more than that a request was cut off."""
     return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
