@@ -13,6 +13,7 @@ import time
 import polars as pl
 import pytest
 
+from cordillera import workflows
 from cordillera.recipe import load
 from cordillera.run import Run
 from cordillera.topology import shipped
@@ -247,6 +248,12 @@ def test_lines_tell_how_far_scoring_is_where_there_is_no_terminal(cli, recipe, t
     assert cli("train", recipe, "--run", "runs/a", "-q").code == 0
     for pause in ("_FIRST_S", "_LONGEST_S"):
         monkeypatch.setattr(f"cordillera.cli._terminal.{pause}", 0.01)
+    score = workflows.predict
+
+    def slowly(*given, on_rows, **options):
+        return score(*given, on_rows=lambda rows: (on_rows(rows), time.sleep(0.2)), **options)
+
+    monkeypatch.setattr(workflows, "predict", slowly)
     scored = cli("predict", "runs/a", "log.csv", "--out", "scores.csv")
     rows = len((tmp_path / "scores.csv").read_text().splitlines()) - 1
     assert (scored.code, scored.out) == (0, f"{rows:,} scores: scores.csv\n")

@@ -200,7 +200,7 @@ def test_an_interruption_ends_with_what_there_is(cli, folder, monkeypatch):
         (("the", "--lines"), "--lines: there is no file"),
         (("the", "--temperature", -1), "temperature: must be at least 0, got -1.0"),
         (("the", "--temperature", "nan"), "temperature: must be"),
-        (("the", "--top-p", 1.5), "top_p: must be at most 1"),
+        (("the", "--top-p", 1.5), "--top-p: must be at most 1"),
         (("the", "--seed", -3), "seed: must be"),
         (("the", "--dtype", "int3"), "unknown dtype 'int3'"),
         (("the", "--device", "tpu"), "unknown device 'tpu'"),
@@ -300,7 +300,7 @@ def test_settings_of_sampling_reach_the_sampler(cli, folder):
     for option in ("--top-k", "--repetition-penalty"):
         refused = cli(*words, option, -1)
         assert refused.code == 2
-        assert option.removeprefix("--").replace("-", "_") in refused.err
+        assert refused.err.startswith(f"error: {option}: ")
 
 
 def test_a_chat_goes_on_with_what_was_said(cli, folder, monkeypatch):

@@ -286,16 +286,21 @@ def test_watching_ends_with_a_status_that_scripts_see(cli: Any, monkeypatch: pyt
 
 def outcome(ended: str, **values: Any) -> SimpleNamespace:
     report = SimpleNamespace(
-        ended=ended, progress=SimpleNamespace(step=1234, tokens=5_000_000), seconds=20.0, evaluation=None,
-        probing_seconds=0.0,
+        ended=ended, progress=SimpleNamespace(step=1234, tokens=5_000_000, best_step=None), seconds=20.0,
+        evaluation=None, probing_seconds=0.0,
     )  # fmt: skip
-    return SimpleNamespace(report=report, evaluation=None, run=SimpleNamespace(folder=Path("runs/a")), **values)
+    run = SimpleNamespace(folder=Path("runs/a"), recipe_file=Path("runs/a/recipe.toml"))
+    return SimpleNamespace(report=report, evaluation=None, run=run, **values)
 
 
 @pytest.mark.parametrize(
     ("ended", "said"), [("finished", "finished"), ("early", "stopped early"), ("exhausted", "the text ended")]
 )
-def test_the_end_of_training_says_how_it_ended(capsys: pytest.CaptureFixture[str], ended: str, said: str) -> None:
+def test_the_end_of_training_says_how_it_ended(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, ended: str, said: str
+) -> None:
+    recipe = SimpleNamespace(training=SimpleNamespace(patience=None), data=SimpleNamespace(held_out=None))
+    monkeypatch.setattr("cordillera.recipe.load", lambda path: recipe)
     one: Any = outcome(ended)
     train._print(_show.CommandOutput(False), one, False, False)
     assert capsys.readouterr().out == f"{said} after 1,234 steps in 20.0 s\n"
@@ -307,10 +312,11 @@ def test_the_end_of_training_says_how_it_ended(capsys: pytest.CaptureFixture[str
     language: Any = workflows.LanguageOutcome.__new__(workflows.LanguageOutcome)
     object.__setattr__(language, "report", one.report)
     records = [{"kind": "train", "step": 1200, "loss": 0.5, "accuracy": 1.0, "margin": None}, {"kind": "checkpoint"}]
-    object.__setattr__(language, "run", SimpleNamespace(metrics=lambda: records))
+    object.__setattr__(language, "run", SimpleNamespace(metrics=lambda: records, recipe_file=one.run.recipe_file))
     train._print(_show.CommandOutput(False), language, False, False)
     assert capsys.readouterr().out.splitlines() == [
         "step 1,200, in training: loss 0.5000, accuracy 1.0000",
+        "nothing is held out: documents stay whole (data.unit = 'line', or data.validation)",
         f"{said} after 1,234 steps in 20.0 s, 5,000,000 tokens",
     ]
 
