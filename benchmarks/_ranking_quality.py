@@ -437,8 +437,11 @@ def measure_dhen(console: Console, pieces: FinishedPieces, *, quick: bool) -> di
     trials, seeds, epochs = (1, 1, 1) if quick else (6, 5, MAX_EPOCHS)
     modules = MODULES[:2] if quick else MODULES
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(usable_cores(), spawn, torch.set_num_threads, (1,)) as pool:
+    pool = ProcessPoolExecutor(usable_cores(), spawn, torch.set_num_threads, (1,))
+    try:
         results = [_dhen_on(_Ensembles(data, epochs, pool, pieces, console), trials, seeds, modules) for data in DATA]
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error, trainings that have not begun do not begin
     return {
         "evidence": "measured",
         "conditions": {"trials": trials, "seeds": seeds, "batch_size": BATCH_SIZE, "max_epochs": epochs},
@@ -487,11 +490,7 @@ class _Ensembles:
             if self._pieces.get(key) is None
         }
         for one in as_completed(left):
-            try:
-                key, found = left[one], one.result()
-            except BaseException:
-                self._pool.shutdown(cancel_futures=True)
-                raise
+            key, found = left[one], one.result()
             self._pieces.add(key, found)
             self.console.print(
                 f"  {self.data} {' + '.join(key['sizes']['modules'])}, {key['sizes']['layers']} layers, seed "

@@ -412,3 +412,8 @@ def test_a_progress_bar_follows_steps_and_the_best_validation(monkeypatch: pytes
     with _show.answering_progress(_show.console(), what="faults a bit position") as on_round:
         on_round(3, 9)
     assert seen == [{"total": 9}, {"completed": 3, "description": "faults a bit position"}]
+
+
+def test_seconds_that_are_no_number_are_not_printed_as_one() -> None:
+    shown = [planning._seconds(value) for value in (1.5, 0.25, -1e-9, math.nan)]
+    assert shown == ["1.500 s", "250.00 ms", "0.00 ms", "undefined ms"]

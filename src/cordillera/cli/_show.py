@@ -334,14 +334,14 @@ class _TimeLeft(ProgressColumn):
 @contextlib.contextmanager
 def progress_bar(out: Console, quiet: bool) -> Iterator[tuple[Progress, TaskID, Callable[[str], object]]]:
     """Draw a progress bar; yield it with its task, which has a note, and a function that prints a line above it."""
-    fixed = Column(no_wrap=True)
+    unbroken = Column(no_wrap=True)
     columns = [
-        TextColumn("{task.description}", markup=False, table_column=fixed),
+        TextColumn("{task.description}", markup=False, table_column=unbroken),
         BarColumn(40 if out.width >= 140 else 10),
-        _StepsDone(table_column=fixed),
-        TextColumn("{task.fields[note]}", markup=False, table_column=fixed),
-        TimeElapsedColumn(table_column=fixed),
-        _TimeLeft(table_column=fixed),
+        _StepsDone(table_column=unbroken),
+        TextColumn("{task.fields[note]}", markup=False, table_column=unbroken),
+        TimeElapsedColumn(table_column=unbroken),
+        _TimeLeft(table_column=unbroken),
     ]
     if out.width < 110 or not out.is_terminal:  # the number of steps and the time left stay readable
         del columns[4]

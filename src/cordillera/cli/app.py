@@ -104,7 +104,7 @@ _GROUPS = {
 _ARGUMENTS = {"set_": "changes", "layout": "layouts", "nproc": "processes"}
 """Arguments of functions of :mod:`cordillera.workflows` that options give under other names."""
 
-_FILES = ("out", "folder", "path")  # which errors name by their own names
+_PLACES = ("out", "folder", "path")  # which errors name by their own names
 
 _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 
@@ -168,7 +168,7 @@ def options_of(words: Sequence[str]) -> dict[str, str]:
                 long = [one for one in declared if one.startswith("--")]
                 option = long[0].partition("/")[0] if long else f"--{name.replace('_', '-')}"
                 options |= dict.fromkeys((name, _ARGUMENTS.get(name, name), option[2:].replace("-", "_")), option)
-    return {name: option for name, option in options.items() if name not in _FILES}
+    return {name: option for name, option in options.items() if name not in _PLACES}
 
 
 def _called(command: typer.models.CommandInfo) -> str:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet, console, refuse, work_shown
 from cordillera.errors import PlanError
-from cordillera.numbers import counted, shown
+from cordillera.numbers import counted, fixed, shown
 
 if TYPE_CHECKING:
     from cordillera.cost import ProductShape
@@ -249,9 +249,7 @@ def _millions(rate: float) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.3f} s"
-    return f"{max(0.0, seconds) * 1e3:.2f} ms"  # a difference of sums may be below 0 by rounding
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{fixed(seconds * 1e3, 2)} ms"  # of a difference, without -0.00
 
 
 def _error(seconds: float) -> str:

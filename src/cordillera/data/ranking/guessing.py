@@ -168,7 +168,7 @@ def schema_of(guesses: Sequence[ColumnGuess], place: str = "schema") -> Schema:
         key: [{"name": one.name, **one.settings} for one in of_role.get(role, ())]
         for key, role in (("dense", "dense"), ("categorical", "categorical"), ("lists", "list"))
     }
-    names = {role: [one.name for one in guesses if one.role == role] for role in get_args(ColumnRole)}
+    names = {role: [one.name for one in of_role.get(role, ())] for role in get_args(ColumnRole)}
     people = [name for name in names["categorical"] if _PEOPLE.search(name.lower())]
     content = {
         "labels": names["label"],
