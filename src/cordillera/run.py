@@ -180,6 +180,20 @@ def kept_changes(before: BaseModel, now: BaseModel) -> list[str]:
     ]
 
 
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return what differs between two nested mappings: each key with both values, shortened to what a line takes."""
+
+    def short(value: object) -> str:
+        text = json.dumps(value)
+        return text if len(text) <= 60 else f"{text[:57]}..."
+
+    old, new = flat_values(before), flat_values(now)
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    changed = [f"{key}: {short(old.get(key))} -> {short(new.get(key))}" for key in keys]
+    more = [f"and {len(changed) - 4} more"] if len(changed) > 4 else []
+    return "; ".join(changed[:4] + more)
+
+
 def flat_values(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of ``content``, a nested mapping, by dotted key after a ``prefix``."""
     found: dict[str, Any] = {}

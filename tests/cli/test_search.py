@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -431,7 +432,7 @@ def test_a_search_of_before_a_setting_was_added_goes_on(files: Any, tried: list[
     assert len(workflows.search(*files, settings(), folder=tmp_path / "run").candidates) == 11
     assert tried == []
     run.write_json("search.json", {**saved, "config": {"unknown": 1}})
-    with pytest.raises(RunError, match="holds a search of another config\n"):
+    with pytest.raises(RunError, match=r"another config .*; and 6 more"):
         workflows.search(*files, settings(), folder=tmp_path / "run")
 
 
@@ -453,20 +454,24 @@ def test_another_search_in_the_folder_is_refused(files: Any, tried: list[str], t
     folder = tmp_path / "run"
     workflows.search(recipe, space, settings(), folder=folder)
     record = (folder / "metrics.jsonl").read_bytes()
-    different: list[tuple[str, dict[str, Any]]] = [
-        ("recipe", {"overrides": ["model.dropout=0.5"]}),
-        ("recipe", {"overrides": ["data.synthetic.rows=1600"]}),
-        ("space", {"space": other}),
-        ("config", {"config": settings(searcher="random")}),
-        ("config", {"config": settings(seed=1)}),
-        ("config", {"config": settings(batch=3)}),
-        ("config", {"config": settings(trial=TrialConfig(most_flops=10**9))}),
-        ("proposals", {"proposals": [graph(LINEAR)]}),
-        ("config and recipe and space", {"space": other, "config": settings(goal="ne"), "overrides": ["seed=2"]}),
+    different: list[tuple[str, str, dict[str, Any]]] = [
+        ("recipe", "recipe.model.dropout: 0.0 -> 0.5", {"overrides": ["model.dropout=0.5"]}),
+        ("recipe", "recipe.data.synthetic.rows: ", {"overrides": ["data.synthetic.rows=1600"]}),
+        ("space", "space.blocks.widths: [4, 8] -> [4, 16]", {"space": other}),
+        ("config", 'config.searcher: "predictor" -> "random"', {"config": settings(searcher="random")}),
+        ("config", "config.seed: ", {"config": settings(seed=1)}),
+        ("config", "config.batch: ", {"config": settings(batch=3)}),
+        ("config", "config.trial.most_flops: ", {"config": settings(trial=TrialConfig(most_flops=10**9))}),
+        ("proposals", "proposals: [] -> ", {"proposals": [graph(LINEAR)]}),
+        (
+            "config and recipe and space",
+            "recipe.seed: 1 -> 2",
+            {"space": other, "config": settings(goal="ne"), "overrides": ["seed=2"]},
+        ),
     ]
-    for what, changes in different:
+    for what, change, changes in different:
         given = {"source": recipe, "space": space, "config": settings(), "folder": folder, **changes}
-        with pytest.raises(RunError, match=rf"holds a search of another {what}\n") as error:
+        with pytest.raises(RunError, match=rf"holds a search of another {what} \(.*{re.escape(change)}") as error:
             workflows.search(given.pop("source"), given.pop("space"), given.pop("config"), **given)
         assert error.value.where == str(folder)
         assert (folder / "metrics.jsonl").read_bytes() == record

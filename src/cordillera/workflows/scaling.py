@@ -25,7 +25,7 @@ from cordillera.recipe import LanguageRecipe, RankingRecipe
 from cordillera.reports.faults import FaultStudyRow
 from cordillera.reports.ranking.comparison import SeedMean, mean_interval
 from cordillera.reports.studies import isoflop_page, sweep_page
-from cordillera.run import Run, write_atomically
+from cordillera.run import Run, differences, write_atomically
 from cordillera.training.language.trainer import LanguageStepCallback
 from cordillera.training.ranking.trainer import StepCallback
 from cordillera.training.scaling import power_law as scaling_laws
@@ -185,9 +185,13 @@ def sweep(
         place = parent / name
         exists = (place / "recipe.toml").is_file()
         # a training in slices keeps its number of threads
-        if exists and recipes.load(place / "recipe.toml").model_copy(update={"threads": recipe.threads}) != recipe:
+        before = recipes.load(place / "recipe.toml").model_copy(update={"threads": recipe.threads}) if exists else recipe
+        if before != recipe:
+            what = differences(before.model_dump(mode="json"), recipe.model_dump(mode="json"))
             raise RunError(
-                "holds a run of another recipe", where=str(place), remedy="choose another --run folder for this sweep"
+                f"holds a run of another recipe ({what})",
+                where=str(place),
+                remedy="choose another --run folder for this sweep",
             )
         status = Run(place).status() if exists else None
         if exists and (place / "evaluation.json").is_file() and (status is None or status.is_complete):

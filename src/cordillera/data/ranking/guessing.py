@@ -197,6 +197,12 @@ def _check_separator(log: FileLog) -> None:
     if log.format == "parquet":
         return
     names = log.delimited(log.paths[0]).names
+    if names[0].lower().startswith("sep="):
+        raise DataError(
+            f"the first line, {names[0]!r}, is for spreadsheets and names no columns",
+            where=str(log.paths[0]),
+            remedy="delete this line",
+        )
     if mark := other_separator(names):
         words = "add --separator ' '; for a text that a language model learns, see `cordillera recipe show llama-debug`"
         raise DataError(

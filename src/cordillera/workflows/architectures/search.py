@@ -20,13 +20,13 @@ from cordillera import recipe as recipes
 from cordillera.data.ranking.datasets import prepare
 from cordillera.distributed.job.job import handling
 from cordillera.errors import DataError, Interrupted, PlanError, RecipeError, RunError
-from cordillera.files import parse_json
+from cordillera.files import parse_json, parse_toml
 from cordillera.models.ranking.graphs.config import short_digest
 from cordillera.models.ranking.graphs.nasrec import from_nasrec, is_nasrec
 from cordillera.recipe import RankingRecipe
 from cordillera.reports import page
 from cordillera.reports.ranking.architectures import chosen_settings, search_page
-from cordillera.run import SEARCH_FILE, Run, read_recipe, write_atomically
+from cordillera.run import SEARCH_FILE, Run, differences, read_recipe, write_atomically
 from cordillera.training.ranking.architecture_search.searchers import (
     Goal,
     LearntSearcher,
@@ -317,8 +317,18 @@ def _open(folder: Path, recipe: RankingRecipe, described: dict[str, Any]) -> Run
         differs.append("recipe")
     if differs:
         what = " and ".join(sorted(differs))
-        raise RunError(f"holds a search of another {what}", where=str(folder), remedy="choose another --run folder")
+        raise RunError(
+            f"holds a search of another {what} ({_what_differs(saved, described, run, text)})",
+            where=str(folder),
+            remedy="choose another --run folder",
+        )
     return run
+
+
+def _what_differs(saved: dict[str, Any], described: dict[str, Any], run: Run, text: str) -> str:
+    now = json.loads(json.dumps(described))
+    before = {**{key: saved.get(key) for key in now}, "recipe": read_recipe(run)[1]}
+    return differences(before, {**now, "recipe": parse_toml(text, "recipe")})
 
 
 class _OpenSearch:

@@ -68,7 +68,7 @@ def evaluate_file(run: Run | Path | str, file: Path | str) -> Evaluation:
         score = scorer(model, device, recipe.training.precision, recipe.training.emulate)
         ranking_k, name = recipe.training.ranking_k, Path(file).name
         evaluation = evaluate_split(score, batches(), tasks, split=name, segments=segments, ranking_k=ranking_k)
-    unseen.warn(str(file))
+    unseen.warn(f"{run.folder} on {file}")
     for task, count in zip(tasks, blank.tolist(), strict=True):
         if count and not schema.missing_labels:
             warnings.warn(
