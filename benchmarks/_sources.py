@@ -3,8 +3,10 @@
 Each result file keeps digests of the definitions that were at work: the functions that ran (see ``_recorder.py``), and
 what they name, directly or indirectly: constants, functions that are compiled, and classes with their fields and base
 classes. A figure is stale as soon as the checkout lacks one of them. Comments, docstrings, layout, imports,
-annotations of arguments, the values that a field may have and the words of errors do not count, nor do modules that
-only read recipes, place files, print or draw. A definition that was moved to another module is unchanged.
+annotations of arguments, the values that a field may have, the words of errors and guards do not count, nor do modules
+that only read recipes, place files, print or draw. A guard is an ``if`` that can do nothing but raise, under a
+condition that compares what is at hand and takes about a microsecond: it did nothing else in a run that ended. A
+definition that was moved to another module is unchanged.
 """
 
 from __future__ import annotations
@@ -229,10 +231,36 @@ def _is_compiled(module: str, name: str) -> bool:
     return tree is not None and name in tree.defined and tree.defined[name].is_function > tree.defined[name].is_plain
 
 
+# What the condition of a guard may hold: no call but these, and no subscript but that of a shape, so that it is cheap.
+_CHEAP_CALLS = ("isinstance", "len")
+_CHEAP = (ast.expr_context, ast.boolop, ast.operator, ast.unaryop, ast.cmpop, ast.BoolOp, ast.BinOp, ast.UnaryOp)
+_CHEAP += (ast.Compare, ast.Name, ast.Attribute, ast.Constant, ast.Tuple)
+
+
+def _is_guard(node: ast.If) -> bool:
+    """Return whether a statement does nothing but raise under a cheap condition."""
+    return (
+        not node.orelse
+        and all(isinstance(one, ast.Raise) for one in node.body)
+        and all(map(_is_cheap, ast.walk(node.test)))
+    )
+
+
+def _is_cheap(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in _CHEAP_CALLS and not node.keywords
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.value, ast.Attribute) and node.value.attr == "shape"
+    return isinstance(node, _CHEAP)
+
+
 class _Computed(ast.NodeTransformer):
-    """Leaves out docstrings, imports, annotations of arguments, what fields choose from and what errors say."""
+    """Leaves out docstrings, imports, annotations of arguments, what fields choose from, guards and what errors say."""
 
     raising = False
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        return None if _is_guard(node) else self.generic_visit(node)
 
     def visit_Import(self, node: ast.Import) -> None:
         return None

@@ -173,6 +173,13 @@ def test_a_figure_is_fresh_while_only_words_and_other_code_change(checkout: Path
     _edit(checkout, SUM, "    step: int = 1", "    step: int = 1\n    other: int = 2")  # what reads it has not changed
     _edit(checkout, SUM, '["up"]', '["up", "down"]')  # nor has what a run may choose
     _edit(checkout, SUM, '"is negative", f"{value} of 2"', '"should be positive", f"{-value}"')  # or what an error says
+    _edit(checkout, SUM, "if value < 0", "if value < -1 and not isinstance(value, str)")  # or when a guard raises it
+    _edit(
+        checkout,
+        SUM,
+        "        return value",
+        "        if len(value.shape) > value.shape[0]: raise ValueError\n        return value",
+    )
     _edit(checkout, "src/cordillera/errors.py", "x = 1", "x = 2")  # a module that only talks
     _edit(checkout, "benchmarks/some_thing.py", "Words.", "Other words.")
     assert _changed(checkout) == {}
@@ -193,8 +200,10 @@ PRODUCTS, SUMS_, PROGRAMS = "cordillera.kernels.product", "cordillera.numerics.s
         (SUM, '| None = "up"', '= "up"', {"exact": SUMS_}),
         (SUM, '= "up"', "= None", {"exact": SUMS_}),
         (SUM, "        return value", "        return value + 1", {"exact": SUMS_}),  # of a base class
-        (SUM, "if value < 0", "if value < 1", {"exact": SUMS_}),
-        (SUM, "raise CordilleraError", "raise ValueError", {"exact": SUMS_}),
+        (SUM, "if value < 0", "if abs(value) < 0", {"exact": SUMS_}),  # a condition that may take time is no guard
+        (SUM, "if value < 0", "if value[0] < 0", {"exact": SUMS_}),
+        (SUM, "raise CordilleraError", "value += 1\n            raise CordilleraError", {"exact": SUMS_}),
+        (SUM, "        return value", "        else:\n            value += 1\n        return value", {"exact": SUMS_}),
         (SUM, "    def spare", "    def finish(self, value):\n        return 1\n\n    def spare", {"exact": SUMS_}),
         ("benchmarks/_helper.py", "perf_counter", "process_time", {"fast": "_helper"}),
         ("benchmarks/_script.py", "return 1", "return 2", {"apart": "_script"}),
