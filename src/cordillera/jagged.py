@@ -160,6 +160,8 @@ class JaggedBatch:
 
     def __getitem__(self, key: str) -> JaggedTensor:
         """Return one feature as a view of ``values``; its offsets are new and begin at zero."""
+        if key not in self.keys:
+            raise KeyError(f"no feature {key!r}, there are {list(self.keys)}")
         size, f = self.batch_size, self.keys.index(key)
         offsets = self.offsets[f * size : (f + 1) * size + 1]
         first, last = int(offsets[0]), int(offsets[-1])

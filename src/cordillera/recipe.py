@@ -13,12 +13,13 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import tomlkit
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from tomlkit.items import Array, InlineTable, Table
 
 from cordillera.data.assets import ASSETS
@@ -39,9 +40,11 @@ from cordillera.errors import CordilleraError, DataError, RecipeError, printable
 from cordillera.files import TOML_BYTES, TOML_DEPTH, parse_toml, read_text, write
 from cordillera.kernels.threads import MOST_THREADS
 from cordillera.mistakes import explain, known_keys, meant, models_of, text_of
+from cordillera.models.imported import import_model, is_imported
 from cordillera.models.language.checkpoints import open_checkpoint
 from cordillera.models.language.llama import PRESETS, LlamaConfig
 from cordillera.models.ranking import MODELS, ModelConfig
+from cordillera.models.ranking.base import RankingConfig
 from cordillera.serving.language.language_model import find_model, tokenizer_of
 from cordillera.training.language.objectives import ObjectiveConfig
 from cordillera.training.language.trainer import LanguageTrainingConfig
@@ -99,7 +102,7 @@ class RankingRecipe(_AnyRecipe):
 
     Attributes:
         data: Source of the samples.
-        model: Settings of the model; ``model.name`` chooses it.
+        model: Settings of the model; ``model.name`` chooses it, ``module:Class`` for one of your own.
         tables: Settings of the embedding tables.
         parallel: Division of the run among processes.
         training: Settings of training.
@@ -256,7 +259,7 @@ def _as_written(entry: Any) -> dict[str, Any]:
 
 def _explain(kind: type[BaseModel], error: ValidationError, content: dict[str, Any]) -> list[tuple[str, str]]:
     def keys(path: Sequence[Any]) -> list[str]:
-        if path and path[0] == "model" and kind is RankingRecipe:
+        if path and path[0] == "model" and issubclass(kind, RankingRecipe):
             return known_keys(MODELS[content["model"]["name"]].Config, path[1:])
         if path and path[0] == "objective":
             (chosen,) = (one for one in models_of(ObjectiveConfig) if _is_called(one, content["objective"]["name"]))
@@ -324,7 +327,9 @@ def validate(content: dict[str, Any], source: str = "recipe") -> RankingRecipe |
     kind: type[RankingRecipe] | type[LanguageRecipe] | type[PostTrainingRecipe] = RankingRecipe
     model, known = _section(content, "model"), [*MODELS, *LANGUAGE_MODELS]
     name = model.get("name")
-    if isinstance(name, str) and name not in known:
+    if is_imported(name):
+        kind = _with_imported(name, source)
+    elif isinstance(name, str) and name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         problems = [("model.name", f"must be one of {', '.join(known)}{hint}, got {name!r}")]
@@ -343,6 +348,26 @@ def validate(content: dict[str, Any], source: str = "recipe") -> RankingRecipe |
         return kind.model_validate(_with_nulls(kind, content))
     except ValidationError as error:
         raise RecipeError(source, _explain(kind, error, content)) from error
+
+
+def _with_imported(name: str, source: str) -> type[RankingRecipe]:
+    """Return the class of recipes whose model is imported."""
+    try:
+        return _of_config(import_model(name))
+    except DataError as error:
+        raise RecipeError(source, [("model.name", error.what)]) from error
+
+
+class _ImportedRecipe(RankingRecipe):
+    """Recipe of an imported model, whose class other processes make by importing the model again."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return validate, (self.model_dump(mode="json", by_alias=True),)
+
+
+@cache
+def _of_config(config: type[RankingConfig]) -> type[RankingRecipe]:
+    return create_model("RankingRecipe", __base__=_ImportedRecipe, __module__=__name__, model=(config, ...))
 
 
 def _with_nulls(kind: type[BaseModel], content: Mapping[str, Any]) -> dict[str, Any]:

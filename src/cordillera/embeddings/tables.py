@@ -158,13 +158,15 @@ class EmbeddingTables(nn.Module):
         features: Names, tables and pooling of the sparse features. ``mean`` divides a bag's (weighted) sum by its
             number of values; an empty bag gives zeros.
         embedding_dim: Width ``D`` of a row.
-        config: Optimizer and back end.
+        config: Optimizer and back end. Rows in few bits, behind a cache, in a file, or made when ids appear, are other
+            classes: :func:`cordillera.embeddings.cached_tables.make_tables` chooses among them.
         init: ``uniform_by_rows`` draws a table of ``n`` rows from U(-sqrt(1/n), sqrt(1/n)) (Naumov et al. 2019); a
             number is the standard deviation of a normal distribution.
         generator: Source of random numbers. Default: the global one.
 
     Raises:
-        DataError: a feature names an unknown table, or a table has no rows.
+        DataError: a feature names an unknown table, a table has no rows or columns, or the configuration is that of
+            another class.
         DependencyError: the requested back end cannot be used.
     """
 
@@ -183,6 +185,16 @@ class EmbeddingTables(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
+        if embedding_dim < 1:
+            raise DataError(f"embedding_dim must be at least 1, got {embedding_dim}", where="EmbeddingTables")
+        if self.__class__ is EmbeddingTables and (
+            config.are_encoded or config.dynamic is not None or config.storage == "file"
+        ):
+            raise DataError(
+                "keeps its rows in float32 in memory, which rows, cache, dynamic and storage = 'file' do not ask for",
+                where="EmbeddingTables",
+                remedy="call make_tables of cordillera.embeddings.cached_tables, which chooses the class",
+            )
         _check_features(features, self._takes_any_id)
         self.features, self.embedding_dim, self.config = features, embedding_dim, config
         self.step = 0
@@ -244,8 +256,13 @@ class EmbeddingTables(nn.Module):
     def forward(self, sparse: JaggedBatch) -> Tensor:
         """Look up and pool every feature of a batch, to ``[B, F, D]`` in the dtype of the weight, or in autocast's.
 
+        Args:
+            sparse: Ids of the features, in their order. Offsets are trusted: those that are not of the project's own
+                data should go through :meth:`~cordillera.jagged.JaggedBatch.validate` first.
+
         Raises:
-            DataError: the keys are not those of the features, or an id does not lie in its table.
+            DataError: the keys are not those of the features, ids are not integers, a batch that says ``one_hot`` is
+                not, or an id does not lie in its table.
             TrainingError: the values' weights require gradients.
         """
         if tuple(sparse.keys) != self._keys:
@@ -253,6 +270,13 @@ class EmbeddingTables(nn.Module):
                 f"expected the sparse features {list(self._keys)}, got {list(sparse.keys)}",
                 where="EmbeddingTables",
                 remedy="encode the data with the run's own encoder",
+            )
+        if sparse.values.ndim != 1 or sparse.values.dtype not in (torch.int64, torch.int32):
+            raise _not_ids(sparse.values, "EmbeddingTables")
+        if sparse.one_hot and len(sparse.values) != len(sparse.offsets) - 1:
+            raise DataError(
+                f"one_hot is set, but {len(sparse.offsets) - 1} bags hold {len(sparse.values)} ids",
+                where="EmbeddingTables",
             )
         tables = self._in_graph
         device = tables.device.type
@@ -281,11 +305,14 @@ class EmbeddingTables(nn.Module):
             ids: Ids of its table, integers ``[T]``.
 
         Raises:
-            DataError: There is no such feature, an id does not lie in its table, or these tables give sums of bags
-                only: those that are trained in few bits, behind a cache, in a file, dynamic, or of several processes.
+            DataError: There is no such feature, ids are not integers, an id does not lie in its table, or these tables
+                give sums of bags only: those that are trained in few bits, behind a cache, in a file, dynamic, or of
+                several processes.
         """
         if feature not in self._keys:
             raise DataError(f"no sparse feature {feature!r}", where="EmbeddingTables", remedy=f"one of {self._keys}")
+        if ids.ndim != 1 or ids.dtype not in (torch.int64, torch.int32):
+            raise _not_ids(ids, f"feature {feature!r}")
         place = self._keys.index(feature)
         tables, own = self._in_graph, slice(place, place + 1)
         device = tables.device.type
@@ -379,6 +406,10 @@ class EmbeddingTables(nn.Module):
         """Discard the gradients that wait for :meth:`update`."""
         self._pending, self._reduced = [], 0
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard the gradients that wait for :meth:`update`; ``zero_grad`` of a model around the tables does not."""
+        self.discard()
+
     def table(self, name: str) -> Tensor:
         """Return one table, a view ``[rows, D]`` of ``weight`` outside the graph; writing to it writes to the table.
 
@@ -462,6 +493,10 @@ class EmbeddingTables(nn.Module):
             where=f"feature {feature.name!r}",
             remedy="encode the data with the run's own encoder, or enlarge num_embeddings",
         )
+
+
+def _not_ids(ids: Tensor, where: str) -> DataError:
+    return DataError(f"ids must be int64 or int32 [T], got {ids.dtype} of shape {list(ids.shape)}", where=where)
 
 
 def draw_rows(

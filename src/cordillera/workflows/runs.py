@@ -72,16 +72,26 @@ def train(
         say: Function called with one line of text at each stage.
 
     Raises:
-        RunError: If the folder exists (without ``resume``) or does not (with it), or a change is of a key that a
-            resumed run keeps.
+        RunError: If the folder exists (without ``resume``) or does not (with it), a change is of a key that a
+            resumed run keeps, or there are changes without ``resume``.
         CheckpointError: If the newest checkpoint is corrupt.
         DataError: If the data is not available or not acceptable.
         PlanError: If the mesh does not fit the model or the processes.
         RecipeError: If several processes cannot train what the recipe asks for.
         TrainingError: If the loss is not finite.
     """
+    if isinstance(recipe, (str, Path, dict)):
+        raise RunError(
+            f"a recipe is needed, got {recipe!r}",
+            where="train",
+            remedy="give load_recipe(NAME or PATH), or with resume = True a folder, as train(Run(FOLDER))",
+        )
     if isinstance(recipe, Run):
         folder, resume = recipe.folder, True
+    if changes and not resume:
+        raise RunError(
+            "are for a run that goes on", where="changes", remedy="give them to load_recipe as overrides, or resume"
+        )
     if resume:
         if folder is None:
             raise RunError("name the run folder that is to be resumed", where="resume")

@@ -185,7 +185,9 @@ def sweep(
         place = parent / name
         exists = (place / "recipe.toml").is_file()
         # a training in slices keeps its number of threads
-        before = recipes.load(place / "recipe.toml").model_copy(update={"threads": recipe.threads}) if exists else recipe
+        before = (
+            recipes.load(place / "recipe.toml").model_copy(update={"threads": recipe.threads}) if exists else recipe
+        )
         if before != recipe:
             what = differences(before.model_dump(mode="json"), recipe.model_dump(mode="json"))
             raise RunError(

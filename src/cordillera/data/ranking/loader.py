@@ -2,14 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from cordillera.data.ahead import map_ahead
 from cordillera.data.ranking.cache import ClickDataset
-from cordillera.data.ranking.features import RankingBatch
+from cordillera.data.ranking.features import ANY_ID, FeatureSpec, RankingBatch
 from cordillera.errors import DataError
+from cordillera.jagged import JaggedBatch
+
+
+class BatchSource(Protocol):
+    """Batches that a trainer reads: epochs of the same length, each of which can be entered at any batch."""
+
+    def __len__(self) -> int:
+        """Number of batches in an epoch."""
+        ...
+
+    def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[RankingBatch]:
+        """Iterate over an ``epoch`` from batch ``start``; the iterator has ``close``, as a generator has."""
+        ...
+
+
+class CheckedBatches(BatchSource):
+    """Batches of your own for a trainer, checked before a model reads them.
+
+    Args:
+        batches: Function of the numbers of an epoch and of its first batch, which returns the batches from there on.
+        count: Number of batches in an epoch.
+        features: Names and sizes of the features.
+    """
+
+    def __init__(
+        self, batches: Callable[[int, int], Iterable[RankingBatch]], count: int, features: FeatureSpec
+    ) -> None:
+        self._batches, self._count, self._features = batches, count, features
+
+    def __len__(self) -> int:
+        return self._count
+
+    def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[RankingBatch]:
+        """Iterate over an ``epoch`` from batch ``start``.
+
+        Raises:
+            DataError: A batch has no sample; a tensor is not of the shape and dtype that :class:`RankingBatch`
+                describes; a dense value is not finite, a label is not 0, 1 or NaN, a sample's weight is negative or not
+                finite, or an id does not lie in its table.
+        """
+        for number, batch in enumerate(self._batches(epoch, start), start):
+            check_batch(batch, self._features, where=f"epoch {epoch}, batch {number}")
+            yield batch
+
+
+def check_batch(batch: RankingBatch, features: FeatureSpec, where: str = "batch") -> None:
+    """Check a batch of ``features``; see :meth:`CheckedBatches.epoch`. Errors name its place, ``where``."""
+    rows = len(batch)
+    if not rows:
+        raise DataError("has no samples", where=where)
+    shapes = {"dense": [rows, len(features.dense)], "labels": [rows, len(features.tasks)], "weights": [rows]}
+    for name, shape in shapes.items():
+        values: Tensor | None = getattr(batch, name)
+        if values is None:
+            continue
+        if list(values.shape) != shape or values.dtype != torch.float32:
+            what = f"{name} must be float32 {shape}, got {str(values.dtype)[6:]} {list(values.shape)}"
+            raise DataError(what, where=where)
+        if name == "dense":
+            wrong = ~values.isfinite()
+        elif name == "labels":
+            wrong = ~(values.isnan() | (values == 0) | (values == 1))
+        else:
+            wrong = ~(values.isfinite() & (values >= 0))
+        if wrong.any():
+            at = [int(place) for place in wrong.nonzero()[0]]
+            named = {"dense": features.dense, "labels": features.tasks}.get(name)
+            column = name if named is None else f"{name}, {named[at[1]]!r}"
+            rule = {
+                "dense": "must be finite",
+                "labels": "must be 0, 1 or NaN",
+                "weights": "must be finite and at least 0",
+            }
+            raise DataError(f"{column} of sample {at[0]} is {float(values[tuple(at)]):g}, {rule[name]}", where=where)
+    _check_ids(batch.sparse, rows, features, where)
+
+
+def _check_ids(sparse: JaggedBatch, rows: int, features: FeatureSpec, where: str) -> None:
+    names = [feature.name for feature in features.sparse]
+    if list(sparse.keys) != names:
+        raise DataError(f"the sparse features must be {names}, got {list(sparse.keys)}", where=where)
+    if sparse.values.dtype != torch.int64 or sparse.values.ndim != 1:
+        what = f"ids must be int64 [T], got {str(sparse.values.dtype)[6:]} {list(sparse.values.shape)}"
+        raise DataError(what, where=where)
+    sparse.validate(where)
+    if names and sparse.batch_size != rows:
+        raise DataError(f"holds {rows} samples, but ids of {sparse.batch_size}", where=where)
+    for feature in features.sparse:
+        ids, size = sparse[feature.name].values, features.tables[feature.table]
+        if not feature.is_list and len(ids) != rows:
+            raise DataError(f"'{feature.name}' must hold one id a sample, got {len(ids)} of {rows}", where=where)
+        if size != ANY_ID and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+            bad = int(ids[(ids < 0) | (ids >= size)][0])
+            raise DataError(f"id {bad} of '{feature.name}' is not in its table of {size} rows", where=where)
+
 
 BLOCK = 1024
 """Number of neighbouring rows that shuffle ``blocks`` reads together."""

@@ -7,6 +7,7 @@ requested.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cordillera.errors import DataError
 from cordillera.kernels.dense.layers import (
     batched_matmul,
     factorization_machine,
@@ -56,8 +58,13 @@ class MLP(nn.Module):
         hidden: Widths of the hidden layers; may be empty.
         outputs: Width of the output layer; None for no output layer, so that the last hidden layer's activation is the
             output.
+        activation: Activation of the hidden layers: one of :data:`ACTIVATIONS`, or ``none``.
         norm: Norm of the hidden layers: ``layer``, ``batch`` (which mixes samples in training) or ``none``.
         dropout: Probability of zeroing an activation of a hidden layer in training.
+        output_activation: Activation of the output layer.
+
+    Raises:
+        DataError: there is no such activation or norm.
     """
 
     def __init__(
@@ -72,6 +79,12 @@ class MLP(nn.Module):
         output_activation: Activation = "none",
     ) -> None:
         super().__init__()
+        if norm not in ("layer", "batch", "none"):
+            raise DataError(f"no norm {norm!r}", where="MLP", remedy="choose layer, batch or none")
+        if activation not in ACTIVATIONS and activation != "none":
+            raise DataError(
+                f"no activation {activation!r}", where="MLP", remedy=f"choose none, {', '.join(ACTIVATIONS)}"
+            )
         layers: list[nn.Module] = []
         width = inputs
         for size in hidden:
@@ -130,8 +143,12 @@ class DotInteraction(nn.Module):
     et al. 2019, section 2.1.4, and its reference code.
 
     Args:
+        rows: Number ``n`` of embeddings.
         include_diagonal: Whether to include ``x_i . x_i``, which gives ``n (n + 1) / 2`` entries: (0,0), (1,0), (1,1),
             (2,0), ...
+
+    Raises:
+        DataError: the input holds another number of embeddings.
     """
 
     pairs: Tensor
@@ -148,6 +165,10 @@ class DotInteraction(nn.Module):
         self.register_buffer("column_of", column_of.flatten(), persistent=False)  # [n * n], its inverse
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 3 or x.shape[1] ** 2 != self.column_of.shape[0]:
+            raise DataError(
+                f"expected [B, {math.isqrt(len(self.column_of))}, d], got {list(x.shape)}", where="DotInteraction"
+            )
         if self.outputs == 0:
             return x.new_zeros(x.shape[0], 0)
         return pairwise_dots(x, self.pairs, self.column_of, self.include_diagonal)
@@ -173,6 +194,12 @@ class BasicFM(nn.Module):
     """Matrix of all dot products ``X X^T``, flattened: ``[B, n, d] -> [B, n * n]``.
 
     Source: Zhang et al. 2024, section 3.4 (before its optimisation).
+
+    Args:
+        rows: Number ``n`` of embeddings.
+
+    Raises:
+        DataError: the input holds another number of embeddings.
     """
 
     def __init__(self, rows: int) -> None:
@@ -180,6 +207,8 @@ class BasicFM(nn.Module):
         self.outputs = rows * rows
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 3 or x.shape[1] ** 2 != self.outputs:
+            raise DataError(f"expected [B, {math.isqrt(self.outputs)}, d], got {list(x.shape)}", where="BasicFM")
         return batched_matmul(x, x.mT).flatten(1)
 
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from cordillera.data.ranking.features import RankingBatch
-from cordillera.data.ranking.loader import Loader
+from cordillera.data.ranking.loader import BatchSource
 from cordillera.errors import TrainingError
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.ranking.base import RankingModel
@@ -61,9 +61,15 @@ class Trainer:
     """Trains one model on one data set into one run folder.
 
     Args:
+        config: Settings of training, a recipe's ``[training]`` section.
         model: Model to train; it is moved to ``device``. If a number format is emulated, its weights are rounded to
             that format.
+        training: Batches to learn from: a loader of prepared data, or those of your own in
+            :class:`~cordillera.data.ranking.loader.CheckedBatches`.
         validation: Batches of the validation split; None for no evaluation.
+        run: Folder in which checkpoints, logs and evaluations are written.
+        tasks: Names of the labels, in the order of the batches' columns.
+        device: Device of the model.
         on_step: Function called after every step with the newest log record (empty at steps that log nothing), the
             progress and the total number of steps.
         recipe: Recipe of the model and its training, saved in checkpoints; a checkpoint of another recipe is not
@@ -75,8 +81,8 @@ class Trainer:
         self,
         config: TrainingConfig,
         model: RankingModel,
-        training: Loader,
-        validation: Loader | None,
+        training: BatchSource,
+        validation: BatchSource | None,
         run: Run,
         *,
         tasks: Sequence[str],
@@ -85,6 +91,8 @@ class Trainer:
         recipe: BaseModel | None = None,
         ranks: OneRank | None = None,
     ) -> None:
+        if isinstance(tasks, str):
+            raise TrainingError(f"a sequence of names is needed, got {tasks!r}", where="tasks")
         self.config, self.run, self.device, self.tasks = config, run, device, tuple(tasks)
         self.recipe, self.ranks = recipe, ranks or OneRank()
         self.recorder = RunRecorder(run if self.ranks.rank == 0 else None)
@@ -367,6 +375,14 @@ class Trainer:
         progress, config = self.progress, self.config
         if batch.labels is None:
             raise TrainingError("the batch has no labels", where="training")
+        if not len(batch):
+            raise TrainingError("the batch has no samples", where="training")
+        if batch.labels.shape != (len(batch), len(self.tasks)):
+            raise TrainingError(
+                f"labels must be [{len(batch)}, {len(self.tasks)}], a column for each of {list(self.tasks)}, got "
+                f"{list(batch.labels.shape)}",
+                where="training",
+            )
         if self.progressive is not None:
             predictions = self._scorer()(batch), batch.labels
             if self.distiller is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
+from cordillera.errors import DataError
+
 
 def task_losses(
     logits: Tensor, labels: Tensor, weights: Tensor | None, task_weights: Tensor | None
@@ -21,7 +23,16 @@ def task_losses(
 
     Returns:
         Losses ``float32 [tasks]`` and the total weight of the samples. With zero total weight losses are zero.
+
+    Raises:
+        DataError: Logits and labels, or labels and weights, are not of the same samples and tasks.
     """
+    if logits.shape != labels.shape or labels.ndim != 2:
+        raise DataError(
+            f"logits {list(logits.shape)} and labels {list(labels.shape)} must both be [B, tasks]", where="the losses"
+        )
+    if weights is not None and weights.shape != (len(labels),):
+        raise DataError(f"weights must be [{len(labels)}], got {list(weights.shape)}", where="the losses")
     is_missing = labels.isnan()
     labels = labels.masked_fill(is_missing, 0.0)
     losses = functional.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none")
