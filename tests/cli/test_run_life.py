@@ -12,6 +12,7 @@ import random
 import re
 import shutil
 import subprocess
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 
 from cordillera import workflows
 from cordillera.cli import main
+from cordillera.cli.train import resumed
 from cordillera.errors import CordilleraError, NumericsError, RunError, TrainingError
 from cordillera.recipe import load
 from cordillera.reports.ranking.run import render
@@ -446,3 +448,46 @@ def test_a_resumed_run_keeps_what_its_weights_depend_on(run: Run) -> None:
     with pytest.raises(RunError, match=r"training.epochs: 1 -> 2 \(learning rates depend on it, as training.decay is"):
         workflows.train(run, changes=["training.epochs=2", "training.decay=linear"])
     assert run.recipe_file.read_bytes() == text
+
+
+def test_a_recipe_beside_a_resumed_run_is_not_ignored_in_silence(made: Path, run: Run) -> None:
+    given = made / "small.toml"
+    kept = ["training.epochs=1", "training.precision=fp32"]
+    with pytest.warns(
+        UserWarning, match=r"goes on with its own recipe, from which .*small.toml differs: .*rank: 2 -> 3"
+    ):
+        resumed(str(given), run.folder, [*kept, "model.rank=3"], None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resumed(str(given), run.folder, kept, None).folder == run.folder
+    with pytest.raises(RunError, match="is a run of another recipe than"):
+        resumed("movielens-dlrm", run.folder, [], None)
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_ctrl_c_before_the_first_step_says_that_nothing_was_trained(
+    made: Path, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_resumed: bool
+) -> None:
+    def ended(*_: object, on_step: Callable[..., None], **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(workflows, "train", ended)
+    given = (
+        [str(run.folder), "--resume"] if is_resumed else [str(made / "small.toml"), "--run", str(run.folder / "new")]
+    )
+    monkeypatch.setattr("sys.argv", ["cordillera", "train", *given])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 130
+    said = capsys.readouterr().err
+    assert f"interrupted: nothing was trained yet{'; the run is as it was' if is_resumed else ''}\n" in said
+    assert "give the same command again" in said
+
+
+def test_what_is_no_recipe_is_refused_with_what_to_give(made: Path, tmp_path: Path) -> None:
+    given = made / "small.toml"
+    for wrong in (str(given), given, {"model": {}}):
+        with pytest.raises(RunError, match="a recipe is needed, got .*\n.*give load_recipe"):
+            workflows.train(wrong, tmp_path / "new")  # type: ignore[arg-type]
+    with pytest.raises(RunError, match="changes: are for a run that goes on\n.*give them to load_recipe"):
+        workflows.train(load(given), tmp_path / "new", changes=["training.max_steps=2"])

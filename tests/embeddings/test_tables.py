@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import subprocess
 import sys
 import threading
@@ -357,3 +358,52 @@ def test_rows_that_an_update_will_change_are_known_before_it() -> None:
     changed = (module.weight.detach() != before).any(1).nonzero().flatten()
     assert torch.equal(rows, changed)
     assert module.pending_rows().numel() == 0
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [torch.tensor([1.9, 0.5]), torch.tensor([True, False]), torch.tensor([math.nan, 1.0]), torch.ones(2, 1).long()],
+)
+def test_what_is_no_list_of_ids_is_refused(ids: Tensor) -> None:
+    one = FeatureSpec((), (SparseFeature("u", "t"),), {"t": 4}, ("y",))
+    model = EmbeddingTables(one, 2, TablesConfig())
+    with pytest.raises(DataError, match="ids must be int64 or int32"):
+        model(JaggedBatch(("u",), ids, torch.arange(3)))
+    with pytest.raises(DataError, match="feature 'u': ids must be int64 or int32"):
+        model.unpooled("u", ids)
+    assert model(JaggedBatch(("u",), torch.tensor([1, 3], dtype=torch.int32), torch.arange(3))).shape == (2, 1, 2)
+
+
+def test_a_batch_that_says_one_id_a_bag_and_has_more_is_refused() -> None:
+    one = FeatureSpec((), (SparseFeature("u", "t"),), {"t": 9}, ("y",))
+    wrong = JaggedBatch(("u",), torch.tensor([1, 2, 3, 4]), torch.tensor([0, 2, 4]), one_hot=True)
+    with pytest.raises(DataError, match="one_hot is set, but 2 bags hold 4 ids"):
+        EmbeddingTables(one, 2, TablesConfig())(wrong)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"rows": "int8"}, {"cache": 0.5}, {"storage": "file", "cache": 0.5}, {"dynamic": {}}]
+)
+def test_settings_of_other_classes_are_not_ignored(asked: dict[str, object]) -> None:
+    with pytest.raises(DataError, match="call make_tables"):
+        EmbeddingTables(SPEC, 3, TablesConfig.model_validate(asked))
+
+
+def test_tables_without_columns_are_refused() -> None:
+    with pytest.raises(DataError, match="embedding_dim must be at least 1"):
+        EmbeddingTables(SPEC, 0, TablesConfig())
+
+
+def test_zero_grad_discards_what_waits() -> None:
+    model = tables()
+    before = model.weight.detach().clone()
+    model(batch()).sum().backward()
+    model.zero_grad()
+    assert model.num_pending == 0
+    model.update()
+    assert torch.equal(model.weight, before)
+
+
+def test_a_feature_that_a_batch_lacks_is_named() -> None:
+    with pytest.raises(KeyError, match="no feature 'users', there are"):
+        batch()["users"]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cordillera.errors import DataError
 from cordillera.models.ranking.interactions import (
     MLP,
     BasicFM,
@@ -271,3 +272,17 @@ def test_samples_do_not_mix(name: str) -> None:
     together = module(x)
     alone = torch.cat([module(sample[None]) for sample in x])
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
+@pytest.mark.parametrize("module", [DotInteraction(4), DotInteraction(4, include_diagonal=True), BasicFM(4)])
+def test_another_number_of_embeddings_is_refused(module: torch.nn.Module, rows: int) -> None:
+    with torch.no_grad(), pytest.raises(DataError, match=rf"expected \[B, 4, d\], got \[2, {rows}, 8\]"):
+        module(torch.randn(2, rows, 8))
+
+
+def test_unknown_norms_and_activations_are_refused() -> None:
+    with pytest.raises(DataError, match="no norm 'rms'"):
+        MLP(3, [4], norm="rms")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="no activation 'swish'"):
+        MLP(3, [4], activation="swish")  # type: ignore[arg-type]

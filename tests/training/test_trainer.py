@@ -10,13 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cordillera.errors import CheckpointError, TrainingError
+from cordillera.errors import CheckpointError, CordilleraError, TrainingError
 from cordillera.jagged import JaggedBatch
 from cordillera.training import checkpoints
 from cordillera.training.optimizers import dense_parameters, embedding_tables, schedule
 from cordillera.training.ranking.config import STOP_TITLES, Progress, TrainingConfig
 from cordillera.training.ranking.scoring import best_checkpoint, load_weights, scorer
 from cordillera.training.ranking.tasks.losses import weighted_loss
+from cordillera.training.ranking.trainer import Trainer
 
 from .conftest import MemoryLoader
 
@@ -459,3 +460,25 @@ def test_progressive_metrics_of_data_without_groups_are_saved_and_resumed(make_t
     assert json.dumps(records(whole.run)) == json.dumps(records(second.run))  # NaN differs from itself
     texts = [json.dumps(run.read_json("progressive.json")) for run in (whole.run, second.run)]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda batch: replace(batch, labels=batch.labels[:, :1]), r"labels must be \[64, 2\], .*got \[64, 1\]"),
+        (lambda batch: replace(batch, labels=batch.labels[:, 0]), r"labels must be \[64, 2\], .*got \[64\]"),
+        (lambda batch: replace(batch, weights=torch.ones(64, 1)), r"weights must be \[64\], got \[64, 1\]"),
+        (lambda batch: replace(batch, dense=batch.dense[:0]), "the batch has no samples"),
+    ],
+)
+def test_a_batch_of_other_shapes_is_refused(make_trainer, spoil, said):
+    loader = MemoryLoader(2)
+    loader.spoil = lambda number, batch: spoil(batch)
+    with pytest.raises(CordilleraError, match=said):
+        make_trainer(loader=loader).fit()
+
+
+def test_one_name_is_no_sequence_of_tasks(make_trainer):
+    made = make_trainer()
+    with pytest.raises(TrainingError, match="a sequence of names is needed, got 'click'"):
+        Trainer(made.config, made.model, MemoryLoader(2), None, made.run, tasks="click", device=torch.device("cpu"))

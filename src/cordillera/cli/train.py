@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cordillera.cli._show import AsJson, Changes, CommandOutput, Quiet, refuse, to_type
+from cordillera.errors import Interrupted
 
 if TYPE_CHECKING:
     from cordillera.workflows import LanguageOutcome, Outcome
@@ -70,12 +73,31 @@ def train(
     what = resumed(recipe, run, overrides, plan) if resume else _begun(recipe, run, overrides, plan, nproc)
     before = what.status() if resume else None
     with CommandOutput(as_json) as answer:
-        with training_progress(answer.notes, quiet=quiet) as (on_step, say):
+        with training_progress(answer.notes, quiet=quiet) as (draw, say), _ended_before(draw, resume) as on_step:
             outcome = workflows.train(
                 what, run, processes=nproc, changes=overrides if resume else (), on_step=on_step, say=say
             )
         is_old = before is not None and before.is_complete and before.step == outcome.report.progress.step
         tell_outcome(answer, outcome, "train", is_resumed=resume, is_old=is_old)
+
+
+@contextlib.contextmanager
+def _ended_before(draw: Callable[..., None], is_resumed: bool) -> Iterator[Callable[..., None]]:
+    """Yield ``draw`` for every step; say that nothing was trained if Ctrl-C comes before the first of them."""
+    is_begun = False
+
+    def on_step(*progress: Any) -> None:
+        nonlocal is_begun
+        is_begun = True
+        draw(*progress)
+
+    try:
+        yield on_step
+    except KeyboardInterrupt:
+        if is_begun:  # the second one, as the first lets a step end and saves
+            raise
+        kept = "; the run is as it was" if is_resumed else ""
+        raise Interrupted(f"nothing was trained yet{kept}", remedy="give the same command again") from None
 
 
 def _join(folder: Path, replica: str | None, coordinator: str | None, answer: CommandOutput, quiet: bool) -> None:
@@ -95,7 +117,7 @@ def _join(folder: Path, replica: str | None, coordinator: str | None, answer: Co
 
 
 def resumed(recipe: str, folder: Path | None, overrides: Sequence[str], plan: Path | None) -> Any:
-    """Return the run to go on with, that of ``folder`` or ``recipe``.
+    """Return the run to go on with, that of ``folder`` or ``recipe``; warn of what a recipe beside it says otherwise.
 
     Raises:
         RunError: If it is no run, there is a plan, or a recipe beside its folder is of another model or other data.
@@ -111,12 +133,18 @@ def resumed(recipe: str, folder: Path | None, overrides: Sequence[str], plan: Pa
         return run
     # what was set beside the recipe when the run began need not be said again
     kinds = ("model.name:", "data.dataset:", "objective.name:")
-    others = [one for one in kept_changes(load(run.recipe_file), load(recipe, overrides)) if one.startswith(kinds)]
-    if others:
+    others = kept_changes(load(run.recipe_file), load(recipe, overrides))
+    if of_another := [one for one in others if one.startswith(kinds)]:
         raise RunError(
-            f"is a run of another recipe than {recipe}: {'; '.join(others)}",
+            f"is a run of another recipe than {recipe}: {'; '.join(of_another)}",
             where=str(folder),
             remedy=f"go on with `cordillera train {folder} --resume`, or choose another --run folder",
+        )
+    if others:
+        more = f"; and {len(others) - 4} more" if len(others) > 4 else ""
+        warnings.warn(
+            f"{folder} goes on with its own recipe, from which {recipe} differs: {'; '.join(others[:4])}{more}",
+            stacklevel=2,
         )
     return run
 

@@ -60,7 +60,7 @@ def train(
     """Train a recipe into a run folder, evaluate it and write its report.
 
     Args:
-        recipe: Recipe to train; with ``resume`` it may be the run.
+        recipe: Recipe to train. With ``resume`` it may be the run; a recipe is not read then, as the run has its own.
         folder: Folder of the run. Default: ``runs/NAME``, or ``runs/NAME-2`` and so on if that exists.
         resume: Whether to continue the run in ``folder`` from its newest checkpoint, with its own recipe.
         processes: Number of processes on this machine; see :func:`cordillera.workflows.language.train` for language
