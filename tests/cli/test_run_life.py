@@ -487,7 +487,7 @@ def test_ctrl_c_before_the_first_step_says_that_nothing_was_trained(
 def test_what_is_no_recipe_is_refused_with_what_to_give(made: Path, tmp_path: Path) -> None:
     given = made / "small.toml"
     for wrong in (str(given), given, {"model": {}}):
-        with pytest.raises(RunError, match="a recipe is needed, got .*\n.*give load_recipe"):
+        with pytest.raises(RunError, match=r"a recipe is needed, got .*\n.*give load_recipe"):
             workflows.train(wrong, tmp_path / "new")  # type: ignore[arg-type]
-    with pytest.raises(RunError, match="changes: are for a run that goes on\n.*give them to load_recipe"):
+    with pytest.raises(RunError, match=r"changes: are for a run that goes on\n.*give them to load_recipe"):
         workflows.train(load(given), tmp_path / "new", changes=["training.max_steps=2"])

@@ -103,7 +103,15 @@ def test_bad_files_are_refused_with_file_and_row(tmp_path: Path) -> None:
         "field.jsonl": (good + b'{"body": "a"}', r"field.jsonl:2: there is no field 'text'; there are \['body'\]"),
         "kind.jsonl": (good + b'{"text": null}', r"kind.jsonl:2: field 'text' is null"),
         "list.jsonl": (good * 2 + b"[1]", r"list.jsonl:3: the line is not a JSON object"),
-        "json.jsonl": (good + b"\n" + good, r"json.jsonl:2: the line is not JSON"),
+        "cut.jsonl": (
+            good + b'{"text": "a"',
+            r"cut.jsonl:2: the line is not JSON \(Expecting ',' delimiter at character 13\)",
+        ),
+        "chat.jsonl": (
+            b'{"messages": []}\n',
+            r"there is no field 'text'.*\n.*chats are learnt by recipes with an objective",
+        ),
+        "json.jsonl": (good + b"\n" + good, r"json.jsonl:2: the line is empty\n.*delete it"),
         "half.jsonl": (b'{"text": "a\\ud800"}', r"half.jsonl:1, field 'text': character 1 is a lone surrogate"),
         "empty.txt": (b"", r"empty.txt: the file is empty"),
         "what.docx": (b"x", r"what.docx: the name does not tell"),

@@ -156,9 +156,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "empty choice": ({"choices": ["a", ""]}, "choices are not two or more texts"),
     "absent": ({"choices": None}, "choices are not two or more texts"),
     "twice a choice": ({"choices": ["cat", "cat"]}, "two choices are the same"),
-    "other answer": ({"answer": "dog"}, "answer is not one of the choices"),
-    "answer beyond": ({"answer": 3}, "answer is neither a number of a choice nor its text"),
-    "answer true": ({"answer": True}, "answer is neither a number of a choice nor its text"),
+    "other answer": ({"answer": "dog"}, "answer is .dog., which is not one of the choices"),
+    "answer beyond": ({"answer": 3}, "answer is 3, and the choices are numbered from 0 to 2"),
+    "answer true": ({"answer": True}, "answer is True, and the choices are numbered from 0 to 2"),
 }
 
 

@@ -213,13 +213,19 @@ def _utf8(content: bytes, path: Path, row: int | None) -> str:
 
 def _object(line: str, path: Path, number: int) -> dict[str, Any]:
     where = f"{path}:{number}"
+    if not line:
+        raise DataError("the line is empty", where=where, remedy="delete it")
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"the line is not JSON ({error})", where=where) from None
+        raise DataError(f"the line is not JSON ({_flaw(error)})", where=where) from None
     if not isinstance(row, dict):
         raise DataError("the line is not a JSON object", where=where)
     return row
+
+
+def _flaw(error: Exception) -> str:
+    return f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
 
 
 def _json(line: str, fields: _Fields, path: Path, number: int) -> Document:
@@ -231,12 +237,12 @@ def _json(line: str, fields: _Fields, path: Path, number: int) -> Document:
 
 def _absent(what: str, name: str, names: Sequence[str], where: str, key: str) -> DataError:
     inside = name.partition(".")[0] in names
-    remedy = f"{what}s inside of others are not read: write the text into a {what} of its own"
-    return DataError(
-        f"there is no {what} '{name}'; there are {names[:8]}",
-        where=where,
-        remedy=remedy if inside else f"set data.{key}",
-    )
+    remedy = f"set data.{key} in a recipe, or call the {what} '{name}'"
+    if inside:
+        remedy = f"{what}s inside of others are not read: write the text into a {what} of its own"
+    elif "messages" in names:
+        remedy = "chats are learnt by recipes with an objective, such as smollm2-sft, and evaluated by their runs"
+    return DataError(f"there is no {what} '{name}'; there are {names[:8]}", where=where, remedy=remedy)
 
 
 def _document(values: Sequence[Any], fields: _Fields, path: Path, row: int) -> Document:

@@ -275,10 +275,10 @@ def _question(row: FileRow) -> _Question:
     place: Any = answer
     if isinstance(answer, str):
         if answer not in choices:
-            raise refuse("answer is not one of the choices")
+            raise refuse(f"answer is {answer!r}, which is not one of the choices")
         place = choices.index(answer)
     if isinstance(place, bool) or not isinstance(place, int) or not 0 <= place < len(choices):
-        raise refuse("answer is neither a number of a choice nor its text")
+        raise refuse(f"answer is {answer!r}, and the choices are numbered from 0 to {len(choices) - 1}")
     return _Question(prompt, choices, place)
 
 

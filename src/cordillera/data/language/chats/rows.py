@@ -228,7 +228,9 @@ def _chat(row: FileRow) -> Chat:
     if values.get("messages") is not None:
         messages = _messages(values["messages"], "messages", where)
         if all(message.role != "assistant" for message in messages):
-            raise DataError("the chat has no turn of the assistant", where=where, remedy="nothing could be learnt")
+            raise DataError(
+                "the chat has no turn of the assistant", where=where, remedy="drop such rows: nothing could be learnt"
+            )
         return Chat(messages, where)
     prompt = _prompt(row)
     name = next((name for name in _ANSWERS if values.get(name) is not None), None)
@@ -310,20 +312,24 @@ def _answer(row: FileRow, name: str, prompt: tuple[Message, ...]) -> str:
 
 def _messages(value: Any, name: str, where: str) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
-        raise DataError(f"{name} is no list of messages but {_said(value)}", where=where)
+        raise DataError(f"{name} must be a list of messages, it is {_said(value)}", where=where)
     return tuple(_message(one, f"{name}[{place}]", where) for place, one in enumerate(value))
 
 
 def _message(value: Any, name: str, where: str) -> Message:
     if not isinstance(value, dict):
-        raise DataError(f"{name} is no message but {_said(value)}", where=where, remedy="an object of role and content")
+        raise DataError(
+            f"{name} must be a message, it is {_said(value)}", where=where, remedy="an object of role and content"
+        )
     role = value.get("role")
     if role not in ROLES:
         raise DataError(
-            f"{name} has the unknown role {role!r}", where=where, remedy=f"choose one of {', '.join(ROLES)}"
+            f"{name} has the unknown role {role!r}",
+            where=where,
+            remedy=f"{_role_for(role)}choose one of {', '.join(ROLES)}",
         )
     if unknown := [key for key in _CHANGES if value.get(key) not in (None, [], {})]:
-        raise DataError(f"{name} has {', '.join(unknown)}, which cannot be learnt from", where=where)
+        raise DataError(f"{name} has {', '.join(unknown)}, which is not learnt from: leave it out", where=where)
     content = value.get("content")
     if isinstance(content, list):
         content = _joined(content, name, where)
@@ -344,7 +350,7 @@ def _joined(parts: list[Any], name: str, where: str) -> str:
 
 def _text(value: Any, name: str, where: str) -> str:
     if not isinstance(value, str):
-        raise DataError(f"{name} is not text but {_said(value)}", where=where)
+        raise DataError(f"{name} must be text, it is {_said(value)}", where=where)
     check_text(value, f"{where}, {name}")
     if not value.strip():
         raise DataError(f"{name} is blank", where=where, remedy="drop such rows")
@@ -352,13 +358,22 @@ def _text(value: Any, name: str, where: str) -> str:
 
 
 def _said(value: Any) -> str:
-    return "nothing" if value is None else "empty" if value in ([], {}) else type(value).__name__
+    names = {str: "text", list: "a list", dict: "an object", bool: "a truth value", int: "a number", float: "a number"}
+    return "null" if value is None else "empty" if value in ([], {}) else names.get(type(value), type(value).__name__)
+
+
+def _role_for(role: Any) -> str:
+    """Advice for a role of another form."""
+    meant = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "developer": "system"}
+    return f"write {meant[role]} in its place; or " if isinstance(role, str) and role in meant else ""
 
 
 def _absent(row: FileRow, name: str) -> DataError:
     remedy = None
     if "conversations" in row.values:  # as ShareGPT has them
         remedy = 'write conversations as messages: [{"role": "user", "content": "..."}, {"role": "assistant", ...}]'
+    elif {"instruction", "output"} <= set(row.values):  # as Alpaca has them
+        remedy = "call instruction, with input behind it, prompt, and output completion"
     return DataError(
         f"there is no {name}; there are {sorted(map(str, row.values))[:8]}", where=row.where, remedy=remedy
     )

@@ -132,9 +132,9 @@ def within_length(
     kept = [number for number, length in enumerate(longest) if length <= max_length]
     if not kept:
         raise DataError(
-            f"none of {len(longest)} chats has at most {max_length} tokens",
+            f"none of {len(longest)} chats has at most {max_length} tokens; the shortest has {min(longest):,}",
             where="data.max_length",
-            remedy="raise data.max_length",
+            remedy="raise data.max_length, and packing.context and packing.bound where they are smaller",
         )
     return kept
 
