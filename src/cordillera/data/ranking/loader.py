@@ -122,12 +122,14 @@ class Loader:
     The order of an epoch depends only on ``seed`` and the epoch's number, so any epoch can be entered at any batch.
 
     Args:
+        dataset: Split whose rows are cut.
         batch_size: Number of rows in a batch.
         shuffle: ``none`` (as on disk, that is in time order after a time split), ``global`` (a permutation of all rows;
             8 bytes of memory a row), or ``blocks`` (for data larger than memory: blocks of 1,024 neighbours in random
             order, rows mixed within windows of 256 blocks; reads stay largely sequential).
         seed: Seed of the shuffles.
-        prefetch: Number of batches that a thread reads ahead; 0 reads in the caller's thread.
+        drop_last: Whether to leave out a last batch of fewer rows.
+        prefetch: Number of batches that a thread reads ahead, at least 1 for training; 0 reads in the caller's thread.
 
     Raises:
         DataError: a batch size below 1, a negative prefetch or an unknown shuffle.

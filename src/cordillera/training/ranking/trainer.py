@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from cordillera.data.ranking.features import RankingBatch
-from cordillera.data.ranking.loader import BatchSource
+from cordillera.data.ranking.loader import BatchSource, Loader
 from cordillera.errors import TrainingError
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.ranking.base import RankingModel
@@ -93,6 +93,8 @@ class Trainer:
     ) -> None:
         if isinstance(tasks, str):
             raise TrainingError(f"a sequence of names is needed, got {tasks!r}", where="tasks")
+        if isinstance(training, Loader) and training.prefetch < 1:
+            raise TrainingError("must be at least 1 for training", where="prefetch", remedy="leave it out")
         self.config, self.run, self.device, self.tasks = config, run, device, tuple(tasks)
         self.recipe, self.ranks = recipe, ranks or OneRank()
         self.recorder = RunRecorder(run if self.ranks.rank == 0 else None)
@@ -518,11 +520,17 @@ class Trainer:
             if batch.rows is None or not len(batch.rows)
             else f", rows {int(batch.rows.min())} to {int(batch.rows.max())}"
         )
+        because, remedy = "", self._way_on()
+        wrong = ~batch.dense.isfinite()
+        if wrong.any():
+            row, column = (int(place) for place in wrong.nonzero()[0])
+            because = f", as dense value {column} of sample {row} of the batch is {float(batch.dense[row, column])}"
+            remedy = "correct the data, or check your own batches by CheckedBatches"
         raise TrainingError(
-            f"the loss became {value} at step {self.progress.step + 1} (epoch {self.progress.epoch + 1}{rows}); "
-            "no update was made from it",
+            f"the loss became {value} at step {self.progress.step + 1} (epoch {self.progress.epoch + 1}{rows})"
+            f"{because}; no update was made from it",
             where=str(self.run.folder),
-            remedy=self._way_on(),
+            remedy=remedy,
         )
 
     def _log(self, window: LogWindow) -> dict[str, Any]:
