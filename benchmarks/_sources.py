@@ -4,9 +4,9 @@ Each result file keeps digests of the definitions that were at work: the functio
 what they name, directly or indirectly: constants, functions that are compiled, and classes with their fields and base
 classes. A figure is stale as soon as the checkout lacks one of them. Comments, docstrings, layout, imports,
 annotations of arguments, the values that a field may have, the words of errors and guards do not count, nor do modules
-that only read recipes, place files, print or draw. A guard is an ``if`` that can do nothing but raise, under a
-condition that compares what is at hand and takes about a microsecond: it did nothing else in a run that ended. A
-definition that was moved to another module is unchanged.
+that only read recipes, place files, print or draw. A guard is an ``if`` that can do nothing but raise the error of a
+user's mistake, under a condition that compares what is at hand and takes about a microsecond: it did nothing else in a
+run that ended. A definition that was moved to another module is unchanged.
 """
 
 from __future__ import annotations
@@ -231,19 +231,19 @@ def _is_compiled(module: str, name: str) -> bool:
     return tree is not None and name in tree.defined and tree.defined[name].is_function > tree.defined[name].is_plain
 
 
-# What the condition of a guard may hold: no call but these, and no subscript but that of a shape, so that it is cheap.
+# What a guard raises, which nothing catches to go on: not PlanError, with which a search leaves out a layout.
+_GUARDS = ("DataError", "RecipeError", "RunError", "TrainingError")
+# What its condition may hold: no call but these, and no subscript but that of a shape, so that it takes no time.
 _CHEAP_CALLS = ("isinstance", "len")
 _CHEAP = (ast.expr_context, ast.boolop, ast.operator, ast.unaryop, ast.cmpop, ast.BoolOp, ast.BinOp, ast.UnaryOp)
 _CHEAP += (ast.Compare, ast.Name, ast.Attribute, ast.Constant, ast.Tuple)
 
 
 def _is_guard(node: ast.If) -> bool:
-    """Return whether a statement does nothing but raise under a cheap condition."""
-    return (
-        not node.orelse
-        and all(isinstance(one, ast.Raise) for one in node.body)
-        and all(map(_is_cheap, ast.walk(node.test)))
-    )
+    """Return whether a statement does nothing but raise the error of a user's mistake, under a cheap condition."""
+    errors = [getattr(one.exc, "func", None) for one in node.body if isinstance(one, ast.Raise)]
+    refuses = len(errors) == len(node.body) and all(getattr(one, "id", "") in _GUARDS for one in errors)
+    return refuses and not node.orelse and all(map(_is_cheap, ast.walk(node.test)))
 
 
 def _is_cheap(node: ast.AST) -> bool:

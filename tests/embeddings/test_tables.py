@@ -405,5 +405,5 @@ def test_zero_grad_discards_what_waits() -> None:
 
 
 def test_a_feature_that_a_batch_lacks_is_named() -> None:
-    with pytest.raises(KeyError, match="no feature 'users', there are"):
+    with pytest.raises(DataError, match="no feature 'users', there are"):
         batch()["users"]

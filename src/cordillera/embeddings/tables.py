@@ -272,7 +272,7 @@ class EmbeddingTables(nn.Module):
                 remedy="encode the data with the run's own encoder",
             )
         if sparse.values.ndim != 1 or sparse.values.dtype not in (torch.int64, torch.int32):
-            raise _not_ids(sparse.values, "EmbeddingTables")
+            raise DataError(_not_ids(sparse.values), where="EmbeddingTables")
         if sparse.one_hot and len(sparse.values) != len(sparse.offsets) - 1:
             raise DataError(
                 f"one_hot is set, but {len(sparse.offsets) - 1} bags hold {len(sparse.values)} ids",
@@ -312,7 +312,7 @@ class EmbeddingTables(nn.Module):
         if feature not in self._keys:
             raise DataError(f"no sparse feature {feature!r}", where="EmbeddingTables", remedy=f"one of {self._keys}")
         if ids.ndim != 1 or ids.dtype not in (torch.int64, torch.int32):
-            raise _not_ids(ids, f"feature {feature!r}")
+            raise DataError(_not_ids(ids), where=f"feature {feature!r}")
         place = self._keys.index(feature)
         tables, own = self._in_graph, slice(place, place + 1)
         device = tables.device.type
@@ -407,7 +407,10 @@ class EmbeddingTables(nn.Module):
         self._pending, self._reduced = [], 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the gradients that wait for :meth:`update`; ``zero_grad`` of a model around the tables does not."""
+        """Discard the gradients that wait for :meth:`update`, whatever ``set_to_none`` is.
+
+        ``zero_grad`` of a model around the tables, or of an optimizer, does not.
+        """
         self.discard()
 
     def table(self, name: str) -> Tensor:
@@ -495,8 +498,8 @@ class EmbeddingTables(nn.Module):
         )
 
 
-def _not_ids(ids: Tensor, where: str) -> DataError:
-    return DataError(f"ids must be int64 or int32 [T], got {ids.dtype} of shape {list(ids.shape)}", where=where)
+def _not_ids(ids: Tensor) -> str:
+    return f"ids must be int64 or int32 [T], got {ids.dtype} of shape {list(ids.shape)}"
 
 
 def draw_rows(

@@ -221,9 +221,12 @@ class TextBatches(Iterator[TextIteration]):
     are skipped.
 
     Args:
+        config: Text and the order of its documents.
+        batch: Packing of documents into microbatches.
         corpora: Result of :func:`cordillera.data.language.corpora.prepare_corpora`, for ``config``.
         work: Predicted work of a document.
         microbatches: Number of microbatches of an iteration; result of :meth:`BatchConfig.count`.
+        seed: Seed of the order of documents.
 
     Raises:
         DataError: Documents or batches do not fit into the microbatches; or, while iterating, nothing can be predicted.

@@ -107,7 +107,10 @@ class DocumentStream:
     :class:`cordillera.data.language.batches.TextBatches` does.
 
     Args:
+        sources: Documents of each source.
+        config: Weights of the sources, order, and treatment of long documents.
         rank: Number of this rank among those that share the data.
+        world_size: Number of these ranks.
 
     Raises:
         DataError: there is no source, the rank is out of range, weights do not fit, or long documents are refused.

@@ -238,7 +238,7 @@ class CacheWriter:
 
 
 class ClickDataset:
-    """One split of a prepared data set, memory-mapped.
+    """One split of a prepared data set, memory-mapped; :func:`~cordillera.data.ranking.datasets.prepare` opens it.
 
     Attributes:
         features: Names and sizes of the features; ``features.tasks`` may be a selection of the tasks on disk.

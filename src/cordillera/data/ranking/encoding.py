@@ -232,6 +232,7 @@ class Encoder:
     """Converts rows of a log to numbers, with vocabularies and transforms fitted on the training rows.
 
     Attributes:
+        schema: Roles of the columns.
         features: Names and table sizes, as models need them.
         vocabularies: Values of each table that has a vocabulary; the value at position ``i`` has row ``i + 1``.
         dense_state: Fitted numbers of each dense feature's transform, and ``fill``, the value that replaces a blank.

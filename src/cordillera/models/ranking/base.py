@@ -60,6 +60,9 @@ class RankingModel(nn.Module):
     Subclasses set ``tables`` and ``heads`` and define :meth:`represent`. The dense part (:meth:`score`) is a pure
     function of tensors, which is compiled and run under autocast, while tables stay outside.
 
+    Args:
+        features: Names and sizes of the features, and the tasks.
+
     Attributes:
         built: :func:`~cordillera.models.ranking.mods.weights_sum` of the model as ``build`` created it; None if it was
             created otherwise.
@@ -111,7 +114,13 @@ class RankingModel(nn.Module):
 
 
 class DeepModel(RankingModel):
-    """Ranking model whose tables have the width ``embedding_dim`` of its configuration."""
+    """Ranking model whose tables have the width ``embedding_dim`` of its configuration.
+
+    Args:
+        config: Settings of the model, the recipe's ``[model]``.
+        features: Names and sizes of the features, and the tasks.
+        tables: Settings of the embedding tables, the recipe's ``[tables]``.
+    """
 
     def __init__(self, config: DeepConfig, features: FeatureSpec, tables: TablesConfig) -> None:
         super().__init__(features)
