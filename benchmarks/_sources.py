@@ -5,8 +5,8 @@ what they name, directly or indirectly: constants, functions that are compiled, 
 classes. A figure is stale as soon as the checkout lacks one of them. Comments, docstrings, layout, imports,
 annotations of arguments, the values that a field may have, the words of errors and guards do not count, nor do modules
 that only read recipes, place files, print or draw. A guard is an ``if`` that can do nothing but raise the error of a
-user's mistake, under a condition that compares what is at hand and takes about a microsecond: it did nothing else in a
-run that ended. A definition that was moved to another module is unchanged.
+user's mistake, outside of loops, ``try`` and compiled functions, under a condition that compares what is at hand: in a
+run that ended it did nothing else. A definition that was moved to another module is unchanged.
 """
 
 from __future__ import annotations
@@ -231,12 +231,22 @@ def _is_compiled(module: str, name: str) -> bool:
     return tree is not None and name in tree.defined and tree.defined[name].is_function > tree.defined[name].is_plain
 
 
-# What a guard raises, which nothing catches to go on: not PlanError, with which a search leaves out a layout.
+# What a guard raises: not PlanError, with which a search leaves out a layout, nor errors that a server answers with.
 _GUARDS = ("DataError", "RecipeError", "RunError", "TrainingError")
-# What its condition may hold: no call but these, and no subscript but that of a shape, so that it takes no time.
+# Modules whose errors are results: a study leaves out a size, or a search a candidate, and goes on.
+_JUDGED, _NOT_JUDGED = (
+    ("cordillera.training.scaling", "cordillera.models.ranking"),
+    "cordillera.models.ranking.interactions",
+)
+# What a guard's condition may hold: no call but these, and no subscript but that of a shape, so that it takes no time.
 _CHEAP_CALLS = ("isinstance", "len")
 _CHEAP = (ast.expr_context, ast.boolop, ast.operator, ast.unaryop, ast.cmpop, ast.BoolOp, ast.BinOp, ast.UnaryOp)
 _CHEAP += (ast.Compare, ast.Name, ast.Attribute, ast.Constant, ast.Tuple)
+
+
+def _has_guards(module: str) -> bool:
+    """Return whether guards of a module do not count."""
+    return module == _NOT_JUDGED or not module.startswith(_JUDGED)
 
 
 def _is_guard(node: ast.If) -> bool:
@@ -251,7 +261,10 @@ def _is_cheap(node: ast.AST) -> bool:
         return isinstance(node.func, ast.Name) and node.func.id in _CHEAP_CALLS and not node.keywords
     if isinstance(node, ast.Subscript):
         return isinstance(node.value, ast.Attribute) and node.value.attr == "shape"
-    return isinstance(node, _CHEAP)
+    if isinstance(node, ast.Compare) and any(isinstance(one, (ast.In, ast.NotIn)) for one in node.ops):
+        among = node.comparators[-1]  # of few: written out, or a constant
+        return isinstance(among, ast.Tuple) or (isinstance(among, ast.Name) and among.id.isupper())
+    return isinstance(node, _CHEAP) and not isinstance(node, ast.MatMult)
 
 
 class _Computed(ast.NodeTransformer):
@@ -259,8 +272,19 @@ class _Computed(ast.NodeTransformer):
 
     raising = False
 
+    def __init__(self, has_guards: bool) -> None:
+        self.has_guards = has_guards
+
     def visit_If(self, node: ast.If) -> ast.AST | None:
-        return None if _is_guard(node) else self.generic_visit(node)
+        return None if self.has_guards and _is_guard(node) else self.generic_visit(node)
+
+    def visit_For(self, node: ast.For | ast.While | ast.Try) -> ast.AST:
+        before, self.has_guards = self.has_guards, False  # where it runs often, or its error may be caught
+        found = self.generic_visit(node)
+        self.has_guards = before
+        return found
+
+    visit_While = visit_Try = visit_For
 
     def visit_Import(self, node: ast.Import) -> None:
         return None
@@ -294,7 +318,10 @@ class _Computed(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         without = ast.FunctionDef(node.name, node.args, node.body, node.decorator_list)
-        return self.generic_visit(without)
+        before, self.has_guards = self.has_guards, self.has_guards and not may_be_compiled(node)
+        found = self.generic_visit(without)
+        self.has_guards = before
+        return found
 
 
 def _text(value: Any) -> str:
@@ -332,7 +359,8 @@ def _bases(module: str, name: str) -> Iterator[Name]:
 def _digest(module: str, name: str, code: str) -> str:
     """Return the digest of a definition; that of a class names the methods that it has instead of its bases."""
     tree = _parsed(code)
-    dumps = [_text(one) for node in tree.defined[name].nodes for one in [_Computed().visit(copy.deepcopy(node))] if one]
+    computed = _Computed(_has_guards(module))
+    dumps = [_text(one) for node in tree.defined[name].nodes for one in [computed.visit(copy.deepcopy(node))] if one]
     instead = set().union(*(_methods(*base) for base in _bases(module, name)))
     own = {one.rpartition(".")[2] for one in tree.defined if one.rpartition(".")[0] == name}
     text = _MODULE.sub("cordillera", "\n".join([RENAMED.get(name, name), *dumps, *sorted(own & instead)]))

@@ -74,6 +74,9 @@ class Base:
     def finish(self, value):
         if value < 0:
             raise DataError("is negative", f"{value} of 2")
+        for one in (value,):
+            if one > 10**9:
+                raise DataError("is large")
         return value
 
 class Sum(Base):
@@ -171,7 +174,9 @@ def test_a_figure_is_fresh_while_only_words_and_other_code_change(checkout: Path
     _edit(checkout, SUM, "    step: int = 1", "    step: int = 1\n    other: int = 2")  # what reads it has not changed
     _edit(checkout, SUM, '["up"]', '["up", "down"]')  # nor has what a run may choose
     _edit(checkout, SUM, '"is negative", f"{value} of 2"', '"should be positive", f"{-value}"')  # or what an error says
-    _edit(checkout, SUM, "if value < 0", "if value < -1 and not isinstance(value, str)")  # or when a guard raises it
+    _edit(
+        checkout, SUM, "if value < 0", "if value < -1 and not isinstance(value, str) and value not in (1, 2)"
+    )  # or when a guard raises it
     _edit(
         checkout,
         SUM,
@@ -198,6 +203,9 @@ PRODUCTS, SUMS_, PROGRAMS = "cordillera.kernels.product", "cordillera.numerics.s
         (SUM, '| None = "up"', '= "up"', {"exact": SUMS_}),
         (SUM, '= "up"', "= None", {"exact": SUMS_}),
         (SUM, "        return value", "        return value + 1", {"exact": SUMS_}),  # of a base class
+        (SUM, "if value < 0", "if value @ value < 0", {"exact": SUMS_}),
+        (SUM, "if value < 0", "if value in self.values", {"exact": SUMS_}),
+        (SUM, "if one > 10**9", "if one > 10**8", {"exact": SUMS_}),  # in a loop
         (SUM, "raise DataError(", "raise PlanError(", {"exact": SUMS_}),  # a search goes on after it
         (SUM, "            raise DataError", "            raise ValueError from DataError", {"exact": SUMS_}),
         (SUM, "if value < 0", "if abs(value) < 0", {"exact": SUMS_}),  # a condition that may take time is no guard

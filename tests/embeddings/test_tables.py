@@ -402,8 +402,3 @@ def test_zero_grad_discards_what_waits() -> None:
     assert model.num_pending == 0
     model.update()
     assert torch.equal(model.weight, before)
-
-
-def test_a_feature_that_a_batch_lacks_is_named() -> None:
-    with pytest.raises(DataError, match="no feature 'users', there are"):
-        batch()["users"]
