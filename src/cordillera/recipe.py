@@ -40,7 +40,7 @@ from cordillera.errors import CordilleraError, DataError, RecipeError, printable
 from cordillera.files import TOML_BYTES, TOML_DEPTH, parse_toml, read_text, write
 from cordillera.kernels.threads import MOST_THREADS
 from cordillera.mistakes import explain, known_keys, meant, models_of, text_of
-from cordillera.models.imported import import_model, is_imported
+from cordillera.models.imported import SHIPPED, import_model, is_imported
 from cordillera.models.language.checkpoints import open_checkpoint
 from cordillera.models.language.llama import PRESETS, LlamaConfig
 from cordillera.models.ranking import MODELS, ModelConfig
@@ -246,7 +246,7 @@ def set_key(content: dict[str, Any], key: str, value: Any) -> None:
 def _as_written(entry: Any) -> dict[str, Any]:
     """Return a mistake with its place in the file, from which the model's name as a union tag is removed."""
     location = [part for part in entry["loc"] if part not in ("function-wrap", "function-after")]
-    names = OBJECTIVES if location[:1] == ["objective"] else (*MODELS, *LANGUAGE_MODELS)
+    names = OBJECTIVES if location[:1] == ["objective"] else (*SHIPPED, *LANGUAGE_MODELS)
     if entry["type"] in ("union_tag_invalid", "union_tag_not_found"):
         message = f"must be one of {', '.join(names)}, got {entry.get('ctx', {}).get('tag')!r}"
         if entry["type"] == "union_tag_not_found":
@@ -325,9 +325,12 @@ def validate(content: dict[str, Any], source: str = "recipe") -> RankingRecipe |
         RecipeError: If the recipe is not valid; the message lists every mistake.
     """
     kind: type[RankingRecipe] | type[LanguageRecipe] | type[PostTrainingRecipe] = RankingRecipe
-    model, known = _section(content, "model"), [*MODELS, *LANGUAGE_MODELS]
+    model, known = _section(content, "model"), [*SHIPPED, *LANGUAGE_MODELS]
     name = model.get("name")
     if is_imported(name):
+        if language := sorted({"packing", "optimizer", "objective"} & set(content)):
+            what = f"is a ranking model, for which there is no [{language[0]}]; the name of a language model is llama"
+            raise RecipeError(source, [("model.name", what)])
         kind = _with_imported(name, source)
     elif isinstance(name, str) and name not in known:
         close = difflib.get_close_matches(name, known, n=1)
@@ -362,7 +365,12 @@ class _ImportedRecipe(RankingRecipe):
     """Recipe of an imported model, whose class other processes make by importing the model again."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return validate, (self.model_dump(mode="json", by_alias=True),)
+        return _blank, (self.model.name,), self.__getstate__()
+
+
+def _blank(name: str) -> RankingRecipe:
+    kind = _of_config(import_model(name))
+    return kind.__new__(kind)
 
 
 @cache

@@ -28,7 +28,7 @@ import platform
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -180,18 +180,43 @@ def kept_changes(before: BaseModel, now: BaseModel) -> list[str]:
     ]
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return what differs between two nested mappings: each key with both values, shortened to what a line takes."""
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return what differs between two nested mappings: each key, also in lists, with both values as JSON has them."""
+    return list(_differences("", before, now))
 
-    def short(value: object) -> str:
-        text = json.dumps(value)
-        return text if len(text) <= 60 else f"{text[:57]}..."
 
-    old, new = flat_values(before), flat_values(now)
-    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    changed = [f"{key}: {short(old.get(key))} -> {short(new.get(key))}" for key in keys]
-    more = [f"and {len(changed) - 4} more"] if len(changed) > 4 else []
-    return "; ".join(changed[:4] + more)
+def _differences(place: str, before: Any, now: Any) -> Iterator[str]:
+    if before == now:
+        return
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in {**before, **now}:
+            inside = f"{place}.{key}" if place else str(key)
+            if key in before and key in now:
+                yield from _differences(inside, before[key], now[key])
+            else:
+                yield f"{inside}: {_short(before[key]) if key in before else 'absent'} -> " + (
+                    _short(now[key]) if key in now else "absent"
+                )
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now) and _are_nested(before, now):
+        for number, (one, other) in enumerate(zip(before, now, strict=True)):
+            yield from _differences(f"{place}[{number}]", one, other)
+    else:
+        yield f"{place}: {_short(before)} -> {_short(now)}"
+
+
+def _are_nested(*lists: list[Any]) -> bool:
+    return any(isinstance(one, dict | list) for items in lists for one in items)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def few(changes: Sequence[str]) -> str:
+    """Return the first of ``changes`` in one line, and the number of others."""
+    more = [f"and {len(changes) - 4} more"] if len(changes) > 4 else []
+    return "; ".join([*changes[:4], *more])
 
 
 def flat_values(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import pickle
 import sys
 from collections.abc import Iterator
@@ -72,7 +74,6 @@ def own(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     for name in [name for name in MODELS if imported.is_imported(name)]:
         del MODELS[name]
     sys.modules.pop("flat_model", None)
-    imported.import_model.cache_clear()
 
 
 def test_every_command_takes_a_model_of_ones_own(cli: Any, own: Path, tmp_path: Path) -> None:
@@ -142,5 +143,69 @@ def test_its_keys_are_checked_as_those_of_other_models(own: Path) -> None:
 
 def test_a_file_here_does_not_stand_in_for_a_library(own: Path, tmp_path: Path) -> None:
     (tmp_path / "colorsys.py").write_text("raise RuntimeError('not the library')\n")
-    with pytest.raises(RecipeError, match=r"module 'colorsys' has no class 'Flat'"):
+    with pytest.raises(RecipeError, match=r"module 'colorsys' was imported from .*, and there is another in"):
         recipes.load(own, ["model.name=colorsys:Flat"])
+
+
+def test_the_module_of_another_folder_is_not_taken_in_silence(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipes.load(own)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "flat_model.py").write_text(MODULE)
+    monkeypatch.chdir(other)
+    with pytest.raises(RecipeError, match=r"was imported from .*, and there is another in"):
+        recipes.load(own)
+
+
+def test_a_module_that_is_loaded_again_gives_its_new_class(own: Path, tmp_path: Path) -> None:
+    before = recipes.load(own).model
+    (tmp_path / "flat_model.py").write_text(
+        MODULE.replace("widths: Sizes = (8,)", "widths: Sizes = (8,)\n        deep: int = 7")
+    )
+    importlib.reload(sys.modules["flat_model"])
+    after = recipes.load(own).model
+    assert not hasattr(before, "deep")
+    assert after.deep == 7
+    assert MODELS["flat_model:Flat"] is sys.modules["flat_model"].Flat
+
+
+def test_what_a_module_prints_is_not_among_the_results(cli: Any, own: Path, tmp_path: Path) -> None:
+    (tmp_path / "flat_model.py").write_text(f"print('hello')\n{MODULE}")
+    trained = cli("train", own, "--run", "runs/own", "--set", "training.epochs=1", "--json")
+    assert trained.code == 0, trained.err
+    assert json.loads(trained.out)
+    assert "hello" in trained.err
+
+
+def test_a_configuration_with_aliases_and_computed_fields_is_sent_to_processes(own: Path, tmp_path: Path) -> None:
+    fields = 'decay: float = Field(0.5, alias="lambda")\n\n        @computed_field\n        def total(self) -> int:\n'
+    fields += "            return len(self.widths)\n\n        widths: Sizes = (8,)"
+    text = f"from pydantic import Field, computed_field\n{MODULE.replace('widths: Sizes = (8,)', fields)}"
+    (tmp_path / "flat_model.py").write_text(text)
+    recipe = recipes.load(own, ["model.lambda=0.25"])
+    for one in (recipe, recipe.model):
+        assert pickle.loads(pickle.dumps(one)) == one
+    assert recipe.model.decay == 0.25
+
+
+def test_messages_do_not_depend_on_what_was_imported_before(own: Path) -> None:
+    recipes.load(own)
+    with pytest.raises(RecipeError) as error:
+        recipes.load(own, ["model.name=flat"])
+    assert "flat_model:Flat" not in str(error.value)
+    with pytest.raises(RecipeError, match=r"is a ranking model, for which there is no \[packing\]"):
+        recipes.load("llama-debug", ["model.name=flat_model:Flat"])
+
+
+def test_a_working_directory_that_is_gone_is_no_traceback(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(RecipeError, match="no module 'nowhere' here"):
+        recipes.load(own, ["model.name=nowhere:Flat"])
+    monkeypatch.chdir(tmp_path)

@@ -453,12 +453,17 @@ def test_a_resumed_run_keeps_what_its_weights_depend_on(run: Run) -> None:
 def test_a_recipe_beside_a_resumed_run_is_not_ignored_in_silence(made: Path, run: Run) -> None:
     given = made / "small.toml"
     kept = ["training.epochs=1", "training.precision=fp32"]
+    edited = run.folder / "edited.toml"
+    edited.write_text(given.read_text().replace("rank = 2", "rank = 3"))
     with pytest.warns(
-        UserWarning, match=r"goes on with its own recipe, from which .*small.toml differs: .*rank: 2 -> 3"
+        UserWarning, match=r"its own recipe, from which .*edited.toml differs: model.rank: 2 -> 3; --set"
     ):
-        resumed(str(given), run.folder, [*kept, "model.rank=3"], None)
+        resumed(str(edited), run.folder, kept, None)
+    with pytest.warns(UserWarning, match=r"differs: training.epochs: 1 -> 6; --set changes what"):
+        resumed(str(given), run.folder, kept[1:], None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        assert resumed(str(given), run.folder, [*kept, "training.epochs=2"], None).folder == run.folder
         assert resumed(str(given), run.folder, kept, None).folder == run.folder
     with pytest.raises(RunError, match="is a run of another recipe than"):
         resumed("movielens-dlrm", run.folder, [], None)
@@ -480,7 +485,7 @@ def test_ctrl_c_before_the_first_step_says_that_nothing_was_trained(
         main()
     assert stop.value.code == 130
     said = capsys.readouterr().err
-    assert f"interrupted: nothing was trained yet{'; the run is as it was' if is_resumed else ''}\n" in said
+    assert f"interrupted: nothing was trained yet{'; weights are as they were' if is_resumed else ''}\n" in said
     assert "give the same command again" in said
 
 

@@ -95,10 +95,10 @@ BAD_CHATS: list[tuple[Any, str]] = [
     ([], "not a JSON object"),
     ({"text": "x"}, r"no prompt; there are \['text'\]"),
     ({"prompt": "x"}, "no messages, or prompt with completion"),
-    ({"messages": []}, "messages must be a list of messages, it is empty"),
-    ({"messages": "x"}, "messages must be a list of messages, it is text"),
+    ({"messages": []}, "messages must be a list of messages, not an empty list"),
+    ({"messages": "x"}, "messages must be a list of messages, not text"),
     ({"messages": [ASK]}, "no turn of the assistant"),
-    ({"messages": ["x", SAY]}, r"messages\[0\] must be a message, it is text"),
+    ({"messages": ["x", SAY]}, r"messages\[0\] must be a message, not text"),
     (
         {"messages": [ASK, {"role": "bot", "content": "x"}]},
         r"messages\[1\] has the unknown role 'bot'\n.*write assistant in its place; or choose",
@@ -112,7 +112,7 @@ BAD_CHATS: list[tuple[Any, str]] = [
         r"there is no prompt.*\n.*call instruction, with input behind it",
     ),
     ({"messages": [ASK, {"role": ["user"], "content": "x"}]}, "unknown role"),
-    ({"messages": [ASK, {"role": "assistant"}]}, r"content of messages\[1\] must be text, it is null"),
+    ({"messages": [ASK, {"role": "assistant"}]}, r"content of messages\[1\] must be text, not null"),
     ({"messages": [ASK, {"role": "assistant", "content": " \n"}]}, r"content of messages\[1\] is blank"),
     ({"messages": [{"role": "user", "content": []}, SAY]}, "an empty list"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, SAY]}, "a part that is not text"),
@@ -120,9 +120,9 @@ BAD_CHATS: list[tuple[Any, str]] = [
     ({"messages": [ASK, {**SAY, "weight": 0}]}, "has weight"),
     ({"messages": [ASK, {"role": "assistant", "content": "\ud800"}]}, "lone surrogate"),
     ({"prompt": "", "answer": "x"}, "prompt is blank"),
-    ({"prompt": 5, "answer": "x"}, "prompt must be a list of messages, it is a number"),
+    ({"prompt": 5, "answer": "x"}, "prompt must be a list of messages, not a number"),
     ({"prompt": [SAY], "answer": "x"}, "ends with a turn of the assistant"),
-    ({"prompt": "x", "answer": 5}, "answer must be text, it is a number"),
+    ({"prompt": "x", "answer": 5}, "answer must be text, not a number"),
     ({"prompt": "x", "completion": [ASK, SAY]}, "not one turn of the assistant"),
 ]
 BAD_PREFERENCES: list[tuple[Any, str]] = [
@@ -139,7 +139,7 @@ BAD_PREFERENCES: list[tuple[Any, str]] = [
 ]
 BAD_PROBLEMS: list[tuple[Any, str]] = [
     ({"prompt": "x"}, "there is no answer"),
-    ({"prompt": "x", "answer": [SAY]}, "answer must be text, it is a list"),
+    ({"prompt": "x", "answer": [SAY]}, "answer must be text, not a list"),
 ]
 FORMS = ((read_chats, BAD_CHATS), (read_preferences, BAD_PREFERENCES), (read_problems, BAD_PROBLEMS))
 BAD = [(reader, row, what) for reader, rows in FORMS for row, what in rows]

@@ -96,7 +96,7 @@ def _ended_before(draw: Callable[..., None], is_resumed: bool) -> Iterator[Calla
     except KeyboardInterrupt:
         if is_begun:  # the second one, as the first lets a step end and saves
             raise
-        kept = "; the run is as it was" if is_resumed else ""
+        kept = "; weights are as they were" if is_resumed else ""
         raise Interrupted(f"nothing was trained yet{kept}", remedy="give the same command again") from None
 
 
@@ -124,28 +124,33 @@ def resumed(recipe: str, folder: Path | None, overrides: Sequence[str], plan: Pa
     """
     from cordillera.errors import RunError
     from cordillera.recipe import load
-    from cordillera.run import Run, kept_changes
+    from cordillera.run import Run, differences, few
 
     if plan is not None:
         raise RunError("a resumed run keeps its plan", where="--plan", remedy="leave it out")
     run = Run(folder or recipe)
     if folder is None or Path(recipe) == folder:
         return run
-    # what was set beside the recipe when the run began need not be said again
-    kinds = ("model.name:", "data.dataset:", "objective.name:")
-    others = kept_changes(load(run.recipe_file), load(recipe, overrides))
-    if of_another := [one for one in others if one.startswith(kinds)]:
+    own, other = (load(one, overrides).model_dump(mode="json") for one in (run.recipe_file, recipe))
+    of_machine = (
+        "name: ",
+        "description: ",
+        "device: ",
+        "threads: ",
+        "data.cache_dir: ",
+        "parallel.",
+        "fault_tolerance.",
+    )
+    others = [one for one in differences(own, other) if not one.startswith(of_machine)]
+    if of_another := [one for one in others if one.startswith(("model.name: ", "data.dataset: ", "objective.name: "))]:
         raise RunError(
             f"is a run of another recipe than {recipe}: {'; '.join(of_another)}",
             where=str(folder),
             remedy=f"go on with `cordillera train {folder} --resume`, or choose another --run folder",
         )
     if others:
-        more = f"; and {len(others) - 4} more" if len(others) > 4 else ""
-        warnings.warn(
-            f"{folder} goes on with its own recipe, from which {recipe} differs: {'; '.join(others[:4])}{more}",
-            stacklevel=2,
-        )
+        what = f"{folder} goes on with its own recipe, from which {recipe} differs: {few(others)}"
+        warnings.warn(f"{what}; --set changes what a resumed run may change", stacklevel=2)
     return run
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import os
 import sys
-from functools import cache
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeGuard
 
@@ -15,6 +17,11 @@ from pydantic import create_model
 from cordillera.errors import DataError
 from cordillera.models.ranking import MODELS
 from cordillera.models.ranking.base import RankingConfig, RankingModel
+
+SHIPPED = tuple(MODELS)
+"""Names of the models that are not imported."""
+
+_configs: dict[str, type[RankingConfig]] = {}
 
 
 def is_imported(name: object) -> TypeGuard[str]:
@@ -28,14 +35,14 @@ class _ImportedConfig(RankingConfig):
     name: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _made, (self.name, self.model_dump())
+        return _blank, (self.name,), self.__getstate__()
 
 
-def _made(name: str, values: dict[str, Any]) -> RankingConfig:
-    return import_model(name).model_validate(values)
+def _blank(name: str) -> RankingConfig:
+    kind = import_model(name)
+    return kind.__new__(kind)
 
 
-@cache
 def import_model(name: str) -> type[RankingConfig]:
     """Import the class that ``name`` names, enter it into the models under that name, and return its configuration.
 
@@ -43,8 +50,8 @@ def import_model(name: str) -> type[RankingConfig]:
     ``Config`` with the field ``name``.
 
     Raises:
-        DataError: There is no such module or class, the module cannot be imported, or the class is no ranking model
-            with a configuration.
+        DataError: There is no such module or class, the module cannot be imported or is not that of the working
+            directory, or the class is no ranking model with a configuration.
     """
     module_name, _, class_name = name.partition(":")
     module = _module(module_name)
@@ -59,26 +66,55 @@ def import_model(name: str) -> type[RankingConfig]:
     config: Any = getattr(model, "Config", None)
     if not isinstance(config, type) or not issubclass(config, RankingConfig):
         raise DataError(f"{class_name!r} needs a class Config, derived from RankingConfig or DeepConfig")
-    MODELS[name] = model
-    of_name: Any = Literal[name]
-    bases = (_ImportedConfig, config)
-    return create_model(config.__name__, __base__=bases, __module__=config.__module__, name=(of_name, name))
+    if MODELS.get(name) is not model:  # new, or loaded again after a change
+        MODELS[name], of_name, bases = model, Literal[name], (_ImportedConfig, config)
+        field: Any = (of_name, name)
+        _configs[name] = create_model(config.__name__, __base__=bases, __module__=config.__module__, name=field)
+    return _configs[name]
 
 
 def _module(name: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
         raise DataError(f"{name!r} is no name of a Python module")
-    folder = os.getcwd()
-    if folder not in sys.path and "" not in sys.path:
-        sys.path.append(folder)  # where a command looks last, so that no file there replaces a library
+    with contextlib.suppress(OSError):  # the working directory was removed
+        here = os.getcwd()
+        with _found_here(here):
+            found = _imported(name, here)
+        own = Path(here, *name.split(".")).with_suffix(".py")
+        if own.is_file() and not _is_file(found, own):
+            raise DataError(f"module {name!r} was imported from {found.__file__}, and there is another in {here}")
+        return found
+    return _imported(name, "the working directory was removed")
+
+
+@contextlib.contextmanager
+def _found_here(folder: str) -> Iterator[None]:
+    """Let Python look into a folder, behind all others, so that no file there replaces a library."""
+    if folder in sys.path or "" in sys.path:
+        yield
+        return
+    sys.path.append(folder)
     try:
-        return importlib.import_module(name)
+        yield
+    except DataError:
+        sys.path.remove(folder)
+        raise
+
+
+def _imported(name: str, here: str) -> ModuleType:
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # where a command prints nothing that programs read
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise DataError(f"no module {name!r} here ({folder}) or among installed packages") from error
+            raise DataError(f"no module {name!r} here ({here}) or among installed packages") from error
         raise DataError(f"module {name!r} cannot be imported: {error}") from error
     except (Exception, SystemExit) as error:  # a module is a program and can end in any way
         raise DataError(f"module {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _is_file(module: ModuleType, path: Path) -> bool:
+    return module.__file__ is not None and Path(module.__file__).resolve() == path.resolve()
 
 
 def _is_own(one: object, module: ModuleType) -> bool:

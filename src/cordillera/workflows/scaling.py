@@ -25,7 +25,7 @@ from cordillera.recipe import LanguageRecipe, RankingRecipe
 from cordillera.reports.faults import FaultStudyRow
 from cordillera.reports.ranking.comparison import SeedMean, mean_interval
 from cordillera.reports.studies import isoflop_page, sweep_page
-from cordillera.run import Run, differences, write_atomically
+from cordillera.run import Run, differences, few, write_atomically
 from cordillera.training.language.trainer import LanguageStepCallback
 from cordillera.training.ranking.trainer import StepCallback
 from cordillera.training.scaling import power_law as scaling_laws
@@ -189,7 +189,7 @@ def sweep(
             recipes.load(place / "recipe.toml").model_copy(update={"threads": recipe.threads}) if exists else recipe
         )
         if before != recipe:
-            what = differences(before.model_dump(mode="json"), recipe.model_dump(mode="json"))
+            what = few(differences(before.model_dump(mode="json"), recipe.model_dump(mode="json")))
             raise RunError(
                 f"holds a run of another recipe ({what})",
                 where=str(place),

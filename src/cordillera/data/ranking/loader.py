@@ -35,11 +35,16 @@ class CheckedBatches(BatchSource):
         batches: Function of the numbers of an epoch and of its first batch, which returns the batches from there on.
         count: Number of batches in an epoch.
         features: Names and sizes of the features.
+
+    Raises:
+        DataError: ``count`` is below 1.
     """
 
     def __init__(
         self, batches: Callable[[int, int], Iterable[RankingBatch]], count: int, features: FeatureSpec
     ) -> None:
+        if count < 1:
+            raise DataError(f"an epoch has at least one batch, got {count}", where="count")
         self._batches, self._count, self._features = batches, count, features
 
     def __len__(self) -> int:
@@ -50,62 +55,81 @@ class CheckedBatches(BatchSource):
 
         Raises:
             DataError: A batch has no sample; a tensor is not of the shape and dtype that :class:`RankingBatch`
-                describes; a dense value is not finite, a label is not 0, 1 or NaN, a sample's weight is negative or not
-                finite, or an id does not lie in its table.
+                describes; a dense value is not finite, a label is not 0, 1 or NaN, a weight is negative or not finite,
+                or an id does not lie in its table; or there are more or fewer batches than the epoch has.
         """
-        for number, batch in enumerate(self._batches(epoch, start), start):
+        number = start
+        for batch in self._batches(epoch, start):
             check_batch(batch, self._features, where=f"epoch {epoch}, batch {number}")
+            number += 1
+            if number > self._count:
+                break
             yield batch
+        if number != self._count:
+            more = "more" if number > self._count else f"{number}"
+            raise DataError(f"gives {more} batches, {self._count} are expected", where=f"epoch {epoch}")
+
+
+_NUMBERS = ("dense", "labels", "weights", "teacher")  # in float32, other tensors in int64
 
 
 def check_batch(batch: RankingBatch, features: FeatureSpec, where: str = "batch") -> None:
     """Check a batch of ``features``; see :meth:`CheckedBatches.epoch`. Errors name its place, ``where``."""
-    rows = len(batch)
+    rows = len(batch) if batch.dense.ndim else 0
     if not rows:
         raise DataError("has no samples", where=where)
-    shapes = {"dense": [rows, len(features.dense)], "labels": [rows, len(features.tasks)], "weights": [rows]}
-    for name, shape in shapes.items():
+    tasks = [rows, len(features.tasks)]
+    shapes = {"dense": [rows, len(features.dense)], "labels": tasks, "teacher": tasks}
+    for name in ("dense", "labels", "weights", "teacher", "groups", "timestamps", "rows"):
         values: Tensor | None = getattr(batch, name)
         if values is None:
             continue
-        if list(values.shape) != shape or values.dtype != torch.float32:
-            what = f"{name} must be float32 {shape}, got {str(values.dtype)[6:]} {list(values.shape)}"
-            raise DataError(what, where=where)
-        if name == "dense":
-            wrong = ~values.isfinite()
-        elif name == "labels":
-            wrong = ~(values.isnan() | (values == 0) | (values == 1))
-        else:
-            wrong = ~(values.isfinite() & (values >= 0))
-        if wrong.any():
-            at = [int(place) for place in wrong.nonzero()[0]]
-            named = {"dense": features.dense, "labels": features.tasks}.get(name)
-            column = name if named is None else f"{name}, {named[at[1]]!r}"
-            rule = {
-                "dense": "must be finite",
-                "labels": "must be 0, 1 or NaN",
-                "weights": "must be finite and at least 0",
-            }
-            raise DataError(f"{column} of sample {at[0]} is {float(values[tuple(at)]):g}, {rule[name]}", where=where)
+        shape, dtype = shapes.get(name, [rows]), torch.float32 if name in _NUMBERS else torch.int64
+        if list(values.shape) != shape or values.dtype != dtype:
+            what = f"{name} must be {dtype} {shape}, got {values.dtype} {list(values.shape)}"
+            raise DataError(what.replace("torch.", ""), where=where)
+        if name in _NUMBERS:
+            _check_numbers(name, values, features, where)
     _check_ids(batch.sparse, rows, features, where)
+
+
+def _check_numbers(name: str, values: Tensor, features: FeatureSpec, where: str) -> None:
+    allowed, rule = {
+        "dense": (values.isfinite(), "must be finite"),
+        "labels": (values.isnan() | (values == 0) | (values == 1), "must be 0, 1 or NaN"),
+        "weights": (values.isfinite() & (values >= 0), "must be finite and at least 0"),
+        "teacher": (~values.isinf(), "must be finite or NaN"),
+    }[name]
+    if not allowed.all():
+        at = [int(place) for place in (~allowed).nonzero()[0]]
+        columns = features.dense if name == "dense" else features.tasks
+        column = name if len(at) == 1 else f"{name}, {columns[at[1]]!r}"
+        raise DataError(f"{column} of sample {at[0]} is {float(values[tuple(at)]):g}, {rule}", where=where)
 
 
 def _check_ids(sparse: JaggedBatch, rows: int, features: FeatureSpec, where: str) -> None:
     names = [feature.name for feature in features.sparse]
     if list(sparse.keys) != names:
         raise DataError(f"the sparse features must be {names}, got {list(sparse.keys)}", where=where)
+    if not names:
+        return
     if sparse.values.dtype != torch.int64 or sparse.values.ndim != 1:
-        what = f"ids must be int64 [T], got {str(sparse.values.dtype)[6:]} {list(sparse.values.shape)}"
-        raise DataError(what, where=where)
+        what = f"ids must be int64 [T], got {sparse.values.dtype} {list(sparse.values.shape)}"
+        raise DataError(what.replace("torch.", ""), where=where)
     sparse.validate(where)
-    if names and sparse.batch_size != rows:
+    if sparse.batch_size != rows:
         raise DataError(f"holds {rows} samples, but ids of {sparse.batch_size}", where=where)
+    if sparse.weights is not None and not (sparse.weights.dtype == torch.float32 and sparse.weights.isfinite().all()):
+        raise DataError("weights of ids must be float32 and finite", where=where)
     for feature in features.sparse:
-        ids, size = sparse[feature.name].values, features.tables[feature.table]
-        if not feature.is_list and len(ids) != rows:
-            raise DataError(f"'{feature.name}' must hold one id a sample, got {len(ids)} of {rows}", where=where)
-        if size != ANY_ID and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < size:
-            bad = int(ids[(ids < 0) | (ids >= size)][0])
+        one, size = sparse[feature.name], features.tables[feature.table]
+        if not feature.is_list and not bool((one.lengths == 1).all()):
+            bad = int((one.lengths != 1).nonzero()[0])
+            what = f"'{feature.name}' must hold one id a sample, sample {bad} holds {int(one.lengths[bad])}"
+            raise DataError(what, where=where)
+        wrong = (one.values < 0) | (one.values >= size)
+        if size != ANY_ID and wrong.any():
+            bad = int(one.values[wrong][0])
             raise DataError(f"id {bad} of '{feature.name}' is not in its table of {size} rows", where=where)
 
 

@@ -58,7 +58,7 @@ class MLP(nn.Module):
         hidden: Widths of the hidden layers; may be empty.
         outputs: Width of the output layer; None for no output layer, so that the last hidden layer's activation is the
             output.
-        activation: Activation of the hidden layers: one of :data:`ACTIVATIONS`, or ``none``.
+        activation: Activation of the hidden layers: one of :data:`ACTIVATIONS`.
         norm: Norm of the hidden layers: ``layer``, ``batch`` (which mixes samples in training) or ``none``.
         dropout: Probability of zeroing an activation of a hidden layer in training.
         output_activation: Activation of the output layer.
@@ -81,9 +81,11 @@ class MLP(nn.Module):
         super().__init__()
         if norm not in ("layer", "batch", "none"):
             raise DataError(f"no norm {norm!r}", where="MLP", remedy="choose layer, batch or none")
-        if activation not in ACTIVATIONS and activation != "none":
+        if activation not in ACTIVATIONS or output_activation not in ACTIVATIONS:
             raise DataError(
-                f"no activation {activation!r}", where="MLP", remedy=f"choose none, {', '.join(ACTIVATIONS)}"
+                f"no activation {activation!r} or {output_activation!r}",
+                where="MLP",
+                remedy=f"choose from {', '.join(ACTIVATIONS)}",
             )
         layers: list[nn.Module] = []
         width = inputs

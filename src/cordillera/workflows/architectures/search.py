@@ -26,7 +26,7 @@ from cordillera.models.ranking.graphs.nasrec import from_nasrec, is_nasrec
 from cordillera.recipe import RankingRecipe
 from cordillera.reports import page
 from cordillera.reports.ranking.architectures import chosen_settings, search_page
-from cordillera.run import SEARCH_FILE, Run, differences, read_recipe, write_atomically
+from cordillera.run import SEARCH_FILE, Run, differences, few, read_recipe, write_atomically
 from cordillera.training.ranking.architecture_search.searchers import (
     Goal,
     LearntSearcher,
@@ -328,7 +328,7 @@ def _open(folder: Path, recipe: RankingRecipe, described: dict[str, Any]) -> Run
 def _what_differs(saved: dict[str, Any], described: dict[str, Any], run: Run, text: str) -> str:
     now = json.loads(json.dumps(described))
     before = {**{key: saved.get(key) for key in now}, "recipe": read_recipe(run)[1]}
-    return differences(before, {**now, "recipe": parse_toml(text, "recipe")})
+    return few(differences(before, {**now, "recipe": parse_toml(text, "recipe")}))
 
 
 class _OpenSearch:

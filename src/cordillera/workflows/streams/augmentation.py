@@ -20,6 +20,7 @@ from cordillera.data.ranking.stream.parts import StreamFolder
 from cordillera.errors import DataError, RecipeError
 from cordillera.files import TOML_BYTES, parse_toml, read_text
 from cordillera.mistakes import explain, known_keys
+from cordillera.models.imported import SHIPPED
 from cordillera.models.ranking import MODELS
 from cordillera.recipe import RankingRecipe
 from cordillera.run import Run
@@ -75,7 +76,7 @@ def _as_written(entry: Any) -> dict[str, Any]:
     if location[:2] == ["teacher", "model"] and len(location) > 2 and location[2] in MODELS:
         del location[2]
     if entry["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        return {"type": "name", "loc": (*location, "name"), "msg": f"must be one of {', '.join(MODELS)}", "input": {}}
+        return {"type": "name", "loc": (*location, "name"), "msg": f"must be one of {', '.join(SHIPPED)}", "input": {}}
     return {**entry, "loc": tuple(location)}
 
 

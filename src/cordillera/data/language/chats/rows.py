@@ -312,14 +312,14 @@ def _answer(row: FileRow, name: str, prompt: tuple[Message, ...]) -> str:
 
 def _messages(value: Any, name: str, where: str) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
-        raise DataError(f"{name} must be a list of messages, it is {_said(value)}", where=where)
+        raise DataError(f"{name} must be a list of messages, not {_said(value)}", where=where)
     return tuple(_message(one, f"{name}[{place}]", where) for place, one in enumerate(value))
 
 
 def _message(value: Any, name: str, where: str) -> Message:
     if not isinstance(value, dict):
         raise DataError(
-            f"{name} must be a message, it is {_said(value)}", where=where, remedy="an object of role and content"
+            f"{name} must be a message, not {_said(value)}", where=where, remedy="an object of role and content"
         )
     role = value.get("role")
     if role not in ROLES:
@@ -329,7 +329,9 @@ def _message(value: Any, name: str, where: str) -> Message:
             remedy=f"{_role_for(role)}choose one of {', '.join(ROLES)}",
         )
     if unknown := [key for key in _CHANGES if value.get(key) not in (None, [], {})]:
-        raise DataError(f"{name} has {', '.join(unknown)}, which is not learnt from: leave it out", where=where)
+        raise DataError(
+            f"{name} has {' and '.join(unknown)}, which training does not take: drop such rows", where=where
+        )
     content = value.get("content")
     if isinstance(content, list):
         content = _joined(content, name, where)
@@ -350,7 +352,7 @@ def _joined(parts: list[Any], name: str, where: str) -> str:
 
 def _text(value: Any, name: str, where: str) -> str:
     if not isinstance(value, str):
-        raise DataError(f"{name} must be text, it is {_said(value)}", where=where)
+        raise DataError(f"{name} must be text, not {_said(value)}", where=where)
     check_text(value, f"{where}, {name}")
     if not value.strip():
         raise DataError(f"{name} is blank", where=where, remedy="drop such rows")
@@ -359,7 +361,7 @@ def _text(value: Any, name: str, where: str) -> str:
 
 def _said(value: Any) -> str:
     names = {str: "text", list: "a list", dict: "an object", bool: "a truth value", int: "a number", float: "a number"}
-    return "null" if value is None else "empty" if value in ([], {}) else names.get(type(value), type(value).__name__)
+    return "null" if value is None else "an empty list" if value == [] else names.get(type(value), type(value).__name__)
 
 
 def _role_for(role: Any) -> str:
