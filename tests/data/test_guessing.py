@@ -371,6 +371,10 @@ def test_a_recipe_is_written_that_trains(tmp_path: Path) -> None:
     out = tmp_path / "mine.toml"
     with pytest.raises(DataError, match=r'single column.*\n.*--separator ";"'):
         write_recipe([str(tmp_path / "log.csv")], out, separator="|")
+    (tmp_path / "sheet.csv").write_text(f"sep=;\n{(tmp_path / 'log.csv').read_text()}")
+    for mark in (None, ";"):
+        with pytest.raises(DataError, match=r"the first line, 'sep=.*', is for spreadsheets.*\n.*delete this line"):
+            write_recipe([str(tmp_path / "sheet.csv")], out, separator=mark)
     frame_of().write_csv(tmp_path / "quoted.csv", separator=";", quote_style="always")
     with pytest.raises(DataError, match=r'if ";" divides the fields, .*--separator'):
         write_recipe([str(tmp_path / "quoted.csv")], out, separator=",")
