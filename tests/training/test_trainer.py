@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cordillera.data.ranking.loader import Loader
 from cordillera.errors import CheckpointError, CordilleraError, TrainingError
 from cordillera.jagged import JaggedBatch
 from cordillera.training import checkpoints
@@ -18,9 +17,8 @@ from cordillera.training.optimizers import dense_parameters, embedding_tables, s
 from cordillera.training.ranking.config import STOP_TITLES, Progress, TrainingConfig
 from cordillera.training.ranking.scoring import best_checkpoint, load_weights, scorer
 from cordillera.training.ranking.tasks.losses import weighted_loss
-from cordillera.training.ranking.trainer import Trainer
 
-from .conftest import FEATURES, MemoryLoader
+from .conftest import MemoryLoader
 
 CLOCKS = ("seconds", "examples_per_second", "data_fraction")
 
@@ -466,8 +464,11 @@ def test_progressive_metrics_of_data_without_groups_are_saved_and_resumed(make_t
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda batch: replace(batch, labels=batch.labels[:, :1]), r"labels must be \[64, 2\], .*got \[64, 1\]"),
-        (lambda batch: replace(batch, labels=batch.labels[:, 0]), r"labels must be \[64, 2\], .*got \[64\]"),
+        (
+            lambda batch: replace(batch, labels=batch.labels[:, :1]),
+            r"labels of .* must be \[64, 2\], got \[64, 1\]",
+        ),
+        (lambda batch: replace(batch, labels=batch.labels[:, 0]), r"labels of .* must be \[64, 2\], got \[64\]"),
         (lambda batch: replace(batch, weights=torch.ones(64, 1)), r"weights must be \[64\], got \[64, 1\]"),
         (lambda batch: replace(batch, dense=batch.dense[:0]), "the batch has no samples"),
         (
@@ -481,17 +482,3 @@ def test_a_batch_of_other_shapes_is_refused(make_trainer, spoil, said):
     loader.spoil = lambda number, batch: spoil(batch)
     with pytest.raises(CordilleraError, match=said):
         make_trainer(loader=loader).fit()
-
-
-def test_one_name_is_no_sequence_of_tasks(make_trainer):
-    made = make_trainer()
-    with pytest.raises(TrainingError, match="a sequence of names is needed, got 'click'"):
-        Trainer(made.config, made.model, MemoryLoader(2), None, made.run, tasks="click", device=torch.device("cpu"))
-
-
-def test_a_loader_that_reads_nothing_ahead_is_refused_by_name(make_trainer):
-    made = make_trainer()
-    loader = Loader.__new__(Loader)
-    loader.prefetch = 0
-    with pytest.raises(TrainingError, match="prefetch: must be at least 1 for training"):
-        Trainer(made.config, made.model, loader, None, made.run, tasks=FEATURES.tasks, device=torch.device("cpu"))

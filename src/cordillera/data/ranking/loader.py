@@ -153,7 +153,7 @@ class Loader:
             order, rows mixed within windows of 256 blocks; reads stay largely sequential).
         seed: Seed of the shuffles.
         drop_last: Whether to leave out a last batch of fewer rows.
-        prefetch: Number of batches that a thread reads ahead, at least 1 for training; 0 reads in the caller's thread.
+        prefetch: Number of batches that a thread reads ahead; 0 reads in the caller's thread.
 
     Raises:
         DataError: a batch size below 1, a negative prefetch or an unknown shuffle.

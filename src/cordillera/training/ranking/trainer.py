@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from cordillera.data.ranking.features import RankingBatch
-from cordillera.data.ranking.loader import BatchSource, Loader
+from cordillera.data.ranking.loader import BatchSource
 from cordillera.errors import TrainingError
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.ranking.base import RankingModel
@@ -91,10 +91,6 @@ class Trainer:
         recipe: BaseModel | None = None,
         ranks: OneRank | None = None,
     ) -> None:
-        if isinstance(tasks, str):
-            raise TrainingError(f"a sequence of names is needed, got {tasks!r}", where="tasks")
-        if isinstance(training, Loader) and training.prefetch < 1:
-            raise TrainingError("must be at least 1 for training", where="prefetch", remedy="leave it out")
         self.config, self.run, self.device, self.tasks = config, run, device, tuple(tasks)
         self.recipe, self.ranks = recipe, ranks or OneRank()
         self.recorder = RunRecorder(run if self.ranks.rank == 0 else None)
@@ -381,8 +377,7 @@ class Trainer:
             raise TrainingError("the batch has no samples", where="training")
         if batch.labels.shape != (len(batch), len(self.tasks)):
             raise TrainingError(
-                f"labels must be [{len(batch)}, {len(self.tasks)}], a column for each of {list(self.tasks)}, got "
-                f"{list(batch.labels.shape)}",
+                f"labels of {list(self.tasks)} must be {[len(batch), len(self.tasks)]}, got {list(batch.labels.shape)}",
                 where="training",
             )
         if self.progressive is not None:
@@ -515,17 +510,14 @@ class Trainer:
             self.storage.after_update(self.progress.step + 1, rows)
 
     def _refuse(self, value: float, batch: RankingBatch) -> None:
-        rows = (
-            ""
-            if batch.rows is None or not len(batch.rows)
-            else f", rows {int(batch.rows.min())} to {int(batch.rows.max())}"
-        )
-        because, remedy = "", self._way_on()
+        rows, because, remedy = "", "", self._way_on()
+        if batch.rows is not None and len(batch.rows):
+            rows = f", rows {int(batch.rows.min())} to {int(batch.rows.max())}"
         wrong = ~batch.dense.isfinite()
         if wrong.any():
             row, column = (int(place) for place in wrong.nonzero()[0])
             because = f", as dense value {column} of sample {row} of the batch is {float(batch.dense[row, column])}"
-            remedy = "correct the data, or check your own batches by CheckedBatches"
+            remedy = "correct the data; CheckedBatches checks batches of your own"
         raise TrainingError(
             f"the loss became {value} at step {self.progress.step + 1} (epoch {self.progress.epoch + 1}{rows})"
             f"{because}; no update was made from it",
