@@ -181,7 +181,7 @@ def kept_changes(before: BaseModel, now: BaseModel) -> list[str]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what differs between two nested mappings: each key, also in lists, with both values as JSON has them."""
+    """Return what differs from the nested mapping ``before`` to ``now``: each key, also in lists, with both values."""
     return list(_differences("", before, now))
 
 
