@@ -328,7 +328,7 @@ def validate(content: dict[str, Any], source: str = "recipe") -> RankingRecipe |
     model, known = _section(content, "model"), [*SHIPPED, *LANGUAGE_MODELS]
     name = model.get("name")
     if is_imported(name):
-        if language := sorted({"packing", "optimizer", "objective"} & set(content)):
+        if language := sorted({"packing", "objective"} & set(content)):
             what = f"is a ranking model, for which there is no [{language[0]}]; the name of a language model is llama"
             raise RecipeError(source, [("model.name", what)])
         kind = _with_imported(name, source)

@@ -191,12 +191,7 @@ def _differences(place: str, before: Any, now: Any) -> Iterator[str]:
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for key in {**before, **now}:
             inside = f"{place}.{key}" if place else str(key)
-            if key in before and key in now:
-                yield from _differences(inside, before[key], now[key])
-            else:
-                yield f"{inside}: {_short(before[key]) if key in before else 'absent'} -> " + (
-                    _short(now[key]) if key in now else "absent"
-                )
+            yield from _differences(inside, before.get(key, _ABSENT), now.get(key, _ABSENT))
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now) and _are_nested(before, now):
         for number, (one, other) in enumerate(zip(before, now, strict=True)):
             yield from _differences(f"{place}[{number}]", one, other)
@@ -208,8 +203,11 @@ def _are_nested(*lists: list[Any]) -> bool:
     return any(isinstance(one, dict | list) for items in lists for one in items)
 
 
+_ABSENT = object()
+
+
 def _short(value: Any) -> str:
-    text = json.dumps(value)
+    text = "absent" if value is _ABSENT else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

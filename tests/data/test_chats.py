@@ -109,7 +109,7 @@ BAD_CHATS: list[tuple[Any, str]] = [
     ),
     (
         {"instruction": "x", "input": "", "output": "y"},
-        r"there is no prompt.*\n.*call instruction, with input behind it",
+        r"there is no prompt.*\n.*write them as .\"prompt\": instruction and input",
     ),
     ({"messages": [ASK, {"role": ["user"], "content": "x"}]}, "unknown role"),
     ({"messages": [ASK, {"role": "assistant"}]}, r"content of messages\[1\] must be text, not null"),

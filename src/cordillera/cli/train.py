@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cordillera.workflows import LanguageOutcome, Outcome
 
 _TOO_GOOD = 0.99  # AUC
+_OF_MACHINE = ("name: ", "description: ", "device: ", "threads: ", "data.cache_dir: ", "parallel.", "fault_tolerance.")
 
 
 def train(
@@ -131,17 +132,8 @@ def resumed(recipe: str, folder: Path | None, overrides: Sequence[str], plan: Pa
     run = Run(folder or recipe)
     if folder is None or Path(recipe) == folder:
         return run
-    own, other = (load(one, overrides).model_dump(mode="json") for one in (run.recipe_file, recipe))
-    of_machine = (
-        "name: ",
-        "description: ",
-        "device: ",
-        "threads: ",
-        "data.cache_dir: ",
-        "parallel.",
-        "fault_tolerance.",
-    )
-    others = [one for one in differences(own, other) if not one.startswith(of_machine)]
+    own, other = (load(one, overrides).model_dump(mode="json", by_alias=True) for one in (run.recipe_file, recipe))
+    others = [one for one in differences(own, other) if not one.startswith(_OF_MACHINE)]
     if of_another := [one for one in others if one.startswith(("model.name: ", "data.dataset: ", "objective.name: "))]:
         raise RunError(
             f"is a run of another recipe than {recipe}: {'; '.join(of_another)}",

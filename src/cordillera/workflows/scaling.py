@@ -189,7 +189,7 @@ def sweep(
             recipes.load(place / "recipe.toml").model_copy(update={"threads": recipe.threads}) if exists else recipe
         )
         if before != recipe:
-            what = few(differences(before.model_dump(mode="json"), recipe.model_dump(mode="json")))
+            what = few(differences(*(one.model_dump(mode="json", by_alias=True) for one in (before, recipe))))
             raise RunError(
                 f"holds a run of another recipe ({what})",
                 where=str(place),

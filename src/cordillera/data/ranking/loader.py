@@ -24,7 +24,7 @@ class BatchSource(Protocol):
         ...
 
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[RankingBatch]:
-        """Iterate over an ``epoch`` from batch ``start``; the iterator has ``close``, as a generator has."""
+        """Iterate over an ``epoch`` from batch ``start``, by a generator or another iterator with ``close``."""
         ...
 
 

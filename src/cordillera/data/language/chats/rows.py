@@ -375,7 +375,7 @@ def _absent(row: FileRow, name: str) -> DataError:
     if "conversations" in row.values:  # as ShareGPT has them
         remedy = 'write conversations as messages: [{"role": "user", "content": "..."}, {"role": "assistant", ...}]'
     elif {"instruction", "output"} <= set(row.values):  # as Alpaca has them
-        remedy = "call instruction, with input behind it, prompt, and output completion"
+        remedy = 'write them as {"prompt": instruction and input, "completion": output}'
     return DataError(
         f"there is no {name}; there are {sorted(map(str, row.values))[:8]}", where=row.where, remedy=remedy
     )
