@@ -133,7 +133,7 @@ def test_training_on_them_goes_on_where_it_stopped(tmp_path: Path) -> None:
         assert torch.equal(tensor, parts[name]), name
 
 
-@pytest.mark.parametrize(("given", "said"), [(1, "gives 1 batches, 2 are expected"), (3, "gives more batches, 2 are")])
+@pytest.mark.parametrize(("given", "said"), [(1, "gives 1, not 2 batches"), (3, "gives more, not 2 batches")])
 def test_an_epoch_of_another_length_is_refused(given: int, said: str) -> None:
     source = CheckedBatches(lambda epoch, start: (batch_of() for _ in range(start, given)), 2, FEATURES)
     with pytest.raises(DataError, match=said):

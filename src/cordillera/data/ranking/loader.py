@@ -66,8 +66,8 @@ class CheckedBatches(BatchSource):
                 break
             yield batch
         if number != self._count:
-            more = "more" if number > self._count else f"{number}"
-            raise DataError(f"gives {more} batches, {self._count} are expected", where=f"epoch {epoch}")
+            given = "more" if number > self._count else str(number)
+            raise DataError(f"gives {given}, not {self._count} batches", where=f"epoch {epoch}")
 
 
 _NUMBERS = ("dense", "labels", "weights", "teacher")  # in float32, other tensors in int64
