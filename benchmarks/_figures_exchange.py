@@ -26,8 +26,10 @@ def freescale_rows() -> str:
         ]
         for row in _exposed()["rows"]
     ]
-    headings = ["collisions", "exposed: plain", "prioritised", "window", "times less: prioritised", "window"]
-    return table([*headings, "step, times faster: prioritised", "window"], rows)
+    headings = ["collisions", "exposed, plain", "exposed, prioritised", "exposed, window"]
+    kinds = ("prioritised", "window")
+    more = [f"{what}, {kind}" for what in ("times less exposed", "step, times faster") for kind in kinds]
+    return table([*headings, *more], rows)
 
 
 def freescale_window() -> str:
@@ -36,7 +38,7 @@ def freescale_window() -> str:
     (row,) = (one for one in found["rows"] if one["share"] == 0.5)
     asked = found["asked"]["window_fallen"]
     missed = "" if row["window_fallen"] >= asked else ", not reached"
-    return f"{row['window_fallen']:.1f} times ({asked:g} asked{missed}; prioritised {row['fallen']:.1f})"
+    return f"{row['window_fallen']:.1f} times (target {asked:g}{missed}; prioritised {row['fallen']:.1f})"
 
 
 def freescale_slices() -> str:
@@ -65,7 +67,7 @@ def freescale_target() -> str:
     found = _exposed()
     (row,) = (one for one in found["rows"] if one["share"] == 0.05)
     asked = found["asked"]["fallen"]
-    return f"{row['fallen']:.1f} times ({asked:g} asked{'' if row['fallen'] >= asked else ', not reached'})"
+    return f"{row['fallen']:.1f} times (target {asked:g}{'' if row['fallen'] >= asked else ', not reached'})"
 
 
 def freescale_all() -> str:
@@ -138,7 +140,7 @@ def dmt_gains(model: str) -> str:
     asked = _dmt()["asked"]
     missed = "" if gains["all"] >= asked else ", not reached"
     return (
-        f"{gains['all']:.2f} times faster ({asked:g} asked{missed}) = way of messages {gains['way']:.2f} x bytes "
+        f"{gains['all']:.2f} times faster (target {asked:g}{missed}) = way of messages {gains['way']:.2f} x bytes "
         f"{gains['bytes']:.2f} x computation {gains['computation']:.2f}"
     )
 
@@ -182,10 +184,17 @@ def _codecs() -> Any:
     return results("compression-codecs")["results"]
 
 
+_SOURCES = {
+    "Kaggle, drawn": "Criteo Kaggle's tables, simulated rows",
+    "Terabyte, drawn": "Criteo Terabyte's tables, simulated rows",
+    "made log, trained": "synthetic log, trained rows",
+}
+
+
 def compression_ratios() -> str:
     """Return the ratio of every coder, by source of the rows."""
     rows = [[name, *(f"{one['harmonic_mean_ratio'][name]:.2f}" for one in _codecs())] for name in _CODERS]
-    return table(["coder", *(one["source"] for one in _codecs())], rows)
+    return table(["coder", *(_SOURCES.get(one["source"], one["source"]) for one in _codecs())], rows)
 
 
 def compression_over(key: str) -> str:

@@ -82,11 +82,11 @@ def stalls() -> str:
         cells += [f"{row['stall_s'][part]:.2f} s" for part in ("median", "worst")]
         cells.append(f"{row['regained_s']['median']:.1f} s" if "regained_s" in row else "")
         cells.append(f"{row['whole_s']['median']:.1f} s" if "whole_s" in row else "")
-        cells.append(f"{row['rejoin_steps']['worst']:.2f}" if "rejoin_steps" in row else "")
+        cells.append(percent(row["rejoin_steps"]["worst"], ".0f") if "rejoin_steps" in row else "")
         cells.append(f"{row['discarded']['worst']:.0f}" if "discarded" in row else "")
         rows.append(cells)
-    headings = ("", "failure", "times", "stall", "worst", "lost steps are regained", "whole again")
-    return table([*headings, "longest step while it rejoins", "steps given up"], rows)
+    headings = ("", "failure", "trials", "stall", "worst", "lost steps are regained", "whole again")
+    return table([*headings, "longest step while it rejoins, more than a normal one by", "steps given up"], rows)
 
 
 def overhead() -> str:
@@ -130,14 +130,16 @@ def sums() -> str:
             cells += [f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"]
             cells += [f"{wanted:g}" if wanted else ""]
         rows.append(cells)
-    return table(["processes", "tensor", "gloo", "memory is", "asked", "sockets are", "asked"], rows)
+    return table(
+        ["processes", "tensor", "Gloo", "memory, times as fast", "target", "sockets, times as fast", "target"], rows
+    )
 
 
 def sums_reached() -> str:
     """Return how many of the speeds asked of the all-reduce are reached."""
     rows, ways = results("fault_tolerance-all-reduce")["rows"], ("memory", "sockets")
     asked = [(row[f"{way} against gloo"]["median"], row[f"{way} target"]) for row in rows for way in ways]
-    return of_all([speed >= least for speed, least in asked if least], "speeds that were asked")
+    return of_all([speed >= least for speed, least in asked if least], "speeds with a target")
 
 
 def aborts() -> str:
@@ -157,7 +159,7 @@ def pressed() -> str:
         low, high = found["targets"][name]
         asked = f"{low:.2f} to {high:.2f}" if high < 1 else f"{low:.2f} at least"
         rows.append([name, f"{one['effective']:.3f}", asked, str(one["failures"]), f"{1e3 * one['step_s']:.0f} ms"])
-    return table(["a failure is met by", "effective", "asked", "failures", "a step"], rows)
+    return table(["a failure is met by", "effective", "target", "failures", "a step"], rows)
 
 
 def _mean(runs: list[dict[str, Any]], found: dict[str, Any]) -> float:
@@ -182,7 +184,7 @@ def converged() -> str:
             f"{100 * found['targets'][name]:.1f} %" if name in found["targets"] else "",
             f"{100 * max(one['excursion'] for one in runs):+.1f} %" if name in found["targets"] else "",
         ])  # fmt: skip
-    headings = ("policy", "steps without one", "tokens", "final losses", "differences", "of the means", "asked")
+    headings = ("policy", "steps without one", "tokens", "final losses", "differences", "of the means", "target")
     return table([*headings, "largest on the way"], rows)
 
 

@@ -40,7 +40,7 @@ def embeddings() -> str:
         ratios = [f"{row['times_faster'][peer]['median']:.2f}" for peer in _PEERS]
         milliseconds = f"{1e3 * row['seconds']['ours']['seconds']['median']:.2f} ms"
         lines.append([f"{row['rows']:,}, {row['width']}, {row['batch']:,}", row["rule"], *ratios, milliseconds])
-    return table(["rows, width, samples", "rule", *_PEERS.values(), "ours"], lines)
+    return table(["rows, width, samples", "rule", *(f"beside {name}" for name in _PEERS.values()), "our time"], lines)
 
 
 def language() -> str:

@@ -11,7 +11,7 @@ DTYPES = ("bfloat16", "float32")
 PACKINGS = {
     "arrival order, documents cut": "arrival order, documents cut",
     "arrival order": "arrival order, whole documents",
-    **{f"fixed length, window {window}": f"fixed length, greedy over {window}" for window in (1, 2, 4, 8)},
+    **{f"fixed length, window {window}": f"fixed length, greedy over a window of {window}" for window in (1, 2, 4, 8)},
     "two queues, no variable length": "two queues, no variable length",
     "2 queues, 1.5 contexts": "two queues, up to 1.5 contexts",
     "2 queues, 2 contexts": "two queues, up to 2 contexts",
@@ -30,7 +30,7 @@ def generation() -> str:
         rates = [f"{one['tokens_per_s'][name]['median']:.1f} tokens/s" for name in ("ours", "transformers")]
         target = str(one["target"] or "")
         rows.append([dtype, *spread(one["times_transformers"]), target, *rates, str(one["same_tokens"])])
-    return table(["weights", "times transformers", "quartiles", "asked", "ours", "transformers", "same tokens"], rows)
+    return table(["weights", "times transformers", "quartiles", "target", "ours", "transformers", "same tokens"], rows)
 
 
 def peer_version() -> str:
@@ -51,7 +51,7 @@ def loading() -> str:
         one = results("llama-loading")["results"][dtype]
         seconds, memory = f"{one['seconds']['median']:.1f}", f"{one['peak_over_size']['median']:.2f}"
         rows.append([dtype, seconds, f"{one['target_seconds']:g}", memory, f"{one['target_peak_over_size']:g}"])
-    return table(["weights", "seconds", "asked", "peak memory over weights", "asked"], rows)
+    return table(["weights", "seconds", "target", "peak memory over weights", "target"], rows)
 
 
 def training() -> str:
@@ -65,7 +65,7 @@ def training() -> str:
                 case_name = name.replace(", 1 threads", ", 1 thread")
                 beside = ratio["fastest"].removesuffix(", loop")
                 rows.append([case_name, part, beside, *spread(ratio["times"]), target, *rates])
-    shown = table(["case", "timed", "beside", "times as fast", "quartiles", "asked", "ours", "peer"], rows)
+    shown = table(["case", "timed", "beside", "times as fast", "quartiles", "target", "ours", "peer"], rows)
     return shown
 
 
@@ -141,12 +141,12 @@ def drafts() -> str:
         [
             "set",
             "drafts over off",
-            "asked",
+            "target",
             "in processor time",
             "off over transformers",
             "lookup over transformers",
             "tokens a pass",
-            "of lookup",
+            "tokens a pass, lookup",
             "tokens/s",
         ],
         rows,
@@ -157,11 +157,16 @@ def packed_drafts() -> str:
     """Return rates with packed weights, over bfloat16 without drafts and over llama.cpp if it was there."""
     ratios = {
         "int4_over_off": "int4 over bfloat16",
-        "int4_with_drafts_over_off": "with drafts",
+        "int4_with_drafts_over_off": "int4 with drafts over bfloat16",
         "int4_over_llama_cpp": "int4 over llama.cpp",
-        "int4_with_drafts_over_llama_cpp": "with drafts",
+        "int4_with_drafts_over_llama_cpp": "int4 with drafts over llama.cpp",
     }
-    rates = {"off": "bfloat16, tokens/s", "int4": "int4", "int4 with drafts": "with drafts", "llama.cpp": "llama.cpp"}
+    rates = {
+        "off": "tokens/s, bfloat16",
+        "int4": "tokens/s, int4",
+        "int4 with drafts": "tokens/s, with drafts",
+        "llama.cpp": "tokens/s, llama.cpp",
+    }
     found = results("speculation-ngram")["results"]
     first = next(iter(found.values()))
     ratios = {key: title for key, title in ratios.items() if key in first["wall"]}
@@ -185,7 +190,7 @@ def packed_weights() -> str:
             rate = f"{one['tokens_per_s'][name]['median']:.1f} tokens/s"
             ratio = [rate] if name == "bfloat16" else [rate, *spread(times)]
             rows.append([str(one["texts"]), name, *ratio, *[""] * (3 - len(ratio)), str(asked)])
-    return table(["texts at a time", "weights", "rate", "over bfloat16", "quartiles", "asked"], rows)
+    return table(["texts at a time", "weights", "rate", "over bfloat16", "quartiles", "target"], rows)
 
 
 def packed_perplexity() -> str:
@@ -231,7 +236,7 @@ def learnt() -> str:
             [name, draft["kind"], str(draft["layers"]), f"{last['step']:,}", f"{measures['accuracy']:.3f}",
              f"{measures['accepted']:.3f}"]
         )  # fmt: skip
-    return table(["drafter", "kind", "layers", "steps", "first drafts right", "right in a row"], rows)
+    return table(["drafter", "kind", "layers", "steps", "accuracy of the first draft", "mean accepted length"], rows)
 
 
 def batches() -> str:
@@ -271,7 +276,9 @@ def beside_vllm() -> str:
         cells = [f"{ratio['mean']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})" for ratio in own]
         rates = [f"{one['tokens_per_s'][key]:.0f}" for key in ("vllm", "vllm ngram")]
         rows.append([name, *cells, f"{one['tokens_a_pass']['vllm ngram']:.2f}", *rates])
-    return table(["set", *ratios.values(), "its tokens a pass", "vLLM, tokens/s", "with its drafts"], rows)
+    return table(
+        ["set", *ratios.values(), "vLLM's tokens a pass", "tokens/s, vLLM", "tokens/s, vLLM with drafts"], rows
+    )
 
 
 def _forms() -> dict[str, Any]:
@@ -301,7 +308,9 @@ def packing() -> str:
         for name, one in results("wlb-packing")["rows"].items()
         if name in PACKINGS
     ]
-    return table(["packing", "mean", "95th percentile", "delay of a token", "a plan"], rows)
+    return table(
+        ["packing", "imbalance, mean", "imbalance, 95th percentile", "delay of a token, iterations", "planning"], rows
+    )
 
 
 def packing_reached(bound: str) -> str:

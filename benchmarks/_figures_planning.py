@@ -21,7 +21,7 @@ def accuracy() -> str:
         errors = [percent(one[key], ".2f") for key in ("error", "error_tensor_to_8")]
         tau = "undefined" if one["tau"] is None else f"{one['tau']:.3f}"
         rows.append([name, *errors, tau, f"{one['regret']:.3f}"])
-    return table(["", "mean error", "TP up to 8", "rank correlation", "regret of the pick"], rows)
+    return table(["", "mean error", "error, TP up to 8", "rank correlation", "time of the pick over the best"], rows)
 
 
 def by_model(key: str) -> str:

@@ -69,7 +69,7 @@ def bfloat16_accuracy() -> str:
     """Return the change of NE by number format."""
     rows = [
         [
-            one["data"],
+            one["data"].replace("synthetic teacher", "synthetic log"),
             one["variant"],
             f"{one['mean_percent']:+.3f} %",
             " to ".join(f"{end:+.3f}" for end in one["interval_percent"]),
@@ -99,10 +99,11 @@ def bfloat16_excluded(rounding: str) -> str:
 
 def bfloat16_split() -> str:
     """Return how many numbers of split weights differ from those with a master."""
-    return " and ".join(
+    found = " and ".join(
         f"{one['different']:,} of {one['numbers']:,} numbers after {one['steps']:,} steps ({one['data']})"
         for one in results("bfloat16-split")["results"]
     )
+    return found.replace("synthetic teacher", "synthetic log")
 
 
 # LoKA
@@ -167,7 +168,7 @@ def quantised() -> str:
             ]
         )
     headings = ["model", "size of fp32's", "rise of test NE", "95 % interval", "evaluations"]
-    return table([*headings, "a sweep of all options", "batch of 256, times as fast", "quartiles"], rows)
+    return table([*headings, "evaluations of a full sweep", "batch of 256, times as fast", "quartiles"], rows)
 
 
 def quantised_reached(key: str) -> str:
@@ -210,7 +211,7 @@ def trained_rows() -> str:
     """Return the rise of NE by the rows' format."""
     rows = [
         [
-            one["case"],
+            one["case"].replace("made log", "synthetic log"),
             one["contender"],
             percent(one["loss"], "+.3f"),
             " to ".join(f"{100 * end:+.3f}" for end in one["interval"]),
@@ -260,7 +261,7 @@ def rows_memory() -> str:
         for one in results("mixed_precision_embeddings-memory")["results"]
         if "lru" not in one["rows"] and "no cache" not in one["rows"]
     ]
-    return table(["optimizer", "kept as", "share of fp32's memory", "times smaller", "asked"], rows)
+    return table(["optimizer", "kept as", "share of fp32's memory", "times smaller", "target"], rows)
 
 
 def rows_speed() -> str:

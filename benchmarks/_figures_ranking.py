@@ -205,7 +205,12 @@ def first_page() -> str:
             "both AdamW; 2 threads",
         ],
         *(
-            [f"AUC on {shown}, ours (theirs), 5 seeds", "FuxiCTR", _aucs(data), "both Adam, 8 trials of tuning each"]
+            [
+                f"AUC on {shown}, ours (theirs), 5 seeds",
+                "FuxiCTR",
+                _aucs(data),
+                "AdamW beside Adam, 8 trials of tuning each",
+            ]
             for data, shown in (("movielens-100k", "MovieLens-100K"), ("adult", "Adult"))
         ),
     ]
@@ -357,7 +362,7 @@ def draw_scaling(path: Path) -> None:
         for point in one["points"]
         for seed, value in enumerate(point["ne"], 1)
     ]
-    title = "One pass over a made log, measured"
+    title = "One pass over the synthetic log, measured"
     plot(study(runs), [path], bayes=found["bayes_ne"], references={"LR": found["lr_ne"]}, title=title)
 
 

@@ -37,7 +37,7 @@ def searchers() -> str:
                 f"{one['regret']['32']:.4f}",
             ]
         )
-    heads = ["searcher", "evaluations, mean", "of four fifths", "beside random", "regret after 32"]
+    heads = ["searcher", "evaluations, mean", "10th to 90th percentile", "beside random", "regret after 32"]
     return table(heads, rows)
 
 

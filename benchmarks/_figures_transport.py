@@ -26,7 +26,7 @@ def sums() -> str:
         asked = f"{row['target']:g}" if row["target"] else ""
         cells = [str(row["processes"]), _size(row["kibibytes"]), f"{row['gloo']['median'] * 1e3:.2f} ms"]
         rows.append([*cells, _ratio(row["memory against gloo"]), asked, _ratio(row["sockets against gloo"])])
-    return table(["processes", "tensor", "gloo", "memory is", "asked", "sockets are"], rows)
+    return table(["processes", "tensor", "Gloo", "memory, times as fast", "target", "sockets, times as fast"], rows)
 
 
 def messages() -> str:
@@ -36,7 +36,7 @@ def messages() -> str:
         asked = f"{row['target']:g}" if row["target"] else ""
         cells = [_size(row["kibibytes"]), f"{row['gloo']['median'] * 1e3:.2f} ms", _ratio(row["memory against gloo"])]
         rows.append([*cells, asked, _ratio(row["memory against sockets"])])
-    return table(["message", "gloo", "memory is", "asked", "beside our sockets"], rows)
+    return table(["message", "Gloo", "memory, times as fast", "target", "memory beside our sockets"], rows)
 
 
 def trainings() -> str:
@@ -58,7 +58,7 @@ def exchanges() -> str:
         cells += [_ratio(row["against padded"]), f"{row['target']:g}" if row["target"] else ""]
         rows.append([*cells, _ratio(row["against sizes before"]), _ratio(row["against gloo, padded"])])
     others = ["sizes before", "padded on Gloo"]
-    return table(["processes", "rows of a rank", "ours", "beside padded", "asked", *others], rows)
+    return table(["processes", "rows of a rank", "ours", "beside padded", "target", *others], rows)
 
 
 def starts() -> str:
@@ -92,7 +92,10 @@ def queues() -> str:
         waits = [f"{row[name]['queue'] / 2**20:,.0f} MiB" for name in ("whole", "fragments")]
         cells = [str(row["senders"]), f"{row['mebibytes']} MiB", f"{row['latency_s'] * 1e6:g} µs", *waits]
         rows.append([*cells, f"{row['shorter']:.1f}", percent(row["throughput"], ".1f")])
-    return table(["senders", "message", "latency", "whole messages", "fragments", "times shorter", "throughput"], rows)
+    return table(
+        ["senders", "message", "latency", "queue, whole messages", "queue, fragments", "times shorter", "throughput"],
+        rows,
+    )
 
 
 FAULTS = {

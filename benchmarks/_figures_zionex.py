@@ -45,8 +45,9 @@ def exchange() -> str:
         times = [*spread(row["times_as_fast"]["wall"]), f"{row['times_as_fast']['processor']['median']:.2f}"]
         sent = row.get("sent", "rows") + (" (auto)" if row.get("chosen", 0) > 0.5 else "")
         lines.append([row["case"], row["way"], row["kind"], sent, *sizes, *messages, *times])
-    headings = ["ids of a bag", "ours", "TorchRec's", "ours sends", "KiB, ours", "TorchRec's", "by formula"]
-    return table([*headings, "messages, ours", "TorchRec's", "times as fast", "quartiles", "by processor"], lines)
+    headings = ["ids of a bag", "ours", "TorchRec's", "ours sends", "KiB, ours", "KiB, TorchRec", "KiB, formula"]
+    more = ["messages, ours", "messages, TorchRec", "times as fast", "quartiles", "in processor time"]
+    return table([*headings, *more], lines)
 
 
 def _rows(case: str) -> list[dict[str, Any]]:

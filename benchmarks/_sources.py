@@ -2,7 +2,8 @@
 
 Each result file keeps digests of the definitions that were at work: the functions that ran (see ``_recorder.py``), and
 what they name, directly or indirectly: constants, functions that are compiled, and classes with their fields and base
-classes. A figure is stale as soon as the checkout lacks one of them. Comments, docstrings, layout, imports,
+classes. A figure is stale as soon as the checkout lacks one of them. Comments, docstrings, layout, imports (also those
+that packages make when a name is first used),
 annotations of arguments, the values that a field may have, the words of errors and guards do not count, nor do modules
 that only read recipes, place files, print or draw. A guard is an ``if`` that can do nothing but raise the error of a
 user's mistake, outside of loops, ``try`` and compiled functions, under a condition that compares what is at hand: in a
@@ -29,7 +30,14 @@ BENCHMARKS = Path(__file__).resolve().parent
 CHECKOUT = BENCHMARKS.parent
 
 # Modules that compute nothing, by the beginning or the end of their names.
-_TALKING = ("cordillera.cli", "cordillera.errors", "cordillera.files", "cordillera.mistakes", "cordillera.recipe")
+_TALKING = (
+    "cordillera.__main__",
+    "cordillera.cli",
+    "cordillera.errors",
+    "cordillera.files",
+    "cordillera.mistakes",
+    "cordillera.recipe",
+)
 _TALKING += ("cordillera.kernels.compiled_files", "cordillera.reports", "cordillera.run")
 _TALKING += ("cordillera.data.fetch", "cordillera.data.files")  # files are placed by their checksums
 _DRAWING = ("report", "chart", "charts", "card", "headline", "page", "export", "commands")
@@ -205,7 +213,7 @@ def definitions_behind(ran: Iterable[Name]) -> dict[str, set[str]]:
     while waiting:
         module, name, runs = waiting.pop()
         tree = _module(module) if counts(module) else None
-        if tree is None or name in found.get(module, ()):
+        if tree is None or name in found.get(module, ()) or _is_late_import(module, name):
             continue
         if name == "*":
             waiting += [(module, one, True) for one in tree.defined]
@@ -221,6 +229,12 @@ def definitions_behind(ran: Iterable[Name]) -> dict[str, set[str]]:
                 if not one.is_entry or _is_compiled(other or module, used):
                     waiting.append((other or module, used, runs))
     return found
+
+
+def _is_late_import(module: str, name: str) -> bool:
+    """Return whether a definition only says where a package imports a name from when it is first used."""
+    file = file_of(module)
+    return file is not None and file.name == "__init__.py" and name in ("_WHERE", "__all__", "__dir__", "__getattr__")
 
 
 def _is_compiled(module: str, name: str) -> bool:

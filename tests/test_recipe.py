@@ -349,3 +349,42 @@ def test_a_key_like_no_other_lists_no_long_line() -> None:
     with pytest.raises(RecipeError) as caught:
         load("adult-dcn", {"training.zzz": 1})
     assert caught.value.problems == [("training.zzz", "is not a key here")]
+
+
+def test_a_recipe_is_changed_by_loading_it_again() -> None:
+    recipe = load("movielens-dlrm", {"training.epochs": 3})
+    changed = load(recipe, {"training.epochs": 1, "model.embedding_dim": 8})
+    assert (changed.training.epochs, changed.model.embedding_dim) == (1, 8)
+    assert changed.training.model_copy(update={"epochs": 3}) == recipe.training
+    assert load(recipe) == recipe
+    assert load(recipe, "training.epochs=1").training.epochs == 1
+    with pytest.raises(RecipeError, match=r"training\.epoch: is not a key here; did you mean 'epochs'"):
+        load(recipe, {"training.epoch": 1})
+
+
+def test_a_recipe_is_given_as_its_sections_and_printed_as_its_file() -> None:
+    sections = {"data": {"dataset": "movielens-100k"}, "model": {"name": "dlrm"}}
+    recipe = load(sections, {"data.batch_size": 64})
+    assert (recipe.data.batch_size, recipe.model.name, recipe.name) == (64, "dlrm", "recipe")
+    assert sections == {"data": {"dataset": "movielens-100k"}, "model": {"name": "dlrm"}}
+    assert str(recipe) == dump(recipe)
+    assert repr(recipe) == "<RankingRecipe 'recipe'; print() shows its keys>"
+
+
+def test_a_section_that_would_lose_its_other_keys_is_not_replaced() -> None:
+    with pytest.raises(
+        RecipeError, match=r"training: is a section, whose other keys .* set one of them: training\.epochs"
+    ):
+        load("movielens-dlrm", {"training": {"epochs": 1}})
+    with pytest.raises(RecipeError, match=r"training: is a section"):
+        load("movielens-dlrm", ["training={epochs = 1}"])
+
+
+def test_what_is_no_recipe_is_refused_by_its_type() -> None:
+    class Frame:
+        columns = ()
+
+    with pytest.raises(RecipeError, match=r"tables are given as rows=, got Frame"):
+        load(Frame())  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match=r"must be a name, a path, a recipe or a dict, got int"):
+        load(7)  # type: ignore[arg-type]

@@ -39,8 +39,9 @@ from cordillera.kernels.threads import limit_spinning
 
 if TYPE_CHECKING:
     from cordillera.data.ranking.features import RankingBatch
+    from cordillera.data.tokenizers.chat import Message
     from cordillera.jagged import JaggedBatch, JaggedTensor
-    from cordillera.recipe import LanguageRecipe, PostTrainingRecipe, RankingRecipe
+    from cordillera.recipe import LanguageRecipe, PostTrainingRecipe, RankingRecipe, write_recipe
     from cordillera.recipe import load as load_recipe
     from cordillera.run import Run
     from cordillera.serving.language.language_model import load_language_model
@@ -54,11 +55,15 @@ if TYPE_CHECKING:
         convert,
         evaluate,
         export,
+        importance,
         isoflop,
         judge,
         load_model,
+        plan,
         predict,
+        quantize,
         report,
+        search,
         serve,
         sweep,
         train,
@@ -72,6 +77,7 @@ __all__ = [
     "JaggedBatch",
     "JaggedTensor",
     "LanguageRecipe",
+    "Message",
     "NumericsError",
     "PlanError",
     "PostTrainingRecipe",
@@ -89,16 +95,21 @@ __all__ = [
     "convert",
     "evaluate",
     "export",
+    "importance",
     "isoflop",
     "judge",
     "load_language_model",
     "load_model",
     "load_recipe",
+    "plan",
     "predict",
+    "quantize",
     "report",
+    "search",
     "serve",
     "sweep",
     "train",
+    "write_recipe",
 ]
 
 limit_spinning()  # before torch is imported
@@ -108,18 +119,21 @@ _WHERE = {
     "JaggedBatch": ("cordillera.jagged", "JaggedBatch"),
     "JaggedTensor": ("cordillera.jagged", "JaggedTensor"),
     "LanguageRecipe": ("cordillera.recipe", "LanguageRecipe"),
+    "Message": ("cordillera.data.tokenizers.chat", "Message"),
     "RankingBatch": ("cordillera.data.ranking.features", "RankingBatch"),
     "PostTrainingRecipe": ("cordillera.recipe", "PostTrainingRecipe"),
     "RankingRecipe": ("cordillera.recipe", "RankingRecipe"),
     "load_recipe": ("cordillera.recipe", "load"),
     "Run": ("cordillera.run", "Run"),
     "Sampling": ("cordillera.serving.language.sampler", "Sampling"),
+    "write_recipe": ("cordillera.recipe", "write_recipe"),
     "load_language_model": ("cordillera.serving.language.language_model", "load_language_model"),
     **{
         name: ("cordillera.workflows", name)
         for name in (
             *("ServerConfig", "average", "batches", "best_of", "compare", "convert", "evaluate", "export"),
-            *("isoflop", "judge", "load_model", "predict", "report", "serve", "sweep", "train"),
+            *("importance", "isoflop", "judge", "load_model", "plan", "predict", "quantize", "report", "search"),
+            *("serve", "sweep", "train"),
         )
     },
 }

@@ -78,7 +78,8 @@ def read_text(
         if not path.is_file():
             raise error("is not an ordinary file", where=str(path), remedy=remedy)
         with open(path, "rb") as file:
-            content = file.read(limit + 1)
+            # no more than there is: Python takes the memory for all that may be read before it reads
+            content = file.read(min(limit, max(os.fstat(file.fileno()).st_size, 1 << 16)) + 1)
     except (OSError, ValueError) as cause:  # ValueError: a null byte in the name
         reason = getattr(cause, "strerror", None) or cause
         raise error(f"cannot be read ({reason})", where=str(path), remedy=remedy) from cause
@@ -280,7 +281,7 @@ def write(texts: Mapping[Path, str]) -> None:
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         reason = getattr(error, "strerror", None) or error
         raise PlanError(
-            f"cannot be written: {reason}", where=str(path), remedy="free space or another place"
+            f"cannot be written: {reason}", where=str(path), remedy="free some space, or name another place"
         ) from error
     finally:
         for part in beside.values():
@@ -373,12 +374,12 @@ def check_writable(*paths: Path) -> None:
         made: list[Path] = []
         try:
             if path.is_dir():
-                raise PlanError("cannot be written: it is a folder", where=str(path), remedy="another place")
+                raise PlanError("cannot be written: it is a folder", where=str(path), remedy="name another place")
             make_folders(path.parent, made)
             with tempfile.TemporaryFile(dir=path.parent):
                 pass
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise PlanError(f"cannot be written: {reason}", where=str(path), remedy="another place") from error
+            raise PlanError(f"cannot be written: {reason}", where=str(path), remedy="name another place") from error
         finally:
             remove_made(made)

@@ -7,6 +7,7 @@ path.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import re
@@ -96,6 +97,13 @@ class _AnyRecipe(BaseModel):
     threads: int | None = Field(None, ge=1, le=MOST_THREADS)
     track: TrackerName | None = None
 
+    def __str__(self) -> str:
+        """Return the recipe as TOML with every default written out."""
+        return dump(self)  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}; print() shows its keys>"
+
 
 class RankingRecipe(_AnyRecipe):
     """Description of one run of a ranking model.
@@ -171,7 +179,14 @@ class PostTrainingRecipe(LanguageRecipe):
         return content
 
 
-def _read(source: str | Path) -> tuple[str, str]:
+def _read(source: str | Path | RankingRecipe | LanguageRecipe) -> tuple[str, str]:
+    if isinstance(source, _AnyRecipe):
+        return dump(source), source.name
+    if not isinstance(source, str | Path):
+        what = (
+            "tables are given as rows=" if hasattr(source, "columns") else "must be a name, a path, a recipe or a dict"
+        )
+        raise RecipeError("load_recipe", [("source", f"{what}, got {type(source).__name__}")])
     path = Path(source)
     folder = resources.files("cordillera.recipes")
     files = {one.name[:-5]: one for one in folder.iterdir() if one.name.endswith(".toml")}
@@ -270,12 +285,20 @@ def _explain(kind: type[BaseModel], error: ValidationError, content: dict[str, A
 
 
 def load(
-    source: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (), *, rows: FrameLike | None = None
+    source: str | Path | Mapping[str, Any] | RankingRecipe | LanguageRecipe,
+    overrides: str | Iterable[str] | Mapping[str, Any] = (),
+    *,
+    rows: FrameLike | None = None,
 ) -> RankingRecipe | LanguageRecipe:
     """Read the recipe of a ranking or a language model.
 
+    ::
+
+        recipe = cordillera.load_recipe("shop.toml", {"training.epochs": 1})
+        smaller = cordillera.load_recipe(recipe, {"model.embedding_dim": 8})  # recipes themselves never change
+
     Args:
-        source: Name of a shipped recipe, a path, or the folder of a run.
+        source: Name of a shipped recipe, a path, the folder of a run, another recipe, or the sections of one in a dict.
         overrides: Strings ``section.key=value``, or a mapping from dotted keys to values.
         rows: Rows to train and evaluate a ranking model on, in place of ``data.path``:
             ``pandas.DataFrame``, ``polars.DataFrame``, Arrow table, dict of columns, or list of dicts. The columns that
@@ -286,14 +309,21 @@ def load(
         RecipeError: If the recipe is not valid; the message lists every mistake.
         DataError: If ``rows`` is no table, or lacks a column of the schema.
     """
-    try:
-        text, name = _read(source)
-        content = parse_toml(text, name)
-    except DataError as error:
-        raise RecipeError(error.where or str(source), [("file", error.what)]) from error
+    if isinstance(source, Mapping):
+        content, name = copy.deepcopy(dict(source)), "recipe"
+    else:
+        try:
+            text, name = _read(source)
+            content = parse_toml(text, name)
+        except DataError as error:
+            raise RecipeError(error.where or str(source), [("file", error.what)]) from error
     content.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(name).stem).lstrip("._-") or "run")
+    overrides = [overrides] if isinstance(overrides, str) else overrides
     pairs = overrides.items() if isinstance(overrides, Mapping) else map(parse_override, overrides)
     for key, value in pairs:
+        if isinstance(value, Mapping) and isinstance(content.get(key), Mapping) and content[key]:
+            why = f"is a section, whose other keys would be lost; set one of them: {key}.{next(iter(value), 'KEY')}"
+            raise RecipeError("overrides", [(key, why)])
         set_key(content, key, value)
     if rows is not None:
         set_key(content, "data.path", ROWS)
@@ -302,16 +332,11 @@ def load(
         return found
     if not isinstance(found, RankingRecipe):
         raise RecipeError(name, [("model.name", "of a language model: rows train ranking models")])
-    return _with_rows(found, rows)
-
-
-def _with_rows(recipe: RankingRecipe, rows: FrameLike) -> RankingRecipe:
-    """Return a recipe for rows in memory, which are written to a file."""
-    data = recipe.data
+    data = found.data
     assert data.schema_ is not None  # as there is a path
     frame = frame_of(rows, data.schema_.columns, data.schema_.ids)
     path = save_frame(frame, cache_folder(data.cache_dir) / "rows")
-    return recipe.model_copy(update={"data": data.model_copy(update={"path": str(path), "format": "parquet"})})
+    return found.model_copy(update={"data": data.model_copy(update={"path": str(path), "format": "parquet"})})
 
 
 def validate(content: dict[str, Any], source: str = "recipe") -> RankingRecipe | LanguageRecipe:
@@ -516,7 +541,7 @@ def dump(recipe: RankingRecipe | LanguageRecipe, *, comments: bool = False) -> s
 
 
 def write_recipe(
-    path: Sequence[str],
+    path: str | Sequence[str],
     out: Path | str,
     *,
     labels: Sequence[str] = (),
@@ -541,7 +566,7 @@ def write_recipe(
         RecipeError: If there is no such model.
         PlanError: If ``out`` cannot be written.
     """
-    out = Path(out)
+    out, path = Path(out), [path] if isinstance(path, str) else path
     if out.exists():
         raise DataError("already exists", where=str(out), remedy="name another file with --out")
     files = expand_paths(tuple(path))

@@ -295,6 +295,8 @@ class Run:
     """
 
     def __init__(self, folder: Path | str, *, of_search: bool = False) -> None:
+        if not isinstance(folder, str | Path):
+            raise RunError(f"the folder of a run is needed, got {type(folder).__name__}", where="run")
         self.folder = Path(folder)
         self._is_held = False
         if not (self.folder / "recipe.toml").is_file():
@@ -331,6 +333,9 @@ class Run:
         with disk_errors(folder):
             (folder / "checkpoints").mkdir(exist_ok=True)
         return cls(folder)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
 
     @property
     def name(self) -> str:
@@ -505,7 +510,7 @@ def check_new_folder(folder: Path, command: str = "train") -> list[Path]:
     begun = left_behind(folder, "recipe.toml")
     if folder.exists() and (not folder.is_dir() or set(folder.iterdir()) - set(begun)):
         go_on = "" if (folder / SEARCH_FILE).is_file() else f", or go on with `cordillera {command} {folder} --resume`"
-        raise RunError("already exists", where=str(folder), remedy=f"choose another --run folder{go_on}")
+        raise RunError("already exists", where=str(folder), remedy=f"name another folder for the run{go_on}")
     return begun
 
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch as safetensors_torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from cordillera.errors import NumericsError
@@ -19,6 +19,23 @@ from cordillera.run import disk_errors
 
 _KEY, _BLANK = "sha256 of the file", b"0" * 64
 _HEADER_BYTES = 100_000_000  # the limit of the format's own library
+
+
+def save_file(tensors: Mapping[str, Tensor], path: Path | str, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file that the process's umask decides who may read; the library's own are for the user alone.
+
+    Args:
+        tensors: Contiguous tensors, by name.
+        path: Path of the file.
+        metadata: Text by name.
+
+    Raises:
+        SafetensorError: If the file cannot be written.
+    """
+    with open(path, "wb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+    safetensors_torch.save_file(dict(tensors), path, metadata)
+    os.chmod(path, mode & 0o777)
 
 
 def write_tensors(path: Path, kind: str, tensors: Mapping[str, Tensor], content: Any) -> None:

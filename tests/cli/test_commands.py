@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import polars as pl
 import pytest
@@ -536,3 +537,45 @@ def test_a_log_in_place_of_a_recipe_is_called_one(cli, recipe, tmp_path):
     result = cli("train", tmp_path / "log.csv")
     assert result.code == 2
     assert "is a log, not a recipe: `cordillera recipe new " in result.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_of_schedulers_end_any_command_as_ctrl_c_does(tmp_path, number):
+    code = (
+        "import os, signal, sys, time\nimport cordillera.cli\n"
+        "cordillera.cli.main = lambda: (print('begun', flush=True), time.sleep(60))\n"
+        "from cordillera.__main__ import main\nmain()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_standard_output_that_takes_nothing_is_named():
+    words = [sys.executable, "-m", "cordillera", "recipe", "list"]  # as where a log's disk is full
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "error: standard output: the system says: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_files_of_a_run_are_for_those_whom_the_umask_lets_read_them(cli, recipe, tmp_path):
+    before = os.umask(0o002)
+    try:
+        assert cli("train", recipe, "--run", "runs/a", "-q", "--set", "training.epochs=1").code == 0
+    finally:
+        os.umask(before)
+    modes = {path: path.stat().st_mode & 0o777 for path in (tmp_path / "runs/a").rglob("*") if path.is_file()}
+    assert {path.name: oct(mode) for path, mode in modes.items() if mode != 0o664} == {}
+
+
+def test_a_day_that_is_not_there_is_said_to_be_so(cli, recipe, tmp_path):
+    assert cli("train", recipe, "--run", "runs/a", "-q", "--set", "training.epochs=1").code == 0
+    for command in (("predict", "runs/a", "dt=2026-03-04"), ("evaluate", "runs/a", "--file", "dt=2026-03-04")):
+        found = cli(*command)
+        assert found.code == 2
+        assert "there is no such file or folder" in found.err

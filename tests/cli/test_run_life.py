@@ -485,8 +485,8 @@ def test_ctrl_c_before_the_first_step_says_that_nothing_was_trained(
         main()
     assert stop.value.code == 130
     said = capsys.readouterr().err
-    assert f"interrupted: nothing was trained yet{'; weights are as they were' if is_resumed else ''}\n" in said
-    assert "give the same command again" in said
+    assert f"nothing was trained yet{'; weights are as they were' if is_resumed else ''}\n" in said
+    assert ("--resume" if is_resumed else "give the same command again") in said
 
 
 def test_what_is_no_recipe_is_refused_with_what_to_give(made: Path, tmp_path: Path) -> None:
@@ -496,3 +496,35 @@ def test_what_is_no_recipe_is_refused_with_what_to_give(made: Path, tmp_path: Pa
             workflows.train(wrong, tmp_path / "new")  # type: ignore[arg-type]
     with pytest.raises(RunError, match=r"changes: are for a run that goes on\n.*give them to load_recipe"):
         workflows.train(load(given), tmp_path / "new", changes=["training.max_steps=2"])
+
+
+def test_a_run_that_is_to_be_resumed_and_is_not_there_begins(cli, recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "runs/a").mkdir(parents=True)
+    quick = ["--set", "training.epochs=1", "-q"]
+    for folder in ("runs/a", "runs/b"):
+        begun = cli("train", recipe, "--run", folder, "--resume", *quick)
+        assert begun.code == 0, begun.err
+        assert f"{folder}: holds no run yet, training begins" in begun.out
+        again = cli("train", recipe, "--run", folder, "--resume", "-q")
+        assert again.code == 0, again.err
+        assert "nothing was left to train" in again.out
+    absent = cli("train", "runs/c", "--resume")
+    assert (absent.code, "is not a run folder" in absent.err) == (2, True)
+    other = cli("train", "runs/a", "--run", "runs/c", "--resume")
+    assert (other.code, "is not a run folder" in other.err) == (2, True)
+
+
+def test_ctrl_c_after_the_last_step_says_what_is_missing(
+    cli, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("cordillera.workflows.ranking._evaluate", stopped)
+        found = cli("train", recipe, "--run", "runs/a", "--set", "training.epochs=1", "-q")
+    assert found.code == 130
+    assert "interrupted: runs/a: training is complete, and not all of evaluation and report is written" in found.err
+    assert "continue with: cordillera train runs/a --resume" in found.err
+    assert cli("train", "runs/a", "--resume", "-q").code == 0
+    assert (tmp_path / "runs/a/report.html").is_file()

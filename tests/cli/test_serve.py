@@ -296,3 +296,34 @@ def test_a_server_without_a_key_that_others_reach_is_warned_about(
     result = cli("serve", "nothing", "--host", host, "--port", 0)
     assert result.code == 2
     assert ("can use this server" in result.err) == warns
+
+
+@pytest.mark.slow
+def test_a_server_behind_a_proxy_leaves_before_it_stops(start: Callable[..., Server], folder: Path) -> None:
+    server = start(folder, "--leave", "3", "--access-log")
+    with httpx.Client(base_url=server.address(), timeout=SECONDS) as plain:
+        assert plain.get("/health").status_code == 200
+        server.process.send_signal(signal.SIGHUP)
+        eventually(lambda: "answers for 3 s more" in server.said, "it says nothing", SECONDS)
+        assert plain.get("/health").status_code == 503
+        models = plain.get("/v1/models")
+        assert (models.status_code, models.headers["connection"]) == (200, "close")
+    assert server.ends() == 0, server.said
+    assert '"GET /v1/models" 200' in server.said
+    assert server.said.strip().endswith("stopped")
+
+
+@pytest.mark.slow
+def test_a_request_that_never_arrived_whole_does_not_hold_a_server(start: Callable[..., Server], folder: Path) -> None:
+    server = start(folder)
+    port = int(server.address().rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as half:
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        time.sleep(0.5)
+        begun = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.ends() == 0, server.said
+        assert time.monotonic() - begun < 20
+    assert "1 request had not arrived whole" in server.said
+    assert "ERROR" not in server.said
+    assert "Traceback" not in server.said

@@ -431,3 +431,41 @@ def test_concurrent_clients_get_their_own_answers(url: str, model: LanguageModel
         if answer is not None:
             sampling = Sampling(temperature=1, top_p=1, seed=seed)
             assert answer == _expected(model, prompt, 30, sampling=sampling, stop=(stop,))
+
+
+def test_answers_are_counted_by_path_and_status_and_told(model: LanguageModel) -> None:
+    lines: list[str] = []
+    services = open_services(model)
+    with listening(services, on_answer=lines.append) as address, httpx.Client(base_url=address) as plain:
+        assert plain.head("/health").status_code == 200
+        assert plain.get("/v1/models/none").status_code == 404
+        assert plain.get("/what/ever").status_code == 404
+        packed = {"content-encoding": "gzip", "content-type": "application/json"}
+        assert plain.post("/v1/completions", content=b"x", headers=packed).status_code == 415
+        broken = plain.post("/v1/completions", content=b'{"a": ', headers={"content-type": "application/json"})
+        assert (broken.status_code, "at character 6" in broken.text) == (400, True)
+        text = plain.get("/metrics").text
+    for path, status in (
+        ("/health", 200),
+        ("/v1/models/", 404),
+        ("other", 404),
+        ("/v1/completions", 415),
+        ("/v1/completions", 400),
+    ):
+        assert f'cordillera_http_requests_total{{path="{path}",status="{status}"}} 1.0' in text, (path, status)
+    assert [line.rsplit(" ", 2)[0] for line in lines[:2]] == [
+        '127.0.0.1 "HEAD /health" 200',
+        '127.0.0.1 "GET /v1/models/none" 404',
+    ]
+
+
+def test_a_server_that_leaves_answers_on_connections_that_it_does_not_keep(model: LanguageModel) -> None:
+    services = open_services(model)
+    with listening(services) as address, httpx.Client(base_url=address) as plain:
+        before = plain.get("/v1/models")
+        assert "connection" not in before.headers
+        services.leaving.set()
+        after = plain.get("/v1/models")
+        assert (after.json(), after.headers["connection"]) == (before.json(), "close")
+        health = plain.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "unavailable"})

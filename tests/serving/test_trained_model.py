@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import shutil
 import threading
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from cordillera.recipe import load
 from cordillera.run import Run
 from cordillera.workflows.prediction import TrainedModel, predict
 from cordillera.workflows.quantization import quantize
+from cordillera.workflows.trained import start_of
 from tests.cli.conftest import RECIPE, write_log
 
 pd = pytest.importorskip("pandas")
@@ -207,3 +210,71 @@ def test_a_model_says_what_it_is(run: Path) -> None:
     assert isinstance(model, TrainedModel)
     assert model.columns == ("price", "user", "device", "seen")
     assert repr(model) == f"<wukong of {run}: 4 columns, tasks click>"
+
+
+def test_rows_in_memory_are_evaluated_and_compared_as_their_file(run: Path, tmp_path: Path) -> None:
+    path = write_log(tmp_path / "samples.csv", rows=300, seed=5)
+    of_file = cordillera.evaluate(run, file=path)
+    for name in ("polars", "pandas", "rows"):
+        found = cordillera.evaluate(run, rows=tables(path)[name])
+        assert found.metrics() == of_file.metrics(), name
+        assert found.segments == of_file.segments
+        assert found.split == "rows"
+    by_file = cordillera.compare([run], path)
+    by_rows = cordillera.compare([run], rows=tables(path)["pandas"])
+    assert by_rows.to_markdown().replace("on rows,", "on samples.csv,") == by_file.to_markdown()
+    for wrong in ({"split": "test", "rows": [{}]}, {"file": path, "rows": [{}]}, {"split": "test", "file": path}):
+        with pytest.raises(RunError, match="does not go with"):
+            cordillera.evaluate(run, **wrong)
+    with pytest.raises(RunError, match=r"file: must be text, got DataFrame; tables are given as rows="):
+        cordillera.evaluate(run, file=tables(path)["polars"])
+    with pytest.raises(RunError, match=r"runs: must be a list of runs, got"):
+        cordillera.compare(str(run))
+    with pytest.raises(DataError, match=r"column 'click' is missing"):
+        cordillera.evaluate(run, rows=pl.read_csv(path).drop("click"))
+
+
+def test_many_rows_with_ids_that_the_model_does_not_know_are_told(run: Path, tmp_path: Path) -> None:
+    frame = pl.read_csv(write_log(tmp_path / "samples.csv", rows=300, seed=5))
+    model = cordillera.load_model(run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.predict(frame)
+        model.predict(frame.head(99).with_columns(user=pl.lit("nobody")))  # too few to tell
+    with pytest.warns(UserWarning, match=r"rows: 100 % of the ids of 'user' are blank or unknown to the model"):
+        model.predict(frame.with_columns(user=pl.lit("nobody")))
+
+
+def test_embeddings_are_the_rows_of_the_tables_by_their_ids(run: Path) -> None:
+    model = cordillera.load_model(run)
+    found = model.embeddings("user")
+    encoder = model._scorer.encoder
+    assert found["id"].to_list() == encoder.names("user")
+    assert found["id"][0] == "<other>"
+    rows = torch.tensor(found["embedding"].to_list())
+    assert rows.equal(model.module.tables.table("user"))
+    with pytest.raises(DataError, match="'price' is not an embedded feature"):
+        model.embeddings("price")
+    assert found["id"].n_unique() == len(found)
+
+
+def test_a_model_whose_training_was_not_finished_is_not_used_in_silence(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    Run(copy).write_status("interrupted", 3, 10)
+    log = write_log(tmp_path / "samples.csv", rows=30)
+    for use in (
+        lambda: cordillera.load_model(copy),
+        lambda: cordillera.predict(copy, log, tmp_path / "scores.csv"),
+        lambda: start_of(load(copy, {"training.start": str(copy)})),
+    ):
+        with pytest.warns(UserWarning, match=r"copy: This run is not finished: .* interrupted at step 3 of 10"):
+            use()
+
+
+def test_one_row_of_pandas_is_refused_with_what_to_give(run: Path, tmp_path: Path) -> None:
+    frame = pd.read_csv(write_log(tmp_path / "samples.csv", rows=3))
+    with pytest.raises(DataError, match=r"must be a table, got one row or column of one\n.*table\[i : i \+ 1\]"):
+        cordillera.load_model(run).predict(frame.iloc[0])
+    with pytest.raises(DataError, match=r"add it, with None in every row"):
+        cordillera.load_model(run).predict(frame.drop(columns=["user"]))

@@ -115,6 +115,11 @@ def main() -> None:
         _end(_of_system(error))
     except typer.Abort:
         sys.exit(1)
+    except UnicodeEncodeError as error:
+        if os.environ.get("CORDILLERA_DEBUG") or "surrogates" not in error.reason:
+            raise
+        name = error.object[max(0, error.start - 60) : error.end + 20]
+        _end(RunError("the name of a file is not UTF-8", where=repr(name), remedy="rename the file or folder"))
     except Exception as error:
         if not hasattr(error, "format_message"):  # a mistake on the command line
             raise

@@ -51,7 +51,8 @@ class Terminal:
 
     def _drop(self, error: OSError) -> None:
         if error.errno not in (errno.EIO, errno.EPIPE):
-            raise error
+            name = {"<stdout>": "standard output", "<stderr>": "standard error"}.get(getattr(self._file, "name", ""))
+            raise error if name is None else OSError(error.errno, error.strerror, name)
         nowhere = os.open(os.devnull, os.O_WRONLY)
         if error.errno == errno.EPIPE:
             os.dup2(nowhere, self._file.fileno())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cordillera.cli._show import AsJson
-from cordillera.errors import Interrupted, printable
+from cordillera.errors import Interrupted, PlanError, RunError, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,7 +57,6 @@ def evaluate(
     try:
         from cordillera import workflows
         from cordillera.cli._show import answering_progress, console, print_json, refuse
-        from cordillera.files import check_writable
         from cordillera.run import Run
         from cordillera.training.language.trainer import LanguageEvaluation
         from cordillera.workflows.trained import recipe_of
@@ -66,7 +65,7 @@ def evaluate(
             refuse({"--file": file}, "--importance, which is measured on a split of the run")
             recipe_of(Run(run))
         if file is None and (Path(run) / "recipe.toml").is_file():
-            check_writable(Path(run) / "evaluation.json")  # before the work
+            _check_writable(Path(run) / "evaluation.json")
         with answering_progress(console(stderr=True), what="reading") as on_tokens:
             evaluation = workflows.evaluate(
                 run, split, file=file, tokens=tokens, dtype=dtype, on_tokens=None if file is None else on_tokens
@@ -82,6 +81,17 @@ def evaluate(
         print_json({**content, "importance": rises} if importance else content)
     else:
         _show(evaluation, rises, file or "")
+
+
+def _check_writable(file: Path) -> None:
+    """Check before the work that its result can be written."""
+    from cordillera.files import check_writable
+
+    try:
+        check_writable(file)
+    except PlanError as error:
+        remedy = "evaluate a copy of the run, or with --file, which writes nothing"
+        raise RunError(error.what, where=error.where, remedy=remedy) from error
 
 
 def _show(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cordillera.errors import DataError
+from cordillera.errors import DataError, printable
 from cordillera.files import read_text
 
 
@@ -50,7 +51,14 @@ def serve(
     cache: Annotated[float, typer.Option(min=0, help="GiB for keys and values of each language model.")] = 1.0,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds after which a request is ended.")] = 600.0,
     drain: Annotated[float, typer.Option(min=1, help="Seconds for accepted requests when the server stops.")] = 60.0,
+    leave: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds before that in which it answers all, and /health says 503 to a proxy."),
+    ] = 0.0,
     max_body: Annotated[float, typer.Option(min=0.001, help="MiB of the largest request.")] = 4.0,
+    access_log: Annotated[
+        bool, typer.Option("--access-log", help="Print a line for each request that is answered.")
+    ] = False,
 ) -> None:
     """Serve texts and scores over HTTP.
 
@@ -81,11 +89,16 @@ def serve(
         cache_bytes=int(cache * 2**30),
         seconds=timeout,
         drain_seconds=drain,
+        leave_seconds=leave,
         body_bytes=int(max_body * 2**20),
     )
 
     def ready(address: str) -> None:
         out.print(f"serving at {address} (OpenAI's clients: {address}/v1). Ctrl-C stops.")
 
-    workflows.serve(models, config, out.print, ready)
+    def answered(line: str) -> None:
+        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        typer.echo(printable(f"{now} {line}"), err=True)
+
+    workflows.serve(models, config, out.print, ready, answered if access_log else None)
     out.print("stopped")

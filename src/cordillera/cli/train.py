@@ -48,7 +48,8 @@ def train(
         bool,
         typer.Option(
             "--resume",
-            help="Continue from the newest checkpoint; --nproc and --set change mesh, length and what is saved.",
+            help="Continue from the newest checkpoint, or begin if --run holds nothing; "
+            "--nproc and --set change mesh, length and what is saved.",
         ),
     ] = False,
     plan: Annotated[
@@ -63,18 +64,18 @@ def train(
     from cordillera.cli._show import training_progress
 
     if replica is not None or coordinator is not None:
-        options = {
-            "--run": run, "--set": set_, "--seed": seed, "--nproc": nproc, "--replicas": replicas, "--resume": resume,
-            "--plan": plan,
-        }  # fmt: skip
-        refuse(options, "--replica, which trains the run that stands in place of RECIPE")
+        options = {"--run": run, "--set": set_, "--seed": seed, "--nproc": nproc, "--plan": plan, "--resume": resume}
+        refuse({**options, "--replicas": replicas}, "--replica, which trains the run that stands in place of RECIPE")
         return _join(Path(recipe), replica, coordinator, CommandOutput(as_json), quiet)
     overrides = list(set_ or []) + ([f"seed={seed}"] if seed is not None else [])
     overrides += [f"fault_tolerance.replicas={replicas}"] if replicas is not None else []
+    answer = CommandOutput(as_json)
+    resume = resume and not _begins(recipe, run, answer)
     what = resumed(recipe, run, overrides, plan) if resume else _begun(recipe, run, overrides, plan, nproc)
     before = what.status() if resume else None
-    with CommandOutput(as_json) as answer:
-        with training_progress(answer.notes, quiet=quiet) as (draw, say), _ended_before(draw, resume) as on_step:
+    run = what.folder if resume else run or _new_folder(what.name)
+    with answer:
+        with training_progress(answer.notes, quiet=quiet) as (draw, say), _ended_before(draw, run, resume) as on_step:
             outcome = workflows.train(
                 what, run, processes=nproc, changes=overrides if resume else (), on_step=on_step, say=say
             )
@@ -82,9 +83,27 @@ def train(
         tell_outcome(answer, outcome, "train", is_resumed=resume, is_old=is_old)
 
 
+def _begins(recipe: str, folder: Path | None, answer: CommandOutput) -> bool:
+    """Whether a run that is to be resumed begins, as its folder is not there or empty; tell so."""
+    if folder is None or (folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))):
+        return False
+    if (Path(recipe) / "recipe.toml").is_file():
+        return False  # a run, of which another folder is said to be
+    answer.notes.print(f"{folder}: holds no run yet, training begins")
+    return True
+
+
+def _new_folder(name: str) -> Path | None:
+    """Return the folder of a new run; of processes that a launcher has started, the first one chooses it."""
+    from cordillera.distributed.job.environment import place_in_job
+    from cordillera.run import next_path
+
+    return next_path(Path("runs"), name) if place_in_job() is None else None
+
+
 @contextlib.contextmanager
-def _ended_before(draw: Callable[..., None], is_resumed: bool) -> Iterator[Callable[..., None]]:
-    """Yield ``draw`` for every step; say that nothing was trained if Ctrl-C comes before the first of them."""
+def _ended_before(draw: Callable[..., None], folder: Path | None, is_resumed: bool) -> Iterator[Callable[..., None]]:
+    """Yield ``draw`` for every step; say what there is if a signal ends the command before or after all steps."""
     is_begun = False
 
     def on_step(*progress: Any) -> None:
@@ -95,10 +114,17 @@ def _ended_before(draw: Callable[..., None], is_resumed: bool) -> Iterator[Calla
     try:
         yield on_step
     except KeyboardInterrupt:
-        if is_begun:  # the second one, as the first lets a step end and saves
-            raise
-        kept = "; weights are as they were" if is_resumed else ""
-        raise Interrupted(f"nothing was trained yet{kept}", remedy="give the same command again") from None
+        if folder is None or not (folder / "recipe.toml").is_file():
+            raise Interrupted("nothing was trained yet", remedy="give the same command again") from None
+        from cordillera.run import Run
+
+        status, found = Run(folder).status(), "the newest checkpoint is kept"
+        if status is not None and status.is_complete and (is_begun or not is_resumed):
+            found = "training is complete, and not all of evaluation and report is written"
+        elif not is_begun:
+            found = f"nothing was trained yet{'; weights are as they were' if is_resumed else ''}"
+        remedy = f"continue with: {to_type('train', folder, '--resume')}"
+        raise Interrupted(found, where=str(folder), remedy=remedy) from None
 
 
 def _join(folder: Path, replica: str | None, coordinator: str | None, answer: CommandOutput, quiet: bool) -> None:

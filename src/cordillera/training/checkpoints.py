@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from cordillera.data.files import checksum, is_intact
@@ -35,6 +35,7 @@ from cordillera.distributed.tensor_parts import Parts
 from cordillera.errors import CheckpointError
 from cordillera.files import read_json_object, read_sealed, sealed_json
 from cordillera.run import disk_errors, remove_folder
+from cordillera.tensor_files import save_file
 
 _CHUNK = 1 << 18  # elements that are checked at a time; they fit into a cache
 

@@ -1,4 +1,4 @@
-"""Operations on recipes and runs as functions: train, evaluate, predict, report, compare, sweep, search, serve.
+"""Operations on recipes and runs as functions: train, evaluate, predict, compare, search, serve, plan.
 
 The command line calls these and adds nothing but drawing. Modules are imported when they are used, because planning
 does without torch, which takes seconds to import.
@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from cordillera.workflows.checkpoints.conversion import Conversion, convert
     from cordillera.workflows.evaluation.importance import importance
     from cordillera.workflows.language import LanguageOutcome
+    from cordillera.workflows.planning import plan
     from cordillera.workflows.post_training.answers import best_of, judge
     from cordillera.workflows.post_training.averaging import average
     from cordillera.workflows.prediction import export, load_model, predict
+    from cordillera.workflows.quantization import quantize
     from cordillera.workflows.ranking import Outcome
     from cordillera.workflows.runs import apply_delta, compare, evaluate, make_delta, report, train
     from cordillera.workflows.scaling import Sweep, isoflop, sweep
@@ -48,7 +50,9 @@ __all__ = [
     "load_model",
     "make_delta",
     "model_of",
+    "plan",
     "predict",
+    "quantize",
     "report",
     "search",
     "serve",
@@ -61,9 +65,11 @@ _WHERE = {
     "checkpoints.conversion": ("Conversion", "convert"),
     "evaluation.importance": ("importance",),
     "language": ("LanguageOutcome",),
+    "planning": ("plan",),
     "post_training.answers": ("best_of", "judge"),
     "post_training.averaging": ("average",),
     "prediction": ("export", "load_model", "predict"),
+    "quantization": ("quantize",),
     "ranking": ("Outcome",),
     "runs": ("apply_delta", "compare", "evaluate", "make_delta", "report", "train"),
     "scaling": ("Sweep", "isoflop", "sweep"),
@@ -71,6 +77,10 @@ _WHERE = {
     "streams.augmentation": ("AugmentationOutcome", "augment"),
     "trained": ("batches", "model_of"),
 }
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
 
 
 def __getattr__(name: str) -> Any:

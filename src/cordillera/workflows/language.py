@@ -94,6 +94,11 @@ class LanguageOutcome:
     run: Run
     report: LanguageReport
 
+    def __repr__(self) -> str:
+        ended, step = self.report.ended, self.report.progress.step
+        reached = "" if self.report.evaluation is None else f", {self.report.evaluation!r}"
+        return f"<{type(self).__name__} in {self.run.folder}: {ended}, {step:,} steps{reached}>"
+
 
 def train(
     recipe: LanguageRecipe,

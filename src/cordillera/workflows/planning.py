@@ -15,6 +15,7 @@ from cordillera import topology as clusters
 from cordillera.cost import SHIPPED, Calibration, CostModel, Products, ProductShape, calibration_for
 from cordillera.errors import Interrupted, PlanError, printable
 from cordillera.files import check_writable, read_sealed, sealed_json, write
+from cordillera.mistakes import meant
 from cordillera.partition import Weights
 from cordillera.planning import calibration as calibrations
 from cordillera.planning import workloads
@@ -126,13 +127,13 @@ def _warn_of_units(topology: clusters.Topology, cluster: str | Path) -> None:
     for key, (least, unit) in _LEAST.items():
         value = getattr(topology.device, key)
         if value < least:
-            meant = f" ({value:g} GB are {value:g}e9)" if key == "memory_bytes" and 1 <= value <= 1000 else ""
-            warnings.warn(f"{cluster}: device.{key} is {value:g}; its unit is {unit}{meant}", stacklevel=3)
+            other = f" ({value:g} GB are {value:g}e9)" if key == "memory_bytes" and 1 <= value <= 1000 else ""
+            warnings.warn(f"{cluster}: device.{key} is {value:g}; its unit is {unit}{other}", stacklevel=3)
     for level in topology.levels:
         if level.latency_s > _LONGEST_LATENCY_S:
             value = level.latency_s
-            meant = f" ({value:g} µs are {value:g}e-6)" if value <= 1000 else ""
-            warnings.warn(f"{cluster}: {level.name}.latency_s is {value:g}; its unit is s{meant}", stacklevel=3)
+            other = f" ({value:g} µs are {value:g}e-6)" if value <= 1000 else ""
+            warnings.warn(f"{cluster}: {level.name}.latency_s is {value:g}; its unit is s{other}", stacklevel=3)
         if level.distance_km > _HALF_THE_EARTH_KM:
             far = f"{level.name}.distance_km is {level.distance_km:g}, more than half the way around the earth"
             warnings.warn(f"{cluster}: {far}", stacklevel=3)
@@ -154,7 +155,7 @@ def plan(
     folder: str | Path,
     *,
     devices: int | None = None,
-    only: Iterable[SearchDimension] = ALL,
+    only: SearchDimension | Iterable[SearchDimension] = ALL,
     changes: Iterable[str] = (),
     what_if: Iterable[str] = (),
     slow: float | None = None,
@@ -211,14 +212,14 @@ def plan(
     if isinstance(work, Recommender) and (slow is not None or jitter is not None or domains):
         raise PlanError("are not known for recommendation models", where="slow, jitter, lose", remedy="--what-if is")
     work = _in_precision(work, fp8)
-    explorer = _explorer(work, topology, constants, table, devices, progress)
+    free, explorer = _checked(only, devices), _explorer(work, topology, constants, table, devices, progress)
     stated = _own_layouts(layouts, work, explorer.devices)
     _check_devices(asked, explorer.devices)
     try:
         base = explorer.production()
     except KeyboardInterrupt:
         raise Interrupted("before a plan was found; nothing is written", where="plan") from None
-    found = explorer.evaluate_all(stated) if stated else explorer.explore(only)
+    found = explorer.evaluate_all(stated) if stated else explorer.explore(free)
     fits, changed = bool(found.plans or not stated), None  # a search that finds nothing is an error of found.best
     compared: dict[str, Any] = {}
     cases: list[faults.Case] = []
@@ -229,8 +230,8 @@ def plan(
             changed = sensitivity(explorer, {"this plan": found.best, "production-like": base})
         if not found.interrupted:  # an interrupt also cancels the other searches
             for domain in domains if fits else ():
-                cases.append(faults.lost(explorer, found.best, domain, only, progress))
-            compared = _compared(explorer, found, compare, only)
+                cases.append(faults.lost(explorer, found.best, domain, free, progress))
+            compared = _compared(explorer, found, compare, free)
     except KeyboardInterrupt:
         found.interrupted = True
     made = PlannedRecommender if isinstance(work, Recommender) else Planned
@@ -238,6 +239,17 @@ def plan(
     if fits:
         _write(planned, compared, changed)
     return planned
+
+
+def _checked(only: str | Iterable[SearchDimension], devices: int | None) -> list[SearchDimension]:
+    """Return the dimensions to search, if there are such ones, and there are devices."""
+    chosen: list[Any] = [only] if isinstance(only, str) else list(only)
+    if unknown := sorted(set(chosen) - set(ALL)):
+        what = f"{unknown[0]!r} is not searched{meant(unknown[0], ALL)}"
+        raise PlanError(what, where="only", remedy=f"choose of {', '.join(ALL)}")
+    if devices is not None and devices < 1:
+        raise PlanError(f"must be at least 1, got {devices}", where="devices", remedy="leave it out for all")
+    return chosen
 
 
 def _in_precision(work: Workload | Recommender, fp8: Fp8 | None) -> Workload | Recommender:

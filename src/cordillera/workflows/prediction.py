@@ -41,8 +41,12 @@ from cordillera.workflows.trained import (
     model_of,
     recipe_of,
     restore_model,
+    warn_of_status,
     with_threads,
 )
+
+TELLING_ROWS = 100
+"""Least number of rows in memory whose share of unknown ids is compared with that of the validation rows."""
 
 PREDICTIONS = "predictions"
 """Folder in a run's folder with the scores of :func:`predict`, if they are written nowhere else."""
@@ -119,6 +123,7 @@ class TrainedModel:
 
     def __init__(self, run: Run, scorer: RowScorer) -> None:
         schema = scorer.encoder.schema
+        self._facts = card_of(run)["data"]["facts"]
         self.run, self._scorer, self._lock = run, scorer, threading.Lock()
         self.columns = tuple(one.name for one in (*schema.dense, *schema.categorical, *schema.lists))
         self.tasks, self.module = scorer.tasks, scorer.model
@@ -130,7 +135,8 @@ class TrainedModel:
     def predict(self, rows: FrameLike, *, batch_size: int = 8192) -> NDArray[np.float64]:
         """Return the probabilities of rows, equal to those of :func:`~cordillera.predict` to the bit.
 
-        A call waits until calls of other threads have ended.
+        A call waits until calls of other threads have ended. Of :data:`TELLING_ROWS` rows or more, it warns if far more
+        ids are blank or unknown to the model than in the validation rows.
 
         Args:
             rows: ``pandas.DataFrame``, ``polars.DataFrame``, Arrow table, dict of columns, or list of dicts, one for
@@ -151,7 +157,31 @@ class TrainedModel:
         with self._lock:
             encoded = self._scorer.encoder.encode(frame, where=place, labels=False)
             scores = probabilities(self._scorer.finite_logits(encoded, place, batch_size))
+        if len(frame) >= TELLING_ROWS:
+            unseen = UnseenCount(self._scorer.encoder, self._facts)
+            unseen.update(encoded)
+            unseen.warn("rows")
         return scores[:, 0] if len(self.tasks) == 1 else scores
+
+    def embeddings(self, feature: str) -> pl.DataFrame:
+        """Return the embeddings that a feature looks up.
+
+        Returns:
+            A row for each row of its table: ``id`` (text; ``<other>`` for ids without a row of their own) and
+            ``embedding``, a ``float32`` array of the table's width.
+
+        Raises:
+            DataError: If the feature has no table, or the table's rows come and go (dynamic tables).
+        """
+        encoder = self._scorer.encoder
+        ids = encoder.names(feature)
+        table = next(one.table for one in encoder.features.sparse if one.name == feature)
+        rows = self.module.tables.table(table).float().cpu().numpy()
+        if len(rows) != len(ids):
+            raise DataError("is of a dynamic table, whose rows have no fixed ids", where=f"feature '{feature}'")
+        return pl.DataFrame(
+            {"id": ids, "embedding": rows}, schema={"id": pl.String, "embedding": pl.Array(pl.Float32, rows.shape[1])}
+        )
 
 
 def load_model(run: Run | Path | str, *, quantized: bool = False) -> TrainedModel:
@@ -165,7 +195,9 @@ def load_model(run: Run | Path | str, *, quantized: bool = False) -> TrainedMode
         RunError: If it is no run, or a run of a language model, which :func:`~cordillera.load_language_model` loads.
     """
     run = run if isinstance(run, Run) else Run(run)
-    return TrainedModel(run, open_scorer(run, quantized=quantized))
+    scorer = open_scorer(run, quantized=quantized)
+    warn_of_status(run)
+    return TrainedModel(run, scorer)
 
 
 def export(run: Run | Path | str, out: Path | str | None = None, *, compiled: bool = False, onnx: bool = False) -> Path:
@@ -245,6 +277,7 @@ def _opened_scorer(run: Run, *, quantized: bool, planned: bool) -> Iterator[tupl
     ``quantized`` and ``planned`` are those of :func:`open_scorer`.
     """
     recipe = recipe_of(run)
+    warn_of_status(run)
     # A plan is valid for the number of threads that it was measured with.
     with with_threads(recipe.threads if planned else threads_of(recipe.threads, silent)):
         yield recipe, _load(run, recipe, quantized, planned)

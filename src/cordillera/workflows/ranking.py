@@ -81,14 +81,14 @@ USED_PLAN_FILE = "used-training-plan.json"
 
 @dataclass
 class Outcome:
-    """Run and report of :func:`train`, and the evaluation of the test split.
-
-    The evaluation is None if training was interrupted or there is no test split.
-    """
+    """Run, report and test evaluation of :func:`train`, None if it was interrupted or there is no test split."""
 
     run: Run
     report: TrainingOutcome
     evaluation: Evaluation | None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} in {self.run.folder}: {self.report.ended}, {self.evaluation}>"
 
 
 def _describe(recipe: RankingRecipe, model: RankingModel, splits: Splits) -> dict[str, Any]:

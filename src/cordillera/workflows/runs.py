@@ -14,6 +14,7 @@ from typing import Any
 
 from cordillera import recipe as recipes
 from cordillera.data.ranking.encoding import Encoder
+from cordillera.data.ranking.frames import FrameLike
 from cordillera.distributed.fault_tolerance.events import FOLDER
 from cordillera.embeddings.dynamic_tables import DynamicTables
 from cordillera.embeddings.table_deltas import TableDelta
@@ -69,7 +70,11 @@ def train(
             recorded or saved, or of its length (``training.epochs``), if no learning rate depends on it.
         on_step: Function called after every step with the newest log record (empty at steps that log nothing), the
             progress and the total number of steps.
-        say: Function called with one line of text at each stage.
+        say: Function called with one line of text at each stage, such as ``print``. Default: nothing is said.
+
+    Returns:
+        The run with its report and evaluation. Ctrl-C and SIGTERM end training after the step at hand: everything is
+        saved, and ``report.ended`` is ``interrupted``. A program that goes on to something else looks at it.
 
     Raises:
         RunError: If the folder exists (without ``resume``) or does not (with it), a change is of a key that a
@@ -117,6 +122,7 @@ def evaluate(
     split: str | None = None,
     *,
     file: Path | str | None = None,
+    rows: FrameLike | None = None,
     tokens: int | None = None,
     dtype: str | None = None,
     on_tokens: OnTokens | None = None,
@@ -128,6 +134,8 @@ def evaluate(
         file: Files of other samples with labels, or of text or questions for a language model, in place of a split;
             nothing is written then. See :func:`~cordillera.workflows.evaluation.other_files.evaluate_file` and
             :func:`~cordillera.workflows.evaluation.language_files.evaluate_language_file`.
+        rows: Labelled samples in memory in place of a split, as :func:`cordillera.load_recipe` takes them, for a run of
+            a ranking model; nothing is written.
         split: ``train``, ``validation`` or ``test``; None for ``test``. A language model has ``validation`` only.
         tokens: Approximate largest number of tokens of held-out text, for a language model. Default:
             ``training.evaluation_tokens`` of its recipe; with ``file``, all.
@@ -139,8 +147,9 @@ def evaluate(
         CheckpointError: If there is no checkpoint, or it is corrupt.
         Interrupted: If Ctrl-C or SIGTERM ended the evaluation of a language model.
     """
-    if file is not None and split is not None:
-        raise RunError("does not go with a split", where="file", remedy="leave one of them out")
+    _check_one_of({"split": split, "file": file, "rows": rows})
+    if rows is not None:
+        return evaluate_file(run, rows=rows)
     if file is not None and not _is_ranking(run):
         model = run.folder if isinstance(run, Run) else run
         return evaluate_language_file(model, file, dtype=dtype or "float32", tokens=tokens, on_tokens=on_tokens)
@@ -166,10 +175,14 @@ def _is_ranking(run: Run | Path | str) -> bool:
     return file.is_file() and not isinstance(recipes.load(file), LanguageRecipe)
 
 
-def compare(runs: Sequence[Run | Path | str], file: Path | str | None = None) -> Comparison | LanguageComparison:
+def compare(
+    runs: Sequence[Run | Path | str], file: Path | str | None = None, *, rows: FrameLike | None = None
+) -> Comparison | LanguageComparison:
     """Compare finished runs with the first; seeds of one ranking recipe become one row with intervals.
 
     Args:
+        runs: Runs, or their folders.
+        rows: Labelled samples in memory in place of a file, as :func:`cordillera.load_recipe` takes them.
         file: File, folder or pattern of labelled samples on which ranking runs are evaluated for the comparison; None
             for the evaluations that they hold.
 
@@ -178,18 +191,36 @@ def compare(runs: Sequence[Run | Path | str], file: Path | str | None = None) ->
             for language models.
         DataError: If one has no evaluation, their splits differ, or the file cannot be read.
     """
+    if isinstance(runs, str | Path | Run):
+        raise RunError(f"must be a list of runs, got {runs!r}", where="runs", remedy="give [FIRST, SECOND]")
+    _check_one_of({"file": file, "rows": rows})
     opened = [run if isinstance(run, Run) else Run(run) for run in runs]
     kinds = [isinstance(recipes.load(run.recipe_file), LanguageRecipe) for run in opened]
-    if all(kinds) and file is not None:
+    if all(kinds) and (file is not None or rows is not None):
         raise RunError(
-            "is for runs of ranking models", where="file", remedy="`cordillera evaluate RUN --file` one by one"
+            "is for runs of ranking models",
+            where="file" if rows is None else "rows",
+            remedy="`cordillera evaluate RUN --file` one by one",
         )
     if all(kinds):
         return compare_language(opened)
     if any(kinds):
         other = opened[kinds.index(not kinds[0])]
         raise RunError("is a run of another kind of model than the first", where=str(other.folder))
-    return compare_ranking(opened, None if file is None else [evaluate_file(run, file) for run in opened])
+    if file is None and rows is None:
+        return compare_ranking(opened)
+    return compare_ranking(opened, [evaluate_file(run, file, rows=rows) for run in opened])
+
+
+def _check_one_of(given: dict[str, Any]) -> None:
+    """Check that samples are named in one way at most."""
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise RunError(f"does not go with a {named[0]}", where=named[1], remedy="leave one of them out")
+    for name in {"split", "file"} & set(named):
+        if not isinstance(given[name], str | Path):
+            what = "; tables are given as rows=" if hasattr(given[name], "columns") else ""
+            raise RunError(f"must be text, got {type(given[name]).__name__}{what}", where=name)
 
 
 def report(run: Run | Path | str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -149,6 +150,13 @@ def card_of(run: Run) -> dict[str, Any]:
     return card
 
 
+def warn_of_status(run: Run) -> None:
+    """Warn if training of a ``run`` whose weights are to be used has not come to its end."""
+    status = run.status()
+    if status is not None and status.warning:
+        warnings.warn(f"{run.folder}: {status.warning}", stacklevel=3)
+
+
 def recipe_of(run: Run) -> RankingRecipe:
     """Return the recipe in a run's folder.
 
@@ -195,6 +203,7 @@ def start_of(recipe: RankingRecipe) -> tuple[Run, RankingRecipe]:
         raise RunError(f"there is no folder '{folder}'", where="training.start", remedy=remedy)
     try:
         run = Run(folder)
+        warn_of_status(run)
         return run, recipe_of(run)
     except RunError as error:
         raise RunError(f"{error.where} {error.what}", where="training.start", remedy=error.remedy) from None

@@ -44,6 +44,10 @@ def frame_of(rows: FrameLike, columns: Sequence[str], optional: Sequence[str] = 
         return _of_columns(_columns_of(rows, columns, optional))
     if type(rows).__module__.partition(".")[0] == "pandas" and hasattr(rows, "columns"):
         return _of_pandas(rows, columns, optional)
+    if type(rows).__name__ == "Series":
+        raise DataError(
+            "must be a table, got one row or column of one", where=_WHERE, remedy="give table[i : i + 1], or [row]"
+        )
     if not isinstance(rows, pl.DataFrame):
         if not (isinstance(rows, pa.Table | pa.RecordBatch) or hasattr(rows, "__arrow_c_stream__")):
             raise DataError(
@@ -91,7 +95,7 @@ def _chosen(there: Sequence[str], columns: Sequence[str], optional: Sequence[str
         raise DataError(
             f"column '{absent[0]}' is missing; there are {list(there)}",
             where=_WHERE,
-            remedy="name the column in the table, or take it out of the schema before training",
+            remedy="add it, with None in every row if it is not known; a schema without it would need new training",
         )
     return list(dict.fromkeys((*columns, *(name for name in optional if name in there))))
 

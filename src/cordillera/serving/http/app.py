@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
 from anyio import to_thread
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cordillera.serving.http.errors import error_answer, handle_errors
+from cordillera.serving.http.errors import CLIENT_LEFT, error_answer, handle_errors
 from cordillera.serving.http.scores import score_router
 from cordillera.serving.http.texts import text_router
 from cordillera.serving.language.text_service import TextService
@@ -36,16 +37,20 @@ class Services:
         texts: Models that write, by name.
         scores: Models that score, by name; no name is in both.
         registry: Metrics.
+        facts: What ``/v1/models`` tells of a model beside its kind, by name.
+        leaving: Set once the server is told to stop: it still answers, is not healthy, and keeps no connection.
     """
 
     texts: Mapping[str, TextService]
     scores: Mapping[str, ScoreService]
     registry: CollectorRegistry
+    facts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    leaving: threading.Event = field(default_factory=threading.Event)
 
     @property
     def is_healthy(self) -> bool:
-        """Whether all of them accept requests."""
-        return all(service.is_healthy for service in self.texts.values())
+        """Whether all of them accept requests, and will go on to."""
+        return not self.leaving.is_set() and all(service.is_healthy for service in self.texts.values())
 
     def close(self, seconds: float) -> None:
         """Accept no more requests, and stop when all are answered, at most ``seconds`` later."""
@@ -56,7 +61,13 @@ class Services:
             scorer.close(max(0.0, until - time.monotonic()))
 
 
-def create_app(services: Services, *, api_key: str | None = None, body_bytes: int = BODY_BYTES) -> ASGIApp:
+def create_app(
+    services: Services,
+    *,
+    api_key: str | None = None,
+    body_bytes: int = BODY_BYTES,
+    on_answer: Callable[[str], object] | None = None,
+) -> ASGIApp:
     """Return the application of a server.
 
     Args:
@@ -64,26 +75,33 @@ def create_app(services: Services, *, api_key: str | None = None, body_bytes: in
         api_key: Key that requests need (``Authorization: Bearer KEY``), except those of the page and of ``/health``;
             None if they need none.
         body_bytes: Largest body of a request.
+        on_answer: Called with a line about each request once it is answered: client, request, status and milliseconds.
     """
     app = FastAPI(title="Cordillera", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     handle_errors(app)
-    app.include_router(text_router(services.texts))
-    app.include_router(score_router(services.scores))
+    routers = text_router(services.texts), score_router(services.scores)
+    for router in routers:
+        app.include_router(router)
     created = int(time.time())
     kinds = {**dict.fromkeys(services.texts, "text"), **dict.fromkeys(services.scores, "score")}
+
+    def described(name: str) -> dict[str, Any]:
+        card = {"id": name, "object": "model", "created": created, "owned_by": "cordillera", "kind": kinds[name]}
+        return {**card, **services.facts.get(name, {})}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """Return the names of the models."""
-        return {"object": "list", "data": [_model(name, kind, created) for name, kind in kinds.items()]}
+        return {"object": "list", "data": [described(name) for name in kinds]}
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def model(name: str) -> Response:
         """Return one model."""
         if name not in kinds:
             return error_answer(404, f"there is no model {name!r}", "model", "model_not_found")
-        return JSONResponse(_model(name, kinds[name], created))
+        return JSONResponse(described(name))
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", response_model=None)
     async def health() -> Response:
         """Return whether requests are accepted."""
@@ -103,11 +121,45 @@ def create_app(services: Services, *, api_key: str | None = None, body_bytes: in
         """Return the page on which a person tries the models."""
         return HTMLResponse(text, headers={"Content-Security-Policy": _POLICY})
 
-    return _Limits(app, api_key, body_bytes)
+    paths = [getattr(route, "path", "") for place in (app, *routers) for route in place.routes]
+    return _Answers(_Limits(app, api_key, body_bytes), services, paths, on_answer)
 
 
-def _model(name: str, kind: str, created: int) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": created, "owned_by": "cordillera", "kind": kind}
+class _Answers:
+    """Counts requests by path and status, tells of each, and keeps no connection once the server leaves."""
+
+    def __init__(
+        self, app: ASGIApp, services: Services, paths: Sequence[str], on_answer: Callable[[str], object] | None
+    ) -> None:
+        self._app, self._services, self._on_answer = app, services, on_answer
+        self._paths = {path.partition("{")[0] for path in paths}
+        self._answered = Counter(
+            "cordillera_http_requests", "Answered requests.", ("path", "status"), registry=services.registry
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status, path = time.monotonic(), 0, scope["path"]
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if self._services.leaving.is_set():
+                    message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            known = path if path in self._paths else "/v1/models/" if path.startswith("/v1/models/") else "other"
+            self._answered.labels(known, str(status or CLIENT_LEFT)).inc()
+            if self._on_answer is not None:
+                client = (scope.get("client") or ["unknown"])[0]
+                took = 1e3 * (time.monotonic() - began)
+                self._on_answer(f'{client} "{scope["method"]} {path}" {status or CLIENT_LEFT} {took:.1f} ms')
 
 
 class _Limits:
@@ -143,6 +195,8 @@ class _Limits:
                 return error_answer(
                     401, "the key is missing or wrong (Authorization: Bearer KEY)", None, "invalid_api_key"
                 )
+        if headers.get(b"content-encoding", b"identity") != b"identity":
+            return error_answer(415, "bodies are not decompressed: send it without content-encoding")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._most:
             return error_answer(413, self._too_large)

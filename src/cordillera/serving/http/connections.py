@@ -75,6 +75,19 @@ class SlowConnections:
                 transport.close()
 
 
+def end_unfinished(connections: Iterable[Any]) -> int:
+    """End connections of uvicorn whose clients have sent a part of a request, as a server that stops does not wait.
+
+    Returns:
+        The number of them.
+    """
+    waiting = [one for one in connections if one.cycle is not None and one.cycle.more_body]
+    unfinished = [one for one in waiting if not one.cycle.response_complete]
+    for connection in unfinished:
+        connection.transport.close()
+    return len(unfinished)
+
+
 def explain_full_loop(loop: asyncio.AbstractEventLoop, say: Callable[[str], object]) -> None:
     """Let a loop say in a line that it can accept no more connections for now; other errors are told as before."""
 

@@ -109,7 +109,8 @@ def handle_errors(app: FastAPI) -> None:
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = _clearest(error.errors(), error.body)
         if first["type"] == "json_invalid":
-            return error_answer(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+            why, at = first.get("ctx", {}).get("error", first["msg"]), first["loc"][-1]
+            return error_answer(400, f"the body is not JSON: {why}" + f" at character {at}" * isinstance(at, int))
         place = _place(first["loc"][1:], error.body, is_missing=first["type"] == "missing")
         if first["type"] == "extra_forbidden":
             message = "is not a parameter of this request"

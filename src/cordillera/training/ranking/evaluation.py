@@ -18,6 +18,7 @@ from cordillera.data.ranking.features import RankingBatch
 from cordillera.errors import DataError, TrainingError
 from cordillera.files import parse_json
 from cordillera.intervals import wilson_interval
+from cordillera.numbers import fixed
 from cordillera.run import RunStatus
 from cordillera.training.ranking.metric_intervals import interval_unit, metric_intervals
 from cordillera.training.ranking.metrics import RANKING_K, RankingMetrics, of_task, sigmoid
@@ -114,6 +115,13 @@ class Evaluation:
     step: int | None = None
     steps: int | None = None
     teacher: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        numbers = {
+            task: [fixed(one.get(name, math.nan)) for name in ("ne", "auc")] for task, one in self.metrics().items()
+        }
+        tasks = (f"{task} NE {ne}, AUC {auc}" for task, (ne, auc) in numbers.items())
+        return f"<{type(self).__name__} of {self.split}, {self.examples:,} examples: {'; '.join(tasks)}>"
 
     def age(self, status: RunStatus | None, *, keeps_best: bool) -> str:
         """Return a warning that a run of this ``status`` was trained on after this evaluation, else an empty text.

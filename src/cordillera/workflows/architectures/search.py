@@ -146,7 +146,7 @@ OnCandidate = Callable[[SearchCandidate, int], None]
 
 
 def search(
-    source: str | Path,
+    source: str | Path | RankingRecipe,
     space: str | Path | SpaceConfig,
     config: SearchConfig | None = None,
     *,
@@ -162,10 +162,11 @@ def search(
 
     The test split is read only in the end, with ``config.judge``, by trainings with new seeds. A search that was
     stopped is continued by the same call, and takes the path that it would have taken: trials on record are not made
-    again. Results do not depend on the number of workers.
+    again. Results do not depend on the number of workers. These are processes that import the calling script, where the
+    call therefore stands under ``if __name__ == "__main__"``.
 
     Args:
-        source: Name of a shipped recipe or a path.
+        source: Name of a shipped recipe, a path, or a recipe.
         space: Search space, or its file.
         config: Settings; None for the defaults.
         overrides: Overrides ``section.key=value`` of the recipe.

@@ -1,4 +1,4 @@
-"""Evaluation of a ranking run on samples of other files than those of its data."""
+"""Evaluation of a ranking run on samples that are not of its data: of other files, or in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 
 from cordillera.data.ranking.encoding import Encoder
 from cordillera.data.ranking.features import RankingBatch
-from cordillera.data.ranking.logs.columns import MISSING
+from cordillera.data.ranking.frames import FrameLike, frame_of
+from cordillera.data.ranking.logs.columns import MISSING, RowPlace
 from cordillera.data.ranking.rows import read_rows
 from cordillera.data.ranking.unseen import UnseenCount
 from cordillera.numbers import counted
@@ -22,17 +23,20 @@ from cordillera.training.ranking.scoring import scorer, select_device
 from cordillera.workflows.trained import card_of, recipe_of, restore_model_with_checkpoint, with_threads
 
 
-def evaluate_file(run: Run | Path | str, file: Path | str) -> Evaluation:
-    """Evaluate a ranking ``run`` on the samples of files, which have the features and labels of its data.
+def evaluate_file(
+    run: Run | Path | str, file: Path | str | None = None, *, rows: FrameLike | None = None
+) -> Evaluation:
+    """Evaluate a ranking ``run`` on other samples, which have the features and labels of its data.
 
     Timestamps and scores of teachers are not needed; a row whose label is blank counts for its other tasks alone.
-    Nothing is written. The split of the evaluation is called like the file.
+    Nothing is written. The split of the evaluation is called like the file, or ``rows``.
 
     Args:
         file: CSV, TSV or Parquet file, folder, pattern or address.
+        rows: Samples in memory in place of a file, as :func:`cordillera.load_recipe` takes them.
 
     Raises:
-        DataError: If the files cannot be read, lack a column, or hold a value that training would have refused.
+        DataError: If samples cannot be read, lack a column, or hold a value that training would have refused.
         RunError: If it is not a run of a ranking model.
         TrainingError: If a logit is not finite.
     """
@@ -45,18 +49,20 @@ def evaluate_file(run: Run | Path | str, file: Path | str) -> Evaluation:
     # training alone needs times and a teacher, and all labels
     encoder.schema = schema.model_copy(update={"timestamp": None, "teacher": None, "missing_labels": True})
     blank = np.zeros(len(tasks), np.int64)
+    source = "rows" if rows is not None else str(file)
+    held = frame_of([] if rows is None else rows, encoder.schema.columns, schema.ids), RowPlace(source, 0)
 
     def batches() -> Iterator[RankingBatch]:
-        for frame, place in read_rows(str(file), recipe.data, schema):
-            rows = encoder.encode(frame, where=place)
-            unseen.update(rows)
-            assert rows.labels is not None
-            known = rows.labels[:, labels]
-            rows = replace(rows, labels=known)
+        for frame, place in read_rows(str(file), recipe.data, schema) if rows is None else [held]:
+            encoded = encoder.encode(frame, where=place)
+            unseen.update(encoded)
+            assert encoded.labels is not None
+            known = encoded.labels[:, labels]
+            encoded = replace(encoded, labels=known)
             np.add(blank, np.equal(known, MISSING).sum(0), out=blank)
-            for start in range(0, len(rows), recipe.data.evaluation_batch_size):
-                end = min(start + recipe.data.evaluation_batch_size, len(rows))
-                yield rows.take(np.arange(start, end)).batch()
+            for start in range(0, len(encoded), recipe.data.evaluation_batch_size):
+                end = min(start + recipe.data.evaluation_batch_size, len(encoded))
+                yield encoded.take(np.arange(start, end)).batch()
 
     def segments(batch: RankingBatch) -> dict[str, list[str]]:
         return {name: [names[name][row] for row in batch.sparse[name].values.tolist()] for name in schema.segments}
@@ -66,12 +72,12 @@ def evaluate_file(run: Run | Path | str, file: Path | str) -> Evaluation:
         features = replace(encoder.features, tasks=tasks)
         _, model, checkpoint = restore_model_with_checkpoint(run, features, device)
         score = scorer(model, device, recipe.training.precision, recipe.training.emulate)
-        ranking_k, name = recipe.training.ranking_k, Path(file).name
+        ranking_k, name = recipe.training.ranking_k, Path(source).name
         evaluation = evaluate_split(score, batches(), tasks, split=name, segments=segments, ranking_k=ranking_k)
-    unseen.warn(f"{run.folder} on {file}")
+    unseen.warn(f"{run.folder} on {source}")
     for task, count in zip(tasks, blank.tolist(), strict=True):
         if count and not schema.missing_labels:
             warnings.warn(
-                f"{file}: '{task}' is blank in {counted(count, 'row')}, left out of its metrics", stacklevel=2
+                f"{source}: '{task}' is blank in {counted(count, 'row')}, left out of its metrics", stacklevel=2
             )
     return replace(evaluation, step=checkpoint.step, steps=checkpoint.state.get("total_steps"))

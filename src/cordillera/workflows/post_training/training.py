@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from cordillera.data.language.chats.batches import ChatBatches, ChatMicrobatches, held_out_chats
@@ -23,6 +23,7 @@ from cordillera.models.language.checkpoints import open_checkpoint, read_model
 from cordillera.recipe import PostTrainingRecipe
 from cordillera.run import Run, disk_errors
 from cordillera.serving.language.language_model import find_model
+from cordillera.tensor_files import save_file
 from cordillera.training.language.drafting import DraftObjective
 from cordillera.training.language.engine import LanguageEngine
 from cordillera.training.language.objectives import (

@@ -7,15 +7,20 @@ import contextlib
 import gc
 import ipaddress
 import logging
+import math
 import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from cordillera import recipe as recipes
 from cordillera.errors import DataError, RunError
@@ -23,7 +28,7 @@ from cordillera.numbers import counted
 from cordillera.recipe import RankingRecipe
 from cordillera.run import Run
 from cordillera.serving.http.app import BODY_BYTES, Services, create_app
-from cordillera.serving.http.connections import SlowConnections, explain_full_loop
+from cordillera.serving.http.connections import SlowConnections, end_unfinished, explain_full_loop
 from cordillera.serving.language.engine import TOGETHER
 from cordillera.serving.language.language_model import LanguageModel
 from cordillera.serving.language.text_metrics import TextMetrics
@@ -32,6 +37,10 @@ from cordillera.serving.ranking.score_metrics import ScoreMetrics
 from cordillera.serving.ranking.score_service import ScoreService, ScoreServiceConfig
 from cordillera.workflows.prediction import open_scorer
 from cordillera.workflows.processes import Say, silent
+from cordillera.workflows.trained import warn_of_status
+
+if TYPE_CHECKING:
+    import uvicorn
 
 SWITCH_SECONDS = 0.0005
 """Time after which Python lets another thread run: models and connections take turns more often than by default."""
@@ -58,6 +67,8 @@ class ServerConfig:
         cache_bytes: Memory for keys and values of a model.
         seconds: Time after which a request is ended.
         drain_seconds: Time that accepted requests have left when the server is stopped.
+        leave_seconds: Time for which a server that is told to stop goes on to answer, while ``/health`` tells a proxy
+            to send it no more.
         body_bytes: Largest body of a request.
     """
 
@@ -75,6 +86,7 @@ class ServerConfig:
     cache_bytes: int = CACHE_BYTES
     seconds: float = 600.0
     drain_seconds: float = 60.0
+    leave_seconds: float = 0.0
     body_bytes: int = BODY_BYTES
 
 
@@ -93,12 +105,16 @@ def open_services(models: Sequence[str], config: ServerConfig, say: Say = silent
         CheckpointError: If one is damaged.
     """
     registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
     text_metrics, score_metrics = TextMetrics(registry), ScoreMetrics(registry)
     texts: dict[str, TextService] = {}
     scores: dict[str, ScoreService] = {}
+    facts: dict[str, dict[str, object]] = {}
     for name, model in _named(models).items():
         say(f"reads {name} ...")
+        facts[name] = _facts(model)
         if (run := _ranking_run(model)) is not None:
+            warn_of_status(run)
             limits = ScoreServiceConfig(timeout=min(config.seconds, ScoreServiceConfig().timeout))
             scores[name] = ScoreService(name, open_scorer(run, quantized=config.quantized), limits, score_metrics)
             continue
@@ -119,7 +135,16 @@ def open_services(models: Sequence[str], config: ServerConfig, say: Say = silent
             name=name,
             metrics=text_metrics,
         )
-    return Services(texts, scores, registry)
+    return Services(texts, scores, registry, facts)
+
+
+def _facts(model: str) -> dict[str, object]:
+    """Return what clients are told of a model: of a run its folder's own name, and how far training came."""
+    folder = Path(model).expanduser()
+    status = Run(folder).status() if (folder / "recipe.toml").is_file() else None
+    if status is None:
+        return {}
+    return {"run": folder.resolve().name, "step": status.step, "is_complete": status.is_complete}
 
 
 def _ranking_run(model: str) -> Run | None:
@@ -154,14 +179,21 @@ def serve(
     config: ServerConfig | None = None,
     say: Say = silent,
     ready: Callable[[str], None] | None = None,
+    on_answer: Callable[[str], object] | None = None,
 ) -> None:
-    """Answer requests over HTTP until SIGTERM or Ctrl-C; requests that were accepted are then finished.
+    """Answer requests over HTTP until SIGTERM, SIGHUP or Ctrl-C; requests that were accepted are then finished.
+
+    In a thread that is not the main one, as in a notebook, signals are left to the program, and it answers until the
+    program ends::
+
+        Thread(target=cordillera.serve, args=(["runs/first"],), daemon=True).start()
 
     Args:
         models: Models, as in :func:`open_services`.
         config: Settings; None for the defaults.
         say: Called with what is done.
         ready: Called with the server's address once it accepts requests.
+        on_answer: Called with a line about each request once it is answered.
 
     Raises:
         RunError: If the address is not free, or is none of this machine.
@@ -174,8 +206,8 @@ def serve(
     sys.setswitchinterval(SWITCH_SECONDS)
     with bind(config) as listening:  # before models are read, which takes long
         services = open_services(models, config, say)
-        app = create_app(services, api_key=config.api_key, body_bytes=config.body_bytes)
-        address, slow = _address(listening), SlowConnections()
+        app = create_app(services, api_key=config.api_key, body_bytes=config.body_bytes, on_answer=on_answer)
+        address = _address(listening)
         settings = uvicorn.Config(
             app,
             log_level="error",
@@ -184,47 +216,80 @@ def serve(
             lifespan="off",
             timeout_graceful_shutdown=max(1, round(config.drain_seconds)),
         )
-
-        class Server(uvicorn.Server):
-            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-                explain_full_loop(asyncio.get_running_loop(), say)
-                await super().startup(sockets)
-                if ready is not None:
-                    ready(address)
-
-            async def on_tick(self, counter: int) -> bool:
-                if counter % 10 == 0:  # about once a second
-                    slow.end(self.server_state.connections)
-                return await super().on_tick(counter)
-
-            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-                if left := len(self.server_state.tasks):
-                    most = f"at most {settings.timeout_graceful_shutdown} s"
-                    say(f"stops after {counted(left, 'request')} that it has accepted ({most}); Ctrl-C ends it at once")
-                logging.getLogger("uvicorn.error").addFilter(_is_error)
-                await super().shutdown(sockets)
-
+        server = _make_server(settings, services, config.leave_seconds, say, lambda: ready and ready(address))
         # What was loaded stays: without this, each full collection looks through it, and all stands still for 0.2 s.
         gc.collect()
         gc.freeze()
         try:
             with _calm_signals():
-                Server(settings).run(sockets=[listening])
+                server.run(sockets=[listening])
         finally:
             logging.getLogger("uvicorn.error").removeFilter(_is_error)
             gc.unfreeze()
             services.close(1.0)
 
 
+def _make_server(
+    settings: uvicorn.Config, services: Services, leave_seconds: float, say: Say, ready: Callable[[], object]
+) -> uvicorn.Server:
+    """Return a server that says what it waits for when it is told to stop, and leaves before it closes."""
+    import uvicorn
+
+    slow = SlowConnections()
+
+    class Server(uvicorn.Server):
+        leaves = math.inf
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if services.leaving.is_set() or not leave_seconds:
+                super().handle_exit(sig, frame)
+            else:
+                self.leaves = time.monotonic() + leave_seconds
+                say(f"answers for {leave_seconds:g} s more, and /health says that it leaves")
+            services.leaving.set()
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            explain_full_loop(asyncio.get_running_loop(), say)
+            await super().startup(sockets)
+            ready()
+
+        async def on_tick(self, counter: int) -> bool:
+            if counter % 10 == 0:  # about once a second
+                slow.end(self.server_state.connections)
+            self.should_exit |= time.monotonic() >= self.leaves
+            return await super().on_tick(counter)
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            services.leaving.set()
+            if ended := end_unfinished(self.server_state.connections):
+                say(f"{counted(ended, 'request')} had not arrived whole")
+            if left := len(self.server_state.tasks) - ended:
+                most = f"at most {settings.timeout_graceful_shutdown} s"
+                say(f"stops after {counted(left, 'request')} that it has accepted ({most}); Ctrl-C ends it at once")
+            logging.getLogger("uvicorn.error").addFilter(_is_error)
+            await super().shutdown(sockets)
+            if cut := len(self.server_state.tasks):
+                say(f"{counted(cut, 'request')} had not ended in time")
+
+    return Server(settings)
+
+
 def _is_error(record: logging.LogRecord) -> bool:
     """Whether a log record tells more than that a request was cut off."""
+    if record.msg.startswith("Cancel "):
+        return False
     return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 @contextlib.contextmanager
 def _calm_signals() -> Iterator[None]:
-    """Let the server alone decide what SIGTERM and Ctrl-C do: it raises them again after it has stopped."""
+    """Let the server alone decide what SIGTERM and Ctrl-C do, which it raises again at its end; SIGHUP is a SIGTERM."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     calm = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        calm[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     try:
         yield
     finally:

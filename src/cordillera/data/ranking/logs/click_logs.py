@@ -329,7 +329,11 @@ def guess_format(path: Path) -> FileFormat:
     remedy = (
         "name files of samples that end in .csv, .tsv, .txt, .parquet or .pq, or set data.format in a recipe to train"
     )
-    raise DataError("the name does not tell the format", where=str(path), remedy=remedy)
+    raise DataError(
+        f"{'the name does not tell the format' if path.exists() else 'there is no such file or folder'}",
+        where=str(path),
+        remedy=remedy,
+    )
 
 
 def format_of(paths: Sequence[Path]) -> FileFormat:

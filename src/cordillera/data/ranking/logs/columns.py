@@ -194,7 +194,8 @@ def dense_of(series: pl.Series, feature: DenseFeature, place: RowPlace) -> tuple
             raise DataError(
                 "a dense value is NaN",
                 where=place.at(first_of(nan), feature.name),
-                remedy=f"leave it blank, or set nan = \"missing\" for dense feature '{feature.name}' in the schema",
+                remedy='leave it blank (None in Python), or set nan = "missing" for dense feature '
+                f"'{feature.name}' in the schema",
             )
         blank = blank | nan
         values = np.where(nan, 0.0, values)

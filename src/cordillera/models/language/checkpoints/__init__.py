@@ -73,7 +73,9 @@ def open_checkpoint(path: str | Path) -> Source:
     if len(found) == 1:
         return GGUFFile(found[0])
     raise CheckpointError(
-        f"holds {len(found)} GGUF files" if found else "holds no config.json, params.json or .gguf file",
+        f"holds {len(found)} GGUF files"
+        if found
+        else "is no language model: it holds no config.json, params.json or .gguf file",
         where=str(path),
         remedy="give the path of one of them"
         if found

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from cordillera.data.sealed import SealedFolder, write_checksums
@@ -47,6 +46,7 @@ from cordillera.models.language.checkpoints.weights import WeightStream, check_e
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.models.language.moe import UNTRAINED
 from cordillera.models.language.rope import RopeScaling
+from cordillera.tensor_files import save_file
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _NAMES = Names(
