@@ -148,6 +148,17 @@ def test_a_neighbour_is_the_nearest_within_a_factor_of_two_over_all_sides() -> N
 def test_constants_are_those_of_the_device_or_say_that_they_are_not() -> None:
     assert calibration_for(DEVICE) is SHIPPED[DEVICE.name]
     other = calibration_for(DEVICE.model_copy(update={"name": "mine"}))
-    assert other.provenance == "not fitted on mine: constants of A100"
-    assert (other.matrix, other.network) == (SHIPPED[DEVICE.name].matrix, SHIPPED[DEVICE.name].network)
+    assert other.provenance == "not fitted on mine: constants of H100, the lowest that are known"
+    assert (other.matrix, other.error) == (min(one.matrix for one in SHIPPED.values()), None)
+    for name, same in (
+        ("NVIDIA H100 80GB HBM3", "H100 SXM5 80GB"),
+        ("h200", "H100 SXM5 80GB"),
+        ("A800-SXM", "A100 SXM4 80GB"),
+    ):
+        found = calibration_for(DEVICE.model_copy(update={"name": name}))
+        assert found.model_copy(update={"provenance": "", "error": 0}) == SHIPPED[same].model_copy(
+            update={"provenance": "", "error": 0}
+        )
+        assert found.provenance == f"not fitted on {name}: constants of {same}"
+        assert found.error is None
     assert whole(0.2, 7.6, 3.4, 0.5) == (1, 8, 3, 1)

@@ -10,6 +10,7 @@ import csv
 import hashlib
 import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -104,12 +105,25 @@ def alike(calibrations: Sequence[Calibration]) -> list[Calibration]:
     return [one.model_copy(update=together) for one in calibrations]
 
 
+_SAME_CHIP = {
+    **dict.fromkeys(("A100", "A800"), "A100 SXM4 80GB"),
+    **dict.fromkeys(("H100", "H800", "H200", "GH200"), "H100 SXM5 80GB"),
+}
+
+
 def calibration_for(device: Device) -> Calibration:
-    """Return the constants shipped for a device by its name, or those of A100 with a provenance that says so."""
-    known = SHIPPED.get(device.name)
-    if known is not None:
-        return known
-    return Calibration(provenance=f"not fitted on {device.name}: constants of A100")
+    """Return the constants shipped for a device by its name.
+
+    Other devices with one of these chips have its constants, all others those of H100, whose share of the peak is the
+    lowest that is known; both without an error, and with a provenance that says so.
+    """
+    if device.name in SHIPPED:
+        return SHIPPED[device.name]
+    words = re.split(r"[\s_-]+", device.name.upper())
+    name = next((_SAME_CHIP[word] for word in words if word in _SAME_CHIP), "")
+    why = f"constants of {name}" if name else "constants of H100, the lowest that are known"
+    found = SHIPPED[name or "H100 SXM5 80GB"]
+    return found.model_copy(update={"provenance": f"not fitted on {device.name}: {why}", "error": None})
 
 
 def whole(rows: float, columns: float, inner: float, count: float) -> ProductShape:

@@ -307,6 +307,11 @@ class Topology(BaseModel):
             sizes.append(tuple(sum(sizes[-1][a:b]) for a, b in pairwise(ends)))
         return tuple(sizes)
 
+    @cached_property
+    def least_sizes(self) -> tuple[int, ...]:
+        """Number of devices in the smallest domain, by level."""
+        return tuple(min(sizes) for sizes in self.sizes)
+
     @property
     def devices(self) -> int:
         """Number of devices."""
@@ -428,9 +433,9 @@ class Topology(BaseModel):
             elif len(parents) == 1:
                 place = content["levels"][self.index(parents[0])]
             else:
-                raise PlanError("leads nowhere", where=path, remedy="write level.key or device.key")
+                raise PlanError("is no key of a cluster", where=path, remedy="write level.key or device.key")
             if key not in place:
-                raise PlanError("leads nowhere", where=path, remedy=f"keys are {', '.join(place)}")
+                raise PlanError("is no key of a cluster", where=path, remedy=f"keys there are {', '.join(place)}")
             if not isinstance(value, str) or not re.match(r"[*/]=", value):
                 place[key] = value
             elif key == "bytes_per_s" and place[key] is None:

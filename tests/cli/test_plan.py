@@ -21,6 +21,9 @@ from typing import Any
 
 import pytest
 
+import cordillera
+from cordillera.errors import PlanError
+
 SMALL = """
 batch = 8
 sequence = 64
@@ -192,9 +195,16 @@ def test_devices_without_constants_and_units_that_seem_wrong_are_named(cli: Any)
     assert 'name = "H100 SXM5 80GB"' in text
     Path("near.toml").write_text(text.replace("H100 SXM5 80GB", "H100 SXM 80GB"))
     plan = ("--devices", 8, "--layout", "tensor=8", "--out", "p")
-    near = "no constants are known for 'H100 SXM 80GB', those of A100 are taken: if it is 'H100 SXM5 80GB', call it so"
-    with pytest.warns(UserWarning, match=near):
+    with pytest.warns(UserWarning, match="not fitted on H100 SXM 80GB: constants of H100 SXM5 80GB; --calibrate fits"):
         cli("plan", "llama3-8b", "near.toml", *plan)
+    Path("other.toml").write_text(text.replace("H100 SXM5 80GB", "MI300X"))
+    with pytest.warns(UserWarning, match="MI300X: constants of H100, the lowest that are known"):
+        cli("plan", "llama3-8b", "other.toml", *plan)
+    cards = r"device.nic_bytes_per_s is 4e\+11; its unit is bytes/s \(400 Gb/s are 5e\+10\)"
+    with pytest.warns(UserWarning, match=cards):
+        cli("plan", "llama3-8b", "two-buildings", *plan, "--set", "device.nic_bytes_per_s=400e9")
+    with pytest.warns(UserWarning, match="host.bytes_per_s is 450; its unit is bytes/s"):
+        cli("plan", "llama3-8b", "two-buildings", *plan, "--set", "host.bytes_per_s=450")
     with pytest.warns(UserWarning, match=r"host.latency_s is 8; its unit is s \(8 µs are 8e-6\)"):
         cli("plan", "llama3-8b", "two-buildings", *plan, "--set", "host.latency_s=8")
     with pytest.warns(UserWarning, match=r"device.memory_bytes is 80; its unit is bytes \(80 GB are 80e9\)"):
@@ -611,3 +621,26 @@ def test_a_what_if_of_the_device_changes_the_step_and_says_where_it_no_longer_fi
     assert slower["seconds"] > 2 * smaller["seconds"]
     assert slower["note"] == ""
     assert re.search(r"with device.memory_bytes=1e3: .* but it needs .* GB on a device of 1e-06 GB", result.out)
+
+
+def test_rate_and_days_of_a_training_are_told_and_wrong_searches_refused(cli: Any, tmp_path: Path) -> None:
+    plan = ("plan", "llama3-8b", "two-buildings", "--devices", 8, "--layout", "tensor=8", "--out", "p")
+    content = json.loads(cli(*plan, "--json").out)
+    rate = content["tokens"] / content["plans"][0]["seconds"]
+    assert content["tokens_per_s"] == pytest.approx(rate)
+    said = cli(*plan).out
+    assert f"{rate:,.0f} tokens/s; a trillion tokens take {1e12 / rate / 86_400:,.1f} days without failures" in said
+    for wrong, why in (
+        ({"only": ["placment"]}, r"only: 'placment' is not searched; did you mean 'placement'"),
+        ({"only": "network2"}, r"only: 'network2' is not searched"),
+        ({"devices": 0}, r"devices: must be at least 1, got 0"),
+        ({"devices": -8}, r"devices: must be at least 1, got -8"),
+    ):
+        with pytest.raises(PlanError, match=why):
+            cordillera.plan("llama3-8b", "two-buildings", tmp_path / "q", **wrong)
+
+
+def test_steps_unlike_all_that_were_measured_have_no_error_bar(cli: Any) -> None:
+    own = ("--layout", "tensor=8", "--layout", "tensor=4,shards=2,shard_weights=true")
+    out = cli("plan", "llama3-8b", "two-buildings", "--devices", 8, *own, "--out", "p", "--json").out
+    assert [row["error_s"] is None for row in json.loads(out)["plans"]][:2] == [False, True]

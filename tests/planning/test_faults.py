@@ -320,6 +320,15 @@ def test_a_plan_after_a_loss_uses_all_that_is_left_where_it_divides(count: int, 
         assert case.seconds > plan.seconds
 
 
+def test_a_lost_device_costs_no_more_than_its_host() -> None:
+    explorer = Explorer(workloads.load("llama3-8b"), buildings())
+    plan = explorer.production()
+    device, host = (faults.lost(explorer, plan, domain, ["network"]) for domain in ("device:9", "host:1"))
+    assert device.seconds <= host.seconds * (1 + 1e-9)
+    assert "1 of 64 devices" in device.note
+    assert ("the rest of its host is not used" in device.note) == (device.devices <= host.devices)
+
+
 def test_fewer_devices_are_used_where_the_rest_does_not_divide() -> None:
     """31 of 32 devices: 31 divides neither the batch nor the 32 layers well."""
     explorer = Explorer(workloads.load("llama3-8b").model_copy(update={"batch": 64}), buildings(1))

@@ -147,8 +147,13 @@ def test_every_plan_is_simulated_on_every_other_network_and_the_best_after_upgra
         assert one == ("first" if asked.index((one, other)) < far else "second")
     upgraded = asked[2 * (far + narrow) :]
     assert {one for one, _ in upgraded} == {"first"}
-    assert len(upgraded) == len(found.upgrades) == 2 * (len(whole.levels) - 1)
-    for (words, _), (_, other) in zip(found.upgrades, upgraded, strict=True):
+    assert len(upgraded) == len(found.upgrades) == 2 + 2 * (len(whole.levels) - 1)
+    assert [words for words, _ in found.upgrades[:2]] == [
+        "twice the bandwidth within each host",
+        "twice the rate of network cards (links as they are)",
+    ]
+    assert upgraded[1][1].device.nic_bytes_per_s == 2 * whole.device.nic_bytes_per_s
+    for (words, _), (_, other) in zip(found.upgrades[2:], upgraded[2:], strict=True):
         name = words.split()[-1]
         before, after = (next(x for x in of.levels if x.name == name) for of in (whole, other))
         gains = set((other.capacities / whole.capacities).round(9).tolist())

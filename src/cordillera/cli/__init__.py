@@ -100,7 +100,7 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         _allow_files()
-        sys.exit(app(standalone_mode=False))
+        sys.exit(app(prog_name="cordillera", standalone_mode=False))
     except CordilleraError as error:
         _end(error)
     except BrokenPipeError:

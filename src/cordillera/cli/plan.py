@@ -356,12 +356,21 @@ def _say_size(answer: CommandOutput, planned: Planned) -> None:
         f"workload: {parameters / 1e9:,.2f} billion parameters, {tokens:,} tokens and {flops:.3g} FLOPs a step",
         parameters=parameters, tokens=tokens, flops=flops,
     )  # fmt: skip
+    if planned.found.plans:
+        rate = tokens / planned.found.best.seconds
+        days = f"{1e12 / rate / 86_400:,.1f} days without failures"
+        answer.say(f"{rate:,.0f} tokens/s; a trillion tokens take {days}", tokens_per_s=rate)
 
 
 def _say_error(answer: CommandOutput, plan: Plan, faster: float) -> None:
     """Say how far off the time of a plan is on average, and whether its gain over the base is less."""
     if plan.error is None:
-        why = ": no measured step was in FP8" if plan.layout.fp8 != "none" else ""
+        kinds = {
+            "was in FP8": plan.layout.fp8 != "none",
+            "had sharded weights": plan.layout.shard_weights,
+            "had experts": plan.layout.expert > 1,
+        }
+        why = "".join([f": no measured step {kind}" for kind, is_so in kinds.items() if is_so][:1])
         answer.say(f"the error of {_seconds(plan.seconds)} is not known{why}", error=None)
         return
     text = f"{_seconds(plan.seconds)} is off by {_error(plan.error * plan.seconds)} on average, by the constants' error"

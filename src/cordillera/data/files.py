@@ -47,7 +47,8 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise DataError(
             "the disk is full" if full else f"cannot be written ({error.strerror or error})",
             where=str(path),
-            remedy="free some space, or choose another folder; that of prepared data is cache_dir, or CORDILLERA_CACHE",
+            remedy=f"{'free some space, or ' * full}choose another folder; that of prepared data is data.cache_dir in "
+            "a recipe, or CORDILLERA_CACHE in the environment",
         ) from error
 
 

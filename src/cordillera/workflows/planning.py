@@ -7,7 +7,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -102,6 +101,7 @@ _LEAST = {
     "memory_bytes_per_s": (1e8, "bytes/s"),
     "nic_bytes_per_s": (1e6, "bytes/s"),
 }
+_FASTEST_CARD = 2e11  # bytes/s: 1.6 Tb/s
 _HALF_THE_EARTH_KM = 20_100
 _LONGEST_LATENCY_S = 0.1  # beside that of the distance
 
@@ -129,7 +129,13 @@ def _warn_of_units(topology: clusters.Topology, cluster: str | Path) -> None:
         if value < least:
             other = f" ({value:g} GB are {value:g}e9)" if key == "memory_bytes" and 1 <= value <= 1000 else ""
             warnings.warn(f"{cluster}: device.{key} is {value:g}; its unit is {unit}{other}", stacklevel=3)
+    if (rate := topology.device.nic_bytes_per_s) > _FASTEST_CARD:
+        other = f"{rate / 1e9:g} Gb/s are {rate / 8:g}"
+        warnings.warn(f"{cluster}: device.nic_bytes_per_s is {rate:g}; its unit is bytes/s ({other})", stacklevel=3)
     for level in topology.levels:
+        if level.bytes_per_s is not None and level.bytes_per_s < _LEAST["nic_bytes_per_s"][0]:
+            other = f"{level.name}.bytes_per_s is {level.bytes_per_s:g}; its unit is bytes/s"
+            warnings.warn(f"{cluster}: {other}", stacklevel=3)
         if level.latency_s > _LONGEST_LATENCY_S:
             value = level.latency_s
             other = f" ({value:g} µs are {value:g}e-6)" if value <= 1000 else ""
@@ -141,12 +147,11 @@ def _warn_of_units(topology: clusters.Topology, cluster: str | Path) -> None:
 
 def _shipped_for(device: clusters.Device, cluster: str | Path) -> Calibration:
     """Return the constants that ship for a device; warn if they are those of another one."""
+    found = calibration_for(device)
     if device.name not in SHIPPED:
-        near = get_close_matches(device.name, SHIPPED, n=1, cutoff=0.8)
-        hint = f"if it is {near[0]!r}, call it so" if near else "--calibrate fits constants to measured steps"
-        what = f"no constants are known for {device.name!r}, those of A100 are taken: {hint}"
-        warnings.warn(f"{cluster}: {what}", stacklevel=3)
-    return calibration_for(device)
+        remedy = "--calibrate fits constants to measured steps; until then, do not rank it against other devices"
+        warnings.warn(f"{cluster}: {found.provenance}; {remedy}", stacklevel=3)
+    return found
 
 
 def plan(

@@ -41,6 +41,7 @@ _SHORTEST_PART = 2048  # least tokens of a sequence on a device if sequences are
 _EFFORT = 0.25  # effort for making a schedule, relative to a search of schedules alone
 _LITTLE = 0.005  # part of a step: a plan nearer to its bound keeps its schedule
 _MOST_ACTIONS = 300_000  # forward passes of a simulated step; memory and time grow with their number
+_MOST_TENSOR = 8  # devices of tensor parallelism in the baseline, as large jobs have it, however large a host is
 _FREELY = 64  # layouts simulated for a baseline if none follows the rules
 
 
@@ -148,9 +149,9 @@ def _shards(topology: Topology, layout: Layout) -> list[int]:
     """Return the numbers of copies over which weights may be cut: all, or those in a domain of some level (HSDP)."""
     inside = layout.tensor * layout.context
     found = {layout.data} - {1}
-    for sizes in topology.sizes[:-1]:
+    for least in topology.least_sizes[:-1]:
         for stride in (inside, inside * layout.pipeline):
-            copies, rest = divmod(min(sizes), stride)
+            copies, rest = divmod(least, stride)
             if copies > 1 and not rest and layout.data % copies == 0 and copies % layout.expert == 0:
                 found.add(copies)
     return sorted(found)
@@ -190,11 +191,11 @@ class Explorer(ClusterSearch[Workload]):
 
         It is the faster of two. The first are the layouts with which others trained the model
         (:attr:`~cordillera.planning.language.workload.Workload.published`), with as many copies as the devices hold.
-        The second follows the rules of large jobs in one building: tensor parallelism fills a host; a microbatch is one
-        sequence; a pipeline rank has four chunks if the layers allow it; the length of the pipeline and the
-        recomputation are the best under these rules, as an engineer would choose them. In both, data parallelism is
-        outermost, with copies of the model across buildings; the schedule is interleaved 1F1B; the network settings are
-        the library's own. If nothing fits, the rules for degrees and chunks are dropped.
+        The second follows the rules of large jobs in one building: tensor parallelism over the devices of a host, 8 at
+        most; a microbatch is one sequence; a pipeline rank has four chunks if the layers allow it; the length of the
+        pipeline and the recomputation are the best under these rules, as an engineer would choose them. In both, data
+        parallelism is outermost, with copies across buildings; the schedule is interleaved 1F1B; the network settings
+        are the library's own. If nothing fits, the rules for degrees and chunks are dropped.
 
         Raises:
             PlanError: If nothing fits.
@@ -262,7 +263,7 @@ class Explorer(ClusterSearch[Workload]):
         """Return the layouts that follow the rules of the baseline, with their schedule, best first."""
         found = Exploration()
         network, shared = production_network(self.topology), {}  # type: ignore[var-annotated]
-        tensor = _largest(gcd(self.workload.model.heads, self.devices), min(self.topology.sizes[0]))
+        tensor = _largest(gcd(self.workload.model.heads, self.devices), min(_MOST_TENSOR, *self.topology.sizes[0]))
         jobs = []
         for layout in self._possible(found):
             if by_the_rules and (
@@ -357,7 +358,9 @@ class Explorer(ClusterSearch[Workload]):
 
     def _plan(self, job: PlannedJob, schedule: Schedule) -> Plan:
         step = simulate_step(job, schedule)
-        error = self.cost.calibration.error if job.layout.fp8 == "none" else None  # None for several kinds of devices
+        # None for several kinds of devices too; no measured step had FP8, experts or sharded weights
+        is_alike = job.layout.fp8 == "none" and self.workload.model.experts is None and not job.layout.shard_weights
+        error = self.cost.calibration.error if is_alike else None
         return Plan(
             job.layout, job.mesh.order, job.network or {}, schedule, step, self.workload.flops, job.mesh.peak, error
         )

@@ -438,7 +438,8 @@ class PlannedJob(Fabric):
         layout, each = self.layout, self.workload.reduction_bytes
         if not layout.shard_weights and not layout.shard_gradients:
             seconds = 0.0
-            for size in (each, BYTES):  # gradients are scattered, weights are gathered
+            gathered = each if layout.shards == 1 else BYTES  # gradients, or weights of a sharded optimizer
+            for size in (each, gathered):
                 seconds += self.among_copies(size * plain, layout.data)
                 if mixed:
                     seconds += self.among_copies(size * mixed, layout.data // layout.expert, layout.expert)

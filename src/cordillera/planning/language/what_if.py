@@ -226,6 +226,15 @@ def survivors(topology: Topology, domain: str) -> Topology:
     return topology.without(level, int(number or 0))
 
 
+def _without_host(topology: Topology, domain: str) -> Topology | None:
+    """Return a cluster without the host of a lost device, whose other devices fit no layout well; None otherwise."""
+    level, _, number = domain.partition(":")
+    if level != "device" or len(topology.sizes[0]) == 1:
+        return None
+    host = int(np.searchsorted(np.cumsum(topology.sizes[0]), int(number or 0), side="right"))
+    return topology.without(topology.levels[0].name, host)
+
+
 def lost(
     explorer: Explorer,
     plan: Plan,
@@ -241,16 +250,20 @@ def lost(
         PlanError: If there is no such domain, or no plan without it.
         KeyboardInterrupt: If the search was interrupted.
     """
-    left = survivors(explorer.topology, domain)
-    after, found = replan(explorer, plan, left, only, progress)
-    if found.interrupted:
-        raise KeyboardInterrupt  # the result of half a search would pass for the best plan
+    left, tried = survivors(explorer.topology, domain), list[tuple[Explorer, Exploration, str]]()
+    for topology, how in ((left, ""), (_without_host(explorer.topology, domain), "; the rest of its host is not used")):
+        if topology is not None:
+            after, found = replan(explorer, plan, topology, only, progress)
+            if found.interrupted:
+                raise KeyboardInterrupt  # the result of half a search would pass for the best plan
+            tried.append((after, found, how))
+    after, found, how = min(tried, key=lambda one: one[1].best.seconds)
     best, before = found.best, explorer.topology.devices
     note = f"by a new search on {after.devices:,} devices ({best.layout}, {best.schedule.name})"
     if after.devices < min(explorer.devices, left.devices):
         note += f"; batch and layers are not divided as well over all {left.devices:,} that are left"
     gone = before - left.devices
-    note += f"; {gone:,} of {before:,} devices ({100 * gone / before:.2f} %) are gone"
+    note += f"{how}; {gone:,} of {before:,} devices ({100 * gone / before:.2f} %) are gone"
     return Case(
         f"{domain} lost",
         best.seconds,

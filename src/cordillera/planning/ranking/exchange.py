@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -75,7 +76,8 @@ class TableLayout:
         if self.copied_rows:
             words.append(f"up to {self.copied_rows:,} rows on each")
         if self.grain != 1:
-            words.append(f"parts of {self.grain:g} shares")
+            share = f"parts of at most {self.grain:g} of a device's mean work"
+            words.append("cut only to fit the memory" if math.isinf(self.grain) else share)
         return ", ".join(words)
 
 

@@ -49,8 +49,11 @@ class Scorer:
         """Return the probabilities of each row by task; ``None`` and empty text are blanks.
 
         Raises:
-            ValueError: If a row lacks a column, or a value is one that the model does not take.
+            ValueError: If there is no list of rows, a row lacks a column, or a value is one that the model does not
+                take.
         """
+        if not isinstance(rows, Sequence):
+            raise ValueError(f"rows must be a list of a dict for each row, got {type(rows).__name__}")
         if not rows:
             return []
         wanted = {one["name"] for kind in ("dense", "categorical", "lists") for one in self.schema[kind]}

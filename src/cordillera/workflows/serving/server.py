@@ -239,13 +239,13 @@ def _make_server(
 
     class Server(uvicorn.Server):
         leaves = math.inf
+        is_said = False
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if services.leaving.is_set() or not leave_seconds:
                 super().handle_exit(sig, frame)
             else:
                 self.leaves = time.monotonic() + leave_seconds
-                say(f"answers for {leave_seconds:g} s more, and /health says that it leaves")
             services.leaving.set()
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -256,6 +256,9 @@ def _make_server(
         async def on_tick(self, counter: int) -> bool:
             if counter % 10 == 0:  # about once a second
                 slow.end(self.server_state.connections)
+            if self.leaves < math.inf and not self.is_said:
+                say(f"answers for {leave_seconds:g} s more, and /health says that it leaves")
+                self.is_said = True
             self.should_exit |= time.monotonic() >= self.leaves
             return await super().on_tick(counter)
 
