@@ -25,6 +25,7 @@ from cordillera.data.ranking.logs.histories import HistoriesConfig
 from cordillera.data.ranking.logs.synthetic import SyntheticConfig
 from cordillera.data.ranking.stream.config import EventStreamConfig, JoinConfig
 from cordillera.embeddings.dynamic_ids import DynamicRowsConfig
+from cordillera.mistakes import field_descriptions
 from cordillera.models.language.adapters import AdapterConfig
 from cordillera.models.language.draft_model import DraftConfig
 from cordillera.models.language.moe import ExpertsConfig, ExpertTraining
@@ -34,7 +35,7 @@ from cordillera.models.ranking.graphs.config import NodeConfig
 from cordillera.models.ranking.towers import TowersConfig
 from cordillera.numerics.emulation.emulation import EmulationConfig
 from cordillera.numerics.formats.precision import precision_of_machine
-from cordillera.recipe import LanguageRecipe, RankingRecipe, field_descriptions
+from cordillera.recipe import LanguageRecipe, RankingRecipe
 from cordillera.topology import Device, Level, shipped
 from cordillera.training.language.objectives import DraftingConfig, GroupsConfig, PreferencesConfig
 from cordillera.training.ranking.tasks.loss_balance import BalanceConfig

@@ -9,12 +9,11 @@ from pydantic import BaseModel
 
 from cordillera import recipe as recipes
 from cordillera.errors import RecipeError
-from cordillera.mistakes import models_of
+from cordillera.mistakes import field_descriptions, models_of
 from cordillera.recipe import (
     LanguageRecipe,
     RankingRecipe,
     dump,
-    field_descriptions,
     load,
     parse_override,
     validate,
@@ -388,3 +387,22 @@ def test_what_is_no_recipe_is_refused_by_its_type() -> None:
         load(Frame())  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match=r"must be a name, a path, a recipe or a dict, got int"):
         load(7)  # type: ignore[arg-type]
+
+
+def test_a_recipe_that_starts_elsewhere_takes_over_the_ids_of_that_run(tmp_path) -> None:
+    first = load("movielens-dlrm", {"training.start": "runs/a"})
+    assert first.data.encoder == "runs/a"
+    assert load(first, {"training.start": "runs/b"}).data.encoder == "runs/b"
+    assert load(first, {"training.start": None}).data.encoder is None
+    own = load("movielens-dlrm", {"training.start": "runs/a", "data.encoder": "runs/c"})
+    assert load(own, {"training.start": "runs/b"}).data.encoder == "runs/c"
+    language = load("llama-debug")
+    for key, value in (("model.preset", "llama-15m"), ("training.start", "smollm2")):
+        with pytest.raises(RecipeError, match=f"{key}: has decided on sizes .* load its file again with this change"):
+            load(language, {key: value})
+
+
+def test_a_model_that_names_itself_replaces_another() -> None:
+    changed = load("movielens-wukong", ["model={name = 'lr'}"])
+    assert changed.model.name == "lr"
+    assert load(load("movielens-wukong"), {"model": {"name": "lr"}}).model.name == "lr"

@@ -6,7 +6,9 @@ from typing import NoReturn
 
 
 def _stop(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt
+    from cordillera.errors import Terminated
+
+    raise Terminated
 
 
 def main() -> None:

@@ -100,6 +100,10 @@ class TrainingError(CordilleraError):
     """Training cannot continue: the loss is not finite, the disk is full, or a limit was exceeded."""
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP ends a command: as Ctrl-C does, but also where Ctrl-C ends a part of it only."""
+
+
 class Interrupted(CordilleraError):
     """Ctrl-C or SIGTERM ended the work early; the message says what is missing and how to continue."""
 

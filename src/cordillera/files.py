@@ -78,8 +78,10 @@ def read_text(
         if not path.is_file():
             raise error("is not an ordinary file", where=str(path), remedy=remedy)
         with open(path, "rb") as file:
-            # no more than there is: Python takes the memory for all that may be read before it reads
-            content = file.read(min(limit, max(os.fstat(file.fileno()).st_size, 1 << 16)) + 1)
+            content = b""
+            # in pieces: Python takes the memory for all that may be read before it reads
+            while len(content) <= limit and (piece := file.read(min(limit + 1 - len(content), 1 << 20))):
+                content += piece
     except (OSError, ValueError) as cause:  # ValueError: a null byte in the name
         reason = getattr(cause, "strerror", None) or cause
         raise error(f"cannot be read ({reason})", where=str(path), remedy=remedy) from cause

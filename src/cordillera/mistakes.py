@@ -1,8 +1,9 @@
-"""Pydantic's mistakes in a file, in words for its author."""
+"""Classes of pydantic that describe a file, in words for its author: mistakes, and what keys mean."""
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
@@ -169,6 +170,22 @@ def known_keys(model: type[BaseModel], path: Iterable[Any]) -> list[str]:
             fields = _fields(here)
             here = next(models_of(fields[part].annotation), None) if part in fields else None
     return list(_fields(here))
+
+
+def field_descriptions(config: type[BaseModel]) -> dict[str, str]:
+    """Return the meaning of each field of a Config: its ``Field`` description, or its ``Attributes`` entry.
+
+    Roles of docstrings (``:func:``) are left out.
+    """
+    found: dict[str, str] = {}
+    for base in reversed(config.__mro__):
+        text = inspect.cleandoc(base.__doc__ or "") if issubclass(base, BaseModel) and base is not BaseModel else ""
+        _, _, block = text.partition("Attributes:\n")
+        for match in re.finditer(r"^    (\w+): (.*(?:\n      +.*)*)", block, re.MULTILINE):
+            meaning = re.sub(r"\s+", " ", match[2])
+            found[match[1]] = re.sub(r":[a-z]+:`(?:~[\w.]*\.)?([^`]+)`", r"`\1`", meaning)
+    found |= {name: field.description for name, field in config.model_fields.items() if field.description}
+    return found
 
 
 def _fields(model: type[BaseModel] | None) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import inspect
 import re
 import sys
 import textwrap
@@ -40,7 +39,7 @@ from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import CordilleraError, DataError, RecipeError, printable
 from cordillera.files import TOML_BYTES, TOML_DEPTH, parse_toml, read_text, write
 from cordillera.kernels.threads import MOST_THREADS
-from cordillera.mistakes import explain, known_keys, meant, models_of, text_of
+from cordillera.mistakes import explain, field_descriptions, known_keys, meant, models_of, text_of
 from cordillera.models.imported import SHIPPED, import_model, is_imported
 from cordillera.models.language.checkpoints import open_checkpoint
 from cordillera.models.language.llama import PRESETS, LlamaConfig
@@ -203,6 +202,17 @@ def _read(source: str | Path | RankingRecipe | LanguageRecipe) -> tuple[str, str
     raise RecipeError(str(source), [("recipe", why)])
 
 
+def _forget(content: dict[str, Any], key: str, source: object) -> None:
+    """Remove what a ``source`` that is a recipe holds because of the old value of a ``key`` that is to be changed."""
+    if not isinstance(source, _AnyRecipe) or key not in ("training.start", "model.preset"):
+        return
+    if isinstance(source, LanguageRecipe):
+        what = "has decided on sizes that this recipe holds; load its file again with this change"
+        raise RecipeError(source.name, [(key, what)])
+    if content["data"].get("encoder") == content["training"].get("start"):
+        content["data"].pop("encoder", None)
+
+
 def _is_file(path: Path) -> bool:
     try:
         return path.exists() and not path.is_dir()
@@ -298,7 +308,8 @@ def load(
         smaller = cordillera.load_recipe(recipe, {"model.embedding_dim": 8})  # recipes themselves never change
 
     Args:
-        source: Name of a shipped recipe, a path, the folder of a run, another recipe, or the sections of one in a dict.
+        source: Name of a shipped recipe, a path, the folder of a run, the sections of a recipe in a dict, or another
+            recipe; a language model's keeps the sizes of its preset, and of what it starts from.
         overrides: Strings ``section.key=value``, or a mapping from dotted keys to values.
         rows: Rows to train and evaluate a ranking model on, in place of ``data.path``:
             ``pandas.DataFrame``, ``polars.DataFrame``, Arrow table, dict of columns, or list of dicts. The columns that
@@ -321,7 +332,8 @@ def load(
     overrides = [overrides] if isinstance(overrides, str) else overrides
     pairs = overrides.items() if isinstance(overrides, Mapping) else map(parse_override, overrides)
     for key, value in pairs:
-        if isinstance(value, Mapping) and isinstance(content.get(key), Mapping) and content[key]:
+        _forget(content, key, source)
+        if isinstance(value, Mapping) and isinstance(content.get(key), Mapping) and not {"name"} & set(value):
             why = f"is a section, whose other keys would be lost; set one of them: {key}.{next(iter(value), 'KEY')}"
             raise RecipeError("overrides", [(key, why)])
         set_key(content, key, value)
@@ -468,22 +480,6 @@ def _with_sizes(content: dict[str, Any], source: str) -> dict[str, Any]:
 
 ON_TOP = ("adapter", "draft", "scores")
 """Keys of a model that are chosen beside the sizes of the checkpoint that it starts from."""
-
-
-def field_descriptions(config: type[BaseModel]) -> dict[str, str]:
-    """Return the meaning of each field of a Config: its ``Field`` description, or its ``Attributes`` entry.
-
-    Roles of docstrings (``:func:``) are left out.
-    """
-    found: dict[str, str] = {}
-    for base in reversed(config.__mro__):
-        text = inspect.cleandoc(base.__doc__ or "") if issubclass(base, BaseModel) and base is not BaseModel else ""
-        _, _, block = text.partition("Attributes:\n")
-        for match in re.finditer(r"^    (\w+): (.*(?:\n      +.*)*)", block, re.MULTILINE):
-            meaning = re.sub(r"\s+", " ", match[2])
-            found[match[1]] = re.sub(r":[a-z]+:`(?:~[\w.]*\.)?([^`]+)`", r"`\1`", meaning)
-    found |= {name: field.description for name, field in config.model_fields.items() if field.description}
-    return found
 
 
 def _inline_rows(entries: Iterable[Mapping[str, Any]]) -> Array:

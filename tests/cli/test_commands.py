@@ -10,11 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import polars as pl
 import pytest
 
 from cordillera import workflows
+from cordillera.cli import chat
+from cordillera.errors import Terminated
 from cordillera.recipe import load
 from cordillera.run import Run
 from cordillera.topology import shipped
@@ -579,3 +582,20 @@ def test_a_day_that_is_not_there_is_said_to_be_so(cli, recipe, tmp_path):
         found = cli(*command)
         assert found.code == 2
         assert "there is no such file or folder" in found.err
+
+
+def test_sigterm_ends_a_chat_where_ctrl_c_ends_an_answer(capsys, monkeypatch):
+    def pieces(stop):
+        yield SimpleNamespace(text="half")
+        raise stop
+
+    assert chat._answer(pieces(KeyboardInterrupt())) == "half"
+    with pytest.raises(Terminated):
+        chat._answer(pieces(Terminated()))
+
+    def ask(prompt):
+        raise Terminated
+
+    monkeypatch.setattr("builtins.input", ask)
+    with pytest.raises(Terminated):
+        chat._read(is_terminal=False)

@@ -508,6 +508,10 @@ def test_a_run_that_is_to_be_resumed_and_is_not_there_begins(cli, recipe: Path, 
         again = cli("train", recipe, "--run", folder, "--resume", "-q")
         assert again.code == 0, again.err
         assert "nothing was left to train" in again.out
+    left = tmp_path / "runs/left"
+    left.mkdir()
+    (left / f".recipe.toml.{2**22 + 7}.tmp").touch()  # of a process that was killed
+    assert cli("train", recipe, "--run", "runs/left", "--resume", *quick).code == 0
     absent = cli("train", "runs/c", "--resume")
     assert (absent.code, "is not a run folder" in absent.err) == (2, True)
     other = cli("train", "runs/a", "--run", "runs/c", "--resume")
@@ -528,3 +532,24 @@ def test_ctrl_c_after_the_last_step_says_what_is_missing(
     assert "continue with: cordillera train runs/a --resume" in found.err
     assert cli("train", "runs/a", "--resume", "-q").code == 0
     assert (tmp_path / "runs/a/report.html").is_file()
+
+
+def test_the_folder_of_an_unnamed_run_is_taken_at_once_and_given_back(
+    cli, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = ["--set", "training.epochs=1", "-q"]
+    refused = cli("train", recipe, *quick, "--set", "data.path=absent.csv")
+    assert refused.code == 2
+    assert not any((tmp_path / "runs").iterdir())
+    train, seen = workflows.train, []
+
+    def beside(what: object, folder: Path, **more: object) -> object:
+        seen.append(folder)
+        if len(seen) == 1:  # another command begins meanwhile
+            assert cli("train", recipe, *quick).code == 0
+        return train(what, folder, **more)
+
+    monkeypatch.setattr(workflows, "train", beside)
+    assert cli("train", recipe, *quick).code == 0
+    assert [folder.name for folder in seen] == ["small", "small-2"]
+    assert all((tmp_path / folder / "report.html").is_file() for folder in seen)

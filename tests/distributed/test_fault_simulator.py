@@ -221,3 +221,14 @@ def test_the_command_prints_draws_and_writes_json(tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, [*some, "--plot", "rates.txt"])
     assert isinstance(ran.exception, PlanError)
     assert "name a .png or an .svg" in str(ran.exception)
+
+
+def test_steps_of_milliseconds_are_simulated_together_and_lose_as_much() -> None:
+    rates = {}
+    for step in ("0.3", "0.9", "1.2"):
+        some = ["simulate-faults", "--days", "0.5", "--runs", "2", "--step", step, "--consensus", "0", "--json"]
+        rates[step] = [row["effective"]["value"] for row in json.loads(CliRunner().invoke(app, some).output)]
+    assert rates["0.3"] == pytest.approx(rates["1.2"], abs=0.01)  # four steps as one
+    assert rates["0.9"] == pytest.approx(rates["1.2"], abs=0.01)
+    said = CliRunner().invoke(app, ["simulate-faults", "--days", "0.5", "--runs", "2", "--step", "0.3"])
+    assert "4 steps of 0.3 s are simulated as one, which a failure loses as a whole" in said.output

@@ -251,11 +251,37 @@ def test_embeddings_are_the_rows_of_the_tables_by_their_ids(run: Path) -> None:
     encoder = model._scorer.encoder
     assert found["id"].to_list() == encoder.names("user")
     assert found["id"][0] == "<other>"
+    assert found["id"].n_unique() == len(found)
     rows = torch.tensor(found["embedding"].to_list())
     assert rows.equal(model.module.tables.table("user"))
     with pytest.raises(DataError, match="'price' is not an embedded feature"):
         model.embeddings("price")
-    assert found["id"].n_unique() == len(found)
+
+
+def test_rows_of_dynamic_tables_have_no_ids_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text(RECIPE.format(path=write_log(tmp_path / "log.csv", rows=600)))
+    recipe = load(path, ["training.epochs=1", f"data.cache_dir={tmp_path / 'cache'}", "tables.dynamic={}"])
+    model = cordillera.load_model(workflows.train(recipe, tmp_path / "run").run)
+    with pytest.raises(DataError, match="feature 'device': has a dynamic table"):
+        model.embeddings("device")
+
+
+def test_streams_of_arrow_are_read_once_and_empty_tables_refused(run: Path, tmp_path: Path) -> None:
+    log = tables(write_log(tmp_path / "samples.csv", rows=300, seed=5))["arrow"]
+    reader = pa.RecordBatchReader.from_batches(log.schema, log.to_batches())
+    assert cordillera.compare([run], rows=reader).to_markdown() == cordillera.compare([run], rows=log).to_markdown()
+    with pytest.raises(DataError, match="rows: there are none"):
+        cordillera.evaluate(run, rows=log.slice(0, 0))
+
+
+def test_a_status_of_an_older_version_does_not_stop_scoring(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    (copy / "status.json").write_text('{"ended": "finished", "step": 3, "steps": 3, "why": ""}')
+    log = write_log(tmp_path / "samples.csv", rows=30)
+    with pytest.warns(UserWarning, match="does not say how far training came|status.json"):
+        assert cordillera.predict(copy, log, tmp_path / "scores.csv")[1] == 30
 
 
 def test_a_model_whose_training_was_not_finished_is_not_used_in_silence(run: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from cordillera.cli.generate import (
     stop_texts,
     write_text,
 )
-from cordillera.errors import DataError
+from cordillera.errors import DataError, Terminated
 
 if TYPE_CHECKING:
     from cordillera.data.tokenizers.chat import Message
@@ -98,6 +98,8 @@ def _read(is_terminal: bool) -> str | None:
     while True:
         try:
             line = input("> " if is_terminal else "").strip()
+        except Terminated:
+            raise
         except (EOFError, KeyboardInterrupt):
             if is_terminal:
                 typer.echo("", err=True)
@@ -112,9 +114,13 @@ def _read(is_terminal: bool) -> str | None:
 def _answer(pieces: Iterable[TextPiece]) -> str:
     """Print an answer as it comes, and return it, or what came before Ctrl-C."""
     said = ""
-    with contextlib.suppress(KeyboardInterrupt):
+    try:
         for piece in pieces:
             said += piece.text
             write_text(piece.text)
+    except Terminated:
+        raise
+    except KeyboardInterrupt:
+        pass
     write_text("" if said.endswith("\n") else "\n")
     return said

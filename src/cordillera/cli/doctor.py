@@ -449,7 +449,10 @@ def doctor(
     What is not usable has a reason. With --json, findings are a list of objects (`area`, `name`, `status`, `detail`,
     `remedy`).
     """
-    findings = examine()
+    try:
+        findings = examine()
+    except KeyboardInterrupt:
+        os._exit(130)  # without waiting for what is examined
     if as_json:
         print_json(findings)
         return

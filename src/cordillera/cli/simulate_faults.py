@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from cordillera.reports.faults import FaultStudyRow
 
 
+_SHORTEST_S = 1.0  # of what is simulated as a step, as time grows with the number of steps
+
+
 def _above_zero(value: float | None) -> float | None:
     """Refuse a value that is not a number above 0."""
     if value is not None and not 0 < value < math.inf:
@@ -86,9 +89,10 @@ def simulate_faults(
                 raise PlanError(what, where="--replicas", remedy="give numbers that divide the devices")
     if step is None:
         step = 20.0 if planned is None else planned.step_s
+    grouped = max(1, math.ceil(_SHORTEST_S / step))  # steps that are simulated as one
     job = FaultyJob(
-        between_s=60 * between, step_s=step, detect_s=detect, resume_s=resume, repair_s=repair, rejoin_s=rejoin,
-        consensus_s=consensus, save_s=save, together=together, queue=queue,
+        between_s=60 * between, step_s=grouped * step, detect_s=detect, resume_s=resume, repair_s=repair,
+        rejoin_s=rejoin, consensus_s=grouped * consensus, save_s=save, together=together, queue=queue,
     )  # fmt: skip
     check_plot(plot)
     out = console()
@@ -105,7 +109,9 @@ def simulate_faults(
     if as_json:
         print_json(rows)
     else:
-        out.print(_table(rows, runs, days, None if planned is None else job.step_s))
+        out.print(_table(rows, runs, days, None if planned is None else step))
+        if grouped > 1:
+            out.print(f"{grouped} steps of {step:.3g} s are simulated as one, which a failure loses as a whole")
         for line in _chosen(rows):
             out.print(line)
         if not any(row.failures for row in rows):
@@ -114,7 +120,7 @@ def simulate_faults(
             out.print("restart: it loses no step, as checkpoints take no time (--save 0)")
         out.print("formula: a failure during a recovery costs a whole one too, as --queue simulates")
         if planned is not None:
-            out.print(f"s a step: with its share of what failures cost; {job.step_s:.4g} without")
+            out.print(f"s a step: with its share of what failures cost; {step:.4g} without")
             if planned.replicas == 1 and not replicas:
                 out.print("one replica: all copies of the plan hold shards of one another (--replicas divides them)")
     if plot is not None:

@@ -85,7 +85,11 @@ def train(
 
 def _begins(recipe: str, folder: Path | None, answer: CommandOutput) -> bool:
     """Whether a run that is to be resumed begins, as its folder is not there or empty; tell so."""
-    if folder is None or (folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))):
+    from cordillera.files import left_behind
+
+    if folder is None or folder.is_file():
+        return False
+    if folder.exists() and set(folder.iterdir()) - set(left_behind(folder, "recipe.toml")):
         return False
     if (Path(recipe) / "recipe.toml").is_file():
         return False  # a run, of which another folder is said to be
@@ -94,11 +98,19 @@ def _begins(recipe: str, folder: Path | None, answer: CommandOutput) -> bool:
 
 
 def _new_folder(name: str) -> Path | None:
-    """Return the folder of a new run; of processes that a launcher has started, the first one chooses it."""
-    from cordillera.distributed.job.environment import place_in_job
-    from cordillera.run import next_path
+    """Make the folder of a new run, so that no other takes it; where a launcher started processes, the first one does.
 
-    return next_path(Path("runs"), name) if place_in_job() is None else None
+    It is removed in the end if nothing was written into it.
+    """
+    from cordillera.distributed.job.environment import place_in_job
+    from cordillera.run import disk_errors, next_path
+
+    while place_in_job() is None:
+        folder = next_path(Path("runs"), name)
+        with disk_errors(folder), contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    return None
 
 
 @contextlib.contextmanager
@@ -114,6 +126,8 @@ def _ended_before(draw: Callable[..., None], folder: Path | None, is_resumed: bo
     try:
         yield on_step
     except KeyboardInterrupt:
+        if folder is None and is_begun:
+            raise
         if folder is None or not (folder / "recipe.toml").is_file():
             raise Interrupted("nothing was trained yet", remedy="give the same command again") from None
         from cordillera.run import Run
@@ -125,6 +139,10 @@ def _ended_before(draw: Callable[..., None], folder: Path | None, is_resumed: bo
             found = f"nothing was trained yet{'; weights are as they were' if is_resumed else ''}"
         remedy = f"continue with: {to_type('train', folder, '--resume')}"
         raise Interrupted(found, where=str(folder), remedy=remedy) from None
+    finally:
+        if folder is not None:
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
 
 
 def _join(folder: Path, replica: str | None, coordinator: str | None, answer: CommandOutput, quiet: bool) -> None:

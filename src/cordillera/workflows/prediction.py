@@ -26,6 +26,7 @@ from cordillera.data.ranking.frames import FrameLike, frame_of
 from cordillera.data.ranking.logs.columns import RowPlace
 from cordillera.data.ranking.rows import read_rows
 from cordillera.data.ranking.unseen import UnseenCount
+from cordillera.embeddings.dynamic_tables import DynamicTables
 from cordillera.errors import DataError, RunError
 from cordillera.files import make_folders, read_json_object, remove_made
 from cordillera.kernels.repeatable import products_repeat
@@ -174,11 +175,11 @@ class TrainedModel:
             DataError: If the feature has no table, or the table's rows come and go (dynamic tables).
         """
         encoder = self._scorer.encoder
+        if isinstance(self.module.tables, DynamicTables):
+            raise DataError("has a dynamic table, whose rows have no fixed ids", where=f"feature '{feature}'")
         ids = encoder.names(feature)
         table = next(one.table for one in encoder.features.sparse if one.name == feature)
         rows = self.module.tables.table(table).float().cpu().numpy()
-        if len(rows) != len(ids):
-            raise DataError("is of a dynamic table, whose rows have no fixed ids", where=f"feature '{feature}'")
         return pl.DataFrame(
             {"id": ids, "embedding": rows}, schema={"id": pl.String, "embedding": pl.Array(pl.Float32, rows.shape[1])}
         )

@@ -194,6 +194,8 @@ def compare(
     if isinstance(runs, str | Path | Run):
         raise RunError(f"must be a list of runs, got {runs!r}", where="runs", remedy="give [FIRST, SECOND]")
     _check_one_of({"file": file, "rows": rows})
+    if rows is not None and hasattr(rows, "read_all"):  # a stream of Arrow, which is read once
+        rows = rows.read_all()
     opened = [run if isinstance(run, Run) else Run(run) for run in runs]
     kinds = [isinstance(recipes.load(run.recipe_file), LanguageRecipe) for run in opened]
     if all(kinds) and (file is not None or rows is not None):

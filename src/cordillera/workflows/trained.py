@@ -24,7 +24,7 @@ from cordillera.errors import CheckpointError, DataError, RunError, TrainingErro
 from cordillera.models.ranking import build
 from cordillera.models.ranking.base import RankingModel
 from cordillera.recipe import RankingRecipe
-from cordillera.run import Run, check_recipe, flat_values, recipe_state
+from cordillera.run import Run, RunStatus, check_recipe, flat_values, recipe_state
 from cordillera.training import checkpoints
 from cordillera.training.optimizers import embedding_tables
 from cordillera.training.ranking.config import NEED_GROUPS
@@ -150,11 +150,16 @@ def card_of(run: Run) -> dict[str, Any]:
     return card
 
 
-def warn_of_status(run: Run) -> None:
-    """Warn if training of a ``run`` whose weights are to be used has not come to its end."""
-    status = run.status()
+def warn_of_status(run: Run) -> RunStatus | None:
+    """Return the status of a ``run`` whose weights are to be used, if known; warn if training was not completed."""
+    try:
+        status = run.status()
+    except RunError as error:
+        warnings.warn(str(error), stacklevel=3)
+        return None
     if status is not None and status.warning:
         warnings.warn(f"{run.folder}: {status.warning}", stacklevel=3)
+    return status
 
 
 def recipe_of(run: Run) -> RankingRecipe:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.resources import files
 from typing import Any
 
@@ -46,6 +47,11 @@ class Services:
     registry: CollectorRegistry
     facts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     leaving: threading.Event = field(default_factory=threading.Event)
+
+    @cached_property
+    def answered(self) -> Counter:
+        """Requests by path and status."""
+        return Counter("cordillera_http_requests", "Answered requests.", ("path", "status"), registry=self.registry)
 
     @property
     def is_healthy(self) -> bool:
@@ -133,9 +139,6 @@ class _Answers:
     ) -> None:
         self._app, self._services, self._on_answer = app, services, on_answer
         self._paths = {path.partition("{")[0] for path in paths}
-        self._answered = Counter(
-            "cordillera_http_requests", "Answered requests.", ("path", "status"), registry=services.registry
-        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -155,7 +158,7 @@ class _Answers:
             await self._app(scope, receive, noted)
         finally:
             known = path if path in self._paths else "/v1/models/" if path.startswith("/v1/models/") else "other"
-            self._answered.labels(known, str(status or CLIENT_LEFT)).inc()
+            self._services.answered.labels(known, str(status or CLIENT_LEFT)).inc()
             if self._on_answer is not None:
                 client = (scope.get("client") or ["unknown"])[0]
                 took = 1e3 * (time.monotonic() - began)
@@ -195,7 +198,7 @@ class _Limits:
                 return error_answer(
                     401, "the key is missing or wrong (Authorization: Bearer KEY)", None, "invalid_api_key"
                 )
-        if headers.get(b"content-encoding", b"identity") != b"identity":
+        if headers.get(b"content-encoding", b"").strip().lower() not in (b"", b"identity"):
             return error_answer(415, "bodies are not decompressed: send it without content-encoding")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._most:

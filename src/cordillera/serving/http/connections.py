@@ -19,6 +19,9 @@ BODY_SECONDS = 60.0
 ANSWER_SECONDS = 60.0
 """Time in which a client has to take some of an answer."""
 
+UNFINISHED_SECONDS = 5.0
+"""Time in which a client has to send the rest of a request once the server is told to stop."""
+
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -76,7 +79,7 @@ class SlowConnections:
 
 
 def end_unfinished(connections: Iterable[Any]) -> int:
-    """End connections of uvicorn whose clients have sent a part of a request, as a server that stops does not wait.
+    """End connections of uvicorn whose clients have sent a part of a request only, for which a server would wait.
 
     Returns:
         The number of them.

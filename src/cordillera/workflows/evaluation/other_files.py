@@ -15,6 +15,7 @@ from cordillera.data.ranking.frames import FrameLike, frame_of
 from cordillera.data.ranking.logs.columns import MISSING, RowPlace
 from cordillera.data.ranking.rows import read_rows
 from cordillera.data.ranking.unseen import UnseenCount
+from cordillera.errors import DataError
 from cordillera.numbers import counted
 from cordillera.run import Run
 from cordillera.training.ranking.evaluation import Evaluation
@@ -51,6 +52,8 @@ def evaluate_file(
     blank = np.zeros(len(tasks), np.int64)
     source = "rows" if rows is not None else str(file)
     held = frame_of([] if rows is None else rows, encoder.schema.columns, schema.ids), RowPlace(source, 0)
+    if rows is not None and not len(held[0]):
+        raise DataError("there are none", where="rows")
 
     def batches() -> Iterator[RankingBatch]:
         for frame, place in read_rows(str(file), recipe.data, schema) if rows is None else [held]:

@@ -28,7 +28,12 @@ from cordillera.numbers import counted
 from cordillera.recipe import RankingRecipe
 from cordillera.run import Run
 from cordillera.serving.http.app import BODY_BYTES, Services, create_app
-from cordillera.serving.http.connections import SlowConnections, end_unfinished, explain_full_loop
+from cordillera.serving.http.connections import (
+    UNFINISHED_SECONDS,
+    SlowConnections,
+    end_unfinished,
+    explain_full_loop,
+)
 from cordillera.serving.language.engine import TOGETHER
 from cordillera.serving.language.language_model import LanguageModel
 from cordillera.serving.language.text_metrics import TextMetrics
@@ -112,9 +117,8 @@ def open_services(models: Sequence[str], config: ServerConfig, say: Say = silent
     facts: dict[str, dict[str, object]] = {}
     for name, model in _named(models).items():
         say(f"reads {name} ...")
-        facts[name] = _facts(model)
+        facts[name] = _facts(Path(model).expanduser())
         if (run := _ranking_run(model)) is not None:
-            warn_of_status(run)
             limits = ScoreServiceConfig(timeout=min(config.seconds, ScoreServiceConfig().timeout))
             scores[name] = ScoreService(name, open_scorer(run, quantized=config.quantized), limits, score_metrics)
             continue
@@ -138,10 +142,9 @@ def open_services(models: Sequence[str], config: ServerConfig, say: Say = silent
     return Services(texts, scores, registry, facts)
 
 
-def _facts(model: str) -> dict[str, object]:
+def _facts(folder: Path) -> dict[str, object]:
     """Return what clients are told of a model: of a run its folder's own name, and how far training came."""
-    folder = Path(model).expanduser()
-    status = Run(folder).status() if (folder / "recipe.toml").is_file() else None
+    status = warn_of_status(Run(folder)) if (folder / "recipe.toml").is_file() else None
     if status is None:
         return {}
     return {"run": folder.resolve().name, "step": status.step, "is_complete": status.is_complete}
@@ -264,15 +267,18 @@ def _make_server(
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             services.leaving.set()
-            if ended := end_unfinished(self.server_state.connections):
-                say(f"{counted(ended, 'request')} had not arrived whole")
-            if left := len(self.server_state.tasks) - ended:
+            asyncio.get_running_loop().call_later(UNFINISHED_SECONDS, self.end_unfinished)
+            if left := len(self.server_state.tasks):
                 most = f"at most {settings.timeout_graceful_shutdown} s"
                 say(f"stops after {counted(left, 'request')} that it has accepted ({most}); Ctrl-C ends it at once")
             logging.getLogger("uvicorn.error").addFilter(_is_error)
             await super().shutdown(sockets)
             if cut := len(self.server_state.tasks):
                 say(f"{counted(cut, 'request')} had not ended in time")
+
+        def end_unfinished(self) -> None:
+            if ended := end_unfinished(self.server_state.connections):
+                say(f"{counted(ended, 'request')} did not arrive whole")
 
     return Server(settings)
 
