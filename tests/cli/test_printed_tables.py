@@ -32,7 +32,7 @@ class Layout(SimpleNamespace):
 
 def plan(seconds: float, error: float | None = None, **values: Any) -> SimpleNamespace:
     """A plan of a language and of a recommendation model at once."""
-    layout = Layout(recompute="full", fp8="none")
+    layout = Layout(recompute="full", fp8="none", shard_weights=False, expert=1)
     step = SimpleNamespace(memory_bytes=12.6e9)
     some = {"layout": layout, "across": "data", "schedule": SimpleNamespace(name="1f1b"), "utilisation": 0.456}
     return SimpleNamespace(
@@ -133,6 +133,7 @@ def test_a_plan_is_printed_with_its_gain_its_cases_and_its_files(
         "base: published",
         "constants: measured",
         "workload: 7.50 billion parameters, 2,000,000 tokens and 3e+18 FLOPs a step",
+        "1,000,000 tokens/s; a trillion tokens take 11.6 days without failures",
         "report: p/plan.html",
     ]
     planning._show(_show.CommandOutput(False), planned(PlannedRecommender, 0.5))

@@ -54,7 +54,10 @@ Samples = Annotated[
 ]
 """The argument of commands that read other samples than those of the recipe."""
 
-Changes = Annotated[list[str] | None, typer.Option("--set", help="Override one key: section.key=value.")]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override a recipe key: section.key=value, or key=value at the top level. Repeatable."),
+]
 """The option of commands that take a recipe."""
 
 
@@ -328,7 +331,7 @@ class _TimeLeft(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         left, elapsed = task.time_remaining, timedelta(seconds=int(task.elapsed or 0))
-        return Text(f"for {elapsed}" if left is None else f"{timedelta(seconds=int(left))} left")
+        return Text(f"{elapsed} elapsed" if left is None else f"{timedelta(seconds=int(left))} left")
 
 
 @contextlib.contextmanager

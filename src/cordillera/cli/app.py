@@ -129,7 +129,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Train, evaluate and use ranking models; generate and serve text; plan large jobs. "
+    help="Train, evaluate and serve ranking and language models; plan large jobs. "
     "Start with: cordillera train movielens-wukong",
 )
 

@@ -39,7 +39,8 @@ def evaluate(
         ),
     ] = None,
     importance: Annotated[
-        bool, typer.Option("--importance", help="Also permute each feature, and add the rise of NE to the report.")
+        bool,
+        typer.Option("--importance", help="Also compute permutation importance, for the report."),
     ] = False,
     tokens: Annotated[
         int | None,

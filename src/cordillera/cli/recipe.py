@@ -49,7 +49,7 @@ def new(
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="The recipe's file.")] = Path("recipe.toml"),
     separator: Annotated[
-        str | None, typer.Option(help=r"Character between fields; \t for a tabulator. Default: by the first rows.")
+        str | None, typer.Option(help=r"Character between fields; \t for a tab. Default: by the first rows.")
     ] = None,
     model: Annotated[str, typer.Option(help="Model of the recipe.")] = "dcn",
     as_json: AsJson = False,

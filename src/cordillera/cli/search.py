@@ -41,7 +41,7 @@ def search(
         str, typer.Option(help="evolution, predictor, random, grid (all), learnt, or optuna's tpe or nsga2.")
     ] = "evolution",
     goal: Annotated[str, typer.Option(help="ne: the lowest NE; front: the front of NE and FLOPs.")] = "front",
-    trials: Annotated[int, typer.Option(min=0, max=10**6, help="Number of architectures to try.")] = 64,
+    trials: Annotated[int, typer.Option(min=0, max=10**6, help="Number of candidates to try.")] = 64,
     batch: Annotated[int, typer.Option(min=1, max=1024, help="Proposals made before their results are known.")] = 4,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes, of one thread each. Default: one for each core.")

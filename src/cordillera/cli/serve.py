@@ -35,9 +35,11 @@ def serve(
     device: Annotated[
         str, typer.Option(help="Of language models: auto, cpu or cuda. Ranking runs compute where their recipe says.")
     ] = "auto",
-    drafter: Annotated[str, typer.Option(help="auto, ngram, a trained drafter's file, both (+), or none.")] = "auto",
+    drafter: Annotated[
+        str, typer.Option(help="For speculative decoding: auto, ngram, a drafter's file, ngram+FILE, or none.")
+    ] = "auto",
     quantized: Annotated[
-        bool, typer.Option("--quantized", help="Ranking runs as `cordillera quantize` made them.")
+        bool, typer.Option("--quantized", help="Serve the `cordillera quantize` version of ranking runs.")
     ] = False,
     fp8: Annotated[
         bool, typer.Option("--fp8", help="Feed-forward nets in FP8; emulated where the device has none.")
@@ -53,7 +55,7 @@ def serve(
     drain: Annotated[float, typer.Option(min=1, help="Seconds for accepted requests when the server stops.")] = 60.0,
     leave: Annotated[
         float,
-        typer.Option(min=0, help="Seconds before that in which it answers all, and /health says 503 to a proxy."),
+        typer.Option(min=0, help="Seconds to keep serving after a stop signal, with /health at 503, before it drains."),
     ] = 0.0,
     max_body: Annotated[float, typer.Option(min=0.001, help="MiB of the largest request.")] = 4.0,
     access_log: Annotated[

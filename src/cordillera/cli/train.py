@@ -22,7 +22,9 @@ _OF_MACHINE = ("name: ", "description: ", "device: ", "threads: ", "data.cache_d
 
 def train(
     recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, a TOML file, or a run folder with --resume.")],
-    run: Annotated[Path | None, typer.Option("--run", help="The run's folder. Default: runs/NAME.")] = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", help="The run's folder. Default: runs/NAME, numbered if it exists.")
+    ] = None,
     set_: Changes = None,
     seed: Annotated[int | None, typer.Option(help="Override the recipe's seed.")] = None,
     nproc: Annotated[
@@ -46,11 +48,7 @@ def train(
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume",
-            help="Continue from the newest checkpoint, or begin if --run holds nothing; "
-            "--nproc and --set change mesh, length and what is saved.",
-        ),
+        typer.Option("--resume", help="Continue from the newest checkpoint, or begin if --run is empty."),
     ] = False,
     plan: Annotated[
         Path | None,

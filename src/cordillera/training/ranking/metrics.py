@@ -144,7 +144,7 @@ class RankingMetrics:
     """NE, AUC, log loss, calibration, GAUC, NDCG, recall and MRR of one task, over a stream.
 
     NE is the weighted mean cross-entropy divided by the entropy of the weighted base rate of the same samples (He et
-    al. 2014, section 3): a constant prediction of the base rate has NE 1, and lower is better. Calibration is the sum
+    al. 2014, section 2): a constant prediction of the base rate has NE 1, and lower is better. Calibration is the sum
     of predictions divided by the sum of labels. AUC counts ties as one half and weights a pair by the product of its
     weights. GAUC is the mean AUC of the groups, weighted by the weights of their samples (their impressions without
     weights); groups with one class have no AUC and are left out and counted.
