@@ -78,14 +78,17 @@ def read_text(
         if not path.is_file():
             raise error("is not an ordinary file", where=str(path), remedy=remedy)
         with open(path, "rb") as file:
-            content = b""
+            is_large = os.fstat(file.fileno()).st_size > limit
+            pieces, left = list[bytes](), 0 if is_large else limit + 1
             # in pieces: Python takes the memory for all that may be read before it reads
-            while len(content) <= limit and (piece := file.read(min(limit + 1 - len(content), 1 << 20))):
-                content += piece
+            while left and (piece := file.read(min(left, 1 << 20))):
+                pieces.append(piece)
+                left -= len(piece)
+        content = b"".join(pieces)
     except (OSError, ValueError) as cause:  # ValueError: a null byte in the name
         reason = getattr(cause, "strerror", None) or cause
         raise error(f"cannot be read ({reason})", where=str(path), remedy=remedy) from cause
-    if len(content) > limit:
+    if is_large or len(content) > limit:
         raise error(f"is larger than {limit:,} bytes", where=str(path), remedy=remedy)
     try:
         return content.decode("utf-8").removeprefix("\ufeff")
