@@ -3,11 +3,11 @@
 Each result file keeps digests of the definitions that were at work: the functions that ran (see ``_recorder.py``), and
 what they name, directly or indirectly: constants, functions that are compiled, and classes with their fields and base
 classes. A figure is stale as soon as the checkout lacks one of them. Comments, docstrings, layout, imports (also those
-that packages make when a name is first used),
-annotations of arguments, the values that a field may have, the words of errors and guards do not count, nor do modules
-that only read recipes, place files, print or draw. A guard is an ``if`` that can do nothing but raise the error of a
-user's mistake, outside of loops, ``try`` and compiled functions, under a condition that compares what is at hand: in a
-run that ended it did nothing else. A definition that was moved to another module is unchanged.
+that packages make when a name is first used), annotations of arguments, the values that a field may have, the words of
+errors and guards do not count, nor do modules that only read recipes, place files, print or draw. A guard is an ``if``
+that can do nothing but raise the error of a user's mistake, outside of loops, ``try`` and compiled functions, under a
+condition that compares what is at hand: in a run that ended it did nothing else. A definition that was moved to
+another module is unchanged.
 """
 
 from __future__ import annotations

@@ -310,7 +310,8 @@ def load(
     Args:
         source: Name of a shipped recipe, a path, the folder of a run, the sections of a recipe in a dict, or another
             recipe; a language model's keeps the sizes of its preset, and of what it starts from.
-        overrides: Strings ``section.key=value``, or a mapping from dotted keys to values.
+        overrides: Strings ``section.key=value``, or a mapping from dotted keys to values. A section is replaced whole
+            only by one that has a ``name``, such as another model.
         rows: Rows to train and evaluate a ranking model on, in place of ``data.path``:
             ``pandas.DataFrame``, ``polars.DataFrame``, Arrow table, dict of columns, or list of dicts. The columns that
             ``data.schema`` names are written to a Parquet file in the folder of prepared data, and ``data.path`` is set
@@ -333,7 +334,7 @@ def load(
     pairs = overrides.items() if isinstance(overrides, Mapping) else map(parse_override, overrides)
     for key, value in pairs:
         _forget(content, key, source)
-        if isinstance(value, Mapping) and isinstance(content.get(key), Mapping) and not {"name"} & set(value):
+        if isinstance(value, Mapping) and isinstance(content.get(key), Mapping) and "name" not in value:
             why = f"is a section, whose other keys would be lost; set one of them: {key}.{next(iter(value), 'KEY')}"
             raise RecipeError("overrides", [(key, why)])
         set_key(content, key, value)

@@ -223,7 +223,13 @@ def test_rows_in_memory_are_evaluated_and_compared_as_their_file(run: Path, tmp_
     by_file = cordillera.compare([run], path)
     by_rows = cordillera.compare([run], rows=tables(path)["pandas"])
     assert by_rows.to_markdown().replace("on rows,", "on samples.csv,") == by_file.to_markdown()
-    for wrong in ({"split": "test", "rows": [{}]}, {"file": path, "rows": [{}]}, {"split": "test", "file": path}):
+    for wrong in (
+        {"split": "test", "rows": [{}]},
+        {"file": path, "rows": [{}]},
+        {"split": "test", "file": path},
+        {"rows": [{}], "tokens": 5},
+        {"rows": [{}], "dtype": "int8"},
+    ):
         with pytest.raises(RunError, match="does not go with"):
             cordillera.evaluate(run, **wrong)
     with pytest.raises(RunError, match=r"file: must be text, got DataFrame; tables are given as rows="):

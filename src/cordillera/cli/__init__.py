@@ -119,7 +119,7 @@ def main() -> None:
         if os.environ.get("CORDILLERA_DEBUG") or "surrogates" not in error.reason:
             raise
         name = error.object[max(0, error.start - 60) : error.end + 20]
-        _end(RunError("the name of a file is not UTF-8", where=repr(name), remedy="rename the file or folder"))
+        _end(RunError("is not UTF-8", where=repr(name), remedy="rename the file or folder, or write other text"))
     except Exception as error:
         if not hasattr(error, "format_message"):  # a mistake on the command line
             raise

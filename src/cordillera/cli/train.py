@@ -83,14 +83,15 @@ def train(
 
 def _begins(recipe: str, folder: Path | None, answer: CommandOutput) -> bool:
     """Whether a run that is to be resumed begins, as its folder is not there or empty; tell so."""
-    from cordillera.files import left_behind
+    from cordillera.errors import RunError
+    from cordillera.run import check_new_folder
 
-    if folder is None or folder.is_file():
+    if folder is None or (Path(recipe) / "recipe.toml").is_file():  # a run, of which another folder is said to be
         return False
-    if folder.exists() and set(folder.iterdir()) - set(left_behind(folder, "recipe.toml")):
+    try:
+        check_new_folder(folder)
+    except RunError:
         return False
-    if (Path(recipe) / "recipe.toml").is_file():
-        return False  # a run, of which another folder is said to be
     answer.notes.print(f"{folder}: holds no run yet, training begins")
     return True
 

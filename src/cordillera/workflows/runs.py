@@ -149,6 +149,7 @@ def evaluate(
     """
     _check_one_of({"split": split, "file": file, "rows": rows})
     if rows is not None:
+        _check_one_of({"rows": rows, "tokens": tokens, "dtype": dtype})
         return evaluate_file(run, rows=rows)
     if file is not None and not _is_ranking(run):
         model = run.folder if isinstance(run, Run) else run
@@ -215,10 +216,11 @@ def compare(
 
 
 def _check_one_of(given: dict[str, Any]) -> None:
-    """Check that samples are named in one way at most."""
+    """Check that at most one of some arguments is given, and that those for text are text."""
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:
-        raise RunError(f"does not go with a {named[0]}", where=named[1], remedy="leave one of them out")
+        first = named[0] if named[0] == "rows" else f"a {named[0]}"
+        raise RunError(f"does not go with {first}", where=named[1], remedy="leave one of them out")
     for name in {"split", "file"} & set(named):
         if not isinstance(given[name], str | Path):
             what = "; tables are given as rows=" if hasattr(given[name], "columns") else ""

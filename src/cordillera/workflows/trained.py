@@ -155,10 +155,10 @@ def warn_of_status(run: Run) -> RunStatus | None:
     try:
         status = run.status()
     except RunError as error:
-        warnings.warn(str(error), stacklevel=3)
+        warnings.warn(str(error), stacklevel=2)
         return None
-    if status is not None and status.warning:
-        warnings.warn(f"{run.folder}: {status.warning}", stacklevel=3)
+    if status is not None and status.warning:  # of one place, so that Python tells it once
+        warnings.warn(f"{run.folder}: {status.warning}", stacklevel=2)
     return status
 
 
