@@ -111,6 +111,38 @@ def test_several_clusters_are_compared(cli: Any, workload: str, unit: str) -> No
     assert plans[0] == plans[1]
 
 
+def test_numbers_of_devices_are_compared_with_days_and_cost(cli: Any) -> None:
+    plan = ("plan", "gpt-22b", "selene", "--layout", "tensor=8", "--tokens", "3e11", "--price", 2)
+    numbers = ("--devices", 8, "--devices", 16, "--devices", 8192, "--out", "p")
+    found = json.loads(cli(*plan, *numbers, "--json").out)
+    rows = found["clusters"]
+    assert [row["devices"] for row in rows] == [8, 16, 8192]
+    for row in rows[:2]:
+        one = json.loads(cli(*plan, "--devices", row["devices"], "--out", "q", "--json").out)
+        assert row["tokens_per_s"] == pytest.approx(one["tokens_per_s"])
+        assert row["days"] == pytest.approx(3e11 / row["tokens_per_s"] / 86_400) == one["days"]
+        assert row["device_hours"] == pytest.approx(24 * row["days"] * row["devices"]) == one["device_hours"]
+        assert row["cost"] == pytest.approx(2 * row["device_hours"]) == one["cost"]
+        assert row["scaling"] == pytest.approx(rows[0]["device_hours"] / row["device_hours"])
+    assert rows[2]["seconds"] is None
+    assert "8,192 devices" in found["problems"]["selene-8192"]
+    page = Path("p/comparison.html").read_text()
+    assert "perfect scaling" in page
+    assert "8,192 devices" in page
+    shown = cli(*plan, *numbers).out
+    assert f"{rows[1]['device_hours']:,.0f}" in shown
+    assert "comparison: p/comparison.html" in shown
+    for wrong, why in (
+        (("--tokens", 0), "--tokens: must be above 0, got 0"),
+        (("--price", "nan"), "--price: must be above 0, got nan"),
+        (("--devices", 8, "--devices", 8), "selene-8': is named twice"),
+    ):
+        refused = cli("plan", "gpt-22b", "selene", *wrong)
+        assert (refused.code, why in refused.err) == (2, True), refused.err
+    refused = cli("plan", "dlrm-dcnv2", "selene", "--price", 2)
+    assert (refused.code, "has no effect with a recommendation model" in refused.err) == (2, True)
+
+
 def test_what_was_asked_for_is_said_of_each_of_several_clusters(cli: Any) -> None:
     layouts = ("--layout", "tensor=8", "--layout", "tensor=4,pipeline=2")
     own = ("--devices", 8, *layouts, "--what-if", "host.bytes_per_s*=2")
@@ -629,7 +661,7 @@ def test_rate_and_days_of_a_training_are_told_and_wrong_searches_refused(cli: An
     rate = content["tokens"] / content["plans"][0]["seconds"]
     assert content["tokens_per_s"] == pytest.approx(rate)
     said = cli(*plan).out
-    assert f"{rate:,.0f} tokens/s; a trillion tokens take {1e12 / rate / 86_400:,.1f} days without failures" in said
+    assert f"{rate:,.0f} tokens/s; 1T tokens take {1e12 / rate / 86_400:,.1f} days without failures, " in said
     for wrong, why in (
         ({"only": ["placment"]}, r"only: 'placment' is not searched; did you mean 'placement'"),
         ({"only": "network2"}, r"only: 'network2' is not searched"),

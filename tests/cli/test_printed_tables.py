@@ -18,6 +18,7 @@ from cordillera.numerics.dispatch.plan import KernelChoice
 from cordillera.numerics.inference.drift import Alarm
 from cordillera.numerics.inference.selection import Change
 from cordillera.planning.language.what_if import Case
+from cordillera.reports.plan_comparison import TrainingBudget
 from cordillera.workflows.planning import Calibrated, Planned, PlannedRecommender
 
 from .test_printing import cells
@@ -94,7 +95,7 @@ def test_plans_of_recommendation_models_are_listed_in_milliseconds() -> None:
 
 @pytest.mark.parametrize(("seconds", "step"), [(1.0, "1.000 s"), (0.9999, "999.90 ms"), (20.0, "20.000 s")])
 def test_clusters_are_compared_by_step_and_by_what_is_trained_in_a_second(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, seconds: float, step: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: float, step: str
 ) -> None:
     monkeypatch.setattr("cordillera.topology.load", lambda name: None)
     for kind, unit, speed in (
@@ -102,13 +103,18 @@ def test_clusters_are_compared_by_step_and_by_what_is_trained_in_a_second(
         (PlannedRecommender, "samples", "4.50 M"),
     ):
         one = planned(kind, seconds)
+        budget = TrainingBudget(1e12) if kind is Planned else None
+        cases = [("a.toml", None), ("b", None)]
         planning._compare(
-            _show.CommandOutput(False), "w.toml", ["a.toml", "b"], None, lambda *_, found=one, **options: found
+            _show.CommandOutput(False), "w.toml", cases, tmp_path, lambda *_, found=one, **options: found, budget
         )
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == "w on 2 clusters"
-        assert lines[1].split() == ["cluster", "layout", "devices", "step", f"{unit}/s", "GB", "a", "device"]
-        assert re.sub(" {2,}", "  ", lines[3].strip()) == f"b  {one.found.best.layout}  2,048  {step}  {speed}  13"
+        days = "days  device hours  " if budget else ""
+        assert re.sub(" {2,}", "  ", lines[1]) == f"cluster  layout  devices  step  {unit}/s  {days}GB a device"
+        spent = f"{5.787037 * seconds:,.1f}  {284444.44 * seconds:,.0f}  " if budget else ""
+        row = f"b  {one.found.best.layout}  2,048  {step}  {speed}  {spent}13"
+        assert re.sub(" {2,}", "  ", lines[3].strip()) == row
 
 
 def test_a_plan_is_printed_with_its_gain_its_cases_and_its_files(
@@ -119,7 +125,7 @@ def test_a_plan_is_printed_with_its_gain_its_cases_and_its_files(
     cases = (Case("one thing", 4.0, 8), Case("another", 0.999, 8, "so"), Case("a third", 1.0, 8))
     one = planned(Planned, 2.0, base=5.0, what_if=cases)
     one.found.interrupted = True
-    planning._show(_show.CommandOutput(False), one)
+    planning._show(_show.CommandOutput(False), one, TrainingBudget(1e12))
     lines = capsys.readouterr().out.splitlines()
     assert lines[lines.index("interrupted: this is the best until then") :] == [
         "interrupted: this is the best until then",
@@ -133,10 +139,10 @@ def test_a_plan_is_printed_with_its_gain_its_cases_and_its_files(
         "base: published",
         "constants: measured",
         "workload: 7.50 billion parameters, 2,000,000 tokens and 3e+18 FLOPs a step",
-        "1,000,000 tokens/s; a trillion tokens take 11.6 days without failures",
+        "1,000,000 tokens/s; 1T tokens take 11.6 days without failures, 568,889 device hours",
         "report: p/plan.html",
     ]
-    planning._show(_show.CommandOutput(False), planned(PlannedRecommender, 0.5))
+    planning._show(_show.CommandOutput(False), planned(PlannedRecommender, 0.5), None)
     out = capsys.readouterr().out
     assert "interrupted" not in out
     assert "18.00 times" in out

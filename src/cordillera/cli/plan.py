@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,11 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet, console, refuse, work_shown
 from cordillera.errors import PlanError
-from cordillera.numbers import counted, fixed, shown
+from cordillera.numbers import compact, counted, fixed, shown
 
 if TYPE_CHECKING:
     from cordillera.cost import ProductShape
     from cordillera.planning.language.plans import Plan
+    from cordillera.reports.plan_comparison import ComparedPlan, TrainingBudget
     from cordillera.workflows.planning import Calibrated, Planned, PlannedRecommender
 
 
@@ -26,7 +29,17 @@ def plan(
     cluster: Annotated[
         list[str] | None, typer.Argument(help="Names of shipped clusters or TOML files; several are compared.")
     ] = None,
-    devices: Annotated[int | None, typer.Option(min=1, help="How many of the cluster's devices. Default: all.")] = None,
+    devices: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="How many of the cluster's devices; repeat to compare several. Default: all."),
+    ] = None,
+    tokens: Annotated[
+        float | None,
+        typer.Option(help="Tokens of the training, such as 15e12: days and device hours of each plan. Default: 1e12."),
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(help="Price of a device hour, in any currency: the cost of --tokens by each plan.")
+    ] = None,
     only: Annotated[
         list[str] | None, typer.Option("--only", help="Search placement, scheduling or network alone; repeat for two.")
     ] = None,
@@ -110,7 +123,7 @@ def plan(
     options = {
         "--devices": devices, "--only": only, "--compare": compare or None, "--what-if": what_if, "--slow": slow,
         "--jitter": jitter, "--lose": lose, "--calibration": calibration, "--products": products, "--layout": layout,
-        "--fp8": fp8,
+        "--fp8": fp8, "--tokens": tokens, "--price": price,
     }  # fmt: skip
     if calibrate is not None:
         if cluster or workload is None:
@@ -135,7 +148,6 @@ def plan(
     search = partial(
         commands.plan,
         workload,
-        devices=devices,
         only=only or ("placement", "scheduling", "network"),  # type: ignore[arg-type]
         changes=set_ or (),
         what_if=what_if or (),
@@ -148,14 +160,16 @@ def plan(
         fp8=fp8,  # type: ignore[arg-type]
         compare=compare,
     )
+    budget = _budget_of(workload, tokens, price)
     with CommandOutput(as_json) as answer:
-        if len(cluster) > 1:
-            is_whole, fits = _compare(answer, workload, cluster, folder, search)
+        if len(cluster) > 1 or len(devices or ()) > 1:
+            cases = [*product(cluster, [*devices] if devices else [None])]
+            is_whole, fits = _compare(answer, workload, cases, folder, search, budget)
         else:
-            place = folder or _default_folder(workload, cluster[0])
+            place = folder or Path("plans") / f"{Path(workload).stem}-{Path(cluster[0]).stem}"
             with work_shown("searching") as show:
-                planned = search(cluster[0], place, progress=show)
-            _show(answer, planned)
+                planned = search(cluster[0], place, devices=devices[0] if devices else None, progress=show)
+            _show(answer, planned, budget)
             is_whole, fits = not planned.found.interrupted, bool(planned.files)
         if not is_whole:
             raise typer.Exit(130)
@@ -163,81 +177,123 @@ def plan(
             raise typer.Exit(1)
 
 
-def _default_folder(workload: str, cluster: str) -> Path:
-    return Path("plans") / f"{Path(workload).stem}-{Path(cluster).stem}"
+def _budget_of(workload: str, tokens: float | None, price: float | None) -> TrainingBudget | None:
+    """Return the training that plans of a ``workload`` are asked about; None for a recommendation model."""
+    from cordillera.planning import workloads
+    from cordillera.planning.ranking.workload import Recommender
+    from cordillera.reports.plan_comparison import TrainingBudget
+
+    asked = {"--tokens": tokens, "--price": price}
+    for option, value in asked.items():
+        if value is not None and not 0 < value < math.inf:
+            raise PlanError(f"must be above 0, got {value:g}", where=option, remedy="write 15e12, or 2.5")
+    if isinstance(workloads.load(workload), Recommender):
+        refuse(asked, "a recommendation model")
+        return None
+    return TrainingBudget(1e12 if tokens is None else tokens, price)
 
 
 def _compare(
-    answer: CommandOutput, workload: str, clusters: Sequence[str], folder: Path | None, search: Callable[..., Any]
+    answer: CommandOutput,
+    workload: str,
+    cases: Sequence[tuple[str, int | None]],
+    folder: Path | None,
+    search: Callable[..., Planned | PlannedRecommender],
+    budget: TrainingBudget | None,
 ) -> tuple[bool, bool]:
-    """Plan for several clusters and print the best plan of each, or why there is none.
+    """Plan for several ``cases``, each a cluster and a number of devices, and print the best plan of each.
 
     Returns:
         Whether no search was interrupted, and whether any plan fits.
     """
     from cordillera import topology
+    from cordillera.files import write
+    from cordillera.reports.plan_comparison import ComparedPlan, plan_comparison_page
     from cordillera.workflows.planning import Planned
 
-    names = [Path(cluster).stem for cluster in clusters]
+    several = len({cluster for cluster, _ in cases}) < len(cases)
+    names = [Path(cluster).stem + f"-{devices}" * bool(several and devices) for cluster, devices in cases]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise PlanError("is named twice", where=f"cluster {twice!r}", remedy="name each cluster once")
-    for cluster in clusters:
+        raise PlanError("is named twice", where=f"cluster {twice!r}", remedy="name each cluster and number once")
+    for cluster, _ in cases:
         topology.load(cluster)  # an unknown one is refused before the first search
+    place, rows = folder or Path("plans") / Path(workload).stem, list[ComparedPlan]()
     found: dict[str, Planned | PlannedRecommender] = {}
     problems: list[tuple[str, PlanError]] = []
-    rows: list[tuple[object, ...]] = []
     with work_shown("searching") as show:
-        for name, cluster in zip(names, clusters, strict=True):
-            place = folder / name if folder else _default_folder(workload, cluster)
+        for name, (cluster, devices) in zip(names, cases, strict=True):
+            stem = Path(cluster).stem
             try:
-                one = search(cluster, place, progress=lambda text, name=name: show(f"{name}: {text}"))
+                one = search(
+                    cluster, place / name, devices=devices, progress=lambda text, name=name: show(f"{name}: {text}")
+                )
             except PlanError as error:
                 problems.append((name, error))
-                rows.append((name, "none, see below", *[None] * 5))
+                rows.append(ComparedPlan(stem, "none, see below", devices))
                 continue
             found[name] = one
-            rows.append((name, *_best(one)) if one.files else (name, "none that fits", *[None] * 5))
+            rows.append(
+                ComparedPlan.of(stem, one.explorer, one.found.best, budget, rows)
+                if one.files
+                else ComparedPlan(stem, "none that fits", devices)
+            )
             if one.found.interrupted:
                 break
     if not found:
         name, problem = problems[0]
         raise PlanError(problem.what, where=", ".join(filter(None, (name, problem.where))), remedy=problem.remedy)
     *_, last = found.values()
-    answer.tables(clusters=_list_clusters(workload, rows, "tokens" if isinstance(last, Planned) else "samples"))
+    table = _list_cases(Path(workload).stem, rows, budget)
+    answer.tables(clusters=table)
     interrupted = last.found.interrupted
     if interrupted:
-        answer.say("interrupted: the last plan is the best until then, and the clusters after it were left out")
-    for name, problem in problems:
-        answer.say(f"{name}: {problem.what}")
+        answer.say("interrupted: the last plan is the best until then, and those after it were left out")
+    said = [f"{name}: {problem.what}" for name, problem in problems]
+    for line in said:
+        answer.say(line)
+    for name, one in found.items():
+        if one.what_if or (isinstance(one, Planned) and one.found.own):
+            answer.say(f"\n{name}:" if several else "")
+            with answer.within("plans", name):
+                _show(answer, one, budget)
+        elif one.files:
+            answer.say(f"report: {one.files['plan.html']}")
+    page = place / "comparison.html"
+    cells = [str(one.header) for one in table.columns], [*zip(*(one.cells for one in table.columns), strict=True)]
+    unit = "tokens" if budget else "samples"
+    write({page: plan_comparison_page(Path(workload).stem, rows, unit, cells, said)})
+    answer.say(f"comparison: {page}")
     answer.keep(
         interrupted=interrupted,
         problems={name: problem.what for name, problem in problems},
         reports=[one.files["plan.html"] for one in found.values() if one.files],
+        comparison=page,
     )
-    for name, one in found.items():
-        if one.what_if or (isinstance(one, Planned) and one.found.own):
-            answer.say("")
-            with answer.within("plans", name):
-                _show(answer, one)
-        else:
-            answer.say(f"report: {one.files['plan.html']}")
     return not interrupted, any(one.files for one in found.values())
 
 
-def _list_clusters(workload: str, rows: Sequence[tuple[object, ...]], unit: str) -> Sheet:
+def _list_cases(title: str, rows: Sequence[ComparedPlan], budget: TrainingBudget | None) -> Sheet:
+    clusters, several = {row.cluster for row in rows}, len({row.cluster for row in rows}) < len(rows)
     table = Sheet(
-        f"{Path(workload).stem} on {len(rows)} clusters",
-        Field("cluster"),
+        f"{title} on {len(clusters)} clusters" if len(clusters) > 1 else f"{title} on {rows[0].cluster}",
+        Field("cluster", shown=len(clusters) > 1),
         Field("layout"),
         Field("devices", form="{:,}"),
         Field("seconds", "step", _seconds),
-        _ERROR._replace(shown=any(row[4] is not None for row in rows)),
-        Field(f"{unit}_per_s", f"{unit}/s", _millions),
+        _ERROR._replace(shown=any(row.error_s is not None for row in rows)),
+        Field("tokens_per_s" if budget else "samples_per_s", "tokens/s" if budget else "samples/s", _millions),
+        Field("scaling", form="{:.0%}", shown=several),
+        Field("days", form="{:,.1f}", shown=bool(budget)),
+        Field("device_hours", form="{:,.0f}", shown=bool(budget)),
+        Field("cost", form="{:,.0f}", shown=bool(budget and budget.price)),
         _MEMORY._replace(heading="GB a device"),
     )
     for row in rows:
-        table.add(*row)
+        table.add(
+            row.cluster, row.layout, row.devices, row.seconds, row.error_s, row.rate, row.scaling, row.days,
+            row.device_hours, row.cost, row.memory_bytes,
+        )  # fmt: skip
     return table
 
 
@@ -265,19 +321,6 @@ _LAYOUT_FIELDS = (
 )
 
 
-def _best(planned: Planned | PlannedRecommender) -> tuple[object, ...]:
-    """Return layout, devices, step time, its error, what is trained in a second, and memory of the best plan."""
-    from cordillera.workflows.planning import PlannedRecommender
-
-    best, work = planned.found.best, planned.explorer.workload
-    if isinstance(planned, PlannedRecommender):
-        speed, error = planned.found.best.samples_per_s, None
-    else:
-        speed = work.batch * planned.explorer.workload.sequence / best.seconds
-        error = planned.found.best.error_s
-    return str(best.layout), planned.explorer.devices, best.seconds, error, speed, best.step.memory_bytes
-
-
 def _list(answer: CommandOutput, shipped: Mapping[str, Mapping[str, str]]) -> None:
     for kind, names in shipped.items():
         table = Sheet(kind, Field("name"), Field("what"))
@@ -286,7 +329,7 @@ def _list(answer: CommandOutput, shipped: Mapping[str, Mapping[str, str]]) -> No
         answer.tables(**{kind: table})
 
 
-def _show(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
+def _show(answer: CommandOutput, planned: Planned | PlannedRecommender, budget: TrainingBudget | None) -> None:
     from cordillera.planning.language.plan_file import is_llama
     from cordillera.reports.language import plan as export
     from cordillera.reports.ranking import plan as recommender_export
@@ -294,7 +337,7 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
 
     title = f"{planned.explorer.workload.name} on {planned.explorer.topology.name}"
     if isinstance(planned, Planned) and planned.found.own:
-        _show_own(answer, title, planned)
+        _show_own(answer, title, planned, budget)
         return
     if isinstance(planned, PlannedRecommender):
         reasons = recommender_export.reasons(planned.found.best, planned.production)
@@ -321,7 +364,7 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender) -> None:
     if isinstance(planned, Planned):
         answer.say(f"base: {planned.explorer.base_source}", base_source=planned.explorer.base_source)
         answer.say(f"constants: {planned.explorer.constants}")
-        _say_size(answer, planned)
+        _say_size(answer, planned, budget)
     else:
         fitted = planned.explorer.cost.calibration.provenance
         answer.say(f"constants: {fitted}; of language models, their error here is not known")
@@ -348,7 +391,7 @@ def _say_cases(answer: CommandOutput, planned: Planned | PlannedRecommender, whi
         answer.say(f"{which}with {case.what}: {_seconds(case.seconds)} ({speed:+.2f} %) {case.note}".rstrip())
 
 
-def _say_size(answer: CommandOutput, planned: Planned) -> None:
+def _say_size(answer: CommandOutput, planned: Planned, budget: TrainingBudget | None) -> None:
     """Say how large the model and its step are, by which a person sees whether the workload is what was meant."""
     work = planned.explorer.workload
     parameters, tokens, flops = work.model.parameters, work.batch * work.sequence, planned.production.flops
@@ -356,10 +399,15 @@ def _say_size(answer: CommandOutput, planned: Planned) -> None:
         f"workload: {parameters / 1e9:,.2f} billion parameters, {tokens:,} tokens and {flops:.3g} FLOPs a step",
         parameters=parameters, tokens=tokens, flops=flops,
     )  # fmt: skip
-    if planned.found.plans:
+    if planned.found.plans and budget is not None:
         rate = tokens / planned.found.best.seconds
-        days = f"{1e12 / rate / 86_400:,.1f} days without failures"
-        answer.say(f"{rate:,.0f} tokens/s; a trillion tokens take {days}", tokens_per_s=rate)
+        days, hours, cost = budget.spent(planned.explorer.devices, rate)
+        price = "" if cost is None else f", which cost {cost:,.0f}"
+        answer.say(
+            f"{rate:,.0f} tokens/s; {compact(budget.tokens)} tokens take {days:,.1f} days without failures, "
+            f"{hours:,.0f} device hours{price}",
+            tokens_per_s=rate, days=days, device_hours=hours, cost=cost,
+        )  # fmt: skip
 
 
 def _say_error(answer: CommandOutput, plan: Plan, faster: float) -> None:
@@ -379,7 +427,7 @@ def _say_error(answer: CommandOutput, plan: Plan, faster: float) -> None:
     answer.say(text, error=plan.error)
 
 
-def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
+def _show_own(answer: CommandOutput, title: str, planned: Planned, budget: TrainingBudget | None) -> None:
     """Print a person's own layouts side by side, where their time goes, and what follows from the best of them."""
     from cordillera.planning.network.mesh import Mesh
     from cordillera.reports.language import plan as export
@@ -418,7 +466,7 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned) -> None:
         _say_cases(answer, planned)
     answer.say(f"base: {explorer.base_source}")
     answer.say(f"constants: {explorer.constants}")
-    _say_size(answer, planned)
+    _say_size(answer, planned, budget)
     if planned.files:
         answer.say(f"report: {planned.files['plan.html']}")
     answer.keep(
