@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cordillera.planning.network.collective_algorithms import plan_steps, ring_all_gather
 from cordillera.planning.network.collective_plans import Chunk, CollectivePlan, PlanStep, Transfer, all_reduced
-from cordillera.planning.network.flows import FlowLink
+from tests.planning.flows import FlowLink
 
 
 @dataclass(frozen=True)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from cordillera import topology
-from cordillera.errors import PlanError
 from cordillera.planning.network.collective_algorithms import direct_all_gather, doubling_all_gather, ring_all_gather
-from cordillera.planning.network.collective_cost import direct_seconds, doubling_seconds, plan_seconds, ring_seconds
+from cordillera.planning.network.collective_cost import direct_seconds, doubling_seconds, ring_seconds
 from cordillera.planning.network.collective_plans import CollectivePlan, all_reduced, scattered
-from cordillera.planning.network.flows import FlowLink
 from tests.planning.domain_plans import DomainNetwork, hierarchical_all_reduce
+from tests.planning.flows import FlowLink, plan_seconds
 
 INNER, CROSS = FlowLink(5e-6, 50e9), FlowLink(150e-6, 17.86e9)
 GIBIBYTE = 2.0**30
@@ -89,26 +85,6 @@ def test_the_order_of_domains_does_not_matter(sizes: list[int]) -> None:
     ) == pytest.approx(plan_seconds(hierarchical_all_reduce([4, 2, 3]), 1e9, DomainNetwork((4, 2, 3), INNER, CROSS)))
 
 
-@dataclass
-class Star:
-    """Ranks behind one switch, of which one port may be slow or dead."""
-
-    capacities: NDArray[np.float64]
-
-    def route(self, source: int, target: int) -> tuple[tuple[int, ...], float]:
-        return (source, target), 1.0
-
-
-def test_a_plan_is_priced_on_any_network_and_waits_for_its_slowest_port() -> None:
-    even, slow = Star(np.full(4, 2.0)), Star(np.array([2.0, 2.0, 0.5, 2.0]))
-    # Ports of a star are shared by both directions: 8 bytes in quarters, in and out, over 2 bytes/s.
-    assert plan_seconds(ring_all_gather(4), 8, even) == pytest.approx(3 * (1 + 2))
-    assert plan_seconds(ring_all_gather(4), 8, slow) == pytest.approx(3 * (1 + 8))
-    dead = Star(np.array([2.0, 2.0, 0.0, 2.0]))
-    with pytest.raises(PlanError, match=r"ring all-gather over 4 ranks, step 0, rank 1 to rank 2: .*capacity is 0"):
-        plan_seconds(ring_all_gather(4), 8, dead)
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -130,5 +106,3 @@ def test_impossible_numbers_are_refused_by_name(form: Callable, arguments: tuple
 def test_impossible_amounts_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="overhead is -1"):
         direct_seconds(2, 1.0, 1.0, 1.0, overhead=-1)
-    with pytest.raises(ValueError, match="num_bytes is inf"):
-        plan_seconds(ring_all_gather(2), math.inf, DomainNetwork((2,), INNER))

@@ -29,8 +29,6 @@ from cordillera.planning.network.collective_plans import (
     scattered,
     verify,
 )
-from cordillera.planning.network.collective_synthesis import synthesise_all_gather, synthesise_reduce_scatter
-from cordillera.planning.network.flows import FlowLink
 from tests.planning.domain_plans import hierarchical_all_reduce
 
 GATHERS: dict[str, Callable[[int], CollectivePlan]] = {
@@ -155,86 +153,6 @@ def test_halving_and_doubling_sends_little_far_and_much_near() -> None:
         (2, 2),
         (1, 4),
     ]
-
-
-def _network(n: int, pairs: list[tuple[int, int]], link: FlowLink) -> dict[tuple[int, int], FlowLink]:
-    return {(a % n, b % n): link for a, b in pairs}
-
-
-@pytest.mark.parametrize("n", [2, 3, 5, 8, 16, 33])
-def test_synthesis_finds_the_best_plans_of_rings_and_complete_graphs(n: int) -> None:
-    link = FlowLink(2.0, 0.5)  # chunks of 1 byte take 2 s and arrive 2 s later
-    complete = _network(n, [(a, b) for a in range(n) for b in range(n) if a != b], link)
-    plan, seconds = synthesise_all_gather(complete, n, 1.0)
-    assert (len(plan.steps), seconds) == (1, 4.0)
-    one_way = _network(n, [(a, a + 1) for a in range(n)], link)
-    plan, seconds = synthesise_all_gather(one_way, n, 1.0)
-    assert (len(plan.steps), seconds) == (n - 1, 4.0 * (n - 1))
-    plan, seconds = synthesise_all_gather(one_way | _network(n, [(a + 1, a) for a in range(n)], link), n, 1.0)
-    assert (len(plan.steps), seconds) == (n // 2, 4.0 * (n // 2))
-
-
-def test_synthesis_is_near_the_bound_on_a_torus() -> None:
-    side = 6
-    n = side * side
-    links = {}
-    for a in range(n):
-        row, column = divmod(a, side)
-        for b in ((row + 1) % side * side + column, row * side + (column + 1) % side):
-            links[a, b] = links[b, a] = FlowLink(0.0, 1.0)
-    plan, seconds = synthesise_all_gather(links, n, 1.0)
-    check(plan, n)
-    assert (n - 1) / 4 <= seconds <= 1.3 * (n - 1) / 4
-
-
-def test_synthesis_does_not_give_a_slow_link_what_a_fast_way_delivers_sooner() -> None:
-    links = {
-        (0, 1): FlowLink(0.0, 1.0),
-        (1, 2): FlowLink(0.0, 1.0),
-        (0, 2): FlowLink(9.0, 1.0),
-        (2, 0): FlowLink(0.0, 1.0),
-    }
-    links |= {(2, 1): FlowLink(0.0, 1.0), (1, 0): FlowLink(0.0, 1.0)}
-    plan, seconds = synthesise_all_gather(links, 3, 1.0)
-    verify(plan, 3)
-    assert seconds == 2.0
-    assert all(sent[:2] != (0, 2) for step in plan.steps for sent in step)
-
-
-@given(st.integers(2, 7), st.data())
-@settings(max_examples=40)
-def test_synthesis_is_correct_on_any_connected_network(n: int, data: st.DataObject) -> None:
-    link = st.builds(FlowLink, st.floats(0, 5), st.floats(0.1, 5))
-    around = data.draw(st.permutations(range(n)))
-    links = {(around[i], around[(i + 1) % n]): data.draw(link) for i in range(n)}
-    for pair in data.draw(st.lists(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)), max_size=8)):
-        if pair[0] != pair[1]:
-            links[pair] = data.draw(link)
-    for make in (synthesise_all_gather, synthesise_reduce_scatter):
-        plan, seconds = make(links, n, 2.0)
-        check(plan, n)
-        assert all(sent[:2] in links for step in plan.steps for sent in step)
-        assert all(len({sent[:2] for sent in step}) == len(step) for step in plan.steps)
-        # Every rank takes in n - 1 chunks, or gives out as many, over the links that it has.
-        for rank in range(n):
-            ends = [one.rate for pair, one in links.items() if pair[make is synthesise_all_gather] == rank]
-            assert seconds >= (n - 1) * 2.0 / sum(ends) - 1e-9
-
-
-def test_synthesis_names_what_cannot_be_reached_or_cannot_be() -> None:
-    link = FlowLink(0.0, 1.0)
-    with pytest.raises(PlanError, match="rank 2 can never receive the chunk of rank 0"):
-        synthesise_all_gather({(0, 1): link, (1, 0): link, (2, 0): link}, 3, 1.0)
-    with pytest.raises(ValueError, match="link 0 -> 1: rate is 0"):
-        synthesise_all_gather({(0, 1): FlowLink(0.0, 0.0)}, 2, 1.0)
-    with pytest.raises(ValueError, match="link 0 -> 1: latency is nan"):
-        synthesise_all_gather({(0, 1): FlowLink(float("nan"), 1.0)}, 2, 1.0)
-    with pytest.raises(ValueError, match="link 0 -> 5 does not join two of the 2 ranks"):
-        synthesise_all_gather({(0, 5): link}, 2, 1.0)
-    with pytest.raises(ValueError, match="chunk_bytes is -1"):
-        synthesise_all_gather({}, 1, -1.0)
-    assert synthesise_all_gather({}, 1, 1.0)[1] == 0.0
-    assert synthesise_all_gather({(0, 1): FlowLink(2.0, 1.0), (1, 0): FlowLink(3.0, 1.0)}, 2, 0.0)[1] == 3.0
 
 
 def _without(plan: CollectivePlan, s: int, i: int) -> CollectivePlan:

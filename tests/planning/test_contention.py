@@ -19,12 +19,12 @@ from cordillera.planning.language.own_layout import OwnLayout
 from cordillera.planning.language.plans import Plan
 from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.contention import Contention, Slowdown, fair_rates
-from cordillera.planning.network.flows import max_min_rates
 from cordillera.planning.network.mesh import Group, Mesh
 from cordillera.planning.network.settings import production_network
 from cordillera.planning.pipeline.schedules import Action, Kind, Schedule
 from cordillera.planning.pipeline.simulator import StageSeconds, simulate
 from cordillera.topology import Topology
+from tests.planning.flows import max_min_rates
 
 CLUSTER = topology.load("two-buildings").changed({"pod.members": 4, "building.members": 1, "rack.members": 2})
 RATES = st.floats(0.01, 100.0)

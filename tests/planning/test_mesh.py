@@ -14,13 +14,13 @@ from cordillera.cost import Calibration, CostModel
 from cordillera.errors import PlanError
 from cordillera.planning.language.job import PlannedJob
 from cordillera.planning.language.workload import Layout
-from cordillera.planning.network.collective_cost import plan_seconds, ring_seconds
-from cordillera.planning.network.flows import FlowLink
+from cordillera.planning.network.collective_cost import ring_seconds
 from cordillera.planning.network.mesh import Mesh
 from cordillera.planning.network.settings import NetworkSettings
 from cordillera.planning.workloads import load
 from cordillera.topology import Topology
 from tests.planning.domain_plans import DomainNetwork, hierarchical_all_reduce
+from tests.planning.flows import FlowLink, plan_seconds
 
 
 def toy() -> Topology:

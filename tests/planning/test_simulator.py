@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.errors import PlanError
-from cordillera.planning.network.flows import Flow, finish_times, max_min_rates
 from cordillera.planning.pipeline.schedules import (
     Kind,
     Schedule,
@@ -26,6 +25,7 @@ from cordillera.planning.pipeline.schedules import (
     zero_bubble_v,
 )
 from cordillera.planning.pipeline.simulator import StageSeconds, Way, simulate
+from tests.planning.flows import Flow, finish_times, max_min_rates
 
 P, M = 4, 16
 

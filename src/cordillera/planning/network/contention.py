@@ -11,8 +11,6 @@ from cordillera.planning.network.mesh import SharedLink
 def fair_rates(capacity: float, counts: tuple[int, int], limits: tuple[float, float]) -> tuple[float, float]:
     """Return the max-min fair rates of one transfer of each of two kinds on a link, bytes/s.
 
-    This is :func:`cordillera.planning.network.flows.max_min_rates` for one resource.
-
     Args:
         capacity: Capacity of the link, bytes/s.
         counts: Number of transfers of each kind.

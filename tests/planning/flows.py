@@ -1,4 +1,4 @@
-"""Transfers that share resources: max-min fair rates and arrival times of flows.
+"""Transfers that share resources, as a reference: max-min fair rates, arrival times of flows, seconds of a plan.
 
 A resource is anything with a capacity in bytes/s that transfers share: the egress of a network card, an uplink, a
 fibre. A flow is limited by the resources on its path and by a limit of its own. Flows share a capacity; none has a
@@ -11,12 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cordillera.errors import PlanError
+from cordillera.planning.network.collective_plans import CollectivePlan, PlanStep
 
 _Floats: TypeAlias = NDArray[np.float64]
 _Integers: TypeAlias = NDArray[np.int64]
@@ -229,3 +230,63 @@ def _refuse_stuck(i: int, flows: Sequence[Flow], problem: _Problem) -> None:
         reason = f"it crosses resource {dead[0]}, whose capacity is 0" if dead else "its rate is 0"
         remedy = "route it another way, or give that resource a capacity"
     raise PlanError(f"{flows[i].bytes:g} bytes can never finish: {reason}", where=f"flow {i}", remedy=remedy)
+
+
+class Network(Protocol):
+    """The network on which a plan is priced, such as a :class:`~cordillera.topology.Topology`."""
+
+    @property
+    def capacities(self) -> NDArray[np.float64]:
+        """Capacity of each resource, bytes/s: ``[R]``."""
+
+    def route(self, source: int, target: int, /) -> tuple[tuple[int, ...], float]:
+        """Return the resources from the rank ``source`` to the rank ``target``, and the one-way latency in seconds."""
+
+
+def plan_seconds(plan: CollectivePlan, num_bytes: float, network: Network, *, message_overhead: float = 0.0) -> float:
+    """Return the seconds until the last rank is done with a plan on a network.
+
+    All transfers of a step share the resources of the network max-min fairly; a transfer takes its latency plus the
+    time for its bytes. A rank begins a step when all transfers of earlier steps that it sends or receives are done.
+    Ranks that exchange nothing do not wait for one another, and a plan in which every rank takes part in every step
+    costs the sum of the slowest transfers of its steps.
+
+    Args:
+        plan: A verified plan.
+        num_bytes: Bytes of the largest buffer of a rank: the vector of an all-reduce, the result of an all-gather, or
+            all blocks of one rank in an all-to-all.
+        network: Network with the ranks of the plan.
+        message_overhead: Seconds to issue each message that a rank sends in a step after the first.
+
+    Raises:
+        PlanError: If a transfer crosses a resource without capacity.
+    """
+    unit = num_bytes / plan.buffer_size
+    ready = np.zeros(plan.ranks)
+    known: dict[tuple[tuple[int, int, int], ...], NDArray[np.float64]] = {}
+    for s, step in enumerate(plan.steps):
+        sources = np.array([sent.source for sent in step])
+        targets = np.array([sent.target for sent in step])
+        # Most algorithms repeat a step with other chunks of the same size.
+        key = tuple((sent.source, sent.target, sum(plan.chunks[c].size for c in sent.chunks)) for sent in step)
+        if key not in known:
+            sizes = [size * unit for _, _, size in key]
+            known[key] = _durations(step, sizes, network, f"{plan.name}, step {s}")
+            known[key] += message_overhead * np.maximum(np.bincount(sources) - 1, 0)[sources]
+        done = np.maximum(ready[sources], ready[targets]) + known[key]
+        np.maximum.at(ready, sources, done)
+        np.maximum.at(ready, targets, done)
+    return float(ready.max())
+
+
+def _durations(step: PlanStep, sizes: Sequence[float], network: Network, where: str) -> NDArray[np.float64]:
+    flows = []
+    for sent, size in zip(step, sizes, strict=True):
+        path, latency = network.route(sent.source, sent.target)
+        flows.append(Flow(size, path, latency=latency))
+    try:
+        return finish_times(flows, network.capacities)
+    except PlanError as error:
+        sent = step[int(str(error.where).removeprefix("flow "))]
+        where += f", rank {sent.source} to rank {sent.target}"
+        raise PlanError(error.what, where=where, remedy=error.remedy) from error
