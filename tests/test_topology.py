@@ -19,7 +19,6 @@ from cordillera.topology import Topology
 DEVICE = {
     "name": "toy",
     "matrix_flops_per_s": 1e12,
-    "vector_flops_per_s": 1e11,
     "memory_bytes": 1e9,
     "memory_bytes_per_s": 1e11,
     "nic_bytes_per_s": 10.0,
@@ -148,7 +147,7 @@ def test_one_message_names_every_mistake(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as error:
         topology.load(path)
     for part in (
-        "bad.toml: 9 mistakes",
+        "bad.toml: 8 mistakes",
         "device.matrix_flops_per_s: must be a finite number, got nan",
         "device.memory_bytes: is missing",
         "levels[0].members: must be at least 1, got 0",

@@ -75,7 +75,6 @@ class Device(BaseModel):
     Attributes:
         name: Name given by the maker.
         matrix_flops_per_s: Dense peak of its matrix engine in the training precision.
-        vector_flops_per_s: Peak of all other arithmetic.
         memory_bytes: Bytes of the device's memory.
         memory_bytes_per_s: Bandwidth of the memory, bytes/s.
         nic_bytes_per_s: Bandwidth of the device's share of the host's network cards in each direction, bytes/s.
@@ -87,7 +86,6 @@ class Device(BaseModel):
 
     name: Label
     matrix_flops_per_s: Positive
-    vector_flops_per_s: Positive
     memory_bytes: Positive
     memory_bytes_per_s: Positive
     nic_bytes_per_s: Positive

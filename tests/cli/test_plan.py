@@ -262,19 +262,22 @@ def test_layouts_of_which_none_fits_write_nothing_and_say_what_takes_the_memory(
 
 
 def test_error_bars_are_those_of_the_constants_and_fp8_has_none(cli: Any) -> None:
-    own = ("--layout", "tensor=8", "--layout", "tensor=8,fp8=none", "--fp8", "linear")
-    command = ("plan", "llama3-8b", "two-buildings", "--devices", 16, *own)
-    rows = json.loads(cli(*command, "--out", "p", "--json").out)["plans"]
+    Path("own.json").write_text(json.dumps({"error": 0.1, "provenance": "ours"}))
+    command = ("plan", "llama3-8b", "two-buildings", "--devices", 16, "--layout", "tensor=8")
+    narrow = (*command, "--layout", "tensor=8,fp8=none", "--fp8", "linear", "--calibration", "own.json")
+    rows = json.loads(cli(*narrow, "--out", "p", "--json").out)["plans"]
     assert [row["error_s"] is None for row in rows] == [True, False, True]  # the base is in FP8, too
-    assert rows[1]["error_s"] == pytest.approx(0.024 * rows[1]["seconds"])
+    assert rows[1]["error_s"] == pytest.approx(0.1 * rows[1]["seconds"])
     assert rows[0]["seconds"] < rows[1]["seconds"]
-    out = cli(*command, "--out", "q").out
+    out = cli(*narrow, "--out", "q").out
     assert "±" in out
     assert "is not known: no measured step was in FP8" in out
     assert "its error is not known" in Path("q/plan.html").read_text()
-    alone = cli("plan", "llama3-8b", "two-buildings", "--devices", 16, "--layout", "tensor=8", "--out", "r")
-    assert "on average, by the constants' error" in alone.out
+    assert "on average, by the constants' error" in cli(*command, "--calibration", "own.json", "--out", "r").out
     assert "the mean error of the constants" in Path("r/plan.html").read_text()
+    shipped = cli(*command, "--out", "s").out  # three steps by which a constant was chosen say nothing of others
+    assert "±" not in shipped
+    assert "is not known" in shipped
     for refused, message in ((("llama3-8b", "selene"), "has no FP8"), (("dlrm-dcnv2", "selene"), "is not known for")):
         result = cli("plan", *refused, "--devices", 16, "--fp8", "ffn")
         assert result.code == 2
@@ -674,5 +677,5 @@ def test_rate_and_days_of_a_training_are_told_and_wrong_searches_refused(cli: An
 
 def test_steps_unlike_all_that_were_measured_have_no_error_bar(cli: Any) -> None:
     own = ("--layout", "tensor=8", "--layout", "tensor=4,shards=2,shard_weights=true")
-    out = cli("plan", "llama3-8b", "two-buildings", "--devices", 8, *own, "--out", "p", "--json").out
+    out = cli("plan", "llama3-8b", "selene", "--devices", 8, *own, "--out", "p", "--json").out
     assert [row["error_s"] is None for row in json.loads(out)["plans"]][:2] == [False, True]

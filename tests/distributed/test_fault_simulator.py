@@ -89,6 +89,16 @@ def test_restarts_that_begin_anew_leave_the_time_without_a_failure_in_it() -> No
     assert mean_effective(FaultyJob("restart")) == pytest.approx(math.exp(-600 / 1080), abs=0.02)
 
 
+@pytest.mark.parametrize("queue", [False, True])
+def test_a_job_whose_repairs_take_longer_than_its_failures_let_it_ends_without_useful_time(queue: bool) -> None:
+    """Recoveries that never end are given up at the end of the simulated time."""
+    use = simulate_faults(FaultyJob("restart", between_s=5, repair_s=7200, queue=queue), 86_400, 0)
+    assert use.useful < 60
+    assert use.stalled == pytest.approx(use.elapsed, abs=60)
+    assert use.elapsed >= 86_400
+    assert effective_with_replicas(300, 1, 7200, 4) == 0
+
+
 @pytest.mark.parametrize(("recovery", "save", "expected"), [(300, 10, 0.932), (600, 10, 0.906), (600, 60, 0.850)])
 def test_checkpoints_follow_the_closed_form(recovery: float, save: float, expected: float) -> None:
     between = llama3_seconds_between_failures(LLAMA3_DEVICES)

@@ -381,6 +381,22 @@ def test_popular_rows_are_in_the_cache() -> None:
     assert rates["lfu"] > rates["lru"] > 0.2
 
 
+def test_rows_that_become_popular_get_lines_after_one_halving_however_popular_others_were() -> None:
+    spec = FeatureSpec((), (SparseFeature("a", "t"),), {"t": 64}, ("y",))
+    model = make_tables(spec, 2, TablesConfig(name="sgd", rows="int8", cache=0.5, cache_policy="lfu"))
+    assert isinstance(model, CachedEmbeddingTables)
+
+    def held_after(rows: range, updates: int) -> set[int]:
+        batch = JaggedBatch(("a",), torch.tensor([*rows]), torch.arange(len(rows) + 1), one_hot=True)
+        for _ in range(updates):
+            model(batch).sum().backward()
+            model.update()
+        return set(model.cache.tags.tolist())
+
+    assert held_after(range(32), 3000) == {*range(32)}
+    assert held_after(range(32, 64), 1100) == {*range(32, 64)}
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_memory_is_counted_to_the_byte(policy, optimizer) -> None:

@@ -228,7 +228,7 @@ def test_devices_of_one_kind_in_use_are_a_cluster_of_one_kind() -> None:
 def test_a_cluster_file_has_groups_and_its_mistakes_are_named(tmp_path: Path) -> None:
     text = Path(str(topology.resources.files("cordillera.clusters") / "two-buildings.toml")).read_text()
     group = '\n[[groups]]\nlevel = "building"\ndomain = 1\ndevice = { name = "old", matrix_flops_per_s = 312e12, %s }\n'
-    rest = "vector_flops_per_s = 78e12, memory_bytes = 40e9, memory_bytes_per_s = 1555e9, nic_bytes_per_s = 25e9"
+    rest = "memory_bytes = 40e9, memory_bytes_per_s = 1555e9, nic_bytes_per_s = 25e9"
     file = tmp_path / "mine.toml"
     file.write_text(text + group % rest)
     assert topology.load(file).groups == (DeviceGroup(level="building", domain=1, device=topology.load(file).kinds[1]),)
@@ -247,7 +247,7 @@ def test_what_is_for_one_kind_of_devices_is_refused(tmp_path: Path) -> None:
     file.write_text(
         Path(str(topology.resources.files("cordillera.clusters") / "two-buildings.toml")).read_text()
         + '\n[[groups]]\nlevel = "building"\ndomain = 1\ndevice = { name = "old", matrix_flops_per_s = 312e12, '
-        "vector_flops_per_s = 78e12, memory_bytes = 40e9, memory_bytes_per_s = 1555e9, nic_bytes_per_s = 25e9 }\n"
+        "memory_bytes = 40e9, memory_bytes_per_s = 1555e9, nic_bytes_per_s = 25e9 }\n"
     )
     steps = tmp_path / "steps.csv"
     steps.write_text(

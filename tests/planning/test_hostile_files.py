@@ -30,7 +30,6 @@ description = "two rooms"
 [device]
 name = "A100 SXM4 80GB"
 matrix_flops_per_s = 312e12
-vector_flops_per_s = 78e12
 memory_bytes = 80e9
 memory_bytes_per_s = 2039e9
 nic_bytes_per_s = 25e9

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cordillera import topology
+from cordillera.cost import calibration_for
 from cordillera.errors import PlanError
 from cordillera.planning import workloads
 from cordillera.planning.language.explorer import Explorer
@@ -100,12 +101,12 @@ def test_a_layout_of_a_search_is_evaluated_to_the_same_step() -> None:
 
 def test_a_plan_has_the_error_of_its_constants_unless_nothing_like_it_was_measured() -> None:
     building = topology.load("llama3-building")
-    explorer = Explorer(WORK, building, devices=64)
+    constants = calibration_for(building.device).model_copy(update={"error": 0.1})
+    explorer = Explorer(WORK, building, constants, devices=64)
     plain, narrow = (explorer.evaluate(read_layout(f"tensor=8{more}", 64, WORK)) for more in ("", ",fp8=ffn"))
-    assert plain.error == explorer.cost.calibration.error == 0.024
-    assert plain.error_s == pytest.approx(0.024 * plain.seconds)
-    assert plain.to_json()["error"] == 0.024
+    assert plain.error == explorer.cost.calibration.error == 0.1
+    assert plain.error_s == pytest.approx(0.1 * plain.seconds)
+    assert plain.to_json()["error"] == 0.1
     assert (narrow.error, narrow.error_s, narrow.to_json()["error"]) == (None, None, None)
-    unknown = explorer.cost.calibration.model_copy(update={"error": None})
-    other = Explorer(WORK, building, unknown, devices=64).evaluate(read_layout("tensor=8", 64, WORK))
+    other = Explorer(WORK, building, devices=64).evaluate(read_layout("tensor=8", 64, WORK))
     assert other.error_s is None

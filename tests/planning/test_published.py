@@ -54,11 +54,11 @@ def test_a_published_layout_fits_and_is_as_fast_as_published(name: str, entry: P
     assert explorer.fits(whole) == (entry.devices == 16384)
 
 
-def test_the_error_that_ships_is_that_of_these_rows() -> None:
+def test_the_error_that_is_told_is_that_of_these_rows() -> None:
     errors = [abs((entry.teraflops or 0) / teraflops(evaluated(name, entry)[1]) - 1) for name, entry in PUBLISHED]
-    error = calibration_for(CLUSTER.device).error
-    assert error == pytest.approx(sum(errors) / len(errors), abs=0.001)
-    assert "2.4 % off on average" in calibration_for(CLUSTER.device).described
+    assert sum(errors) / len(errors) == pytest.approx(0.024, abs=0.001)
+    assert "three rows are 2.4 % off on average" in calibration_for(CLUSTER.device).described
+    assert calibration_for(CLUSTER.device).error is None  # a constant was chosen in view of them
 
 
 @pytest.mark.parametrize("fitted", [0, 1])

@@ -41,7 +41,6 @@ def toy() -> Topology:
     device = {
         "name": "toy",
         "matrix_flops_per_s": 1e12,
-        "vector_flops_per_s": 1e11,
         "memory_bytes": 1e9,
         "memory_bytes_per_s": 1e11,
         "nic_bytes_per_s": 10.0,

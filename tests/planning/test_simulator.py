@@ -1,4 +1,4 @@
-"""The simulator against closed forms, a published toy grid of a second simulator, and a brute-force replay."""
+"""The simulator against closed forms, a grid of a second simulator, and a brute-force replay."""
 
 from __future__ import annotations
 

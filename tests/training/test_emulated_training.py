@@ -14,6 +14,7 @@ from cordillera.recipe import dump, load
 from cordillera.training import checkpoints
 from cordillera.training.ranking.config import TrainingConfig
 from cordillera.training.ranking.trainer import Trainer
+from cordillera.workflows.ranking import _check_alone
 
 from .conftest import MemoryLoader
 
@@ -112,6 +113,9 @@ def test_a_recipe_says_what_is_emulated_and_reads_what_it_wrote(tmp_path) -> Non
         load("movielens-dlrm", [*overrides, "training.emulate.weights=nothing"])
     with pytest.raises(RecipeError, match="set precision = 'fp32'"):
         load("movielens-dlrm", ["training.precision=bf16", "training.emulate.format=bf16"])
+    for name in ("hstu", "target-attention"):  # its kernels compute in float32, unseen by the emulation
+        with pytest.raises(RecipeError, match="does not round attention over histories"):
+            _check_alone(load("movielens-hstu", [f"model.name={name}", *overrides]), torch.device("cpu"))
 
 
 def last_loss(trainer: Trainer) -> float:

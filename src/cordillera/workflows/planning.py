@@ -96,7 +96,6 @@ class PlannedRecommender:
 
 _LEAST = {
     "matrix_flops_per_s": (1e10, "FLOP/s"),
-    "vector_flops_per_s": (1e9, "FLOP/s"),
     "memory_bytes": (1e8, "bytes"),
     "memory_bytes_per_s": (1e8, "bytes/s"),
     "nic_bytes_per_s": (1e6, "bytes/s"),

@@ -284,6 +284,8 @@ def _check_alone(recipe: RankingRecipe, device: torch.device) -> None:
     """Refuse what tables of a kind cannot be trained with."""
     tables = recipe.tables
     require_cpu(tables, device)
+    if recipe.training.emulate is not None and recipe.model.name in ("hstu", "target-attention"):
+        raise RecipeError(recipe.name, [("training.emulate", "does not round attention over histories: leave it out")])
     if recipe.training.emulate is not None and (tables.are_encoded or tables.dynamic is not None):
         why = "rounds whole tables in memory: set tables.rows = 'fp32' and tables.cache = 0, without tables.dynamic"
         raise RecipeError(recipe.name, [("training.emulate", why)])
@@ -558,10 +560,7 @@ def _evaluate(
     place: tuple[int | None, int | None],
     ranks: OneRank | None = None,
 ) -> Evaluation:
-    """Evaluate weights; ``place`` holds the number of their training steps and the total number of steps.
-
-    Several ``ranks`` score together; of these, rank 0 writes the result.
-    """
+    """Evaluate a model by all ``ranks``, of which rank 0 writes the result; ``place`` is its step and the last one."""
     dataset: ClickDataset = getattr(splits, split)
     ranks = ranks or slices.alone(model, recipe.training.slices)
     evaluation = evaluate_split(

@@ -66,6 +66,6 @@ def effective_with_replicas(between_s: float, stall_s: float, absent_s: float, r
     """Return the share of useful time if a failure stops all for ``stall_s``, and one replica until ``absent_s``.
 
     Failures are taken one at a time: of the seconds between two, all are idle for ``stall_s``, and one of the
-    replicas for what is left of ``absent_s``.
+    replicas for what is left of ``absent_s``. If failures come faster than that, the share is 0.
     """
-    return 1 - stall_s / between_s - (absent_s - stall_s) / between_s / replicas
+    return max(0.0, 1 - stall_s / between_s - (absent_s - stall_s) / between_s / replicas)

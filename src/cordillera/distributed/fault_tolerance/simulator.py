@@ -170,7 +170,7 @@ def _restart(job: FaultyJob, duration: float, failures: _Failures) -> TimeUse:
         kept = unsaved if cycle == math.inf else 0.0
         use.useful, use.redone, unsaved = use.useful + kept, use.redone + unsaved - kept, 0.0
         end = now + job.repair_s
-        while failures.next[0] < end:
+        while failures.next[0] < min(end, duration):
             again, _ = failures.pop()
             end = end + job.repair_s if job.queue else again + job.repair_s
         now, use.stalled = end, use.stalled + end - now

@@ -43,7 +43,7 @@ from cordillera.kernels.numba_support import extent, pool, prefetch, sum_rows, t
 
 _LRU = POLICIES["lru"]
 _DIRTY, _IN_USE = np.uint8(1), np.uint8(2)
-_MOST = 255  # largest count of a row outside the cache
+_MOST = 255  # largest count of a row, in the cache or not: an older one with a larger count would never make room
 _GRADIENT, _ROW = 1, 2
 _MAGNITUDE, _INFINITY = np.int64(0x7FFFFFFFFFFFFFFF), np.int64(0x7FF0000000000000)  # of float64
 
@@ -85,7 +85,7 @@ def _place(rows: Any, policy: int, step: int, tags: Any, ranks: Any, states: Any
             slots[i] = slot
             if slot >= 0:
                 states[slot] |= _IN_USE
-                ranks[slot] = step if policy == _LRU else ranks[slot] + 1
+                ranks[slot] = step if policy == _LRU else min(ranks[slot] + 1, _MOST)
             elif policy != _LRU and counts[row] < _MOST:
                 counts[row] += np.uint8(1)
         for i in range(distinct):
