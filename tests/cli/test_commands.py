@@ -421,14 +421,6 @@ def test_a_bad_row_in_the_middle_of_a_file_to_predict_leaves_no_scores(cli, done
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["new.csv"]
 
 
-def test_commands_on_ranking_runs_load_nothing_that_shards_weights():
-    code = "import sys\nfrom cordillera.workflows import prediction, ranking, runs\n"
-    code += "slow = {'torch.distributed.tensor', 'torch.distributed.fsdp', 'torch._dynamo', 'sympy'}\n"
-    code += "assert not slow & set(sys.modules), slow & set(sys.modules)"
-    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert finished.returncode == 0, finished.stderr
-
-
 def test_a_reader_that_closes_the_pipe_and_ctrl_c_while_modules_load_end_the_command_well():
     read, write = os.pipe()
     os.close(read)
@@ -455,11 +447,14 @@ def test_the_separator_of_an_error_s_advice_is_taken_as_a_shell_gives_it(cli, tm
     assert load(made).data.separator == "\t"
 
 
-def test_a_training_whose_reader_left_goes_on(recipe, tmp_path):
+def test_a_training_loads_nothing_that_shards_weights_and_goes_on_when_its_reader_left(recipe, tmp_path):
     read, write = os.pipe()
     os.close(read)
-    words = ["cordillera", "train", str(recipe), "--run", str(tmp_path / "run")]
-    code = f"import sys; sys.argv = {words}\nfrom cordillera.__main__ import main; main()"
+    words = ["cordillera", "train", str(recipe), "--run", str(tmp_path / "run"), "--set", "training.epochs=1"]
+    code = f"import sys; sys.argv = {words}\nfrom cordillera.workflows import prediction, ranking, runs\n"
+    code += "slow = {'torch.distributed.tensor', 'torch.distributed.fsdp', 'torch._dynamo', 'sympy'}\n"
+    code += "assert not slow & set(sys.modules), slow & set(sys.modules)\n"
+    code += "from cordillera.__main__ import main; main()"
     own = {**os.environ, "CORDILLERA_CACHE": str(tmp_path / "cache")}
     closed = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, env=own, timeout=120)
     os.close(write)
@@ -521,18 +516,17 @@ def test_a_model_that_is_too_good_and_a_best_that_is_not_kept_are_said(cli, reci
     (tmp_path / "log.csv").write_text("\n".join(told) + "\n")
     text = recipe.read_text().replace('{ name = "price" }', '{ name = "price" }, { name = "seconds" }')
     recipe.write_text(text)
-    result = cli("train", recipe, "--run", "told", "--set", "training.epochs=30")
+    short = ("--set", "training.epochs=8", "--set", "training.learning_rate=0.05")
+    result = cli("train", recipe, "--run", "told", *short)
     assert "click: such an AUC is rare; a feature may be known only after the label\n" in result.out
     assert "  -> see which tells most: cordillera evaluate told --importance\n" in result.out
-    plain = cli("train", recipe, "--run", "plain", "--set", 'data.schema.dense=[{name="price"}]',
-                "--set", "training.epochs=30", "--set", "training.learning_rate=0.05")  # fmt: skip
+    short += ("--set", 'data.schema.dense=[{name="price"}]')
+    plain = cli("train", recipe, "--run", "plain", *short)
     assert "such an AUC" not in plain.out
     assert re.search(
         r"the last weights are kept; best NE 0\.\d{4} was at step [\d,]+ \(training\.patience\)", plain.out
     )
-    kept = cli("train", recipe, "--run", "kept", "--set", 'data.schema.dense=[{name="price"}]',
-               "--set", "training.epochs=30", "--set", "training.learning_rate=0.05",
-               "--set", "training.patience=40")  # fmt: skip
+    kept = cli("train", recipe, "--run", "kept", *short, "--set", "training.patience=40")
     assert "the last weights" not in kept.out
 
 

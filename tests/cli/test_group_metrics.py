@@ -13,7 +13,7 @@ from .conftest import RECIPE, write_log
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "small.toml"
-    path.write_text(RECIPE.format(path=write_log(tmp_path / "log.csv", rows=3000)))
+    path.write_text(RECIPE.format(path=write_log(tmp_path / "log.csv", rows=2000)))
     return path
 
 

@@ -19,6 +19,7 @@ from cordillera.errors import RecipeError
 from cordillera.models import imported
 from cordillera.models.ranking import MODELS
 from cordillera.serving.ranking.standalone import Scorer
+from tests.distributed.processes import needs_gloo
 
 MODULE = '''
 import torch
@@ -90,6 +91,7 @@ def test_every_command_takes_a_model_of_ones_own(cli: Any, own: Path, tmp_path: 
     assert pickle.loads(pickle.dumps(again.model)) == again.model
 
 
+@needs_gloo
 def test_processes_import_it_too(cli: Any, own: Path) -> None:
     trained = cli("train", own, "--run", "runs/two", "--nproc", 2, "--set", "training.epochs=1")
     assert trained.code == 0, trained.err

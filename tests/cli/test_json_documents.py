@@ -87,10 +87,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def inputs(cli: Any, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with all that :data:`COMMANDS` name, and results in place of work that takes long."""
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    lines = (tmp_path / "log.csv").read_text().splitlines()
+def inputs(request: Any, cli: Any, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with all that a command of :data:`COMMANDS` names, and results in place of work that takes long."""
+    lines = write_log(tmp_path / "log.csv").read_text().splitlines()
+    (tmp_path / "small.toml").write_text(RECIPE.format(path=tmp_path / "log.csv"))
+    if "run" in COMMANDS[command]:
+        shutil.copytree(request.getfixturevalue("trained"), tmp_path, dirs_exist_ok=True)
     moved = [re.sub(r"(phone|tablet|desk),[\d.]*", r"desk,9999", line) for line in lines[1:]]
     (tmp_path / "moved.csv").write_text("\n".join([lines[0], *moved]) + "\n")
     (tmp_path / "tiny.toml").write_text(test_search.RECIPE)

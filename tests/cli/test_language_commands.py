@@ -131,7 +131,6 @@ def test_train_evaluate_generate_report_and_compare_work_together(cli, recipe, t
     assert f"{held_out['loss']:.4f}" in evaluated.out
     assert json.loads(cli("evaluate", "runs/a", "--json").out)["targets"] == held_out["targets"]
     assert json.loads(cli("evaluate", "runs/a", "--json", "--tokens", 100).out)["targets"] < held_out["targets"] / 2
-    assert cli("evaluate", "runs/a").code == 0
     assert "must be validation" in cli("evaluate", "runs/a", "--split", "test").err
 
     written = cli("generate", "runs/a", "the river", "-n", 12, "--raw", "--temperature", 0, "--dtype", "float32", "-q")
@@ -158,7 +157,7 @@ def test_train_evaluate_generate_report_and_compare_work_together(cli, recipe, t
     ):
         assert said in cli("train", recipe, "--run", "runs/none", "--set", change).err
 
-    assert cli("train", recipe, "--run", "runs/b", "--seed", 4, "-q").code == 0
+    assert cli("train", recipe, "--run", "runs/b", "--seed", 4, "-q", "--set", "training.steps=2").code == 0
     compared = cli("compare", "runs/a", "runs/b")
     assert compared.code == 0, compared.err
     (folder / "report.html").unlink()

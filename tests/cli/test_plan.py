@@ -22,7 +22,9 @@ from typing import Any
 import pytest
 
 import cordillera
+from cordillera import topology
 from cordillera.errors import PlanError
+from cordillera.workflows import planning
 
 SMALL = """
 batch = 8
@@ -79,7 +81,7 @@ def test_a_plan_is_charged_what_failures_cost(cli: Any, monkeypatch: pytest.Monk
     assert planned.code == 0
     assert "searching placement  0:00:0" in planned.err  # where there is no terminal, lines tell what it does
     best = json.loads(Path("p/plan.json").read_text())["plans"][0]
-    options = ("--between", 0.001, "--replicas", 4, "--days", 0.5, "--runs", 2)
+    options = ("--between", 0.001, "--replicas", 4, "--days", 0.1, "--runs", 2)
     result = cli("simulate-faults", "--plan", "p/plan.json", *options)
     assert result.code == 0, result.err
     assert f"{best['seconds']:.4g} without" in result.out
@@ -215,8 +217,9 @@ def test_own_layouts_are_evaluated_side_by_side(cli: Any) -> None:
 
 
 def test_a_loss_keeps_the_precision_that_an_own_layout_chose(cli: Any) -> None:
+    Path("small.toml").write_text(SMALL)
     own = ("--layout", "tensor=2,fp8=linear", "--lose", "host")
-    result = cli("plan", "llama3-8b", "two-buildings", "--devices", 16, "--set", "host.members=8", *own, "--out", "p")
+    result = cli("plan", "small.toml", "two-buildings", "--devices", 4, "--set", "host.members=2", *own, "--out", "p")
     assert result.code == 0, result.err
     lost = next(line for line in result.out.splitlines() if line.startswith("with host lost"))
     assert "FP8-linear" in lost
@@ -226,28 +229,29 @@ def test_devices_without_constants_and_units_that_seem_wrong_are_named(cli: Any)
     text = (resources.files("cordillera.clusters") / "two-buildings.toml").read_text()
     assert 'name = "H100 SXM5 80GB"' in text
     Path("near.toml").write_text(text.replace("H100 SXM5 80GB", "H100 SXM 80GB"))
-    plan = ("--devices", 8, "--layout", "tensor=8", "--out", "p")
+    Path("small.toml").write_text(SMALL)
+    plan = ("--devices", 4, "--layout", "tensor=4", "--out", "p")
     with pytest.warns(UserWarning, match="not fitted on H100 SXM 80GB: constants of H100 SXM5 80GB; --calibrate fits"):
-        cli("plan", "llama3-8b", "near.toml", *plan)
+        cli("plan", "small.toml", "near.toml", *plan)
     Path("other.toml").write_text(text.replace("H100 SXM5 80GB", "MI300X"))
     with pytest.warns(UserWarning, match="MI300X: constants of H100, the lowest that are known"):
-        cli("plan", "llama3-8b", "other.toml", *plan)
-    cards = r"device.nic_bytes_per_s is 4e\+11; its unit is bytes/s \(400 Gb/s are 5e\+10\)"
-    with pytest.warns(UserWarning, match=cards):
-        cli("plan", "llama3-8b", "two-buildings", *plan, "--set", "device.nic_bytes_per_s=400e9")
-    with pytest.warns(UserWarning, match="host.bytes_per_s is 450; its unit is bytes/s"):
-        cli("plan", "llama3-8b", "two-buildings", *plan, "--set", "host.bytes_per_s=450")
-    with pytest.warns(UserWarning, match=r"host.latency_s is 8; its unit is s \(8 µs are 8e-6\)"):
-        cli("plan", "llama3-8b", "two-buildings", *plan, "--set", "host.latency_s=8")
-    with pytest.warns(UserWarning, match=r"device.memory_bytes is 80; its unit is bytes \(80 GB are 80e9\)"):
-        cli("plan", "llama3-8b", "two-buildings", *plan, "--set", "device.memory_bytes=80")
+        planning._shipped_for(topology.load("other.toml").device, "other.toml")
+    for change, said in {
+        "device.nic_bytes_per_s=400e9": r"is 4e\+11; its unit is bytes/s \(400 Gb/s are 5e\+10\)",
+        "host.bytes_per_s=450": "is 450; its unit is bytes/s",
+        "host.latency_s=8": r"is 8; its unit is s \(8 µs are 8e-6\)",
+        "device.memory_bytes=80": r"is 80; its unit is bytes \(80 GB are 80e9\)",
+    }.items():
+        with pytest.warns(UserWarning, match=f"two-buildings: {change.partition('=')[0]} {said}"):
+            planning._warn_of_units(planning._changed("two-buildings", [change]), "two-buildings")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert cli("plan", "llama3-8b", "two-buildings", *plan).code == 0
+        assert cli("plan", "small.toml", "two-buildings", *plan).code == 0
 
 
 def test_a_plan_is_no_calibration(cli: Any) -> None:
-    plan = ("plan", "llama3-8b", "two-buildings", "--devices", 8, "--layout", "tensor=8")
+    Path("small.toml").write_text(SMALL)
+    plan = ("plan", "small.toml", "two-buildings", "--devices", 4, "--layout", "tensor=4")
     assert cli(*plan, "--out", "p").code == 0
     refused = cli(*plan, "--calibration", "p/plan.json", "--out", "q")
     assert refused.code == 2

@@ -207,8 +207,8 @@ def test_layers_go_back_until_the_budget_is_kept(cli, trained, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param({"threads": 99}, "made with threads 99", marks=pytest.mark.slow),
-        pytest.param({"instructions": ["AVX2"]}, "made with instructions", marks=pytest.mark.slow),
+        ({"threads": 99}, "made with threads 99"),
+        ({"instructions": ["AVX2"]}, "made with instructions"),
         ({"libraries": {"torch": "1.0"}}, "made with libraries"),
     ],
 )
@@ -218,8 +218,8 @@ def test_a_plan_of_another_machine_or_library_is_refused(cli, trained, tmp_path,
     refused = cli("predict", run, "new.csv", "--plan")
     assert refused.code == 2
     assert "cordillera probe RUN writes" in refused.err
-    assert cli("probe", run, "--rows", 16).code == 0
     path = run / "precision-plan.json"
+    PrecisionPlan((KernelChoice("top.layers.0", "forward", 16, 64, 16, "fp32"),), machine(), {}).save(path)
     content = json.loads(path.read_text())
     content["machine"].update(change)
     path.write_text(sealed_json(content))

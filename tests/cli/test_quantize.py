@@ -187,6 +187,7 @@ def test_the_commands_work_together(cli, run_folder, tmp_path):
     assert "no alarm" in watched.out
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("smallest", [False, True])
 def test_what_makes_a_batch_slower_than_in_fp32_stays_fp32_unless_bytes_alone_count(
     trained, monkeypatch, tmp_path, smallest

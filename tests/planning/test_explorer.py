@@ -56,12 +56,14 @@ def test_the_same_search_finds_the_same(explorer: Explorer) -> None:
     assert first.dropped == second.dropped
 
 
-def test_an_interrupt_keeps_what_was_found(explorer: Explorer) -> None:
+def test_an_interrupt_keeps_what_was_found() -> None:
     def stop(text: str) -> None:
         if "simulated" in text:
             raise KeyboardInterrupt
 
-    stopped = Explorer(explorer.workload, explorer.topology, progress=stop).explore(keep=4)
+    cluster = topology.load("two-buildings").changed({"pod.members": 1, "building.members": 1, **MANY})
+    work = workloads.load("gpt-22b").model_copy(update={"batch": 32})
+    stopped = Explorer(work, cluster, progress=stop).explore(keep=4)
     assert stopped.interrupted
     assert stopped.best.seconds > 0
 
@@ -173,8 +175,10 @@ def test_changes_that_are_none_are_refused(text: str) -> None:
 
 
 def test_where_no_layout_follows_the_rules_the_baseline_gives_them_up() -> None:
-    cluster = topology.load("two-buildings").changed({"pod.members": 4, "building.members": 1})
-    longest = workloads.load("llama3-70b").model_copy(update={"sequence": 2**20, "batch": 8})
+    cluster = topology.load("two-buildings").changed({"pod.members": 1, "building.members": 1})
+    large = workloads.load("llama3-70b")
+    model = large.model.model_copy(update={"layers": 20})
+    longest = large.model_copy(update={"sequence": 2**20, "batch": 8, "model": model})
     explorer = Explorer(longest, cluster)
     assert not explorer._baselines().plans
     base = explorer.production()

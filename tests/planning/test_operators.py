@@ -75,7 +75,8 @@ def test_a_table_far_from_a_shape_leaves_it_to_the_formula() -> None:
     assert steps[0] == steps[1]
 
 
-@pytest.mark.parametrize("name", ["llama3-8b", "gpt-22b", pytest.param("moe-400b", marks=pytest.mark.slow)])
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("name", ["gpt-22b", "llama3-8b", pytest.param("moe-400b", marks=pytest.mark.slow)])
 def test_the_list_covers_every_layout_that_a_search_tries(name: str) -> None:
     job, cluster = workloads.load(name), topology.load("two-buildings")
     host = min(cluster.sizes[0])

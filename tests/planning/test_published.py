@@ -65,7 +65,7 @@ def test_the_error_that_is_told_is_that_of_these_rows() -> None:
 def test_one_row_alone_predicts_the_others(fitted: int) -> None:
     """One constant, the matrix engine's share, is fitted to one row of 8,192 tokens; the two other rows are unseen."""
     low, high = 0.5, 0.8
-    for _ in range(12):
+    for _ in range(8):
         middle = (low + high) / 2
         name, entry = PUBLISHED[fitted]
         slow = teraflops(evaluated(name, entry, middle)[1]) < (entry.teraflops or 0)
@@ -87,7 +87,8 @@ def test_the_first_and_the_last_stage_hold_an_embedding_alone() -> None:
     assert first == pytest.approx(7 / 8 * second)
 
 
-@pytest.mark.parametrize(("name", "entry"), PUBLISHED)
+@pytest.mark.cases(1)
+@pytest.mark.parametrize(("name", "entry"), PUBLISHED[::-1])
 def test_the_baseline_is_the_published_layout(name: str, entry: PublishedLayout) -> None:
     explorer, plan = evaluated(name, entry)
     assert explorer.production().layout == entry.layout
@@ -101,10 +102,10 @@ def test_a_baseline_under_the_rules_says_so() -> None:
 
 
 def test_a_published_layout_has_as_many_copies_as_the_devices_hold() -> None:
-    two = topology.load("two-buildings").changed({"building.members": 1, "pod.members": 128})
-    work = workloads.load("llama3-405b").model_copy(update={"batch": 512})
+    two = topology.load("two-buildings").changed({"building.members": 1, "pod.members": 32})
+    work = workloads.load("llama3-405b").model_copy(update={"batch": 128})
     base = Explorer(work, two).production().layout
-    assert base == replace(work.published[0].layout, data=32, shards=32)
+    assert base == replace(work.published[0].layout, data=8, shards=8)
     # 24 devices hold no copy of it
     small = Explorer(workloads.load("llama3-405b"), CLUSTER, devices=24)
     assert small._published() == []

@@ -8,7 +8,6 @@ import re
 import shutil
 import struct
 import subprocess
-import sys
 import xml.etree.ElementTree as ET
 import zlib
 from collections import Counter
@@ -22,6 +21,7 @@ import tomlkit
 from cordillera.planning import workloads
 from cordillera.reports import plans as plan_pages
 from cordillera.reports.language.plan import PARTS
+from cordillera.workflows import planning
 
 HEADINGS = [
     "The plan",
@@ -62,16 +62,16 @@ document.body.setAttribute("data-found", JSON.stringify(found));
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the command writes for 32 devices in two buildings, its pipeline four or more long."""
+    """What is written for 8 devices in two buildings, its pipeline four long."""
     where = tmp_path_factory.mktemp("page")
-    changes = ["pod.members=1", "building.members=1", "device.memory_bytes=24e9", "region.distance_km=100"]
-    changes += ["device.nic_bytes_per_s=1e9"]  # too slow for sharded weights
-    small = workloads.load("llama3-8b").model_copy(update={"batch": 64})  # few microbatches are searched fast
+    changes = ["host.members=2", "pod.members=1", "building.members=1", "device.memory_bytes=40e9"]
+    changes += ["region.distance_km=100", "device.nic_bytes_per_s=1e9"]  # too slow for sharded weights
+    llama = workloads.load("llama3-8b")
+    model = llama.model.model_copy(update={"layers": 4})  # few layers and microbatches are searched fast
+    small = llama.model_copy(update={"batch": 32, "model": model})
     (where / "small.toml").write_text(tomlkit.dumps(small.model_dump(exclude_none=True)))
-    command = [sys.executable, "-m", "cordillera", "plan", "small.toml", "two-buildings", "--compare", "--out", "."]
-    command += [word for change in changes for word in ("--set", change)]
-    command += ["--slow", "1.2", "--jitter", "0.5", "--lose", "building:1", "--what-if", "region.loss_rate=1e-5"]
-    subprocess.run(command, cwd=where, check=True, timeout=120, capture_output=True)
+    faults: dict[str, Any] = {"slow": 1.2, "jitter": 0.5, "lose": ["building:1"], "what_if": ["region.loss_rate=1e-5"]}
+    planning.plan(where / "small.toml", "two-buildings", where, changes=changes, compare=True, **faults)
     return where
 
 
@@ -109,7 +109,7 @@ def test_every_section_is_there_and_every_drawing_is_xml(folder: Path) -> None:
     assert not re.search(r"\b(nan|inf|None)\b", plain)
     content = json.loads((folder / "plan.json").read_text())
     assert [case["figures"]["kind"] for case in content["what_if"]] == ["change", "slow", "jitter", "lost"]
-    assert content["what_if"][-1]["devices"] == 16
+    assert content["what_if"][-1]["devices"] == 4
     tokens = content["workload"]["batch"] * content["workload"]["sequence"]
     (shown,) = re.findall(r"<dt>Tokens a second</dt><dd class=\"value\">([\d,]+)</dd>", page)
     assert int(shown.replace(",", "")) == round(tokens / content["plans"][0]["seconds"])
@@ -184,7 +184,7 @@ def test_bars_sum_to_the_step_and_to_the_memory(folder: Path) -> None:
     assert [one / max(drawn) for one in drawn] == pytest.approx([one / max(held) for one in held], rel=1e-3)
     (limit,) = [float(one.attrib["x1"]) for one in memory.iter("line")]
     first = float(next(memory.iter("rect")).attrib["x"])
-    assert (limit - first) / max(drawn) == pytest.approx(24e9 / max(held), rel=1e-3)
+    assert (limit - first) / max(drawn) == pytest.approx(40e9 / max(held), rel=1e-3)
 
 
 def with_look(page: str) -> str:

@@ -50,12 +50,12 @@ _REQUESTS = st.lists(
     st.tuples(
         st.integers(0, 6),  # steps before it comes
         st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=CONTEXT - 1),
-        st.integers(1, 20),
+        st.integers(1, 12),
         st.sampled_from([GREEDY, Sampling(temperature=1.0, seed=3), Sampling(temperature=2.0, top_p=1, seed=9)]),
         st.none() | st.integers(1, 9),  # steps after which it is cancelled
     ),
     min_size=1,
-    max_size=8,
+    max_size=5,
 )
 
 
@@ -227,7 +227,7 @@ def test_penalties_and_chances_do_not_depend_on_drafts_and_follow_their_definiti
         repetition_penalty=1.7,
     )  # fmt: skip
     engine = Engine(EXACT, speculation=DRAFTED if drafts else None)
-    engine.add([1, 2, 1, 2, 1, 2], 20, sampling=sampling, logprobs=3)
+    engine.add([1, 2, 1, 2, 1, 2], 12, sampling=sampling, logprobs=3)
     tokens = [1, 2, 1, 2, 1, 2]
     for one in _drain(engine):
         with torch.no_grad():

@@ -6,6 +6,8 @@ import contextlib
 import json
 import math
 import random
+import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -132,6 +134,13 @@ def scores_of(program: str, folder: Path, place: Path) -> list[list[float]]:
     return scores
 
 
+@pytest.fixture(scope="module")
+def bought(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run of one task of the two, and its export."""
+    run = train(tmp_path_factory.mktemp("bought"), {"name": "dcn", "mlp": [8]}, tasks=("buy",))
+    return run, workflows.export(run, run.parent / "there" / "model")
+
+
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_scores_as_predict(tmp_path: Path, name: str) -> None:
@@ -148,11 +157,13 @@ def test_every_model_scores_as_predict(tmp_path: Path, name: str) -> None:
     some = rows.to_dicts()[:1]
     assert np.abs(np.array(one.predict(some)) - expected[:1]).max() <= 1e-6
     assert one.predict([]) == []
+    operations = set(re.findall(rb"torch\.ops\.(\w+)", (folder / "model.pt2").read_bytes()))
+    assert {b"aten"} <= operations <= {b"aten", b"higher_order"}  # of torch alone
 
 
-def test_a_process_without_this_library_scores(tmp_path: Path) -> None:
-    run = train(tmp_path, {"name": "dcn", "mlp": [8]}, tasks=("buy",))
-    folder = workflows.export(run, tmp_path / "there" / "model")
+@pytest.mark.slow
+def test_a_process_without_this_library_scores(bought: tuple[Path, Path], tmp_path: Path) -> None:
+    run, folder = bought
     rows = log_of(tmp_path / "other.parquet", rows=30, seed=4)
     (tmp_path / "rows.json").write_text(json.dumps(rows.to_dicts()))
     found = np.array(scores_of(ALONE, folder, tmp_path))
@@ -166,9 +177,8 @@ def test_bfloat16_is_exported_as_it_is(tmp_path: Path) -> None:
     assert np.abs(found - cordillera.load_model(run).predict(rows)).max() <= 4e-3  # a step of bfloat16
 
 
-def test_values_that_training_refuses_are_refused(tmp_path: Path) -> None:
-    run = train(tmp_path, {"name": "lr"})
-    one, row = Scorer(cordillera.export(run)), log_of(tmp_path / "other.parquet", rows=1, seed=6).to_dicts()[0]
+def test_values_that_training_refuses_are_refused(bought: tuple[Path, Path], tmp_path: Path) -> None:
+    one, row = Scorer(bought[1]), log_of(tmp_path / "other.parquet", rows=1, seed=6).to_dicts()[0]
     assert len(one.predict([{**row, "plain": math.nan}])) == 1  # nan = "missing"
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"long": math.inf}, "long: inf is infinite"),
@@ -186,11 +196,8 @@ def test_values_that_training_refuses_are_refused(tmp_path: Path) -> None:
         one.predict([row, {key: value for key, value in row.items() if key != "word"}])
 
 
-def test_a_damaged_export_is_refused_by_name(tmp_path: Path) -> None:
-    run = train(tmp_path, {"name": "lr"})
-    folder, draw = cordillera.export(run), random.Random(1)
-    other = workflows.export(run, tmp_path / "other")
-    (other / "model.pt2").write_bytes((other / "model.pt2").read_bytes() + b" ")
+def test_a_damaged_export_is_refused_by_name(bought: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, draw = shutil.copytree(bought[1], tmp_path / "model"), random.Random(1)
     for name in ("schema.json", "model.pt2"):
         content = (folder / name).read_bytes()
         places = draw.sample(range(len(content)), 30)
@@ -207,7 +214,7 @@ def test_a_damaged_export_is_refused_by_name(tmp_path: Path) -> None:
     Scorer(folder, "./model.pt2")
     with pytest.raises((ValueError, OSError)):
         Scorer(folder, "model.onnx")
-    (folder / "model.pt2").write_bytes((other / "model.pt2").read_bytes())
+    (folder / "model.pt2").write_bytes(content + b" ")
     with pytest.raises(ValueError, match=r"model\.pt2 is damaged or of another export"):
         Scorer(folder)
 
@@ -323,8 +330,8 @@ def test_onnx_without_torch(tmp_path: Path) -> None:
     assert np.abs(found - cordillera.load_model(run).predict(rows)).max() <= 4e-3  # a step of bfloat16
 
 
-def test_without_the_exporter_onnx_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = train(tmp_path, {"name": "lr"})
+def test_without_the_exporter_onnx_is_refused(bought: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _ = bought
     monkeypatch.setattr(export, "find_spec", lambda name: None)
     with pytest.raises(DependencyError, match="onnx: the exporter of ONNX is not installed"):
         workflows.export(run, onnx=True)

@@ -60,7 +60,7 @@ def _is_valid(document: Any) -> bool:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_documents_are_of_their_schema_and_the_same_with_drafts(folder: Path, temperature: float) -> None:
-    prompts, form = [f"the cat {n}" for n in range(20)], json_form(SCHEMA)
+    prompts, form = [f"the cat {n}" for n in range(8)], json_form(SCHEMA)
     found = []
     for drafter in ("none", "ngram"):
         model = LanguageModel(folder, drafter=drafter)
@@ -73,7 +73,7 @@ def test_documents_are_of_their_schema_and_the_same_with_drafts(folder: Path, te
         assert one.finish == "stop"
         assert _is_valid(json.loads(one.text))
     if temperature:
-        assert len({one.text for one in drafted}) > 5
+        assert len({one.text for one in drafted}) > 3
     assert sum(one.forwards for one in drafted) < 0.7 * sum(one.forwards for one in plain)
 
 

@@ -58,11 +58,13 @@ def test_a_chat_is_answered_as_the_model_alone_does(client: openai.OpenAI, model
 def test_a_chat_without_a_limit_goes_to_its_end_or_that_of_the_context(
     client: openai.OpenAI, model: LanguageModel
 ) -> None:
-    ids = _chat_ids(model, ("user", "the mat"))
-    ended = client.chat.completions.create(messages=[{"role": "user", "content": "the mat"}], **HARD)
+    words = "the mat " * 160
+    ids = _chat_ids(model, ("user", words))
+    assert 300 < len(ids) < 390
+    ended = client.chat.completions.create(messages=[{"role": "user", "content": words}], **HARD)
     assert ended.choices[0].message.content == _expected(model, ids, None)
     answer = client.chat.completions.create(
-        messages=[{"role": "user", "content": "the mat"}], extra_body={"ignore_eos": True}, **HARD
+        messages=[{"role": "user", "content": words}], extra_body={"ignore_eos": True}, **HARD
     )
     assert answer.usage is not None
     assert (answer.usage.total_tokens, answer.choices[0].finish_reason) == (model.config.context, "length")
@@ -129,7 +131,7 @@ def test_events_have_one_line_for_every_reader(plain: httpx.Client) -> None:
 
 @pytest.mark.parametrize("echo", [False, True])
 def test_a_streamed_completion_is_the_whole_answer_in_pieces(client: openai.OpenAI, echo: bool) -> None:
-    for seed in range(6):
+    for seed in range(3):
         settings: dict[str, Any] = {"model": "small", "prompt": ["the 漢", "cat "], "seed": seed, "echo": echo}
         whole = client.completions.create(max_tokens=8, **settings)
         texts = ["", ""]
@@ -397,8 +399,8 @@ def test_a_client_that_does_not_read_does_not_hinder_others(
 
 def test_concurrent_clients_get_their_own_answers(url: str, model: LanguageModel, service: TextService) -> None:
     rng = random.Random(3)
-    asked = [(f"the {rng.randrange(10_000)} cat", rng.randrange(100), rng.choice(["", "", "e"])) for _ in range(40)]
-    cancelled = {number for number in range(40) if rng.random() < 0.3}
+    asked = [(f"the {rng.randrange(10_000)} cat", rng.randrange(100), rng.choice(["", "", "e"])) for _ in range(16)]
+    cancelled = {number for number in range(16) if rng.random() < 0.3}
 
     async def one(client: openai.AsyncOpenAI, number: int) -> str | None:
         prompt, seed, stop = asked[number]
@@ -423,10 +425,10 @@ def test_concurrent_clients_get_their_own_answers(url: str, model: LanguageModel
 
     async def everything() -> list[str | None]:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=SECONDS) as client:
-            return await asyncio.gather(*(one(client, number) for number in range(40)))
+            return await asyncio.gather(*(one(client, number) for number in range(16)))
 
     answers = asyncio.run(everything())
-    assert sum(answer is not None for answer in answers) >= 20
+    assert sum(answer is not None for answer in answers) >= 8
     for (prompt, seed, stop), answer in zip(asked, answers, strict=True):
         if answer is not None:
             sampling = Sampling(temperature=1, top_p=1, seed=seed)

@@ -133,9 +133,9 @@ def test_mlperf_tables_with_several_lookups_are_balanced(size: int) -> None:
 
 def test_groups_hold_equal_copies() -> None:
     tables = mlperf_tables(True)
-    found = place(tables, 8, PlacementConfig(copies=2, copied_rows=0), batch=65_536)
-    assert all(one.ranks[1] == one.ranks[0] + 4 for one in found.placement.parts)
-    assert found.loads.seconds[:4].tolist() == found.loads.seconds[4:].tolist()
+    found = place(tables, 4, PlacementConfig(copies=2, copied_rows=0), batch=65_536)
+    assert all(one.ranks[1] == one.ranks[0] + 2 for one in found.placement.parts)
+    assert found.loads.seconds[:2].tolist() == found.loads.seconds[2:].tolist()
     with pytest.raises(PlanError, match="3 copies"):
         place(tables, 8, PlacementConfig(copies=3), batch=64)
 
@@ -186,14 +186,14 @@ def test_odd_shapes_are_placed() -> None:
 
 
 def test_reasons_say_why() -> None:
-    tables = mlperf_tables(True)
+    tables = {name: one for name, one in mlperf_tables(True).items() if one.rows > 1_000_000}
     found = place(tables, 8, PlacementConfig(memory_gb=19), batch=65_536)
     assert "does not fit in the 19 GB of one rank" in found.reasons["table 0"]
-    assert "47 % of the lookups" in found.reasons["table 20"]
+    assert "66 % of the lookups" in found.reasons["table 20"]  # 100 of 152
     roomy = place(tables, 4, PlacementConfig(cuts=("columns",)), batch=65_536)
     assert "equal share of" in roomy.reasons["table 20"]
     text = found.explain()
-    assert text.splitlines()[0].startswith("26 tables in ")
+    assert text.splitlines()[0].startswith("6 tables in ")
     assert all(f"\n{name}: " in text for name in tables)
 
 

@@ -45,12 +45,12 @@ def within_bounds(plan: TowerPlan) -> bool:
 
 def test_planted_groups_are_recovered_and_loads_bounded():
     found = 0
-    for seed in range(20):
+    for seed in range(5):
         embeddings, group, loads = planted(seed)
         plan = plan_of(embeddings, loads, 4, seed=seed)
         assert within_bounds(plan)
         found += len(set(zip(plan.towers, group.tolist(), strict=True))) == 4
-    assert found >= 19
+    assert found == 5
 
 
 def test_units_with_most_to_lose_are_placed_first():
