@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import _processes
 import pytest
 import torch.distributed as dist
 from _processes import Ended
 
-__all__ = ["Ended", "needs_gloo", "run_processes"]
+__all__ = ["Ended", "asked_for", "needs_gloo", "run_processes"]
 
 needs_gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without Gloo"
 )
 
 # What most of them would load.
-_LOADED = ("torch._dynamo", "pytest", "hypothesis", "cordillera.training.language.engine")
+_LOADED = (
+    "torch._dynamo",
+    "pytest",
+    "hypothesis",
+    "cordillera.training.language.engine",
+    "cordillera.training.ranking.trainer",
+)
 run_processes = partial(_processes.run_processes, preload=_LOADED)
+
+
+def asked_for(request: pytest.FixtureRequest, *names: str) -> set[tuple[Any, ...]]:
+    """Values of parameters with which tests of the file will run: others need not be computed."""
+    of_file: list[Any] = [item for item in request.session.items if item.path == request.path]
+    params = [item.callspec.params for item in of_file if hasattr(item, "callspec")]
+    return {tuple(given[name] for name in names) for given in params if given.keys() >= set(names)}

@@ -124,11 +124,11 @@ def test_a_job_whose_replicas_have_all_failed_loses_what_its_last_checkpoint_lac
 
 
 def test_more_failures_and_longer_stalls_leave_less() -> None:
-    by_rate = [mean_effective(FaultyJob(between_s=seconds), days=2, runs=1) for seconds in (300, 1000, 3000, 10_000)]
+    by_rate = [mean_effective(FaultyJob(between_s=seconds), days=0.7, runs=1) for seconds in (300, 1000, 3000, 10_000)]
     assert by_rate == sorted(by_rate)
-    by_stall = [mean_effective(FaultyJob(detect_s=seconds), days=2, runs=1) for seconds in (300, 60, 10, 0)]
+    by_stall = [mean_effective(FaultyJob(detect_s=seconds), days=0.7, runs=1) for seconds in (300, 60, 10, 0)]
     assert by_stall == sorted(by_stall)
-    naive, overlapped = (mean_effective(FaultyJob(consensus_s=seconds), days=2, runs=1) for seconds in (9.0, 0.7))
+    naive, overlapped = (mean_effective(FaultyJob(consensus_s=seconds), days=0.7, runs=1) for seconds in (9.0, 0.7))
     assert overlapped - naive > 0.2
 
 
@@ -139,7 +139,7 @@ def test_decoupled_learners_lose_their_own_time_only() -> None:
 
 
 def test_a_study_has_a_row_for_each_policy_and_number_of_replicas() -> None:
-    rows = study_faults(FaultyJob(), devices=[8_192, 98_304], replicas=[4, 12], days=2, runs=2)
+    rows = study_faults(FaultyJob(), devices=[8_192, 98_304], replicas=[4, 12], days=0.5, runs=2)
     assert [(row.devices, row.job.policy, row.job.replicas) for row in rows[:5]] == [
         (8_192, "restart", 1), (8_192, "replicas", 4), (8_192, "replicas", 12), (8_192, "decoupled", 4),
         (8_192, "decoupled", 12),
@@ -149,7 +149,7 @@ def test_a_study_has_a_row_for_each_policy_and_number_of_replicas() -> None:
         assert row.effective.low <= row.effective.value <= row.effective.high
         assert row.effective.value == pytest.approx(row.shares["useful"])
         assert row.formula == pytest.approx(row.effective.value, abs=0.2)
-    rows = study_faults(FaultyJob(consensus_s=9.0), replicas=[12], days=4, runs=2)
+    rows = study_faults(FaultyJob(consensus_s=9.0), replicas=[12], days=2, runs=2)
     assert rows[1].formula == pytest.approx(rows[1].effective.value, abs=0.03)
 
 
@@ -191,10 +191,6 @@ def test_a_plot_that_cannot_be_written_is_refused_before_the_simulation(tmp_path
     ran = CliRunner().invoke(app, ["simulate-faults", "--plot", str(tmp_path / "file" / "x.png")])
     assert "x.png: cannot be written" in str(ran.exception)
     assert not ran.output
-    made = tmp_path / "new" / "x.png"
-    ran = CliRunner().invoke(app, ["simulate-faults", "--days", "1", "--runs", "2", "--plot", str(made)])
-    assert ran.exit_code == 0, ran.output
-    assert made.is_file()
 
 
 def test_intervals_of_shares_end_at_one(tmp_path: Path) -> None:
@@ -204,16 +200,15 @@ def test_intervals_of_shares_end_at_one(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_draws_and_writes_json(tmp_path: Path) -> None:
-    some = ["simulate-faults", "--days", "1", "--runs", "2"]
-    plot = tmp_path / "rates.svg"
-    ran = CliRunner().invoke(app, [*some, "--plot", str(plot)], env={"COLUMNS": "200"})
+    some = ["simulate-faults", "--days", "0.2", "--runs", "2"]
+    plot = tmp_path / "new" / "rates.svg"
+    ran = CliRunner().invoke(app, some, env={"COLUMNS": "200"})
     assert ran.exit_code == 0, ran.output
     assert "98,304" in ran.output
     assert "decoupled" in ran.output
     assert "no failure happened" not in ran.output
     quiet = CliRunner().invoke(app, [*some, "--devices", "8", "--replicas", "2"])
     assert "no failure happened in these runs: give more --days or --runs" in quiet.output
-    assert plot.read_text().startswith("<?xml")
     ran = CliRunner().invoke(app, [*some, "--devices", "16384", "--devices", "98304", "--plot", str(plot)])
     drawn = [text for text in ET.fromstring(plot.read_text()).itertext() if text.strip()]
     assert {"16,384", "98,304"} <= {text.strip() for text in drawn}
@@ -222,9 +217,8 @@ def test_the_command_prints_draws_and_writes_json(tmp_path: Path) -> None:
     rows = json.loads(ran.output)
     assert [row["job"]["policy"] for row in rows] == ["restart", "replicas", "decoupled"]
     assert rows[1]["job"]["replicas"] == 3
-    ran = CliRunner().invoke(
-        app, [*some, "--replicas", "2", "--replicas", "16", "--save", "30"], env={"COLUMNS": "200"}
-    )
+    longer = [*some, "--days", "1", "--replicas", "2", "--replicas", "16", "--save", "30"]
+    ran = CliRunner().invoke(app, longer, env={"COLUMNS": "200"})
     assert "98,304 devices: 16 replicas lose least\n" in ran.output
     every = best_checkpoint_interval(FaultyJob().between_s, 30.0) / 60
     assert f"a restart loses least with checkpoints every {every:.1f} min" in ran.output
@@ -236,9 +230,9 @@ def test_the_command_prints_draws_and_writes_json(tmp_path: Path) -> None:
 def test_steps_of_milliseconds_are_simulated_together_and_lose_as_much() -> None:
     rates = {}
     for step in ("0.3", "0.9", "1.2"):
-        some = ["simulate-faults", "--days", "0.5", "--runs", "2", "--step", step, "--consensus", "0", "--json"]
+        some = ["simulate-faults", "--days", "0.1", "--runs", "2", "--step", step, "--consensus", "0", "--json"]
         rates[step] = [row["effective"]["value"] for row in json.loads(CliRunner().invoke(app, some).output)]
     assert rates["0.3"] == pytest.approx(rates["1.2"], abs=0.01)  # four steps as one
     assert rates["0.9"] == pytest.approx(rates["1.2"], abs=0.01)
-    said = CliRunner().invoke(app, ["simulate-faults", "--days", "0.5", "--runs", "2", "--step", "0.3"])
+    said = CliRunner().invoke(app, ["simulate-faults", "--days", "0.01", "--runs", "2", "--step", "0.3"])
     assert "4 steps of 0.3 s are simulated as one, which a failure loses as a whole" in said.output

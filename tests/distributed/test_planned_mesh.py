@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
+from cordillera.distributed import planned_mesh as module
 from cordillera.distributed.mesh import Family, ParallelConfig
 from cordillera.distributed.planned_mesh import MOST_TABLE, PlannedParallelConfig, planned_mesh
 from cordillera.errors import PlanError
@@ -81,6 +82,9 @@ def test_a_plain_mesh_is_taken_as_it_is() -> None:
     assert mesh.model_dump(exclude_unset=True) == {"context": 2}
 
 
-def test_a_schedule_that_no_recipe_can_hold_is_refused() -> None:
+def test_a_schedule_that_no_recipe_can_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = written(one_forward_one_backward(2, 300, [1, 0]), 1)
+    assert planned_mesh(schedule).table is not None
+    monkeypatch.setattr(module, "MOST_TABLE", 2_000)
     with pytest.raises(PlanError, match="characters, a recipe holds"):
-        planned_mesh(written(one_forward_one_backward(2, 30_000, [1, 0]), 1))
+        planned_mesh(schedule)

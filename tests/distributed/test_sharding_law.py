@@ -25,7 +25,7 @@ from cordillera.numerics.formats.precision import Precision
 
 DEBUG = PRESETS["llama-debug"]
 # 4 blocks of 8B, between the stage with the embedding and the one with the head
-STAGE = (PRESETS["llama3-8b"], 1, 8)
+STAGE = (PRESETS["llama3-8b"].model_copy(update={"layers": 12}), 1, 3)
 UNEVEN = LlamaConfig(layers=3, hidden=36, heads=3, kv_heads=1, ffn=50, vocabulary=101, tied=False)
 
 shapes = st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=3), min_size=1, max_size=4)
@@ -104,6 +104,7 @@ def test_the_published_traffic_is_that_of_the_busiest_rank(hosts: int, ranks_per
 
 
 # The tracker sees one process of as many as there would be; no memory is taken.
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("blocks", [1, 2, 4], ids=["blocks", "pairs", "whole"])
 @pytest.mark.parametrize("shards", [8, *(pytest.param(count, marks=pytest.mark.slow) for count in (64, 512))])
 def test_tracked_memory_is_the_published_law(shards: int, blocks: int) -> None:

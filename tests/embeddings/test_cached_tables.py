@@ -136,7 +136,7 @@ def test_rows_cache_and_lookups_equal_the_definition(kind, rounding, seed, share
         plain.weight.detach().numpy(), list(SPEC.tables.values()), kind, rounding, share, policy, seed
     )
     starts = {"item": 0, "user": 150, "history": 0}
-    for step in range(8):
+    for step in range(4):
         sparse = batch(seed + step, 20)
         output = model(sparse)
         direction = gradient(seed + step, output.shape)
@@ -218,17 +218,17 @@ def test_an_update_that_changes_nothing_encodes_nothing(kind) -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_threads_do_not_matter(policy) -> None:
-    results = []
+    results, batches = [], [batch(seed, 3000) for seed in range(3)]  # enough values for two threads
     for threads in (1, 2):
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
             model = cached(rows="int4", cache=0.2, cache_policy=policy)
-            for seed in range(4):
-                output = model(batch(seed, 3000))  # enough values for two threads
+            for seed, given in enumerate(batches[:2]):
+                output = model(given)
                 output.backward(gradient(seed, output.shape))
                 model.update()
-            results.append((model, model(batch(9, 3000)).detach()))
+            results.append((model, model(batches[2]).detach()))
         finally:
             torch.set_num_threads(before)
     assert_same_state(results[0][0], results[1][0])

@@ -188,7 +188,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.mark.parametrize("model", [MODEL, LARGER], ids=["tiny", "larger"])
 def test_scores_do_not_depend_on_chunks_to_the_bit(whole: Run, tmp_path: Path, model: dict[str, Any]) -> None:
     outs = [(whole.out, whole.progress)] if model is MODEL else []
-    for chunk in (64, 2**20):
+    for chunk in (64,) if outs else (64, 2**20):
         progress = go(settings(tmp_path, whole.streams, f"{chunk}", chunk=chunk, teacher={"model": model}))
         outs.append((tmp_path / f"{chunk}", progress))
     for out, progress in outs[1:]:

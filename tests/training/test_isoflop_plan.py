@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -39,9 +40,14 @@ def count_flops(config: LlamaConfig, lengths: Sequence[int]) -> float:
     return 6 * parameter_count(config) * sum(lengths) + 12 * config.layers * config.hidden * pairs
 
 
+@functools.cache
+def usual_sizes(budgets: tuple[float, ...]) -> list[LlamaConfig]:
+    return list(sizes_for(BASE, budgets))
+
+
 def make_plan(budgets: Sequence[float] = BUDGETS, **changes: object) -> list[PlannedRun]:
     given: dict[str, object] = {"training_flops": count_flops, "lengths": LENGTHS, "tokens_per_step": 4096} | changes
-    sizes = given.pop("sizes", None) or sizes_for(BASE, budgets)
+    sizes = given.pop("sizes", None) or usual_sizes(tuple(budgets))
     return plan_runs(budgets, sizes, **given)  # type: ignore[arg-type]
 
 
@@ -99,7 +105,7 @@ def test_every_run_costs_its_budget_in_whole_steps_and_sizes_lie_on_both_sides_o
 
 
 def test_adding_a_budget_does_not_rename_runs_of_equal_sizes() -> None:
-    sizes = sizes_for(BASE, BUDGETS)
+    sizes = usual_sizes(tuple(BUDGETS))
     few, all_ = make_plan(BUDGETS[:2], sizes=sizes), make_plan(sizes=sizes)
     assert {run.name: run for run in few}.items() <= {run.name: run for run in all_}.items()
 
@@ -142,7 +148,7 @@ def test_what_cannot_be_planned_is_refused_with_what_would_do() -> None:
             sizes_for(BASE, budgets)
     with pytest.raises(PlanError, match="no tokens to plan with"):
         make_plan(lengths=[])
-    sizes = sizes_for(BASE, BUDGETS)
+    sizes = usual_sizes(tuple(BUDGETS))
     with pytest.raises(PlanError, match="two sizes have as many layers"):
         make_plan(sizes=[*sizes, *(size.model_copy(update={"ffn": size.ffn + 16}) for size in sizes)])
 

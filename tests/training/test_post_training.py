@@ -59,7 +59,7 @@ def losses(run: Run) -> list[dict[str, Any]]:
 )
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(begun: Path, name: str) -> None:
     more = {"objective": {"kl": 0.1}} if name == "grpo" else {}
-    recipe = post_recipe(begun, name, begun / "start", training={"steps": 5, "evaluate_every": 3}, **more)
+    recipe = post_recipe(begun, name, begun / "start", training={"steps": 3, "evaluate_every": 2}, **more)
     whole = train(recipe, "whole").run
     stopped = train(recipe, "stopped", stop_at=1)
     assert (stopped.report.ended, stopped.report.progress.step) == ("interrupted", 2)
@@ -333,7 +333,7 @@ def test_two_trainings_on_groups_of_samples_are_equal_bit_for_bit(begun: Path) -
 
 @pytest.mark.parametrize("model", [{}, ADAPTER])
 def test_groups_of_samples_begin_without_divergence(begun: Path, model: dict[str, Any]) -> None:
-    training = {"steps": 4, "log_every": 1, "learning_rate": 1e-2}
+    training = {"steps": 2, "log_every": 1, "learning_rate": 1e-2}
     recipe = post_recipe(begun, "grpo", begun / "start", objective={"kl": 0.1}, model=model, training=training)
     first, *others = losses(train(recipe, "a").run)
     assert first["divergence"] == pytest.approx(0, abs=1e-6)
@@ -352,12 +352,13 @@ def test_problems_longer_than_the_context_are_refused(begun: Path) -> None:
 
 
 def test_only_adapters_and_the_scores_change(begun: Path) -> None:
-    before = weights(begun / "start")
-    learnt = weights(train(post_recipe(begun, "draft", begun / "start"), "draft").run)
+    before, short = weights(begun / "start"), {"steps": 1}
+    learnt = weights(train(post_recipe(begun, "draft", begun / "start", training=short), "draft").run)
     assert {key for key in learnt if key not in before} == {key for key in learnt if key.startswith("draft.")}
     assert all(torch.equal(learnt[key], before[key]) for key in before)
     for name in OBJECTIVES[:4]:
-        after = weights(train(post_recipe(begun, name, begun / "start", model=ADAPTER), name).run)
+        recipe = post_recipe(begun, name, begun / "start", model=ADAPTER, training=short)
+        after = weights(train(recipe, name).run)
         thin = {key for key in after if key.endswith((".narrow", ".wide"))}
         assert len(thin) == 6
         assert after.keys() - thin == (before.keys() - {"head.weight"} if name == "reward" else before.keys()) | (

@@ -122,20 +122,20 @@ def replayed(recipe: LanguageRecipe, history: list[dict[str, Any]]) -> dict[str,
 
 
 def test_without_faults_it_is_what_one_process_trains(recipe: Any) -> None:
-    made = recipe(training={"steps": 12, "evaluate_every": 5})
+    made = recipe(packing={"tokens": 256}, training={"steps": 5, "evaluate_every": 2, "log_every": 4})
     outcome = workflows.train(made, "run")
     history = committed(Path("run"))
-    check_history(history, 12)
+    check_history(history, 5)
     assert {event["epoch"] for event in history} == {1}
     assert all(event["participants"] == ["r0", "r1"] for event in history)
     found, wanted = weights_of(outcome.run), replayed(made, history)
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in found)
     assert outcome.report.ended == "finished"
-    assert outcome.report.progress.step == 12
+    assert outcome.report.progress.step == 5
     records = [(one["kind"], one["step"]) for one in outcome.run.metrics()]
     assert len(records) == len(set(records))
-    assert {("train", 10), ("train", 12), ("evaluation", 5), ("evaluation", 10), ("checkpoint", 12)} <= set(records)
+    assert {("train", 4), ("train", 5), ("evaluation", 2), ("evaluation", 4), ("checkpoint", 5)} <= set(records)
     assert outcome.run.status().is_complete
 
 

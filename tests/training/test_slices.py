@@ -46,9 +46,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Trainings that end alike on any number of processes."""
 
-QUICK = ("dropout and copies", "columns with Adam")
-OTHERS = tuple(name for name in CASES if name not in QUICK)
-
 
 def placement_of(cut: str, size: int, width: int) -> Placement:
     """A placement of the one table that depends on the number of ranks."""
@@ -140,26 +137,31 @@ def stopped_at(trainer: Trainer, step: int) -> Trainer:
     return trainer
 
 
-MOVED = {"sizes": {"dropout": 0.3}, "rule": "adam", "gradient_clip": 0.5, "epochs": 3}
+MOVED = {"sizes": {"dropout": 0.3}, "rule": "adam", "gradient_clip": 0.5, "epochs": 2}
 
 
-def together(names: tuple[str, ...], runs: str, rank: int, folder: str) -> dict[str, Any]:
-    """Train cases over the first two, three and four processes, and one run over three, then two, then four."""
-    links = {}
-    for size in (2, 3, 4):
-        group = dist.new_group(list(range(size)))
+def links_of(rank: int, sizes: tuple[int, ...]) -> dict[int, Collectives]:
+    """Links among the first processes, by their number, to which this one belongs."""
+    groups = {size: dist.new_group(list(range(size))) for size in sizes}
+    return {size: Collectives(group, Ledger(), 60.0) for size, group in groups.items() if rank < size}
+
+
+def together(runs: str, rank: int, folder: str) -> dict[str, Any]:
+    """Train cases over the first two, three and four processes."""
+    return {
+        f"{name} {size}": ended(trainer_of(runs, f"{name} {size}", among, **case))
+        for size, among in links_of(rank, (2, 3, 4)).items()
+        for name, case in CASES.items()
+    }
+
+
+def moving(runs: str, rank: int, folder: str) -> dict[str, Any]:
+    """Train one run over two, then one, then three processes."""
+    found, links = {}, links_of(rank, (2, 3))
+    for size, cut, step in ((2, "columns", 2), (1, "", 5), (3, "rows", None)):
         if rank < size:
-            links[size] = Collectives(group, Ledger(), 60.0)
-    found: dict[str, Any] = {}
-    for size, among in links.items():
-        for name in names:
-            found[f"{name} {size}"] = ended(trainer_of(runs, f"{name} {size}", among, **CASES[name]))
-    if names != QUICK:
-        return found
-    for size, cut, step in ((3, "copies", 3), (2, "columns", 7), (4, "rows", None)):
-        if size in links:
-            trainer = trainer_of(runs, "moved", links[size], cut=cut, **MOVED)
-            assert trainer.resume() == (size != 3)
+            trainer = trainer_of(runs, "moved", links.get(size), cut=cut, **MOVED)
+            assert trainer.resume() == (size != 2)
             found[f"moved {size}"] = ended(trainer if step is None else stopped_at(trainer, step))
         dist.barrier()
     return found
@@ -180,22 +182,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     torch.set_num_threads(threads)
 
 
-def run_four(names: tuple[str, ...], folder: Path, results: Path) -> dict[int, Any]:
-    done = run_processes(4, results, partial(together, names, str(folder)), 240)
-    assert done.codes == [0] * 4, done.said
-    return done.found
-
-
 @pytest.fixture(scope="module")
 def on_many(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    """Results of the quick cases on four processes, by rank."""
-    return run_four(QUICK, folder, tmp_path_factory.mktemp("quick"))
-
-
-@pytest.fixture(scope="module")
-def others_on_many(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    """Results of the other cases on four processes, by rank."""
-    return run_four(OTHERS, folder, tmp_path_factory.mktemp("others"))
+    """Results of all cases on four processes, by rank."""
+    done = run_processes(4, tmp_path_factory.mktemp("many"), partial(together, str(folder)), 280)
+    assert done.codes == [0] * 4, done.said
+    return done.found
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -213,38 +205,28 @@ def records(run: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in one.items() if key not in timed} for one in Run(run).metrics()]
 
 
-@pytest.mark.slow
 @needs_gloo
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_any_number_of_processes_ends_with_the_same_bits(on_many: dict[int, Any], folder: Path, name: str) -> None:
-    ends_alike(on_many, folder, name)
-
-
-@needs_gloo
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
-def test_so_does_every_rule_precision_and_placement(others_on_many: dict[int, Any], folder: Path, name: str) -> None:
-    ends_alike(others_on_many, folder, name)
-
-
-def ends_alike(found: dict[int, Any], folder: Path, name: str) -> None:
-    """Assert that a case ends with the bits of one process on any number of them."""
     expected = ended(trainer_of(str(folder), f"{name} 1", None, **CASES[name]))
     assert expected["progress"]["step"] == 4
     logged = records(folder / f"{name} 1")
     assert {"train", "evaluation"} <= {record["kind"] for record in logged}
     for size in (2, 3, 4):
         for rank in range(size):
-            same(found[rank][f"{name} {size}"], expected)
+            same(on_many[rank][f"{name} {size}"], expected)
         assert records(folder / f"{name} {size}") == logged
 
 
 @needs_gloo
-def test_a_run_goes_on_over_other_numbers_of_processes_to_the_same_bits(on_many: dict[int, Any], folder: Path) -> None:
+def test_a_run_goes_on_over_other_numbers_of_processes_to_the_same_bits(folder: Path, tmp_path: Path) -> None:
     expected = ended(trainer_of(str(folder), "unmoved", None, **MOVED))
-    assert [on_many[0][f"moved {size}"]["ended"] for size in (3, 2, 4)] == ["interrupted", "interrupted", "finished"]
-    for rank in range(4):
-        same(on_many[rank]["moved 4"], expected)
+    done = run_processes(3, tmp_path, partial(moving, str(folder)), 60)
+    assert done.codes == [0] * 3, done.said
+    assert [done.found[0][f"moved {size}"]["ended"] for size in (2, 1, 3)] == ["interrupted", "interrupted", "finished"]
+    for found in done.found.values():
+        same(found["moved 3"], expected)
 
 
 def test_slices_train_as_whole_batches_do_up_to_rounding(folder: Path, tmp_path: Path) -> None:

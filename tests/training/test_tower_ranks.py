@@ -40,7 +40,7 @@ from cordillera.training.ranking.towers.placing import (
 from cordillera.training.ranking.towers.ranks import TowerRanks
 from cordillera.training.ranking.towers.tables import TowerTables
 
-DIM, SAMPLES, STEPS = 8, 13, 20
+DIM, SAMPLES, STEPS = 8, 13, 6
 FEATURES = FeatureSpec(
     dense=("a", "b"),
     sparse=(
@@ -55,7 +55,7 @@ FEATURES = FeatureSpec(
 )
 GROUPS = (("history", "item", "place"), ("user", "tags"))
 TOWERS = {"items": 0, "places": 0, "users": 1, "tags": 1}
-RULES = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+RULES = ("rowwise_adagrad", "adagrad", "sgd", "adam")
 _BUILDING = threading.Lock()  # threads share the random numbers from which weights are drawn
 
 

@@ -39,30 +39,27 @@ def mlflow_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return mlflow.MlflowClient((tmp_path / "tracked").as_uri())
 
 
-def test_mlflow_has_settings_curves_and_results(recipe_file: Path, tmp_path: Path, mlflow_client: Any) -> None:
-    run = train(recipe_file, tmp_path / "run", "track='mlflow'", "training.log_every=1", "training.max_steps=4")
-    experiment = mlflow_client.get_experiment_by_name("tests").experiment_id
-    (found,) = mlflow_client.search_runs([experiment])
-    assert found.info.run_name == "run"
-    assert found.info.status == "FINISHED"
-    assert found.data.params["training.max_steps"] == "4"
-    losses = {one.step: one.value for one in mlflow_client.get_metric_history(found.info.run_id, "train/loss")}
-    assert losses == {one["step"]: one["loss"] for one in run.metrics() if one["kind"] == "train"}
-    evaluation = run.read_json("evaluation.json")["tasks"]
-    assert {task: found.data.metrics[f"test/{task}/ne"] for task in evaluation} == {
-        task: one["metrics"]["ne"] for task, one in evaluation.items()
-    }
-
-
-def test_a_resumed_run_goes_on_in_mlflow(recipe_file: Path, tmp_path: Path, mlflow_client: Any) -> None:
+def test_mlflow_has_settings_curves_and_results_of_a_resumed_run(
+    recipe_file: Path, tmp_path: Path, mlflow_client: Any
+) -> None:
     keys = ["track='mlflow'", "training.log_every=1", "training.decay='none'", "training.warmup_fraction=0.0"]
     run = train(recipe_file, tmp_path / "run", *keys, "training.max_steps=2")
     workflows.train(run, changes=["training.max_steps=4"])
     experiment = mlflow_client.get_experiment_by_name("tests").experiment_id
     (found,) = mlflow_client.search_runs([experiment])
     assert run.read_json(ID_FILE) == {"mlflow": found.info.run_id}
-    steps = [one.step for one in mlflow_client.get_metric_history(found.info.run_id, "train/loss")]
-    assert sorted(steps) == [1, 2, 3, 4]
+    assert found.info.run_name == "run"
+    assert found.info.status == "FINISHED"
+    assert found.data.params["training.decay"] == "none"
+    history = mlflow_client.get_metric_history(found.info.run_id, "train/loss")
+    assert sorted(one.step for one in history) == [1, 2, 3, 4]
+    assert {one.step: one.value for one in history} == {
+        one["step"]: one["loss"] for one in run.metrics() if one["kind"] == "train"
+    }
+    evaluation = run.read_json("evaluation.json")["tasks"]
+    assert {task: found.data.metrics[f"test/{task}/ne"] for task in evaluation} == {
+        task: one["metrics"]["ne"] for task, one in evaluation.items()
+    }
 
 
 @pytest.mark.slow
