@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import cordillera
 
@@ -58,27 +59,32 @@ def _arguments(node: Function, method: bool, aliases: dict[str, str]) -> list[st
     return [name for name in arguments if _public(name)]
 
 
-def _classes() -> dict[str, ast.ClassDef]:
-    """Every class of the package by its bare name."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")]
-    return {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+class _Class(NamedTuple):
+    documented: bool
+    bases: list[str]
+    methods: set[str]  # those with a docstring
 
 
-def _documented_above(name: str, classes: dict[str, ast.ClassDef]) -> bool:
+def _classes(tree: ast.Module) -> Iterator[tuple[str, _Class]]:
+    """Every class of a module by its bare name."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            bases = [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
+            methods = {one.name for one in node.body if isinstance(one, Function) and ast.get_docstring(one)}
+            yield node.name, _Class(bool(ast.get_docstring(node)), bases, methods)
+
+
+def _documented_above(name: str, classes: dict[str, _Class]) -> bool:
     """Whether a method needs no text of its own: a base class documents it, or it computes what its class describes."""
     owner, _, method = name.rpartition(".")
     if owner not in classes:
         return False
-    if method == "forward" and ast.get_docstring(classes[owner]):
+    if method == "forward" and classes[owner].documented:
         return True
-    for base in classes[owner].bases:
-        parent = ast.unparse(base).split("[")[0].split(".")[-1]
-        members = classes[parent].body if parent in classes else []
-        if any(isinstance(m, Function) and m.name == method and ast.get_docstring(m) for m in members):
-            return True
-        if _documented_above(f"{parent}.{method}", classes):
-            return True
-    return False
+    return any(
+        (parent in classes and method in classes[parent].methods) or _documented_above(f"{parent}.{method}", classes)
+        for parent in classes[owner].bases
+    )
 
 
 def _documented() -> set[Path]:
@@ -89,34 +95,36 @@ def _documented() -> set[Path]:
     return {path for name in found for path in (name.with_suffix(".py"), name / "__init__.py") if path.is_file()}
 
 
-def _problems(path: Path, classes: dict[str, ast.ClassDef], *, arguments_too: bool) -> Iterator[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+def _problems(path: Path, tree: ast.Module, *, arguments_too: bool) -> Iterator[tuple[str, str]]:
+    """Problems, each with the name of a method whose docstring a base class may have, or nothing."""
     where, aliases = path.relative_to(PACKAGE.parent), _aliases(tree)
     if not ast.get_docstring(tree) and any(True for _ in _definitions(tree)):
-        yield f"{where}: the module has no docstring"
+        yield f"{where}: the module has no docstring", ""
     for name, node, method in _definitions(tree):
         place = f"{where}:{node.lineno} {name}"
         text = ast.get_docstring(node)
         if not text:
             accessor = isinstance(node, Function) and bool({"overload", "setter"} & _decorators(node))
-            if not accessor and not _documented_above(name, classes):
-                yield f"{place}: no docstring"
+            if not accessor:
+                yield f"{place}: no docstring", name
             continue
         if not isinstance(node, Function) or not arguments_too:
             continue
         arguments = _arguments(node, method, aliases)
         unmentioned = [argument for argument in arguments if not re.search(rf"\b{re.escape(argument)}\b", text)]
         if len(arguments) > 1 and unmentioned:
-            yield f"{place}: the docstring does not mention {', '.join(unmentioned)}"
+            yield f"{place}: the docstring does not mention {', '.join(unmentioned)}", ""
 
 
 def test_every_public_name_is_documented() -> None:
     """One sentence a name; in documented modules, functions of two or more arguments mention each of them."""
-    classes, documented = _classes(), _documented()
+    documented = _documented()
     assert len(documented) > 50
-    problems = [
-        problem
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for problem in _problems(path, classes, arguments_too=path in documented)
-    ]
+    classes: dict[str, _Class] = {}
+    found: list[tuple[str, str]] = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))  # hundreds at once take most of the time
+        classes |= _classes(tree)
+        found += _problems(path, tree, arguments_too=path in documented)
+    problems = [problem for problem, name in found if not _documented_above(name, classes)]
     assert not problems, f"{len(problems)} problems\n" + "\n".join(problems)

@@ -6,6 +6,7 @@ Imports have a contract of their own (``[tool.importlinter]`` in ``pyproject.tom
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,37 +17,56 @@ PACKAGE = Path(__file__).parents[1] / "src" / "cordillera"
 MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES = 14, 600, 60
 
 
-def _types(tree: ast.Module) -> Iterator[str]:
+def _types(nodes: list[ast.AST]) -> Iterator[str]:
     """Classes, and names in capitals and small letters that a module gives to other types."""
-    yield from (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
-    for node in tree.body:
+    yield from (node.name for node in nodes if isinstance(node, ast.ClassDef))
+    for node in nodes[0].body if isinstance(nodes[0], ast.Module) else ():
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         for target in targets if isinstance(node, (ast.Assign, ast.AnnAssign)) else []:
             if isinstance(target, ast.Name) and target.id[:1].isupper() and not target.id.isupper():
                 yield target.id
 
 
-def types_defined_twice(package: Path) -> dict[str, list[str]]:
-    """Type names with the files that define them, where these are several.
+def _long_functions(nodes: list[ast.AST], lines: list[str]) -> Iterator[tuple[str, int]]:
+    for node in nodes:
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        count = (node.end_lineno or node.lineno) - node.lineno + 1
+        if ast.get_docstring(node) is not None:
+            count -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        above = lines[first - 2].strip() if first > 1 else ""
+        if count > MOST_FUNCTION_LINES and not above.startswith("#"):
+            yield f"{node.lineno} {node.name}", count
+
+
+@functools.cache
+def looked_through(package: Path) -> tuple[dict[str, list[str]], dict[str, int]]:
+    """Type names with the files that define them, where these are several, and functions that are too long.
+
+    The latter with their lines, docstring not counted: more than 60 that no comment directly above explains.
 
     Args:
         package: Folder of Python files.
     """
-    found = defaultdict(list)
+    types, long = defaultdict(list), {}
     for path in sorted(package.rglob("*.py")):
-        for name in _types(ast.parse(path.read_text(encoding="utf-8"))):
-            found[name].append(path.relative_to(package).as_posix())
-    return {name: files for name, files in found.items() if len(files) > 1}
+        file, text = path.relative_to(package).as_posix(), path.read_text(encoding="utf-8")
+        nodes = list(ast.walk(ast.parse(text)))
+        for name in _types(nodes):
+            types[name].append(file)
+        long |= {f"{file}:{name}": count for name, count in _long_functions(nodes, text.splitlines())}
+    return {name: files for name, files in types.items() if len(files) > 1}, long
 
 
 def test_a_type_name_has_one_meaning() -> None:
-    assert types_defined_twice(PACKAGE) == {}
+    assert looked_through(PACKAGE)[0] == {}
 
 
 def test_a_second_meaning_is_found(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("class Step:\n    pass\n")
     (tmp_path / "b.py").write_text("from typing import NamedTuple\n\nLIMIT = 3\nStep = tuple[int, int]\n")
-    assert types_defined_twice(tmp_path) == {"Step": ["a.py", "b.py"]}
+    assert looked_through(tmp_path)[0] == {"Step": ["a.py", "b.py"]}
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in PACKAGE.rglob("*.py")}), ids=lambda path: path.name)
@@ -60,31 +80,8 @@ def test_a_file_is_read_in_one_sitting() -> None:
     assert {str(path): count for path, count in lines.items() if count > MOST_LINES} == {}
 
 
-def long_functions(package: Path) -> dict[str, int]:
-    """Lines, docstring not counted, of functions of more than 60 lines that no comment directly above explains.
-
-    Args:
-        package: Folder of Python files.
-    """
-    found = {}
-    for path in sorted(package.rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        lines = text.splitlines()
-        for node in ast.walk(ast.parse(text)):
-            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                continue
-            count = (node.end_lineno or node.lineno) - node.lineno + 1
-            if ast.get_docstring(node) is not None:
-                count -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            above = lines[first - 2].strip() if first > 1 else ""
-            if count > MOST_FUNCTION_LINES and not above.startswith("#"):
-                found[f"{path.relative_to(package).as_posix()}:{node.lineno} {node.name}"] = count
-    return found
-
-
 def test_a_function_is_understood_at_once_or_says_why_it_is_one_piece() -> None:
-    assert long_functions(PACKAGE) == {}
+    assert looked_through(PACKAGE)[1] == {}
 
 
 def test_a_long_function_is_found(tmp_path: Path) -> None:
@@ -94,4 +91,4 @@ def test_a_long_function_is_found(tmp_path: Path) -> None:
         f"# It is one table.\n@cache\ndef explained():\n    pass\n{body}\n\n"
         f"# Far above.\n\nclass One:\n    async def long(self):\n        pass\n{body.replace('    ', ' ' * 8)}"
     )
-    assert long_functions(tmp_path) == {"a.py:132 long": 61}
+    assert looked_through(tmp_path)[1] == {"a.py:132 long": 61}

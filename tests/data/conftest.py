@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,7 @@ def frame() -> pl.DataFrame:
     return make_frame(2_000, seed=3)
 
 
+@functools.cache
 def make_frame(rows: int, seed: int) -> pl.DataFrame:
     random = np.random.default_rng(seed)
     lists = [[f"t{tag}" for tag in random.integers(0, 9, random.integers(0, 6))] for _ in range(rows)]

@@ -410,7 +410,7 @@ def test_columns_of_any_type_are_read_whole_or_refused(
         "time": pa.array(np.arange(rows)),
         "weight": pa.array(np.ones(rows)),
     }
-    for number in range(fuzz_inputs(60)):
+    for number in range(fuzz_inputs(20)):
         names = rng.sample(list(good), rng.randint(1, 2))
         columns = {**good, **{name: _any_column(rng, rows) for name in names}}
         path = tmp_path / f"{number}.parquet"
@@ -442,7 +442,7 @@ def test_a_damaged_log_is_prepared_whole_or_refused(
         _avazu_frame(60).write_csv(path)
         setting = DataConfig(dataset="avazu", path=str(path), cache_dir=str(tmp_path / "cache"), unordered="sort")
     good, rng, kept = path.read_bytes(), random.Random(layout), 0
-    for number in range(fuzz_inputs(12)):
+    for number in range(fuzz_inputs(6)):
         content = damaged(good, rng, WORDS) if number % 4 else good
         path.write_bytes(content)
         expected = reference(content, "\t" if layout == "criteo" else ",", layout != "criteo", names)

@@ -342,6 +342,7 @@ def with_index(frame: pl.DataFrame, name: str) -> pl.DataFrame:
     return frame.drop("request_id").with_row_index("index").rename({"index": name})
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
 @pytest.mark.parametrize(
     ("header", "name"), [("", "unnamed_0"), ("Unnamed: 0", "Unnamed: 0"), ("__index_level_0__", "__index_level_0__")]

@@ -268,7 +268,7 @@ def join_in_pieces(
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("unlabelled", UNLABELLED)
 def test_joined_streams_are_those_of_loops(unlabelled: Any, fuzz_inputs: Callable[[int], int]) -> None:
-    for seed in range(fuzz_inputs(6)):
+    for seed in range(fuzz_inputs(4)):
         rng = random.Random(seed)
         window, lateness = rng.choice((0, 1, 20, 100)), rng.choice((0, 1, 15, 200))
         made = make(rng, 40, window)
@@ -281,7 +281,7 @@ def test_joined_streams_are_those_of_loops(unlabelled: Any, fuzz_inputs: Callabl
 
 
 def test_all_rows_are_counted(fuzz_inputs: Callable[[int], int]) -> None:
-    for seed in range(fuzz_inputs(4)):
+    for seed in range(fuzz_inputs(2)):
         rng = random.Random(seed)
         made = make(rng, 40, 20)
         rows = [row for stream in made.events.values() for row in stream]
@@ -302,7 +302,7 @@ def test_all_rows_are_counted(fuzz_inputs: Callable[[int], int]) -> None:
 @pytest.mark.parametrize("unlabelled", UNLABELLED)
 def test_what_is_written_does_not_depend_on_chunks_or_on_the_order_of_rows(tmp_path: Path, unlabelled: str) -> None:
     rng = random.Random(UNLABELLED.index(unlabelled))
-    made = make(rng, 80, 20)
+    made = make(rng, 50, 20)
     for files, chunk in enumerate((10, 64, 2**20), 1):
         write_all(made, tmp_path, 15, rng, files)
         work = Work(tmp_path, 20, 15, unlabelled, chunk, out=f"{chunk}")
@@ -316,8 +316,8 @@ def test_what_is_written_does_not_depend_on_chunks_or_on_the_order_of_rows(tmp_p
 @pytest.mark.parametrize("chunk", [10, 2**20])
 def test_files_that_come_later_give_the_same_as_all_at_once(tmp_path: Path, chunk: int) -> None:
     rng = random.Random(chunk)
-    made = make(rng, 100, 20)
-    write_all(made, tmp_path / "all", 15, rng, files=4)
+    made = make(rng, 40, 20)
+    write_all(made, tmp_path / "all", 15, rng, files=3)
     files = [path.relative_to(tmp_path / "all") for path in (tmp_path / "all").rglob("*.parquet")]
     work = Work(tmp_path / "later", 20, 15, chunk=chunk)
     for path in files:
@@ -347,7 +347,7 @@ def test_files_that_come_later_give_the_same_as_all_at_once(tmp_path: Path, chun
 
 def test_a_second_call_without_new_files_changes_nothing(tmp_path: Path) -> None:
     rng = random.Random(1)
-    write_all(make(rng, 80, 20), tmp_path, 0, rng)
+    write_all(make(rng, 30, 20), tmp_path, 0, rng)
     work = Work(tmp_path, 20, chunk=10)
     first = work.go(finish=False)
     before = work.content()
@@ -362,7 +362,7 @@ def test_a_second_call_without_new_files_changes_nothing(tmp_path: Path) -> None
 def test_labels_may_stand_in_the_rows_of_events(tmp_path: Path, later: bool, chunk: int) -> None:
     """With the event's time they always count, with another one if it lies within the window."""
     rng = random.Random(chunk)
-    made = make(rng, 120, 20)
+    made = make(rng, 50, 20)
     for stream in STREAMS:
         made.events[stream] = [
             {
@@ -596,6 +596,7 @@ BAD: dict[str, tuple[str, str, Any, Any, str]] = {
 }
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("case", list(BAD))
 def test_a_wrong_value_is_one_error_with_file_and_row(tmp_path: Path, case: str) -> None:
     kind, column, value, dtype, words = BAD[case]

@@ -259,7 +259,7 @@ def test_any_flip_or_cut_of_any_file_of_a_corpus_is_refused_by_its_name(
     dataset, rng = prepare_text(config), random.Random(3)
     for path in sorted(dataset.folder.iterdir()):
         content = path.read_bytes()
-        for number in range(fuzz_inputs(20) if content else 0):
+        for number in range(fuzz_inputs(7) if content else 0):
             path.write_bytes(flips(content, rng) if number % 5 else content[: rng.randrange(len(content))])
             with pytest.raises(DataError, match=path.name):
                 TextDataset(dataset.folder)

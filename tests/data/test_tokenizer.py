@@ -200,13 +200,16 @@ ALL_CHARACTERS = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x110000))))
 @pytest.fixture(scope="module")
 def utf_8() -> np.ndarray:
     """Bytes of each character, ``int64 [N, 4]``, padded with -1."""
-    encoded = [character.encode() for character in ALL_CHARACTERS]
-    return np.array([[*one, *[-1] * (4 - len(one))] for one in encoded])
+    encoded = np.array([character.encode() for character in ALL_CHARACTERS])
+    found = encoded.view(np.uint8).reshape(-1, 4).astype(np.int64)
+    found[found == 0] = -1
+    found[0, 0] = 0  # of the character itself
+    return found
 
 
 @given(absent=st.sets(st.sampled_from([*range(0x80), *range(0xC0, 0xEF), *range(0xF0, 0x100)])))
 @example(absent={0xC2, 0xE0, 0xED, 0xF0, 0xF4})
-@settings(max_examples=10)
+@settings(max_examples=4)
 def test_unwritable_characters_are_those_with_an_absent_byte(utf_8: np.ndarray, absent: set[int]) -> None:
     expected = np.isin(utf_8, list(absent)).any(axis=1)
     pattern = _unwritable(absent, Path("tokenizer.json"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
 from pathlib import Path
+
+import pytest
 
 from cordillera.kernels.compiled_files import digest_of_imports
 from cordillera.kernels.embeddings import numba_mixed_rows, numba_rows
@@ -19,12 +21,9 @@ def number():
 CALLER = """
 import importlib.util, sys
 
-def module(name):
-    spec = importlib.util.spec_from_file_location("cordillera.kernels." + name, __file__.replace("caller", name))
-    found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-
-module("callee")
+spec = importlib.util.spec_from_file_location("cordillera.kernels.callee", __file__.replace("caller", "callee"))
+sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules[spec.name])
 from cordillera.kernels.callee import number
 from cordillera.kernels.compiling import compiled
 
@@ -32,21 +31,24 @@ from cordillera.kernels.compiling import compiled
 def twice():
     return 2 * number()
 
-print(twice(), sum(twice.stats.cache_hits.values()))
+printed = twice(), sum(twice.stats.cache_hits.values())
 """
 
 
-def test_a_function_that_changed_is_compiled_anew_into_those_that_call_it(tmp_path: Path) -> None:
+def test_a_function_that_changed_is_compiled_anew_into_those_that_call_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Numba itself would go on with the old number, for the caller's file did not change."""
+    # Python's own cache would take files of one size and second for equal
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setitem(sys.modules, "cordillera.kernels.callee", sys)
     (tmp_path / "caller.py").write_text(CALLER)
     printed = []
     for number in (3, 3, 4):
         (tmp_path / "callee.py").write_text(CALLEE.format(number=number))
-        # without -B, Python's own cache would take files of one size and second for equal
-        command = [sys.executable, "-B", tmp_path / "caller.py"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        printed.append(done.stdout.split())
-    assert printed == [["6", "0"], ["6", "1"], ["8", "0"]]
+        digest_of_imports.cache_clear()  # as in a new process
+        printed.append(runpy.run_path(str(tmp_path / "caller.py"))["printed"])
+    assert printed == [(6, 0), (6, 1), (8, 0)]
 
 
 def test_files_count_that_are_imported_through_others(tmp_path: Path) -> None:

@@ -408,7 +408,7 @@ def test_flops_grow_with_the_widths_of_a_space(make_features: MakeFeatures, make
         count=2, widths=(4, 8, 16), rows=(1, 2, 3, 6), embed=True, fm=True, norms=(True, False), dense_rows=(0, 1, 4)
     )
     genes, draw = block_genes(blocks), random.Random(1)
-    for _ in range(12):
+    for _ in range(4):
         values = {gene.name: draw.choice(gene.values) for gene in genes}
         for gene in (draw.choice([one for one in genes if one.is_ordered]) for _ in range(2)):
             counts = []

@@ -133,6 +133,7 @@ def test_bfloat16_autocast_stays_near_float32(make_features: MakeFeatures, make_
     assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

@@ -130,6 +130,11 @@ def profiled(net: nn.Module, **changes: Any) -> dispatch.Profile:
     return profile(forward_products(net, probe.inputs), QUICK.model_copy(update=changes))
 
 
+@pytest.fixture(scope="module")
+def plan() -> PrecisionPlan:
+    return profiled(model()).plan
+
+
 def test_a_model_with_a_plan_computes_what_its_kernels_do() -> None:
     net = model()
     plan = profiled(net).plan.uniform("bf16")
@@ -191,10 +196,10 @@ def changed(path: Path, change: Callable[[dict[str, Any]], None], sign: bool = F
     ],
 )
 def test_a_plan_of_another_machine_library_or_version_is_refused(
-    change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path
+    plan: PrecisionPlan, change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "plan.json"
-    profiled(model()).plan.save(path)
+    plan.save(path)
     changed(path, change, sign=True)
     with pytest.raises(NumericsError, match=message):
         PrecisionPlan.load(path)

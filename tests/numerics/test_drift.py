@@ -94,7 +94,7 @@ def test_drifts_of_the_listed_sizes_are_found(
 def test_windows_of_the_same_distribution_raise_no_alarm(
     reference: DriftReference, fuzz_inputs: Callable[[int], int]
 ) -> None:
-    windows = fuzz_inputs(200)
+    windows = fuzz_inputs(100)
     false = sum(bool(alarms(reference, *drawn(WINDOW, seed))) for seed in range(2, 2 + windows))
     assert false < 0.01 * windows
 

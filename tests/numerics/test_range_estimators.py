@@ -204,11 +204,12 @@ def test_a_state_that_is_none_is_refused(damage: str) -> None:
         RunningHistogram().load_state_dict(state)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("tail", "gain"), [(2.5, -1.0), (4.0, 0.0), (8.0, 0.5), (30.0, 0.5)])
 def test_static_layers_lose_less_on_other_rows_than_by_least_and_largest_values(tail: float, gain: float) -> None:
     """In the mean of seeds; with the longest tails, other rows hold values several times as large as those seen."""
     static, gains = CANDIDATES["int8 static"], []
-    for seed in range(5):
+    for seed in range(3):
         weight, bias = torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)), torch.zeros(64)
         draws = torch.tensor(np.random.default_rng(seed).standard_t(tail, (8192, 64))).float()
         rows, x = draws.chunk(2)

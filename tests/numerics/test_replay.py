@@ -100,6 +100,7 @@ def regions(model: nn.Module) -> list[Region]:
     return [Region.of(r.name, r.owner, INT4) if r.name == "payload" else r for r in found]
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("fault", [FaultModel(), FaultModel(3), FaultModel(2, burst=True)], ids=lambda m: m.name)
 def test_verdicts_are_those_of_real_flips(name: str, fault: FaultModel) -> None:

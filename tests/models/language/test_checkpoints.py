@@ -485,6 +485,7 @@ def test_copies_that_differ_are_refused(make_llama: MakeLlama, tmp_path: Path) -
         load(tmp_path / "meta")
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("kinds", [("wk",), ("wv",), ("wk", "wv")])
 @pytest.mark.parametrize(("kv_heads", "rank"), [(2, 3), (2, 1), (1, 2)])

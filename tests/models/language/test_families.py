@@ -104,6 +104,7 @@ def tokens_of(count: int) -> Tensor:
     return torch.randint(3, 128, (count,), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.cases(5)
 @pytest.mark.peer
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers_and_the_folder_comes_back(tmp_path: Path, family: str) -> None:
@@ -166,6 +167,7 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("kind", [None, "q8_0", "q4_1"])
 def test_gguf_holds_every_style(tmp_path: Path, style: str, kind: str | None) -> None:
@@ -383,6 +385,7 @@ def test_yarn_keeps_fast_frequencies_and_divides_slow_ones() -> None:
     torch.testing.assert_close((cos**2 + sin**2).sqrt(), torch.full_like(cos, 0.1 * np.log(8.0) + 1))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("style", ["qwen2", "qwen3", "mixtral", "qwen3-experts", "yarn", "phi3-part", "phi3-long"])
 def test_a_conversion_to_gguf_and_back_changes_no_bit_and_no_id(tmp_path: Path, style: str) -> None:
     (tmp_path / "vocabulary").mkdir()

@@ -59,6 +59,7 @@ def _same(ours: Tokenizer, theirs: Tokenizer) -> None:
         assert ours.encode_chat(CHAT) == theirs.encode_chat(CHAT)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("kind", SOURCES)
 def test_every_layout_keeps_ids_and_chats(tmp_path: Path, kind: str) -> None:
     (tmp_path / "vocabulary").mkdir()
