@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -312,13 +312,17 @@ def _error(seconds: float) -> str:
 _POOR = 0.15  # mean error of fitted constants
 _MEMORY = Field("memory_bytes", "GB", lambda count: shown(count / 1e9, 0))
 _ERROR = Field("error_s", "±", _error)
-_LAYOUT_FIELDS = (
-    Field("place", "", right=True),
-    *(Field(key) for key in ("layout", "recompute", "across", "schedule")),
-    Field("seconds", "step", _seconds),
-    _ERROR,
-    Field("mfu", "MFU", lambda part: f"{shown(100 * part, 1)} %"),
-)
+
+
+def _layout_fields(plans: Iterable[tuple[str, Plan]]) -> tuple[Field, ...]:
+    """Return the fields of :func:`_row` after the name of each plan; errors are shown if one is known."""
+    return (
+        Field("place", "", right=True),
+        *(Field(key) for key in ("layout", "recompute", "across", "schedule")),
+        Field("seconds", "step", _seconds),
+        _ERROR._replace(shown=any(plan.error is not None for _, plan in plans)),
+        Field("mfu", "MFU", lambda part: f"{shown(100 * part, 1)} %"),
+    )
 
 
 def _list(answer: CommandOutput, shipped: Mapping[str, Mapping[str, str]]) -> None:
@@ -439,7 +443,7 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned, budget: Train
     fits = {place: explorer.fits(plan) for place, plan in shown_plans}
     word = Field("fits", "", lambda small: "" if small else "does not fit", right=False, shown=not all(fits.values()))
     more = Field("teraflops", shown=False), _MEMORY, word  # a person is told the MFU
-    table = Sheet(title, *_LAYOUT_FIELDS, *more)
+    table = Sheet(title, *_layout_fields(shown_plans), *more)
     for place, plan in shown_plans:
         teraflops = plan.flops / plan.seconds / plan.layout.devices / 1e12
         table.add(place, *_row(plan), teraflops, plan.step.memory_bytes, fits[place])
@@ -496,14 +500,14 @@ def _shown(planned: Planned | PlannedRecommender) -> list[tuple[str, Any]]:
 
 
 def _list_layouts(title: str, planned: Planned) -> Sheet:
-    table = Sheet(title, *_LAYOUT_FIELDS, _MEMORY)
+    table = Sheet(title, *_layout_fields(_shown(planned)), _MEMORY)
     for place, one in _shown(planned):
         table.add(place, *_row(one), one.step.memory_bytes)
     return table
 
 
 def _row(plan: Plan) -> tuple[object, ...]:
-    """Return the values of a plan for the fields after the first of ``_LAYOUT_FIELDS``."""
+    """Return the values of a plan for the fields after the first of :func:`_layout_fields`."""
     layout = plan.layout
     return str(layout), layout.recompute, plan.across, plan.schedule.name, plan.seconds, plan.error_s, plan.utilisation
 
