@@ -28,7 +28,7 @@ def main() -> None:
         sys.exit(130)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # all is done but leaving
+            signal.signal(number, signal.SIG_IGN)  # all work is done
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ SHIPPED = {
 
 
 def alike(calibrations: Sequence[Calibration]) -> list[Calibration]:
-    """Return constants of several kinds of devices that communicate, each with those of the slowest for collectives.
+    """Return the constants of communicating kinds of devices, with the slowest kind's constants for collectives.
 
     A prediction with them has no known error.
     """

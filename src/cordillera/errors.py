@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 _NOT_PRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-_LONGEST_PLACE = 400  # characters of a place that an error shows whole
+_LONGEST_PLACE = 400  # longest place, in characters, that an error shows in full
 
 
 def printable(text: object, *, lines: bool = False, quoted: bool = False) -> str:

@@ -80,7 +80,7 @@ def read_text(
         with open(path, "rb") as file:
             is_large = os.fstat(file.fileno()).st_size > limit
             pieces, left = list[bytes](), 0 if is_large else limit + 1
-            # in pieces: Python takes the memory for all that may be read before it reads
+            # Read in pieces: one read would allocate the memory for the whole limit.
             while left and (piece := file.read(min(left, 1 << 20))):
                 pieces.append(piece)
                 left -= len(piece)
@@ -126,7 +126,7 @@ def parse_json(
         return json.loads(text, parse_constant=constant, parse_float=number)
     except RecursionError as cause:
         raise error("is not usable JSON: it is nested too deeply", where=where, remedy=remedy) from cause
-    except ValueError as cause:  # of JSON, of UTF-8, of numbers of thousands of digits
+    except ValueError as cause:  # invalid JSON or UTF-8, or an integer of thousands of digits
         raise error(f"is not JSON: {cause}", where=where, remedy=remedy) from cause
 
 
@@ -163,7 +163,7 @@ def parse_toml(text: str, where: str, *, error: type[CordilleraError] = DataErro
         raise error(f"has more than {TOML_DOTS:,} dots outside strings", where=where)
     try:
         return tomllib.loads(text)
-    except (ValueError, RecursionError) as cause:  # of TOML, of dates, of numbers of thousands of digits
+    except (ValueError, RecursionError) as cause:  # invalid TOML or date, or an integer of thousands of digits
         twice = "; join the two, or write [[name]] for a list" if str(cause).startswith("Cannot declare") else ""
         raise error(f"is not TOML: {cause}{twice}", where=where) from cause
 
@@ -233,7 +233,7 @@ def parse_sealed(
     try:
         written = _older_sealed_json(values[1]) if is_older else sealed_json(content, line=line)
     except RecursionError:
-        written = ""  # the content is nested deeper than anything that is written
+        written = ""  # the content is nested deeper than any written file
     if text != written:
         edited = "" if required else f"; if you changed it on purpose, delete its {_SEAL!r}"
         raise error(
@@ -324,7 +324,7 @@ def left_behind(folder: Path, name: str = "*") -> list[Path]:
         except (ProcessLookupError, OverflowError):
             found.append(path)
         except (ValueError, OSError):
-            continue  # another file name, or a process of another user
+            continue  # no temporary file, or a process of another user
     return found
 
 

@@ -51,11 +51,11 @@ _SENTENCES = {
     "union_tag_invalid": "must be one of {expected_tags}",
     "union_tag_not_found": "must say which of several it is by {discriminator}",
 }
-"""What is wrong, by pydantic's types of errors, with the values of their context."""
+"""Messages by pydantic's error type, with placeholders for the context's values."""
 
 
 def text_of(pattern: str, words: str) -> AfterValidator:
-    """Return a check that all of a text matches the expression ``pattern``; ``words`` say which texts do."""
+    """Return a validator that a whole text matches the expression ``pattern``; ``words`` describe the valid texts."""
     whole = re.compile(pattern)
 
     def check(text: str) -> str:
@@ -110,7 +110,7 @@ def explain(
 
 
 def _sentence(entry: Mapping[str, Any]) -> str:
-    """Return what is wrong by an entry of pydantic's."""
+    """Return the message for an error entry of pydantic."""
     if entry["type"] in ("value_error", "assertion_error", "name"):
         message = re.sub(r"^(Value error|Assertion failed), ", "", entry["msg"])
         return f"{message[0].lower()}{message[1:]}"
@@ -121,7 +121,7 @@ def _sentence(entry: Mapping[str, Any]) -> str:
 
 
 def _joined(messages: Sequence[str]) -> str:
-    """Return one sentence for what the branches of a union say of one value; a limit says more than another kind."""
+    """Merge the messages of a union's branches on one value; a violated limit is preferred to another type."""
     limits = [message for message in messages if re.match(r"must (be (at|above|below)|have) ", message)]
     first, *others = dict.fromkeys(limits[:1] or messages)
     if not all(message.startswith("must be ") for message in (first, *others)):
@@ -152,7 +152,7 @@ def meant(name: str, known: Iterable[str]) -> str:
 
 
 def _nearest_key(name: str, known: Sequence[str]) -> str:
-    """Return the same question, also of a key of which ``name`` is a word or the initials."""
+    """Like :func:`meant`, but also find a key that has ``name`` as one of its words or as its initials."""
     short = name.lower().replace("_", "")
     words = [key for key in known if short in key.split("_")]
     initials = [key for key in known if "".join(part[:1] for part in key.split("_")) == short]

@@ -18,12 +18,12 @@ def compact(value: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a count with its noun, of which ``noun`` is the singular: ``1 step``, ``1,200 steps``."""
+    """Return a count with its noun, given in the singular: ``1 step``, ``1,200 steps``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def shown(value: float, decimals: int) -> str:
-    """Return a number with so many ``decimals``, or with two digits where these would show less than one."""
+    """Return a number with ``decimals`` decimals, or with two significant digits if it is smaller than they show."""
     return f"{value:.{decimals}f}" if value == 0 or abs(value) >= 10**-decimals else f"{value:.2g}"
 
 

@@ -203,7 +203,7 @@ def _read(source: str | Path | RankingRecipe | LanguageRecipe) -> tuple[str, str
 
 
 def _forget(content: dict[str, Any], key: str, source: object) -> None:
-    """Remove what a ``source`` that is a recipe holds because of the old value of a ``key`` that is to be changed."""
+    """Remove values that a recipe ``source`` derived from the old value of the ``key`` to change."""
     if not isinstance(source, _AnyRecipe) or key not in ("training.start", "model.preset"):
         return
     if isinstance(source, LanguageRecipe):
@@ -346,7 +346,7 @@ def load(
     if not isinstance(found, RankingRecipe):
         raise RecipeError(name, [("model.name", "of a language model: rows train ranking models")])
     data = found.data
-    assert data.schema_ is not None  # as there is a path
+    assert data.schema_ is not None  # set, as the recipe has a path
     frame = frame_of(rows, data.schema_.columns, data.schema_.ids)
     path = save_frame(frame, cache_folder(data.cache_dir) / "rows")
     return found.model_copy(update={"data": data.model_copy(update={"path": str(path), "format": "parquet"})})
@@ -417,7 +417,7 @@ def _of_config(config: type[RankingConfig]) -> type[RankingRecipe]:
 
 
 def _with_nulls(kind: type[BaseModel], content: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace ``"none"``, which stands for null in TOML, unless it is one of a key's own values."""
+    """Replace ``"none"``, which represents null in TOML, unless it is a valid value of the key."""
     found = dict(content)
     for name, field in kind.model_fields.items():
         key = field.alias or name

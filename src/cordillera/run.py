@@ -145,7 +145,7 @@ def check_recipe(saved: Any, recipe: BaseModel, where: Path) -> None:
         return
     remedy = "put the earlier values back, or start a new run with the changed recipe"
     try:
-        before = type(recipe).model_validate(saved)  # newer keys have their defaults
+        before = type(recipe).model_validate(saved)  # keys newer than the run get their defaults
     except ValidationError as error:
         raise RunError(
             "is of another kind or version than the checkpoint's", where=str(where), remedy=remedy
@@ -416,7 +416,7 @@ class Run:
             RunError: If a line is not a JSON object or does not match its checksum, or there are fewer or more records
                 than a finished training has written.
         """
-        status = self.status()  # read first, because training may end at this moment
+        status = self.status()  # read first, because training may end at any moment
         path = self.folder / "metrics.jsonl"
         lines: list[str] = []
         if is_there(path):
@@ -454,7 +454,7 @@ class Run:
         write_atomically(self.folder / "metrics.jsonl", kept)
 
     def write_status(self, ended: str | None, step: int, steps: int, why: str = "") -> None:
-        """Write ``status.json``; ``ended``, ``step``, ``steps`` and ``why`` are those of :class:`RunStatus`."""
+        """Write ``status.json``; see :class:`RunStatus` for ``ended``, ``step``, ``steps`` and ``why``."""
         path, records = self.folder / "metrics.jsonl", 0
         if is_there(path):
             with open(path, "rb") as file:
@@ -498,11 +498,11 @@ class Run:
 
 
 def check_new_folder(folder: Path, command: str = "train") -> list[Path]:
-    """Check that a run can be made in a ``folder``; return what a process left there that was killed at once.
+    """Check that a run can be created in ``folder``; return files left by a process that was killed early.
 
     Args:
         folder: Folder, which need not exist.
-        command: Command that would go on with a run that is there.
+        command: Command that would resume an existing run.
 
     Raises:
         RunError: If the folder exists and is not empty.

@@ -41,11 +41,11 @@ SECONDS_PER_KM = 5e-6  # light in glass: 1.468 times as long as in a vacuum
 # Limits that keep costs and results finite: memory and time grow with counts; quotients of extreme rates overflow.
 MOST_DEVICES = 1 << 20
 _MOST_BYTES = 512 << 10  # largest file
-_MOST_LISTED, _MOST_EXPLAINED = 20, 1_000  # largest numbers of mistakes that an error lists and counts
+_MOST_LISTED, _MOST_EXPLAINED = 20, 1_000  # most mistakes that an error lists, and counts
 
 
 def _number(value: object) -> object:
-    if isinstance(value, bool | str):  # pydantic would take true for 1 and "8" for 8
+    if isinstance(value, bool | str):  # pydantic would convert true to 1 and "8" to 8
         raise ValueError("must be a number")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError("must be a finite number")
@@ -144,7 +144,7 @@ class Level(BaseModel):
 
     @property
     def latency(self) -> float:
-        """One-way latency in seconds, including that of the distance."""
+        """One-way latency in seconds, including the propagation delay."""
         return self.latency_s + SECONDS_PER_KM * self.distance_km
 
 
@@ -248,7 +248,7 @@ class Topology(BaseModel):
 
     @cached_property
     def kinds(self) -> tuple[Device, ...]:
-        """Kinds of devices: :attr:`device`, then those of :attr:`groups`, each once."""
+        """Distinct kinds of devices: :attr:`device`, then the devices of :attr:`groups`."""
         return tuple(dict.fromkeys([self.device, *(group.device for group in self.groups)]))
 
     @cached_property

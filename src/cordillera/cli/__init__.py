@@ -17,7 +17,7 @@ from cordillera.errors import CordilleraError, DependencyError, Interrupted, Run
 
 __all__ = ["app", "main"]
 
-_FILES = 256  # that a command may have open, several times what the largest models have in pieces
+_FILES = 256  # open files that a command may need: several times the number of files of the largest models
 
 _REMEDIES = {
     errno.EMFILE: "allow more open files (`ulimit -n`)",
@@ -91,7 +91,7 @@ def _leave_pipe() -> NoReturn:
 
 def main() -> None:
     """Run the command line; errors for users are printed without a traceback unless CORDILLERA_DEBUG=1 is set."""
-    gc.set_threshold(20_000)  # of 700, collections take a fifth of the time that torch takes to be imported
+    gc.set_threshold(20_000)  # with the default of 700, garbage collection takes a fifth of the time to import torch
     warnings.formatwarning = _formatted  # type: ignore[assignment]
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # also escape characters that the terminal's encoding lacks
@@ -106,7 +106,7 @@ def main() -> None:
     except BrokenPipeError:
         _leave_pipe()
     except SystemExit:
-        if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # by Typer, which heard of the pipe first
+        if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # Typer has caught the broken pipe first
             _leave_pipe()
         raise
     except OSError as error:
@@ -126,11 +126,11 @@ def main() -> None:
         from pydantic import ValidationError
         from typer import rich_utils
 
-        if isinstance(error.__cause__, ValidationError):  # of Typer, which checks options by pydantic
+        if isinstance(error.__cause__, ValidationError):  # Typer checks options with pydantic
             from cordillera.mistakes import explain
 
             first: Any = error.__cause__.errors()[0]
-            if first["type"] == "value_error":  # whose sentence is Typer's own
+            if first["type"] == "value_error":  # an error that Typer raised itself
                 error.message = error.message.removeprefix("Value error, ")  # type: ignore[attr-defined]
             else:
                 error.message = explain([{**first, "loc": ()}], lambda path: ())[0][1]  # type: ignore[attr-defined]

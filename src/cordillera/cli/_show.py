@@ -165,7 +165,7 @@ class Sheet(Table):
 
 
 class CommandOutput:
-    """What a command prints: tables and lines, or with ``as_json`` one JSON document of their values at its end.
+    """Output of a command: tables and lines, or with ``as_json`` one JSON document of their values at its end.
 
     It is a context; the document is printed where the command ends, unless by an error.
 
@@ -193,7 +193,7 @@ class CommandOutput:
 
     @contextlib.contextmanager
     def within(self, group: str, name: str) -> Iterator[None]:
-        """Keep the values of what is printed meanwhile in the document's object ``group``, as its object ``name``."""
+        """Put values printed in the block under ``group.name`` of the JSON document."""
         outer = self._values
         self._values = {}
         try:
@@ -282,7 +282,7 @@ def evaluation_table(evaluation: Evaluation) -> Table:
 
 @contextlib.contextmanager
 def work_shown(what: str) -> Iterator[Callable[[str], None]]:
-    """Show what long work does, and for how long, on standard error; yield the function that takes what it does now."""
+    """Show the progress of long work on standard error, with elapsed time; yield a function that sets the status."""
     columns = (TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with ProgressLines(*columns, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
@@ -359,7 +359,7 @@ def progress_bar(out: Console, quiet: bool) -> Iterator[tuple[Progress, TaskID, 
 
 @contextlib.contextmanager
 def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[Any, Callable[[str], object]]]:
-    """Draw a progress bar of training with rate and remaining time; yield ``on_step`` and ``say``."""
+    """Show a progress bar of training with rate and remaining time; yield ``on_step`` and ``say``."""
     with progress_bar(out, quiet) as (bar, task, say):
 
         def on_step(record: dict[str, Any], progress: TrainingProgress | LanguageProgress, total: int) -> None:

@@ -15,13 +15,13 @@ from rich.text import Text
 
 from cordillera.errors import printable
 
-_GAP = 2  # columns between those of a table
-_UNBOUNDED = 100_000  # columns of a file
-_FIRST_S, _LONGEST_S = 10.0, 60.0  # between lines of progress
+_GAP = 2  # spaces between the columns of a table
+_UNBOUNDED = 100_000  # width of output to a file
+_FIRST_S, _LONGEST_S = 10.0, 60.0  # intervals of progress lines
 
 
 class Terminal:
-    """A file that drops output after its terminal or its reader was closed, so that work goes on and can be saved."""
+    """A file that drops output after its terminal or reader is closed, so that work continues and can be saved."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -81,7 +81,7 @@ class PlainConsole(Console):
             self.width = _UNBOUNDED
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Return text as it is printed, with control characters escaped."""
+        """Return text for printing, with control characters escaped."""
         return super().render_str(printable(text, lines=True), **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -134,7 +134,7 @@ class ProgressLines(Progress):
     def __init__(self, *columns: Any, **options: Any) -> None:
         super().__init__(*columns, **options)
         self._ended, self._teller = threading.Event(), threading.Thread(target=self._tell, daemon=True)
-        self._is_drawn = self.console.is_terminal or self.console.is_jupyter  # also once the terminal is gone
+        self._is_drawn = self.console.is_terminal or self.console.is_jupyter  # stays true after the terminal closes
 
     def start(self) -> None:
         """Draw the bar, or begin to print lines."""
@@ -161,5 +161,5 @@ class ProgressLines(Progress):
                 texts = [one.plain.strip() for one in shown if isinstance(one, Text)]  # a bar is none
                 try:
                     self.console.print("  ".join(filter(None, texts)))
-                except (OSError, ValueError):  # a full disk, a closed file: the work goes on, and finds out itself
+                except (OSError, ValueError):  # full disk or closed file: progress output must not stop the work
                     return

@@ -104,7 +104,7 @@ _GROUPS = {
 _ARGUMENTS = {"set_": "changes", "layout": "layouts", "nproc": "processes"}
 """Arguments of functions of :mod:`cordillera.workflows` that options give under other names."""
 
-_PLACES = ("out", "folder", "path")  # which errors name by their own names
+_PLACES = ("out", "folder", "path")  # arguments that errors call by these names
 
 _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 

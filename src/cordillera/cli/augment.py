@@ -56,7 +56,7 @@ def augment(
 
 @contextlib.contextmanager
 def _progress(out: Console, *, quiet: bool) -> Iterator[tuple[Any, Callable[[str], object]]]:
-    """Draw the number of rows read and written; yield ``on_step`` and ``say``."""
+    """Show the numbers of rows read and written; yield ``on_step`` and ``say``."""
     with progress_bar(out, quiet) as (bar, task, say):
 
         def on_step(progress: AugmentationProgress) -> None:

@@ -452,7 +452,7 @@ def doctor(
     try:
         findings = examine()
     except KeyboardInterrupt:
-        os._exit(130)  # without waiting for what is examined
+        os._exit(130)  # exit without waiting for the running checks
     if as_json:
         print_json(findings)
         return

@@ -302,7 +302,7 @@ def _millions(rate: float) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{fixed(seconds * 1e3, 2)} ms"  # of a difference, without -0.00
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{fixed(seconds * 1e3, 2)} ms"  # also differences; avoids -0.00
 
 
 def _error(seconds: float) -> str:
@@ -396,7 +396,7 @@ def _say_cases(answer: CommandOutput, planned: Planned | PlannedRecommender, whi
 
 
 def _say_size(answer: CommandOutput, planned: Planned, budget: TrainingBudget | None) -> None:
-    """Say how large the model and its step are, by which a person sees whether the workload is what was meant."""
+    """Print the size of the model and its step, so that a user can check the workload."""
     work = planned.explorer.workload
     parameters, tokens, flops = work.model.parameters, work.batch * work.sequence, planned.production.flops
     answer.say(
@@ -415,7 +415,7 @@ def _say_size(answer: CommandOutput, planned: Planned, budget: TrainingBudget | 
 
 
 def _say_error(answer: CommandOutput, plan: Plan, faster: float) -> None:
-    """Say how far off the time of a plan is on average, and whether its gain over the base is less."""
+    """Print the mean error of a plan's time, and whether its gain over the base is smaller than the error."""
     if plan.error is None:
         kinds = {
             "was in FP8": plan.layout.fp8 != "none",
@@ -442,7 +442,7 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned, budget: Train
     shown_plans = [*zip(map(str, range(1, len(found.own) + 1)), found.own, strict=True), *others, ("base", base)]
     fits = {place: explorer.fits(plan) for place, plan in shown_plans}
     word = Field("fits", "", lambda small: "" if small else "does not fit", right=False, shown=not all(fits.values()))
-    more = Field("teraflops", shown=False), _MEMORY, word  # a person is told the MFU
+    more = Field("teraflops", shown=False), _MEMORY, word  # the text shows the MFU instead
     table = Sheet(title, *_layout_fields(shown_plans), *more)
     for place, plan in shown_plans:
         teraflops = plan.flops / plan.seconds / plan.layout.devices / 1e12
@@ -463,7 +463,7 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned, budget: Train
             _say_error(answer, plan, faster)
     if found.interrupted:
         answer.say("interrupted: what had not been computed by then is missing")
-    if planned.what_if and len(found.own) > 1:  # of the fastest that fits
+    if planned.what_if and len(found.own) > 1:  # cases of the fastest layout that fits
         best = next(place for place, plan in shown_plans if plan is found.best)
         _say_cases(answer, planned, f"layout {best} ")
     else:
@@ -483,7 +483,7 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned, budget: Train
 
 
 def _too_large(plan: Plan, limits: Sequence[float]) -> str:
-    """Say in words what takes the memory of the device that lacks most; ``limits`` are bytes by pipeline rank."""
+    """Describe the memory use of the device that exceeds its limit most; ``limits`` are bytes by pipeline rank."""
     needed = [sum(rank.values()) for rank in plan.step.memory]
     rank = max(range(len(needed)), key=lambda one: needed[one] - limits[one])
     causes = sorted(plan.step.memory[rank].items(), key=lambda item: -item[1])
@@ -495,7 +495,7 @@ def _too_large(plan: Plan, limits: Sequence[float]) -> str:
 
 
 def _shown(planned: Planned | PlannedRecommender) -> list[tuple[str, Any]]:
-    """Return the plans of a search that a table shows: the best, those of smaller searches, and the base."""
+    """Return the plans for a table: the best, the plans of smaller searches, and the base."""
     return [*zip("12345", planned.found.plans, strict=False), *planned.compared.items(), ("base", planned.production)]
 
 

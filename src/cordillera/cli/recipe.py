@@ -60,7 +60,7 @@ def new(
     """
     from cordillera.recipe import write_recipe
 
-    separator = "\t" if separator == r"\t" else separator  # as a shell gives what errors advise
+    separator = "\t" if separator == r"\t" else separator  # a shell passes the two characters \t that errors advise
     guesses = write_recipe(path, out, labels=label or (), separator=separator, model=model)
     table = Sheet(None, Field("column"), Field("role"), Field("because"))
     for guess in guesses:

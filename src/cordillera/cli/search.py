@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cordillera.workflows import SearchOutcome
     from cordillera.workflows.architectures.search import SearchCandidate
 
-_AT_ONCE_S = 0.1  # in which no candidate is tried
+_AT_ONCE_S = 0.1  # less than the time of any trial
 
 
 # One piece: an argument for each option.
@@ -151,13 +151,13 @@ def search(
 
 @contextlib.contextmanager
 def _progress(out: Console, *, quiet: bool) -> Iterator[tuple[Callable[[int, int], object], Callable[[str], object]]]:
-    """Draw a progress bar of a search; yield a function of the numbers of candidates shown and planned, and ``say``."""
+    """Show a progress bar of a search; yield a function of the numbers of candidates done and planned, and ``say``."""
     with progress_bar(out, quiet) as (bar, task, say):
         came = time.monotonic()
 
         def on_candidate(done: int, planned: int) -> None:
             nonlocal came
-            if time.monotonic() - came < _AT_ONCE_S:  # it was on record, and says nothing of the time left
+            if time.monotonic() - came < _AT_ONCE_S:  # a recorded result, which does not help to estimate the time left
                 bar.reset(task, description="searching", completed=done, total=planned)
             came = time.monotonic()
             bar.update(task, description="searching", completed=done, total=planned)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cordillera.reports.faults import FaultStudyRow
 
 
-_SHORTEST_S = 1.0  # of what is simulated as a step, as time grows with the number of steps
+_SHORTEST_S = 1.0  # shortest simulated step, as the run time grows with the number of steps
 
 
 def _above_zero(value: float | None) -> float | None:

@@ -82,11 +82,11 @@ def train(
 
 
 def _begins(recipe: str, folder: Path | None, answer: CommandOutput) -> bool:
-    """Whether a run that is to be resumed begins, as its folder is not there or empty; tell so."""
+    """Return whether a run to be resumed starts from scratch, as its folder is absent or empty; print a note if so."""
     from cordillera.errors import RunError
     from cordillera.run import check_new_folder
 
-    if folder is None or (Path(recipe) / "recipe.toml").is_file():  # a run, of which another folder is said to be
+    if folder is None or (Path(recipe) / "recipe.toml").is_file():  # a run, not a recipe
         return False
     try:
         check_new_folder(folder)
@@ -114,7 +114,7 @@ def _new_folder(name: str) -> Path | None:
 
 @contextlib.contextmanager
 def _ended_before(draw: Callable[..., None], folder: Path | None, is_resumed: bool) -> Iterator[Callable[..., None]]:
-    """Yield ``draw`` for every step; say what there is if a signal ends the command before or after all steps."""
+    """Yield ``draw`` for every step; report the state if a signal ends the command before or after all steps."""
     is_begun = False
 
     def on_step(*progress: Any) -> None:
@@ -140,7 +140,7 @@ def _ended_before(draw: Callable[..., None], folder: Path | None, is_resumed: bo
         raise Interrupted(found, where=str(folder), remedy=remedy) from None
     finally:
         if folder is not None:
-            with contextlib.suppress(OSError):  # it is not empty
+            with contextlib.suppress(OSError):  # a folder that is not empty stays
                 folder.rmdir()
 
 
@@ -161,7 +161,7 @@ def _join(folder: Path, replica: str | None, coordinator: str | None, answer: Co
 
 
 def resumed(recipe: str, folder: Path | None, overrides: Sequence[str], plan: Path | None) -> Any:
-    """Return the run to go on with, that of ``folder`` or ``recipe``; warn of what a recipe beside it says otherwise.
+    """Return the run to resume, in ``folder`` or ``recipe``; warn of differences from a recipe given beside it.
 
     Raises:
         RunError: If it is no run, there is a plan, or a recipe beside its folder is of another model or other data.
@@ -197,7 +197,7 @@ def _begun(recipe: str, run: Path | None, overrides: Sequence[str], plan: Path |
 
     if run is None:
         check_no_run(recipe, "train")
-    elif place_in_job() is None:  # before the data is read
+    elif place_in_job() is None:  # check before the data is read
         check_new_folder(run)
     found = load(recipe, overrides)
     if plan is None:
@@ -215,7 +215,7 @@ def tell_outcome(
     is_resumed: bool = False,
     is_old: bool = False,
 ) -> None:
-    """Print how a training ended, what was reached, and where the report is, or with which ``command`` to go on.
+    """Print how training ended, its result and the report's path, or the ``command`` that resumes it.
 
     With ``is_resumed``, the command trained the last part; with ``is_old``, it had ended before the command.
 
@@ -274,7 +274,7 @@ def _print(answer: CommandOutput, outcome: Outcome | LanguageOutcome, is_resumed
 
 
 def _doubts(outcome: Outcome) -> Iterator[str]:
-    """Yield what a person should look at before the model of a ranking run is trusted."""
+    """Yield warnings to check before the model of a ranking run is trusted."""
     from cordillera.recipe import load
 
     folder, progress = outcome.run.folder, outcome.report.progress

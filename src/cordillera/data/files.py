@@ -39,7 +39,7 @@ def is_intact(path: Path, sha256: str) -> bool:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn errors of a full or read-only disk into a :class:`DataError` that says what to do."""
+    """Turn errors of a full or read-only disk into a :class:`DataError` with a remedy."""
     try:
         yield
     except OSError as error:

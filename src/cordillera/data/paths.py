@@ -19,10 +19,10 @@ from cordillera.errors import DataError, DependencyError
 
 
 def expand_paths(path: str | Sequence[str]) -> tuple[Path, ...]:
-    """Return the files of files, folders or patterns, in order; ``~`` stands for the home folder.
+    """Expand files, folders or patterns to files, in order; ``~`` is the home folder.
 
     Files of a folder are those in it and in its folders, sorted by path; names that begin with ``.`` or ``_`` are left
-    out. In a pattern, ``**`` stands for any number of folders.
+    out. In a pattern, ``**`` matches any number of folders.
 
     Addresses such as ``s3://bucket/folder`` are read by fsspec: their files are copied to ``remote`` in the cache,
     under the path of the original, and copied again when the original changes.

@@ -38,19 +38,19 @@ GATHERED = "gathered"
 """Plan of an all-reduce in which every rank gathers all tensors and adds them itself."""
 
 MOST_RANKS = 1 << 17
-"""Most ranks of a rule, about those of the largest jobs."""
+"""Largest number of ranks in a rule, about that of the largest jobs."""
 
 TunedCollective: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter"]
 PlanName: TypeAlias = Annotated[
     str, StringConstraints(pattern="^(direct|ring|bidirectional|doubling|hierarchical-[1-9][0-9]{0,5}|gathered)$")
 ]
 
-_GAIN = 1.05  # that another plan must have over the usual one to be chosen
-_MOST_GATHERED = 4 << 20  # bytes of an all-reduce of which it is timed whether all gather everything
+_GAIN = 1.05  # least speedup over the default plan for another one to be chosen
+_MOST_GATHERED = 4 << 20  # largest all-reduce, in bytes, for which gathering all data is timed as well
 
 
 class TunedGroup(Protocol):
-    """What is timed: a :class:`~cordillera.distributed.transport.process_group.TransportProcessGroup`.
+    """Group to time: a :class:`~cordillera.distributed.transport.process_group.TransportProcessGroup`.
 
     Attributes:
         tuning: Its rules.
@@ -67,7 +67,7 @@ class TunedGroup(Protocol):
         ...
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Reduce ``tensors`` as ``opts`` say."""
+        """Reduce ``tensors`` by ``opts``."""
         ...
 
     def all_gather_single(self, output: Tensor, input: Tensor) -> dist.Work:
@@ -135,10 +135,10 @@ class CollectiveTuning(BaseModel):
 
 
 def gather_plan(name: str, ranks: int) -> CollectivePlan:
-    """Return the all-gather of a plan, of which its other collectives are made.
+    """Return the all-gather of a plan; the other collectives are derived from it.
 
     Raises:
-        PlanError: If there is none of this ``name`` over so many ``ranks``.
+        PlanError: If there is no plan ``name`` over ``ranks`` ranks.
     """
     try:
         if name.startswith("hierarchical-"):

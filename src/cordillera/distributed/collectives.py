@@ -54,7 +54,7 @@ class Arrival(Generic[_Result]):
 
 
 class Collectives:
-    """Collectives and messages among the ``size`` ranks of a process group, of which this process is ``rank``.
+    """Collectives and messages among the ``size`` ranks of a process group; this process is ``rank``.
 
     All of them are recorded in the ledger and named in errors by a ``name``, and raise a
     :class:`~cordillera.errors.PeerError` if a rank does not respond in time or a connection broke.
@@ -90,15 +90,15 @@ class Collectives:
         if self.size == 1 or not tensor.numel():
             return tensor
         others = self.size - 1
-        sent = 2 * others * tensor.nbytes // self.size  # as in a reduce-scatter and an all-gather
+        sent = 2 * others * tensor.nbytes // self.size  # traffic of a reduce-scatter and an all-gather
         self._wait_for(name, lambda: dist.all_reduce(tensor, op, group=self.group, async_op=True), sent, 2 * others)
         return tensor
 
     def all_to_all(self, name: str, parts: Sequence[Tensor], tag: int) -> list[Tensor]:
         """Send a part to each rank under a ``name`` and ``tag``, and return a part from each; errors name the rank.
 
-        This rank's own part is returned unchanged. Of ``parts``, one ``[n, ...]`` for each rank, any may have any
-        length; every rank must send this rank ``len(parts[rank])`` rows.
+        This rank's own part is returned unchanged. ``parts`` holds one tensor ``[n, ...]`` for each rank, of any
+        length ``n``; every rank must send this rank ``len(parts[rank])`` rows.
         """
         own = parts[self.rank]
         if self.size == 1:
@@ -133,7 +133,7 @@ class Collectives:
         result: _Result,
         traffic: Traffic,
     ) -> Arrival[_Result]:
-        # in one batch, as NCCL requires: issued separately, each could wait for the other
+        # Issue both in one batch, as NCCL requires: separate calls could deadlock.
         operations = [dist.P2POp(dist.isend, x, group=self.group, tag=tag, group_peer=peer) for peer, x in sends]
         operations += [dist.P2POp(dist.irecv, x, group=self.group, tag=tag, group_peer=peer) for peer, x in arrivals]
         peers = [peer for peer, _ in (*sends, *arrivals)]
@@ -165,11 +165,11 @@ class Collectives:
         self.ledger.record(name, Traffic(1, sent, messages, seconds, seconds))
 
     def wait(self, work: dist.Work, whom: str, peer: int | None, name: str) -> None:
-        """Wait for ``work`` until the deadline; errors tell ``name``, the data, and ``whom`` (a ``peer`` or None)."""
+        """Wait for ``work`` until the deadline; errors name ``name``, the data, and ``whom`` (a ``peer`` or None)."""
         started = time.perf_counter()
         try:
             if "nccl" in dist.get_backend(self.group):
-                work.wait()  # with a timeout, NCCL would make the host wait for the device
+                work.wait()  # a timeout would make the host wait for the device
             else:
                 work.wait(timedelta(seconds=self.deadline_s))
         except RuntimeError as error:

@@ -113,7 +113,7 @@ def trace_of(rank: int, status: int, text: str) -> RankTrace:
 
     Args:
         rank: The rank.
-        status: Status of the answer: 200, 408 if there was none in time, 503 if nobody listens.
+        status: Status of the answer: 200, 408 if there was none in time, 503 if no process listens.
         text: The answer.
 
     Raises:

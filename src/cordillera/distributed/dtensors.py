@@ -1,4 +1,4 @@
-"""Tensors and modules that are cut over ranks, told apart without importing what makes them.
+"""Recognise tensors and modules that are sharded over ranks, without importing the libraries that make them.
 
 Importing ``torch.distributed.tensor`` and ``torch.distributed.fsdp`` takes a second of processor time. Where nothing
 has imported them, nothing is cut; so the other modules import them only inside of functions that cut something.

@@ -40,7 +40,7 @@ class ExpertRanks:
     def __call__(
         self, x: Tensor, experts: Tensor, gates: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, *, policy: SavingPolicy
     ) -> Tensor:
-        """Compute what ``expert_mlp`` does for this rank's tokens; of the weights, each rank has those of its experts.
+        """Compute ``expert_mlp`` for this rank's tokens; each rank holds only the weights of its own experts.
 
         Raises:
             PeerError: If another rank does not answer in time; so does the backward pass.

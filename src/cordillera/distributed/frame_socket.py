@@ -1,11 +1,11 @@
-"""A socket that never blocks: what is to be sent waits, and a buffer is filled as bytes come."""
+"""A non-blocking socket that queues outgoing buffers and fills an incoming one as bytes arrive."""
 
 from __future__ import annotations
 
 import socket
 from collections import deque
 
-_MOST_PARTS = 16  # of one call, far below the system's limit
+_MOST_PARTS = 16  # buffers per call, far below the system's limit
 
 
 class FrameSocket:
@@ -18,8 +18,8 @@ class FrameSocket:
 
     def __init__(self, connected: socket.socket, ahead: memoryview | None = None) -> None:
         self.socket = connected
-        self._ahead, self._begin, self._end = ahead, 0, 0  # of what has come ahead
-        self._is_empty = False  # whether the last call took all that had come
+        self._ahead, self._begin, self._end = ahead, 0, 0  # buffer of bytes received ahead, and the range not yet read
+        self._is_empty = False  # whether the last call read all available bytes
         self._outgoing: deque[memoryview] = deque()
         self._target, self._filled = memoryview(b""), 0
         connected.setblocking(False)

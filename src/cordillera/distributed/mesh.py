@@ -250,9 +250,9 @@ class ProcessMesh:
         return self._mesh["tensor"]
 
     def tensor_neighbours(self, count: int) -> dist.ProcessGroup:
-        """Return the group of ``count`` neighbouring tensor ranks, of which this process is one.
+        """Return this process's group of ``count`` neighbouring tensor ranks.
 
-        ``count`` divides their number. All processes of the job must call this alike.
+        ``count`` must divide the number of tensor ranks. All processes of the job must make the same call.
         """
         if count not in self._neighbours:
             group = _enumerated(self._ranks.reshape(-1, count), self._deadline)

@@ -17,10 +17,10 @@ MOST_TABLE = 1 << 19
 
 
 class PlannedParallelConfig(ParallelConfig):
-    """Distribution of a job over processes, with a schedule of a known family or one that was planned.
+    """Distribution of a job over processes, with a schedule of a known family or a planned one.
 
     Attributes:
-        table: Actions of every pipeline rank, in place of those that ``schedule`` would give: one line for each rank in
+        table: Actions of every pipeline rank, which replace those of ``schedule``: one line for each rank in
             the notation of ``torch.distributed.pipelining``, such as ``0F0,0F1,0B0,0B1``, for one number of
             microbatches. ``cordillera train --plan`` writes it. None for a schedule of the family.
     """

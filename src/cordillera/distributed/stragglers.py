@@ -11,7 +11,7 @@ _WINDOW = 100  # steps that are looked at
 _FEWEST = 5  # steps that a straggler has taken part in
 _FACTOR = 1.2  # least factor of a straggler
 _SPREADS = 3.0  # least distance of its factor from 1, in standard deviations of the others' ratios
-_TO_DEVIATION = 1.4826  # from the median absolute deviation to the standard deviation of normal values
+_TO_DEVIATION = 1.4826  # ratio of standard deviation to median absolute deviation of a normal distribution
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def cut_bias(bias: nn.Module, ranks: TensorRanks) -> None:
 
 
 def join_outputs(module: nn.Module, ranks: TensorRanks) -> None:
-    """Let a ``module`` that is split along its outputs over ``ranks`` return those of its neighbours too, in place."""
+    """Make a ``module`` with split outputs return the outputs of all neighbours of this rank in ``ranks``, in place."""
     inner = module.forward
     _compute_by(module, lambda x: ranks.join(inner(x)))
 
@@ -117,7 +117,7 @@ def cut_head(head: nn.Linear, ranks: TensorRanks) -> None:
 
 
 def sum_over_ranks(module: nn.Module, ranks: TensorRanks, tokens: Callable[..., int] | None = None) -> None:
-    """Let a ``module`` of matrices split over ``ranks`` read and return activations between matrices.
+    """Make a ``module`` of matrices split over ``ranks`` gather its input and sum its output over the ranks, in place.
 
     Its first argument is the activations, and its results are summed. ``tokens`` maps its other arguments to the number
     of tokens without padding; None if padding does not matter.
@@ -204,7 +204,7 @@ class _Scattered(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """Columns of all ranks, one beside the other; each rank gets the sum of the gradients of its own."""
+    """Concatenation of the columns of all ranks; each rank gets the summed gradients of its own columns."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, links: Collectives) -> Tensor:

@@ -111,7 +111,7 @@ class TowerLayout:
 
 
 class _Transfer(NamedTuple):
-    """A message from each rank to each other one, of which any may be empty.
+    """A message from each rank to each other one; any message may be empty.
 
     Attributes:
         links: Ranks.
@@ -340,8 +340,8 @@ class TowerExchange(nn.Module):
         """Sum gradients of the tower's weights over the ranks of its host, in place and in the order of ranks.
 
         The samples of all ranks have passed through these ranks, so that this is the gradient of the sum of all ranks'
-        losses, as an all-reduce among all ranks is for the weights outside of towers. Whoever divides those by a
-        number, for instance of all ranks, divides these by the same number and not by the ranks of a host.
+        losses, as an all-reduce among all ranks is for the weights outside of towers. If a caller divides the
+        latter, for instance by the number of all ranks, it must divide these by the same number.
         """
         weights = [weight for weight in self.parameters() if weight.requires_grad]
         layout, rank = self.layout, self.links.rank

@@ -22,11 +22,11 @@ from cordillera.kernels.embeddings.cached_rows import EMPTY, EVENTS, WAYS
 
 CachePolicy = Literal["lru", "lfu"]
 
-_AGE_EVERY = 1024  # updates between halvings of the counts of lfu, so that rows that were popular once make room
+_AGE_EVERY = 1024  # updates between halvings of lfu counts, so that formerly popular rows are evicted
 
 
 class RowCache(nn.Module):
-    """Lines of a cache with their tags and counters, all of which a checkpoint keeps.
+    """Lines of a cache with their tags and counters; a checkpoint keeps all of them.
 
     Attributes:
         lines: ``float32 [slots, D]``.

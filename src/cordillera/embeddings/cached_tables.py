@@ -261,10 +261,10 @@ def make_tables(
     init: float | Literal["uniform_by_rows"] = "uniform_by_rows",
     generator: torch.Generator | None = None,
 ) -> EmbeddingTables:
-    """Make the tables that a configuration describes; arguments and errors are those of their classes.
+    """Create the tables of a configuration; see their classes for the arguments and errors.
 
     Raises:
-        DependencyError: If rows are to lie in a file; who knows its folder gives a ``MadeTablesConfig``.
+        DependencyError: If rows are stored in a file; pass a ``MadeTablesConfig`` that knows the folder.
     """
     if isinstance(config, MadeTablesConfig):
         return config.make(features, embedding_dim, config.plain, init=init, generator=generator)

@@ -97,7 +97,7 @@ class IdMap:
 
     @property
     def used(self) -> int:
-        """Number of rows up to the last one that was ever in use, shared rows included."""
+        """Number of rows up to the last one ever used, including shared rows."""
         return int(self._counters[0])
 
     @property
@@ -369,7 +369,7 @@ class IdMap:
             self._marks = marks
 
     def _rebuild(self, entries: int, candidate_ids: Any, payloads: Any) -> int:
-        """Make the map and the free rows anew from rows and candidates; return the number of ids that stand twice."""
+        """Rebuild the map and the free rows from rows and candidates; return the number of duplicate ids."""
         kernels, used = _kernels(), self.used
         words = _empty_map(entries)
         tables = self._row_tables[:used].astype(np.int64)

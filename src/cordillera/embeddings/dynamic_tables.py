@@ -111,7 +111,7 @@ class DynamicTables(EmbeddingTables):
         self._table_of = torch.tensor([list(sizes).index(feature.table) for feature in self.features.sparse])
         self._no_starts = torch.zeros(len(self.features.sparse), dtype=torch.int64)
         self.num_rows = self.ids.num_rows
-        _ = self.backend  # complain now rather than after the first batch
+        _ = self.backend  # raise errors now rather than after the first batch
 
     def _look_up(
         self, values: Tensor, offsets: Tensor | None, value_weights: Tensor | None, dtype: torch.dtype

@@ -29,7 +29,7 @@ _COUNTS, _IDS, _COLLISIONS, _FRAMES, _ROWS, _GRADIENTS, _LENGTHS, _SHARES = rang
 
 
 class RowSpan(NamedTuple):
-    """Rows that one part contributes to an answer: those of neighbouring ranges, in some columns.
+    """Rows that one part contributes to an answer: consecutive ranges, in some columns.
 
     Attributes:
         part: Position of the part in the placement.
@@ -72,7 +72,7 @@ class RankLayout(NamedTuple):
     def of(cls, placement: Placement, starts: dict[str, int], rank: int) -> RankLayout:
         """Return the layout of a rank; ``starts`` are the first rows of the tables."""
         parts: dict[int, PartOnRank] = {}
-        rows: dict[int, int] = {}  # by columns
+        rows: dict[int, int] = {}  # first free row of the block with these columns
         for i, part in enumerate(placement.parts):
             if rank in part.ranks:
                 start = rows.setdefault(part.columns, 0)
@@ -159,7 +159,7 @@ class RowRequest:
         exchange: Exchange that this request belongs to.
         distinct: Rows of this rank's batch, ``int64 [U]``, distinct and ascending.
         bounds: First position of each range in ``distinct``, and ``U``.
-        told: Number of ids and notes of each rank, in transit.
+        told: Counts of each rank's ids and notes, in transit.
         counts: Number of ids by asking rank and range; zeros for ranges that a rank does not ask for: ``[ranks, K]``.
             Known after :meth:`send_ids`.
         notes: Sum of the notes of all ranks, equal on all of them. Known after :meth:`send_ids`.
@@ -179,7 +179,7 @@ class RowRequest:
     has_arrived: bool = False
 
     def send_ids(self) -> None:
-        """Send the ids to the ranks that hold their rows, once all ranks have told how many they ask for."""
+        """Send the ids to the ranks that hold their rows, once the counts of all ranks have arrived."""
         if self.has_sent:
             return
         routes, told = self.exchange.routes, self.told.wait()
@@ -330,7 +330,7 @@ class RowExchange:
         ]
 
     def compare(self, earlier: RowRequest, later: RowRequest) -> Comparing:
-        """Start to tell each rank which of its rows in two requests are in both, as :meth:`common` finds them.
+        """Start to send each rank the rows that both of its two requests contain, as :meth:`common` finds them.
 
         A rank learns this of the rows that it asks for; holders know it at once.
         """
@@ -438,7 +438,7 @@ class RowExchange:
         return sizes
 
     def add_columns(self, rows: dict[int, Tensor], values: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Sum values of rows over the parts with the other columns of these rows, in the order of columns.
+        """Sum per-row values over all column parts of a row, in column order.
 
         Args:
             rows: Rows of each part of this rank, numbered over all tables, ascending; equal in parts with equal rows.

@@ -295,7 +295,7 @@ class FileTables(EmbeddingTables):
         self._held, self._outside, self._ahead = None, self._outside[:0], _NOTHING_AHEAD
 
     def flush(self) -> None:
-        """Write all changed rows to the file and make its content that of the last update.
+        """Write all changed rows to the file, and commit the state of the last update.
 
         Raises:
             RunError: The disk is full; the file is as of the last flush when it is opened again.
@@ -313,7 +313,7 @@ class FileTables(EmbeddingTables):
         self.file.commit(self.step)
 
     def save(self, folder: Path | str, *, wait: bool = True) -> Future[None]:
-        """Flush, then copy the file to another folder; without ``wait``, in a thread while training goes on.
+        """Flush, then copy the file to another folder; without ``wait``, in a thread while training continues.
 
         Returns:
             The copy under way, whose ``result()`` waits and raises its errors; the next ``flush`` waits for it too.
@@ -343,7 +343,7 @@ class FileTables(EmbeddingTables):
         return None
 
     def load(self, folder: Path | str) -> None:
-        """Replace all rows, their state and the step count by those of the file in another folder.
+        """Load all rows, their state and the step count from the file in another folder.
 
         Raises:
             CheckpointError: The folder holds other tables, a damaged file, or none.
@@ -383,7 +383,7 @@ class FileTables(EmbeddingTables):
         return block.view(rows, *self._shapes[part])
 
     def clear_columns(self, first: int) -> None:
-        """Set columns from ``first`` on to zero in a file that is new; one that was opened keeps its rows.
+        """Set columns from ``first`` on to zero in a new file; an opened file keeps its rows.
 
         Raises:
             TrainingError: Rows were looked up.
@@ -429,7 +429,7 @@ class FileTables(EmbeddingTables):
             self._events["writes"] += rows.size
 
     def set_extra_state(self, state: Any) -> None:
-        """Restore the step count from a state dict, which must be that of the file.
+        """Restore the step count from a state dict; it must equal the step count of the file.
 
         Raises:
             CheckpointError: The count is negative, or the file is as of another update.

@@ -35,7 +35,7 @@ from cordillera.planning.ranking.placement import Placement
 _HEADERS, _IDS, _WEIGHTS, _SUMS, _GRADIENTS = range(11, 16)  # tags of messages; those of rows are below
 _NUMBERS = 3  # numbers of a header before its counts: samples, whether bags hold one value, whether values have weights
 _LENGTH_BYTES, _VALUE_BYTES = 4, 4
-_ROW_ID_BYTES = 8  # of an id in the exchange of rows
+_ROW_ID_BYTES = 8  # bytes of an id in the exchange of rows
 
 
 class _Section(NamedTuple):
@@ -332,7 +332,7 @@ class BagExchange:
         return send_frames(self.links, "bags", coded, coder, [len(sections) for sections in self._asked], sizes)
 
     def sum_bags(self, request: BagRequest, blocks: Sequence[Tensor], backend: str) -> list[list[Tensor]]:
-        """Sum the bags of all ranks; ``request``, ``blocks``, ``backend`` and errors are those of :meth:`send_sums`.
+        """Sum the bags of all ranks; see :meth:`send_sums` for ``request``, ``blocks``, ``backend`` and errors.
 
         Returns:
             For each rank, the sums of its bags in each block, ``float32 [bags, columns]``, in the order of parts,

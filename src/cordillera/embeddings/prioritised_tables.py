@@ -105,7 +105,7 @@ class PrioritisedEmbeddingTables(ShardedEmbeddingTables):
         self._urgent: Chosen | None = None
         self._early: _Early | None = None
         self._late: _Late | None = None
-        self._counted = (0, 0)  # served rows of the batch compared last, and those in both; ranks hear of them once
+        self._counted = (0, 0)  # served rows of the batch compared last, and rows in both batches; sent once
         self._plain_steps = 0
 
     def forward(self, sparse: JaggedBatch) -> Tensor:
@@ -165,7 +165,7 @@ class PrioritisedEmbeddingTables(ShardedEmbeddingTables):
         self._settle()
         urgent, collisions = comparing.wait()
         self.collisions = (sum(map(len, collisions.asked)), int(sum(int(mask.sum()) for mask in collisions.asked)))
-        if self._waiting or self._early is not None:  # an update will change rows of other batches than the present one
+        if self._waiting or self._early is not None:  # an update will change rows of batches other than the current one
             return
         self._urgent = urgent
         arrival = self._exchange.send_rows(coming, self._rows_by_id, collisions.others(), self.coder)
@@ -232,7 +232,7 @@ class FrozenWindowTables(ShardedEmbeddingTables):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._ahead: tuple[RowRequest, RowsInTransit] | None = None
-        self._sent: list[Arrival[list[Tensor]]] = []  # gradients of the first of the backward passes that wait
+        self._sent: list[Arrival[list[Tensor]]] = []  # gradients of the first waiting backward pass
         if self.config.name == "rowwise_adagrad" and self._cuts_columns():
             raise PlanError(
                 "the placement cuts columns, over which row-wise Adagrad sums squares in another order",

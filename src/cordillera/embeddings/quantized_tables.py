@@ -1,4 +1,4 @@
-"""Embedding tables for scoring, each in a format of its own of 2 to 32 bits."""
+"""Embedding tables for scoring, each in its own format of 2 to 32 bits."""
 
 from __future__ import annotations
 

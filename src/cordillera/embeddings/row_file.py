@@ -129,7 +129,7 @@ class RowFile:
                 column += part.shape[1]
 
     def commit(self, step: int) -> None:
-        """Make what was written the content of the file, as of update ``step``, and wait for the disk.
+        """Commit all writes as the state of update ``step``, and wait for the disk.
 
         Raises:
             RunError: The disk is full; the file is then as of the last commit when it is opened again.
@@ -146,7 +146,7 @@ class RowFile:
         self._empty_log()
 
     def replace(self, folder: Path | str) -> None:
-        """Replace all records by those of the file in another folder, and commit them as of its update.
+        """Replace all records by the records of the file in another folder, and commit them as the state of its update.
 
         If this is interrupted, the folder is empty for those that open it.
 
@@ -175,7 +175,7 @@ class RowFile:
                 for first in range(0, self.rows, _COPY_ROWS):
                     file.write(self.records[first : first + _COPY_ROWS].tobytes())
             target = np.memmap(folder / _ROWS, np.float32, "r+", shape=(self.rows, self.width))
-            with self._lock:  # what was overwritten meanwhile was appended to the log before
+            with self._lock:  # rows overwritten during the copy were appended to the log first
                 self._undo(target, self._blocks())
             target.flush()
         write_atomically(
@@ -239,7 +239,7 @@ class RowFile:
 
     def _save(self, rows: Any) -> None:
         """Append the records ``rows`` to the log."""
-        if not rows.size or self.is_new:  # before the first commit there is nothing to go back to
+        if not rows.size or self.is_new:  # no rollback is possible before the first commit
             return
         old = np.empty((rows.size, self.width), np.float32)
         self.read(rows, [old], np.arange(rows.size))

@@ -125,7 +125,7 @@ def decode_rows(payload: Tensor, form: RowFormat, dim: int) -> Tensor:
 
 
 def misfit(row: Tensor, form: RowFormat, where: str, *, finite: bool) -> NumericsError:
-    """Make the error for a row that a format cannot hold; ``finite`` says that its numbers are only too large."""
+    """Return the error for a row that a format cannot hold; ``finite`` if its values are merely too large."""
     if not finite:
         column = int((~row.isfinite()).nonzero()[0])
         return NumericsError(f"column {column} is {float(row[column])}", where=where, remedy="repair the row")

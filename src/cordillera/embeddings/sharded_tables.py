@@ -74,7 +74,7 @@ class _KeepRequest(torch.autograd.Function):
 
 
 class ShardedEmbeddingTables(EmbeddingTables):
-    """:class:`EmbeddingTables` of which each process holds the parts that a placement gives to it.
+    """:class:`EmbeddingTables` sharded over processes by a placement.
 
     All ranks call :meth:`forward` and :meth:`update` equally often and in the same order; a rank whose data have ended
     passes empty batches. With the same samples over all ranks as one process has in its batch, weights and the
@@ -121,7 +121,7 @@ class ShardedEmbeddingTables(EmbeddingTables):
             )
         self.placement, self.links = placement, links
         self.coders: Coders | None = None
-        self.coder: Coder | None = None  # of the present training lookup
+        self.coder: Coder | None = None  # coder of the current training lookup
         self._asked: list[BatchRequest] = []
         self._waiting: list[Waiting] = []
         super().__init__(features, embedding_dim, config, init=init, generator=generator)
@@ -344,7 +344,7 @@ class ShardedEmbeddingTables(EmbeddingTables):
                 yield block, PendingGradient(rows, None, None, gradient.unsqueeze(1))
 
     def _rows_of_bags(self, of_bags: Mapping[int, PendingGradient]) -> dict[int, tuple[Tensor, Tensor]]:
-        """Sum gradients of bags, by block, to one of each row, by part; parts are those of pooled tables."""
+        """Sum gradients of bags, by block, to one gradient per row, by part, for parts of pooled tables."""
         found = {}
         for block, one in of_bags.items():
             distinct, summed = self._summed_rows(block, one, torch.float32)
@@ -391,7 +391,7 @@ class ShardedEmbeddingTables(EmbeddingTables):
         return self._by_part(found)
 
     def _gather_bags(self, waiting: list[Waiting]) -> dict[int, PendingGradient]:
-        """Exchange gradients of bags; return those of each block, in the order of backward passes and ranks."""
+        """Exchange gradients of bags; return the gradients of each block, in the order of backward passes and ranks."""
         found: dict[int, list[PendingGradient]] = {}
         for one in waiting:
             if one.asked.bags is not None:
@@ -406,7 +406,7 @@ class ShardedEmbeddingTables(EmbeddingTables):
         """Join the gradients that arrived for some or all rows of requests, by part."""
         rows: dict[int, list[Tensor]] = {i: [] for i in self._parts}
         gradients: dict[int, list[Tensor]] = {i: [] for i in self._parts}
-        for rank in range(self.links.size):  # in the order of samples: by ranks, then by backward passes
+        for rank in range(self.links.size):  # order of samples: by rank, then by backward pass
             for request, received, chosen in given:
                 values, start = received[rank], 0
                 for span, ids in self._exchange.served(request, rank, chosen):
@@ -425,7 +425,7 @@ class ShardedEmbeddingTables(EmbeddingTables):
         return sum_by_row(asked.inverse, asked.offsets, grad, asked.value_weights, rows, torch.float32)[1]
 
     def _add_copies(self, gathered: dict[int, tuple[Tensor, Tensor]]) -> None:
-        """Add what the other copies of a part have gathered, in the order of copies."""
+        """Add the gradients that the other copies of a part have gathered, in the order of copies."""
         copied = [i for i in self._parts if len(self.placement.parts[i].ranks) > 1]
         own: dict[int, tuple[Tensor, Tensor]] = {}
         for i in copied:
@@ -455,7 +455,7 @@ class ShardedEmbeddingTables(EmbeddingTables):
             gathered[i] = (torch.cat([rows for rows, _ in ordered]), torch.cat([values for _, values in ordered]))
 
     def _to_copies(self, rows: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return what a copy of a part of ``count`` rows sends to the others: its rows, each with one gradient."""
+        """Return the message from a copy of a part of ``count`` rows to the others: rows with one gradient each."""
         return sum_by_row(rows, None, gradient, None, count, torch.float32)
 
     def _cuts_columns(self) -> bool:
@@ -533,7 +533,7 @@ class ShardedEmbeddingTables(EmbeddingTables):
             for i, own in self._parts.items():
                 part, values = self.placement.parts[i], self._cut(own, getattr(self, f"{name}_{own.block}"))
                 offsets = (part.first_row, part.first_column)[: values.dim()]
-                # of a value for each row, the part with the first columns is the one that counts
+                # Per-row values are taken from the part with the first columns.
                 is_first = part.ranks[0] == self.links.rank and (values.dim() == 2 or not part.first_column)
                 yield TableBox(f"{key}.{part.table}", offsets, values, is_first)
 

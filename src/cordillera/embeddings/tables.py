@@ -199,7 +199,7 @@ class EmbeddingTables(nn.Module):
         self.features, self.embedding_dim, self.config = features, embedding_dim, config
         self.step = 0
         self._pending: list[PendingGradient] = []
-        self._reduced = 0  # of these, how many are sums of a backward pass
+        self._reduced = 0  # number of pending gradients that are already sums of a backward pass
         starts, total = {}, 0
         for table, rows in features.tables.items():
             starts[table] = total
@@ -245,7 +245,7 @@ class EmbeddingTables(nn.Module):
 
     @property
     def _in_graph(self) -> Tensor:
-        """Tensor that stands for the tables in autograd's graph; it has the dtype and device of lookups."""
+        """Tensor that represents the tables in autograd's graph, with the dtype and device of lookups."""
         return self.weight
 
     @property
@@ -384,7 +384,7 @@ class EmbeddingTables(nn.Module):
         of a row each of them has.
 
         Raises:
-            TrainingError: ``config.l2`` is not 0: these sums do not tell how often a row occurred.
+            TrainingError: ``config.l2`` is not 0: these sums do not contain how often a row occurred.
         """
         if self.config.l2:
             raise TrainingError("needs all occurrences of a row at once", where="tables.l2", remedy="set it to 0")
@@ -535,7 +535,7 @@ def _check_features(features: FeatureSpec, any_id: bool) -> None:
 
 
 class OutlinedTables(EmbeddingTables):
-    """Tables of which only the shapes exist, to count what a model computes; lookups return zeros."""
+    """Tables without data, to count the operations of a model; lookups return zeros."""
 
     def _make_rows(self, init: float | Literal["uniform_by_rows"], generator: torch.Generator | None) -> None:
         self.anchor = nn.Parameter(torch.empty(0))

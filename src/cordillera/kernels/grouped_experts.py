@@ -1,4 +1,4 @@
-"""Experts over all routed tokens at once, by PyTorch's grouped products: what GPUs compute for a layer of experts.
+"""Experts over all routed tokens at once, by PyTorch's grouped products: a layer of experts on GPUs.
 
 Tokens are sorted by expert, gathered once, and multiplied in one kernel for all experts. Sums over a token's choices
 are made in the order of the choices, so that results do not depend on the order in which a GPU finishes. Nothing is
@@ -85,7 +85,7 @@ def grouped_backward(
     del products
     dgates = torch.empty_like(sums).index_copy_(0, slots.long(), sums).to(gates.dtype)
     dw3 = of_experts(y.T, incoming).masked_fill_(idle, 0)
-    del y, incoming  # before the next are made, as they are large
+    del y, incoming  # free large tensors before the next are allocated
     rows, dw2 = x.index_select(0, tokens), None
     dw1 = of_experts(rows.T, da).masked_fill_(idle, 0)
     if w2 is not None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Parameters of mallopt(3), from the GNU C library's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_KEPT = 2**31 - 1  # bytes that may stay free at the top of the heap: the largest value of mallopt's int
+_KEPT = 2**31 - 1  # most free bytes kept at the top of the heap: the largest int
 _FROM_HEAP = 32 * 2**20  # larger blocks are mapped separately and returned; the largest value the library accepts
 
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
@@ -28,11 +28,11 @@ _HUGE_PAGE = 2 * 1024 * 1024
 
 
 def keep_freed_memory() -> str | None:
-    """Let this process keep freed blocks of up to 32 MiB; return None, or the reason why the setting was not made.
+    """Make this process keep freed blocks of up to 32 MiB; return None, or the reason why the setting was not changed.
 
     The setting holds for the whole process and cannot be undone. Peak memory does not change; memory that was needed
     once stays with the process (up to 2 GiB of it free at a time). Nothing is changed where the environment already
-    sets the library's thresholds (``MALLOC_TRIM_THRESHOLD_`` and its kin, ``GLIBC_TUNABLES`` for malloc).
+    sets the library's thresholds (such as ``MALLOC_TRIM_THRESHOLD_``, or ``GLIBC_TUNABLES`` for malloc).
     """
     for name in _VARIABLES:
         if os.environ.get(name):

@@ -1,4 +1,4 @@
-"""Products, sums, softmax and differences of ragged data as it is, each with its gradient.
+"""Products, sums, softmax and differences of ragged data without padding, each with its gradient.
 
 A ragged operand is packed: rows ``[T, ...]`` of ``B`` samples with ``offsets [B + 1]``, as in :mod:`cordillera.jagged`;
 sample ``b`` has ``l`` rows, and what has a number for each pair of them is packed too, ``[sum of l squared]``, pair by
@@ -48,7 +48,7 @@ def jagged_product(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 
 
 def pair_products(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    """Multiply rows of ``x`` by those of ``y`` in the same sample: ``[T, D]``, ``[T, D]`` to ``[sum of l squared]``.
+    """Multiply rows of ``x`` by rows of ``y`` of the same sample: ``[T, D]``, ``[T, D]`` to ``[sum of l squared]``.
 
     Raises:
         DataError: Shapes and ``offsets`` do not fit together.
@@ -64,9 +64,9 @@ def pairs_times_rows(pairs: Tensor, y: Tensor, offsets: Tensor, *, transpose: bo
     """Multiply the square of each sample by its rows: ``[sum of l squared]``, ``[T, D]`` to ``[T, D]``.
 
     Args:
-        pairs: Squares, packed.
+        pairs: Square matrices of all samples, packed.
         y: Rows.
-        offsets: Of the rows, integers ``[B + 1]``.
+        offsets: Offsets of the rows, integers ``[B + 1]``.
         transpose: Whether squares are transposed first.
 
     Raises:
@@ -92,9 +92,9 @@ def pair_softmax(pairs: Tensor, offsets: Tensor, along: Along = "last") -> Tenso
     """Compute a softmax over one side of the square of each sample: ``[sum of l squared]`` to the same.
 
     Args:
-        pairs: Squares, packed.
-        offsets: Of the rows, integers ``[B + 1]``.
-        along: ``last``: the shares of a row of the square sum to one; ``first``: those of a column.
+        pairs: Square matrices of all samples, packed.
+        offsets: Offsets of the rows, integers ``[B + 1]``.
+        along: ``last``: each row of the matrix sums to one; ``first``: each column sums to one.
 
     Raises:
         DataError: Squares and offsets do not fit together, or ``along`` is something else.
@@ -106,7 +106,7 @@ def pair_softmax(pairs: Tensor, offsets: Tensor, along: Along = "last") -> Tenso
 
 
 def add_dense(x: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
-    """Add to the rows of each sample those of a padded tensor: ``x [T, F]``, ``y [B, N, F]`` to ``[T, F]``.
+    """Add the rows of a padded tensor to the rows of each sample: ``x [T, F]``, ``y [B, N, F]`` to ``[T, F]``.
 
     Raises:
         DataError: Shapes and ``offsets`` do not fit together; ``N`` must be no less than the longest length.
@@ -137,12 +137,12 @@ def multiply_pairs(pairs: Tensor, offsets: Tensor, mask: Tensor) -> Tensor:
 
 
 def padded_pairs(pairs: Tensor, offsets: Tensor, padding: float = 0.0) -> Tensor:
-    """Pad the square of each sample to that of the longest, ``[sum of l squared]`` to ``[B, N, N]``.
+    """Pad the square matrix of each sample to the largest one: ``[sum of l squared]`` to ``[B, N, N]``.
 
     Args:
-        pairs: Squares, packed.
-        offsets: Of the rows, integers ``[B + 1]``.
-        padding: Value beside the squares.
+        pairs: Square matrices of all samples, packed.
+        offsets: Offsets of the rows, integers ``[B + 1]``.
+        padding: Value outside the matrices.
 
     Raises:
         DataError: Squares and offsets do not fit together.
@@ -156,7 +156,7 @@ def padded_pairs(pairs: Tensor, offsets: Tensor, padding: float = 0.0) -> Tensor
 
 
 def prepend(x: Tensor, offsets: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """Put one row before those of each sample: ``[T, ...]``, ``[B, ...]`` to ``[T + B, ...]`` and its offsets.
+    """Prepend one row to each sample: ``[T, ...]``, ``[B, ...]`` to ``[T + B, ...]`` and its offsets.
 
     Args:
         x: Rows.

@@ -32,7 +32,7 @@ class SavedBytes:
     def __init__(self, without: Iterable[Tensor] = ()) -> None:
         self._without = {_place(tensor) for tensor in without}
         self._found: dict[int, int] = {}
-        self._kept: list[Tensor] = []  # so that no place is taken twice
+        self._kept: list[Tensor] = []  # keeps storages alive, so that no address is reused
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
 
     @property

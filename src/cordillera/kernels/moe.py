@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers that compute on tokens where they lie, and choose what is kept for the backward pass.
+"""Mixture-of-experts layers that compute on tokens in place, with a policy of what to keep for the backward pass.
 
 Tokens are routed by index alone: no buffer of routed tokens is kept, no token is dropped, and no token is padded. On
 CPUs, one expert after another gathers its tokens, computes, and adds to the output; on GPUs, PyTorch's grouped products
@@ -161,12 +161,12 @@ def _check(x: Tensor, experts: Tensor, gates: Tensor, w1: Tensor, w3: Tensor, w2
 def _forward(
     x: Tensor, gates: Tensor, slots: Tensor, offsets: Tensor, w1: Tensor, w3: Tensor, w2: Tensor | None, policy: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the output ``[L, d]`` and what the policy keeps: products with ``x``, and the rest."""
+    """Compute the output ``[L, d]`` and the tensors that the policy keeps: products with ``x``, and the rest."""
     if _on_gpu(x):
         return _forward_grouped(x, gates, slots, offsets, w1, w3, w2, policy)
     kept = _room_for_kept(x, slots, w1, w2, policy)
     for tensor in kept:
-        on_huge_pages(tensor)  # the largest are mapped anew in each step, page by page
+        on_huge_pages(tensor)  # the largest blocks are mapped again in each step, page by page
     out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     weight_of = gates.reshape(-1)
     for expert, part in _parts(offsets):
@@ -270,7 +270,7 @@ _forward.register_autograd(_gradients, setup_context=_setup)
 
 
 def _add_product(out: Tensor, left: Tensor, right: Tensor, new: bool) -> None:
-    """Add ``left^T right`` to ``out``, or write it over what a ``new`` one holds."""
+    """Add ``left^T right`` to ``out``, or overwrite ``out`` if it is ``new``."""
     if new:
         torch.mm(left.T, right, out=out)
     else:
@@ -287,7 +287,7 @@ def _parts(offsets: Tensor) -> Iterator[tuple[int, slice]]:
 def _hidden(
     rows: Tensor, w1: Tensor, w2: Tensor | None, kept: tuple[Tensor, Tensor, Tensor], part: slice, policy: str
 ) -> Tensor:
-    """Input of ``w3``; what the policy keeps of the positions ``part`` is written to ``kept``."""
+    """Compute the input of ``w3``; write the tensors that the policy keeps for the positions ``part`` to ``kept``."""
     first, second, rest = kept
     whole = policy in ("ABY", "AB")  # products go where they are kept
     a = torch.mm(rows, w1, out=first[part]) if whole else rows @ w1

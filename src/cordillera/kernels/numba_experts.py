@@ -127,7 +127,7 @@ def activated(a: Tensor, b: Tensor | None) -> Tensor:
 def differentiated(
     a: Tensor, b: Tensor | None, u: Tensor, gates: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute ``y = silu(a) b`` again, and gradients, given that of ``y``, ``u [n, h]``, which is overwritten.
+    """Recompute ``y = silu(a) b`` and compute gradients from the gradient of ``y``, ``u [n, h]``, which is overwritten.
 
     Returns:
         ``y``, the gradients of ``a`` and of ``b`` (meaningless without one), times the row's gate, ``gates [n]``, and

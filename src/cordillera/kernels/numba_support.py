@@ -22,7 +22,7 @@ from cordillera.kernels.compiling import compiled
 
 _INFINITY, _MAGNITUDE = np.int32(0x7F800000), np.int32(0x7FFFFFFF)
 _AHEAD, _LINE = 16, 64  # positions to prefetch ahead, bytes of a cache line
-_SMALL = 4096  # values below which waking other threads costs more than it saves
+_SMALL = 4096  # least number of values for which other threads are worth waking
 
 # Numba's own thread pool (where neither TBB nor OpenMP is found) may be entered by only one thread at a time.
 _lock = threading.Lock()
@@ -90,7 +90,7 @@ def widen_to_single(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def narrow(typing_context: Any, value: Any, like: Any) -> Any:
-    """Round a float32 or float64 to the type of ``like``, halves to even; uint16 stands for the bits of a bfloat16."""
+    """Round a float32 or float64 to nearest even in the type of ``like``; uint16 represents bfloat16."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         value, wide = arguments[0], signature.args[0] == types.float64
@@ -302,7 +302,7 @@ def sum_of_squares(values: Any) -> float:
 
 @intrinsic
 def borrowed(typing_context: Any, array: Any) -> Any:
-    """The same array without its owner, which must outlive it: that it is in use is not counted, at each call."""
+    """Return the array without reference counting; the caller must keep its owner alive."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         found = context.make_array(signature.return_type)(context, builder, value=arguments[0])
@@ -318,7 +318,7 @@ def extent(row: Any) -> Any:
     """Return the smallest and the largest number of a row, and whether all numbers are finite, as they must be."""
     words = row.view(np.int32)
     lowest, highest = _MAGNITUDE, np.int32(-_MAGNITUDE - 1)
-    for d in range(words.size):  # as integers in the order of the numbers: only these comparisons vectorise
+    for d in range(words.size):  # compare order-preserving integers, as comparisons of floats do not vectorise
         word = words[d]
         key = np.int32(word ^ ((word >> np.int32(31)) & _MAGNITUDE))
         lowest, highest = min(lowest, key), max(highest, key)

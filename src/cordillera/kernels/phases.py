@@ -1,6 +1,6 @@
 """Phases that the threads of one kernel go through together: each takes the items that no other took, then waits.
 
-Starting a kernel's threads anew for each step of a computation, and calling it from Python, takes longer than small
+Restarting a kernel's threads for each step of a computation, and calling it from Python, takes longer than small
 steps do. Here they start once. It works for any number of threads, also if one of them comes late or does everything
 alone.
 """
@@ -18,17 +18,17 @@ from cordillera.kernels.compiling import compiled
 
 _WIDE = ir.IntType(64)
 _APART = 64  # bytes between counters that several threads write
-_PATIENCE = 1 << 12  # looks at a counter before other threads are let run
+_PATIENCE = 1 << 12  # polls of a counter before the thread yields
 
 
 def phase_counters(phases: int) -> np.ndarray:
-    """Return the counters of so many phases, which a kernel uses once."""
+    """Return counters for ``phases`` phases; a kernel uses them once."""
     return np.zeros((phases, 2 * _APART // 8), np.int64)
 
 
 @intrinsic
 def _add(typing_context: Any, address: Any, number: Any) -> Any:
-    """Add to an integer in one step and return what it was; earlier writes are seen by who reads the sum."""
+    """Add to an integer atomically and return the old value, with acquire and release ordering."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place = builder.inttoptr(arguments[0], _WIDE.as_pointer())
@@ -47,7 +47,7 @@ def _read(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def _let_run(typing_context: Any) -> Any:
-    """Let other threads run."""
+    """Yield to other threads."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(ir.IntType(32), [])
@@ -65,7 +65,7 @@ def take(counters: Any, phase: Any) -> Any:
 
 @compiled()
 def finish(counters: Any, phase: Any) -> None:
-    """Say that an item of a phase is done."""
+    """Mark an item of a phase as done."""
     _add(np.int64(counters.ctypes.data) + 2 * _APART * phase + _APART, 1)
 
 

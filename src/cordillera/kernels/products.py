@@ -16,7 +16,7 @@ from cordillera.cost import Products, ProductShape
 from cordillera.errors import PlanError
 from cordillera.run import describe_environment
 
-_ENOUGH_S = 2.0  # total time after which further rounds add nothing
+_ENOUGH_S = 2.0  # total time after which no further rounds are run
 _USABLE = 0.9  # share of the memory that is free at the beginning
 _SAVE_S = 1.0  # shortest time between two writes of a table
 
@@ -144,7 +144,7 @@ def _bytes(shape: ProductShape) -> int:
 
 
 def _free_bytes(device: str) -> float:
-    """Bytes of available memory; infinity where the system does not say."""
+    """Bytes of available memory; infinity if the system does not report them."""
     if device != "cpu":
         return float(torch.cuda.mem_get_info()[0])
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo", encoding="utf-8") as file:

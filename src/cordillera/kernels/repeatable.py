@@ -15,17 +15,17 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 BLOCK = 128
-"""Number of rows of which products have a multiple, so that a row has the same bits in any company."""
+"""Products have a multiple of this number of rows, so that a row's bits do not depend on the other rows."""
 
 LEAST_ROWS = 4
-"""Least number of rows that MKL computes as it computes many, on CPUs on which :func:`rows_repeat`."""
+"""Least number of rows that MKL computes like many rows, on CPUs on which :func:`rows_repeat` holds."""
 
 _MODE = "MKL_CBWR"
 _IN_ORDER: ContextVar[bool] = ContextVar("in_order", default=False)
 
 
 def repeat_products() -> None:
-    """Let MKL multiply in its strict reproducible mode, unless the environment sets its mode.
+    """Set MKL to its strict reproducible mode, unless the environment sets the mode.
 
     MKL reads the setting at its first product, so this must be called before torch multiplies. Child processes inherit
     the setting.
@@ -54,7 +54,7 @@ def products_repeat() -> bool:
 
 @contextlib.contextmanager
 def in_order() -> Iterator[None]:
-    """Compute float32 attention and SiLU on CPUs in an order that depends on a token's own text alone, meanwhile.
+    """Context in which float32 attention and SiLU on CPUs compute in an order that depends on a token's own text alone.
 
     A token then has the same bits in any packing and any parts of its text, in training and in generation.
     """

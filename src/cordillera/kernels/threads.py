@@ -23,18 +23,18 @@ MOST_THREADS = 1024
 SPINS_ALONE = 10_000
 """Turns of GNU's waiting loop: on an idle machine as fast as the default; beside other processes half as fast."""
 
-_SPINS_BESIDE = 1000  # turns of GNU's waiting loop, some tens of microseconds
+_SPINS_BESIDE = 1000  # iterations of GNU OpenMP's spin loop, some tens of microseconds
 _LOOKS = 9  # samples of the number of running threads, a millisecond apart
 _WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 _COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _LOOK_S = 0.25  # long compared with the system's clock tick, a hundredth of a second
-_BUSY = 0.5  # processors; a smaller load occurs on any machine
+_BUSY = 0.5  # least load of others, in processors, that counts
 
 _too_late = False
 
 
 def limit_spinning() -> None:
-    """Let OpenMP's threads spin only briefly before they sleep, unless the environment sets how they wait.
+    """Make OpenMP's threads spin only briefly before they sleep, unless the environment sets how they wait.
 
     OpenMP reads its settings when torch loads it, so this must be called before torch is imported. Child processes
     inherit the setting.
@@ -148,14 +148,14 @@ def _busy_seconds() -> float | None:
 
 @dataclass(frozen=True)
 class ThreadChoice:
-    """Number of threads for computing, and why it is not that of all processors or will be slow, for people."""
+    """Number of compute threads, with a message if it is not the number of processors or will be slow."""
 
     count: int
     why: str = ""
 
 
 def choose_threads() -> ThreadChoice:
-    """Choose the number of threads that computes fastest with the present load of other processes.
+    """Choose the number of threads that computes fastest under the current load of other processes.
 
     A number that the environment (``OMP_NUM_THREADS``, ``MKL_NUM_THREADS``) or ``torch.set_num_threads`` has set is
     kept. Otherwise it is the number of processors within the control group's quota. Processors that other processes
@@ -174,7 +174,7 @@ def choose_threads() -> ThreadChoice:
 
 
 def decide(cores: int, share: float | None, others: float, spinning: str | None) -> ThreadChoice:
-    """Apply the rule of :func:`choose_threads` to a number of processors and what was found of their load."""
+    """Apply the rule of :func:`choose_threads` to a number of processors and their measured load."""
     most = cores if share is None else max(1, min(cores, math.ceil(share)))
     reasons = [f"the control group allows {share:.2g} processors"] if share is not None and most < cores else []
     count = most

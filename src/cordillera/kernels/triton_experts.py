@@ -87,7 +87,7 @@ def activated(a: Tensor, b: Tensor | None) -> Tensor:
 def differentiated(
     a: Tensor, b: Tensor | None, u: Tensor, gates: Tensor, slots: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the input of ``w3`` again and gradients, given that of it, ``u [n, h]``, which is overwritten.
+    """Recompute the input of ``w3`` and compute gradients from its gradient, ``u [n, h]``, which is overwritten.
 
     Args:
         a: Product of tokens with ``w1``, ``[n, h]``, and ``b`` that with ``w2`` or None.

@@ -27,7 +27,7 @@ def forward_flops(module: nn.Module, *inputs: Any) -> int:
 
     Args:
         module: Module, in the mode in which it is to be counted.
-        inputs: What it is called with.
+        inputs: Arguments of the call.
     """
     told: list[int] = []
 

@@ -33,7 +33,7 @@ class FlopCount:
 def count(model: RankingModel, batch: RankingBatch) -> FlopCount:
     """Count a model's parameters and its operations per example.
 
-    What is counted: :func:`forward_flops`. The model's mode, gradients and random state are not changed.
+    See :func:`forward_flops` for the counted operations. The model's mode, gradients and random state are not changed.
 
     Args:
         batch: Batch of at least one sample; the values of its ids do not matter.

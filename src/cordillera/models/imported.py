@@ -103,13 +103,13 @@ def _found_here(folder: str) -> Iterator[None]:
 
 def _imported(name: str, here: str) -> ModuleType:
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # where a command prints nothing that programs read
+        with contextlib.redirect_stdout(sys.stderr):  # keep output of the module out of stdout, which programs read
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise DataError(f"no module {name!r} here ({here}) or among installed packages") from error
         raise DataError(f"module {name!r} cannot be imported: {error}") from error
-    except (Exception, SystemExit) as error:  # a module is a program and can end in any way
+    except (Exception, SystemExit) as error:  # an imported module can raise any exception
         raise DataError(f"module {name!r} cannot be imported: {type(error).__name__}: {error}") from error
 
 

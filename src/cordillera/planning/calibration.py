@@ -21,7 +21,7 @@ from cordillera.planning.language.workload import Layout, Transformer, Workload
 from cordillera.planning.network.mesh import Mesh
 from cordillera.topology import Topology
 
-# Fitted constants and their bounds, above which no kernel and no library has been seen. Of network cards, 0.75 is "a
+# Fitted constants and their bounds, above which no kernel and no library has been seen. For network cards, 0.75 is "a
 # bit low" (github.com/NVIDIA/nccl/issues/495); rows slowed by faults must not pull their share below 0.70.
 BOUNDS = {
     "matrix": (0.60, 0.95),
@@ -30,8 +30,8 @@ BOUNDS = {
     "network": (0.70, 0.95),
     "collective_s": (0.0, 400e-6),
 }
-_SCALE = 0.05  # log ratio beyond which a row counts less and less, because some nodes were slow
-_TIE = 0.01  # plans predicted this close count as equal; of them the smallest microbatch is taken
+_SCALE = 0.05  # log ratio beyond which a row is downweighted, because some nodes were slow
+_TIE = 0.01  # relative difference below which plans tie; ties are broken by the smallest microbatch
 
 # Columns of a file of measurements: its own names, and those of the files that vTrain published.
 COLUMNS = {

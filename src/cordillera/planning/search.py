@@ -1,4 +1,4 @@
-"""What the searches for plans have in common: their dimensions, the part of a cluster in use, and their result."""
+"""Common parts of the searches for plans: dimensions, the part of a cluster in use, and results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _Workload = TypeVar("_Workload")
 
 @dataclass
 class SearchResult(Generic[_Plan]):
-    """Plans that a search found, and what it tried.
+    """Plans that a search found, with counts of what it tried.
 
     Attributes:
         plans: Simulated plans, best first.

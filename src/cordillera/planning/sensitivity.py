@@ -28,7 +28,7 @@ class Sensitivity:
 
 
 class _Repeats(Protocol):
-    """An explorer of a language or a recommendation model, with plans of its own kind."""
+    """An explorer of plans for a language or a recommendation model."""
 
     topology: Topology
     devices: int

@@ -17,8 +17,8 @@ from markupsafe import Markup
 from cordillera.numbers import compact
 
 POINTS = 400  # points of a line; more would only make the file larger
-_MANY = 30  # losses from which on the first may leave the frame
-_WIDE = 100.0  # ratio of largest to smallest from which an axis may be logarithmic
+_MANY = 30  # least number of losses for the first ones to be clipped
+_WIDE = 100.0  # least ratio of largest to smallest value for a logarithmic axis
 _MOST_DOTS = 60  # largest number of dots on a line
 WIDTH = 960.0
 """Width of drawings as wide as the page."""
@@ -300,7 +300,7 @@ class Chart:
     def mark(self, x: float, y: float, text: str) -> None:
         """Mark the point ``(x, y)`` with a ring and a ``text``."""
         a, b, base = self.x(x), self.y(y), self._height - self.bottom
-        is_above = self.top + 12 < b < (self.top + base) / 2 or b + 26 >= base  # where a curve leaves room
+        is_above = self.top + 12 < b < (self.top + base) / 2 or b + 26 >= base  # avoids the curve
         at = b - 11 if is_above else b + 21
         anchor = "end" if a > self.width * 0.72 else "start" if a < self.width * 0.28 else "middle"
         self._parts += [_tag("circle", class_="mark", cx=a, cy=b, r=5.5), write_text(a, at, text, anchor, "callout")]

@@ -39,5 +39,5 @@ def heat_map(label: str, rows: Mapping[str, Mapping[int, float]], groups: Mappin
     for i, power in enumerate(powers):
         cell(left + 92 * i, bottom + 14, 18, 10.0**power)
         drawn.append(write_text(left + 92 * i + 24, bottom + 28, f"{100 * 10.0**power:g} %", "start"))
-    width = left + size * max(32, len(columns)) + 2  # so that maps of narrow formats have the same scale
+    width = left + size * max(32, len(columns)) + 2  # keeps the scale of maps of narrow formats
     return drawing(width, bottom + 44, label, drawn)

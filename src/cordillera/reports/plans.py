@@ -11,8 +11,8 @@ from cordillera.planning.sensitivity import DISTANCES_KM, OVERSUBSCRIPTIONS, Sen
 from cordillera.reports import page
 from cordillera.reports.charts import Axis, Figure, Series, bars, figure, padded, seconds_text
 
-_WORTH_SAYING = 0.005  # part of a step below which a difference is not named
-_VISIBLE = 5e-4  # part of the longest bar below which nothing is seen of a part
+_WORTH_SAYING = 0.005  # smallest difference worth naming, as a share of a step
+_VISIBLE = 5e-4  # smallest visible share of the longest bar
 
 
 def event(name: str, category: str, process: int, thread: int, start: float, seconds: float) -> dict[str, Any]:

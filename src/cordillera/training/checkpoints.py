@@ -171,7 +171,7 @@ def _checksums(folder: Path) -> dict[str, str] | SealedFolder:
 
 
 def digest(folder: Path) -> str:
-    """Return the SHA-256, from the time of writing, that tells the tensors of a checkpoint from others.
+    """Return the SHA-256, computed at the time of writing, that identifies the tensors of a checkpoint.
 
     Raises:
         CheckpointError: If the checksums are missing or damaged.
@@ -231,7 +231,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def prune(parent: Path, keep: set[int]) -> None:
-    """Delete the checkpoints in ``parent`` except those of the steps in ``keep``, and remains of unfinished writes."""
+    """Delete the checkpoints in ``parent`` whose steps are not in ``keep``, and leftovers of unfinished writes."""
     for step in steps(parent):
         if step not in keep:
             remove_folder(folder_of(parent, step))
@@ -268,7 +268,7 @@ def pack(value: Any, path: str) -> tuple[Any, dict[str, Tensor]]:
 
 
 def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Undo :func:`pack` of ``value``; ``tensors`` are copied, because those of a checkpoint are memory-mapped."""
+    """Undo :func:`pack` of ``value``; ``tensors`` are copied, because a checkpoint's tensors are memory-mapped."""
     if isinstance(value, dict):
         if set(value) == {"__tensor__"}:
             return tensors[value["__tensor__"]].clone()

@@ -1,4 +1,4 @@
-"""What a training writes into its run's folder, but for checkpoints: its status, its records, its charts.
+"""Output of training into the run's folder, except checkpoints: status, records and charts.
 
 The points of the charts also go to the tracker that the run's recipe names.
 """

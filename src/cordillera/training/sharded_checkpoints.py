@@ -163,7 +163,7 @@ class RankCheckpoints:
         return None if newest < 0 else newest
 
     def prune(self, keep: set[int]) -> None:
-        """Delete checkpoints except those of the steps in ``keep``, and remains of unfinished writes, on rank 0.
+        """Delete checkpoints whose steps are not in ``keep``, and leftovers of unfinished writes, on rank 0.
 
         While a checkpoint is being written, the newest complete one is kept in any case.
         """
@@ -231,7 +231,7 @@ class RankCheckpoints:
 
 
 class _Write(threading.Thread):
-    """Writes one rank's share of one checkpoint; that of rank 0 completes the checkpoint."""
+    """Writes one rank's share of one checkpoint; the thread of rank 0 also completes the checkpoint."""
 
     def __init__(
         self,

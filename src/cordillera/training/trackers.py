@@ -29,7 +29,7 @@ ID_FILE = "tracked.json"
 """File in a run's folder with the ids that trackers gave to it."""
 
 _MLFLOW_AT_ONCE = 100  # parameters that a server takes in one request
-_MLFLOW_LETTERS = 500  # of a parameter, which every version takes
+_MLFLOW_LETTERS = 500  # longest parameter that all versions accept
 # Its own defaults let a run wait for minutes for a server that does not answer.
 _MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 
@@ -105,7 +105,7 @@ _KINDS: dict[TrackerName, Any] = {"mlflow": _MLflow, "wandb": _WandB}
 
 
 class Tracking:
-    """What a run tells its tracker; nothing, if the recipe names none.
+    """Connection of a run to its tracker; does nothing if the recipe names no tracker.
 
     Only the start can fail. If the tracker cannot be reached later, a warning says so once and the run goes on without
     it.

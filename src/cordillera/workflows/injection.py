@@ -104,20 +104,20 @@ class TableFaults:
         self.sorted_rows = self.row_of[self.by_row].contiguous()
 
     def __call__(self, region: Region, bits: Tensor) -> Touched:
-        """Compute the outputs under faults at ``int64 [M, k]`` addresses; those of a fault lie in one row."""
+        """Compute the outputs under faults at ``int64 [M, k]`` addresses; the addresses of a fault lie in one row."""
         batch_size = len(self.batch)
         places, masks = region.locate(bits)
         width = region.stored.shape[-1]
         row = (places[:, 0] // width).contiguous()
         owner = region.owner.detach()
         stored = corrupted(owner[row], places % width + region.first_column, masks)
-        # all values that read the row of a fault
+        # All lookups that read the row of a fault.
         low, high = (torch.searchsorted(self.sorted_rows, row, right=right) for right in (False, True))
         fault, value = _ranges(low, high)
         bag = self.bag_of[self.by_row[value]]
         pairs, pair = torch.unique(fault * batch_size + bag % batch_size, return_inverse=True)
         fault_of, sample_of = pairs // batch_size, pairs % batch_size
-        # all bags with such a value, each once, and all of their values
+        # All distinct bags with such a lookup, and all of their lookups.
         bags = torch.unique(pair * len(self.offsets) + bag)
         pair, bag = bags // len(self.offsets), bags % len(self.offsets)
         of_bag, value = _ranges(self.offsets[bag], self.offsets[bag + 1])

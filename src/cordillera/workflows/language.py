@@ -380,7 +380,7 @@ def _launch_replicas(
                 write_evaluation(run, report.progress.step, report.progress.tokens, report.evaluation)
             run.write_status(report.ended, report.progress.step, recipe.training.steps)
         _write_replicas_page(run, say)
-    report.seconds = time.perf_counter() - since  # of the job, not of the last replica's process
+    report.seconds = time.perf_counter() - since  # time of the job, not of the last replica's process
     return report
 
 
@@ -419,7 +419,7 @@ def coordinate(
         raise PlanError("is 1", where="fault_tolerance.replicas", remedy="give --replicas N")
     check_trainable(recipe, folder if resume else None)
     host, port = parse_address(listen, "listen")
-    listen_at(host, port).close()  # before there is a folder
+    listen_at(host, port).close()  # fails before a folder is made
     if folder is not None and not resume:
         check_new_folder(Path(folder), "coordinate")
     run, since = _prepare(recipe, folder, resume, say), time.perf_counter()
@@ -446,7 +446,7 @@ def coordinate(
 
 
 def _ended(run: Run, seconds: float) -> LanguageReport | None:
-    """Return how the replicas of a run say that their job of so many ``seconds`` ended; None if they do not."""
+    """Return how a job of ``seconds`` seconds ended, as its replicas recorded it; None without a record."""
     status = run.status()
     if status is None or status.ended is None:
         return None

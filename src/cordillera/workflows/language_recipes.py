@@ -1,4 +1,4 @@
-"""What is checked, completed and said of the recipe of a language model before there are processes."""
+"""Checks, completion and description of a language model's recipe before processes start."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cordillera.workflows.post_training.training import chats_line, check_post_t
 
 
 def with_processes(recipe: LanguageRecipe, processes: int | None) -> LanguageRecipe:
-    """Return a ``recipe`` for a number of ``processes``; ``parallel.shard`` takes what the other sizes leave.
+    """Return a ``recipe`` for a number of ``processes``; ``parallel.shard`` is set to the remaining factor.
 
     Without a number, it is the product of the sizes.
 
@@ -60,7 +60,7 @@ def with_processes(recipe: LanguageRecipe, processes: int | None) -> LanguageRec
 def follow_plan(
     recipe: LanguageRecipe | RankingRecipe, file: Path | str, processes: int | None = None
 ) -> LanguageRecipe:
-    """Return a recipe whose mesh, schedule and microbatches are those of a plan, for :func:`train`.
+    """Return a recipe with the mesh, schedule and microbatches of a plan, for :func:`train`.
 
     Args:
         recipe: Recipe as written. Keys that the plan determines may be missing, or have the plan's values.
@@ -104,7 +104,7 @@ def _check_plain(recipe: LanguageRecipe) -> None:
 
 
 def check_trainable(recipe: LanguageRecipe, folder: Path | str | None) -> None:
-    """Refuse an invalid recipe before any work; ``folder`` is that of a resumed run."""
+    """Refuse an invalid recipe before any work; ``folder`` is the folder of a resumed run."""
     if ":" in recipe.device:
         remedy = "write device = 'cuda'; CUDA_VISIBLE_DEVICES chooses among GPUs"
         raise PlanError("each process of a language model takes the next GPU", where=recipe.device, remedy=remedy)
@@ -192,7 +192,7 @@ def text_line(recipe: LanguageRecipe, corpora: TextCorpora | ChatCorpora) -> str
 
 
 def describe(recipe: LanguageRecipe, corpora: TextCorpora | ChatCorpora) -> dict[str, Any]:
-    """Return what ``model.json`` says of a run."""
+    """Return the content of a run's ``model.json``."""
     objective = {"objective": recipe.objective.name} if isinstance(recipe, PostTrainingRecipe) else {}
     return {
         "name": recipe.model.name,

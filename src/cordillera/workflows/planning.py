@@ -84,7 +84,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class PlannedRecommender:
-    """Results of planning a recommendation model; the fields are those of :class:`Planned`."""
+    """Results of planning a recommendation model; see :class:`Planned` for the fields."""
 
     explorer: RecommenderExplorer
     found: TableExploration
@@ -102,7 +102,7 @@ _LEAST = {
 }
 _FASTEST_CARD = 2e11  # bytes/s: 1.6 Tb/s
 _HALF_THE_EARTH_KM = 20_100
-_LONGEST_LATENCY_S = 0.1  # beside that of the distance
+_LONGEST_LATENCY_S = 0.1  # besides the latency of the distance
 
 
 def _changed(cluster: str | Path, changes: Iterable[str]) -> clusters.Topology:
@@ -122,7 +122,7 @@ def _changed(cluster: str | Path, changes: Iterable[str]) -> clusters.Topology:
 
 
 def _warn_of_units(topology: clusters.Topology, cluster: str | Path) -> None:
-    """Warn of what is so far from any machine that another unit seems to be meant."""
+    """Warn of values that fit no machine, so that the unit is probably wrong."""
     for key, (least, unit) in _LEAST.items():
         value = getattr(topology.device, key)
         if value < least:
@@ -145,7 +145,7 @@ def _warn_of_units(topology: clusters.Topology, cluster: str | Path) -> None:
 
 
 def _shipped_for(device: clusters.Device, cluster: str | Path) -> Calibration:
-    """Return the constants that ship for a device; warn if they are those of another one."""
+    """Return the shipped constants for a device; warn if they were measured on another device."""
     found = calibration_for(device)
     if device.name not in SHIPPED:
         remedy = "--calibrate fits constants to measured steps; until then, do not rank it against other devices"
@@ -312,7 +312,7 @@ def _cases(
 
 
 def _compared(explorer: Any, found: Any, compare: bool, only: Iterable[SearchDimension]) -> dict[str, Any]:
-    """Return the best plans of other searches by name, if they are to be compared with what was ``found``.
+    """Return the best plans of other searches, by name, to compare with ``found``; none unless ``compare``.
 
     Beside a person's own layouts, that is a search of ``only`` some dimensions; otherwise one of each dimension alone.
     An interrupt of a search is raised.

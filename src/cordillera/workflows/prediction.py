@@ -134,9 +134,9 @@ class TrainedModel:
         return f"<{name} of {self.run.folder}: {len(self.columns)} columns, tasks {', '.join(self.tasks)}>"
 
     def predict(self, rows: FrameLike, *, batch_size: int = 8192) -> NDArray[np.float64]:
-        """Return the probabilities of rows, equal to those of :func:`~cordillera.predict` to the bit.
+        """Return the probabilities of rows, bit for bit equal to those of :func:`~cordillera.predict`.
 
-        A call waits until calls of other threads have ended. Of :data:`TELLING_ROWS` rows or more, it warns if far more
+        Calls of several threads run one after another. With :data:`TELLING_ROWS` rows or more, a call warns if far more
         ids are blank or unknown to the model than in the validation rows.
 
         Args:
@@ -236,7 +236,7 @@ def export(run: Run | Path | str, out: Path | str | None = None, *, compiled: bo
             remove_folder(target)
             Path(folder).chmod(0o755)
             Path(folder).rename(target)
-            Path(folder).mkdir()  # what is removed in the end
+            Path(folder).mkdir()  # the folder to remove at the end
     return target
 
 
@@ -248,7 +248,7 @@ def _is_export(folder: Path) -> bool:
 
 
 def open_scorer(run: Run | Path | str, *, quantized: bool = False, planned: bool = False) -> RowScorer:
-    """Load the scorer of a finished ``run``, whose scores are those of :func:`~cordillera.predict` to the bit.
+    """Load the scorer of a finished ``run``; its scores equal those of :func:`~cordillera.predict` bit for bit.
 
     Args:
         quantized: Whether to score with the model that ``cordillera quantize`` made from the run.

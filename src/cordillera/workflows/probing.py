@@ -71,7 +71,7 @@ def probe(
         budget: Largest relative rise of NE.
         samples: Number of samples of the training split to probe, if training gathered nothing
             (``training.probe_every``).
-        anew: Whether to probe them even if training gathered statistics.
+        anew: Whether to probe samples even if training gathered statistics.
         marginals: Whether to draw inputs from a Gaussian copula with the quantiles of each feature, instead of a normal
             distribution. Training must have gathered them (``training.probe_marginals``), or samples are probed.
 

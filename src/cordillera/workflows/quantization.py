@@ -61,10 +61,10 @@ _LAYER_KERNELS = ("int8 static", "int8 dynamic", "int8 dynamic onednn", "fp16 we
 _SMALLEST_KERNELS = ("int4 weights", *_LAYER_KERNELS)
 _REST = "rest of the model"
 _REPORT, _PAGE = "report.json", "report.html"
-_LEAST_WEIGHTS = 1024  # weights of the smallest layer that is considered; smaller ones save nothing
+_LEAST_WEIGHTS = 1024  # weights of the smallest layer considered; smaller layers save nothing
 _CALIBRATION_ROWS = 16_384
 _BATCH = 256
-_SLOWER = 1.02  # times of fp32 that a model may take where time counts; 3 % are promised, and timings vary
+_SLOWER = 1.02  # longest time relative to fp32; 3 % are promised, and timings vary
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def quantize(
         target = folder or run.folder / quantized_model.FOLDER
         facts: dict[str, Any] = {"budget": budget, "searched": searched._asdict(), "bytes": sizes}
         for name in (_REPORT, _PAGE):
-            (target / name).unlink(missing_ok=True)  # it would describe another model
+            (target / name).unlink(missing_ok=True)  # these files describe the old model
         quantized_model.save(target, quantized, seen_now, made_of, facts, precision)
     with with_threads(recipe.threads), _unconfirmed(target):
         say(f"written: {target}")
@@ -266,7 +266,7 @@ def _try_layers(
 
 
 def say_skipped(skipped: Mapping[str, Mapping[str, int]], say: Say) -> None:
-    """Say one line for each kernel and reason why it cannot compute some layers, whose number ``skipped`` holds."""
+    """Print one line per kernel and reason why it cannot compute some layers; ``skipped`` holds their numbers."""
     for kernel, reasons in skipped.items():
         for reason, layers in reasons.items():
             say(f"{kernel} is skipped in {layers} layer{'s' * (layers != 1)}: {reason}")
@@ -392,7 +392,7 @@ def _no_slower(
 
     def ratio(kept: Mapping[str, str]) -> float:
         quantized, found = build(kept), math.inf
-        for _ in range(2):  # some other process may have been in the way
+        for _ in range(2):  # repeated, as another process may have interfered
             fp32, ours = _timed(model, quantized, splits, _precision(kept), rounds=51)
             found = min(found, ours / fp32)
             if found <= _SLOWER:

@@ -292,7 +292,7 @@ def _check_alone(recipe: RankingRecipe, device: torch.device) -> None:
 
 
 def _check_together(recipe: RankingRecipe) -> None:
-    """Refuse what is trained in one process and without slices only."""
+    """Refuse settings that require training in one process without slices."""
     training, problems = recipe.training, []
     if recipe.tables.storage == "file":
         problems.append(("tables.storage", "'file' is for training in one process: set 'memory' and cache = 0"))
@@ -301,7 +301,7 @@ def _check_together(recipe: RankingRecipe) -> None:
     keys = ("plan", "start", "emulate", "probe_every", "compile")
     alone = [f"tables.{key}" for key in ("dynamic", "l2") if getattr(recipe.tables, key)]
     alone += [f"training.{key}" for key in keys if getattr(training, key)]
-    alone += ["model.name"] if recipe.model.name == "supernet" else []  # which divides batches by itself
+    alone += ["model.name"] if recipe.model.name == "supernet" else []  # a supernet divides batches itself
     problems += [(key, "is for training in one process, without slices") for key in alone]
     if recipe.parallel.exchange == "prioritised" and recipe.parallel.copies > 1:
         problems.append(("parallel.copies", "prioritised exchange knows no copies: set 1, or exchange = 'plain'"))
@@ -384,7 +384,7 @@ def _placement(recipe: RankingRecipe, model: RankingModel, splits: Splits) -> tu
     if given.exchange == "prioritised":
         given = given.model_copy(update={"copied_rows": 0})
     batch = min(recipe.data.batch_size, len(splits.train))
-    if recipe.training.slices > 1 and recipe.tables.name == "rowwise_adagrad":  # it sums squares over columns
+    if recipe.training.slices > 1 and recipe.tables.name == "rowwise_adagrad":  # its state sums over columns
         given = given.model_copy(update={"cuts": tuple(cut for cut in given.cuts if cut == "rows")})
     profiles = _profiles(recipe, tables, splits)
     if given.exchange == "towers":

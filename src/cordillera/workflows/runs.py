@@ -1,4 +1,4 @@
-"""What is done with a run, whatever its model is: train, evaluate, compare, report.
+"""Operations on runs of any model: train, evaluate, compare, report.
 
 Data comes from ``cordillera.data``, a model from ``cordillera.models``, the loop from ``cordillera.training``, a folder
 from ``cordillera.run``. The recipe's model decides which: :mod:`cordillera.workflows.ranking` or
@@ -112,7 +112,7 @@ def train(
     if isinstance(recipe, LanguageRecipe):
         return language.train(recipe, folder, resume=resume, processes=processes, on_step=on_step, say=say)
     assert isinstance(recipe, RankingRecipe)
-    if recipe.training.start is not None and not resume:  # before the data is read
+    if recipe.training.start is not None and not resume:  # fails before the data is read
         start_of(recipe)
     return ranking.train(recipe, folder, resume=resume, processes=processes, on_step=on_step, say=say)
 
@@ -246,7 +246,7 @@ def make_delta(run: Run | Path | str, out: Path | str, *, since: int, to: int | 
 
     Args:
         since: Step of an earlier checkpoint of the run, which a copy of it has.
-        to: Step of a checkpoint. Default: that of the weights with which the run predicts.
+        to: Step of a checkpoint. Default: the step of the weights with which the run predicts.
 
     Returns:
         The changes of the tables.

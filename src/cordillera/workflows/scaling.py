@@ -300,7 +300,7 @@ def _share_interval(shares: Sequence[float]) -> SeedMean:
 
 @dataclass(frozen=True)
 class PlanSize:
-    """What the failures of a planned job depend on.
+    """Properties of a planned job that determine the effect of failures.
 
     Attributes:
         devices: Number of devices.

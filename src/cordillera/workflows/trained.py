@@ -52,7 +52,7 @@ def in_file(recipe: RankingRecipe, folder: Path, *, read_only: bool = False) -> 
 
 
 def loader_of(recipe: RankingRecipe, dataset: ClickDataset, *, training: bool) -> Loader:
-    """Return the loader of a split, ``dataset``, as the ``recipe`` says, for ``training`` or for evaluation."""
+    """Return the loader of a split, ``dataset``, by the ``recipe``, for ``training`` or for evaluation."""
     data = recipe.data
     if training:
         # A stream keeps its order, because shuffling would reveal the future to the past.
@@ -157,7 +157,7 @@ def warn_of_status(run: Run) -> RunStatus | None:
     except RunError as error:
         warnings.warn(str(error), stacklevel=2)
         return None
-    if status is not None and status.warning:  # of one place, so that Python tells it once
+    if status is not None and status.warning:  # raised at one place, so that Python shows it once
         warnings.warn(f"{run.folder}: {status.warning}", stacklevel=2)
     return status
 
@@ -220,7 +220,7 @@ def start_from(model: RankingModel, recipe: RankingRecipe) -> str:
     Rows of ids that the run does not know keep their initial values; its ids have the same rows in both.
 
     Returns:
-        What was taken over, in one line.
+        Description of what was loaded, in one line.
 
     Raises:
         CheckpointError: If the run has no checkpoint, it is corrupt, or it is of another model.

@@ -313,7 +313,7 @@ class Cleaner:
             yield document if text is document.text else replace(document, text=text)
 
     def report(self) -> dict[str, Any]:
-        """Return the counts of what was read, kept and dropped, by reason; complete once :meth:`clean` is exhausted."""
+        """Return the counts of documents read, kept, and dropped by reason; final once :meth:`clean` is exhausted."""
         return {**self._counts, "dropped": dict(self._dropped)}
 
     def _newest(self, documents: Iterable[Document]) -> dict[bytes, tuple[Date, int]]:
@@ -339,7 +339,7 @@ class Cleaner:
         return newest
 
     def _judge(self, newest: dict[bytes, tuple[Date, int]]) -> Callable[[Document, int], str]:
-        """Make a function that remembers documents and tells why one is dropped before lines are counted, or ``""``."""
+        """Make a stateful function that returns why a document is dropped before lines are counted, or ``""``."""
         texts: set[bytes] = set()
         near = NearDuplicates(self.config) if self.config.near_duplicates is not None else None
 

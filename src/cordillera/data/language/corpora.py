@@ -20,7 +20,7 @@ HELD_OUT = 0.01
 
 
 class TextSourceConfig(BaseModel):
-    """One corpus of a mixture; settings that are None are those of ``[data]``.
+    """One corpus of a mixture; settings that are None are taken from ``[data]``.
 
     Attributes:
         path: File, folder or pattern, or several of them; or ``python-library``.

@@ -21,9 +21,9 @@ _EVALUATION = {"validation", "valid", "val", "dev", "test", "testing", "eval", "
 def data_files(path: str) -> tuple[Path, ...]:
     """Return the files of a file, folder or pattern, in the order in which they are read.
 
-    They are those of :func:`cordillera.data.paths.expand_paths`. Of a folder that ``save_to_disk`` of ``datasets``
-    wrote, they are those that its ``state.json`` lists: files beside them hold results of ``map``. Beside files of rows
-    (JSON lines, Parquet, Arrow), README, licence and descriptions of the set are left out.
+    Paths are expanded by :func:`cordillera.data.paths.expand_paths`. In a folder that ``save_to_disk`` of ``datasets``
+    wrote, only the files that its ``state.json`` lists are returned, as other files hold results of ``map``. Beside
+    files of rows (JSON lines, Parquet, Arrow), README, licence and descriptions of the set are left out.
 
     Raises:
         DataError: no file is found; a listed file is missing; or files of rows belong to training and to evaluation, by
@@ -78,7 +78,7 @@ def _check_one_split(files: Sequence[Path], path: str) -> None:
 
 
 def _split_of(file: Path, root: Path) -> str | None:
-    """Return the split that the name of a file says, or else that of its folder below ``root``."""
+    """Return the split in the name of a file, or else in the name of its folder below ``root``."""
     names = [re.split("[^a-z]", file.name.lower())[0]]
     if file.parent != root:
         names.append(file.parent.name.lower())

@@ -146,10 +146,10 @@ def _errors_of(path: Path) -> Iterator[None]:
 
 
 def file_kind(path: Path) -> FileKind:
-    """Return what a file holds, by its name: plain text, lines of JSON, or a table (Parquet or Arrow).
+    """Return the kind of a file by its name: plain text, lines of JSON, or a table (Parquet or Arrow).
 
     Raises:
-        DataError: the name does not tell, or there is no such file.
+        DataError: the name does not determine the kind, or there is no such file.
     """
     name = _unpacked(path)
     if name.endswith(_TEXT):
@@ -186,7 +186,7 @@ def _stream(path: Path) -> Any:
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Numbers, from 1, and contents of lines, without their ends."""
     with _stream(path) as file:
-        pieces: list[bytes] = []  # of the present line
+        pieces: list[bytes] = []  # pieces of the current line
         row = 0
         while block := file.read(1 << 20):
             first, *others = block.split(b"\n")
@@ -257,7 +257,7 @@ def _document(values: Sequence[Any], fields: _Fields, path: Path, row: int) -> D
         check_text(value, f"{where}, field '{name}'")
     if not url or fields.date is None:
         return Document(text, str(path), row, url or "")
-    if isinstance(date, datetime.date):  # of a column
+    if isinstance(date, datetime.date):  # a value of a date column
         date = date.isoformat()
     if isinstance(date, bool) or not isinstance(date, int | float | str) or date != date:
         raise DataError(

@@ -31,14 +31,14 @@ CHANCE: dict[QuestionKind, float] = {"shape": 1 / len(SHAPES), "colour": 1 / len
 """Share of questions of each kind that is answered right, on average, without the image."""
 
 SMALLEST = 16
-"""Number of pixels of a side below which shapes cannot be told apart."""
+"""Smallest side, in pixels, at which shapes can be distinguished."""
 
-_SMALL, _LARGE = 0.2, 0.4  # half of a shape's height in sides of the image
+_SMALL, _LARGE = 0.2, 0.4  # half a shape's height, as a share of the image's side
 _DARKEST, _BACKGROUND, _NOISE = 0.7, 0.15, 0.06  # least brightness of a shape; mean and deviation of the background
 
 
 class ShapeScenes(NamedTuple):
-    """What is on images.
+    """Content of images.
 
     Attributes:
         shapes: Places in :data:`SHAPES`, ``int64 [I]``.

@@ -99,8 +99,9 @@ class DocumentStream:
     """An iterator over the documents of one rank, endless or for a number of epochs.
 
     All ranks know the order of all documents: the next document comes from the source that is furthest behind its share
-    of tokens. Of every ``world_size`` neighbours in that order each rank gets one. Which one is drawn anew for each
-    such group, so that no period of the mixture coincides with the ranks. Every document goes to exactly one rank.
+    of tokens. Each rank gets one of every ``world_size`` neighbours in that order. The assignment is drawn at random
+    for each such group, so that no period of the mixture coincides with the ranks. Each document goes to exactly one
+    rank.
 
     The state of a stream cannot be loaded into another number of ranks, because ranks stop inside documents. A job that
     must resume with any number of ranks uses one stream for all of them, as

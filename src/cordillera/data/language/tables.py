@@ -106,7 +106,7 @@ def _open_arrow(file: Any, path: Path, options: pa.ipc.IpcReadOptions | None = N
 
 
 def _check(batch: pa.RecordBatch, path: Path, before: int) -> None:
-    """Check what damage could leave in a batch, ``before`` which the file has so many rows, and name the row."""
+    """Check a batch for signs of corruption; ``before`` is the number of rows before it."""
     try:
         batch.validate(full=True)
     except pa.ArrowInvalid:

@@ -176,7 +176,7 @@ def _write(
         rest = itertools.islice(kept, writer.documents, None)
         before, after = ends
         with _encoders(config, tokenizer) as encode:
-            hashes: deque[int] = deque()  # of the texts in flight, whose tokens come in the same order
+            hashes: deque[int] = deque()  # hashes of the texts in flight; tokens arrive in the same order
             for tokens in encode(_batches(_hashed(rest, hashes))):
                 writer.append([*before, *tokens, *after], hashes.popleft())
         if not cleaner.report()["kept"]:

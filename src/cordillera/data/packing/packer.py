@@ -68,7 +68,7 @@ class Iteration:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all microbatches, which differs between steps: divide a loss by that of its own step."""
+        """Number of tokens of all microbatches. It differs between steps: divide a loss by its own step's number."""
         return sum(microbatch.tokens for microbatch in self.microbatches)
 
     @property

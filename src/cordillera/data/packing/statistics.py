@@ -38,9 +38,9 @@ class PackingStatistics:
 
     @classmethod
     def of(cls, iterations: Sequence[Iteration], workload: DocumentWork) -> PackingStatistics:
-        """Compute the statistics of all ``iterations``, with those of a drain, whose documents waited longest.
+        """Compute the statistics of all ``iterations``, including a drain, whose documents waited longest.
 
-        The imbalance is that of the work that ``workload`` predicts.
+        The imbalance is computed from the work that ``workload`` predicts.
 
         Raises:
             DataError: The iterations hold no documents.
@@ -65,7 +65,7 @@ class PackingStatistics:
 
 
 def packed(batches: Iterable[Sequence[int]], config: PackingConfig, workload: DocumentWork) -> list[Iteration]:
-    """Pack ``batches`` of lengths in tokens by ``config`` and ``workload``; return all iterations, also the drain's."""
+    """Pack ``batches`` of lengths in tokens by ``config`` and ``workload``; return all iterations and the drain."""
     packer = Packer(config, workload)
     return [*map(packer.pack, batches), *packer.drain()]
 
@@ -78,7 +78,7 @@ def tune(
     delay: float = 0.6,
     candidates: Sequence[int] | None = None,
 ) -> PackingConfig:
-    """Find ``queues`` thresholds, in place of those of ``config``, that balance ``workload`` best within a mean delay.
+    """Replace the thresholds of ``config`` by ``queues`` thresholds that balance ``workload`` best within a mean delay.
 
     Args:
         batches: Global batches of the sample; its drain counts, so it should be a hundred batches or longer.

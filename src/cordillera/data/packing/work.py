@@ -43,7 +43,7 @@ class DocumentWork(BaseModel):
         token: Work per token: matrix products, element-wise kernels, collectives. At least one of ``token`` and
             ``squared`` is above 0.
         squared: Work per token squared: attention under a document mask.
-        unit: Unit of the three: ``seconds``, or ``tokens`` for the linear work of so many tokens.
+        unit: Unit of the three: ``seconds``, or ``tokens`` for the linear work of a token.
         provenance: Measurements or formula from which the constants come.
         error: Mean absolute error relative to the measurements; None if nothing was fitted.
     """
@@ -103,13 +103,13 @@ class DocumentWork(BaseModel):
         """Fit constants that are not negative by least squares of relative errors.
 
         Args:
-            samples: At least three microbatches, unlike enough to tell the constants apart.
+            samples: At least three microbatches, different enough to determine the constants.
             provenance: Model, device and date, for people.
             ridge: Weight of the squares of the constants, each in units of the mean time that its part could explain;
                 above 0 it allows samples that are alike.
 
         Raises:
-            DataError: Times are not positive and finite, samples do not tell the constants apart, or they say that
+            DataError: Times are not positive and finite, samples do not determine the constants, or they say that
                 tokens cost nothing.
         """
         if len(samples) < 3:

@@ -68,12 +68,12 @@ def divide(costs: NDArray[np.float64], ranks: int, balance: SampleBalance) -> li
 def straggler_share(costs: NDArray[np.float64], divided: list[NDArray[np.int64]]) -> float:
     """Return the mean share of a step for which ranks wait for the slowest: ``1 - mean(load) / max(load)``.
 
-    ``costs`` and ``divided`` are those of :func:`divide`.
+    ``costs`` are the argument of :func:`divide`, and ``divided`` is its result.
     """
     work = np.array([costs[samples].sum() for samples in divided])
     return float(1 - work.mean() / work.max()) if work.max() else 0.0
 
 
 def positions(divided: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Return where each sample of a batch is when ranks' samples, those of :func:`divide`, follow one another."""
+    """Return the position of each sample of a batch in the concatenation of the ranks' samples from :func:`divide`."""
     return np.argsort(np.concatenate(divided), kind="stable")

@@ -198,7 +198,7 @@ class Dataset:
 
 
 def _paths(config: DataConfig) -> tuple[tuple[Path, ...], ...]:
-    """Return the files of each split, or all of them as those of training."""
+    """Return the files of each split, or all files as training files."""
     given = (config.path, config.validation_path, config.test_path)
     found = tuple(() if path is None else expand_paths(path) for path in given)
     names = [file for files in found for file in files]
@@ -398,7 +398,7 @@ class Splitter:
         return self(frame, self.times(frame, place) if self.kind == "time" else None, place)
 
     def times(self, frame: pl.DataFrame, place: RowPlace) -> np.ndarray:
-        """Return the timestamps ``int64 [N]`` of a ``frame`` in seconds; ``place`` is that of its rows in errors."""
+        """Return the timestamps ``int64 [N]`` of a ``frame`` in seconds; ``place`` locates its rows in errors."""
         return timestamps_of(frame[self.column], self.column, place, self.unit)
 
     def restart(self) -> None:

@@ -53,7 +53,7 @@ from cordillera.files import read_sealed, sealed_json
 from cordillera.jagged import JaggedBatch, offsets_of, ragged_positions
 
 _REMEDY = "delete the folder and prepare the data again"
-_FEW = 65_536  # ids of a column that are looked up one by one in an index
+_FEW = 65_536  # most ids of a column that are looked up one by one in an index
 _FORMAT = 2
 
 
@@ -324,7 +324,7 @@ class Encoder:
         return cls(schema, vocabularies, {name: fit.result() for name, fit in dense.items()}, rows, whole)
 
     def check_features(self, schema: Schema) -> None:
-        """Refuse a ``schema`` of other features than those of the encoder.
+        """Refuse a ``schema`` whose features differ from the encoder's.
 
         Raises:
             DataError: a feature is missing, new, or has other settings; it is named.
@@ -502,7 +502,7 @@ class Encoder:
         return values.astype(np.int64)
 
     def names(self, feature: str) -> list[str]:
-        """Return the id that each row of a feature's table stands for; row 0 of a vocabulary is ``<other>``.
+        """Return the id of each row of a feature's table; row 0 of a vocabulary is ``<other>``.
 
         Raises:
             DataError: the feature has no embedding table.

@@ -41,7 +41,7 @@ class DenseFeature(_ColumnFeature):
             transform), or ``refuse`` (an error that names row and column).
         nan: Treatment of NaN: ``refuse`` (an error that names row and column) or ``missing`` (the same as a blank).
             Infinity is always an error.
-        width: Number of numbers per sample. If it is more than 1, the column holds lists of so many numbers, or rows of
+        width: Number of values per sample. If it is above 1, the column holds lists of ``width`` numbers, or rows of
             8-bit numbers (``cordillera augment``), and each of the numbers is transformed as a column of its own.
     """
 
@@ -94,7 +94,7 @@ class ListFeature(CategoricalFeature):
 
 
 class TeacherColumns(_Frozen):
-    """Columns with what a teacher said of the samples; blank where it said nothing.
+    """Columns with a teacher's scores of the samples; blank for samples without a score.
 
     Attributes:
         scores: Column of the teacher's score by label; labels that are not named have none.
@@ -188,7 +188,7 @@ class Schema(_Frozen):
 
     @property
     def numbers(self) -> tuple[DenseFeature, ...]:
-        """Dense features of one number each: those of a feature ``f`` of several are ``f[0]``, ``f[1]`` and so on."""
+        """Dense features of one number each; a feature ``f`` of several numbers gives ``f[0]``, ``f[1]`` and so on."""
         found: list[DenseFeature] = []
         for feature in self.dense:
             names = [feature.name] if feature.width == 1 else [f"{feature.name}[{i}]" for i in range(feature.width)]

@@ -17,14 +17,14 @@ from cordillera.data.files import write_bytes
 from cordillera.errors import DataError
 
 FrameLike = Any
-"""What :func:`frame_of` takes; its types are those of libraries that need not be installed."""
+"""Input of :func:`frame_of`; its types belong to libraries that need not be installed."""
 
 _WHERE = "rows"
 _UNREADABLE = (PolarsError, pa.ArrowException, TypeError, ValueError, OverflowError, AttributeError, ImportError)
 
 
 def frame_of(rows: FrameLike, columns: Sequence[str], optional: Sequence[str] = ()) -> pl.DataFrame:
-    """Return a table in memory as a frame; values are converted when it is encoded, as those of a file.
+    """Return a table in memory as a frame; values are converted at encoding, like values of a file.
 
     Args:
         rows: ``pandas.DataFrame``, ``polars.DataFrame`` or ``LazyFrame``, ``pyarrow.Table`` or ``RecordBatch``, any

@@ -45,10 +45,10 @@ _IDS = re.compile(
 )
 _PEOPLE = re.compile(r"(^|_)(uid|user|visitor|member|customer|account|reader|viewer)(_?id)?($|_)")
 _WEIGHTS = re.compile(r"^(sample|row|example|instance|importance|loss)_?weights?$")
-_INDEX = re.compile(r"^(unnamed_0|unnamed: 0|__index_level_0__|index)$")  # by this library, pandas and Arrow
-_SHOWN = 5  # values of a column that is no label
-_LONGEST = 40  # characters of a value that a reason shows
-_FEW = 32  # different whole numbers that are taken for codes
+_INDEX = re.compile(r"^(unnamed_0|unnamed: 0|__index_level_0__|index)$")  # names by this library, pandas and Arrow
+_SHOWN = 5  # values shown of a column that is not a label
+_LONGEST = 40  # most characters of a value in a reason
+_FEW = 32  # most distinct integers of a column of codes
 _SEPARATORS = "|;, "
 _NULL_WORDS: tuple[str, ...] = ("na", "n/a", "#n/a", "<na>", "nan", "null", "none", "nil", "missing", "unknown")
 _NULL_WORDS += ("?", "-", "--", ".", r"\n")
@@ -66,7 +66,7 @@ class ColumnGuess:
 
     Attributes:
         name: Name of the column.
-        role: What the column is taken for.
+        role: Guessed role of the column.
         why: Reason in a few words.
         settings: Keys of the feature beside its name.
         data: Keys of ``data`` without which the column is not read so.
@@ -141,7 +141,7 @@ def data_of(guesses: Sequence[ColumnGuess]) -> dict[str, Any]:
 
 
 def guess_separator(path: Path, format: FileFormat) -> str | None:
-    """Return the character between the fields of the text file at ``path``; None for that of its ``format``."""
+    """Return the field separator of the text file at ``path``; None for the default of its ``format``."""
     usual = "\t" if format == "tsv" else ","
     if format == "parquet" or _columns(path, usual) > 1:
         return None
@@ -230,7 +230,7 @@ def _with_labels(
 
 
 def _as_label(series: pl.Series, condition: str, place: str) -> tuple[pl.Series, dict[str, Any]]:
-    """Return where a column meets a condition, and the keys of ``data`` with which it is read so."""
+    """Return where a column meets a condition, and the keys of ``data`` that define this label."""
     sign, bound = parts_of(condition)
     data: dict[str, Any] = {"positive": {series.name: condition}}
     if series.dtype in (pl.Categorical, pl.Enum):
@@ -267,13 +267,13 @@ def _condition_of(label: str, frame: pl.DataFrame) -> tuple[str, str | None]:
 
 
 def _without_null_words(frame: pl.DataFrame) -> tuple[pl.DataFrame, dict[str, list[str]]]:
-    """Return a frame without the words that stand for no value among numbers, and these words by columns."""
+    """Return a frame without words that represent missing values among numbers, and these words by column."""
     words = {series.name: _null_words(series) for series in frame.get_columns()}
     return frame.with_columns(without_words(frame[name], found) for name, found in words.items()), words
 
 
 def _null_words(series: pl.Series) -> list[str]:
-    """Return the words in a column that is otherwise of numbers, or of truth values, which stand for no value."""
+    """Return the words that represent missing values in a column of numbers or truth values."""
     if series.dtype != pl.String:
         return []
     given = _given(series)
@@ -319,7 +319,7 @@ def _values(series: pl.Series) -> str:
 
 
 def _example(series: pl.Series) -> str:
-    """Return a condition that some of the values meet."""
+    """Return an example of a condition that some values meet."""
     values = series.drop_nulls().unique().sort()
     if values.dtype == pl.String and _have_commas(values):
         values = with_points(values, RowPlace(""))
@@ -464,7 +464,7 @@ def _without_points(found: list[ColumnGuess], frame: pl.DataFrame) -> list[Colum
 
 
 def _without_telling(found: list[ColumnGuess], frame: pl.DataFrame) -> list[ColumnGuess]:
-    """Return guesses that leave out features of which one alone tells a label, unless none would be left."""
+    """Return guesses without features that reveal a label alone, unless no feature would remain."""
     labels = [_zeros_and_ones(frame[guess.name]) for guess in found if guess.role == "label"]
 
     def judged(guess: ColumnGuess) -> ColumnGuess:

@@ -1,4 +1,4 @@
-"""Guesses at columns that are known only after what a model predicts, by their names and by what they tell of it."""
+"""Guesses at columns that are known only after the predicted outcome, by name and by how well they predict it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ OUTCOMES = re.compile(
     r"^(is_)?(click|label|target|conversion|purchase|like|order|install|booking|churn)s?$|"
     r"(^|_)(clicked|converted|purchased|liked|bought|ordered|installed|booked|subscribed|churned|in_cart|to_cart)$"
 )
-"""Names of columns of zeros and ones that are labels or would be."""
+"""Names of binary columns that are, or could be, labels."""
 
 FOLLOWING = re.compile(
     r"^(revenue|gmv|dwell|watch_?time|watched|time_spent|refund(ed)?)"
     r"(_(time|amount|value|ms|s|sec|secs|seconds|min|minutes|eur|usd|gbp|chf))*$"
 )
-"""Names of what an outcome brings or takes: money, time; not of sums over the past, such as ``watched_7d``."""
+"""Names of consequences of an outcome, such as revenue or time; not of sums over the past, such as ``watched_7d``."""
 
-_LEAST = 50  # rows of each class below which nothing is concluded
-_ROWS_OF_VALUE = 20  # rows of each value, at least in the mean, of a column of categories
+_LEAST = 50  # least rows of each class for a conclusion
+_ROWS_OF_VALUE = 20  # least mean number of rows per value of a categorical column
 
 
 def told_alone(values: pl.Series, label: pl.Series) -> float:
@@ -38,7 +38,7 @@ def told_alone(values: pl.Series, label: pl.Series) -> float:
         label: Zeros and ones, or blanks, which do not count.
 
     Returns:
-        At least 0.5; 0.5 too where there are too few rows to tell.
+        At least 0.5; exactly 0.5 if there are too few rows to decide.
     """
     ones = label.cast(pl.Float64, strict=False)
     values, ones = values.filter(ones.is_not_null()), ones.drop_nulls()
@@ -51,7 +51,7 @@ def told_alone(values: pl.Series, label: pl.Series) -> float:
     else:
         frame = pl.DataFrame({"value": values.cast(pl.String).fill_null(""), "one": ones})
         if frame["value"].n_unique() * _ROWS_OF_VALUE > len(frame):
-            return 0.5  # rare values would tell their own rows
+            return 0.5  # rare values would identify their rows
         values = frame.select(pl.col("one").mean().over("value")).to_series()
     ranks = values.rank("average").to_numpy()
     above = ranks[ones.to_numpy() > 0].sum() - positives * (positives + 1) / 2
@@ -60,6 +60,6 @@ def told_alone(values: pl.Series, label: pl.Series) -> float:
 
 
 def most_told(values: pl.Series, labels: Sequence[pl.Series]) -> tuple[str, float]:
-    """Return the label that a column tells most of, and its AUC; see :func:`told_alone`."""
+    """Return the label that a column predicts best, and the AUC; see :func:`told_alone`."""
     found = [(label.name, told_alone(values, label)) for label in labels]
     return max(found, key=lambda one: one[1])

@@ -15,11 +15,11 @@ CALLED = re.compile(r"(^|_)(time|timestamp|ts|date|datetime|dt|day|created_at|ev
 """Names that columns of times have."""
 
 HOURS = r"^(19|20)\d\d(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])([01]\d|2[0-3])$"
-"""Times such as 2026013112, which codes cannot tell without minutes; seconds since 1970 are seldom all like this."""
+"""Times such as 2026013112, which ``strftime`` codes cannot parse without minutes; Unix times rarely match."""
 
 _FIRST_PARSED = 100
 _DATE = r"^[A-Za-z]{3,9} ?\d|^\d{1,4}[./ -]([A-Za-z]{3,9}|\d{1,2})[./ -]\d{2,4}"
-_DIGITS = {8: "%Y%m%d", 12: "%Y%m%d%H%M", 14: "%Y%m%d%H%M%S"}  # numbers since 1970 have 9, 10, 13, 16 or 19
+_DIGITS = {8: "%Y%m%d", 12: "%Y%m%d%H%M", 14: "%Y%m%d%H%M%S"}  # Unix times have 9, 10, 13, 16 or 19 digits
 _ORDERS = ("%d{0}%m{0}%Y", "%m{0}%d{0}%Y", "%d{0}%m{0}%y", "%m{0}%d{0}%y", "%Y{0}%m{0}%d", "%d{0}%b{0}%Y")
 _WORDED = ("%b %d, %Y", "%b %d %Y", "%B %d, %Y", "%d %B %Y")
 _CLOCKS = ("%H:%M", "%H:%M:%S%.f", "%I:%M %p", "%I:%M:%S %p", "%H:%M %z", "%H:%M:%S%.f %z")

@@ -17,7 +17,7 @@ from cordillera.jagged import JaggedBatch
 
 
 class BatchSource(Protocol):
-    """Batches that a trainer reads: epochs of the same length, each of which can be entered at any batch."""
+    """Batches that a trainer reads: epochs of equal length, which can be started at any batch."""
 
     def __len__(self) -> int:
         """Number of batches in an epoch."""
@@ -70,7 +70,7 @@ class CheckedBatches(BatchSource):
             raise DataError(f"gives {given}, not {self._count} batches", where=f"epoch {epoch}")
 
 
-_NUMBERS = ("dense", "labels", "weights", "teacher")  # in float32, other tensors in int64
+_NUMBERS = ("dense", "labels", "weights", "teacher")  # float32 tensors; the others are int64
 
 
 def check_batch(batch: RankingBatch, features: FeatureSpec, where: str = "batch") -> None:

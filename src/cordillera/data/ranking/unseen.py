@@ -38,7 +38,7 @@ class UnseenCount:
 
 
 def warn_of_split(facts: dict[str, Any], split: str) -> None:
-    """Warn of features whose share of unseen ids in a split is far above that of the validation rows."""
+    """Warn of features whose share of unseen ids in a split is far above their share in the validation rows."""
     for name, share in facts["unseen"][split].items():
         if share is not None:
             _warn(name, share, facts["rows"][split], facts, f"the {split} split")

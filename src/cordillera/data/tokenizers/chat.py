@@ -193,7 +193,7 @@ class JinjaChat(ChatFormat):
                 tools=None,
                 documents=None,
             )
-        except Exception as error:  # a template is a program of the model's publisher and can fail in any way
+        except Exception as error:  # a template can raise any exception
             raise DataError(
                 f"the model's chat template refused the chat ({_short(error)})", where=self.where
             ) from error

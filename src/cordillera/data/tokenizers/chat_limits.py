@@ -211,7 +211,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if _WIDTH.search(pattern):
             _stop("formats a text to a width of five digits or more")
 
-    @pass_context  # so that Jinja does not compute it for a macro's constant when it compiles the template
+    @pass_context  # keeps Jinja from evaluating constants of macros at compile time
     def _turns(self, context: Context, entries: Any, cost: int) -> Any:
         """Entries of a loop, counted as they are taken; the empty text is returned unchanged."""
         if entries == "":

@@ -89,12 +89,12 @@ def write_json_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> No
 
 
 def write_meta_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
-    """Write ``tokenizer.model`` into a folder, or Hugging Face's files for what it cannot hold.
+    """Write ``tokenizer.model`` into a folder, or Hugging Face's files if that format cannot hold the tokenizer.
 
     It holds Llama 3's vocabulary and chats, and what was read from a SentencePiece file without chats, whose
     configuration is copied beside it.
 
-    Arguments and errors are those of :func:`write_json_tokenizer`.
+    For arguments and errors, see :func:`write_json_tokenizer`.
     """
     if tokenizer.kind == "sentencepiece" and tokenizer.chat_format is None:
         shutil.copyfile(tokenizer.path, folder / "tokenizer.model")
@@ -144,7 +144,7 @@ def _byte_level_fields(pairs: BytePairs) -> dict[str, Any]:
     """Fields of an encoding in byte letters."""
     rules = dict[str, Any]()
     if pairs.normalizer is not None and pairs.normalizer != _replacement(pairs):
-        if pairs.normalizer != {"type": "NFC"}:  # which published GGUF files leave out
+        if pairs.normalizer != {"type": "NFC"}:  # published GGUF files leave NFC out
             raise DataError(
                 "normalises texts, which GGUF cannot describe: ids would differ",
                 where=str(pairs.path),

@@ -54,7 +54,7 @@ class GGUFTensor(NamedTuple):
 
 
 def gguf_metadata(path: Path, prefix: str | tuple[str, ...] = "") -> dict[str, Any]:
-    """Return the metadata of a GGUF file; arguments and errors are those of :func:`gguf_header`."""
+    """Return the metadata of a GGUF file; for arguments and errors, see :func:`gguf_header`."""
     return gguf_header(path, prefix)[0]
 
 
@@ -259,7 +259,7 @@ def _with_rules(pairs: BytePairs, fields: Mapping[str, Any]) -> BytePairs:
         count = len(fields["tokenizer.ggml.tokens"])
         raise DataError(f"there are {count} tokens and {len(scores)} scores", where=str(path))
     strips = dict[str, tuple[bool, bool]]()
-    if fields.get("general.architecture") == "phi3":  # as its tokenizer.json says, and llama.cpp does
+    if fields.get("general.architecture") == "phi3":  # follows its tokenizer.json and llama.cpp
         strips = {name: (False, True) for name in pairs.special if name not in ("<unk>", "<s>", "<|endoftext|>")}
     pairs = replace(pairs, has_pieces=True)
     return replace(
@@ -272,7 +272,7 @@ def _with_rules(pairs: BytePairs, fields: Mapping[str, Any]) -> BytePairs:
 
 
 def _own_rules(text: str, path: Path) -> dict[str, Any]:
-    """Fields that replace those of pairs."""
+    """Return the fields that override fields of the pairs."""
     try:
         found = json.loads(text)
         rules = {name: found[name] for name in ("normalizer", "pre_tokenizer") if name in found}

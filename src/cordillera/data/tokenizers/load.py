@@ -117,7 +117,7 @@ def pairs_of(tokenizer: Tokenizer) -> BytePairs:
 
 
 def asset_facts(path: Path) -> dict[str, Any]:
-    """Return what an asset's file says of itself: sizes and tokens of a tokenizer, the shape of a GGUF model.
+    """Return facts from an asset's file: sizes and tokens of a tokenizer, the shape of a GGUF model.
 
     Raises:
         DataError: the file is damaged.

@@ -46,7 +46,7 @@ def is_sentencepiece(head: bytes) -> bool:
     """Whether a file that begins with ``head`` is SentencePiece's: a message that begins with the text of a token."""
     if len(head) < 5 or head[0] != 10 or head[2] != 10 or head[1] > 127:
         return False
-    return head[1] - head[3] - 2 in (0, 2, 5, 7)  # with or without a kind and a score
+    return head[1] - head[3] - 2 in (0, 2, 5, 7)  # lengths of the optional fields, type and score
 
 
 def read_sentencepiece_pairs(path: Path) -> BytePairs:

@@ -131,7 +131,7 @@ class Tokenizer:
         """
         ids: list[int] = []
         whole = [*after, *pieces]
-        begins, takes_space = True, False  # whether a text begins here; whether the token before takes its white space
+        begins, takes_space = True, False  # a text begins here; the previous token strips white space
         for place, piece in enumerate(whole):
             if isinstance(piece, Control):
                 found = [self._special(self.special_tokens.get(piece.name), piece.name)]
@@ -151,7 +151,7 @@ class Tokenizer:
         return ids
 
     def continued(self, text: str) -> list[int]:
-        """Tokenise a ``text`` that goes on after other text, as :meth:`encode` does, without a space in front."""
+        """Tokenise a ``text`` that continues other text, like :meth:`encode`, but without a leading space."""
         check_text(text, "text")
         return (self.encode_inside or self.encode_plain)([text])[0]
 

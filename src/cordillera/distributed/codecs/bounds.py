@@ -26,10 +26,10 @@ class BoundClass(str, Enum):
     """Class of a table by how well its rows bear errors."""
 
     TIGHT = "tight"
-    """Of tables with many rows, which errors make equal, so that the table loses what tells them apart."""
+    """Tables with many rows that errors make equal, so that the rows become indistinguishable."""
     BASE = "base"
     LOOSE = "loose"
-    """Of tables with few rows, which stay apart."""
+    """Tables with few rows, which stay distinct."""
 
     @property
     def bound(self) -> float:

@@ -52,7 +52,7 @@ class Guarantee(str, Enum):
     ROUNDED = "rounded"
     """Every element is rounded to the nearest number of its format."""
     UNBIASED = "unbiased"
-    """The mean of what the frames of a tensor decode to is the tensor."""
+    """Decoding is unbiased: its mean over frames of a tensor is the tensor."""
 
 
 class _Compressed(NamedTuple):
@@ -312,14 +312,14 @@ def _tensor(content: bytes | bytearray, dtype: torch.dtype) -> Tensor:
 
 
 def _exactly(content: bytes, size: int) -> bytes:
-    """Return bytes, which must be so many."""
+    """Return ``content``; raise an error if it is not ``size`` bytes long."""
     if len(content) != size:
         raise DataError(f"{len(content)} bytes of payload, not {size}", where="frame", remedy=_DAMAGED)
     return content
 
 
 def _even(rows: Tensor, kind: int) -> Tensor:
-    """Return rows that fill their bytes: the last column again, which leaves scale and bias as they are."""
+    """Return rows padded to whole bytes by a copy of the last column, which does not change scale and bias."""
     return torch.cat([rows, rows[:, -1:]], dim=1) if kind == INT4 and rows.shape[1] % 2 else rows
 
 

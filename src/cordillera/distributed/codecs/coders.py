@@ -1,4 +1,4 @@
-"""Codecs of the rows that ranks exchange in training: one that the recipe names, or one per table by measured cost.
+"""Codecs of the rows that ranks exchange in training: the recipe's codec, or one per table by measured cost.
 
 Feng et al. 2024 (arXiv 2407.04272) select the coder of each table that is fastest on a given link. Here ranks measure
 during their first lookups: every candidate encodes and decodes the rows that are sent, while raw bytes travel, whose
@@ -41,13 +41,13 @@ All ranks call it once for each lookup.
 WARM_UP, MEASURED = 2, 6
 """Lookups that are not measured, because kernels are compiled in them, and lookups that are."""
 
-_EXCHANGED = ("rows", "bags")  # names in the ledger of what coders encode
+_EXCHANGED = ("rows", "bags")  # ledger names of encoded exchanges
 _PINGS = 9
 _PING = 64  # tag of messages; those of exchanges are smaller
 
 
 class TableBounds(NamedTuple):
-    """Error bounds of all tables: shares of the range of what is sent, and their decay over updates.
+    """Error bounds of all tables, as shares of the range of the sent values, and their decay over updates.
 
     Attributes:
         bounds: Bound of each table after the decay.
@@ -110,7 +110,7 @@ class _MeasuredRows(Raw):
 
 
 class MeasuredCoders:
-    """Coders that are chosen by measured cost: the first lookups send raw frames, all later ones what is chosen.
+    """Coders chosen by measured cost: the first lookups send raw frames, all later ones use the choice.
 
     Args:
         name: ``auto`` for codecs without loss, ``auto-bounded`` for codecs within an error bound as well.
@@ -161,7 +161,7 @@ class MeasuredCoders:
         return lambda place: self.bounds.codec(names[parts[place].table], parts[place].table, step)
 
     def _note_exchange(self) -> None:
-        """Keep what the exchange of rows has cost since the lookup before, if that was a measured one."""
+        """Record the cost of the exchange of rows since the previous lookup, if that lookup was measured."""
         traffic = self.links.ledger.traffic
         now, before = sum((traffic.get(name, Traffic()) for name in _EXCHANGED), Traffic()), self._before
         if self._lookups > WARM_UP:

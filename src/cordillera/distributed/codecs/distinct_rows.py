@@ -21,7 +21,7 @@ def _find(words: Any) -> Any:
     while slots < 2 * rows:
         slots *= 2
     table = np.full(slots, _EMPTY, np.int64)  # open addressing
-    hashes = np.empty(rows, np.uint64)  # of distinct rows
+    hashes = np.empty(rows, np.uint64)  # hashes of the distinct rows
     first, inverse = np.empty(rows, np.int64), np.empty(rows, np.int64)
     count = 0
     for r in range(rows):

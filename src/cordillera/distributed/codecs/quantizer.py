@@ -20,7 +20,7 @@ SLACK = 2.0**-20
 
 _LEAST_BOUND, _MOST_BOUND = 2.0**-100, 2.0**120
 _BLOCK = 2048
-_HALF_PLACE = 2.0**-24  # of float32, relative to the number
+_HALF_PLACE = 2.0**-24  # half a unit in the last place of float32, relative to the number
 _INFINITE = np.uint32(0x7F800000)
 
 

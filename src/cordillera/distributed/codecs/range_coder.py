@@ -31,8 +31,8 @@ _MODELLED = 1 << _MODELLED_BITS
 _NODES = _BITS + _LENGTHS * _MODELLED
 _SCALES = 30  # contexts by the scale of a row
 _BLOCK = 1024  # codes that are written at a time
-_MOST_DECISIONS = 2 + _LENGTHS + 16  # of a code
-_ROOM = 64  # bytes that a code never exceeds: 22 of its decisions have models and cost at most 11 bits, 13 cost one
+_MOST_DECISIONS = 2 + _LENGTHS + 16  # most decisions of a code
+_ROOM = 64  # upper bound of a code's bytes: 22 decisions have models and cost at most 11 bits, 13 cost one
 
 # The state of a coder is an int64 array.
 _AT, _LOW, _RANGE = 0, 1, 2

@@ -74,7 +74,7 @@ def select(records: Mapping[str, CodecRecord], link_bytes_per_s: float, *, margi
         margin: Speedup that a codec must exceed.
 
     Returns:
-        Name of the codec and its predicted speedup, 1 for raw. Of equal ones, raw comes first, then the first name.
+        Name of the codec and its predicted speedup, 1 for raw. Ties prefer raw, then the first name.
 
     Raises:
         NumericsError: If a record or the link's rate is not valid.

@@ -246,7 +246,7 @@ class _Ring(torch.autograd.Function):
                 own = torch.zeros(held.shape, dtype=lse.dtype, device=q.device)
             if gradients is not None:
                 own += gradients.wait()
-            # in the last step, the next rank is the owner of these keys, so their gradients return to it
+            # In the last step, the next rank owns these keys, so their gradients return to it.
             if plan.size > 1:
                 gradients = links.pass_on("their gradients", own, plan.tokens[following], 2 * step + 1)
             if arriving is not None:

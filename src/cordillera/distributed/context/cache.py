@@ -150,7 +150,7 @@ class ContextCache:
         transport = self._choose(turn)
         told = f"{turn} {transport} {tokens.tolist()}"
         digest = torch.tensor([zlib.crc32(told.encode())], device=self.shape.device)
-        # in separate messages, so that all other ranks can name a rank that does not respond
+        # Send separate messages, so that every other rank can name a rank that does not respond.
         digests = self._links.all_to_all("turns", [digest] * self.size, _TURN)
         others = [rank for rank in range(self.size) if not torch.equal(digests[rank], digest)]
         if others:

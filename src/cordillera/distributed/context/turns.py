@@ -118,8 +118,8 @@ def next_turn(lengths: Sequence[int], held: Sequence[Sequence[int]]) -> Turn:
         own = [counts[document] for counts in held]
         extra = [0] * ranks
         for _ in range(left):
-            # of ranks with the fewest tokens, the one with the fewest of this sequence, so that ranks alternate;
-            # of those, the one by the paper's rule or the next
+            # Choose the rank with the fewest tokens; break ties by the fewest tokens of this sequence, so that ranks
+            # alternate, then by the paper's rule.
             fewest = min(range(ranks), key=lambda rank: (totals[rank], own[rank], (rank - document - step) % ranks))
             extra[fewest] += 1
             totals[fewest] += 1

@@ -1,1 +1,1 @@
-"""Training that goes on while a replica is absent (FT-HSDP): who takes part in which step, and what failures cost."""
+"""Training that continues while a replica is absent (FT-HSDP): the members of each step, and the cost of failures."""

@@ -1,4 +1,4 @@
-"""How a tensor passes between the members of an all-reduce: frames with a checksum, memory that all see, and a sum."""
+"""How a tensor passes between the members of an all-reduce: frames with a checksum, shared memory, and a sum."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64
 """Types of elements that can be summed."""
 
 LINE = 64
-"""Parts begin at multiples of as many bytes."""
+"""Alignment of the parts, in bytes."""
 
 OFFERED, SUMMED = 1, 2
-"""Phases of a chunk: a member gives what it adds, then the sum of its part."""
+"""Phases of a chunk: a member sends its contribution, then the sum of its part."""
 
 _MAGIC = b"CAR1"
 _HEADER = struct.Struct("<4sBBHQQIIQQQ")
@@ -37,15 +37,15 @@ HEADER_BYTES = _HEADER.size + _CHECK.size
 _LANES, _ROWS = 512, 16  # words of a row, rows of a block
 _FACTOR, _ODD = 0x9E3779B97F4A7C15, np.uint64(0xC2B2AE3D27D4EB4F)
 _NONCE_BYTES, _PAGE = 32, 4096
-_BLOCK_BYTES = 512 << 10  # what is added at a time, which stays in a core's cache
+_BLOCK_BYTES = 512 << 10  # bytes added at a time, which fit in a core's cache
 
 
 class BrokenLink(Exception):
-    """A connection ended, or something else came over it than was to come.
+    """A connection ended, or an unexpected frame arrived.
 
     Args:
         what: One sentence.
-        missed: Members from which nothing came in time.
+        missed: Members that sent nothing in time.
     """
 
     def __init__(self, what: str, missed: Sequence[str] = ()) -> None:
@@ -54,7 +54,7 @@ class BrokenLink(Exception):
 
 
 class FrameHeader(NamedTuple):
-    """What stands before the payload of a frame.
+    """Header of a frame, which precedes the payload.
 
     Attributes:
         phase: :data:`OFFERED` or :data:`SUMMED`.
@@ -79,17 +79,17 @@ class FrameHeader(NamedTuple):
     checksum: int
 
     def encode(self) -> bytes:
-        """Return the bytes of the header, the last of which are a checksum of the others."""
+        """Return the bytes of the header, which end with a checksum."""
         phase, kind, *numbers = self
         text = _HEADER.pack(_MAGIC, phase, kind, 0, *numbers)
         return text + _CHECK.pack(zlib.crc32(text))
 
     @classmethod
     def decode(cls, text: bytes | bytearray) -> FrameHeader:
-        """Return the header that bytes stand for.
+        """Parse a header.
 
         Raises:
-            ValueError: If they are not those of a header.
+            ValueError: If ``text`` is not a valid header.
         """
         if zlib.crc32(text[: _HEADER.size]) != _CHECK.unpack_from(text, _HEADER.size)[0]:
             raise ValueError("sent a frame whose header is corrupt")
@@ -119,10 +119,10 @@ def checksum(data: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
 
 
 class FrameReader(Protocol):
-    """What a :class:`MemberLink` gives its frames to."""
+    """Receiver of the frames of a :class:`MemberLink`."""
 
     def awaits(self, link: MemberLink) -> bool:
-        """Whether another frame is to come now."""
+        """Return whether another frame is expected now."""
         ...
 
     def destination(self, link: MemberLink, header: FrameHeader) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
@@ -135,7 +135,7 @@ class FrameReader(Protocol):
 
 
 class MemberLink(FrameSocket):
-    """Connection to another member.
+    """Connection to another member of the ring.
 
     Args:
         name: Name of the member.
@@ -250,7 +250,7 @@ class SharedSegment:
             status = os.fstat(opened)
             if not stat.S_ISREG(status.st_mode) or status.st_size != _PAGE + size:
                 return None
-            if not fcntl.fcntl(opened, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:  # it could vanish while it is read
+            if not fcntl.fcntl(opened, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:  # it could shrink during a read
                 return None
             attached = cls(opened, size, None)
             attached.file = -1
@@ -261,7 +261,7 @@ class SharedSegment:
             os.close(opened)
 
     def forget(self) -> None:
-        """Close the file, after which nobody else can find the memory."""
+        """Close the file; no other process can open the memory after that."""
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
@@ -269,7 +269,7 @@ class SharedSegment:
 
 @dataclass
 class RingState:
-    """What the members of an epoch have agreed on, and what they share.
+    """State that the members of an epoch have agreed on and share.
 
     Attributes:
         epoch: Number of the epoch.
@@ -319,7 +319,7 @@ def _part_bytes(size: int, members: int) -> int:
 
 
 def _add_in_order(terms: Sequence[Tensor], scratch: Tensor, out: Tensor) -> None:
-    """Write the sum of terms, the first two of which are added first; ``out`` may be any of them."""
+    """Write the sum of terms, added from the first to the last, to ``out``, which may be any of them."""
     if len(terms) == 1:
         out.copy_(terms[0])
     elif out.dtype == torch.bfloat16:
@@ -353,9 +353,9 @@ class SumInProgress:
         self._size = self._bytes.numel()
         self._chunks = max(1, -(-self._size // ring.chunk_bytes))
         self._contributes = ring.own in ring.contributing
-        self._given = self._added = 0  # chunks that this member has given, and added
-        self._offered = dict.fromkeys(ring.links, 0)  # chunks that each member has given
-        self._summed = dict.fromkeys(ring.links, 0)  # chunks whose sum each member has given
+        self._given = self._added = 0  # chunks that this member has sent, and added
+        self._offered = dict.fromkeys(ring.links, 0)  # chunks that each member has sent
+        self._summed = dict.fromkeys(ring.links, 0)  # chunks whose sum each member has sent
         self.peak = 0
 
     @property
@@ -426,7 +426,7 @@ class SumInProgress:
         return True
 
     def _term(self, place: int, chunk: int, begin: int, end: int) -> Tensor:
-        """Return what a member adds to these bytes of the tensor, which are of the own part of a chunk."""
+        """Return a member's contribution to these bytes of the tensor, in this member's part of a chunk."""
         ring = self._ring
         if place == ring.own:
             return self._bytes[begin:end]

@@ -1,4 +1,4 @@
-"""How members of an all-reduce meet: each listens, and proves to whoever comes that it knows the token of the job."""
+"""Connection of all-reduce members: each listens, and proves to every client that it knows the token of the job."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from typing import Any
 from cordillera.distributed.fault_tolerance._chunks import BrokenLink
 
 _GREETING, _NONCE_BYTES, _MAC_BYTES, _LENGTH_BYTES = b"CAR1meet", 32, 32, 4
-_MOST_BYTES = 1 << 16  # of a message
+_MOST_BYTES = 1 << 16  # largest message
 _MOST_VISITORS, _MOST_GUESTS = 64, 64
-_VISIT_S = 5.0  # for which an unknown connection may say nothing that is of use
+_VISIT_S = 5.0  # time after which a connection that has not authenticated is closed
 
 
 class Parley:
-    """A connection on which two processes prove that they know the same key, and tell each other their terms.
+    """A connection on which two processes prove that they know the same key, and exchange their terms.
 
     Both send a nonce, then messages of JSON. The code that ends a message authenticates it, both nonces, the direction
     and the number of the message. Nothing blocks, and nothing is read beyond a message.
@@ -51,12 +51,12 @@ class Parley:
 
     @property
     def has_met(self) -> bool:
-        """Whether the other side has sent its nonce, and took what was to be sent."""
+        """Whether the other side's nonce has arrived, and all outgoing bytes are sent."""
         return self._other is not None and not self._outgoing
 
     @property
     def events(self) -> int:
-        """What to wait for, as a mask of ``select.poll``."""
+        """Mask of ``select.poll`` for the events to wait for."""
         return select.POLLIN | (select.POLLOUT if self._outgoing else 0)
 
     def send(self, message: dict[str, Any]) -> None:
@@ -129,7 +129,7 @@ class Parley:
             raise BrokenLink("ended its connection") from error
 
     def _fill(self) -> bool:
-        """Receive what is needed; return whether it is complete."""
+        """Receive the missing bytes; return whether all have arrived."""
         while len(self._came) < self._need:
             try:
                 part = self.socket.recv(self._need - len(self._came))
@@ -172,10 +172,10 @@ def dial(address: str, key: bytes, opening: dict[str, Any]) -> Parley:
 
 
 class Lobby:
-    """A thread that accepts connections, and keeps those of members until they are called for.
+    """A thread that accepts connections, and keeps those of members until they are requested.
 
-    Those of strangers end after five seconds at most. Only the last 64 are kept of those that have not said who they
-    are, and as many of those that have.
+    Connections that do not authenticate are closed after five seconds. At most 64 unauthenticated and 64 authenticated
+    connections are kept; newer ones replace older ones.
 
     Args:
         key: Key that members know.
@@ -193,7 +193,7 @@ class Lobby:
         self._listener.setblocking(False)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self.turned_away: deque[str] = deque(maxlen=64)
-        self._over = -1  # newest epoch that nobody may come for any more
+        self._over = -1  # newest epoch that is closed to new connections
         self._guests: dict[tuple[int, str], tuple[Parley, dict[str, Any]]] = {}
         self._visitors: dict[int, tuple[Parley, str, float]] = {}
         self._changed = threading.Condition()
@@ -203,7 +203,7 @@ class Lobby:
         self._thread.start()
 
     def end_epochs(self, epoch: int) -> None:
-        """Turn away whoever comes for ``epoch`` or one before it, and has come already."""
+        """Refuse connections for ``epoch`` and earlier epochs, including those that wait already."""
         with self._changed:
             self._over = max(self._over, epoch)
             for key in [key for key in self._guests if key[0] <= epoch]:
@@ -218,7 +218,7 @@ class Lobby:
             epoch: Epoch of the ring.
             names: Members that dial.
             until: Time of ``time.monotonic`` at which to return what there is.
-            is_over: Whether to return at once; whoever changes its answer calls :meth:`wake`.
+            is_over: Function that returns whether to stop waiting; call :meth:`wake` when its answer changes.
         """
         with self._changed:
             while not (is_over() or all((epoch, name) in self._guests for name in names)):
@@ -242,7 +242,7 @@ class Lobby:
             os.close(file)
 
     def sockets(self) -> list[socket.socket]:
-        """Return all open sockets, which a forked process gives up."""
+        """Return all open sockets, which a forked process must close."""
         guests = [parley.socket for parley, _ in list(self._guests.values())]
         return [self._listener, *(visitor[0].socket for visitor in list(self._visitors.values())), *guests]
 
@@ -274,7 +274,7 @@ class Lobby:
     def _accept(self) -> None:
         try:
             connection, place = self._listener.accept()
-        except OSError:  # it went away, or there are too many open files
+        except OSError:  # the client has disconnected, or too many files are open
             time.sleep(0.01)
             return
         who = f"{place[0]}:{place[1]}"

@@ -1,7 +1,7 @@
-"""Sum of a tensor over processes any of which may end at any moment.
+"""Sum of a tensor over processes, any of which may fail at any time.
 
 The members of an epoch are connected with each other. A tensor passes in chunks, and each member owns a part of every
-chunk: it receives that part from those who contribute, adds them in the order of their names, and gives the sum to all.
+chunk: it receives that part from the contributors, adds the parts in the order of names, and sends the sum to all.
 A link thus carries as many bytes as in a ring, ``2 (n - 1) / n`` times the tensor, but every element is added in the
 same order, by one member; the way in which the bytes pass cannot change the result. At most ``window`` chunks are on
 their way.
@@ -53,7 +53,7 @@ class RingMember:
 
     Attributes:
         name: Name of the replica.
-        address: What :attr:`AllReduce.address` is in its process.
+        address: :attr:`AllReduce.address` in the member's process.
     """
 
     name: str
@@ -136,20 +136,20 @@ class AllReduce:
 
     @property
     def turned_away(self) -> list[str]:
-        """The last 64 connections that were not accepted: who came, and what was wrong."""
+        """Last 64 refused connections: the origin and the reason of each."""
         return list(self._lobby.turned_away)
 
     def connect(
         self, epoch: int, ring: Sequence[RingMember], own: str, contributing: Collection[str], deadline_s: float
     ) -> None:
-        """Meet the members of an epoch, which replaces the one before.
+        """Connect to the members of an epoch, which replaces the previous one.
 
         All members call this with the same ``epoch``, names and contributors. A ring of one member is legal.
 
         Args:
             epoch: Number of the epoch, larger than any before.
             ring: Members, in any order.
-            own: Name of this one.
+            own: Name of this member.
             contributing: Names of the members whose tensors are added, at least one; the others receive the sum.
             deadline_s: Seconds after which to give up.
 
@@ -174,11 +174,11 @@ class AllReduce:
             self._ring = formed
 
     def reduce(self, tensor: Tensor, *, step: int, bucket: int, deadline_s: float) -> None:
-        """Replace a tensor by the sum of those of the contributing members; callers divide themselves.
+        """Replace a tensor by the sum of the contributing members' tensors; callers divide it themselves.
 
         Every element is added in the order of the sorted names of the contributors, so all members get the same bits,
         whatever the transport. bfloat16 is added in float32 and rounded once. NaN and infinity of contributors
-        propagate. What the tensor of another member holds has no influence.
+        propagate. The tensors of other members have no influence.
 
         Args:
             tensor: Contiguous tensor on the CPU, of one dimension and one of :data:`DTYPES`; of the same type and
@@ -207,10 +207,10 @@ class AllReduce:
                 self.peak_in_flight_bytes = max(self.peak_in_flight_bytes, one.peak)
 
     def abort(self, reason: str) -> None:
-        """Give up the current epoch: every wait of this object and of the other members ends. Any thread may call this.
+        """Abort the current epoch: end every wait of this object and of the other members. Any thread may call this.
 
         Args:
-            reason: Why, for the errors that follow; that of the first call counts.
+            reason: Reason for the errors that follow; the reason of the first call counts.
         """
         with self._lock:
             if self._reason is not None:
@@ -249,7 +249,7 @@ class AllReduce:
 
     @contextlib.contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """Turn a broken link into an error of this epoch, and let the others see any error."""
+        """Turn a broken link into an error of this epoch, and send any error to the other members."""
         try:
             yield
         except BrokenLink as error:
@@ -327,7 +327,7 @@ class AllReduce:
         segment: SharedSegment | None,
         until: float,
     ) -> tuple[dict[str, Parley], dict[str, dict[str, Any]]]:
-        """Connect to the members that stand before this one, and wait for those that stand after it."""
+        """Connect to the members before this one, and wait for connections from those after it."""
         own = ring.names[ring.own]
         agreed = {
             "epoch": ring.epoch,
@@ -450,7 +450,7 @@ _LIVE: weakref.WeakSet[AllReduce] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Give up the sockets in a forked process, which would otherwise hide the end of its parent from the others."""
+    """Close the sockets in a forked process, which would otherwise hide the end of its parent from the others."""
     for one in list(_LIVE):
         one._close_copies()
 

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cordillera.errors import PlanError
 
-_ATTEMPTS = 3  # of the same members at a step, before one is left out
+_ATTEMPTS = 3  # attempts of a step with the same members before one is left out
 
 
 @dataclass(frozen=True, order=True)
@@ -82,11 +82,11 @@ class Ask:
     """A replica asks to take part in the step after its state.
 
     Attributes:
-        state: What it holds.
+        state: Commit that it holds.
         discarded: Whether it was given a step since its last commit, and discarded it.
         durable: Largest step of a checkpoint that it knows of.
-        restored: Whether it holds what the newest checkpoint holds, and has not trained since.
-        missed: Replicas from which nothing came in time in the step that it discarded.
+        restored: Whether it holds the state of the newest checkpoint, and has not trained since.
+        missed: Replicas that sent nothing in time in the step that it discarded.
     """
 
     replica: str
@@ -132,7 +132,7 @@ class Refusal:
     """Answer to a replica that cannot take part, with the reason.
 
     Attributes:
-        again: Whether it can once it has restored a checkpoint, for which it is started anew.
+        again: Whether it can join after a restart that restores a checkpoint.
     """
 
     replica: str
@@ -142,7 +142,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Rollback:
-    """Record of a commit that no live replica holds any more, and of the one that training goes on from."""
+    """Record of a commit that no live replica holds any more, and of the commit from which training continues."""
 
     lost: Commit
     kept: Commit
@@ -238,7 +238,7 @@ class FaultToleranceConfig(BaseModel):
 
 @dataclass(frozen=True)
 class ReplicaStatus:
-    """What is known of a connected replica.
+    """State of a connected replica.
 
     Attributes:
         heard: Time of its last message, in seconds.
@@ -273,9 +273,9 @@ class CoordinatorState:
         configuration: Digest that all replicas must have.
         epoch: Number of the current epoch; it never decreases.
         head: Commit that the next step starts from.
-        previous: Head before it, which training goes on from if nobody holds the head any more.
+        previous: Previous head, from which training continues if no replica holds the head any more.
         members: Members of the current epoch.
-        silent: Those of them that contribute nothing, as they were behind.
+        silent: Members that contribute nothing, as they were behind.
         began: Time of the first message.
         connected: Replicas with an open connection.
         attempts: Memberships of the same members since the last commit.
@@ -316,25 +316,25 @@ class CoordinatorState:
 def decide(
     state: CoordinatorState, messages: Sequence[ReplicaMessage], now: float
 ) -> tuple[CoordinatorState, list[Reply]]:
-    """Return the next state and what is to be answered.
+    """Return the next state and the replies.
 
-    A membership is formed of those that have asked, as soon as all live members of the epoch are among them, or
+    A membership is formed of the replicas that have asked, as soon as all live members of the epoch are among them, or
     ``grace_s`` after the first member. It starts a new epoch if its members are others than before, one of them
     discarded a step, or one is behind or was so in the last step.
 
-    Where the same members have given a step up three times, the one from which most of them got nothing in time is left
-    out for ``start_s``, and for twice as long each time that this happens again: replicas that cannot reach each other
+    If the same members have aborted a step three times, the one from which most of them received nothing in time is
+    left out for ``start_s``, and for twice as long with each repetition: replicas that cannot reach each other
     would otherwise try for ever.
 
-    A commit becomes the head if it was made in the current epoch. One of an older epoch that is reported only now is
-    void: the current epoch began without it. If nobody who asks holds the head, training goes on from the one before,
-    and the loss is recorded. If nobody holds that one either, all replicas are awaited, or all live ones for
-    ``start_s``. Then training goes on from the newest state that is no older than a checkpoint, or was restored from
-    one; without such a state they are refused, to restore a checkpoint if there is one.
+    A commit becomes the head if it was made in the current epoch. A late report of a commit of an older epoch is void,
+    as the current epoch began without it. If no replica that asks holds the head, training continues from the previous
+    head, and the loss is recorded. If none holds that one either, all replicas are awaited, or all live ones for
+    ``start_s``. Training then continues from the newest state that is no older than a checkpoint, or was restored from
+    one; without such a state the replicas are refused, to restore a checkpoint if there is one.
 
     Args:
         state: State so far.
-        messages: What has come since, in its order.
+        messages: Messages since then, in order of arrival.
         now: Time in seconds, of a clock that does not go back.
     """
     replies: list[Reply] = []
@@ -441,7 +441,7 @@ def _reached(state: CoordinatorState, asked: dict[str, Ask], now: float) -> tupl
 def _is_complete(
     state: CoordinatorState, live: Mapping[str, ReplicaStatus], asked: Mapping[str, Ask], now: float
 ) -> bool:
-    """Whether nobody else is to be awaited."""
+    """Return whether no other replica must be awaited."""
     rules = state.rules
     if not state.members:
         return len(asked) >= rules.replicas or now >= state.began + rules.start_s

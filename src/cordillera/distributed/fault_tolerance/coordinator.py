@@ -41,16 +41,16 @@ from cordillera.files import parse_sealed, sealed_json
 from cordillera.run import disk_errors, write_atomically
 
 _HANDSHAKE_S, _SEND_S = 5.0, 1.0
-_MOST_STRANGERS = 64  # connections at a time that have not joined
-_LEASES = 20  # leases without a message after which a connection is closed
+_MOST_STRANGERS = 64  # most connections at a time that have not joined
+_LEASES = 20  # number of leases without a message after which a connection is closed
 _RETRY_S = 1.0
-_MOST_LOG = 4 << 20  # bytes, after which a log is written anew
+_MOST_LOG = 4 << 20  # bytes after which the log is rewritten
 
 Hear: TypeAlias = Callable[[dict[str, Any]], object]
 
 
 class CoordinatorLog:
-    """States of a coordinator on disk, one sealed line each, of which the last one counts.
+    """Log of a coordinator's states on disk, one line with a checksum each; the last line counts.
 
     Args:
         path: File, which is created; one process at a time may hold it.
@@ -87,7 +87,7 @@ class CoordinatorLog:
             return None
         remedy = "start the job anew from its newest checkpoint with --resume"
         content: dict[str, Any] = {}
-        for number, line in enumerate(whole, 1):  # one that is damaged says that the file is not to be trusted
+        for number, line in enumerate(whole, 1):  # a damaged line makes the whole file untrustworthy
             where = f"{self.path}, line {number}"
             text = line.decode(errors="replace") + "\n"
             content = parse_sealed(text, where, line=True, required=True, error=CheckpointError, remedy=remedy)
@@ -134,13 +134,13 @@ class CoordinatorLog:
                 raise
 
     def close(self) -> None:
-        """Let another coordinator hold the log."""
+        """Release the log, so that another coordinator may open it."""
         self._lock.close()
 
 
 @dataclass(eq=False)
 class _Connection:
-    """Connection of a replica, with what is said about its ranks."""
+    """Connection of a replica, with the addresses of its ranks."""
 
     channel: Channel
     replica: str
@@ -236,7 +236,7 @@ class Coordinator:
             try:
                 self._decide(held)
                 held = []
-            except RunError as error:  # the disk is full: nobody hears of a decision that is not on it
+            except RunError as error:  # the disk is full: a decision that is not stored must not be announced
                 self._hear({"kind": "waiting", "why": str(error)})
 
     @property
@@ -340,7 +340,7 @@ class Coordinator:
             threading.Thread(target=self._attend, args=(connection,), name="cordillera replica", daemon=True).start()
 
     def _attend(self, connection: socket.socket) -> None:
-        """Hear one replica until its connection ends."""
+        """Receive messages of one replica until its connection ends."""
         channel = Channel(connection, "replica", _HANDSHAKE_S)
         known: _Connection | None = None
         try:
@@ -371,7 +371,7 @@ def _joined(channel: Channel, content: Any) -> tuple[_Connection, Join]:
 
 
 def _message(replica: str, content: Any) -> ReplicaMessage:
-    """Return what a replica said."""
+    """Parse a message of a replica."""
     try:
         kind = content["kind"]
         if kind == "alive":

@@ -37,7 +37,7 @@ LLAMA3_CAUSES: Mapping[str, int] = {
 
 
 def llama3_seconds_between_failures(devices: int) -> float:
-    """Return the mean seconds between failures, if each device fails as often as those of Llama 3 did."""
+    """Return the mean seconds between failures at the failure rate per device of Llama 3's training."""
     rate = sum(LLAMA3_CAUSES.values()) / (LLAMA3_DAYS * 86_400 * LLAMA3_DEVICES)
     return 1 / (rate * devices)
 

@@ -95,7 +95,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     found = []
     for path in sorted((folder / FOLDER).glob("*.jsonl")):
         lines = read_text(path, error=RunError, limit=_MOST_BYTES).split("\n")
-        if "\0" in lines[-1]:  # as after a loss of power, or on a disk that loses blocks
+        if "\0" in lines[-1]:  # after a power failure, or from a disk that loses blocks
             raise RunError("ends with zeros", where=f"{path}, line {len(lines)}")
         numbers: dict[str, int] = {}
         for number, line in enumerate(lines[:-1], 1):
@@ -110,15 +110,15 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 
 def find_gaps(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return which events are not there, such as those of lines that a file has lost: pairs of a writer and a text.
+    """Return the missing events, such as those of lost lines of a file, as pairs of a writer and a text.
 
-    Every participant of a committed step writes what became of it, unless it is killed before, and the coordinator
+    Every participant of a committed step writes its outcome, unless it is killed before, and the coordinator writes
     every epoch.
 
     Args:
-        events: What :func:`read_events` returns, with the values that their kinds have.
+        events: Result of :func:`read_events`, with the values that their kinds have.
     """
-    steps: dict[str, tuple[int, set[str]]] = {}  # by lineage
+    steps: dict[str, tuple[int, set[str]]] = {}  # step and participants of each lineage
     own: dict[str, set[str]] = defaultdict(set)
     epochs: dict[str, set[int]] = {"step": set(), "epoch": set()}
     for event in events:

@@ -1,4 +1,4 @@
-"""Account of a job of replicas: what share of its time was useful, where the rest went, and what each failure cost.
+"""Account of a job of replicas: the useful share of its time, the causes of the rest, and the cost of each failure.
 
 All of it follows from the events that replicas, launcher and coordinator wrote. A step is useful if it is on the
 winning lineage: the commits that lead to the newest one. Other commits were rolled back.
@@ -12,7 +12,7 @@ The time of each replica, from the job's first event to its last, is divided int
   the whole step if the replica contributed nothing to it.
 - ``paused``: time between steps and after the last one: evaluations, checkpoints, records.
 - ``absent``: from the end of a process to the return of its replica, and from the epoch that began without a replica
-  to the end of its attempt. Of a pause in which one began, all beyond the longest other pause.
+  to the end of its attempt. If an absence began in a pause, the part beyond the longest other pause.
 - ``starting``: from the start of the job to the first connection of the replica.
 
 The normal time of a sum is the median over useful steps of the shortest time of their replicas. After the last record
@@ -128,7 +128,7 @@ class EpochBegin(NamedTuple):
 
 
 class JobMessage(NamedTuple):
-    """What a reader should know: time in seconds since the job's first event, whom it is of, and a text."""
+    """A message for the reader: seconds since the job's first event, its subject, and a text."""
 
     at: float
     who: str
@@ -223,7 +223,7 @@ def account(events: Iterable[Mapping[str, Any]], replicas: int) -> Goodput:
     """Return the account of a job from its events.
 
     Args:
-        events: What :func:`~cordillera.distributed.fault_tolerance.events.read_events` returns.
+        events: Result of :func:`~cordillera.distributed.fault_tolerance.events.read_events`.
         replicas: Number of replicas that the job is configured for.
 
     Raises:
@@ -258,7 +258,7 @@ def account(events: Iterable[Mapping[str, Any]], replicas: int) -> Goodput:
 
 
 class _Mark(NamedTuple):
-    """What happened to a replica: ``joined``, ``step``, ``ended``, ``finished`` or ``launch``."""
+    """An event of a replica: ``joined``, ``step``, ``ended``, ``finished`` or ``launch``."""
 
     at: float
     kind: str
@@ -268,7 +268,7 @@ class _Mark(NamedTuple):
 
 @dataclass
 class _History:
-    """Events by what they are of, on a clock that stands still while the job does not run."""
+    """Events grouped by replica and lineage, timed by a clock that excludes downtime."""
 
     replicas: int
     names: tuple[str, ...] = ()
@@ -276,16 +276,16 @@ class _History:
     launches: list[float] = field(default_factory=lambda: [0.0])
     marks: dict[str, list[_Mark]] = field(default_factory=lambda: defaultdict(list))
     attempts: dict[str, list[StepAttempt]] = field(default_factory=dict)
-    began_at: set[int] = field(default_factory=set)  # steps of the states that replicas connected with
+    began_at: set[int] = field(default_factory=set)  # steps of the replicas' states when they connected
     epochs: list[EpochBegin] = field(default_factory=list)
     dropped: dict[str, list[EpochBegin]] = field(default_factory=lambda: defaultdict(list))
-    replaced: dict[str, str] = field(default_factory=dict)  # lineages that were lost, with those kept instead
+    replaced: dict[str, str] = field(default_factory=dict)  # lost lineages, with the lineages that replaced them
     coordinator_ends: list[_Mark] = field(default_factory=list)
     messages: list[JobMessage] = field(default_factory=list)
     starts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def read(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Take over events, in their order."""
+        """Add ``events``, which are in order of time."""
         if not events:
             raise RunError("there are no events of replicas", remedy="train with fault_tolerance.replicas above 1")
         offset = last = time_of(events[0])
@@ -293,7 +293,7 @@ class _History:
         for event in events:
             kind, writer, at = name_of(event, "kind"), name_of(event, "writer"), time_of(event)
             if writer == "launcher" and kind == "coordinator":
-                if is_up:  # another launcher: that before it ended without a word
+                if is_up:  # the previous launcher ended without an event
                     offset += at - last
                     self.launches.append(at - offset)
                     for name in self.names:
@@ -530,7 +530,7 @@ def _divide(lane: _Lane, one: StepAttempt, dropped: Sequence[EpochBegin], normal
 def _faults(
     history: _History, useful: Iterable[StepAttempt], step_s: float, lanes: Mapping[str, _Lane]
 ) -> list[ReplicaFault]:
-    """Return failures with what they cost."""
+    """Return failures with their costs."""
     commits: dict[str, tuple[float, str]] = {}
     for one in useful:
         known = commits.get(one.lineage)

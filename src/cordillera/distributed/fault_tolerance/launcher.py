@@ -28,7 +28,7 @@ from cordillera.distributed.job.launch import LaunchConfig, counted_signals, lau
 from cordillera.errors import CordilleraError, PeerError, RunError
 from cordillera.run import disk_errors, write_atomically
 
-_AGAIN_S = 0.2  # before a replica or a coordinator is started anew
+_AGAIN_S = 0.2  # delay before a replica or a coordinator is restarted
 _LOOK_S = 0.1
 _FINISH_S = 30.0  # longest time from the first replica's end to that of the others
 _COORDINATOR, _SECRET, _IDENTITY = "coordinator.log", "secret", "identity"
@@ -125,11 +125,11 @@ class ReplicaLauncher:
                 for slot in slots:
                     slot.is_late = slot.is_late or not (slot.is_over or self._has_trained(slot))
                 until = min(until, time.monotonic() + self._tolerance.deadline_s + _FINISH_S)
-            if time.monotonic() > until:  # a replica that stands still does not hold up the others
+            if time.monotonic() > until:  # a stalled replica must not block the others
                 return
 
     def _keep(self, slot: _Slot) -> None:
-        """Start a replica, and start it anew when it fails, in a thread of its own."""
+        """Start a replica, and restart it when it fails, in a thread of its own."""
         try:
             while not self._results and not self._stop:
                 self._start(slot)
@@ -184,7 +184,7 @@ class ReplicaLauncher:
             alike = itertools.takewhile(lambda one: getattr(one, "what", "") == what, reversed(slot.failures))
             in_a_row = sum(1 for _ in alike)
             why = f"{in_a_row} times in a row: {what}"
-        else:  # the same would happen again
+        else:  # a restart would fail in the same way
             in_a_row, why = most + 1, last.what
         if in_a_row > most:
             self._events.write("given up", replica=slot.name, why=why)
@@ -260,7 +260,7 @@ def job_secret(folder: Path) -> bytes:
 
 
 def job_identity(folder: Path) -> str:
-    """Return what tells a run from every other one, also from one that had the same folder; made when first asked for.
+    """Return the identity of a run, which differs even from an earlier run of the same folder; created on first use.
 
     Raises:
         RunError: If it cannot be written.

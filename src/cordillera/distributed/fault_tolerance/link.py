@@ -16,8 +16,8 @@ from cordillera.distributed.fault_tolerance.messages import Channel, MessageErro
 from cordillera.errors import PeerError, PlanError
 
 _CONNECT_S = 2.0
-_SILENT_BEATS = 4  # signs of life that nobody confirms, after which a connection is made anew
-_AGAIN_S = 0.1  # between attempts to connect
+_SILENT_BEATS = 4  # unconfirmed heartbeats after which the connection is replaced
+_AGAIN_S = 0.1  # delay between attempts to connect
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,17 @@ _Answer: TypeAlias = StepMembers | PeerError | PlanError
 
 
 class CoordinatorLink:
-    """What the first rank of a replica says to the coordinator, and hears.
+    """Connection of a replica's first rank to the coordinator.
 
-    A thread gives signs of life, hears answers, and connects again if the coordinator was started anew or the network
-    drops what is sent to it. A question that is open then is asked again.
+    A thread sends heartbeats, receives answers, and reconnects if the coordinator was restarted or the network drops
+    messages. An open question is then repeated.
 
     Args:
         address: ``HOST:PORT`` of the coordinator.
         token: Secret of the job.
         replica: Name of this replica.
         configuration: Digest of all that must be equal on replicas.
-        addresses: What other replicas need in order to reach each rank of this one.
+        addresses: Addresses at which other replicas reach each rank of this one.
         beat_s: Seconds between signs of life.
         patience_s: Seconds without a coordinator after which the replica ends.
     """
@@ -88,7 +88,7 @@ class CoordinatorLink:
         }
         with self._lock:
             self._asked = content
-            with contextlib.suppress(MessageError):  # it is asked again over the next connection
+            with contextlib.suppress(MessageError):  # the next connection repeats the question
                 self._channel.send(content)
 
     def answer(self, seconds: float) -> StepMembers | None:

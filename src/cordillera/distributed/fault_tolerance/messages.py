@@ -33,7 +33,7 @@ Side = Literal["client", "server"]
 
 
 class MessageError(PeerError):
-    """A message did not come in time, is damaged, or is not what was to come; the connection is of no more use."""
+    """A message is late, damaged or unexpected; the connection is unusable after that."""
 
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
         super().__init__(what, peer=None, where=where, remedy=remedy)
@@ -139,7 +139,7 @@ class Channel:
         """Connect to ``HOST:PORT`` and prove both sides.
 
         Raises:
-            MessageError: If nobody answers in time, or the other side does not know the secret.
+            MessageError: If no answer arrives in time, or the other side does not know the secret.
         """
         host, _, port = address.rpartition(":")
         try:
@@ -155,15 +155,15 @@ class Channel:
         return channel
 
     def give_up_silence(self, seconds: float) -> None:
-        """Close the connection once the other machine has confirmed nothing of what was sent for ``seconds``.
+        """Close the connection once the other machine has acknowledged no sent data for ``seconds``.
 
-        A process that stands still confirms, as its system does so. Elsewhere than on Linux this does nothing.
+        A stalled process still acknowledges, as its system does so. This has no effect on systems other than Linux.
         """
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(1000 * seconds)))
 
     def prove(self, token: bytes, role: Side) -> None:
-        """Prove to the other side that this one knows the secret, and have it prove the same.
+        """Authenticate both sides: prove knowledge of the secret, and verify that the other side knows it.
 
         Raises:
             MessageError: If it does not.

@@ -1,8 +1,8 @@
-"""A replica of a job, as each of its ranks sees it: who takes part in a step, what is added up, who commits.
+"""A replica of a job, as each of its ranks sees it: the members of a step, the sums of gradients, and commits.
 
 Every rank of a replica makes the same calls in the same order. The first rank asks the coordinator; the answer is for
 all of them. Rank ``r`` adds its gradients to those of rank ``r`` of the other replicas. A step is committed by all
-ranks of a replica or by none: each says whether its sums are complete, and all must be.
+ranks of a replica or by none: each reports whether its sums are complete, and all must be.
 
 Source: FT-HSDP (arXiv 2602.00277), abstract and introduction; protocol and names are ours.
 """
@@ -30,12 +30,12 @@ from cordillera.distributed.job.watchdog import Watchdog
 from cordillera.distributed.mesh import ProcessMesh
 from cordillera.errors import PeerError
 
-_SHARED_S = 2.0  # between messages to the ranks of a replica that waits
-_BEATS = 4  # signs of life in a lease
+_SHARED_S = 2.0  # interval of messages to the ranks of a waiting replica
+_BEATS = 4  # heartbeats per lease
 
 
 class ReplicatedState(Protocol):
-    """What is equal on the same rank of all replicas after a step."""
+    """State that is equal on the same rank of all replicas after a step."""
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return live tensors by name; they change at commits only."""
@@ -65,7 +65,7 @@ class Reducer(Protocol):
     def connect(
         self, epoch: int, ring: Sequence[RingMember], own: str, contributing: Collection[str], deadline_s: float
     ) -> None:
-        """Meet the members ``ring`` of an ``epoch``; raise PeerError if not all come within ``deadline_s``.
+        """Connect to the members ``ring`` of an ``epoch``; raise PeerError if any is missing after ``deadline_s``.
 
         Args:
             own: Name of this member.
@@ -74,17 +74,17 @@ class Reducer(Protocol):
         ...
 
     def reduce(self, tensor: Tensor, *, step: int, bucket: int, deadline_s: float) -> None:
-        """Replace ``tensor`` by the sum of those of the contributing members; raise PeerError if it was given up.
+        """Replace ``tensor`` by the sum of the contributing members' tensors; raise PeerError if the sum was aborted.
 
         Args:
             step: Step of the training.
             bucket: Number of the tensor within the step.
-            deadline_s: Seconds after which to give up.
+            deadline_s: Timeout in seconds.
         """
         ...
 
     def abort(self, reason: str) -> None:
-        """Give up the epoch, for a ``reason``: every wait of this member and of the others ends."""
+        """Abort the epoch for a ``reason``: end every wait of this member and of the others."""
         ...
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class Replica:
             newer one, the state is too old to train from.
         durable: Function that returns the step of the newest checkpoint.
         watchdog: Watchdog that follows what this rank waits for.
-        reducer: What adds tensors over the replicas; an :class:`AllReduce` by default.
+        reducer: Object that adds tensors over the replicas; an :class:`AllReduce` by default.
 
     Attributes:
         held: Commit that the state is of.
@@ -262,7 +262,7 @@ class Replica:
 
     @property
     def contributes(self) -> bool:
-        """Whether this replica contributes to the step; if not, it has caught up and takes over what the others sum."""
+        """Whether this replica contributes to the step; if not, it has just caught up and only receives the sums."""
         assert self._membership is not None
         return self.place.name in self._membership.participants
 
@@ -290,7 +290,7 @@ class Replica:
         return True
 
     def _note(self, error: PeerError) -> None:
-        """Remember from whom nothing came in time."""
+        """Record the members that sent nothing in time."""
         self._missed.update(getattr(error, "missed", ()))
 
     def agree(self, is_well: bool) -> bool:
@@ -319,7 +319,7 @@ class Replica:
         """Ask the coordinator on the first rank; wait for its answer on all of them."""
         self._at("waiting for other replicas")
         if self._link is not None:
-            if self._discarded:  # others may have gone on without this replica
+            if self._discarded:  # other replicas may have continued without this one
                 self._newest = self._durable()
             is_restored = self._restored is not None and not self._is_outdated()
             missed = tuple(sorted(self._missed))

@@ -1,4 +1,4 @@
-"""Jobs with failures on a virtual clock: what restarts, absent replicas and decoupled learners leave of the time.
+"""Jobs with failures on a virtual clock: the useful time with restarts, absent replicas or decoupled learners.
 
 The replicas of the policy ``replicas`` ask :func:`~cordillera.distributed.fault_tolerance.coordination.decide` before
 their steps. Failures are Poisson, on devices drawn at random. Time is in seconds, and the time of a job is
@@ -39,11 +39,11 @@ _AT_ONCE = 1e-6  # a restored job does not wait for the replicas that are absent
 
 @dataclass(frozen=True)
 class FaultyJob:
-    """A job and what failures do to it. All times are in seconds.
+    """A job and its behaviour under failures. All times are in seconds.
 
     Attributes:
-        policy: ``restart``: all stop, and begin anew from the last checkpoint; ``replicas``: the others go on after a
-            stall, without the replica that failed; ``decoupled``: the others do not even stall.
+        policy: ``restart``: all replicas restart from the last checkpoint; ``replicas``: the others continue after a
+            stall, without the failed replica; ``decoupled``: the others do not even stall.
         replicas: Number of replicas.
         between_s: Mean time between failures of the whole job, on exponential gaps.
         step_s: Time of a step.
@@ -56,8 +56,8 @@ class FaultyJob:
             Replicas save beside their steps, and need it only if all of them have failed.
         interval_s: Training time between checkpoints.
         together: Probability that a failure takes a second replica.
-        queue: Whether recoveries that overlap are made one after the other, as in the published closed forms, instead
-            of beginning anew with each failure.
+        queue: Whether overlapping recoveries run one after the other, as in the published closed forms, instead of
+            restarting with each failure.
         merge_steps: For ``decoupled``, steps between merges; those since the last merge are lost with a learner.
     """
 
@@ -164,7 +164,7 @@ def _restart(job: FaultyJob, duration: float, failures: _Failures) -> TimeUse:
                 continue
             if now >= duration:
                 break
-            use.saving += max(0.0, failed - now)  # it failed in a save
+            use.saving += max(0.0, failed - now)  # the failure came during a save
             now = max(now, failed)
         failures.pop()
         kept = unsaved if cycle == math.inf else 0.0
@@ -181,7 +181,7 @@ def _restart(job: FaultyJob, duration: float, failures: _Failures) -> TimeUse:
 
 @dataclass
 class _Replica:
-    """A replica of the simulated job: what it holds, and when it is back if it is absent."""
+    """A replica of the simulated job: its state, and the time of its return if it is absent."""
 
     state: Commit
     back: float = 0.0
@@ -192,8 +192,8 @@ class _Replica:
 class _Replicas:
     """A job whose replicas ask before each step.
 
-    One that fails comes back with fresh weights. If all of them have failed, the job begins anew from its last
-    checkpoint, which costs no time here.
+    A failed replica returns with fresh weights. If all replicas have failed, the job restarts from its last checkpoint,
+    which costs no time here.
     """
 
     def __init__(self, job: FaultyJob, duration: float, failures: _Failures) -> None:
@@ -246,7 +246,7 @@ class _Replicas:
         if any(one.back > self.now for one in members):
             return self._fail(self.now, members)
         cycle = job.step_s + job.consensus_s
-        # With nobody behind or about to come back, the same is agreed on until the next failure.
+        # Until the next failure or return of a replica, all steps have the same members.
         until = min([self.failures.next[0], self.duration, *(one.back for one in self.replicas if one.back > self.now)])
         repeats = 1 if membership.donors else max(1, math.floor((until - self.now) / cycle))
         end = self.now + job.step_s + (repeats - 1) * cycle
@@ -258,7 +258,7 @@ class _Replicas:
         heads = [membership.head, membership.result]
         for _ in range(repeats - 1):
             heads.append(heads[-1].follow(membership.epoch, membership.participants))
-        if repeats > 1:  # as if the steps before the last had been asked for one by one
+        if repeats > 1:  # the state after agreeing on each of these steps in turn
             self.state = replace(self.state, head=heads[-2], previous=heads[-3])
         for one in members:
             one.state, one.discarded = heads[-1], False
@@ -290,7 +290,7 @@ class _Replicas:
             one.discarded = one.back <= self.now and one.state.step > 0
 
     def _take(self) -> bool:
-        """Let the next failure take its replicas, and return whether one of them worked."""
+        """Apply the next failure to its replicas, and return whether one of them was working."""
         when, numbers = self.failures.pop()
         hit = any(self.replicas[number].back <= when for number in numbers)
         for number in numbers:
@@ -299,7 +299,7 @@ class _Replicas:
         return hit
 
     def _wait(self, end: float, extend: float = 0.0) -> None:
-        """Let working replicas stall until ``end``; a failure meanwhile begins another stall of ``extend``."""
+        """Stall working replicas until ``end``; a failure during the stall starts another one of ``extend`` seconds."""
         share = 1 / self.job.replicas
         while self.now < end:
             failed = self.failures.next[0]

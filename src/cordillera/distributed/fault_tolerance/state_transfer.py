@@ -1,4 +1,4 @@
-"""Transfer of the state of one rank to a rank that is behind, while training goes on.
+"""Transfer of the state of one rank to a rank that is behind, while training continues.
 
 The donor's tensors are the live ones of training. They change at commits only, for which the training thread takes the
 provider's lock; a transfer takes it for each piece and checks that the version is still the one that was asked for. A
@@ -60,7 +60,7 @@ class StateProvider:
 
     @contextlib.contextmanager
     def changing(self, commit: Commit) -> Iterator[None]:
-        """Change the state within the ``with`` block, after which it is that of ``commit``; without, if it fails."""
+        """Change the state within the ``with`` block to that of ``commit``; if the block fails, no state is served."""
         with self._lock:
             self._commit = None
             yield
@@ -91,7 +91,7 @@ class StateProvider:
             channel.deadline_s = self._deadline_s
             self._give(channel, wanted)
         except (MessageError, OSError):
-            pass  # the receiver says what it missed
+            pass  # the receiver reports the failure
         finally:
             channel.close()
             self._places.release()
@@ -111,7 +111,7 @@ class StateProvider:
             for first in range(0, tensor.nbytes, _PIECE):
                 with self._lock:
                     if self._commit != commit:
-                        return  # the connection ends in the middle
+                        return  # the connection ended during the transfer
                     piece = _bytes_of(tensor)[first : first + _PIECE].cpu().clone()
                 channel.send_bytes(piece.numpy().data)
 

@@ -1,8 +1,8 @@
 """Heartbeats of a job's processes in a store, and the decision which process is silent, stuck or at fault.
 
 Every process repeatedly writes a heartbeat: an increasing number, and the position of its loop. A process that was
-ended or stopped writes no more; one whose loop hangs still writes, but does not move. The positions tell which of the
-processes that do not move is awaited: the others wait in a collective. This module contains only the decision; threads
+ended or stopped writes no more; one whose loop hangs still writes, but makes no progress. The positions show which
+of the stalled processes is at fault: the others wait in a collective. This module contains only the decision; threads
 and time limits are in :mod:`cordillera.distributed.job.watchdog`.
 """
 
@@ -55,7 +55,7 @@ class Verdict(NamedTuple):
 
 @dataclass
 class _SeenBeat:
-    """Last beat of one process, and the times at which it was heard and moved, by the reader's clock."""
+    """Last beat of one process, and the times of the last heartbeat and the last progress, on the reader's clock."""
 
     heard: float
     moved: float
@@ -115,7 +115,7 @@ class HeartbeatBoard:
         self.verdict = self.verdict or _verdict(verdict, len(self._seen))
 
     def accuse(self, verdict: Verdict) -> Verdict:
-        """Tell all processes why the job cannot continue; return the first verdict that any process gave."""
+        """Publish why the job cannot continue; return the first verdict that any process published."""
         texts = verdict.what[:_MOST_TEXT], verdict.remedy[:_MOST_TEXT]
         told = self._store.first("verdict", [verdict.ranks, *texts, verdict.is_own])
         self.verdict = _verdict(told, len(self._seen)) or verdict
@@ -153,7 +153,7 @@ class HeartbeatBoard:
         )
 
     def silent(self, seconds: float) -> list[int]:
-        """Return the ranks of which nothing was heard for this many seconds since an earlier heartbeat."""
+        """Return the ranks that have sent a heartbeat before, but none for ``seconds``."""
         now = self._clock()
         return [rank for rank, seen in enumerate(self._seen) if seen.beat and now - seen.heard > seconds]
 
@@ -162,7 +162,7 @@ class HeartbeatBoard:
         return self._clock() - max(seen.moved for seen in self._seen)
 
     def suspects(self) -> list[int]:
-        """Return the ranks that the others wait for; empty if they cannot be told apart."""
+        """Return the ranks that the others wait for; empty if they are indistinguishable."""
         busy = [rank for rank, seen in enumerate(self._seen) if not (seen.beat and seen.beat.waits)]
         if 0 < len(busy) < len(self._seen):
             return busy

@@ -120,7 +120,7 @@ def join_job(
             _call_roll(board, rank, size, watchdog, is_holder=found in _held.values())
         with contextlib.ExitStack() as handled, watchdog, watchdog.explaining():
             if is_owner:
-                watchdog.meet("beginning")  # so that connecting the group takes no longer than one wait
+                watchdog.meet("beginning")  # limits the connection of the group to one wait
             handled.enter_context(stopped_by_signals(watchdog.stop))  # active until the cause of an error is found
             if is_owner:
                 if device is not None:
@@ -175,7 +175,7 @@ def _rendezvous(place: JobPlace | None, join_s: float) -> tuple[dist.Store, int,
         if held is not None:
             return held, 0, place.size, "rank 0"
         listening = _listen(place)
-        join_s = min(join_s, _TAKEN_S)  # something listens at the port
+        join_s = min(join_s, _TAKEN_S)  # the port is in use
     try:
         _find(place, join_s)
         store = _connect(place, listening, began + join_s - time.monotonic())

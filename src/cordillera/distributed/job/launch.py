@@ -277,13 +277,13 @@ class _Supervisor:
         raise self._error()
 
     def _patience(self) -> float:
-        """Return how long ranks may take to end, in seconds; longer if a rank ends by itself and the others hear it."""
+        """Return the seconds that ranks may take to end; more if a rank ends on its own and the others are notified."""
         verdict, outcomes = self._verdict, [rank.outcome for rank in self._ranks]
         is_ending = any(isinstance(o, _Done) or (isinstance(o, Failure) and not o.is_consequence) for o in outcomes)
         return _FINISH_S if is_ending or (verdict and verdict.is_own) else self._watched.grace_s + 1
 
     def _have_others_ended(self, verdict: Verdict) -> bool:
-        """Whether all ranks have ended except those that the verdict names and that do not end by themselves."""
+        """Return whether all ranks have ended, except those of the verdict that do not end on their own."""
         stopped = () if verdict.is_own else verdict.ranks
         return all(rank.outcome is not None for rank in self._ranks if rank.number not in stopped)
 
@@ -309,7 +309,7 @@ class _Supervisor:
                 self._lost = Verdict((), what, "see whether the loopback link is up")
 
     def _judge(self) -> None:
-        """Look for reasons why the ranks cannot continue, and tell them."""
+        """Detect reasons why the ranks cannot continue, and notify the ranks."""
         if self._verdict is not None or any(isinstance(rank.outcome, _Done) for rank in self._ranks):
             return
         self._board.look()
@@ -377,9 +377,9 @@ def process_context(config: LaunchConfig) -> Any:
 
 
 def start_tracker() -> None:
-    """Start the process that cleans up after ranks that were killed, without a word on what they left.
+    """Start the resource tracker with its warnings silenced.
 
-    Its start unblocks signals, so it must come before these are blocked.
+    The start unblocks signals, so it must precede the call that blocks them.
     """
     with _starting, _environment({"PYTHONWARNINGS": "ignore:resource_tracker"}):
         resource_tracker.ensure_running()

@@ -31,11 +31,11 @@ ABANDONED = 75
 JOIN_S = 60.0
 """Seconds after which a process that has not joined counts as missing."""
 
-_SILENT_S = 3.0  # silence after which a rank counts as dead once a connection broke
+_SILENT_S = 3.0  # seconds without a heartbeat after which a rank counts as dead, once a connection broke
 _EXPLAIN_S = 15.0  # longest wait for such evidence
 _LOOK_S = 0.02
 _MOST_LOOK_S = 0.25
-_IDLE = 0.02  # share of processor time below which a thread counts as standing still
+_IDLE = 0.02  # share of processor time below which a thread counts as stalled
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _COLLECTIVES = str(Path(dist.__file__).parent) + os.sep
 _STANDARD = str(Path(os.__file__).parent) + os.sep
@@ -236,7 +236,7 @@ class Watchdog:
     ) -> None:
         if self._left.is_set() or self._size == 1:
             return
-        self._end_threads()  # before others hear of the failure: their verdict is not to end this process
+        self._end_threads()  # before the failure is reported: the verdict of other ranks must not end this process
         if error is not None and self._error is None and not isinstance(error, RankError):
             said = (str(error).splitlines() or [""])[0]
             what = f"rank {self._rank} failed: {type(error).__name__}: {said}"
@@ -244,7 +244,7 @@ class Watchdog:
                 self.tell(Verdict((self._rank,), what, f"see what rank {self._rank} says", is_own=True))
 
     def _end_threads(self) -> None:
-        """End the heartbeats first: the guard ends a process whose heartbeats do not end."""
+        """End the heartbeat threads, then the guard, which ends the process if the heartbeats do not stop."""
         self._left.set()
         for thread in self._threads:
             if thread.is_alive():
@@ -293,7 +293,7 @@ class Watchdog:
         self._board.beat(self._rank, Beat(self._beats, self._life, self._moves, f"{self._where}{place}", waits))
 
     def _found(self, verdict: Verdict) -> None:
-        """Tell the others about a verdict, and adopt the first one that was told."""
+        """Publish a verdict, and adopt the first one that was published."""
         try:
             told = self.tell(verdict)
         except StoreError:
@@ -301,7 +301,7 @@ class Watchdog:
         self._error = self._error or told.error()
 
     def tell(self, verdict: Verdict) -> Verdict:
-        """Tell all processes why the job cannot continue; return the first verdict that any process gave."""
+        """Publish why the job cannot continue; return the first verdict that any process published."""
         with self._lock:
             return self._board.verdict or self._board.accuse(verdict)
 

@@ -1,4 +1,4 @@
-"""Messages between the stages of a pipeline: what is sent, in which order, over which links."""
+"""Messages between the stages of a pipeline: their content, order and links."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ class Mail:
         self._record_wait(began)
 
     def abandon(self) -> None:
-        """Stop all workers and give up unfinished messages."""
+        """Stop all workers and drop unfinished messages."""
         for worker in self._workers():
             worker.stop()
         self._senders, self._reapers, self._arriving = {}, {}, {}

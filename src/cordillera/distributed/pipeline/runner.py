@@ -158,7 +158,7 @@ class PipelineRunner:
                 raise PlanError(f"{len(own)} microbatches, the schedule has {count}", where=name)
         if self._failed:
             raise PlanError("an earlier step failed", where="step", remedy="make a new group and a new runner")
-        self._failed = True  # until the step is done
+        self._failed = True  # reset once the step is done
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.schedule.only_forward):
                 done = self._run(inputs, targets, arguments or [()] * count, rows)

@@ -20,7 +20,7 @@ class ForwardState:
         self.input = given
 
     def backward(self, gradient: Tensor | None) -> Tensor | None:
-        """Add the gradients of the weights; return that of the input if it requires one."""
+        """Add the gradients of the weights; return the gradient of the input if it requires one."""
         if self.output.requires_grad:
             torch.autograd.backward(self.output, gradient)
         if not self.input.requires_grad:
@@ -60,7 +60,7 @@ class SplitBackward(NamedTuple):
 
 
 def split_backward(forward: ForwardState, gradient: Tensor | None) -> tuple[SplitBackward, Tensor | None]:
-    """Run the first half of a split backward: return what the second half needs, and the input's gradient or None.
+    """Run the first half of a split backward: return the state for the second half, and the input's gradient or None.
 
     The trunk of the graph consists of the nodes between output and input. A weight joins it at some node (the weight of
     a linear layer at its product), and the gradient that reaches this node is all that the weight's gradient needs. So

@@ -96,7 +96,7 @@ def _notes(snapshot: Snapshot, graph: WaitGraph, blamed: set[int]) -> tuple[str,
 
 
 def _past_mismatches(snapshot: Snapshot, known: set[int]) -> list[RootCause]:
-    """Return the first mismatch of each communicator in operations that nobody waits in any more."""
+    """Return the first mismatch of each communicator in operations in which no rank waits any more."""
     found = []
     for number, view in enumerate(snapshot.views):
         if number in known:

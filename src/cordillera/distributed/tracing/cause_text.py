@@ -1,4 +1,4 @@
-"""Causes of a hang or of slowness in words: what happened, who waits, and what to do."""
+"""Causes of a hang or of slowness in words: the event, the waiting ranks, and the remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REMEDIES: dict[CauseKind, str] = {
 
 
 def describe(found: Blame) -> list[str]:
-    """Return paragraphs: one for each cause, then the victims and what cannot be told.
+    """Return paragraphs: one for each cause, then the victims and the open questions.
 
     Args:
         found: The causes.
@@ -63,7 +63,7 @@ def _details(cause: RootCause) -> Iterator[str]:
 
 
 def _happened(cause: RootCause) -> str:
-    """Return a sentence that says what happened, without its stop."""
+    """Return a sentence on the cause, without its full stop."""
     who = named(cause.ranks) if cause.ranks else "a rank that cannot be told from these traces"
     if not cause.certain and cause.ranks:
         who = f"one or more of {who}"

@@ -29,15 +29,15 @@ class RootCause:
     """One cause of a hang or of slowness.
 
     Attributes:
-        kind: What happened.
-        ranks: Ranks to blame, ascending; empty if the traces do not tell which.
-        certain: Whether the traces tell these ranks from others; if not, one or more of them are at fault.
-        communicator: TracedCommunicator in which others wait; None if nobody waits.
+        kind: Kind of the cause.
+        ranks: Ranks to blame, ascending; empty if the traces do not show which.
+        certain: Whether the traces prove these ranks at fault; if not, one or more of them are.
+        communicator: TracedCommunicator in which others wait; None if no rank waits.
         op: Operation in which they wait.
         sequence: Its number.
-        waited_s: Longest wait for it, in seconds; None if nobody waits.
+        waited_s: Longest wait for it, in seconds; None if no rank waits.
         waiting: Number of ranks that wait for it, themselves or through others; 0 for slowness.
-        facts: What the traces show of it, a sentence each.
+        facts: Evidence in the traces, one sentence each.
         circle: Ranks of a deadlock, each of which waits for the next one.
         factor: Time of a slow rank or connection, in that of the others.
     """
@@ -64,7 +64,7 @@ class Blame:
         victims: Ranks that wait for others and are not to blame, ascending.
         ranks: Number of ranks of the job.
         absent: Ranks without a trace.
-        notes: What cannot be told from these traces, a sentence each.
+        notes: Questions that these traces leave open, one sentence each.
     """
 
     causes: tuple[RootCause, ...]

@@ -40,7 +40,7 @@ class EntryFields:
         return value
 
     def wrong(self, key: str, value: Any) -> DataError:
-        """Return the error that a value cannot be what its key says."""
+        """Return the error for a missing or invalid value of ``key``."""
         if key not in self.content:
             return DataError(f"has no {key}", where=self.where)
         return DataError(f"{key} cannot be {str(value)[:60]!r}", where=self.where)

@@ -46,7 +46,7 @@ _NAME = re.compile(r"(?P<prefix>.*?)(?P<rank>\d{1,9})(?:\.(?:json|pickle|pkl))?"
 _RANKS = re.compile(r"\s*\[\s*(?:\d{1,9}(?:\s*,\s*\d{1,9})*)?\s*\]\s*")
 _NUMBER = re.compile(r"\d+")
 _MESSAGE = re.compile(r"(send|recv) (\d{1,9})(->|<-)(\d{1,9})")
-_ANY_SOURCE = "recvAnySource"  # as torch calls it
+_ANY_SOURCE = "recvAnySource"  # name that torch uses
 _STATES, _STATUSES = get_args(CollectiveState), get_args(RankStatus)
 
 
@@ -113,18 +113,18 @@ def read_traces(folder: Path) -> list[RankTrace]:
 
 
 def read_trace(path: Path, rank: int) -> RankTrace:
-    """Return the trace of a file; if it does not say when it was written, the time of the file is taken.
+    """Return the trace of a file; without a time in the trace, the file's modification time is used.
 
     Args:
         path: File of the Flight Recorder, pickle or JSON.
-        rank: Rank that the name of the file says.
+        rank: Rank in the name of the file.
 
     Raises:
         DataError: If the file cannot be read, is not such a trace, or is one of another rank.
     """
     where = str(path)
     try:
-        # without waiting for who writes to a pipe
+        # Do not wait for the writer of a pipe.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -256,7 +256,7 @@ def from_flight_recorder(content: Any, rank: int, where: str) -> RankTrace:
         if ranks or name:  # Gloo in torch 2.13 has one entry without a name
             communicators[str(name)] = TracedCommunicator(str(name), one.text("desc", ""), ranks)
     collectives: list[Collective] = []
-    counted: Counter[tuple[str, int, bool]] | None = Counter()  # of messages to and from a peer, from the first one on
+    counted: Counter[tuple[str, int, bool]] | None = Counter()  # messages to and from each peer so far
     dropped = False
     for number, entry in enumerate(fields.take("entries", list, [])):
         one = EntryFields(entry, f"{where}, entry {number}")
@@ -267,7 +267,7 @@ def from_flight_recorder(content: Any, rank: int, where: str) -> RankTrace:
             _finish_coalesced(collectives, collective, message)
             continue
         if collective.peer == ANY_RANK:
-            counted = None  # which sender's message it takes is not known, nor the numbers of those that follow
+            counted = None  # the sender is unknown, and so are the numbers of all later messages
         if collective.peer is not None and collective.channel is None and counted is not None:
             key = collective.communicator, collective.peer, collective.op == "send"
             collective = replace(collective, channel=counted[key])
@@ -287,7 +287,7 @@ def from_flight_recorder(content: Any, rank: int, where: str) -> RankTrace:
 
 
 def _finish_coalesced(collectives: list[Collective], whole: Collective, message: bool) -> None:
-    """Give operations that were called together the state of the whole, which is the one that torch records."""
+    """Copy the state of a coalesced call, which torch records, to the operations that it consists of."""
     for at in range(len(collectives) - 1, -1, -1):
         part = collectives[at]
         same = part.communicator == whole.communicator and (part.peer is not None) == message

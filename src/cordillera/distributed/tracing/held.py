@@ -1,4 +1,4 @@
-"""What holds an operation that all of its members have called: other forms, a lost message, a sender."""
+"""Causes of a hang in an operation that all members have called: mismatched calls, a lost message, a stuck sender."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MOST_FACTS = 8
 def mismatch_cause(
     mismatch: Mismatch, communicator: TracedCommunicator, one: Collective, waited_s: float | None
 ) -> RootCause:
-    """Return the cause that ranks called a collective in several forms.
+    """Return the cause for a collective that ranks called with mismatched arguments.
 
     Args:
-        mismatch: Who called which form.
+        mismatch: Ranks by the arguments of their calls.
         communicator: TracedCommunicator of the collective.
         one: The collective of any of its members.
-        waited_s: Longest wait in it, in seconds; None if nobody waits.
+        waited_s: Longest wait in it, in seconds; None if no rank waits.
     """
     facts = tuple(f"{named(ranks)}: {form}" for form, ranks in mismatch.groups)
     ranks, certain = mismatch.ranks, mismatch.certain
@@ -36,7 +36,7 @@ def message_mismatch(
 ) -> RootCause | None:
     """Return the cause that a message has two sizes or number formats, or None if both sides agree.
 
-    Messages of other communicators of the same description tell which side is wrong, if one form is far more frequent.
+    If one form is far more frequent in other communicators of the same description, the other side is wrong.
 
     Args:
         sending: Operation of the sender.

@@ -44,7 +44,7 @@ class Mismatch:
     """Ranks that called an operation differently from the others.
 
     Attributes:
-        ranks: The ranks that differ; empty if it cannot be told who is wrong.
+        ranks: The ranks that differ; empty if the wrong side is unknown.
         certain: Whether more ranks called the other form.
         groups: Every form that was called, with its ranks, the most frequent first.
     """
@@ -55,7 +55,7 @@ class Mismatch:
 
 
 def signature(one: Collective) -> CallSignature:
-    """Return what the other members of an operation must have called as well."""
+    """Return the part of a call that must be equal at all members of the operation."""
     if one.op in _EXCHANGES:
         return CallSignature(one.op, dtypes=one.input_dtypes[:1])
     inputs, outputs = one.op in _INPUTS_AGREE, one.op in _OUTPUTS_AGREE
@@ -117,7 +117,7 @@ def find_mismatch(
 
 
 def _exchange_mismatch(records: Mapping[int, Collective], communicator: TracedCommunicator) -> Mismatch | None:
-    """Compare what members of an all-to-all send with what the others receive."""
+    """Compare the sizes that members of an all-to-all send with the sizes that the others receive."""
     if not records or next(iter(records.values())).op not in _EXCHANGES or len(records) < len(communicator.ranks):
         return None
     place = {rank: number for number, rank in enumerate(communicator.ranks)}

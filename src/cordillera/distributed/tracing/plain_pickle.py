@@ -47,7 +47,7 @@ def load_plain(content: bytes, where: str) -> Any:
         return _PlainUnpickler(content, where).load()
     except DataError:
         raise
-    except Exception as cause:  # whatever a damaged pickle leads to
+    except Exception as cause:  # a damaged pickle can raise any exception
         raise DataError(f"is not a usable pickle ({type(cause).__name__}: {cause})", where=where) from cause
 
 
@@ -78,7 +78,7 @@ def _check_instructions(content: bytes, where: str) -> None:
 
 
 def _wanted(content: bytes, at: int, strings: list[bytes]) -> str:
-    """Return what a refused instruction asks for."""
+    """Describe a refused instruction."""
     code = content[at]
     if code in b"ci":
         parts = content[at + 1 : at + 400].split(b"\n")[:2]

@@ -16,12 +16,12 @@ from cordillera.distributed.tracing.rank_trace import Collective
 from cordillera.distributed.tracing.snapshot import CommunicatorView, Snapshot
 
 FACTOR = 3.0
-"""Least time on a slow connection, in that of the others."""
+"""Least time on a slow connection, as a multiple of the time on the others."""
 
 FEWEST = 4
-"""Operations in which a connection was slow."""
+"""Least number of operations in which a connection was slow."""
 
-_SIBLINGS = 3  # communicators, or connections, that are compared
+_SIBLINGS = 3  # least number of communicators, or connections, to compare
 _LEAST_NS = 1_000.0
 
 
@@ -31,7 +31,7 @@ class SlowLink:
 
     Attributes:
         communicator: Number of the communicator.
-        ranks: Sender and receiver; empty if the traces do not tell which members.
+        ranks: Sender and receiver; empty if the traces do not show which members.
         factor: Median time in that of the others.
         operations: Number of operations that were compared.
     """
@@ -68,7 +68,7 @@ def find_slow_links(snapshot: Snapshot) -> list[SlowLink]:
 
 
 def _transfers(number: int, view: CommunicatorView) -> Iterator[tuple[tuple[object, ...], tuple[int, ...], float]]:
-    """Yield what is compared with each other, its place (communicator, or with sender and receiver), and its time."""
+    """Yield the key of comparable transfers, the place (communicator, or with sender and receiver), and the time."""
     description, count = view.communicator.description, len(view.members)
     for records in view.collectives.values():
         waits = [one.ended_ns - one.enqueued_ns for one in records.values() if one.ended_ns is not None]
@@ -88,7 +88,7 @@ def _transfers(number: int, view: CommunicatorView) -> Iterator[tuple[tuple[obje
 
 
 def _located(number: int, view: CommunicatorView) -> SlowLink | None:
-    """Return the pair of members whose messages take far longer than those of all other pairs, if there is one."""
+    """Return the pair of members whose messages take far longer than those of all other pairs, or None."""
     ratios: dict[tuple[int, int], list[float]] = defaultdict(list)
     for records in view.collectives.values():
         times = dict(_messages(records))

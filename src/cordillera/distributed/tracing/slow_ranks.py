@@ -14,19 +14,19 @@ from typing import NamedTuple
 import numpy as np
 
 FACTOR = 1.3
-"""Least own time of a slow rank, in that of the other members."""
+"""Least own time of a slow rank, as a multiple of the other members' own time."""
 
 FEWEST = 5
-"""Operations that a slow rank has taken part in."""
+"""Least number of operations of a slow rank."""
 
-_LEAST_SHARE = 0.1  # of the time from one operation of a communicator to the next that a slow rank takes longer
+_LEAST_SHARE = 0.1  # least extra time of a slow rank, as a share of the time between two operations
 _SPREADS = 3.0  # least logarithm of the factor, in standard deviations of those of the rank's ratios
-_TO_DEVIATION = 1.4826  # from the median absolute deviation to the standard deviation of normal values
+_TO_DEVIATION = 1.4826  # ratio of standard deviation to median absolute deviation of a normal distribution
 _LEAST_NS = 20_000.0  # shorter times are those of the program between two calls
 
 
 class OwnTime(NamedTuple):
-    """What a rank did before it called an operation.
+    """Time and work of a rank before it called an operation.
 
     Attributes:
         own_ns: Nanoseconds since the end of its previous operation.
@@ -67,7 +67,7 @@ def find_slow_ranks(
     """Return the slow ranks, slowest first.
 
     Args:
-        own_times: What was before an operation, by communicator, number of the operation and rank.
+        own_times: Times before operations, by communicator, number of the operation and rank.
         members: Members of each communicator.
     """
     found: dict[int, SlowRank] = {}
@@ -92,13 +92,13 @@ def find_slow_ranks(
 
 
 class _Compared(NamedTuple):
-    """What is compared in a communicator.
+    """Own times to compare in a communicator.
 
     Attributes:
         number: Number of the communicator.
         ranks: Its members.
         values: Own times ``[N, R]`` of its operations and members, for equal work where work is known.
-        share: Own time ``[R]`` of each member, in that from one operation to the next.
+        share: Own time ``[R]`` of each member, as a share of the time between operations.
         normalised: Whether times are divided by work.
     """
 
@@ -115,7 +115,7 @@ def _compare(group: list[_Compared], found: dict[int, SlowRank]) -> None:
     middle = np.median(values, axis=2, keepdims=True)
     if values.shape[2] == 2:  # each is compared with the other one
         middle = values[..., ::-1]
-    ratios = np.log(np.maximum(values, 1e-12) / np.maximum(middle, 1e-12))  # in which twice and half are equally far
+    ratios = np.log(np.maximum(values, 1e-12) / np.maximum(middle, 1e-12))  # twice and half are equally far from 0
     center = np.median(ratios, axis=1)
     spread = _TO_DEVIATION * np.median(np.abs(ratios - center[:, None]), axis=1)
     factor = np.exp(center)

@@ -17,7 +17,7 @@ _IN_FLIGHT = ("scheduled", "started")
 
 @dataclass
 class CommunicatorView:
-    """What all ranks recorded of one communicator.
+    """Records of all ranks on one communicator.
 
     Attributes:
         communicator: Its name, description and members.

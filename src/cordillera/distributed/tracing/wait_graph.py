@@ -27,7 +27,7 @@ class WaitPoint:
         view: Number of the communicator.
         wait: The longest wait in it.
         behind: Ranks that it waits for.
-        cause: What holds it although nobody is behind; without the number of ranks that wait.
+        cause: Cause of the hang if no rank is behind, without the number of waiting ranks.
     """
 
     view: int
@@ -90,7 +90,7 @@ class WaitGraph:
         }
 
     def _examine(self, point: WaitPoint) -> None:
-        """Find whom an operation waits for, or else what holds it."""
+        """Find the ranks that an operation waits for, or else the cause of its hang."""
         view, one = self.snapshot.views[point.view], point.wait.record
         if one.peer is not None:
             self._examine_message(point)
@@ -244,7 +244,7 @@ class WaitGraph:
         return not ends.isdisjoint(_reached(self.matrix, starts))
 
     def _is_after(self, point: WaitPoint, rank: int) -> bool:
-        """Return whether other ranks call an operation after one that waits for a single rank only."""
+        """Return whether other ranks call the operation only after another one that waits for ``rank`` alone."""
         later = self._kind(point)
         for other in self.points.values():
             earlier = self._kind(other)
@@ -346,7 +346,7 @@ def _reached(matrix: csr_array, starts: Iterable[int]) -> set[int]:
 
 
 def _key(wait: RankWait) -> tuple[int, ...]:
-    """Return what waits in one operation have in common."""
+    """Return a key that all waits in one operation share."""
     one = wait.record
     if one.peer is None:
         return wait.view, one.sequence
@@ -355,7 +355,7 @@ def _key(wait: RankWait) -> tuple[int, ...]:
 
 
 def _counterpart(one: Collective, own: Sequence[Collective], others: Sequence[Collective]) -> Collective | None:
-    """Return the other side's operation of a message; without channel numbers, that of the same place in the queue."""
+    """Return the matching send or receive, by channel number, or by queue position without one."""
     if one.channel is not None:
         return next((other for other in others if other.channel == one.channel), None)
     queue = [record for record in own if record.state in ("scheduled", "started")]
@@ -365,7 +365,7 @@ def _counterpart(one: Collective, own: Sequence[Collective], others: Sequence[Co
 
 
 def _merged(causes: list[RootCause]) -> list[RootCause]:
-    """Leave out causes that blame the same ranks of the same communicator once more."""
+    """Merge causes that blame the same ranks of the same communicator; keep the longest wait."""
     seen = set()
     kept = []
     for cause in sorted(causes, key=lambda one: -(one.waited_s or 0.0)):

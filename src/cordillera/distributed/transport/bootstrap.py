@@ -29,13 +29,13 @@ from cordillera.distributed.transport.signatures import Signature
 RING_RANKS = 32
 """Ranks from which on addresses pass around a ring."""
 
-_MOST_BYTES = 1024  # of an address
-_SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.005, 0.5  # between looks into the store
-_RING_S = 300.0  # after which a ring that is not complete is left
+_MOST_BYTES = 1024  # largest address
+_SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.005, 0.5  # intervals of polls of the store
+_RING_S = 300.0  # time after which an incomplete ring is given up
 
 
 class AddressRing:
-    """What one rank does in a ring: it passes on what comes, until it knows all addresses.
+    """State of one rank in a ring: it forwards what it receives until it knows all addresses.
 
     A state machine without sockets, clocks or threads; it handles the frames of a
     :class:`~cordillera.distributed.transport.frames.Connection`.
@@ -47,7 +47,7 @@ class AddressRing:
         forward: Sends a frame with its bytes to the next rank.
 
     Attributes:
-        addresses: What is known, by rank.
+        addresses: Known addresses, by rank.
     """
 
     def __init__(
@@ -176,9 +176,9 @@ class AddressBook:
     def _meet(self) -> bool:
         """Connect to both neighbours; return whether both are there."""
         for peer in (self._ring.previous, self._ring.next):
-            if peer < self._rank:  # of two ranks, the higher one connects
+            if peer < self._rank:  # the higher of two ranks connects
                 look_s = _SHORTEST_LOOK_S
-                while not self._store.check([_key(peer)]):  # a wait would keep others from the store
+                while not self._store.check([_key(peer)]):  # a blocking wait would block other users of the store
                     if self._is_over.wait(look_s):
                         return False
                     look_s = min(2 * look_s, _LONGEST_LOOK_S)

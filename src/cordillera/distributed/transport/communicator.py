@@ -1,6 +1,6 @@
-"""A communicator: the ranks of a group, their connections, and when to give up.
+"""A communicator: the ranks of a group, their connections, and the conditions for an abort.
 
-Operations advance in the thread of whoever waits for one, or in a thread of the communicator while nobody does. No wait
+Operations advance in a thread that waits for one, or in a thread of the communicator while no thread waits. No wait
 spins.
 
 Source: every wait ends after an abort or a deadline, and the first reason wins, as in the contract of torchcomms.
@@ -40,15 +40,15 @@ from cordillera.distributed.transport.tracer import OperationTracer, rank_trace,
 from cordillera.errors import PlanError
 
 Path: TypeAlias = Literal["auto", "sockets"]
-_LOOK_S = 1.0  # between looks at whether to go on, while the store is asked
-_MOMENT_S = 0.02  # after which an operation advances by itself
-_AHEAD_BYTES = 32 << 10  # that are received at a time where many frames are small
-_FAREWELL_S = 0.02  # longest wait for a rank to take the reason to give up
+_LOOK_S = 1.0  # interval of checks for an abort while waiting for the store
+_MOMENT_S = 0.02  # delay after which an operation that nobody waits for advances in the background
+_AHEAD_BYTES = 32 << 10  # bytes read per receive call
+_FAREWELL_S = 0.02  # longest wait for a rank to receive the reason of an abort
 
 
 @dataclass
 class _Peer:
-    """What a communicator knows of another rank.
+    """State that a communicator keeps of another rank.
 
     Attributes:
         connection: Connection, once there is one.
@@ -102,7 +102,7 @@ class Communicator:
             raise PlanError(f"path is {path}", where="communicator", remedy="auto or sockets")
         self.rank, self.size, self.timeout_s, self.name = rank, size, checked_timeout(timeout_s), name
         self._sequence = itertools.count()
-        # of messages that are sent, by rank and tag
+        # Numbers of sent messages, by rank and tag.
         self._numbers: defaultdict[tuple[int, int], itertools.count[int]] = defaultdict(itertools.count)
         self._window_numbers = itertools.count()
         self.ranks = tuple(ranks or range(size))
@@ -112,17 +112,17 @@ class Communicator:
         self._by_file: dict[int, int] = {}  # ranks by their sockets
         self._posted: deque[TransportOperation] = deque()
         self._met: deque[Meeting] = deque()
-        self._told: deque[Callable[[], None]] = deque()  # who is to be called once nobody drives
+        self._told: deque[Callable[[], None]] = deque()  # callbacks to run once no thread advances operations
         self._is_traced = False
-        self._ended: list[Connection] = []  # what others may still read from
+        self._ended: list[Connection] = []  # closed connections that others may still read from
         self._dead: list[int] = []  # ranks of the job whose processes ended
         self._driver, self._lock = threading.Lock(), threading.Lock()
         self._changed, self._waiting = threading.Condition(self._lock), 0  # threads that wait for a change
         self._ahead: memoryview | None = None  # once there is a connection
-        self._unattended = threading.Event()  # set when operations are to advance that nobody waits for
-        self._is_hurried = False  # whether one of those that run is to
-        self._threads: set[threading.Thread] = set()  # that advance operations nobody waits for
-        self._free = 0  # of them, those that do not call back
+        self._unattended = threading.Event()  # set when operations without a waiting thread must advance
+        self._is_hurried = False  # whether a running operation must advance in the background
+        self._threads: set[threading.Thread] = set()  # threads that advance operations in the background
+        self._free = 0  # threads that are not running a callback
         self._poll = select.poll()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -135,7 +135,7 @@ class Communicator:
             try:
                 self._token = secret_of(store) if parent is None else parent._token_of(name)
                 self._admission = Admission(self._token, rank, size, path == "auto", self._welcome)
-                listener().admit(self._admission)  # first, as others may come as soon as they find the address
+                listener().admit(self._admission)  # first, as others connect once they find the address
                 self._book = AddressBook(store, rank, size, self._token) if parent is None else parent._book
                 self._has_own_book = parent is None
                 self._places = range(size) if parent is None else [parent.ranks.index(one) for one in self.ranks]
@@ -157,12 +157,12 @@ class Communicator:
 
     @property
     def counters(self) -> TransportCounters:
-        """What has passed."""
+        """Counters of the traffic so far."""
         return self._progress.exchanges.counters
 
     @property
     def windows(self) -> dict[int, tuple[Tensor, Signature]]:
-        """What the other ranks may write to, by number: its bytes, and the signature of a put.
+        """Windows that the other ranks may write to, by number: the bytes, and the signature of a put.
 
         Only tasks of operations change it. While there is one, a thread takes what comes whenever no other does.
         """
@@ -227,7 +227,7 @@ class Communicator:
             raise operation.error
 
     def notify(self, operation: TransportOperation, told: Callable[[], None]) -> None:
-        """Call ``told`` once an operation is done or given up, from any thread."""
+        """Call ``told`` from any thread once an operation is done or aborted."""
         with self._lock:
             is_done = operation.is_done
             if not is_done:
@@ -246,7 +246,7 @@ class Communicator:
         return next(self._window_numbers)
 
     def abort(self, reason: str) -> None:
-        """Give up: every wait of this rank ends, and those of the others; the first reason counts.
+        """Abort: end every wait of this rank and of the others; the first reason counts.
 
         Any thread may call this.
         """
@@ -271,14 +271,14 @@ class Communicator:
 
     def _release(self) -> None:
         self._driver.release()
-        if self._waiting:  # who begins to wait later sees that nobody drives
+        if self._waiting:  # threads that start to wait later find that no thread advances operations
             with self._changed:
                 self._changed.notify_all()
         if (self._is_hurried and (self._progress.running or self._posted)) or (self.windows and not self._waiting):
             self._unattended.set()
         else:
             self._is_hurried = False
-        while self._told:  # now, as what is called may wait for another operation
+        while self._told:  # run callbacks now, as they may wait for another operation
             with contextlib.suppress(IndexError):
                 self._call_back(self._told.popleft())
 
@@ -313,7 +313,7 @@ class Communicator:
                 self._free += 1
 
     def _advance_alone(self) -> None:
-        """Advance operations while nobody else does."""
+        """Advance operations while no other thread does."""
         while self._progress.reason is None:
             self._unattended.wait(_MOMENT_S)
             self._unattended.clear()
@@ -338,7 +338,7 @@ class Communicator:
             self._progress.look(time.monotonic())
 
     def _serve_all(self, patience_ms: int) -> None:
-        """Take what has come within some milliseconds."""
+        """Handle what arrives within some milliseconds."""
         for number, _ in self._poll.poll(patience_ms):
             if number == self._wake_read:
                 with contextlib.suppress(BlockingIOError):
@@ -351,7 +351,7 @@ class Communicator:
         return max(0, math.ceil((nearest - time.monotonic()) * 1000))
 
     def _admit(self) -> None:
-        """Take in what other threads have left: ranks that have come, operations, and a reason to give up."""
+        """Take over the work that other threads queued: new connections, operations, and a reason to abort."""
         try:
             while self._met:
                 self._connect(self._met.popleft())
@@ -363,7 +363,7 @@ class Communicator:
             self._fail()
 
     def _end(self, operation: TransportOperation) -> None:
-        """Tell the caller of an operation that it is done, or was given up."""
+        """Notify the caller of an operation that it is done or aborted."""
         if operation.error is None:
             self._tracer.ended(operation)
         with self._lock:
@@ -375,10 +375,10 @@ class Communicator:
     # --- giving up ------------------------------------------------------------------------------------------------
 
     def _fail(self) -> None:
-        """End all operations, and tell the others why."""
+        """Abort all operations, and send the reason to the other ranks."""
         if self._admission is not None:
             listener().dismiss(self._admission, self._progress.reason or "", self._progress.origin)
-            self._admission.proof.withdraw()  # before callers, who learn of it, change what others may be reading
+            self._admission.proof.withdraw()  # before callers are notified, and may change memory that other ranks read
             if self._has_own_book:
                 self._book.close()
             self._admission = None
@@ -387,7 +387,7 @@ class Communicator:
         frame, text = self._progress.farewell()
         known = [peer for peer in self._peers.values() if peer.connection is not None]
         connections = [peer.connection for peer in known if peer.connection is not None]
-        while self._met:  # ranks that have just come, and are to hear why as well
+        while self._met:  # ranks that have just connected also receive the reason
             meeting = self._met.popleft()
             connections.append(Connection(meeting.peer, meeting.socket))
         for connection in connections:
@@ -404,11 +404,11 @@ class Communicator:
 
     def _trace(self, failed: bool) -> None:
         """Write the trace of this process if operations have ``failed``, or when its last group is left."""
-        with _TRACING:  # callers learn of a failure once the trace is there, whichever group wrote it
+        with _TRACING:  # notify callers of a failure only once a trace is written
             live = [one for one in list(_LIVE) if not one._is_traced]
             if self._is_traced:
                 return
-            for one in live if failed else [self]:  # what fails next is a consequence, and would write over the trace
+            for one in live if failed else [self]:  # later failures are consequences, and would overwrite the trace
                 one._is_traced = True
             if not failed:
                 _LEFT.append(self._tracer)
@@ -447,7 +447,7 @@ class Communicator:
         """Send ``peer`` a frame with its ``payload``; return whether all that was sent has left this process."""
         known = self._peers[peer]
         if (connection := known.connection) is None:
-            return False  # it was lost a moment ago, and all operations end
+            return False  # the connection was just lost; all operations are being ended
         try:
             connection.send(frame, *payload)
         except BrokenConnection as error:
@@ -479,7 +479,7 @@ class Communicator:
         self._progress.exchanges.opened(meeting.peer)
 
     def _serve(self, peer: int) -> None:
-        """Send what waits for a rank, and take what has come from it."""
+        """Send the frames that wait for a rank, and handle those that have arrived from it."""
         known = self._peers[peer]
         if (connection := known.connection) is None:
             return
@@ -515,7 +515,7 @@ class Communicator:
 
 
 def current_trace() -> RankTrace | None:
-    """Return the trace of this process as it is now; None if it has no communicator that works."""
+    """Return the current trace of this process; None if it has no working communicator."""
     live = [one for one in list(_LIVE) if one._progress.reason is None]
     if not live:
         return None
@@ -551,13 +551,13 @@ def _close(*files: int) -> None:
 
 
 _LIVE: weakref.WeakSet[Communicator] = weakref.WeakSet()
-_LEFT: deque[OperationTracer] = deque(maxlen=16)  # of groups that were left in good order
-_GAVE_UP = threading.Event()  # set once a trace of a failure is there, which none of a good end replaces
+_LEFT: deque[OperationTracer] = deque(maxlen=16)  # tracers of groups that were closed without an error
+_GAVE_UP = threading.Event()  # set once the trace of a failure is written, which later traces must not replace
 _TRACING = threading.Lock()
 
 
 def _leave_to_parent() -> None:
-    """Give up the sockets in a forked process, which would otherwise hide the end of its parent from the others."""
+    """Close the sockets in a forked process, which would otherwise hide the end of its parent from the other ranks."""
     global _TRACING
     _TRACING = threading.Lock()
     for one in list(_LIVE):

@@ -96,10 +96,10 @@ class _Sent:
 
 @dataclass(eq=False)
 class _Endpoint:
-    """What the switch and the clock know of a rank.
+    """State of a rank in the switch and the clock.
 
     Attributes:
-        queues: What it is to send, by rank.
+        queues: Frames to send, by rank.
         turns: Ranks to which something waits to be sent.
         is_sending: Whether a packet is being sent.
         port_free_s: When the switch has sent all that waits for it.
@@ -128,11 +128,11 @@ class EmulatedGroup:
         ranks: Number of ranks.
         switch: The switch and its links.
         limits: How many fragments may be on their way to a rank.
-        faults: What happens to ranks.
+        faults: Faults of ranks.
 
     Attributes:
         now_s: The clock, in seconds.
-        progress: What each rank does.
+        progress: State machine of each rank.
         ended_s: When each rank was done with its last operation, or gave it up; NaN before.
         peak_queue_bytes: Most bytes that waited in the switch for one rank.
 
@@ -194,7 +194,7 @@ class EmulatedGroup:
             plan: A verified plan for as many ranks.
             memory: By rank and chunk, where the chunk lies: tensors of one type, of which those of one chunk have one
                 size. What a rank does not hold at the start may have any value.
-            reduce: What makes one of two values, if the plan reduces.
+            reduce: Function that reduces two values to one, if the plan reduces.
             timeout_s: Seconds, on the clock of the group, after which it is given up.
 
         Raises:
@@ -210,7 +210,7 @@ class EmulatedGroup:
             self.post(rank, operation)
 
     def run(self) -> None:
-        """Let happen what is to happen, until all ranks that can are done or have given up."""
+        """Run events until every rank that can finish has finished or aborted."""
         while self._running and self._events:
             self.now_s, _, event = heapq.heappop(self._events)
             event()
@@ -227,7 +227,7 @@ class EmulatedGroup:
             self._settle(rank)
 
     def _settle(self, rank: int) -> None:
-        """Let a rank that gives up tell the others, and end its operations."""
+        """Abort a rank: send its reason to the others, and end its operations."""
         progress, known = self.progress[rank], self._ranks[rank]
         if progress.reason is not None and not known.is_gone:
             known.is_gone = True
@@ -254,7 +254,7 @@ class EmulatedGroup:
             self._settle(rank)
 
     def _arrive(self, rank: int, source: int, sent: _Sent) -> None:
-        """Let a rank look at a frame that has come."""
+        """Deliver a frame to a rank."""
         known, progress = self._ranks[rank], self.progress[rank]
         if known.losses:
             known.losses -= 1
@@ -294,7 +294,7 @@ class EmulatedGroup:
         self._ranks[peer].known.add(rank)
 
     def send(self, rank: int, peer: int, frame: TransportFrame, *payload: memoryview) -> None:
-        """Put a frame of a rank behind what it is to send to another one.
+        """Queue a frame from a rank to another one.
 
         Args:
             rank: Who sends.

@@ -38,9 +38,9 @@ from cordillera.errors import PlanError
 INLINE_BYTES = 16 << 10
 """Most bytes of a transfer that travel with its offer."""
 
-_BLOCK_BYTES = 512 << 10  # what is added at a time, which stays in a core's cache
-_COPY_BYTES = 32 << 20  # what is copied before an abort is looked for
-_MOST_BYTES = {  # behind a frame; behind an offer, of a table of addresses
+_BLOCK_BYTES = 512 << 10  # bytes added at a time, which fit in a core's cache
+_COPY_BYTES = 32 << 20  # bytes copied between checks for an abort
+_MOST_BYTES = {  # largest payload of a frame; for an offer, of its table of addresses
     FrameKind.INLINE: INLINE_BYTES + SPAN_BYTES, FrameKind.OFFER: 1 << 20, FrameKind.GET: SPAN_BYTES,
     FrameKind.ABORT: 4096,
 }  # fmt: skip
@@ -111,7 +111,7 @@ class FragmentLimits:
 
 @dataclass
 class TransportCounters:
-    """What has passed.
+    """Counters of the traffic so far.
 
     Attributes:
         memory_bytes: Bytes read from the memory of other processes.
@@ -129,7 +129,7 @@ class _Fetch:
     """A transfer that comes in fragments.
 
     Attributes:
-        take: What takes it.
+        take: Task that receives it.
         asked: Bytes that were asked for.
         arrived: Bytes that have come.
         waiting: Begin and length of the fragments that were asked for and have not come.
@@ -146,15 +146,15 @@ class Exchanges:
 
     Args:
         rank: This rank.
-        wire: What carries frames.
+        wire: Transport of frames.
         complete: Called with each operation that is done.
         ranks: Ranks of the members in the job, for messages; by default those of the group.
         limits: How many fragments may be on their way.
 
     Attributes:
-        counters: What has passed.
+        counters: Counters of the traffic so far.
         stops: Whether long copies are to end early, as the operations were given up.
-        windows: By number: what the other ranks may write to, uint8, and the signature of a put.
+        windows: Memory that other ranks may write to, uint8, and the signature of a put, by window number.
     """
 
     def __init__(
@@ -168,18 +168,18 @@ class Exchanges:
         self._limits, self._in_flight, self._in_flight_bytes = limits or FragmentLimits(), 0, 0
         self.rank, self.counters, self.stops = rank, TransportCounters(), False
         self._wire, self._complete, self._ranks = wire, complete, ranks
-        self._collectives: dict[int, TransportOperation] = {}  # by sequence
-        self._pending: defaultdict[int, int] = defaultdict(int)  # by rank: exchanges that are not done
-        self._early: dict[_Key, tuple[TransportFrame, memoryview]] = {}  # offers that came before they were to be taken
-        self._takes: dict[_Key, Take] = {}  # of collectives
-        self._messages: defaultdict[int, list[Take]] = defaultdict(list)  # by tag: those that have not come, in order
-        self._matched: defaultdict[tuple[int, int], int] = defaultdict(int)  # by rank and tag: messages that have come
+        self._collectives: dict[int, TransportOperation] = {}  # collectives by sequence number
+        self._pending: defaultdict[int, int] = defaultdict(int)  # unfinished exchanges by rank
+        self._early: dict[_Key, tuple[TransportFrame, memoryview]] = {}  # offers ahead of their receives
+        self._takes: dict[_Key, Take] = {}  # pending receives of collectives
+        self._messages: defaultdict[int, list[Take]] = defaultdict(list)  # pending receives by tag, in order
+        self._matched: defaultdict[tuple[int, int], int] = defaultdict(int)  # received messages by rank and tag
         self._offers: dict[_Key, Offer] = {}
-        self._unsent: defaultdict[int, list[Offer]] = defaultdict(list)  # until a rank is reached
-        self._leaving: defaultdict[int, list[Offer]] = defaultdict(list)  # until their bytes have left
+        self._unsent: defaultdict[int, list[Offer]] = defaultdict(list)  # offers to ranks that are not connected yet
+        self._leaving: defaultdict[int, list[Offer]] = defaultdict(list)  # offers whose bytes are still being sent
         self._fetches: dict[_Key, _Fetch] = {}
         self.windows: dict[int, tuple[Tensor, Signature]] = {}
-        self._puts: defaultdict[tuple[int, int], int] = defaultdict(int)  # by rank and window: those that have come
+        self._puts: defaultdict[tuple[int, int], int] = defaultdict(int)  # number of received puts by rank and window
 
     def post(self, operation: TransportOperation) -> None:
         """Begin an operation.
@@ -321,7 +321,7 @@ class Exchanges:
         takes = self._messages[tag]
         for at, take in enumerate(takes):
             peers = [take.peer]
-            if take.peer == ANY_RANK:  # in the order in which they came
+            if take.peer == ANY_RANK:  # ranks in the order in which their messages came
                 peers = [peer for peer, kind, other, _ in self._early if kind == MESSAGE and other == tag]
             for peer in peers:
                 number = self._matched[peer, tag]
@@ -420,7 +420,7 @@ class Exchanges:
         self._early[key] = frame, data
 
     def _put_in_window(self, peer: int, frame: TransportFrame, data: memoryview) -> None:
-        """Take what a rank puts into a window of this one, which has posted nothing for it."""
+        """Receive a put into a window of this rank, for which no operation is posted."""
         number, at = frame.sequence, decode_spans(data[:SPAN_BYTES])
         if not at or frame.number != self._puts[peer, number]:
             raise BrokenConnection("sent a put twice, or not all of one")
@@ -441,7 +441,7 @@ class Exchanges:
             self._finish(take)
 
     def _take(self, take: Take, frame: TransportFrame, data: memoryview) -> bool:
-        """Take what a rank offers; return whether it is all here."""
+        """Receive an offer of a rank; return whether it is complete."""
         self._check(take.operation, take.peer, frame.signature)
         if take.make is not None:
             if (made := take.make(frame.size)) is None:
@@ -468,7 +468,7 @@ class Exchanges:
         except ProcessLookupError as error:
             raise OperationFailed(f"{self._name(take.peer)} ended") from error
         except OSError as error:
-            if error.errno == errno.ECANCELED:  # what it says, or its end, is on its way
+            if error.errno == errno.ECANCELED:  # its reason, or the end of its connection, will arrive
                 return False
             raise OperationFailed(
                 f"the memory of {self._name(take.peer)} could not be read ({error.strerror})"
@@ -487,7 +487,7 @@ class Exchanges:
             )
 
     def _read(self, memory: PeerMemory, take: Take, there: list[tuple[int, int]]) -> None:
-        """Copy, or add, what another rank of this host offers."""
+        """Copy, or add, an offer of another rank of this host."""
         if [length for _, length in there] != [view.numel() for view in take.views]:
             raise OperationFailed(f"{self._name(take.peer)} offers {take.operation.title} in other parts")
         self.counters.memory_bytes += take.size
@@ -555,7 +555,7 @@ class Exchanges:
             self._put(take, begin, data)
         self._ask(fetch)
         if self._in_flight < self._limits.of_rank and fetch.asked == take.size:
-            for other in list(self._fetches.values()):  # to which the place in the window falls
+            for other in list(self._fetches.values()):  # other fetches may use the room that is free now
                 self._ask(other)
         if fetch.arrived == take.size:
             del self._fetches[key]

@@ -20,11 +20,11 @@ HEADER_BYTES = _HEADER.size + _CHECK.size
 
 
 class BrokenConnection(Exception):
-    """A connection ended, or something else came over it than was to come."""
+    """A connection ended, or an unexpected frame arrived."""
 
 
 class FrameKind(IntEnum):
-    """What a frame says.
+    """Kind of a frame.
 
     Attributes:
         OFFER: The sender's data lies at the addresses that follow.
@@ -49,8 +49,8 @@ class TransportFrame(NamedTuple):
     """Header of a frame.
 
     Attributes:
-        kind: What it says.
-        signature: What the operation is at its sender.
+        kind: Kind of the frame.
+        signature: Signature of the operation at the sender.
         sequence: Number of the collective within the communicator, or tag of a message.
         number: Number of the transfer within the collective, or of the message among those of its tag.
         size: Bytes of the whole transfer; of a fragment, the byte at which it begins.
@@ -65,16 +65,16 @@ class TransportFrame(NamedTuple):
     length: int
 
     def encode(self) -> bytes:
-        """Return the bytes of the header, the last of which are a checksum of the others."""
+        """Return the bytes of the header, which end with a checksum."""
         text = _HEADER.pack(_MAGIC, self.kind, *self.signature, self.sequence, self.number, self.size, self.length)
         return text + _CHECK.pack(zlib.crc32(text))
 
     @classmethod
     def decode(cls, text: bytes | bytearray | memoryview) -> TransportFrame:
-        """Return the header that bytes stand for.
+        """Parse a header.
 
         Raises:
-            BrokenConnection: If they are not those of a header.
+            BrokenConnection: If ``text`` is not a valid header.
         """
         magic, kind, collective, dtype, reduction, *numbers = _HEADER.unpack_from(text)
         if zlib.crc32(text[: _HEADER.size]) != _CHECK.unpack_from(text, _HEADER.size)[0]:
@@ -88,7 +88,7 @@ _KINDS = frozenset(FrameKind)
 
 
 class FrameHandler(Protocol):
-    """What a :class:`Connection` gives its frames to."""
+    """Receiver of the frames of a :class:`Connection`."""
 
     def place(self, peer: int, frame: TransportFrame) -> memoryview:
         """Return where the bytes that follow the header belong, ``frame.length`` of them."""
@@ -169,7 +169,7 @@ def encode_spans(spans: Sequence[tuple[int, int]]) -> bytes:
 
 
 def decode_spans(data: memoryview) -> list[tuple[int, int]]:
-    """Return the pairs of numbers that bytes stand for.
+    """Parse pairs of numbers.
 
     Raises:
         BrokenConnection: If the bytes are not whole pairs.

@@ -29,9 +29,9 @@ from cordillera.distributed.transport.frames import BrokenConnection
 from cordillera.distributed.transport.peer_memory import MemoryProof, PeerMemory, seen_by_proof
 
 _HANDSHAKE_S = 10.0
-_EARLY_S = 1.0  # for which a greeting waits for a communicator that this process has not made yet
-_MOST_DISMISSED = 4096  # communicators that are remembered
-_MOST_CHARACTERS = 300  # of a reason
+_EARLY_S = 1.0  # seconds that an early greeting is kept, until this process makes its communicator
+_MOST_DISMISSED = 4096  # most dismissed communicators that are remembered
+_MOST_CHARACTERS = 300  # longest reason
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 4096
 
@@ -57,7 +57,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Admission:
-    """What a listener must know to let the ranks of a communicator in.
+    """Data that a listener needs to accept the ranks of a communicator.
 
     Attributes:
         token: Secret of the communicator.
@@ -99,7 +99,7 @@ class _Dismissed:
 
 
 def _answer(token: bytes, challenge: str, rank: int) -> str:
-    """Return what only who knows a secret can say to a challenge."""
+    """Return the response to a challenge, which requires the secret."""
     return hmac.new(token, f"{rank}:{challenge}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -114,7 +114,7 @@ class PeerListener:
     """
 
     def __init__(self, host: str) -> None:
-        self._admissions: dict[tuple[str, int], Admission] = {}  # by name and rank, as tests have ranks in threads
+        self._admissions: dict[tuple[str, int], Admission] = {}  # by name and rank: tests run several ranks as threads
         self._dismissed: dict[tuple[str, int], _Dismissed] = {}
         self._changed = threading.Condition()
         self._sockets = [socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)]
@@ -130,7 +130,7 @@ class PeerListener:
         threading.Thread(target=self._accept, name="cordillera listener", daemon=True).start()
 
     def admit(self, admission: Admission) -> None:
-        """Let the ranks of a communicator in."""
+        """Accept connections from the ranks of a communicator."""
         key = admission.name, admission.rank
         with self._changed:
             self._dismissed.pop(key, None)
@@ -138,12 +138,12 @@ class PeerListener:
             self._changed.notify_all()
 
     def dismiss(self, admission: Admission, reason: str = "is not connected any more", origin: int = -1) -> None:
-        """Let nobody of a communicator in any more.
+        """Refuse further connections for a communicator.
 
         Args:
-            admission: What let them in.
-            reason: What those that come are told.
-            origin: Rank that gave up for this reason; by default that of the admission.
+            admission: Admission of the communicator.
+            reason: Reason sent to ranks that still connect.
+            origin: Rank that gave up for this reason; the rank of the admission by default.
         """
         key = admission.name, admission.rank
         with self._changed:

@@ -1,4 +1,4 @@
-"""Operations of a communicator: what a rank offers to others and takes from them, and what must come first.
+"""Operations of a communicator: the tasks that send to and receive from other ranks, and their dependencies.
 
 A plan (:mod:`cordillera.planning.network.collective_plans`) says what all ranks do; :func:`program` derives what one
 rank does. Its transfers wait for each other only where they touch the same chunk.
@@ -23,7 +23,7 @@ ReduceFunction: TypeAlias = Callable[..., Any]
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a contiguous tensor, as uint8 of one dimension that shares its memory."""
-    if not tensor.numel():  # whose stride may be 0
+    if not tensor.numel():  # an empty tensor may have a stride of 0
         return torch.empty(0, dtype=torch.uint8)
     return (tensor.detach() if tensor.requires_grad else tensor).view(-1).view(torch.uint8)
 
@@ -45,7 +45,7 @@ class Task:
     operation: TransportOperation = field(init=False)
 
     def after(self, *others: Task) -> None:
-        """Let this task begin after others."""
+        """Make this task begin after others."""
         for other in others:
             other.then.append(self)
         self.needs += len(others)
@@ -73,7 +73,7 @@ class PeerTask(Task):
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """What tells it from the other transfers between the two ranks."""
+        """Identifier of the transfer among those between the two ranks."""
         return kind_of(self.operation.signature), self.operation.sequence, self.index
 
     def spans(self) -> list[tuple[int, int]]:
@@ -94,13 +94,13 @@ class Offer(PeerTask):
 
 @dataclass(eq=False, slots=True)
 class Take(PeerTask):
-    """Bytes that another rank offers.
+    """Task that receives bytes from another rank.
 
     Attributes:
-        reduce: What makes one of them and those that are here; None to replace these.
+        reduce: Reduction of the received and the present elements; None to overwrite the present ones.
         dtype: Type of the elements.
-        make: Where only the other rank knows how many bytes there are: what returns the place for a number of them, or
-            None if there cannot be so many.
+        make: Function that returns the destination for a number of bytes, or None to refuse that number; for messages
+            whose size only the other rank knows.
         sources: Ranks that may send a message from any rank, without those that are gone.
     """
 
@@ -115,7 +115,7 @@ class Local(Task):
     """A computation of this rank alone.
 
     Attributes:
-        run: What computes it.
+        run: Function that performs the computation.
     """
 
     run: Callable[[], Any] = lambda: None
@@ -127,8 +127,8 @@ class TransportOperation:
 
     Attributes:
         name: Name of the collective for messages, such as ``all_reduce``.
-        signature: What the ranks must agree on.
-        tasks: What this rank does.
+        signature: Properties on which the ranks must agree.
+        tasks: Tasks of this rank.
         result: Tensors that the caller receives.
         bytes: Bytes of the tensors of this rank.
         timeout_s: Seconds after which it is given up.
@@ -136,9 +136,9 @@ class TransportOperation:
         is_passive: Whether this rank did not post it, as another one puts something into a window.
         follows: Messages, posted earlier, all of whose tasks come first.
         sequence: Number among the collectives of the communicator.
-        finish: What is done after all tasks, before the caller is told.
+        finish: Function that runs after all tasks, before the caller is notified.
         posted_s: When it was posted, on the monotonic clock.
-        told: What is called once it is done or given up.
+        told: Function that is called once the operation is done or aborted.
         error: Why it was given up.
         is_done: Whether the caller may go on.
         left: Number of tasks that are not done.
@@ -201,7 +201,7 @@ class ProgramStep:
 
 
 def program(plan: CollectivePlan, rank: int) -> tuple[ProgramStep, ...]:
-    """Return what a rank does in a plan; see :func:`programs`."""
+    """Return the program of a rank in a plan; see :func:`programs`."""
     return programs(plan, (rank,))[rank]
 
 
@@ -209,7 +209,7 @@ def programs(plan: CollectivePlan, ranks: Iterable[int] | None = None) -> dict[i
     """Return what ranks do in a plan.
 
     A chunk is offered after what was written to it, and written after the others have taken what was offered of it.
-    What is added to a chunk is added in the order of the plan, so the bits do not depend on who comes first.
+    Contributions to a chunk are added in the order of the plan, so the bits do not depend on the order of arrival.
 
     Args:
         plan: A plan that :func:`~cordillera.planning.network.collective_plans.verify` has proved.
@@ -237,8 +237,8 @@ class _Program:
 
     def __init__(self) -> None:
         self.steps: list[ProgramStep] = []
-        self._written: dict[int, int] = {}  # by chunk: the step that wrote it last
-        self._offered: dict[int, list[int]] = {}  # by chunk: the steps that offered it since
+        self._written: dict[int, int] = {}  # last step that wrote each chunk
+        self._offered: dict[int, list[int]] = {}  # steps that have offered each chunk since it was written
 
     def give(self, number: int, sent: Transfer) -> None:
         needs = tuple(sorted({self._written[chunk] for chunk in sent.chunks if chunk in self._written}))
@@ -263,7 +263,7 @@ def tasks_of(
         steps: The program.
         chunks: Where each chunk lies, uint8.
         dtype: Type of the elements.
-        reduce: What makes one of two values.
+        reduce: Function that reduces two values to one.
     """
     tasks: list[Task] = []
     for step in steps:

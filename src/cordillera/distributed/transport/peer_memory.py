@@ -16,7 +16,7 @@ from typing import Any
 
 _PR_SET_PTRACER = 0x59616D61
 _MOST_SPANS = 512  # below the kernel's limit of 1,024
-_MOST_BYTES = 1 << 30  # of one call, which returns early at 2 GiB
+_MOST_BYTES = 1 << 30  # bytes per call; the system call stops at 2 GiB
 _PROOF_BYTES = 32
 
 
@@ -82,7 +82,7 @@ class PeerMemory:
         self._copy(_array([], self._proofs[0]), _array([], self._proofs[1]), 0)
 
     def _copy(self, here: ctypes.Array[_Span], there: ctypes.Array[_Span], size: int) -> None:
-        """Copy spans, the last of which is the proof."""
+        """Copy spans; the last one is the proof."""
         count = _readv(self.process, here, len(here), there, len(there), 0)
         if count != size + len(self._content):
             error = ctypes.get_errno() if count < 0 else errno.EFAULT
@@ -96,10 +96,10 @@ def _array(spans: Sequence[tuple[int, int]], proof: _Span) -> ctypes.Array[_Span
 
 
 class MemoryProof:
-    """Random bytes in this process, by which another one sees that it reads the memory that it means.
+    """Random bytes in this process, by which another process verifies that it reads this process's memory.
 
-    Numbers of processes are those of a namespace, and containers of one host may have equal ones. Who reads bytes that
-    this process may have changed meanwhile, because it gave up, sees that as well: the proof is withdrawn before.
+    Process ids are unique only within a namespace, so containers of one host may share them. A reader also detects
+    bytes that this process may have changed after it gave up, as the proof is withdrawn first.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class MemoryProof:
         """What another process needs for :func:`seen_by_proof`: process, address, and the bytes in hexadecimal."""
 
     def withdraw(self) -> None:
-        """Let nobody rely on what is read from now on."""
+        """Invalidate the proof, so that other processes discard later reads."""
         ctypes.memset(self._buffer, 0, _PROOF_BYTES)
 
 
@@ -135,7 +135,7 @@ def seen_by_proof(shown: object) -> PeerMemory | None:
 
 
 def _admit_relatives() -> None:
-    """Let the parent of this process and its descendants read its memory, where the kernel asks for that (Yama).
+    """Allow the parent of this process and its descendants to read its memory, as Yama requires.
 
     Ranks are children of one launcher; without this they may be refused each other's memory. On other systems this does
     nothing.

@@ -53,7 +53,7 @@ from cordillera.planning.network.collective_plans import all_reduced, scattered
 BACKEND = "cordillera"
 """Name of the backend."""
 
-_TENSOR_INDICES = 1 << 32  # numbers of transfers that each tensor of an operation has
+_TENSOR_INDICES = 1 << 32  # transfer numbers reserved for each tensor of an operation
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         return self.run("gather", tasks, outputs, given.dtype, opts)
 
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None) -> dist.Work:
-        """Send each rank its one of ``input_tensors`` of ``opts.rootRank``, into ``output_tensors``."""
+        """Scatter the ``input_tensors`` of ``opts.rootRank``, one to each rank, into ``output_tensors``."""
         (output,), root = checked(output_tensors), opts.rootRank
         if self._own != root:
             return self.run("scatter", [Take(peer=root, views=[as_bytes(output)])], [output], output.dtype, opts)
@@ -360,7 +360,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         return self.run("barrier", tasks, [], torch.uint8, opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks have come here; rank 0 says which ones have not.
+        """Wait for all ranks; rank 0 reports the missing ones.
 
         Args:
             timeout: Longest time; None for that of the group.
@@ -387,7 +387,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         except TransportError as error:
             absent = [self.communicator.ranks[one.peer] for one in takes if not one.is_done]
             who, said = ", ".join(map(str, absent if wait_all_ranks else absent[:1])), error.what
-            if is_first and absent:  # in the words of Gloo, which programs look for
+            if is_first and absent:  # Gloo's message, which programs look for
                 said = f"Rank{'s' * (',' in who)} {who} failed to pass monitoredBarrier ({said})"
             elif not is_first:
                 first = self.communicator.ranks[0]
@@ -402,12 +402,12 @@ class TransportProcessGroup(dist.ProcessGroup):
         return self._pass(Offer(peer=dst, index=number, views=[as_bytes(tensor)]), tensor, tag)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> dist.Work:
-        """Receive into the one of ``tensors`` from rank ``src`` of the group, under a ``tag``."""
+        """Receive the tensor in ``tensors`` from rank ``src`` of the group, under a ``tag``."""
         (tensor,) = checked(tensors)
         return self._pass(Take(peer=src, views=[as_bytes(tensor)]), tensor, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
-        """Receive into the one of ``tensors`` from whoever sends first under a ``tag``, which the work then names."""
+        """Receive the tensor in ``tensors`` from any rank under a ``tag``; ``Work.source_rank`` gives the sender."""
         (tensor,) = checked(tensors)
         if self._size == 1:
             raise PlanError("there is no other rank", where="recv")
@@ -420,7 +420,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         self.communicator.timeout_s = checked_timeout(timeout.total_seconds())
 
     def abort(self) -> None:
-        """Give up all operations of all ranks."""
+        """Abort all operations of all ranks."""
         self.communicator.abort("the process group was aborted")
 
     def shutdown(self) -> None:
@@ -445,7 +445,7 @@ class TransportProcessGroup(dist.ProcessGroup):
 
         def add() -> None:
             total = gathered[0]
-            for part in gathered[1:]:  # in the order of the ranks, so that all have the same bits
+            for part in gathered[1:]:  # in the order of ranks, for bitwise equal sums on all ranks
                 reduce(total, part, out=total)
             tensor.detach().copy_(total)
 
@@ -478,7 +478,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         for output, one in zip(checked(outputs, several=True), inputs, strict=True):
             if len(one) != self._size:
                 raise PlanError(f"{len(one)} inputs for {self._size} ranks", where="reduce_scatter")
-            checked(one, several=True)  # other plans than the direct one add to what is to pass on
+            checked(one, several=True)  # plans other than the direct one accumulate into data that they forward
             chunks = [as_bytes(given if plan == "direct" else given.detach().clone()) for given in one]
             own = copied(one[self._own], output)
             chunks[self._own] = as_bytes(output)
@@ -544,7 +544,7 @@ class TransportProcessGroup(dist.ProcessGroup):
 
 
 def _joined(parts: Sequence[Sequence[Task]]) -> list[Task]:
-    """Return the tasks of several tensors as those of one operation."""
+    """Merge the tasks of several tensors into one operation."""
     for number, tasks in enumerate(parts):
         for task in tasks:
             if isinstance(task, PeerTask):

@@ -18,7 +18,7 @@ from cordillera.errors import PeerError
 ENDED = "ended its connection"
 """Why a rank is gone that has left, or whose process has ended."""
 
-_MOST_BYTES = 2000  # of a reason
+_MOST_BYTES = 2000  # longest reason
 
 
 class TransportError(PeerError, RuntimeError):
@@ -100,19 +100,19 @@ class GroupProgress:
             self.give_up(bytes(data).decode(errors="replace"), origin)
 
     def lost(self, peer: int, reason: str) -> None:
-        """Note that the connection to ``peer`` is gone, for a ``reason``: :data:`ENDED`, or what is wrong with it."""
+        """Record the loss of the connection to ``peer``; ``reason`` is :data:`ENDED` or a fault of the connection."""
         if self.exchanges.lost(peer) or reason != ENDED:
             self.give_up(f"rank {self.ranks[peer]} {reason}")
 
     def look(self, now_s: float) -> None:
-        """Give up if an operation has taken too long; ``now_s`` is on the clock of ``posted_s``."""
+        """Abort if an operation has timed out; ``now_s`` is on the clock of ``posted_s``."""
         for one in self.running:
             if now_s >= one.deadline_s:
                 self.give_up(self.late(one))
                 return
 
     def late(self, operation: TransportOperation) -> str:
-        """Return whom an operation that has taken too long waits for."""
+        """Return a message on an operation that timed out, with the ranks that it waits for."""
         peers = {task.peer for task in operation.tasks if isinstance(task, PeerTask) and not task.is_done}
         whom = "rank " + ", ".join(str(self.ranks[peer]) for peer in sorted(peers)) if peers else "nobody"
         if peers == {ANY_RANK}:
@@ -120,14 +120,14 @@ class GroupProgress:
         return f"{operation.title} took longer than its timeout of {operation.timeout_s:g} s; awaited: {whom}"
 
     def failed(self, error: Exception) -> None:
-        """Give up for an error: of the ranks, or of what is computed, which nobody else would hear of."""
+        """Abort the group with an error, and report the error if it is local to this rank."""
         if isinstance(error, OperationFailed):
             self.give_up(str(error), error.origin)
         else:
             self.give_up(f"{type(error).__name__}: {error}")
 
     def give_up(self, reason: str, origin: int | None = None) -> None:
-        """Let all operations end for a ``reason``, that of the rank ``origin``, unless there is one already."""
+        """Abort all operations for a ``reason`` of the rank ``origin``, unless a reason is already set."""
         if self.reason is None:
             self.reason, self.exchanges.stops = reason, True
             self.origin = self.rank if origin is None else origin

@@ -1,4 +1,4 @@
-"""What the ranks of an operation must agree on, as small numbers that travel in every frame."""
+"""Signatures: the properties of an operation on which ranks must agree, as small numbers in every frame."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COLLECTIVES = (
     "barrier", "all_to_all_dynamic", "monitored_barrier", "sparse_all_reduce",
     "window", "put",
 )  # fmt: skip
-_PLANS = ("", "ring", "bidirectional", "doubling", "hierarchical")  # beside the usual ones
+_PLANS = ("", "ring", "bidirectional", "doubling", "hierarchical")  # plans; the empty name is the default plan
 _REDUCTIONS = ("none", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 _DTYPES = (
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,

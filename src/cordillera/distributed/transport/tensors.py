@@ -159,7 +159,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def sparse_sum(tensor: Tensor, rank: int, peers: Sequence[int]) -> tuple[list[Task], Callable[[], None]]:
-    """Return the tasks of summing sparse tensors of all ranks in place, and what is done after them.
+    """Return the tasks that sum sparse tensors of all ranks in place, and the step after them.
 
     Every rank receives the indices and values of all others, whose number only these know, and adds them in the order
     of the ranks, so that all have the same bits.

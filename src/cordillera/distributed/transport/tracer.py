@@ -1,4 +1,4 @@
-"""What a communicator has done and waits for, as a trace for ``cordillera blame``.
+"""Trace of the past and pending operations of a communicator, for ``cordillera blame``.
 
 If the environment variable :data:`TRACES` names a folder, every rank writes its trace there when an operation is given
 up. Source: NCCLX (arXiv 2510.20171), which records current and past collectives of each communicator and the progress
@@ -21,14 +21,14 @@ from cordillera.distributed.transport.signatures import PUT, Signature, dtype_of
 from cordillera.errors import CordilleraError
 
 TRACES = "CORDILLERA_TRACES"
-"""Environment variable with the folder of traces, which is for one job: older ones would be taken for those of now."""
+"""Environment variable with the folder of traces. Use one folder per job: older traces would be mixed in."""
 
-_KEPT = 256  # operations of a communicator that are remembered once they are done
+_KEPT = 256  # finished operations that are kept per communicator
 _SAME_SIZE = ("all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter")  # bytes are equal on all ranks
 
 
 class _Past(NamedTuple):
-    """What is remembered of an operation that is done; its tensors are not kept."""
+    """Record of a finished operation, without its tensors."""
 
     name: str
     signature: Signature
@@ -141,7 +141,7 @@ def rank_trace(traced: Iterable[tuple[OperationTracer, Iterable[TransportOperati
         traced: Communicators with the operations that are not done.
         rank: Rank of this process in the job.
     """
-    offset_ns = time.time_ns() - time.monotonic_ns()  # a thread that is stopped between the two shifts all times alike
+    offset_ns = time.time_ns() - time.monotonic_ns()  # a pause between the two calls shifts all times equally
     found = [tracer.trace(running, offset_ns) for tracer, running in traced]
     records = sorted((one for _, ones, _ in found for one in ones), key=lambda one: one.enqueued_ns)
     communicators = tuple(communicator for communicator, _, _ in found)
@@ -162,7 +162,7 @@ def write_rank_trace(
     Returns:
         The file; None if there is no such variable, or the file could not be written, which is said on stderr.
     """
-    from cordillera.distributed.tracing.flight_recorder import write_trace  # only who writes loads it
+    from cordillera.distributed.tracing.flight_recorder import write_trace  # loaded only to write a trace
 
     folder = os.environ.get(TRACES)
     if not folder:

@@ -1,4 +1,4 @@
-"""Verbs that torch.distributed lacks: an exchange of which only the senders know the sizes, and windows.
+"""Operations that torch.distributed lacks: an exchange whose sizes only the senders know, and windows.
 
 Sources: NCCLX (arXiv 2510.20171), whose all-to-all reads its sizes on the device when it runs; here the offer of a part
 says how large it is, and the other rank makes room for it then. Windows have the verbs of torchcomms: put, signal and
@@ -102,7 +102,7 @@ class Window:
         self.tensor, self._group = tensor, group
         self._communicator, self._rank = group.communicator, group.rank()
         self._number = self._communicator.window_number()
-        self._puts: defaultdict[int, list[TransportOperation]] = defaultdict(list)  # by rank: those that may run
+        self._puts: defaultdict[int, list[TransportOperation]] = defaultdict(list)  # puts that may still run, by rank
         self._counts: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
         signature, windows = signed("put", tensor.dtype), self._communicator.windows
         opened = Local(run=lambda: windows.update({self._number: (as_bytes(tensor), signature)}))
@@ -162,7 +162,7 @@ class Window:
         return self._begin(operation, async_op)
 
     def signal(self, rank: int, *, async_op: bool = False, timeout: timedelta | None = None) -> dist.Work | None:
-        """Tell a rank that all that this one has put into its memory until now is there.
+        """Signal a rank that all previous puts into its window are complete.
 
         Args:
             rank: The other rank.
@@ -204,7 +204,7 @@ class Window:
         return self._begin(self._operation("wait_signal", task, none, _SIGNALS - self._number, timeout_s), async_op)
 
     def close(self) -> None:
-        """Let nobody write any more; all ranks call this, and wait for each other. Closing again does nothing.
+        """End all access to the window. All ranks must call this; it waits for all of them. A second call does nothing.
 
         Raises:
             TransportError: If a rank does not come in time.

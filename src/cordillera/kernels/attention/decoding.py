@@ -241,7 +241,7 @@ def attend_from(
         seen: Which new tokens each new token sees, ``bool [T, n]``.
         scale: Factor of scores, of :func:`score_scale`.
         group: Number of the head of keys.
-        memory: That of :func:`attention_scratch`.
+        memory: Memory from :func:`attention_scratch`.
         out: ``[T, H, D]``.
     """
     (queries, found, wide), start, new, cached = memory, sequence[0], sequence[1], sequence[2]
@@ -334,7 +334,7 @@ def is_supported(dtype: torch.dtype, device: torch.device, width: int) -> bool:
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, sequences: Tensor, tables: Tensor, seen: Tensor
 ) -> Tensor:
-    """Store new keys and values in a cache, and compute attention of the new tokens to what they see of it.
+    """Store new keys and values in a cache, and compute the attention of the new tokens to the tokens that they see.
 
     Scores are scaled by ``1 / sqrt(D)``. There are no gradients.
 
@@ -351,7 +351,7 @@ def decode_attention(
         Same shape and dtype as ``q``; rows that belong to none of the sequences are undefined.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    work = int((sequences[:, 1] * sequences[:, 2]).sum()) * q.shape[1] * 8  # costs about as much as so many values
+    work = int((sequences[:, 1] * sequences[:, 2]).sum()) * q.shape[1] * 8  # cost, in values of other kernels
     threads = threads_for(work)
     scale = score_scale(q.shape[2])
     parts = [array(x.detach().contiguous()) for x in (q, k, v, keys, values)]

@@ -29,13 +29,13 @@ _SMALLEST, _LARGEST = 128, 4096
 class _Piece(NamedTuple):
     """One call of the kernel: a batch of equal rectangles at regular distances."""
 
-    queries: int  # of each rectangle
+    queries: int  # queries of each rectangle
     keys: int
     causal: bool  # square
     batch: int
-    q_start: int  # of the first rectangle
+    q_start: int  # first query of the first rectangle
     k_start: int
-    q_step: int  # from one rectangle to the next
+    q_step: int  # queries from the start of one rectangle to the next
     k_step: int
     mask: Tensor | None  # bool [queries, keys]
 
@@ -76,7 +76,7 @@ def backward(
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (q, k, v))
     dout, out, q, k, v = _side_by_side(dout.to(q.dtype), out.to(q.dtype), q, k, v)
-    lse = lse.masked_fill(lse == -torch.inf, 0.0)  # as the kernel gives for a row of a mask without keys
+    lse = lse.masked_fill(lse == -torch.inf, 0.0)  # value that the kernel returns for a fully masked row
     for piece in _pieces(relation, len(q), len(k), halve=True):
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             piece.of_queries(dout).transpose(1, 2),

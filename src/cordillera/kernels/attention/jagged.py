@@ -80,7 +80,7 @@ def jagged_attention(
             one: ``"identity"``, ``"silu"``, ``"gelu"``, ``"fast_gelu"`` (by tanh), ``"relu"``, ``"relu2"`` (its
             square), ``"leaky_relu"`` (0.01), ``"hardswish"``, ``"tanh"``.
         divisor: Divisor of these shares, a number or ``[T]`` (one a query); HSTU divides by the longest length. No
-            gradient flows to it. Of no use with softmax.
+            gradient flows to it. Not used with softmax.
         scale: Factor of the products of queries and keys; None for ``1 / sqrt(D)``.
         bias: Added to the scaled scores: ``[B, H, N, M]``, or 1 for ``B`` and ``H``, with ``N`` and ``M`` no shorter
             than the longest sequences of queries and keys.
@@ -118,7 +118,7 @@ def _chosen(q: Tensor, backend: str) -> str:
         "triton": _without_triton(q),
     }
     if backend == "auto" and type(_get_current_dispatch_mode()).__module__ == "torch.utils.flop_counter":
-        return "math"  # whose operations can be counted
+        return "math"  # operations of this backend can be counted
     if backend == "auto":
         preferred = "numba" if kind == "cpu" else "triton"
         return "math" if fits[preferred] else preferred
@@ -171,7 +171,7 @@ def _scores(queries: Tensor, keys: Tensor, call: JaggedCall, b: int, scale: floa
 
 
 def _shares(scores: Tensor, call: JaggedCall, row: int, ends: Tensor | None) -> Tensor:
-    """Shares of the values, 0 where a query does not see a key; ``ends [H, queries]`` are those of softmax."""
+    """Attention weights, 0 where a query does not see a key; ``ends [H, queries]`` are log-sum-exps of softmax."""
     if ends is not None:
         shares = (scores - ends.masked_fill(ends == -torch.inf, 0.0)[..., None]).exp()
     else:

@@ -1,9 +1,9 @@
-"""What a call of attention over ragged sequences is given, checked and in one form, and which keys a query sees.
+"""Checked and normalised arguments of attention over ragged sequences, and the keys that a query sees.
 
 A query sees at most three ranges of keys of its own sequence. Every mask of sequence recommenders is made of them:
 causal, a window, a window with a few positions that all see (semi-local), a prefix of context that sees the whole
 history, candidates at the end that do not see each other. Ranges take memory that is linear in the number of queries,
-and let kernels skip keys that nobody sees.
+and let kernels skip keys that no query sees.
 
 Source: masks as in HSTU (Zhai et al. 2024, arXiv 2402.17152) and, for semi-local attention, ULTRA-HSTU (2026,
 arXiv 2602.16986); the ranges are ours.
@@ -32,7 +32,7 @@ RANGES = 3
 class JaggedMask:
     """Keys that each query of a sequence sees. The default: all keys of the sequence.
 
-    A sequence is its history followed by its candidates. Nobody sees a candidate but itself; to a candidate, ``causal``
+    A sequence is its history followed by its candidates. A candidate is seen only by itself; to a candidate, ``causal``
     and ``window`` apply as if it stood right after the history.
 
     Attributes:
@@ -138,7 +138,7 @@ def _checked(candidates: Tensor, lengths: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class JaggedCall:
-    """A call, checked and in one form: sequences of queries, each of which reads one of keys.
+    """Checked and normalised arguments of a call: sequences of queries, each with its sequence of keys.
 
     Attributes:
         q_starts: First query of each sequence of queries, ``int64 [Bq]``, on the device of the tensors, as all others.

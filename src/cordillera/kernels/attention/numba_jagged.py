@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from cordillera.kernels.attention.jagged_call import JaggedCall
 
 LOG2E = float(np.log2(np.e))
-_PACKING = 16  # queries that take as long as bringing keys into order
+_PACKING = 16  # number of queries that take as long as packing keys
 _TOGETHER = 16  # rows that are transposed at a time, a divisor of the columns of a tile
 _SOFTMAX, _IDENTITY, _SILU, _GELU, _FAST_GELU, _RELU, _RELU2, _LEAKY_RELU, _HARDSWISH, _TANH = range(len(SCORES))
 _TO_BASE_2 = np.float32(LOG2E)
@@ -100,7 +100,7 @@ def _activate(kind: int, own: Any, factor: Any) -> None:
 
 @compiled(fastmath=FAST)
 def _activate_with_slope(kind: int, own: Any, slopes: Any, factor: Any) -> None:
-    """Scores of a row to shares, and gradients of shares to those of scores, in place."""
+    """Convert scores of a row to attention weights, and gradients of weights to gradients of scores, in place."""
     if kind == _SILU:
         for j in range(own.size):
             x, s = own[j], _sigmoid(own[j])
@@ -243,10 +243,10 @@ def _forward_rows(
     masked: bool, first_row: int, factors: Any, bias: Any, steps: Any, biased: bool, first_query: int, scores: Any,
     found: Any, highest: Any, total: Any,
 ) -> None:  # fmt: skip
-    """Forward of a tile: ``queries``, ``out [ROWS, width]``, of which the first ``count`` are there.
+    """Forward of a tile: ``queries``, ``out [ROWS, width]``; the first ``count`` rows are valid.
 
-    ``keys [blocks, width, m]``, ``values [blocks, m, width]``, of which the first ``length`` are there; ``ends [ROWS]``
-    gets log-sum-exps in base 2.
+    The first ``length`` of ``keys [blocks, width, m]`` and ``values [blocks, m, width]`` are valid; ``ends [ROWS]``
+    receives log-sum-exps in base 2.
     """
     blocks, width, block = keys.shape
     score = np.int64(scores.ctypes.data)
@@ -306,7 +306,7 @@ def _memory_of(longest: int, longest_q: int, width: int, is_backward: bool) -> i
     Args:
         longest: Length of the longest sequence of keys.
         longest_q: Length of the longest sequence of queries.
-        width: Width of the heads, as it is computed with.
+        width: Padded width of the heads.
         is_backward: Whether it is for :func:`backward`.
     """
     keys, queries = -(-longest // BLOCK) * BLOCK * width, -(-longest_q // ROWS) * ROWS * width
@@ -429,7 +429,7 @@ def _all_backward(
     masked: bool, factors: Any, bias: Any, steps: Any, biased: bool, kind: int, scale: float, width: int,
     longest: int, longest_q: int, cuts: Any, memory: Any,
 ) -> None:  # fmt: skip
-    """Gradients ``dq [rows, H, D]`` and ``dk``, ``dv``; those of outputs and log-sum-exps are given, as is the output.
+    """Compute ``dq [rows, H, D]``, ``dk`` and ``dv`` from the output and the gradients of outputs and log-sum-exps.
 
     ``scale`` is that of :func:`_all_forward`, which for softmax includes the change to base 2. ``memory`` is that of
     :func:`_memory_of`.

@@ -27,7 +27,7 @@ BLOCK = 256  # keys whose scores stay in the cache
 WIDTH = 16  # divisor of the widths of heads
 
 BYTES = 4
-FAST = {"contract"}  # a product and a sum may be one instruction; nothing is reordered
+FAST = {"contract"}  # allows fused multiply-add, no reordering
 
 
 def _tile(columns: int) -> Callable[..., Any]:

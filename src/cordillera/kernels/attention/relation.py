@@ -33,7 +33,7 @@ class RowBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class Positions:
-    """A query attends to the keys of its own document whose position is not after its own.
+    """A query attends to the keys of its own document up to its own position.
 
     Attributes:
         q_documents: Document of each query, ``int64 [Tq]``; a negative number for a query that attends to nothing.
@@ -119,7 +119,7 @@ def as_blocks(relation: Relation, queries: int, keys: int) -> list[RowBlock]:
     for block in relation:
         if not (0 <= block.q_start <= block.q_stop <= queries and 0 <= block.k_start <= block.k_stop <= keys):
             raise PlanError(f"{block} does not fit {queries} queries and {keys} keys", where="relation")
-        if block.causal:  # with more queries than keys the first queries see nothing
+        if block.causal:  # with more queries than keys, the first queries see no key
             size = min(block.q_stop - block.q_start, block.k_stop - block.k_start)
             block = block._replace(q_start=block.q_stop - size)
         if block.q_start < block.q_stop and block.k_start < block.k_stop:

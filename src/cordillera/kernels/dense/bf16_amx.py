@@ -47,7 +47,7 @@ def available() -> bool:
 
 @lru_cache(maxsize=32)
 def tile_shapes(rows: int) -> np.ndarray:
-    """Return the configuration of the tiles for so many rows, ``uint8 [64]``, which is not to be changed."""
+    """Return the tile configuration for ``rows`` rows, ``uint8 [64]``; callers must not modify it."""
     found = np.zeros(64, np.uint8)
     found[0] = 1  # palette
     columns = found[16:48].view(np.uint16)
@@ -82,7 +82,7 @@ def shape_tiles(typing_context: Any, shapes: Any) -> Any:
 
 @intrinsic
 def release_tiles(typing_context: Any) -> Any:
-    """Give up the tiles of this thread."""
+    """Release the tiles of this thread."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.call(_declared(builder, "llvm.x86.tilerelease", []), [])

@@ -152,9 +152,9 @@ def _add_products(builder: Any, total: Any, left: list[Any], right: list[Any]) -
 
 
 def _over_lanes(builder: Any, vectors: list[Any]) -> Any:
-    """Return a vector of the sums over the lanes of vectors, of which there are no more than lanes.
+    """Return a vector of the sums over the lanes of each of ``vectors``, which are at most as many as lanes.
 
-    Of each, the second half is added to the first, its second quarter to the first, and so on, two vectors at a time.
+    Halves of each vector are added, then quarters, and so on, two vectors at a time.
     """
     while len(vectors) & (len(vectors) - 1):
         vectors = [*vectors, vectors[-1]]
@@ -208,10 +208,10 @@ _tile_1_4, _tile_2_4, _tile_3_4, _tile_4_4 = (_tiles[rows, SIDE] for rows in ran
 
 @compiled()
 def fetched(weight: Any, weight_row: Any, outputs: Any, row: Any, rows: Any) -> tuple[Any, Any]:
-    """Return what a tile fetches meanwhile: the address, and how far it goes on with each register of weights.
+    """Return the address that a tile prefetches from, and the step per register of weights.
 
-    These are the weights of the next outputs, of which each tile of rows that needs the present ones fetches its share;
-    asked for by the first rows alone, they would be waited for.
+    A tile prefetches weights of the next outputs. All tiles of rows that use the current weights share this work;
+    prefetched by the first rows alone, the weights would arrive too late.
 
     Args:
         weight: Address of the tile's first weights.
@@ -219,7 +219,7 @@ def fetched(weight: Any, weight_row: Any, outputs: Any, row: Any, rows: Any) -> 
         row: First row of the tile.
         rows: Number of rows of all tiles.
     """
-    if _BY_PAIRS:  # those of the next tile, which are asked for by all rows
+    if _BY_PAIRS:  # weights of the next tile, prefetched by all rows
         return weight + SIDE * weight_row, np.int64(64)
     shares = (rows + _ROWS - 1) // _ROWS
     return weight + outputs * weight_row + row // _ROWS * weight_row // shares, (32 + shares - 1) // shares
@@ -252,7 +252,7 @@ def tile_of_four(
         x: Address of ``bfloat16 [rows, 32 steps]``, or of what :func:`lay_out` made of it, rows ``x_row`` bytes apart.
         weight: Address of ``bfloat16 [4, 32 steps]``, rows ``weight_row`` bytes apart.
         out: Address of ``bfloat16 [rows, 4]``, rows ``out_row`` bytes apart.
-        ahead: What :func:`fetched` returns, like the last argument.
+        ahead: First result of :func:`fetched`; the last argument is the second.
     """
     if rows == 4:
         _tile_4_4(x, x_row, weight, weight_row, steps, out, out_row, ahead, ahead_step)

@@ -53,11 +53,11 @@ LAYERS = (
 )
 """Linear layers of a block."""
 EXTRAS = tuple(f"attention.{name}" for name in ("query_bias", "key_bias", "value_bias", "query_norm", "key_norm"))
-"""What some blocks have: biases of the first three layers, norms of each head of the first two."""
+"""Optional parameters of a block: biases of the first three layers, norms of each head of the first two."""
 
 _HIGHEST, _TO_TWO = np.float32(127.0), np.float32(-1.4426950408889634)
 _BITS = np.uint16(0)  # has the type of bfloat16's bits
-_PHASES = 6  # of a block
+_PHASES = 6  # phases of a block
 
 
 class PagedRows(NamedTuple):
@@ -79,7 +79,7 @@ class PagedRows(NamedTuple):
 
 @intrinsic
 def _load(typing_context: Any, address: Any, number: Any) -> Any:
-    """The bits of a bfloat16 after so many others at an address."""
+    """Load the bits of the bfloat16 at index ``number`` from ``address``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], ir.IntType(16).as_pointer())
@@ -154,16 +154,16 @@ def _add(x: Any, more: Any, out: Any, column: Any) -> None:
 
 @compiled()
 def _pieces(blocks: Any, threads: Any) -> Any:
-    """Return the number of blocks of a piece, of which there is one for each thread, and that of pieces.
+    """Return the number of blocks per piece, with one piece per thread, and the number of pieces.
 
-    More and shorter ones would end their streams of weights too often.
+    More and shorter pieces would interrupt the streams of weights too often.
     """
     size = (blocks + threads - 1) // threads
     return size, (blocks + size - 1) // size
 
 
-# Each of the functions below is what one thread does in a phase. Its inputs do not change until all pieces are done, so
-# they are read after a piece was taken: a thread that comes late, and finds none, may see what later phases write.
+# Each function below is the work of one thread in a phase. The inputs do not change until all pieces are done, so a
+# thread reads them only after it has taken a piece: a late thread, which gets none, could see writes of later phases.
 
 
 @compiled()
@@ -285,7 +285,7 @@ def _close(
 def _go_through(
     rows: Any, weights: Any, cached: Any, taps: Any, counters: Any, shapes: Any, scratch: Any, memory: Any, threads: Any
 ) -> None:
-    """Do one thread's share of all blocks; arrays are those of :func:`_blocks`, borrowed."""
+    """Compute one thread's share of all blocks; the arrays of :func:`_blocks` are borrowed."""
     x, y, heads, attended, inner = rows
     (norms, eps, layers, extras), (tapped, of_block), (normed, found, halves, attention) = weights, taps, memory
     data, sequences, tables, seen, cos, sin, scale, items = cached
@@ -341,7 +341,7 @@ def _blocks(
             :data:`EXTRAS`, 0 for those that there are not.
         cached: Fields of :class:`PagedRows`, cosines and sines of positions, and the factor of scores.
         taps: Memory for blocks' outputs, and the place in it of each block's, or -1.
-        counters: Those of all phases.
+        counters: Counters of all phases.
         shapes: Configuration of AMX's tiles; None without AMX.
         memory: Memory of :func:`~cordillera.kernels.dense.tiled_products.scratch_memory`.
     """
@@ -386,7 +386,7 @@ class _Described:
         # what lies under a name in a dictionary: modules and tensors
         self._held: tuple[list[Any], list[Any], list[Any]] = ([blocks._modules], [str(number)], [block])
         self._weights, self._places = list[Tensor](), list[int]()
-        self._memory = list[Tensor]()  # at these places, also if layers get other weights
+        self._memory = list[Tensor]()  # keeps the tensors at these addresses alive, even if layers get other weights
         for name in (*NORMS, *LAYERS, *EXTRAS):
             module = block
             if name in EXTRAS and not hasattr(block.get_submodule("attention"), name.rpartition(".")[2]):

@@ -108,7 +108,7 @@ def _multiply(x: Tensor, weight: Any) -> Tensor:
     return out
 
 
-_MULTIPLE = 32  # of rows: torch makes code for each number of them, which takes time and memory, and keeps it
+_MULTIPLE = 32  # rows are padded to a multiple: torch compiles and caches code for each number of rows
 
 
 def many_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class FewRowsLinear(nn.Linear):
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
         self.weight = weight
-        self._array: tuple[int, Any] = (0, None)  # of the weight, and its address: making it takes as long as a product
+        self._array: tuple[int, Any] = (0, None)  # address and array of the weight, cached as costly to make
 
     def forward(self, x: Tensor) -> Tensor:
         is_single = x.dtype == torch.float32 == self.weight.dtype and x.device.type == "cpu"

@@ -49,7 +49,7 @@ class PackedRows(NamedTuple):
 
 
 def is_fast() -> bool:
-    """Return whether products take no longer than those of bfloat16 weights here."""
+    """Return whether products are as fast as with bfloat16 weights on this machine."""
     return available()
 
 

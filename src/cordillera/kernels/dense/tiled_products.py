@@ -61,14 +61,14 @@ _ALL = ir.VectorType(_SHORT, GROUP)
 
 
 def _at(builder: Any, base: Any, step: Any, size: int, offset: int, kind: Any) -> Any:
-    """Pointer to what is ``size`` bytes a step after a base, and ``offset`` further."""
+    """Pointer to ``base + step * size + offset``, in bytes."""
     place = builder.add(builder.add(base, builder.mul(step, _WIDE(size))), _WIDE(offset))
     return builder.inttoptr(place, kind.as_pointer())
 
 
 @compiled()
 def scale_bytes(bits: Any) -> Any:
-    """Return the bytes of the scale of a group with codes of so many bits, and of its least weight, if it has one."""
+    """Return the bytes of a group's scale, and of its least weight, for codes of ``bits`` bits."""
     return 4 if bits == 4 else 2
 
 
@@ -98,7 +98,7 @@ def _declared(builder: Any, name: str, result: Any, given: list[Any]) -> Any:
 
 
 def _mixed(builder: Any, first: Any, second: Any, places: list[int]) -> Any:
-    """Choose elements of two vectors, those of the second counted after those of the first."""
+    """Select elements of two concatenated vectors by index."""
     return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_WORD, len(places)), places))
 
 
@@ -120,7 +120,7 @@ _TABLE = ([*range(16)],) if multiplies_pairs() else ([*range(4), *range(8, 12)],
 
 
 def _chosen(builder: Any, table: list[Any], codes: Any) -> Any:
-    """Choose of sixteen float32, rounded, those whose numbers are the lower, then the upper halves of sixteen bytes.
+    """Look up sixteen table entries by the low, then by the high four bits of sixteen bytes.
 
     Args:
         table: Vectors with the float32 of :data:`_TABLE`.
@@ -156,7 +156,7 @@ def _chosen(builder: Any, table: list[Any], codes: Any) -> Any:
 
 
 def _unpacked(builder: Any, bits: int, codes: Any, scales: Any, group: Any) -> Any:
-    """Unpack a group of codes of so many bits, by its scale and least weight in float32; both begin at addresses."""
+    """Unpack a group of ``bits``-bit codes with its float32 scale and least weight; both are given by address."""
 
     def load(offset: int) -> Any:
         return builder.load(_at(builder, codes, group, 4 * bits, offset, _BYTES), align=1)
@@ -185,7 +185,7 @@ def _unpacked(builder: Any, bits: int, codes: Any, scales: Any, group: Any) -> A
 
 
 def _unpack(bits: int) -> Any:
-    """Make the function that unpacks groups of codes of so many bits; see :data:`_unpack_four`."""
+    """Make the function that unpacks groups of ``bits``-bit codes; see :data:`_unpack_four`."""
 
     @intrinsic
     def generated(typing_context: Any, codes: Any, scales: Any, groups: Any, out: Any) -> Any:
@@ -209,7 +209,7 @@ _unpack_four, _unpack_eight = _unpack(4), _unpack(8)
 
 
 def _packed_products(bits: int, is_double: bool) -> Any:
-    """Make the function for codes of so many bits and up to sixteen rows, or more; see :data:`_PRODUCTS`."""
+    """Make the function for ``bits``-bit codes and up to sixteen rows, or more; see :data:`_PRODUCTS`."""
 
     @intrinsic
     def generated(
@@ -351,7 +351,7 @@ def _parts(rows: int, inner: int) -> tuple[int, ...]:
 
 
 def scratch_memory(threads: int, rows: int, inner: int) -> Any:
-    """Return the memory that threads need for :func:`outputs_of`, for up to so many inputs, ``uint8 [threads, n]``."""
+    """Return scratch memory for :func:`outputs_of` with up to ``inner`` inputs, ``uint8 [threads, n]``."""
     size = _parts(rows, inner)[-1]
     memory = np.empty(threads * size + 64, np.uint8)
     begin = -memory.ctypes.data % 64
@@ -366,10 +366,10 @@ def scratch_of(memory: Any, rows: int, inner: int) -> Any:
     return (
         memory[:weights],  # unpacked weights
         memory[weights:sums],  # their scales
-        memory[sums:others].view(np.float32).reshape((2, OUTPUTS, first)),  # of the first and of further rows
+        memory[sums:others].view(np.float32).reshape((2, OUTPUTS, first)),  # sums: first rows, further rows
         memory[others:halves].view(np.float32).reshape((2, OUTPUTS, second)),
         memory[halves:pairs].view(np.uint16),
-        memory[pairs : pairs + 2 * inner * first].view(np.int32).reshape((inner // 2, first)),  # of inputs, as above
+        memory[pairs : pairs + 2 * inner * first].view(np.int32).reshape((inner // 2, first)),  # input pairs: likewise
         memory[more : more + 2 * inner * second].view(np.int32).reshape((inner // 2, second)),
         memory[wide:end].view(np.float32).reshape((_laid_out(rows), inner)),
     )
@@ -431,7 +431,7 @@ def outputs_of(layer: Any, block: Any, x: Any, scratch: Any, out: Any, start: An
             for i in range(0, OUTPUTS, SIDE):
                 to, of_rows = of_out + 2 * (start + row * stride + i), of_x + row * x_row
                 some, weights = min(SIDE, rows - row), own + i * of_row
-                ahead, step = weights, np.int64(0)  # what has been unpacked is not fetched
+                ahead, step = weights, np.int64(0)  # unpacked tiles need no prefetch
                 if bits == WHOLE:
                     ahead, step = fetched(weights, of_row, OUTPUTS, row, rows)
                 tile_of_four(some, of_rows, x_row, weights, of_row, steps, to, np.int64(2 * stride), ahead, step)

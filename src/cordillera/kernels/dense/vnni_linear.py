@@ -28,9 +28,9 @@ from cordillera.kernels.numba_support import extent, started, threads_for
 _INFINITY = 0x7F800000  # the bits of infinity; those of NaN are larger
 _PANEL_BYTES = 1 << 17  # bytes of codes made at a time: with a block of weights they half fill the second-level cache
 _PANEL_ROWS = 16 * ROWS
-_PARALLEL_PRODUCTS = 1 << 21  # with fewer products, waking other threads costs more than it saves
-_PARALLEL_VALUES = 1 << 17  # the same limit for the search of the smallest and largest value
-_ROWS_TO_DIVIDE = 8 * ROWS  # with fewer rows threads divide the outputs, so that each reads its own weights
+_PARALLEL_PRODUCTS = 1 << 21  # least number of products for which other threads are worth waking
+_PARALLEL_VALUES = 1 << 17  # the same limit for the minimum and maximum, in values
+_ROWS_TO_DIVIDE = 8 * ROWS  # least number of rows to divide among threads; fewer rows divide the outputs
 
 
 @intrinsic

@@ -148,7 +148,7 @@ def _distinct(keys: Any, origin_bits: int) -> Any:
     """Return the distinct rows of sorted keys, and the start of each one's keys, with their end."""
     rows, begins = np.empty(keys.size, np.int64), np.empty(keys.size + 1, np.int64)
     count, before = 0, np.int64(-1)
-    for p in range(keys.size):  # without branches, which no processor would foresee
+    for p in range(keys.size):  # branchless, as branches would be mispredicted
         row = keys[p] >> origin_bits
         rows[count], begins[count] = row, p
         count += row != before

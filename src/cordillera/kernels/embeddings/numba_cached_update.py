@@ -45,12 +45,12 @@ _LRU = POLICIES["lru"]
 _DIRTY, _IN_USE = np.uint8(1), np.uint8(2)
 _MOST = 255  # largest count of a row, in the cache or not: an older one with a larger count would never make room
 _GRADIENT, _ROW = 1, 2
-_MAGNITUDE, _INFINITY = np.int64(0x7FFFFFFFFFFFFFFF), np.int64(0x7FF0000000000000)  # of float64
+_MAGNITUDE, _INFINITY = np.int64(0x7FFFFFFFFFFFFFFF), np.int64(0x7FF0000000000000)  # bits of float64
 
 
 @compiled()
 def _victim(tags: Any, ranks: Any, states: Any, home: int) -> int:
-    """Slot of a set to give away: an empty one, else that of the lowest rank which is not in use, else -1."""
+    """Return the slot of a set to evict: an empty one, else the unused one of lowest rank, else -1."""
     ways, values, marks = tags[home], ranks[home], states[home]
     chosen = -1
     for way in range(WAYS):

@@ -4,7 +4,7 @@ The map is an array ``words``, ``int64 [2 * entries]``: each entry is an id and 
 bucket, which fills a cache line. The number of entries is a power of two. A payload is 0 for an empty entry, else
 ``(table + 1) << 47 | content``, where the content is the number of the id's row, or, for an id without a row,
 ``2**46 | count << 38 | stamp``. The search for an id begins at an entry given by a hash, goes round its bucket, and
-then through the next buckets, up to an empty entry. Entries are never removed: a map without them is built anew.
+then through the next buckets, up to an empty entry. Entries are never removed; eviction builds a new map.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COUNT_MASK = 0xFF
 USED, FREE, FILLED, NEW = 0, 1, 2, 3  # counters of `admit`
 _SOON = 16  # ids to look ahead, a power of two
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
-_1, _2, _IN_BUCKET, _BUCKET = np.uint64(1), np.uint64(2), np.uint64(7), np.uint64(8)  # in words
+_1, _2, _IN_BUCKET, _BUCKET = np.uint64(1), np.uint64(2), np.uint64(7), np.uint64(8)  # in units of words
 _16, _24_BITS = np.uint64(16), np.uint64(0xFFFFFF)
 _STEP, _TURN = 2.0**-24, 2.0 * np.pi
 

@@ -65,7 +65,7 @@ class SparseOptimizer(BaseModel):
 
 
 _PLAIN = SparseOptimizer(name="sgd")
-_MARKED = 32  # rows to mark for each row looked up, up to which marking is faster than sorting
+_MARKED = 32  # largest ratio of table rows to lookups at which marking is faster than sorting
 
 
 @dataclass(frozen=True)

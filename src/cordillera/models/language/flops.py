@@ -20,7 +20,7 @@ from cordillera import topology
 from cordillera.models.language.llama import LlamaConfig
 
 _MATRIX = 1024  # rows of the factors with which a peak is measured
-_PRODUCTS = 5  # of which the fastest counts
+_PRODUCTS = 5  # products per measurement; the fastest counts
 
 # Drivers' names of the devices of shipped clusters. An H200 is an H100 with more memory.
 _CALLED = {
@@ -44,7 +44,7 @@ class Peak(NamedTuple):
 def flops_per_token(config: LlamaConfig) -> int:
     """Return the operations of forward and backward for a token without attention's core: 6 for each such parameter.
 
-    The embedding is a lookup and does not count; the head does, tied or not. Of experts, those that a token goes to do.
+    The embedding is a lookup and does not count; the head does, tied or not. Only the experts that a token uses count.
     """
     attention = 2 * config.hidden * config.head_width * (config.heads + config.kv_heads)
     router = 0 if config.experts is None else config.hidden * config.experts.count

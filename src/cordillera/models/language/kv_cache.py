@@ -59,7 +59,7 @@ class KVCache:
         self.data = torch.empty(shape, dtype=dtype, device=device)
 
     def pages_for(self, tokens: int) -> int:
-        """Return the number of pages that so many tokens of a sequence take."""
+        """Return the number of pages that ``tokens`` tokens of a sequence take."""
         return -(-tokens // self.page)
 
     @property
@@ -115,7 +115,7 @@ class KVCache:
         return page
 
     def pages_needed(self, sequence: int, tokens: int) -> int:
-        """Return how many free pages a sequence takes to grow by so many tokens."""
+        """Return the number of free pages that a sequence needs to grow by ``tokens`` tokens."""
         own, length = self.tables[sequence], self.lengths[sequence]
         return max(0, self.pages_for(length + tokens) - len(own)) + self._writes_to_shared(sequence, tokens)
 
@@ -260,7 +260,7 @@ class Extension:
                     trees = torch.from_numpy(np.stack([_seen(new, one) for one in parents[held]])).to(device)
                 pages = torch.tensor([table[: cache.pages_for(total)] for table in cache.tables[held]], device=device)
                 places = torch.arange(total - new, total, device=device)
-                # Of a layer's keys or values as a table, the row of each head of each token.
+                # Row of each head of each token, in a layer's keys or values seen as a table.
                 rows = pages[:, places // page, None] * heads + torch.arange(heads, device=device)
                 slots = (rows * page + (places % page)[:, None]).flatten()
                 new_rows = slice(start, start + count * new)

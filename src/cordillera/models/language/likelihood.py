@@ -54,7 +54,7 @@ def token_log_probabilities(
 
 
 def _split(x: Tensor, rows: int) -> tuple[Tensor, ...]:
-    """Parts of at most so many rows, nearly equal, so that none is of one or two."""
+    """Split into nearly equal parts of at most ``rows`` rows, so that no part has only one or two."""
     return x.tensor_split(-(-len(x) // rows))
 
 

@@ -187,7 +187,7 @@ def _adapter_count(config: LlamaConfig) -> int:
     if config.adapter is None:
         return 0
     heads, kv_heads = config.heads * config.head_width, config.kv_heads * config.head_width
-    other = {"query": heads, "key": kv_heads, "value": kv_heads, "output": heads}  # beside the residual stream
+    other = {"query": heads, "key": kv_heads, "value": kv_heads, "output": heads}  # widths other than hidden
     widths = [config.hidden + other.get(name, config.ffn) for name in config.adapter.layers]
     return config.layers * config.adapter.rank * sum(widths)
 
@@ -353,7 +353,7 @@ class Llama(nn.Module):
     restoring then.
 
     Attributes:
-        few: What computes few rows in one call, for decoding; None to compute them by layers.
+        few: Kernel that computes few rows in one call, for decoding; None to compute them by layers.
     """
 
     Config = LlamaConfig
@@ -455,7 +455,7 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
-        """Draw all weights anew.
+        """Initialise all weights at random.
 
         The paper does not describe the initialization. Matrices are normal with standard deviation 0.02. Those that
         write into the residual stream have ``0.02 / sqrt(2 layers)`` (Radford et al. 2019, section 2.3), so that its
@@ -477,7 +477,7 @@ class Llama(nn.Module):
 
 @torch.no_grad()
 def draw_weight(weight: Tensor, name: str, config: LlamaConfig, seed: int = 0) -> None:
-    """Draw one whole weight anew from ``seed``, as :meth:`Llama.init_weights` does, independently of all other weights.
+    """Draw one whole weight from ``seed``, as :meth:`Llama.init_weights` does, independently of all other weights.
 
     Args:
         weight: Weight of the model of ``config``, ``[out, in]`` or ``[width]``, which is filled.
@@ -488,7 +488,7 @@ def draw_weight(weight: Tensor, name: str, config: LlamaConfig, seed: int = 0) -
         weight.fill_(float(is_norm))
         return
     residual = name.removesuffix(".weight").endswith(("attention.output", "feed_forward.down", "shared.down"))
-    residual = residual and not name.startswith(DRAFT)  # whose residual stream is short
+    residual = residual and not name.startswith(DRAFT)  # a drafter's residual stream is short
     deviation = 0.02 / math.sqrt(2 * config.layers) if residual else 0.02
     # Each weight has its own stream, so that a device draws only the weights that it holds. Generators use 32 bits.
     generator = torch.Generator(weight.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))

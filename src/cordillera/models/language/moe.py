@@ -63,7 +63,7 @@ class ExpertTraining(BaseModel):
         balance_loss: Factor of the balance loss: over each document, ``E / k`` times the sum over experts of the
             fraction of choices and the mean share, which is 1 if both are even.
         z_loss: Factor of the mean square of the log-sum-exp of a token's router logits (Zoph et al. 2022, equation 5).
-        keeps: What is kept of the experts for the backward pass; see :func:`~cordillera.kernels.moe.expert_mlp`.
+        keeps: Policy of expert tensors to keep for the backward pass; see :func:`~cordillera.kernels.moe.expert_mlp`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -162,7 +162,7 @@ class ExpertLayer(nn.Module):
         shared: Net that every token goes through, or None.
 
     Attributes:
-        keeps: What is kept for the backward pass.
+        keeps: Policy of tensors to keep for the backward pass.
         products: Function that computes the experts; ranks that hold a part of them each replace it.
     """
 

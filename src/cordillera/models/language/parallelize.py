@@ -112,7 +112,7 @@ def parallelize(
     if parallel.recompute != "none":
         for block in stage.blocks:
             _recompute(block if parallel.recompute == "full" else block.feed_forward)
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # which takes a second too
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # this import takes a second
 
     param_dtype = None if precision == "fp32" else compute_dtype(precision)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)

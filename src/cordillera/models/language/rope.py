@@ -20,8 +20,8 @@ Divisor: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class RopeScaling(BaseModel):
     """Scaling of the rotary frequencies, for contexts longer than those of early training.
 
-    A number turns so many times in ``original_context`` tokens. Slow frequencies are divided by ``factor``, fast ones
-    are kept, and those between are blended.
+    The number of turns of a frequency is counted over ``original_context`` tokens. Slow frequencies are divided by
+    ``factor``, fast ones are kept, and those between are blended.
 
     Attributes:
         rope_type: Kind of scaling: ``llama3`` (Llama 3.1 and later) blends by the number of turns; ``yarn`` by the
@@ -33,7 +33,7 @@ class RopeScaling(BaseModel):
         beta_slow: Number of turns below which a frequency of ``yarn`` is slow.
         beta_fast: Number of turns above which a frequency of ``yarn`` is kept.
         short_factor: Divisors of the frequencies of ``longrope`` in models whose context is the original one.
-        long_factor: Those in models with a longer context.
+        long_factor: Divisors of the frequencies of ``longrope`` in models with a longer context.
         attention_factor: Factor of cosines and sines; None for ``0.1 log(factor) + 1`` of ``yarn``, and
             ``sqrt(1 + log(factor) / log(original_context))`` of ``longrope``.
         original_context: Length of a sequence in early training, in tokens; not used by ``linear``.

@@ -31,7 +31,7 @@ from cordillera.models.language.rope import rope_table
 NO_IMAGE = -1
 """Number of the image of a document that has none."""
 
-_MEAN, _DEVIATION = 0.25, 0.25  # of pixels, which are scaled by them
+_MEAN, _DEVIATION = 0.25, 0.25  # mean and deviation by which pixels are normalised
 
 _Size = Annotated[int, Field(ge=1, le=2**20)]
 
@@ -279,7 +279,7 @@ class VisionLlama(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
-        """Draw the weights of the encoder and the adapter anew; gates become zero.
+        """Initialise the weights of the encoder and the adapter at random, and the gates with zero.
 
         Matrices are normal with a variance of one over their inputs, so that a vector keeps its length, and positions
         have standard deviation 0.02. The language model is not changed.

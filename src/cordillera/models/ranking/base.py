@@ -133,7 +133,7 @@ class DeepModel(RankingModel):
 
 
 class EmbeddingLayer(nn.Module):
-    """First embeddings ``X_0`` of DHEN and Wukong: those of the dense inputs, followed by those of the sparse ones.
+    """First embeddings ``X_0`` of DHEN and Wukong: embeddings of dense inputs, then of sparse inputs.
 
     Args:
         num_dense: Number of dense inputs; with 0 there are no dense embeddings.

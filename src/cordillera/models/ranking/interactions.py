@@ -351,7 +351,7 @@ class EmbeddingAttention(nn.Module):
         projected = self.query_key_value(x)  # [B, n, 3 d]
         split = for_batched_matmul(projected).unflatten(-1, (3, self.heads, -1))  # [B, n, 3, heads, d / heads]
         query, key, value = split.permute(2, 0, 3, 1, 4).flatten(1, 2)  # each [B * heads, n, d / heads]
-        # with tens of embeddings the scores are small, and a plain softmax is faster than fused kernels for long inputs
+        # Tens of embeddings have few scores, for which a plain softmax is faster than fused kernels for long inputs.
         scores = batched_matmul(query * (query.shape[-1] ** -0.5), key.mT)  # [B * heads, n, n]
         mixed = batched_matmul(scores.float().softmax(-1).to(value.dtype), value)  # [B * heads, n, d / heads]
         mixed = mixed.unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(2)  # [B, n, d]

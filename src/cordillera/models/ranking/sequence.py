@@ -214,7 +214,7 @@ class SequenceModel(DNN):
     def __init__(self, config: SequenceConfig, features: FeatureSpec, tables: TablesConfig) -> None:
         _check_features(config, features)
         super().__init__(config, features, tables)
-        self.tables.unpooled(config.candidate, torch.zeros(0, dtype=torch.int64))  # complain now
+        self.tables.unpooled(config.candidate, torch.zeros(0, dtype=torch.int64))  # raises errors early
         self.histories = nn.ModuleList(self._encoder() for _ in config.sequences)
         names = [feature.name for feature in features.sparse]
         self.places = [names.index(name) for name in config.sequences]

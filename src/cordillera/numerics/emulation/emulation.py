@@ -313,7 +313,7 @@ class EmulatedProducts(TorchDispatchMode):
         if packet in _ALONE:
             result = result.sum(0) if packet in (_aten.addbmm, _aten.addbmm_) else result
             result = result * kwargs.get("alpha", 1)
-            if kwargs.get("beta", 1) != 0:  # by definition, a factor of zero ignores even NaN
+            if kwargs.get("beta", 1) != 0:  # by definition, a beta of 0 ignores the input, even NaN
                 result = result + args[0] * kwargs.get("beta", 1)
         if "out" in kwargs:
             return kwargs["out"].resize_(result.shape).copy_(result)

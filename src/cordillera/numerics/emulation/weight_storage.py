@@ -33,11 +33,11 @@ def join(upper: Tensor, lower: Tensor) -> Tensor:
 
 
 class WeightStorage:
-    """Storage of weights as :attr:`EmulationConfig.weights` says, around any optimizer.
+    """Storage of weights by :attr:`EmulationConfig.weights`, around any optimizer.
 
     Between updates the given tensors hold the values for computation: numbers of the format, times a scale of their row
     or block if the format has scales. They get their full precision back by :meth:`before_update` and lose it again by
-    :meth:`after_update`. With scales, they always hold a float32 master, which each product scales and rounds anew.
+    :meth:`after_update`. With scales, they always hold a float32 master, which each product scales and rounds again.
 
     Args:
         weights: float32 tensors by name, changed in place; stochastic rounding depends on the order of the names.

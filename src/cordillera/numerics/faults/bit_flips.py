@@ -172,7 +172,7 @@ class Region:
         return self.stored.view(_WORDS[self.stored.dtype.itemsize])
 
     def beyond(self, bits: Sequence[int]) -> NumericsError:
-        """Return the error for addresses ``bits`` of which one is outside the region."""
+        """Return the error for addresses ``bits`` that are not all inside the region."""
         return NumericsError(f"has bits 0 to {self.num_bits - 1}, asked for {list(bits)}", where=self.name)
 
     def locate(self, bits: Tensor) -> tuple[Tensor, Tensor]:

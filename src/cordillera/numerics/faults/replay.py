@@ -1,10 +1,10 @@
 """Joint evaluation of many faults of one layer, from the corrupted layer on.
 
 The part of a model before the first use of the corrupted tensor is computed once for all faults, and the rest runs over
-a batch of faults (``torch.vmap``). Of a linear layer or a convolution, only the outputs that depend on the corrupted
-row are recomputed, from that row; of an embedding table, only the row that was hit. Values, NaN and infinities are
-those of the flipped model up to the order of additions. If this order could matter, because an output is within
-``tolerance`` of changing its decision, the fault is judged again by flipping the bits in the model and running it.
+a batch of faults (``torch.vmap``). For a linear layer or a convolution, only the outputs that depend on the
+corrupted row are recomputed, from that row; for an embedding table, only the row that was hit. Values, NaN and
+infinities equal those of the flipped model up to the order of additions. If this order could matter, because an output
+is within ``tolerance`` of changing its decision, the fault is evaluated again by flipping the bits in the model.
 """
 
 from __future__ import annotations

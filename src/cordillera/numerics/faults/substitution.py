@@ -31,7 +31,7 @@ def _is_rowwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], te
 
 
 class Trace(TorchFunctionMode):
-    """Record of which operators read which tensors, and of the number of values that they computed."""
+    """Record of the tensors that operators read, and of the number of values that they computed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ def cast_facts(device: str = "cpu") -> CastFacts:
 
 
 def self_test(device: str = "cpu") -> CastFacts:
-    """Return the behaviour of torch's casts; raise an error if it is that of no known version."""
+    """Return the behaviour of torch's casts; raise an error if it matches no known version."""
     facts = cast_facts(device)
     wrong = []
     if not facts.bf16_exact:

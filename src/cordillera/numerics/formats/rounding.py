@@ -170,7 +170,7 @@ def round_to(
     bits = x.contiguous().view(source.integer)
     drop = _constant_drop(source, format)
     if rounding is Rounding.toward_zero and drop is not None and not flush_subnormals:
-        cut = (bits >> drop) << drop  # infinity stays infinity
+        cut = (bits >> drop) << drop  # preserves infinity
         return cut.bitwise_or_(x.isnan().to(source.integer).mul_(source.quiet)).view(x.dtype)
     magnitude = bits & ~source.sign
     rounded = _round_magnitude(magnitude, source, format, rounding, random)
@@ -301,7 +301,7 @@ def encode(
     significand = (magnitude & ((1 << width) - 1)) | (1 << width)
     codes = (below << format.mantissa_bits) + (significand >> lost)
     if format.is_scale:
-        codes -= 1  # without subnormal numbers, the first code is the smallest normal value
+        codes -= 1  # without subnormals, the first code is the smallest normal value
     codes.masked_fill_(magnitude == 0, 0)
     nan = rounded.isnan()
     if format.infinity_code is not None:

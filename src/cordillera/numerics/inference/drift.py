@@ -194,7 +194,7 @@ class DriftCheck:
         return 2 * sum(map(len, reference.boundaries)) + 2 * len(reference.shares) + 1
 
     def update(self, numbers: Tensor, true: Tensor | None = None, groups: Tensor | None = None) -> None:
-        """Add samples to the window; the arguments are those of :meth:`DriftReference.of`."""
+        """Add samples to the window; see :meth:`DriftReference.of` for the arguments."""
         true = torch.zeros(len(numbers), 0, dtype=torch.bool) if true is None else true
         self._window.update(numbers, true, groups)
 
@@ -304,7 +304,7 @@ class _Window:
         """Ratio of the variance of each mean over groups to the variance with independent samples, at least 1."""
         known = self._sizes > 0
         sums, sizes, count = self._sums[known], self._sizes[known], float(self._sizes.sum())
-        if len(sizes) < 2:  # with one group no difference can be estimated; it counts as one sample
+        if len(sizes) < 2:  # one group gives no estimate of the variance; it counts as one sample
             return np.full(len(self._square), max(1.0, count))
         mean = sums.sum(0) / count
         between = np.square(sums - sizes[:, None] * mean).sum(0) * len(sizes) / (len(sizes) - 1)

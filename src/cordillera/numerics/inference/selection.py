@@ -127,7 +127,7 @@ def select(parts: Sequence[Part], evaluate: Evaluate, budget: float) -> Selectio
     alone = {part.name: run({**full, part.name: 0}) for part in parts if full[part.name]}
 
     def worth(part: Part) -> float:
-        """Return the quality that a part costs for what it saves; parts that cost nothing come last."""
+        """Return the quality lost per unit of cost saved by a part; parts that lose nothing come last."""
         return alone[part.name].mean / max(part.costs[-1] - part.costs[0], 1e-12)
 
     worst = sorted((part for part in parts if part.name in alone), key=lambda part: (-worth(part), part.name))

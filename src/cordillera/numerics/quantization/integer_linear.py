@@ -86,7 +86,7 @@ def make_weight(
         raise NumericsError(f"sums of {inner} products may leave int32 (at most {_MOST_INNER})", where=name)
     check_parameters(scale, zero_point, INT8, where=f"{name}: scale")
     if bias is not None:
-        check_finite(bias.float(), f"{name}: bias")  # as stored; a float64 bias may overflow float32
+        check_finite(bias.float(), f"{name}: bias")  # checked in float32, as stored: a float64 bias may overflow
     offset = codes.sum(1, dtype=torch.int64)
     if zero_point is not None:
         offset = offset - inner * zero_point.long()

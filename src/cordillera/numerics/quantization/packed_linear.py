@@ -12,10 +12,10 @@ from cordillera.numerics.quantization.quantizers import check_finite
 
 
 def pack_rows(weight: Tensor, bits: int) -> PackedRows:
-    """Round a weight to codes, of which each group of 32 inputs has a scale.
+    """Round a weight to codes with one scale per group of 32 inputs.
 
     Four bits divide the range of a group into 15 equal steps, as GGUF's Q4_1; eight bits are symmetric, as Q8_0. An
-    error is at most half a step, and what rounding scales to float16 adds.
+    error is at most half a step, plus the error of scales rounded to float16.
 
     Args:
         weight: Weight, ``[outputs, inner]``, whose shape :func:`~cordillera.kernels.dense.tiled_products.takes` allows.

@@ -23,7 +23,7 @@ from cordillera.numerics.quantization.integer_linear import UINT8, LinearWeight,
 from cordillera.numerics.quantization.quantizers import AffineParameters, check_finite, check_parameters
 
 _FLOAT_BELOW_FUSED = 1 << 13
-_FEW_INPUTS, _FEW_OUTPUTS = 32, 16  # below, a kernel of eight bits spends its time on something else than products
+_FEW_INPUTS, _FEW_OUTPUTS = 32, 16  # sizes below which an eight-bit kernel is dominated by overhead
 _MOST_FEW = 1 << 20  # weights up to which such a layer keeps float32
 
 
@@ -41,9 +41,9 @@ class LinearConfig:
             products may saturate (:func:`~cordillera.numerics.quantization.engines.saturates`).
         float_below: Number of products (rows times inputs times outputs) up to which a layer multiplies in float32
             instead, as calls of a few microseconds have nothing to gain; at most 8192 if the whole layer is one kernel
-            (:mod:`~cordillera.kernels.dense.vnni_linear`). Layers with at most so many weights also keep them in
-            float32. Layers of fewer than 32 inputs or 16 outputs always multiply so, as eight bits are slower there;
-            with 0, no layer does.
+            (:mod:`~cordillera.kernels.dense.vnni_linear`). Layers with at most this number of weights also
+            keep them in float32. Layers of fewer than 32 inputs or 16 outputs always multiply in float32, as eight bits
+            are slower there; with 0, no layer does.
         estimator: Name of the method, from :data:`~cordillera.numerics.quantization.range_estimators.ESTIMATORS`, for
             callers that calibrate ranges of inputs; a layer takes ranges as they are.
     """

@@ -117,7 +117,7 @@ def choose_affine(
     if power_of_two:
         mantissa, exponent = torch.frexp(scale)
         scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
-    floor = torch.tensor(SMALL_SCALE)  # in float32, as in FBGEMM
+    floor = torch.tensor(SMALL_SCALE)  # rounded to float32, as in FBGEMM
     small = scale < floor.double()
     amplifier = floor / scale.float()
     full = floor * (highest - lowest)

@@ -202,7 +202,7 @@ ESTIMATORS: dict[str, Callable[[RunningHistogram, int, bool], tuple[float, float
 def estimate(
     histogram: RunningHistogram, format: IntegerFormat, estimator: str = "minmax", *, symmetric: bool = False
 ) -> AffineParameters:
-    """Return scale and zero point for the values of a histogram; an empty one gives those of all zeros.
+    """Return scale and zero point for the values of a histogram; an empty one counts as all zeros.
 
     Raises:
         NumericsError: If there is no such estimator.

@@ -1,4 +1,4 @@
-"""Linear layer in eight bits with a range of its own for each input row.
+"""Eight-bit linear layer with a separate range for each input row.
 
 Ranges of a whole batch make the result of a row depend on the rows beside it. Here a row is quantised as
 ``linear_dynamic`` of torch would quantise it alone, and sums are whole numbers, so that results are exact functions of

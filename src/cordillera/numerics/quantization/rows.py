@@ -194,7 +194,7 @@ def _check_half(x: Tensor, low: Tensor, high: Tensor, scale: Tensor, bias: Tenso
 def _round(scaled: Tensor, levels: int, random: Tensor | None) -> Tensor:
     if random is None:
         return scaled.round().clamp_(0, levels).to(torch.uint8)
-    # in float64 neither the random number nor its sum with a code is rounded to the next code
+    # In float64, neither the random number nor its sum with a code is rounded up to the next code.
     return (scaled.double() + random.double() * 2.0**-32).floor().clamp_(0, levels).to(torch.uint8)
 
 

@@ -39,9 +39,9 @@ MICROBATCHES = (1, 2, 4, 8)  # sequences per microbatch
 _NEIGHBOURS = 4  # neighbours of a plan in each respect that the local search tries
 _SHORTEST_PART = 2048  # least tokens of a sequence on a device if sequences are cut
 _EFFORT = 0.25  # effort for making a schedule, relative to a search of schedules alone
-_LITTLE = 0.005  # part of a step: a plan nearer to its bound keeps its schedule
+_LITTLE = 0.005  # relative distance to the bound below which a plan keeps its schedule
 _MOST_ACTIONS = 300_000  # forward passes of a simulated step; memory and time grow with their number
-_MOST_TENSOR = 8  # devices of tensor parallelism in the baseline, as large jobs have it, however large a host is
+_MOST_TENSOR = 8  # largest tensor degree of the baseline, as in large jobs, even on larger hosts
 _FREELY = 64  # layouts simulated for a baseline if none follows the rules
 
 
@@ -84,7 +84,7 @@ def _divisors(number: int, limit: int) -> list[int]:
 
 
 def inner_degrees(workload: Workload, host: int) -> list[tuple[int, int]]:
-    """Return the pairs of tensor and context degrees to try, which determine what a device computes for a layer.
+    """Return the pairs of tensor and context degrees to try; they determine a device's work for a layer.
 
     Tensor parallelism of the ``workload`` stays within the ``host`` devices of a host.
     """
@@ -226,7 +226,7 @@ class Explorer(ClusterSearch[Workload]):
         return f"{layout}, the best under the rules of large jobs in one building"
 
     def _scaled(self) -> list[Layout | None]:
-        """Return the published layouts with as many copies as the devices hold; None for one that does not divide."""
+        """Return the published layouts scaled to all devices; None for a layout that does not divide their number."""
         found: list[Layout | None] = []
         for entry in self.workload.published:
             one = entry.layout
@@ -344,7 +344,7 @@ class Explorer(ClusterSearch[Workload]):
         return all(sum(rank.values()) <= limit for rank, limit in zip(plan.step.memory, limits, strict=True))
 
     def fullest(self, plan: Plan, step: SimulatedStep, topology: Topology) -> tuple[float, float]:
-        """Return the bytes that a ``step`` takes on the device of ``topology`` that lacks most, and what it has.
+        """Return the bytes needed and available on the device of ``topology`` that lacks the most memory in ``step``.
 
         The ``step`` is that of ``plan``.
         """
@@ -411,7 +411,7 @@ class Explorer(ClusterSearch[Workload]):
                 room[rank],
                 key=lambda live, stages=stages, size=largest: sum(job.held(stages, live * size).values()),  # type: ignore[misc]
             )
-            if fit < len(stages):  # where stages differ, one of each may fit, which this bound does not see
+            if fit < len(stages):  # unequal stages may still fit, which this bound does not detect
                 return None
             limits.append(fit)
         problem = Problem.of(
@@ -477,7 +477,7 @@ class Explorer(ClusterSearch[Workload]):
                 seen.add(way)
                 job = self.job(layout, order, network, shared)
                 if not self._holds(job, found):
-                    break  # for every order
+                    break  # no order fits
                 found.estimated += 1
                 ranked[order].append((job.estimate().seconds, len(ranked[order]), job))
                 if found.estimated % 500 == 0:
@@ -570,7 +570,7 @@ class Explorer(ClusterSearch[Workload]):
             if "placement" not in free:
                 same += ["chunks", "recompute"]
             elif layout.chunks != self._fixed_chunks(layout):
-                return False  # another pipeline, but the same rule
+                return False  # a pipeline of another size that follows the same rule
         return all(getattr(layout, name) == getattr(base, name) for name in same)
 
 

@@ -72,7 +72,7 @@ _Ways = tuple[_Line, tuple[tuple[_Line, ...], ...]]
 
 
 def _with_collective(one: LayerSeconds, name: str, seconds: float, again: bool) -> LayerSeconds:
-    """Return a layer with a collective in its forward, in its backward, and in what is computed ``again``."""
+    """Return a layer with a collective in its forward and backward, and in the recomputation if ``again``."""
     redone = seconds if again else 0.0
     return one._replace(
         forward=one.forward + seconds,
@@ -96,7 +96,7 @@ def _by_bytes(
 
 
 def exposed(stages: LayerSeconds, times: float = 1.0) -> dict[str, float]:
-    """Return the seconds of collectives inside ``stages`` that computation waits for, by cause, so many ``times``."""
+    """Return the seconds, times ``times``, of collectives inside ``stages`` that computation waits for, by cause."""
     return {
         "tensor parallel": times * stages.tensor,
         "context parallel": times * stages.context,
@@ -246,7 +246,7 @@ class PlannedJob(Fabric):
         model, layout = self.workload.model, self.layout
         full = layout.recompute == "full"
         if model.experts is not None and layout.expert > 1:
-            twice = 2 * self.exchange * model.mixed_share  # to the experts and back
+            twice = 2 * self.exchange * model.mixed_share  # dispatch to the experts and combine
             one = _with_collective(one, "exchange", twice, full or recomputes_ffn(model, layout))
         if layout.context > 1:
             # keys and values are gathered in every forward, recomputed ones too; their gradients are scattered back
@@ -284,7 +284,7 @@ class PlannedJob(Fabric):
         )
 
     def _over_shards(self, each: float, plain: float, mixed: float) -> float:
-        """Return the seconds to gather or scatter parameters of ``each`` so many bytes over the copies of a group.
+        """Return the seconds to gather or scatter parameters of ``each`` bytes over the copies of a group.
 
         The group has as many copies as there are shards. A device holds ``plain`` parameters and ``mixed`` ones of
         experts, which have fewer copies.
@@ -383,11 +383,11 @@ class PlannedJob(Fabric):
 
     @cached_property
     def layer_parameters(self) -> tuple[float, float]:
-        """Mean number of parameters of a layer on one device: those that all copies share, and those of experts."""
+        """Mean numbers of shared parameters and of experts' parameters of a layer on one device."""
         return held_weights(self.workload.model, self.layout)
 
     def parameters(self, stages: Sequence[int]) -> tuple[float, float]:
-        """Return the parameters on one device of a rank with these stages: those of all copies, and experts'."""
+        """Return the numbers of shared and of experts' parameters on a device of a rank with these stages."""
         return self._parameters(*self._counted(stages))
 
     def _counted(self, stages: Sequence[int]) -> tuple[int, int]:
@@ -458,12 +458,12 @@ class PlannedJob(Fabric):
         return [range(rank, self.layout.stages, p) for rank in range(p)]
 
     def held(self, stages: Sequence[int], activations: float) -> dict[str, float]:
-        """Return the bytes on a device, by cause, of a rank with these ``stages`` that keeps so many of activations."""
+        """Return the bytes on a device, by cause, of a rank with these ``stages`` that keeps ``activations`` bytes."""
         return {**self._state(*self._counted(stages)), "activations": activations}
 
     @cached_property
     def kept(self) -> list[float]:
-        """Bytes of activations of every stage for one microbatch; the last one keeps those of head and loss as well."""
+        """Bytes of activations of every stage for one microbatch; the last stage includes head and loss."""
         found = [layers * self.layer_activations for layers in self.stage_layers]
         found[-1] += head_activation_bytes(self.workload, self.layout)
         return found
@@ -471,7 +471,7 @@ class PlannedJob(Fabric):
     def most_kept(self, rank: int) -> float:
         """Return the bytes of activations that a rank of (interleaved) 1F1B keeps after its warm-up."""
         live, group = self.live_chunks(rank), min(self.microbatches, self.layout.pipeline)
-        kept = self.kept[rank :: self.layout.pipeline]  # of the stages that are dealt out to the rank
+        kept = self.kept[rank :: self.layout.pipeline]  # activations of the rank's stages
         rounds, rest = divmod(live, group * len(kept))
         full, part = divmod(rest, group)
         return rounds * group * sum(kept) + group * sum(kept[:full]) + (part * kept[full] if part else 0.0)
@@ -484,7 +484,7 @@ class PlannedJob(Fabric):
             weights, updated, one = sum(parameters), self._updated(*parameters), sum(self.layer_parameters)
             gradients = weights
             if layout.shard_weights:
-                weights = gradients = updated + 2.0 * one  # plus the present layer and the next
+                weights = gradients = updated + 2.0 * one  # plus the current layer and the next
             elif layout.shard_gradients:
                 # plus the present stage and the one that is scattered, or with one stage per rank layers of it
                 whole = one if layout.chunks == 1 else max(self.stage_layers) * one

@@ -1,6 +1,6 @@
-"""What a layer costs on one device: seconds of its parts, parameters and bytes of activations.
+"""Cost of a layer on one device: seconds of its parts, parameters and bytes of activations.
 
-All figures are counted, none is fitted; :class:`cordillera.cost.CostModel` gives the seconds of the shapes.
+All figures are derived from shapes, none is fitted; :class:`cordillera.cost.CostModel` gives the seconds of the shapes.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def layer_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: f
     if model.experts is not None:
         gathered = model.experts.active * x * model.mixed_share * model.experts.imbalance
         pointwise += cost.stream(3.0 * gathered + x * model.mixed_share)  # read, written, read again, summed
-        pointwise_back += cost.stream(6.0 * gathered + 2.0 * x * model.mixed_share)  # so are gradients, and rows again
+        pointwise_back += cost.stream(6.0 * gathered + 2.0 * x * model.mixed_share)  # gradients, and rows once more
     # read the gradient in 16 bits, read the sum, write the sum
     accumulate = cost.stream((BYTES + 2.0 * workload.reduction_bytes) * sum(held_weights(model, layout)))
     again, collectives = 0.0, 4.0

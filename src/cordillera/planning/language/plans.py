@@ -1,4 +1,4 @@
-"""Plans of a language model's training job, and what a search finds."""
+"""Plans of a language model's training job, and results of a search."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from cordillera.planning.pipeline.schedules import (
 )
 from cordillera.planning.pipeline.simulator import StageSeconds, Timeline, Way, simulate
 
-_SHORT = 0.02  # part of a microbatch's slot: shorter messages are not hidden by running further ahead
+_SHORT = 0.02  # share of a microbatch's slot; shorter messages are not hidden by running further ahead
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def families(job: PlannedJob) -> dict[str, Callable[[], Schedule]]:
         slots = [stage.total for stage in job.stages]
         forward = max(stage.forward for stage in job.stages)
         lag = [job.mesh.boundary(i).latency + job.message_seconds(i) for i in range(p - 1)]
-        slow = [one if one > _SHORT * max(slots) else 0.0 for one in lag]  # another forward would hide little
+        slow = [one if one > _SHORT * max(slots) else 0.0 for one in lag]  # little to hide otherwise
         extra = warmup_for_latency(slow, forward, max(slots) - forward)
         for part in (1, 2, 4) if any(extra) else ():  # fewer if memory is too small for all
             more = [min(-(-w // part), m) for w in extra]

@@ -36,7 +36,7 @@ _MEANS = {
     "--slow": "how many times as long a device computes",
     "--jitter": "what is added to a latency on average, as a part of it",
 }
-_AS_GOOD = 0.95  # least part of the device seconds before that a smaller number of devices is assumed to need
+_AS_GOOD = 0.95  # least device seconds that fewer devices are assumed to need, as a share of those before
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def check(slow: float | None = None, jitter: float | None = None) -> None:
 
 
 def again(explorer: Explorer, plan: Plan, change: str, topology: Topology) -> Case:
-    """Simulate an unchanged ``plan`` of ``explorer`` on a changed ``topology``; ``change`` says in words how."""
+    """Simulate an unchanged ``plan`` of ``explorer`` on a changed ``topology``; ``change`` describes the change."""
     step = explorer.again(plan, topology)
     needed, room = explorer.fullest(plan, step, topology)
     note = f"but it needs {needed / 1e9:.3g} GB on a device of {room / 1e9:.3g} GB" if needed > room else ""
@@ -190,7 +190,7 @@ def replan(
     """
     chunks, products = {1, plan.layout.chunks}, explorer.cost.products
     workload = explorer.workload
-    if plan.layout.fp8 != workload.fp8:  # a person's own layout may choose it
+    if plan.layout.fp8 != workload.fp8:  # a user's own layout may set it
         workload = workload.model_copy(update={"fp8": plan.layout.fp8})
         explorer = Explorer(
             workload, explorer.topology, explorer.calibration, products=products, devices=explorer.devices
@@ -255,7 +255,7 @@ def lost(
         if topology is not None:
             after, found = replan(explorer, plan, topology, only, progress)
             if found.interrupted:
-                raise KeyboardInterrupt  # the result of half a search would pass for the best plan
+                raise KeyboardInterrupt  # a partial search could be mistaken for the best plan
             tried.append((after, found, how))
     after, found, how = min(tried, key=lambda one: one[1].best.seconds)
     best, before = found.best, explorer.topology.devices

@@ -165,7 +165,7 @@ class Transformer(BaseModel):
         return total
 
     def flops_per_token(self, sequence: int) -> float:
-        """Return the FLOPs of a token's forward and backward in a ``sequence`` of so many tokens.
+        """Return the FLOPs of a token's forward and backward in a sequence of ``sequence`` tokens.
 
         Recomputation and masked scores are not counted.
         """

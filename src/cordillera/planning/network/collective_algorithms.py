@@ -54,7 +54,7 @@ def ring_all_gather(n: int, *, order: Sequence[int] | None = None, bidirectional
 
 
 def doubling_all_gather(n: int) -> CollectivePlan:
-    """Make an all-gather in ``ceil(log2 n)`` steps, each of which doubles the chunks that a rank has.
+    """Make an all-gather in ``ceil(log2 n)`` steps; each step doubles the chunks of a rank.
 
     Rank ``r`` starts with chunk ``r``. If ``n`` is a power of two, ranks exchange with the rank whose number differs in
     one bit, distant ranks first, while messages are small (Thakur et al. 2005). Otherwise each rank sends around the
@@ -98,10 +98,10 @@ def direct_all_gather(n: int) -> CollectivePlan:
 
 
 def hierarchical_all_gather(n: int, group: int) -> CollectivePlan:
-    """Make an all-gather in two steps: between groups of consecutive ranks, as those of a host, and then within them.
+    """Make an all-gather in two steps: between groups of consecutive ranks, such as hosts, then within groups.
 
-    In the first step a rank sends its chunk to the rank of its place in each other group, in the second all that came
-    so to the others of its group: between groups, each chunk passes once, not once for each rank. Rank ``r`` starts
+    In the first step a rank sends its chunk to the rank at the same place in each other group, in the second it sends
+    all received chunks to the others of its group. Each chunk passes between two groups only once. Rank ``r`` starts
     with chunk ``r``.
 
     Args:

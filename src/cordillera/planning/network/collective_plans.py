@@ -160,7 +160,7 @@ def verify(plan: CollectivePlan, n: int | None = None) -> None:
     once, twice = _contributions(plan)
     for s, step in enumerate(plan.steps):
         arriving = []
-        written: dict[tuple[int, int], bool] = {}  # by rank and chunk: whether what arrives is added
+        written: dict[tuple[int, int], bool] = {}  # whether the arriving data is added, by rank and chunk
         for sent in step:
             where = f"{plan.name}, step {s}, rank {sent.source} to rank {sent.target}"
             _check_transfer(plan, sent, where)

@@ -71,7 +71,7 @@ class Contention(NamedTuple):
 
     @classmethod
     def of(cls, seconds: float, collectives: Iterable[tuple[float, Slowdown]]) -> Contention:
-        """Return the contention of an action of so many ``seconds`` alone.
+        """Return the contention of an action that takes ``seconds`` alone.
 
         Args:
             seconds: Time of the action.
@@ -93,6 +93,6 @@ class Contention(NamedTuple):
             seconds: Time of the action alone.
             transfer: Time that is left of the transfer alone.
         """
-        moved = 1.0 + self.longer - self.lost  # seconds of the transfer that pass in one of the action
+        moved = 1.0 + self.longer - self.lost  # seconds of the transfer during one second of the action
         both = min(seconds, transfer / moved) if moved > 0.0 else seconds
         return both * self.longer, both * self.lost

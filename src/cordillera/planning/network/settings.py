@@ -94,7 +94,7 @@ _BEST = NetworkSettings(
 
 
 def possible(settings: NetworkSettings, level: Level) -> NetworkSettings:
-    """Return ``settings`` with what the links of a ``level`` lack replaced by what they have.
+    """Return ``settings`` with features that the links of a ``level`` lack replaced by supported ones.
 
     Without spraying each connection is hashed, without selective repeat recovery is by go-back-N, and without zero-copy
     kernels copy.
@@ -124,8 +124,8 @@ def recovered(loss: float, window_packets: float, recovery: Recovery) -> float:
 def fullest(flows: int, bins: int, pairs: int = 2048, draws: int = 20) -> float:
     """Return the load of the fullest bin divided by the mean, when hashed flows of many pairs fall into bins.
 
-    Each of ``pairs`` that send at the same time has so many ``flows``; the ``bins`` are parallel networks. The result
-    is the mean over the ``draws`` of a seeded simulation.
+    Each of the ``pairs`` sends ``flows`` flows at the same time; the ``bins`` are parallel networks. The result is the
+    mean over the ``draws`` of a seeded simulation.
     """
     if bins == 1:
         return 1.0
@@ -157,7 +157,7 @@ def production_network(topology: Topology) -> dict[str, NetworkSettings]:
 
 
 def tuned_network(topology: Topology) -> dict[str, NetworkSettings]:
-    """Return the best settings of every level for its latency, its losses, what it lacks and a device's share of it."""
+    """Return the best settings of every level for its latency, losses, missing features and a device's bandwidth."""
     share = max(kind.nic_bytes_per_s for kind in topology.kinds)
     return {
         level.name: tuned(share, level.latency, level.loss_rate, level.planes, possible(_BEST, level))

@@ -12,8 +12,8 @@ import numpy as np
 
 from cordillera.kernels.compiling import compiled
 
-SHIFTS = 0.3  # part of the changes that moves many actions at once; larger and smaller parts did worse
-MEMORY = 100  # a change is kept if the step is not longer than this number of changes ago
+SHIFTS = 0.3  # share of changes that move several actions; found by experiment
+MEMORY = 100  # a change is kept if the step is no longer than it was this many changes ago
 
 
 class Table(NamedTuple):
@@ -197,7 +197,7 @@ def _shift(table: Any, order: Any, start: Any, chance: Any) -> bool:
                 when[j], order[j] = when[j - 1], order[j - 1]
                 j -= 1
             when[j], order[j] = at, action
-        taken = np.zeros(len(order) // count, np.int64)  # by row
+        taken = np.zeros(len(order) // count, np.int64)  # actions placed so far, by row
         held = 0
         for i in range(begin, end):
             if held + table.holds[order[i]] > table.limits[rank]:

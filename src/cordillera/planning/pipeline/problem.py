@@ -45,12 +45,12 @@ class Problem:
         limits: Sequence[int] | None,
         split: bool,
     ) -> Problem:
-        """Check and return a problem; the arguments are those of :func:`cordillera.planning.pipeline.tuning.tuned`.
+        """Create a valid problem from the arguments of :func:`cordillera.planning.pipeline.tuning.tuned`.
 
-        Backwards are done in two parts with ``split``.
+        With ``split``, a backward is computed in two parts.
 
         Raises:
-            PlanError: If times are invalid, or limits let no microbatch pass.
+            PlanError: If times are invalid, or limits allow no microbatch.
         """
         if microbatches < 1:
             raise PlanError(f"{microbatches} is too few", where="microbatches", remedy="at least 1")

@@ -208,7 +208,7 @@ class Schedule:
         return self._peaks[rank]
 
     def most_kept(self, rank: int, sizes: Sequence[float]) -> float:
-        """Return the largest sum of what a ``rank`` keeps at a time, with ``sizes`` of each stage's forward."""
+        """Return the peak of what ``rank`` keeps for the backward pass, given the ``sizes`` of each stage's forward."""
         stages = self.stages_of(rank)
         if len({sizes[stage] for stage in stages}) == 1:
             return self.peak(rank) * sizes[stages[0]]

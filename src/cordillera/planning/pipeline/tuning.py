@@ -64,7 +64,7 @@ class _Rule:
 
 # One simulation: its inner functions share a dozen lists of state, which separate functions would pass around.
 def _listed(problem: Problem, rule: _Rule) -> Schedule:
-    """Return the schedule that a rule makes when ranks choose in order of time among what has arrived.
+    """Return the schedule of a rule by which ranks, in order of time, choose among actions whose inputs have arrived.
 
     Raises:
         PlanError: If groups do not fit in the limits.
@@ -84,7 +84,7 @@ def _listed(problem: Problem, rule: _Rule) -> Schedule:
             sequence = [(stage, i) for a, b in pairwise(edges) for stage in stages for i in range(a, b)]
         sequences.append(sequence)
 
-    arrived: dict[tuple[Kind, int], list[float]] = {key: [] for key in problem.cost}  # by microbatch, in order
+    arrived: dict[tuple[Kind, int], list[float]] = {key: [] for key in problem.cost}  # times by microbatch
     arrived[F, 0] = [0.0] * count
     taken = dict.fromkeys(problem.cost, 0)
     mine = [[key for key in problem.cost if problem.rank_of[key[1]] == rank] for rank in range(ranks)]
@@ -306,7 +306,7 @@ def shortest(problem: Problem, effort: float = 1.0) -> Schedule:
     starts: dict[tuple[tuple[Action, ...], ...], tuple[float, Schedule]] = {}
 
     def consider(schedule: Schedule) -> bool:
-        """Add a schedule; return whether none can be shorter."""
+        """Add a schedule; return whether it is provably the shortest."""
         if schedule.actions not in starts:
             starts[schedule.actions] = problem.timeline(schedule).seconds, schedule
         return starts[schedule.actions][0] <= enough

@@ -10,11 +10,11 @@ import numpy as np
 from cordillera.partition import NOWHERE, Bins, Weights, karmarkar_karp, longest_processing_time
 
 _SLACK = 1 + 1e-9  # rounding of sums of bytes
-_LEAST_GAIN = 1e-9  # smaller changes count as none
+_LEAST_GAIN = 1e-9  # least change that counts
 _MEMORY_WEIGHT = 1e-3  # bytes decide where seconds are equal
 _MOST_DIFFERENCING = 40_000  # parts times ranks; above, largest differencing takes too long
 _MOST_PAIRS = 1 << 16  # largest number of exchanges weighed at once
-_MOST_TARGETS = 16  # number of the least loaded ranks to which something may go
+_MOST_TARGETS = 16  # number of least loaded ranks considered as targets
 
 
 def loads_by_rank(costs: Weights, places: Bins, ranks: int) -> Weights:
@@ -97,7 +97,7 @@ def improve(costs: Weights, sizes: Weights, places: Bins, ranks: int, room: floa
 
 
 def square_weights(costs: Weights, sizes: Weights) -> Weights:
-    """Return the weight of each phase's squares, and of those of bytes: ``[K + 1]``; equal loads are the aim."""
+    """Return the weights of the squared loads of each phase and of bytes, ``[K + 1]``, for balancing."""
     totals = np.append(costs.sum(0), sizes.sum())
     inverse = np.divide(1.0, totals, out=np.zeros_like(totals), where=totals > 0)
     inverse[-1] *= _MEMORY_WEIGHT * totals[:-1].sum() * inverse[-1]
@@ -155,8 +155,8 @@ def weigh_exchanges(
         places: Rank of each part: ``[P]``.
         loads: Sum of these over every rank: ``[ranks, K + 1]``.
         rank: Rank that something leaves.
-        leaving: What the rank gets rid of in each case: ``[O, K + 1]``.
-        arriving: What the other rank gets in each case: ``[O, K + 1]``.
+        leaving: Loads that leave the rank in each case: ``[O, K + 1]``.
+        arriving: Loads that arrive at the other rank in each case: ``[O, K + 1]``.
         room: Bytes that a rank holds.
         weights: Weights of squares (:func:`square_weights`): ``[K + 1]``.
 

@@ -105,7 +105,7 @@ class TableSchedule:
 
 
 def shares(topology: Topology, devices: int) -> list[float]:
-    """Return what each of ``devices`` gets of the links of ``topology`` up to each level if all send there, bytes/s."""
+    """Return each device's share, in bytes/s, of the links of ``topology`` up to each level if all ``devices`` send."""
     found, share = [topology.member_bytes_per_s(0, 0)], topology.device.nic_bytes_per_s
     for level in range(1, len(topology.levels)):
         ends = np.minimum(np.cumsum(topology.sizes[level - 1]), devices)
@@ -143,7 +143,7 @@ class Exchange:
         self._member = ranks % group if inner else ranks // copies
         of = ranks // group if inner else ranks % copies
         self._domains: list[NDArray[np.int64]] = []
-        self._parts: list[NDArray[np.int64]] = []  # by level: for each device, the part of its group in its domain
+        self._parts: list[NDArray[np.int64]] = []  # each device's part of its group in its domain, by level
         for sizes in topology.sizes:
             domain = np.searchsorted(np.cumsum(sizes), ranks, side="right")
             self._domains.append(domain)
@@ -152,7 +152,7 @@ class Exchange:
                 break  # nothing crosses higher levels
         within = [np.ones(self.devices)]
         within += [np.bincount(part)[part].astype(np.float64) for part in self._parts]
-        # by level: members of a device's group that it meets at this level and at no inner one
+        # Members of a device's group that it first meets at this level, by level.
         self._partners = np.diff(np.stack(within), axis=0)
 
     def crossing(self, weights: Array) -> tuple[Array, Array]:
@@ -200,7 +200,7 @@ class Exchange:
         found = 0.0
         for inwards, way in enumerate(self.crossing(weights)):
             way = way / parts  # scaled to bytes at the full rate of the link
-            beyond = way[::-1].cumsum(0)[::-1]  # by level: bytes that meet there or further out
+            beyond = way[::-1].cumsum(0)[::-1]  # bytes that meet at each level or an outer one
             found = max(found, float(way[0].max()) / top.member_bytes_per_s(0, 0))
             if len(beyond) > 1:
                 found = max(found, float(beyond[1].max()) / top.device.nic_bytes_per_s)
@@ -287,7 +287,7 @@ def run(program: Sequence[Operation], batches: int = _BATCHES) -> list[list[Oper
 
 
 def exposed(batches: Sequence[Sequence[Operation]]) -> dict[str, float]:
-    """Return the seconds of a step by cause: the operations of the computing stream, and what it waits for while idle.
+    """Return the seconds of a step by cause: operations of the compute stream, and the causes of its idle time.
 
     A wait is attributed to the operations on the path that ends it. The mean over the last of the batches from
     :func:`run` is taken.

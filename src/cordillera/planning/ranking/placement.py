@@ -118,7 +118,7 @@ class Placement:
         return {name: tuple(sorted(parts, key=lambda one: (one[1], one[3]))) for name, parts in found.items()}
 
     def parts_on(self, rank: int) -> tuple[TablePart, ...]:
-        """Return the parts of which ``rank`` holds a copy."""
+        """Return the parts that ``rank`` holds a copy of."""
         return tuple(part for part in self.parts if rank in part.ranks)
 
     def way(self, table: str) -> str:
@@ -170,7 +170,7 @@ class Placement:
 
     @classmethod
     def from_json(cls, content: Any, where: str = "placement") -> Placement:
-        """Make a placement of ``content``, the result of :meth:`to_json`; errors say ``where`` it comes from.
+        """Create a placement from ``content``, the result of :meth:`to_json`; errors name its origin, ``where``.
 
         Raises:
             PlanError: If the content is of another kind or version, malformed, or no valid placement.

@@ -54,11 +54,11 @@ _ROOMS = (
     math.inf,
 )  # rooms tried, in the least room into which the tables fit
 _FEW_ROOMS = (1.1, 1.5, math.inf)
-_NEAR = 1.005  # a placement so near to the mean is not improved further
+_NEAR = 1.005  # ratio to the mean below which a placement is not improved further
 _MOST_PARTS = 1 << 17
 _FEW = 4096  # parts times ranks up to which all rooms are tried and every proposal is improved, not only the best
-_PATIENCE = 3  # cuts in a row that need not save time, because later exchanges may
-_CUT_WAYS = 32  # sizes of a piece that are tried when a part is cut again
+_PATIENCE = 3  # consecutive cuts without a gain before the search stops, as later exchanges may gain
+_CUT_WAYS = 32  # sizes tried when a part is cut again
 
 
 class PlacementConfig(BaseModel):
@@ -122,7 +122,7 @@ class _Parts(NamedTuple):
     columns: Indices
 
     def cut(self, part: int, rows: int, columns: int) -> _Parts:
-        """Return the parts with one reduced to so many rows or columns; what is left of it is the last part."""
+        """Return the parts with ``part`` reduced to ``rows`` and ``columns``; its remainder becomes the last part."""
         table, strip, own_rows, own_columns = (int(values[part]) for values in self)
         in_columns = columns < own_columns
         left = (
@@ -438,7 +438,7 @@ class _Search:
         return tuple(found)
 
     def reasons(self, placement: Placement) -> dict[str, str]:
-        """Return in words why each table is placed as it is."""
+        """Return the reason for each table's placement, in words."""
         read = self.costs.lookup_bytes(self.every, self.costs.rows, self.costs.columns, 1.0)
         shares = read / (read.sum() or 1.0)
         time = self.seconds.sum(1) / (self.seconds.sum() or 1.0)

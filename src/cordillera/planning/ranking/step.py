@@ -1,4 +1,4 @@
-"""Simulation of a training step of a recommendation model: what every operation costs, and when it runs.
+"""Simulation of a training step of a recommendation model: the cost and the schedule of every operation.
 
 Tables are cut over the devices of a group, and groups repeat (2D parallelism, arXiv 2508.03854, but with copies that
 stay equal); dense layers are on all devices. The device with the most work stands for all, because every exchange makes

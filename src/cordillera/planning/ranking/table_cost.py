@@ -33,9 +33,9 @@ STATE_BYTES: Mapping[str, tuple[float, float]] = {
 PHASES = ("lookup", "exchange", "update")
 """Parts of a step that the placement of tables determines."""
 
-_ID_BYTES, _VALUE_BYTES = 8.0, 4.0  # of an id, and of a value of a pooled embedding or its gradient
-_LINE = 64.0  # bytes of memory that a lookup moves at least: a line of a processor's cache
-_PAGE = 4096.0  # bytes that a lookup reads from a file at least
+_ID_BYTES, _VALUE_BYTES = 8.0, 4.0  # bytes of an id; bytes of a value of a pooled embedding or its gradient
+_LINE = 64.0  # least bytes of memory that a lookup moves: a cache line
+_PAGE = 4096.0  # least bytes that a lookup reads from a file
 _MISS_POWER = 0.1  # a cache of 5 % of the rows then serves 74 % of the lookups; LFU measured with Zipf 1.05: 73 %
 
 
@@ -109,7 +109,7 @@ class TableRates:
 
 
 def _exchange_rate(topology: Topology, near: int, far: int) -> float:
-    """Return the rate of an exchange among ``far`` devices, of which each has none with the ``near`` next to it."""
+    """Return the rate of an exchange among ``far`` devices in which each device skips its ``near`` nearest devices."""
     others = far - near
     if others < 1:
         return topology.member_bytes_per_s(0, 0)
@@ -142,7 +142,7 @@ class TableLoads:
 
     @property
     def step_seconds(self) -> float:
-        """Predicted time of the tables in a step: of every phase that of the slowest rank."""
+        """Predicted time of the tables in a step: the sum over phases of the slowest rank's time."""
         return float(self.seconds.max(0).sum())
 
     @property

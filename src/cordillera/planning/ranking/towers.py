@@ -217,7 +217,7 @@ def clustered(
 
 @dataclass
 class _Units:
-    """Tables, each with its features: what the clustering moves.
+    """Units of the clustering: tables, each with its features.
 
     Attributes:
         points: Means of the features' coordinates, ``[U, n]``.
@@ -269,7 +269,7 @@ class _Units:
             near[chosen] = 0.0
             if near.sum() > 0:
                 chosen.append(int(random.choice(len(near), p=near / near.sum())))
-            else:  # all that is left lies on a centre
+            else:  # all remaining points coincide with a centre
                 chosen.append(int(np.setdiff1d(np.arange(len(near)), chosen)[0]))
         return self.points[chosen]
 
@@ -288,7 +288,7 @@ class _Units:
         return places
 
     def _exchanged(self, costs: Weights, places: Bins, bounds: Weights) -> Bins:
-        """Move units, or let two change places, as long as the sum of costs falls and loads stay within bounds."""
+        """Move or swap units as long as the sum of costs decreases and loads stay within bounds."""
         places, rows = places.copy(), np.arange(len(places))
         least = _LEAST_GAIN * float(costs.sum())
         while True:

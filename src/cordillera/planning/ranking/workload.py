@@ -30,7 +30,7 @@ PositiveBytes = Annotated[float, Numeric, Field(ge=0.001, le=1e6, allow_inf_nan=
 Array = NDArray[np.float64]
 Number = TypeVar("Number", float, Array)
 
-LENGTH_BYTES = 4  # the number of ids of a sample in a table, which is sent with the ids
+LENGTH_BYTES = 4  # bytes of a sample's number of ids in a table, sent with the ids
 NARROWEST = 32  # least columns of a shard: below a line of 128 bytes a lookup moves more than it uses
 _GRADIENT_BYTES = 4  # bytes of a value of a table's gradient
 # A radix sort of ids with their positions, so that a row is updated once: four passes, eight bits each, of eight bytes
@@ -313,7 +313,7 @@ class PlacedTables:
 
     def ways(self) -> dict[str, int]:
         """Return how many tables are whole, cut in columns, cut in rows, or both."""
-        # by whether it is cut in rows, and in columns
+        # keys: whether a table is cut in rows, and whether in columns
         words = {(False, False): "whole", (False, True): "columns", (True, False): "rows", (True, True): "both"}
         found = dict.fromkeys(words.values(), 0)
         for shard in self.shards:
@@ -326,10 +326,10 @@ class PlacedTables:
 def update_traffic(lookups: Number, columns: Number, weight_bytes: Number, optimizer_bytes: float) -> Number:
     """Return the bytes of memory that the fused backward and update of a sample's lookups move.
 
-    A sample has ``lookups`` in a table of so many ``columns`` of ``weight_bytes`` bytes and ``optimizer_bytes`` per
-    row. The gradient is read once per lookup; the row and its optimizer state are read and written; ids are sorted.
-    Rows that several samples share are counted for each sample, because the number of distinct rows is unknown without
-    the ids.
+    A sample has ``lookups`` in a table of ``columns`` columns, with ``weight_bytes`` bytes per weight and
+    ``optimizer_bytes`` per row. The gradient is read once per lookup; the row and its optimizer state are read and
+    written; ids are sorted. Rows that several samples share are counted for each sample, because the number of distinct
+    rows is unknown without the ids.
     """
     row = columns * (_GRADIENT_BYTES + 2.0 * weight_bytes) + 2.0 * optimizer_bytes + _SORT_TRAFFIC
     return lookups * row

@@ -57,7 +57,7 @@ def chrome_trace(timeline: Timeline) -> str:
 def timeline_svg(timeline: Timeline, until: float | None = None) -> Markup:
     """Draw a ``timeline`` to scale: a row for each rank with its actions by kind, and the messages below it.
 
-    With ``until``, the drawing ends after so many seconds and shows the numbers of microbatches.
+    With ``until``, the drawing ends after ``until`` seconds and shows the numbers of microbatches.
     """
     ranks = timeline.schedule.ranks
 
@@ -83,7 +83,7 @@ def _kinds(timeline: Timeline) -> list[tuple[str, str]]:
 
 
 def _beginning(timeline: Timeline) -> float | None:
-    """Return the seconds up to which actions are wide enough to tell apart; None if all are."""
+    """Return the seconds up to which actions are wide enough to distinguish; None if all are."""
     readable = 48
     ends = [float(ends[readable - 1]) for ends in timeline.ends if len(ends) > readable]
     return min(ends, default=None)

@@ -100,7 +100,7 @@ def render_replicas(name: str, found: Goodput) -> str:
 
 
 def _unit(seconds: float) -> tuple[str, float]:
-    """Return the unit of an axis up to so many seconds, and its seconds."""
+    """Return the unit of an axis of ``seconds`` seconds, and the unit's length in seconds."""
     return ("h", 3600.0) if seconds >= 10_800 else ("min", 60.0) if seconds >= 300 else ("s", 1.0)
 
 

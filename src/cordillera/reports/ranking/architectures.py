@@ -20,7 +20,7 @@ from cordillera.reports.charts import Axis, Figure, Series, box, drawing, figure
 from cordillera.run import flat_values
 
 _DRAWN = 3  # graphs of the front
-_MANY = 20  # architectures from which on the worst are left out of the drawing
+_MANY = 20  # least number of architectures for clipping the worst
 _ROOM = 0.05
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y = 132.0, 40.0, 22.0, 34.0
 _LANE = 4.0  # width of an edge that passes a row
@@ -141,7 +141,7 @@ def _front_chart(
     if not known or not best:
         return None
     titles = [f"{one['name']}: {_told(one)}" for one in known]
-    # of many, the worst few are far away, and would hide the differences that matter
+    # Clip the axis at the 90th percentile of many: outliers would hide the differences that matter.
     lowest, values = min(one["ne"] for one in known), sorted(one["ne"] for one in known)
     top = max(values[int(0.9 * (len(values) - 1)) if len(values) >= _MANY else -1], lowest + 1e-3)
     low, high = padded([lowest, top])
@@ -209,7 +209,7 @@ def _placed(
     width = max(widths.values()) + _GAP_X
     places: dict[str, tuple[float, float]] = {}
     for row, level in enumerate(sorted(rows)):
-        if row:  # in the order of what they hang on
+        if row:  # order nodes by the mean position of their inputs
             above = {name: fmean(places[one][0] for one, other in links if other == name) for name in rows[level]}
             rows[level].sort(key=above.__getitem__)
         x = (width - widths[level] + _GAP_X) / 2

@@ -106,7 +106,7 @@ class ComparisonTable(ABC):
         return "\n".join([*table, "", *(f"- {_markdown(note)}" for note in self.notes)]) + "\n"
 
     def to_table(self, width: int = 80) -> Group:
-        """Return the table for a terminal of so many characters, followed by the notes.
+        """Return the table for a terminal of ``width`` characters, followed by the notes.
 
         Columns that do not fit stand in further tables below, which repeat the names; no cell is cut.
         """

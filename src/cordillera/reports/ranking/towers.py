@@ -9,7 +9,7 @@ from cordillera.planning.ranking.towers import TowerPlan
 from cordillera.reports import page
 from cordillera.reports.charts import WIDTH, Axis, Chart, padded
 
-_COLOURS = 4  # s0 to s3; the number beside a feature tells towers apart that share one
+_COLOURS = 4  # s0 to s3; the number beside a feature distinguishes towers of one colour
 _MOST_NAMED = 60  # features whose names fit on the map
 
 

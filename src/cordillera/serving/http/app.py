@@ -32,14 +32,14 @@ _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inl
 
 @dataclass(frozen=True)
 class Services:
-    """What a server offers.
+    """Services of a server.
 
     Attributes:
         texts: Models that write, by name.
         scores: Models that score, by name; no name is in both.
         registry: Metrics.
-        facts: What ``/v1/models`` tells of a model beside its kind, by name.
-        leaving: Set once the server is told to stop: it still answers, is not healthy, and keeps no connection.
+        facts: Facts on each model that ``/v1/models`` returns beside its kind, by name.
+        leaving: Set once shutdown begins: the server still answers, is not healthy, and keeps no connection.
     """
 
     texts: Mapping[str, TextService]
@@ -132,7 +132,7 @@ def create_app(
 
 
 class _Answers:
-    """Counts requests by path and status, tells of each, and keeps no connection once the server leaves."""
+    """Counts requests by path and status, reports each, and keeps no connection alive during shutdown."""
 
     def __init__(
         self, app: ASGIApp, services: Services, paths: Sequence[str], on_answer: Callable[[str], object] | None

@@ -17,11 +17,11 @@ from cordillera.serving.language.sampler import Sampling, make_sampling
 MOST_LOGPROBS = 20
 _STOPS = 16
 _MOST_PROMPTS = 4096
-_MOST_KEYS = 1024  # of what a client names itself
+_MOST_KEYS = 1024  # most entries of an object with free keys
 
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 _T = TypeVar("_T")
-# A list ends at its first mistake: a body of some megabytes could have millions of them, each with its words.
+# Validation of a list stops at its first error: a body of some megabytes could have millions of errors.
 Many = Annotated[list[_T], Field(fail_fast=True)]
 
 
@@ -47,7 +47,7 @@ class StreamOptions(BaseModel):
     """Options of a stream.
 
     Attributes:
-        include_usage: Whether the last event tells numbers of tokens.
+        include_usage: Whether the last event contains numbers of tokens.
     """
 
     include_usage: Switch = False
@@ -89,7 +89,7 @@ class ResponseFormat(BaseModel):
             return None
         try:
             return replace(self._form(), where="response_format")
-        except ValueError as error:  # of the library, such as for half a character
+        except ValueError as error:  # the library refuses, for example, half a character
             raise DataError(f"is not valid: {error}", where="response_format") from error
         except DataError as error:
             if error.where and error.where.startswith("response_format"):
@@ -187,7 +187,7 @@ class CompletionBody(TextBody):
     Attributes:
         prompt: A text, several, or token ids of one or several.
         echo: Whether the text begins with the prompt.
-        logprobs: Number of the most likely tokens to tell.
+        logprobs: Number of most likely tokens to return with log probabilities.
     """
 
     prompt: (
@@ -269,8 +269,8 @@ class ChatBody(TextBody):
     Attributes:
         messages: The chat so far.
         max_completion_tokens: Same as ``max_tokens``.
-        logprobs: Whether to tell how likely tokens were.
-        top_logprobs: Number of the most likely tokens to tell.
+        logprobs: Whether to return log probabilities.
+        top_logprobs: Number of most likely tokens to return with log probabilities.
         tools: Tools, which are described to the model as text; its answer is text too.
     """
 

@@ -20,14 +20,14 @@ ANSWER_SECONDS = 60.0
 """Time in which a client has to take some of an answer."""
 
 UNFINISHED_SECONDS = 5.0
-"""Time in which a client has to send the rest of a request once the server is told to stop."""
+"""Seconds that a client has to send the rest of a request once shutdown begins."""
 
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass
 class _Wait:
-    """What a connection waits for.
+    """State of a connection.
 
     Attributes:
         what: ``header``, ``body`` or ``answer``.
@@ -73,7 +73,7 @@ class SlowConnections:
                 wait.took = now
             wait.unsent = unsent
             if now - wait.took > ANSWER_SECONDS:
-                transport.abort()  # closing would wait until it has taken the rest
+                transport.abort()  # close() would wait for the client to read the rest
             elif now - wait.since > {"header": HEADER_SECONDS, "body": BODY_SECONDS}.get(what, float("inf")):
                 transport.close()
 
@@ -92,7 +92,7 @@ def end_unfinished(connections: Iterable[Any]) -> int:
 
 
 def explain_full_loop(loop: asyncio.AbstractEventLoop, say: Callable[[str], object]) -> None:
-    """Let a loop say in a line that it can accept no more connections for now; other errors are told as before."""
+    """Make a loop log in one line that it cannot accept connections for now; other errors are logged as before."""
 
     def told(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")

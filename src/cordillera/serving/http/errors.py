@@ -15,7 +15,7 @@ from cordillera.errors import CordilleraError, DataError, OverloadError, Unavail
 from cordillera.mistakes import explain
 
 CLIENT_LEFT = 499
-"""Status of a request whose client has gone, as nginx calls it; nobody reads the answer."""
+"""Status of a request whose client has disconnected, as in nginx."""
 
 _KINDS = {
     400: "invalid_request_error",
@@ -53,7 +53,7 @@ def status_of(error: Exception) -> int:
 
 
 def told(error: Exception) -> str:
-    """Return what a client is told about an error; nothing of errors inside the server."""
+    """Return the answer to a client for an error, without details of errors inside the server."""
     if not isinstance(error, CordilleraError):
         return "the server has failed to answer this request"
     remedy = f" ({error.remedy})" if error.remedy else ""
@@ -99,7 +99,7 @@ def _clearest(errors: Sequence[Any], body: object) -> Any:
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Let an application answer errors in this form."""
+    """Register this form of errors with an application."""
 
     @app.exception_handler(CordilleraError)
     async def _own(request: Request, error: CordilleraError) -> JSONResponse:
@@ -129,7 +129,7 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def _left(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=CLIENT_LEFT)  # nobody reads it
+        return Response(status_code=CLIENT_LEFT)  # the client has disconnected
 
     @app.exception_handler(Exception)
     async def _other(request: Request, error: Exception) -> JSONResponse:

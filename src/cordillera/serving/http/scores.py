@@ -22,8 +22,8 @@ from cordillera.serving.ranking.score_service import RowScores, ScoreRequest, Sc
 
 ARROW = "application/vnd.apache.arrow.stream"
 _ARROW_TYPES = (ARROW, "application/vnd.apache.arrow.file")
-_SMALL = 8192  # bytes of a body that is read faster than a thread is asked to
-_FEW = 64  # rows of an answer that is written faster than a thread is asked to
+_SMALL = 8192  # largest body, in bytes, that is parsed without a thread, as handing it over takes longer
+_FEW = 64  # most rows of an answer that is written without a thread
 _KEYS = frozenset({"model", "rows", "explain"})
 
 

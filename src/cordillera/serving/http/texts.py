@@ -57,7 +57,7 @@ class _Exchange(ABC):
     """A request for text, and the shapes of its answers.
 
     Args:
-        body: What was asked.
+        body: Body of the request.
         service: The model.
     """
 
@@ -79,7 +79,7 @@ class _Exchange(ABC):
 
     @abstractmethod
     def requests(self) -> list[TextRequest]:
-        """Return what the service is asked: one request a prompt."""
+        """Return the requests to the service, one per prompt."""
 
     @abstractmethod
     def choice(self, index: int, deltas: Sequence[TextDelta]) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class _Exchange(ABC):
         """Return a choice of an event of a stream."""
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """Return what the first event of a choice of a stream holds, if there is one without text."""
+        """Return the content of the first event of a choice in a stream; None if no event precedes the text."""
         return None
 
     async def submit(self) -> None:
@@ -110,7 +110,7 @@ class _Exchange(ABC):
         await to_thread.run_sync(submit)
 
     async def deltas(self) -> AsyncIterator[tuple[int, TextDelta]]:
-        """Yield what is added to choices, until all have ended."""
+        """Yield the additions to choices until all choices have ended."""
         while self._left:
             index, delta = await self._queue.get()
             self._left -= delta.finish is not None
@@ -118,7 +118,7 @@ class _Exchange(ABC):
             yield index, delta
 
     def end(self) -> None:
-        """End what is not answered."""
+        """Cancel the unanswered requests."""
         for end in self._ends:
             end()
 
@@ -307,7 +307,7 @@ class _Chat(_Exchange):
         self._check_length([message.content for message in messages], "messages")
         try:
             prompt = self.tokenizer.encode_chat(messages)
-        except DataError as error:  # which names files of the server
+        except DataError as error:  # hide the location, which names files of the server
             raise DataError(error.what, where="messages", remedy=error.remedy) from error
         return [self._request(prompt, (body.top_logprobs or 0) if body.logprobs else None, "messages")]
 
@@ -356,7 +356,7 @@ def _content(tokenizer: Tokenizer, token: int) -> bytes:
 
 
 class _Events(StreamingResponse):
-    """A stream of events; what is not yet written when it ends, for whatever reason, is not written."""
+    """A stream of events; when it ends, for any reason, the unfinished texts are cancelled."""
 
     def __init__(self, exchange: _Exchange) -> None:
         super().__init__(exchange.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -394,4 +394,4 @@ async def _gone(request: Request) -> None:
 
 
 def _event(content: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(content)}\n\n"  # in ASCII, as some clients end lines at U+2028 and the like
+    return f"data: {json.dumps(content)}\n\n"  # ASCII, as some clients end lines at characters such as U+2028

@@ -52,7 +52,7 @@ class ContextSessions:
         )
         self.cache = ContextCache(config, room, group, ledger)
         self._unread: list[list[int]] = [[] for _ in range(sequences)]  # last tokens of replies, not yet read
-        self._tokens: list[list[int]] = [[] for _ in range(sequences)]  # that were read
+        self._tokens: list[list[int]] = [[] for _ in range(sequences)]  # tokens that were read
 
     @torch.inference_mode()
     def read(self, rows: Sequence[Sequence[int]]) -> Tensor:

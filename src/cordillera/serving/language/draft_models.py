@@ -23,12 +23,12 @@ from cordillera.numerics.quantization.packed_linear import PackedLinear, pack_ro
 from cordillera.numerics.sites import replace, sites
 from cordillera.serving.language.speculation import NOTHING, DraftTree, tree_of
 
-_WIDTH = 3  # likeliest tokens after each place that are considered
-_EXPANDED = 3  # places of a level of a text that a head goes on from
-_LEAST = 0.02  # chance of a token that is worth checking
-_WORTH = 0.2  # chance of a place, and sum of a level's by text, that are worth another pass of a head
-_WAITING = 128  # pairs that wait until drafts are asked for; earlier ones are left out
-_REMEMBERED = 4096  # pairs of a text; after as many, it begins anew
+_WIDTH = 3  # candidate tokens per place
+_EXPANDED = 3  # places per level of a text that a head expands
+_LEAST = 0.02  # least probability of a token that is worth verifying
+_WORTH = 0.2  # least probability of a place, and least sum per level and text, for another pass of a head
+_WAITING = 128  # most pairs that wait for a request for drafts; earlier ones are dropped
+_REMEMBERED = 4096  # pairs of a text after which its cache is cleared
 _BINS, _PRIOR_WEIGHT = 20, 20.0
 
 _Path = tuple[int, ...]
@@ -36,7 +36,7 @@ _Likely = list[tuple[int, float]]  # tokens after a place, with their probabilit
 
 
 def _packed(weight: Tensor) -> nn.Module:
-    """Return a layer with four bits a weight, if its shape and numbers allow; else as it is."""
+    """Return a layer with four bits per weight, or the layer itself if its shape or values do not allow it."""
     if takes(*weight.shape) and weight.isfinite().all():
         return PackedLinear(pack_rows(weight, 4))
     return FewRowsLinear(nn.Parameter(weight, requires_grad=False))
@@ -47,7 +47,7 @@ class ModelDrafts:
 
     Texts are drafted together. How often drafts are right is counted over all of them, by the probability that the
     drafter gives them. There is memory for the pairs of 32 texts; one more text takes that of a text that is not being
-    drafted, which begins anew when it is again.
+    drafted, which starts with an empty cache when it is drafted again.
 
     Args:
         draft: Drafter, in the dtype of the model. On CPUs its linear layers are replaced by those for few rows, with
@@ -71,13 +71,13 @@ class ModelDrafts:
             replace(draft, name, _packed(layer.weight))
         use_few_rows(draft)
         draft.few = few_rows_of(draft.layers)
-        with torch.inference_mode():  # compiles the kernels of a prompt now, and not in the middle of a text
+        with torch.inference_mode():  # compile the kernels of a prompt now rather than during a text
             draft.fused(weight.new_zeros(MOST_ROWS + 1, len(self.taps) * weight.shape[1]))
         self._config = model.config.model_copy(update={"layers": draft.config.layers})
         self._most = min(model.config.context, _REMEMBERED)
         capacity = self._most + 2 * MOST_TOKENS
         self._cache = KVCache(self._config, MOST_ROWS, capacity, weight.dtype, weight.device)
-        self._owners: list[weakref.ref[ModelDrafter] | None] = [None] * MOST_ROWS  # of the sequences of the cache
+        self._owners: list[weakref.ref[ModelDrafter] | None] = [None] * MOST_ROWS  # owner of each cache sequence
         self._lock = threading.Lock()
         self._tried = [_PRIOR_WEIGHT] * _BINS
         self._right = [_PRIOR_WEIGHT * (place + 0.5) / _BINS for place in range(_BINS)]
@@ -210,7 +210,7 @@ class ModelDrafts:
         chances: dict[_Path, float] = {}
         order = count()
         following: list[tuple[float, int, _Path]] = [(-1.0, -1, ())]
-        while following and len(chances) < most:  # the likeliest path is gone on from first
+        while following and len(chances) < most:  # expand the likeliest path first
             chance, _, path = heapq.heappop(following)
             if path:
                 chances[path] = -chance
@@ -308,24 +308,24 @@ class ModelDrafter:
     """Drafter of one text; see :class:`ModelDrafts`.
 
     The drafter's keys and values of pairs that the text holds stay; those of drafted ones are dropped. Pairs are read
-    when drafts are asked for; of a long prompt the last ones only. Pairs whose features nobody computed, as those of a
-    prompt's shared beginning, are left out.
+    when drafts are asked for; of a long prompt the last ones only. Pairs without computed features, such as those
+    of a prompt's shared prefix, are left out.
 
     Attributes:
-        together: What drafts for this text and others.
+        together: Drafter shared by this text and others.
         slot: Sequence of its cache that holds the text's pairs; -1 if there is none.
     """
 
     def __init__(self, drafts: ModelDrafts) -> None:
         self.together, self.slot = drafts, -1
         self._tokens: list[int] = []
-        self._next = 0  # first pair that was not read
-        self._tapped: list[Tensor] = []  # outputs of the tapped blocks of the tokens from there on
-        self._count = 0  # of these tokens
-        self._drafted: dict[_Path, dict[int, float]] = {}  # path: probabilities of what was drafted after it
+        self._next = 0  # first unread pair
+        self._tapped: list[Tensor] = []  # outputs of the tapped blocks from that token on
+        self._count = 0  # number of these tokens
+        self._drafted: dict[_Path, dict[int, float]] = {}  # probabilities of drafted tokens, by path
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Take note of tokens that the text goes on with."""
+        """Append new tokens of the text."""
         path: _Path = ()
         for token in tokens:
             for drafted, probability in self._drafted.get(path, {}).items():
@@ -344,7 +344,7 @@ class ModelDrafter:
             self._next, self._tapped, self._count = position, [], 0
         self._tapped.append(features)
         self._count += len(features)
-        if self._count > 2 * _WAITING:  # a prompt's, or those of a text for which nobody asks
+        if self._count > 2 * _WAITING:  # pairs of a prompt, or of a text without requests for drafts
             self._tapped = [torch.cat(self._tapped)[-_WAITING:].clone()]
             self._next, self._count = self._next + self._count - _WAITING, _WAITING
 

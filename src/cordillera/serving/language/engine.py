@@ -40,7 +40,7 @@ TOGETHER = 16
 """Texts that are written at a time where nothing else is said: as many tokens of a pass are left for drafts."""
 
 Finish = Literal["stop", "length", "error"]
-_FORCED = 0.95  # chance that the model spells what a form allows in one way only with the drafted tokens
+_FORCED = 0.95  # assumed acceptance of drafted tokens where a form allows only one text
 
 
 class Generated(NamedTuple):
@@ -53,7 +53,7 @@ class Generated(NamedTuple):
             continues.
         forward: Number of the pass, of those that gave tokens to this text, from 0.
         chance: How likely the token was, if the request asks for that.
-        error: What ended the text, if it failed.
+        error: Error that ended the text, if it failed.
     """
 
     sequence: int
@@ -89,7 +89,7 @@ class EngineCounts:
 
 @dataclass(eq=False)
 class _Text:
-    """A request, and what has become of it."""
+    """A request and its state."""
 
     number: int
     prompt: list[int]
@@ -99,10 +99,10 @@ class _Text:
     guide: Guide | None = None
     logprobs: int | None = None
     drafters: TextDrafters | None = None
-    slot: int = -1  # of the cache; -1 while it waits
+    slot: int = -1  # slot of the cache; -1 while it waits
     unread: list[int] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
-    aside: tuple[Tensor, int] | None = None  # keys and values of a text that was set aside
+    aside: tuple[Tensor, int] | None = None  # keys and values of a preempted text
     forwards: int = 0
 
 
@@ -159,10 +159,10 @@ class Engine:
         self._pages = self._cache.free_pages
         self._prefixes = Prefixes(self._cache)
         self._slots: list[_Text | None] = [None] * texts
-        self._reading: _Text | None = None  # the text of a slot whose prompt is being read
+        self._reading: _Text | None = None  # text whose prompt is being read
         self._waiting: deque[_Text] = deque()
         self._count = 0
-        self._level = 0  # drafters that are asked for the present pass
+        self._level = 0  # drafters asked in the current pass
         self._ready: list[Generated] = []  # new tokens that no step has returned yet
 
     @property
@@ -203,8 +203,8 @@ class Engine:
             sampling: Settings of sampling; None for the defaults of
                 :class:`~cordillera.serving.language.sampler.Sampling`.
             guide: New guide of the form that the text keeps to; None for any text. Its end is one of ``stop``.
-            logprobs: Number of the most likely tokens of which each new token tells how likely they were, beside
-                itself; None if it tells nothing.
+            logprobs: Number of most likely tokens whose log probabilities each new token holds, beside its own; None
+                for no log probabilities.
 
         Raises:
             DataError: If the prompt is empty, as long as the capacity or longer, or holds an id that is not a token;
@@ -212,7 +212,7 @@ class Engine:
         """
         check_prompt(self.model.config, prompt, max_new_tokens, f"request {self._count}", self.capacity)
         left = min(max_new_tokens, self.capacity - len(prompt))
-        pages = self._cache.pages_for(len(prompt) + left - 1)  # the last token is never read
+        pages = self._cache.pages_for(len(prompt) + left - 1)  # the last token is never cached
         if pages > self._pages:
             raise DataError(
                 f"needs {pages} pages of keys and values, there are {self._pages}",
@@ -275,7 +275,7 @@ class Engine:
                 self._cache.load(slot, content, length)
             else:
                 prefix = self._prefixes.find(text.prompt)
-                self._cache.share(slot, prefix.pages, prefix.length)  # before others are forgotten
+                self._cache.share(slot, prefix.pages, prefix.length)  # before other prefixes are evicted
                 unread = len(text.prompt) - prefix.length
                 if not self._may_enter(text, lambda: self._cache.pages_needed(slot, unread)):  # noqa: B023
                     self._cache.clear(slot)
@@ -383,7 +383,7 @@ class Engine:
         self._level = len(self.speculation.drafters) if levels is None else levels.choose(len(going))
         asked = list[tuple[int, TextDrafters]]()
         for number, text in enumerate(going):
-            deepest = text.left - 1  # the pass itself gives one more
+            deepest = text.left - 1  # the pass itself adds one token
             if most < 1 or deepest < 1:
                 continue
             with self._failing(text):
@@ -424,7 +424,7 @@ class Engine:
             self._book(text, own)
 
     def _book(self, text: _Text, new: _New) -> None:
-        """Take note of what a pass gave to a text."""
+        """Record the tokens that a pass gave to a text."""
         if new.error is not None:
             self._fail(text, new.error)
             return

@@ -48,8 +48,8 @@ def generate(
             is said in a warning.
         guide: Makes the guide of a text's form, whose end is one of ``stop``; None for any text.
         over: Numbers of prompts that are not to go on; the caller may add some after any token.
-        logprobs: Number of the most likely tokens of which each new token tells how likely they were, beside itself;
-            None if it tells nothing.
+        logprobs: Number of most likely tokens whose log probabilities each new token holds, beside its own; None for
+            no log probabilities.
 
     Returns:
         Tokens as they are generated: in each pass at least one for every sequence that is being continued. Errors of
@@ -66,7 +66,7 @@ def generate(
 
 
 class StopStrings:
-    """Finds the first of some strings in text that comes in pieces: the one that is complete first.
+    """Finds the first of several strings to be complete in text that arrives in pieces.
 
     Where several are complete at once, the longest counts. What is found does not depend on how the text is cut.
     """

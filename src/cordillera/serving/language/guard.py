@@ -1,4 +1,4 @@
-"""A language model as a guard: is the last turn of a conversation safe, and if not, of which categories is it?
+"""A language model as a guard: whether the last turn of a conversation is safe, and the categories if it is not.
 
 Source: Inan et al. 2023 (Llama Guard), section 2; Grattafiori et al. 2024, section 5.4.7.
 """
@@ -31,7 +31,7 @@ _TOGETHER = 16  # conversations that are judged together
 
 @dataclass(frozen=True)
 class GuardVerdict:
-    """What a guard says of a turn.
+    """Verdict of a guard on a turn.
 
     Attributes:
         is_safe: Whether the turn is safe.
@@ -55,7 +55,7 @@ def parse_verdict(text: str, categories: Categories | None = None) -> GuardVerdi
 
     Args:
         text: Answer of a model.
-        categories: Categories that the model was asked about. Default: those of Llama Guard 3.
+        categories: Categories that the model was asked about. Default: the categories of Llama Guard 3.
     """
     known = (categories or Categories()).names
     lines = _lines(text)

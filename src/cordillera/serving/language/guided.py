@@ -1,7 +1,7 @@
-"""Text that keeps to a form: JSON of a schema, a regular expression, or one of several choices.
+"""Text in a given form: JSON of a schema, a regular expression, or one of several choices.
 
-The form says after each token which tokens may follow (``llguidance``); others are never drawn. Of drafted trees every
-token has a state of its own. What a form allows in one way only, such as the names of a schema's fields, is drafted.
+The form says after each token which tokens may follow (``llguidance``); others are never drawn. Every token of a
+drafted tree has its own state. Text that the form forces, such as the names of a schema's fields, is drafted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cordillera.serving.language.speculation import DraftTree, part_of, paths
 
 @dataclass(frozen=True)
 class Form:
-    """What a text must look like; made by :func:`json_form`, :func:`regex_form` or :func:`choice_form`.
+    """Form of a text, made by :func:`json_form`, :func:`regex_form` or :func:`choice_form`.
 
     Attributes:
         grammar: The form in the language of ``llguidance``.
@@ -39,7 +39,7 @@ def json_form(schema: Mapping[str, Any] | str | None = None, where: str = "JSON 
 
     Args:
         schema: JSON schema, as a dictionary or as text; None for any object.
-        where: What errors name.
+        where: Origin that errors name.
 
     Raises:
         DataError: If the text is not JSON, or the schema is not an object.
@@ -151,7 +151,7 @@ class Guide:
         return bool(self._matcher.validate_tokens(list(tokens)) == len(tokens))
 
     def forced(self, most: int) -> list[int]:
-        """Return up to ``most`` tokens that spell what the form allows in one way only."""
+        """Return up to ``most`` tokens of the text that the form forces."""
         return [] if self._matcher.is_stopped() else list(self._matcher.compute_ff_tokens())[:most]
 
     def prune(self, tree: DraftTree) -> DraftTree:

@@ -180,7 +180,7 @@ class LanguageModel:
         self.tokenizer = find_tokenizer(name, self.path, self.config.vocabulary, tokenizer)
 
     def limit(self, context: int) -> None:
-        """Let texts with their prompts have at most so many tokens; to be called before weights are read."""
+        """Limit texts, including prompts, to ``context`` tokens; call this before weights are read."""
         shorter = {"context": min(context, self._source.config.context)}
         self.config = self._source.config = self._source.config.model_copy(update=shorter)
 
@@ -237,7 +237,7 @@ class LanguageModel:
         for number, prompt in enumerate(prompts, 1):
             where = "prompt" if len(prompts) == 1 else f"prompt {number}"
             for text in [prompt] if isinstance(prompt, str) else [message.content for message in prompt]:
-                check_text(text, where)  # before a template adds other text
+                check_text(text, where)  # check before a template adds text
             if not prompt:
                 raise DataError("is empty", where=where, remedy="give some text")
         if system is not None:
@@ -283,8 +283,8 @@ class LanguageModel:
             form: Form that every text keeps to, such as :func:`~cordillera.serving.language.guided.json_form`; None for
                 any. A text that ``max_new_tokens`` ends early is its beginning.
             stop: Strings before which a text ends.
-            logprobs: Number of the most likely tokens of which each piece tells how likely they were, beside its own;
-                None if it tells nothing.
+            logprobs: Number of most likely tokens whose log probabilities each piece holds, beside those of its own
+                tokens; None for no log probabilities.
 
         Returns:
             One piece per token; each pass yields at least one for every unfinished prompt. Errors of the prompts are
@@ -300,7 +300,7 @@ class LanguageModel:
         check_prompts(self.config, ids, max_new_tokens)
         guide = None if form is None else partial(self.guides.start, form)
         if guide is not None:
-            guide()  # says now what is wrong with the form
+            guide()  # reports errors of the form before generation
         begins = form is None and self._answers(prompts, chat)
         decoders = [StreamDecoder(self.tokenizer, begins=begins) for _ in ids]
         return self._stream(ids, decoders, max_new_tokens, sampling, guide, stop, logprobs)
@@ -430,7 +430,7 @@ def find_model(name: str | Path) -> Path:
 
 
 def _is_run(path: Path) -> bool:
-    return os.path.isfile(path / "recipe.toml")  # which a name that is too long for the system is not
+    return os.path.isfile(path / "recipe.toml")  # False, without an error, for names that are too long
 
 
 def find_tokenizer(name: str | Path, path: Path, vocabulary: int, tokenizer: str | Path | None = None) -> Tokenizer:

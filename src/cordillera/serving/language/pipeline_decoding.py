@@ -29,7 +29,7 @@ from cordillera.serving.language.engine import check_prompt
 from cordillera.serving.language.prefixes import next_part
 from cordillera.serving.language.sampler import Sampling, draw_noise, penalized_rows, sample
 
-_IN_FLIGHT = 4  # messages to a stage whose arrival is not yet known
+_IN_FLIGHT = 4  # unconfirmed messages to a stage
 _HIDDEN, _TOKENS = 1, 2  # tags
 
 
@@ -149,7 +149,7 @@ class PipelineDecoder:
             self._tell(batch, drawn)
 
     def _step(self, batch: _Microbatch) -> list[int]:
-        """Take a pass over the texts of a microbatch that go on; the last stage returns what it drew."""
+        """Run a pass over the unfinished texts of a microbatch; the last stage returns the tokens that it drew."""
         rows = [
             self._texts[number][-1:] if going else [] for number, going in zip(batch.numbers, batch.going, strict=True)
         ]

@@ -18,12 +18,12 @@ from cordillera.models.language.llama import Llama
 
 PART = 256
 """Tokens of a part, a multiple of the tokens of a page."""
-_SHORT = 48  # tokens that the kernel for few rows reads, in several calls, sooner than layers do in one
-_WHOLE_PROMPTS = 64  # whose logits are kept
+_SHORT = 48  # most tokens that the kernel for few rows reads faster, in several calls, than layers do in one
+_WHOLE_PROMPTS = 64  # whole prompts whose logits are kept
 
 
 def next_part(model: Llama, unread: int) -> int:
-    """Return how many tokens of a prompt ``model`` reads next, of so many that are ``unread``."""
+    """Return the number of tokens that ``model`` reads next, of ``unread`` tokens of a prompt."""
     return min(unread, MOST_TOKENS if model.few is not None and unread <= _SHORT else PART)
 
 
@@ -81,7 +81,7 @@ class Prefixes:
             found.append(key)
             pages += part.pages
             before, length, logits = part.number, start + len(key[1]), part.logits if is_end else None
-        for key in reversed(found):  # a part is forgotten before those that it follows
+        for key in reversed(found):  # evict a part before its predecessors
             self._parts.move_to_end(key)
         return Prefix(pages, length, logits)
 

@@ -19,7 +19,7 @@ from cordillera.models.language.checkpoints import open_checkpoint, read_model
 from cordillera.serving.language.language_model import find_model, tokenizer_of
 from cordillera.training.language.objectives import last_rows
 
-_TOKENS = 4096  # of the chats that are scored together
+_TOKENS = 4096  # most tokens of chats that are scored together
 
 
 class RewardModel:

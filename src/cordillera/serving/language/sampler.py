@@ -99,7 +99,7 @@ def _most_likely(logits: Tensor) -> tuple[Tensor, Tensor]:
     return top, first
 
 
-_AT_FIRST = 256  # likeliest tokens, which are mostly all that can be drawn
+_AT_FIRST = 256  # top tokens that are sorted first, as they usually suffice
 
 
 def _likeliest(chances: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -123,14 +123,14 @@ def _left_out(ordered: Tensor, sampling: Sampling) -> Tensor:
     left_out = (before >= sampling.top_p) | (ordered < sampling.min_p * ordered[..., :1])
     if sampling.top_k:
         left_out[..., sampling.top_k :] = True
-    left_out[..., 0] = False  # where top_p is too small for float32
+    left_out[..., 0] = False  # keep one token even if top_p rounds to 0
     return left_out
 
 
 def penalized_rows(
     logits: Tensor, sampling: Sampling, texts: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Return what :func:`penalized` does for rows of different texts, each with the tokens of its own prompt.
+    """Apply :func:`penalized` to rows of different texts, each with the tokens of its own prompt.
 
     Args:
         logits: Logits ``[n, vocabulary]``.
@@ -158,7 +158,7 @@ def penalized(logits: Tensor, sampling: Sampling, texts: Sequence[Sequence[int]]
     repeats = sampling.repetition_penalty != 1
     if not (sampling.logit_bias or sampling.presence_penalty or sampling.frequency_penalty or repeats):
         return logits
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)  # others see what the model said
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)  # keeps the original
     if repeats:
         for row, text in zip(logits, texts, strict=True):
             seen = [one for one in {*prompt, *text} if one < len(row)]

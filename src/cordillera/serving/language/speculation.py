@@ -49,7 +49,7 @@ class Drafter(Protocol):
     """What drafts the continuation of one text."""
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Take note of tokens that the text goes on with; the first call gives the prompt."""
+        """Append new tokens of the text; the first call passes the prompt."""
 
     def propose(self, most: int, deepest: int) -> DraftTree:
         """Return a tree of up to ``most`` tokens and up to ``deepest`` levels."""
@@ -86,7 +86,7 @@ class IsDraftedTogether(Protocol):
     """A drafter whose text is drafted together with others.
 
     Attributes:
-        together: What drafts for all of them.
+        together: Drafter shared by all texts.
     """
 
     together: DraftsTogether
@@ -96,7 +96,7 @@ _LONGEST_MATCH = 8
 # Estimates of how often the next token is among the drafted ones after a match of 1 to 8 tokens, and their weight.
 _PRIORS, _PRIOR_WEIGHT = (0.2, 0.35, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85), 4.0
 _VOTE = 3.0  # weight of a place per token of its match, as a power
-_LEAST = 0.01  # chance of a token that is worth drafting
+_LEAST = 0.01  # least probability of a token that is worth drafting
 
 
 class NGramDrafter:
@@ -116,10 +116,10 @@ class NGramDrafter:
         self._ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(longest)]  # [n - 1]: ends of n-grams
         self._right = [_PRIOR_WEIGHT * prior for prior in _PRIORS]
         self._tried = [_PRIOR_WEIGHT] * _LONGEST_MATCH
-        self._drafted: dict[tuple[int, ...], tuple[int, set[int]]] = {}  # path: length of its match, what may follow
+        self._drafted: dict[tuple[int, ...], tuple[int, set[int]]] = {}  # length of the match and candidates, by path
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Take note of tokens that the text goes on with."""
+        """Append new tokens of the text."""
         path: tuple[int, ...] = ()
         for token in tokens:
             if path not in self._drafted:
@@ -206,15 +206,15 @@ def joined(trees: Sequence[DraftTree], most: int) -> DraftTree:
     return tree_of(chances, most)
 
 
-_RETRY = 32  # passes after which what was not worth its time is tried once more
-_FORGET = 0.95  # weight of what was known, at each pass
-_TRIALS = 3  # passes by which a level is judged first
-_INHERITED = 0.2  # weight of what is known of other numbers of texts
+_RETRY = 32  # passes after which a rejected level is tried again
+_FORGET = 0.95  # decay of earlier measurements with each pass
+_TRIALS = 3  # first passes of a level before it is judged
+_INHERITED = 0.2  # weight of measurements with other numbers of texts
 
 
 @dataclass
 class _LevelRate:
-    """What passes of a level gave and took, the last ones of which weigh most, and their number."""
+    """Tokens and seconds of the passes of a level, weighted towards recent ones, and the number of passes."""
 
     worth: float = 0.0
     seconds: float = 0.0
@@ -224,8 +224,8 @@ class _LevelRate:
 class DraftLevels:
     """How many of the drafters to ask, by the tokens a second that passes gave so far.
 
-    Level ``k`` asks the first ``k`` drafters, level 0 none. Each is tried at first, and once more now and then. Numbers
-    of texts up to the next power of two share what is known, and begin with what is known of others.
+    Level ``k`` asks the first ``k`` drafters, level 0 none. Each level is tried at first, and again from time to time.
+    Numbers of texts are grouped by powers of two; a group starts from the measurements of the others.
 
     Args:
         drafters: Number of drafters.
@@ -234,13 +234,13 @@ class DraftLevels:
 
     def __init__(self, drafters: int, costs: Sequence[float]) -> None:
         self._most, self._costs = drafters, costs
-        self._load = 0.0  # seconds of passes, and what they cost by the table
+        self._load = 0.0  # seconds of passes; their cost by the table
         self._cost = 0.0
-        self._known: dict[int, list[_LevelRate]] = {}  # by texts, of each level
+        self._known: dict[int, list[_LevelRate]] = {}  # rates of all levels, by bucket of texts
         self._passes: dict[int, int] = {}
 
     def choose(self, texts: int) -> int:
-        """Return the level of the next pass over so many texts."""
+        """Return the level of the next pass over ``texts`` texts."""
         if not 0 < texts <= len(self._costs):
             return 0
         known = self._of(texts)
@@ -305,7 +305,7 @@ class Speculation:
 
 
 class TextDrafters:
-    """The drafters of one text, of which one that fails is dropped with a warning: the text does not need it.
+    """The drafters of one text; a drafter that fails is dropped with a warning, as generation does not need it.
 
     Args:
         name: Name of the text in warnings.
@@ -323,7 +323,7 @@ class TextDrafters:
                 self._drafters[place] = drafter
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Give all drafters tokens that the text goes on with."""
+        """Pass new tokens of the text to all drafters."""
         for place, drafter in enumerate(self._drafters):
             if drafter is not None:
                 with self._dropping(place):
@@ -340,7 +340,7 @@ class TextDrafters:
     def propose(
         texts: Sequence[TextDrafters], level: int, vocabulary: int, most: int, room: int, deepest: Sequence[int]
     ) -> list[DraftTree]:
-        """Return the trees of texts, each that of its first drafters.
+        """Return the trees of texts, each from the first drafters of its text.
 
         Args:
             texts: Drafters of each text.
@@ -488,11 +488,11 @@ def measure_costs(model: Llama, context: int = 64, rounds: int = 3) -> list[floa
         cache.keep([min(length, context) for length in cache.lengths])
         return seconds
 
-    while cache.lengths[0] < context:  # a few tokens at a time, for which nothing is allocated that stays
+    while cache.lengths[0] < context:  # a few tokens at a time, to limit memory
         elapsed(MOST_ROWS)
     elapsed(MOST_ROWS)
     found = [math.inf] * len(sizes)
-    for _ in range(rounds):  # sizes in turn, so that a disturbance meets all of them
+    for _ in range(rounds):  # alternate the sizes, so that a disturbance affects all of them
         found = [min(best, elapsed(rows)) for best, rows in zip(found, sizes, strict=True)]
     found = [max(found[: number + 1]) for number in range(len(found))]  # more tokens never cost less
     costs = found[:1]

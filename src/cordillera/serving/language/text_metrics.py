@@ -15,7 +15,7 @@ _LABEL = ("model",)
 
 
 class TextMetrics(Collector):
-    """What is counted of the texts of one or more models.
+    """Counters of the texts of one or more models.
 
     Args:
         registry: Where the metrics are registered.

@@ -28,7 +28,7 @@ CACHE_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class TextRequest:
-    """What is asked of a language model.
+    """Request to a language model.
 
     Attributes:
         prompt: Token ids.
@@ -37,7 +37,7 @@ class TextRequest:
         choices: Number of texts that continue the prompt.
         stop: Texts before which a choice ends.
         form: Form that every choice keeps to; None for any.
-        logprobs: Number of the most likely tokens that are told with each new one; None for none.
+        logprobs: Number of most likely tokens whose log probabilities each new token holds; None for none.
         ends: Whether a choice ends where the model ends it; else it goes on for ``max_new_tokens``.
         answers: Whether a choice is a text of its own, which answers a chat; else it continues that of the prompt.
         seconds: Time after which the request is ended, from its submission; None for that of the service.
@@ -66,7 +66,7 @@ class TextDelta:
         chances: How likely these were, if the request asks for that.
         finish: Reason why the choice ends here; None while it continues.
         forwards: Number of passes that the choice took so far.
-        error: What ended the choice, if it failed.
+        error: Error that ended the choice, if it failed.
     """
 
     choice: int
@@ -114,7 +114,7 @@ class TextService:
 
     Attributes:
         longest_token: Number of bytes of the longest token.
-        failure: What ended the service; None while it works.
+        failure: Error that ended the service; None while it works.
 
     Raises:
         DataError: If ``texts`` is not from 1 to 32.
@@ -135,8 +135,8 @@ class TextService:
         self.model, self.seconds, self.queue, self._metrics = model, seconds, queue, metrics
         self.name = name or model.path.name
         self.longest_token = max(len(content or b"") for content in model.tokenizer.token_bytes)
-        with contextlib.suppress(DataError):  # of tokenizers that know no end, which have no forms
-            model.guides  # noqa: B018 -- takes a third of a second, in which no thread runs
+        with contextlib.suppress(DataError):  # tokenizers without an end token have no guides
+            model.guides  # noqa: B018 -- built now, as this blocks all threads for a third of a second
         config = model.config
         of_token = 2 * config.layers * config.kv_heads * config.head_width * model.dtype.itemsize
         self._engine = Engine(
@@ -146,7 +146,7 @@ class TextService:
             speculation=model.speculation,
             vocabulary=model.tokenizer.vocab_size,
         )
-        self._jobs: dict[int, _Job] = {}  # by text of the engine
+        self._jobs: dict[int, _Job] = {}  # jobs by sequence of the engine
         self._inbox: list[Callable[[], None]] = []
         self._accepted = 0  # choices that are not ended
         self._changed = threading.Condition()
@@ -225,7 +225,7 @@ class TextService:
             raise UnavailableError("is being stopped", where=self.name, remedy="ask another server")
 
     def _run(self) -> None:
-        """What the thread does: take requests, let the engine take a step, and pass on what it wrote."""
+        """Loop of the thread: take requests, run a step of the engine, and deliver its output."""
         try:
             while self._take():
                 for one in self._engine.step():
@@ -237,7 +237,7 @@ class TextService:
             raise
 
     def _take(self) -> bool:
-        """Wait until there is something to do, and take what came; return whether the service goes on."""
+        """Wait for work, and take new requests; return whether the service continues."""
         with self._changed:
             while not (self._inbox or self._jobs or self._is_ended):
                 self._changed.wait()
@@ -291,7 +291,7 @@ class TextService:
 
     def _deliver(self, one: Generated) -> None:
         job = self._jobs.get(one.sequence)
-        if job is None:  # it was ended within this step
+        if job is None:  # the job ended during this step
             return
         choice = job.choices[one.sequence]
         try:
@@ -311,7 +311,7 @@ class TextService:
 
     @staticmethod
     def _delta(choice: _Choice, one: Generated) -> TextDelta:
-        """Return what a token adds to a choice."""
+        """Return the text that a token adds to a choice."""
         if one.error is not None:
             return TextDelta(choice.number, "", [], [], "error", one.forward, one.error)
         text = choice.decoder.push(one.token)
@@ -327,7 +327,7 @@ class TextService:
             self._release(job, delta.finish)
         try:
             job.listener(delta)
-        except Exception:  # whoever listened has gone
+        except Exception:  # the listener has disconnected
             self._cancel(job)
 
     def _release(self, job: _Job, ended: str) -> None:

@@ -90,7 +90,7 @@ class ExportedModel(nn.Module):
             if number.transform == "quantile":
                 quantiles = getattr(self, f"quantiles_{place}")
                 filled = torch.where(torch.isnan(values), torch.zeros_like(values), values)
-                if self.is_onnx:  # which has no search: as many of the quantiles are below, or not above
+                if self.is_onnx:  # ONNX has no search: count the quantiles that are less, or less or equal
                     sides = [(quantiles < filled[:, None]).sum(1), (quantiles <= filled[:, None]).sum(1)]
                 else:
                     sides = [torch.searchsorted(quantiles, filled, right=right) for right in (False, True)]
@@ -162,7 +162,7 @@ def write_export(
     )
     with torch.no_grad():
         exported = torch.export.export(program, example, dynamic_shapes=({0: count}, {0: count}, length))
-        content = io.BytesIO()  # torch's own writer of files ends the process if the disk is full
+        content = io.BytesIO()  # torch's own file writer aborts the process on a full disk
         torch.export.save(exported, content)
         (folder / PROGRAM).write_bytes(content.getbuffer())
         if compiled:

@@ -48,7 +48,7 @@ class MicroBatcher(Generic[Work, Answer]):
         max_rows: Number of rows from which a batch takes no further request. A larger request is a batch of its own.
         max_wait: Seconds that the first request of a batch waits for others; 0 takes those that wait already.
         max_queue_rows: Largest number of rows that wait. A larger request is refused even if nothing waits.
-        on_batch: Function that is told the number of rows of each batch before it is computed, or None.
+        on_batch: Function called with the number of rows of each batch before it is computed, or None.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class MicroBatcher(Generic[Work, Answer]):
                 return
             if batch:
                 self._answer(batch)
-            del batch  # requests and answers are not kept while the thread waits
+            del batch  # free requests and answers while the thread waits
 
     def _next(self) -> list[_Waiting[Work, Answer]] | None:
         """Wait for requests and take a batch of those that are still wanted; None when closed and empty."""

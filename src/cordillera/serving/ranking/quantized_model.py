@@ -118,7 +118,7 @@ def save(
         try:
             write_tensors(temporary, tensors)
             digest = checksum(temporary)
-            (folder / _RECORD).unlink(missing_ok=True)  # from here on there is no model until the new one is complete
+            (folder / _RECORD).unlink(missing_ok=True)  # invalidates the old model until the new one is complete
             temporary.replace(folder / _TENSORS)
         finally:
             temporary.unlink(missing_ok=True)

@@ -27,7 +27,7 @@ from cordillera.errors import DataError
 MOST_CHARACTERS = 1024
 """Largest number of characters of an id in a request."""
 
-_EXACT = 2**53  # the first whole number of a float64 with a neighbour that it cannot hold
+_EXACT = 2**53  # largest magnitude up to which float64 holds all integers
 _DAMAGE = (pa.ArrowException, PolarsError, OSError, ValueError, TypeError, KeyError, IndexError, NotImplementedError)
 
 

@@ -149,7 +149,7 @@ class RowScorer:
             length = block - entries % block
             last = kept[offsets[own - 1] :]
             if len(last) == length and not last.any():
-                length += block  # it would be taken for the history before it
+                length += block  # would equal the previous history, and be merged with it
             filled = np.concatenate([kept, np.zeros(length * added, dtype=np.int64)])
             ends = offsets[own] + length * np.arange(1, added + 1)
             lists[place] = filled, np.concatenate([offsets[: own + 1], ends])

@@ -1,6 +1,6 @@
 """Scores of an exported model, without the library: ``Scorer("FOLDER").predict([{"column": value, ...}, ...])``.
 
-``cordillera export`` puts a copy of this file, called ``score.py``, beside ``schema.json`` and the programs. Of these,
+``cordillera export`` puts a copy of this file, called ``score.py``, beside ``schema.json`` and the programs.
 ``model.pt2`` and ``model-compiled.pt2`` need torch; ``model.onnx`` needs onnxruntime and NumPy.
 """
 
@@ -115,7 +115,7 @@ def _read_schema(path: Path) -> dict[str, Any]:
         if schema["seal"] == seal_of(schema):
             return schema
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass  # the same as another checksum
+        pass  # treated like a wrong checksum
     raise ValueError(f"{path} is damaged: export the model again")
 
 

@@ -145,11 +145,11 @@ class ShardedCheckpoints(RankCheckpoints):
 
 
 def start_from(engine: LanguageEngine, source: Source, seed: int) -> None:
-    """Load the weights of a checkpoint into an engine; each rank reads those of its stages, and draws new ones.
+    """Load the weights of a checkpoint into an engine; each rank reads its stages' weights, and draws missing ones.
 
     Args:
         source: Checkpoint.
-        seed: Seed from which weights that it lacks are drawn.
+        seed: Seed from which weights that the checkpoint lacks are drawn.
 
     Raises:
         CheckpointError: If a tensor holds NaN or infinity.
@@ -212,10 +212,10 @@ def _own_parts(engine: LanguageEngine) -> Iterator[PartToWrite]:
         offsets = _offsets(parameter)
         yield PartToWrite(weights, name, offsets, parameter.to_local().detach())
         if name in kept:
-            # in float32 like all that is in these files, which holds the 16 bits of a lower half exactly
+            # All tensors of these files are float32, which holds the 16 low bits exactly.
             yield PartToWrite(optimizer, _of_kept(engine.storage, name), offsets, kept[name].float())
         state = engine.optimizer.state.get(parameter)
-        if not state:  # no step was made yet
+        if not state:  # before the first step
             continue
         for key in _MOMENTS:
             yield PartToWrite(optimizer, _of_optimizer(name, key), offsets, state[key].to_local())
@@ -269,7 +269,7 @@ def _load(engine: LanguageEngine, folder: ShardedFolder) -> dict[str, Any]:
 
 
 def _load_kept(storage: WeightStorage, parts: Parts) -> None:
-    """Load what is stored beside weights in a short format; emulation runs in one process, where parts are whole."""
+    """Load the tensors stored beside weights in a short format; emulation runs in one process, with whole parts."""
     kept = {}
     for name, tensor in storage.state_dict().items():
         own = _of_kept(storage, name)

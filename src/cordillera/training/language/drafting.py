@@ -112,7 +112,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
 def unroll(
     draft: DraftModel, config: LlamaConfig, embedding: nn.Module, tokens: Tensor, features: Tensor, offsets: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Run a drafter as it is used, with the text's own tokens in place of what it would draft.
+    """Unroll a drafter as in generation, but with the text's own tokens in place of drafted ones.
 
     Args:
         draft: The drafter.
@@ -127,7 +127,7 @@ def unroll(
         [T]``, whose successor it predicts; -1 after the end of a document.
     """
     device, count = tokens.device, len(tokens)
-    ends = offsets[1:].to(device).repeat_interleave(offsets.diff().to(device))  # of the document of each token
+    ends = offsets[1:].to(device).repeat_interleave(offsets.diff().to(device))  # end of each token's document
     positions = document_positions(offsets, device)
     cores: list[Core] = [UnrolledAttention() for _ in draft.layers]
     x = first = draft.fused(features)

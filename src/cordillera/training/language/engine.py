@@ -282,7 +282,7 @@ class LanguageEngine:
         return self.update(loss, targets, rate)
 
     def backward(self, microbatches: Sequence[PackedTokens]) -> tuple[float, int]:
-        """Accumulate the gradients of one iteration without changing weights; errors are those of :meth:`step`.
+        """Accumulate the gradients of one iteration without changing weights; for errors, see :meth:`step`.
 
         Returns:
             This process's part of the loss, and the number of targets of the whole iteration.
@@ -388,7 +388,7 @@ class LanguageEngine:
         self.optimizer.zero_grad()
 
     def take_measures(self) -> dict[str, float]:
-        """Return sums of what the objective measured since the last call, and begin anew; empty without any."""
+        """Return and reset the sums of what the objective measured since the last call; empty without any."""
         return {} if self.objective is None else self.objective.take()
 
     def _routers(self) -> dict[int, Router]:
@@ -452,7 +452,7 @@ class LanguageEngine:
         return 0.0 if losses is None or self.mesh.place["tensor"] else float(losses.double().sum())
 
     def _problem(self, one: PackedTokens) -> str | None:
-        """Return what is wrong with a microbatch, or None."""
+        """Return a description of an error in a microbatch, or None."""
         tokens, offsets, labels = one[:3]
         bounds = offsets.tolist()
         if not bounds or bounds[0] != 0 or bounds[-1] != len(tokens) or bounds != sorted(bounds):
@@ -564,6 +564,6 @@ def _labelled(one: PackedTokens) -> PackedTokens:
 
 
 def _nothing() -> PackedTokens:
-    """Return one token that predicts nothing, for a copy of the model without a microbatch of its own."""
+    """Return one token without a target, for a copy of the model that has no microbatch."""
     zero = torch.zeros(1, dtype=torch.int64)
     return PackedTokens(zero, torch.tensor([0, 1]), zero + IGNORED)

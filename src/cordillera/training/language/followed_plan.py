@@ -1,4 +1,4 @@
-"""Comparison of a written plan with what is to be trained: the model, its steps, its mesh and the processes."""
+"""Comparison of a written plan with a training job: the model, its steps, its mesh and the processes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_processes(plan: WrittenPlan, processes: int | None) -> None:
 
 
 def _other_model(plan: WrittenPlan, model: LlamaConfig) -> Iterator[tuple[str, str]]:
-    """Iterate over the sizes of the model that differ from those of the planned one."""
+    """Iterate over the sizes of the model that differ from the planned model's."""
     planned = plan.workload.model
     sizes = {
         "layers": (planned.layers, model.layers),

@@ -58,7 +58,7 @@ class StageGradients:
             is_tied_copy = number > 0 and name == "embedding.weight"
             if parameter.grad is not None:
                 square = float(torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float64).square())
-                total += square * (not is_copy and not is_tied_copy)  # finite copies add nothing
+                total += square * (not is_copy and not is_tied_copy)  # copies count once
         return total
 
     def scale(self, factor: float) -> None:
@@ -78,20 +78,20 @@ class StageGradients:
         return found
 
     def _add_whole(self, links: Collectives) -> None:
-        """Reduce weights that are not cut over the tensor ranks, each of which saw other tokens or heads."""
+        """Reduce gradients of weights that are not split over tensor ranks, as each rank saw other tokens or heads."""
         gradients = [
             local(parameter.grad)
             for _, name, parameter in self._parameters()
             if parameter.grad is not None and not _is_cut(parameter) and name.endswith(self._summed)
         ]
-        if not gradients:  # of a stage without blocks
+        if not gradients:  # a stage without blocks
             return
         total = links.all_reduce(WHOLE, torch.cat([gradient.flatten() for gradient in gradients]))
         for gradient, summed in zip(gradients, total.split([one.numel() for one in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
 
     def _add_held(self, links: Collectives) -> None:
-        """Reduce weights of experts that stay on their ranks; other weights were reduced as they were sharded."""
+        """Reduce gradients of experts that stay on their ranks; other gradients were reduced by the sharding."""
         for stage in self._stages.values():
             for layer in stage.experts.values():
                 for parameter in (layer.gate, layer.up, layer.down):
@@ -102,7 +102,7 @@ class StageGradients:
         """Reduce the embedding and the tied head, if the first and last stage are different."""
         ends = [self._stages[stage] for stage in (0, self._mesh.config.stages - 1) if stage in self._stages]
         gradients = [local(stage.embedding.weight.grad) for stage in ends if stage.embedding.weight.grad is not None]
-        if len(gradients) == 2:  # folded like a V: both ends are on this rank
+        if len(gradients) == 2:  # V schedule: both ends are on this rank
             total = torch.stack(gradients).sum(0)
             for gradient in gradients:
                 gradient.copy_(total)

@@ -127,7 +127,7 @@ class AnswersObjective:
         self._measured: dict[str, float] = {}
 
     def take(self) -> dict[str, float]:
-        """Return sums of what was measured since the last call, by name, and the number of units; begin anew."""
+        """Return and reset the sums measured since the last call, by name, and the number of units."""
         found, self._measured = self._measured, {}
         return found
 

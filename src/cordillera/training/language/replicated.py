@@ -1,4 +1,4 @@
-"""Training of a language model by replicas, of which any may fail while the others go on.
+"""Training of a language model by replicas; any replica may fail while the others continue.
 
 Each replica holds the whole model on its own mesh. A step takes the next iterations of the text, one for each replica
 that takes part. What a step was trained on follows from the state before it: a step that is given up takes nothing, and
@@ -45,7 +45,7 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class ReplicatedTrainer(LanguageTrainer):
-    """The training of one replica; arguments beside those of :class:`LanguageTrainer` are keywords.
+    """Trainer of one replica; arguments that :class:`LanguageTrainer` does not have are keywords.
 
     Args:
         place: How the replica reaches its job.
@@ -75,13 +75,12 @@ class ReplicatedTrainer(LanguageTrainer):
         self._restored: int | None = None
         self._computed: tuple[tuple[Commit, list[int]], tuple[float, int]] | None = None
         self._flat = torch.empty(0)
-        self._held = HeldState(self)  # before the first forward, as gathered weights have tensors of their own
+        self._held = HeldState(self)  # before the first forward: gathered weights are separate tensors
 
     def resume(self) -> bool:
         """Restore the newest checkpoint that verifies, on the disk of this machine or in the run's folder.
 
-        A damaged one is no reason to end, as another replica may hold the state. Records of the run are left as they
-        are.
+        A damaged checkpoint is not fatal, as another replica may hold the state. Records of the run are not changed.
         """
         state, newest = None, self._durable()
         tiers = [self.checkpoints, *([self.local] if self.local is not None else [])]
@@ -118,11 +117,11 @@ class ReplicatedTrainer(LanguageTrainer):
             ended = self._steps()
             self._events.write("left", ended=ended, step=self.progress.step)
         self.checkpoints.wait()
-        if self.local is not None and not self._leaves:  # the run's folder holds the same now
+        if self.local is not None and not self._leaves:  # the run's folder now holds the same state
             self.local.wait()
             self.local.prune(set())
             for folder in (self.local.folder, self.local.folder.parent):
-                with contextlib.suppress(OSError):  # other replicas have theirs there
+                with contextlib.suppress(OSError):  # the folder also holds other replicas' files
                     folder.rmdir()
         evaluation = None
         if ended != "interrupted" and self.can_evaluate:
@@ -155,13 +154,13 @@ class ReplicatedTrainer(LanguageTrainer):
                 return "interrupted"
 
     def _take_turn(self, membership: Membership) -> None:
-        """Let the first participant write records and checkpoints."""
+        """Make the first participant the writer of records and checkpoints."""
         self._writes = membership.participants[0] == self.place.name
         self.run = self._own_run if self._writes else None
         self.recorder.run = self.run
 
     def _attempt(self, membership: Membership, iterations: Sequence[TextIteration], began: float) -> None:
-        """Train one step, and commit it or give it up."""
+        """Train one step, and commit or discard it."""
         assert self._replica is not None
         replica, head = self._replica, membership.head
         self._at(f"step {head.step + 1}")

@@ -78,7 +78,7 @@ class LanguageTrainingConfig(LanguageConfig):
 
 @dataclass
 class LanguageProgress:
-    """Position of training, all of which is in the checkpoint; ``stale`` steps in a row were skipped."""
+    """Position of training, as stored in the checkpoint; ``stale`` is the number of consecutive skipped steps."""
 
     step: int = 0
     tokens: int = 0
@@ -144,7 +144,7 @@ class LanguageWindow:
     started: float = field(default_factory=time.perf_counter)
 
     def to_state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
+        """Return the content for a checkpoint."""
         names = (
             *("loss", "targets", "imbalance", "expert_imbalance", "delay", "steps", "gradient_norm", "learning_rate"),
             "measures",
@@ -384,7 +384,7 @@ class LanguageTrainer:
             )
 
     def _agree(self) -> bool:
-        """Return whether any rank was asked to stop, and the largest of what each rank measured."""
+        """Return whether any rank was asked to stop; take the maximum over ranks of communication times and memory."""
         traffic = self.engine.ledger.total()
         self.engine.ledger.clear()
         is_asked = self.watchdog is not None and self.watchdog.should_stop
@@ -471,7 +471,7 @@ class LanguageTrainer:
         return found
 
     def _state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds beside weights and moments."""
+        """Return the content of a checkpoint besides weights and moments."""
         return {
             **self._place(),
             "progress": asdict(self.progress),
@@ -489,7 +489,7 @@ class LanguageTrainer:
         self.recorder.tell(None, self._position())
 
     def _prune(self) -> None:
-        """Remove all but the newest checkpoints; one that is being written does not count yet.
+        """Remove all but the newest checkpoints; an unfinished one does not count.
 
         While steps are skipped, nothing is removed, because the weights of the newest checkpoints may give no finite
         loss.

@@ -1,4 +1,4 @@
-"""Training of an image encoder and an adapter on questions about images, beside a language model that stays as it is.
+"""Training of an image encoder and an adapter on questions about images, beside a frozen language model.
 
 Source: Grattafiori et al. 2024, section 7.2: the encoder and the adapter are trained, the language model is not. Images
 are drawn anew in every step (:mod:`cordillera.data.language.shape_images`), each with its three questions, and the loss
@@ -162,7 +162,7 @@ def answer_tokens(questions: Sequence[ShapeQuestion], *, whole: bool = False) ->
 def teach_answers(model: Llama, config: VisionTrainingConfig, on_step: VisionStepCallback | None = None) -> list[float]:
     """Teach a language model of bytes by text alone what questions and answers look like, and return the losses.
 
-    Scenes are drawn anew for every question, so that each answer of a kind is equally likely: the model learns the
+    A new scene is drawn for every question, so that each answer of a kind is equally likely: the model learns the
     words, and that none is more likely than another.
 
     Args:
@@ -224,13 +224,13 @@ def train_vision(
 def evaluate_vision(
     model: VisionLlama, images: int, seed: int = 0, *, shown: Shown = "own"
 ) -> dict[QuestionKind, AnswerRate]:
-    """Let a model answer questions about held-out images, greedily, and count right answers by kind of question.
+    """Evaluate a model's greedy answers to questions about held-out images; count correct ones by kind of question.
 
     Args:
         model: Model of bytes.
         images: Number of images, with three questions each.
         seed: Seed; images differ from those of a training with the same seed.
-        shown: Image that each question is asked about: its ``own``, that of an ``other`` question, or ``none``.
+        shown: Image shown with each question: its ``own``, the image of an ``other`` question, or ``none``.
 
     Raises:
         DataError: If the images are too small, or logits are not finite.

@@ -1,4 +1,4 @@
-"""Codecs of a run's exchanged rows: those of its recipe, or a choice that is measured once and kept in its folder."""
+"""Codecs of a run's exchanged rows: the recipe's codecs, or a measured choice that is kept in the run's folder."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def coders_of(
         kept = CodecChoice.read(path)
         if kept.name == config.codec:
             kept.check(config.codec, placement.tables, str(path))
-        else:  # the recipe was changed before the run was resumed
+        else:  # the recipe changed before the run was resumed
             kept = None
 
     def keep(choice: CodecChoice) -> None:

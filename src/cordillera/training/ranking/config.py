@@ -21,24 +21,24 @@ from cordillera.training.ranking.tasks.loss_balance import BalanceConfig
 from cordillera.training.ranking.teachers.distillation import TeacherConfig
 
 StopMetric = Literal["ne", "log_loss", "auc", "gauc", "ndcg", "recall", "mrr"]
-"""Metrics of which training may keep the best weights."""
+"""Metrics by which training can select the best weights."""
 
 STOP_TITLES: dict[str, str] = {
     "ne": "NE", "log_loss": "log loss", "auc": "AUC", "gauc": "GAUC", "ndcg": "NDCG", "recall": "recall", "mrr": "MRR",
 }  # fmt: skip
-"""Names of these metrics in text."""
+"""Names of the stop metrics in text."""
 
 PLATEAU_FACTOR = 0.1
 """Factor of the rates at each evaluation that is no better, with the decay ``plateau``."""
 
 NEED_GROUPS = ("gauc", "ndcg", "recall", "mrr")
-"""Those of these metrics that need a group in the schema."""
+"""Stop metrics that need a group in the schema."""
 
 DecayRate: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
 
 def is_lower_better(metric: str) -> bool:
-    """Return whether lower values of a metric are the better ones."""
+    """Return whether lower values of a metric are better."""
     return metric in ("ne", "log_loss")
 
 
@@ -220,13 +220,13 @@ class RankingParallelConfig(PlacementConfig):
 
 @dataclass
 class Progress:
-    """Position of training, all of which is in the checkpoint.
+    """Position of training, as stored in the checkpoint.
 
     Attributes:
         batch: Number of batches of the ``epoch`` in progress (from 0) already used.
         best: Best mean of ``metric`` over the tasks on the validation split so far, at ``best_step``; infinity before.
         stale: Number of evaluations since ``best``.
-        cuts: Number of evaluations that were no better than those before, each of which is a cut of ``plateau``.
+        cuts: Number of evaluations without improvement; each one is a cut of the rates with ``plateau``.
         metric: Value of ``training.stop_on``.
     """
 

@@ -501,7 +501,7 @@ def calibration_table(
 def score_histogram(
     logits: _Floats, positive: NDArray[np.bool_], weights: _Floats, bins: int = 40
 ) -> ScoreHistogram | None:
-    """Compute the histogram of finite ``logits [B]`` by class (``positive [B]``) in so many ``bins`` of equal width.
+    """Compute the histogram of finite ``logits [B]`` by class (``positive [B]``) in ``bins`` bins of equal width.
 
     Samples count by their ``weights [B]``. Without samples, the result is None.
     """

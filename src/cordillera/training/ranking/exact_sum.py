@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 _UNIT_EXPONENT = 1126  # frexp of the smallest subnormal is 0.5 * 2**-1073; its 53-bit integer mantissa weighs 2**-1126
 _LOW_BITS = 26
-_CHUNK = 1 << 25  # partial sums of 27-bit integers stay below 2**53, where float64 counts exactly
+_CHUNK = 1 << 25  # keeps partial sums of 27-bit integers below 2**53, where float64 is exact
 
 
 def _quotient(dividend: int, divisor: int) -> float:

@@ -89,13 +89,13 @@ def metric_intervals(
     if clustered:
         errors |= _grouped_estimates(logits, positive, weights, codes, ranking_k)
     place = (1 + level) / 2
-    quantile = float(stdtrit(count - 1, place) if clustered else ndtri(place))  # as t.ppf and norm.ppf of scipy.stats
+    quantile = float(stdtrit(count - 1, place) if clustered else ndtri(place))  # t.ppf, norm.ppf of scipy.stats
     bounds = {name: _bounds(name, value, error, quantile) for name, (value, error) in errors.items()}
     return {name: ends for name, ends in bounds.items() if ends is not None}
 
 
 def _estimates(logits: _Floats, positive: NDArray[np.bool_], weights: _Floats) -> dict[str, tuple[float, _Floats]]:
-    """Return every metric except those of groups, with the influences of the samples on it."""
+    """Return every metric except the metrics of groups, with the influences of the samples on it."""
     losses, predictions = cross_entropy(logits, positive), sigmoid(logits)
     total, mass = weights.sum(), weights[positive].sum()
     rate, share = mass / total, weights / total

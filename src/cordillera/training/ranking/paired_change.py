@@ -19,10 +19,10 @@ def relative_change(
     groups: NDArray[np.int64] | None = None,
     level: float = 0.95,
 ) -> Change:
-    """Compute the relative change of NE (equal to that of log loss) with its interval.
+    """Compute the relative change of NE, which equals the relative change of log loss, with its interval.
 
-    It is a ratio of two means over the same samples; its variance is that of its influences (delta method), summed
-    within groups before they are squared if samples of a group are dependent.
+    It is a ratio of two means over the same samples; its variance is the variance of its influences (delta method),
+    which are summed within groups before they are squared if samples of a group are dependent.
 
     Args:
         losses: ``float64 [B]``, cross-entropy of each sample.

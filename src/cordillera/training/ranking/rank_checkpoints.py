@@ -1,7 +1,7 @@
 """Checkpoints of a ranking model in several processes: each writes its parts of the tables, and rank 0 all else.
 
 The form of the files is in :mod:`cordillera.training.checkpoints`. Parts are written from the tables themselves,
-without a copy of them, so training waits. Of a part with copies, the first is written.
+without a copy of them, so training waits. Only the first copy of a part is written.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TableCheckpoints(RankCheckpoints):
         """Read a checkpoint, after the ranks have verified every byte of it together; None if there is none.
 
         Args:
-            step: Its step, equal on every rank. Default: that of the newest.
+            step: Step of the checkpoint, equal on every rank. Default: the newest step.
 
         Raises:
             CheckpointError: If a file is missing or differs from its checksum; the message names it.

@@ -112,7 +112,7 @@ class OneRank:
         state: dict[str, Any],
         refuse: Callable[[str], CordilleraError],
     ) -> None:
-        """Write a checkpoint into ``folder``, that of all checkpoints; other arguments and errors are those of
+        """Write a checkpoint into ``folder``, the folder of all checkpoints; for other arguments and errors, see
         :meth:`TableCheckpoints.save <cordillera.training.ranking.rank_checkpoints.TableCheckpoints.save>`.
         """
         checkpoints.save(folder, tensors, state)
@@ -144,7 +144,7 @@ class FileRank(OneRank):
         self._following: RankingBatch | None = None
 
     def shares(self, batches: Iterable[RankingBatch]) -> Iterator[tuple[RankingBatch, Sequence[RankingBatch]]]:
-        """Iterate over batches, one behind what is read."""
+        """Iterate over batches, with the next batch already read."""
         ahead = iter(batches)
         batch = next(ahead, None)
         while batch is not None:
@@ -154,7 +154,7 @@ class FileRank(OneRank):
 
     @contextlib.contextmanager
     def computing(self, step: int, batch: RankingBatch, part: int = 0) -> Iterator[None]:
-        """Begin to read the rows of the next batch once those of ``batch`` have been looked up."""
+        """Prefetch the rows of the next batch once the rows of ``batch`` have been looked up."""
         following = self._following
         if following is None:
             yield
@@ -186,9 +186,9 @@ class FileRank(OneRank):
 
 
 class _DropoutOfBatch(TorchFunctionMode):
-    """Draws dropout for a whole batch, of which there are ``samples``, and takes that of the ``own`` samples.
+    """Draws dropout masks for all ``samples`` of a batch, and uses those of this rank's ``own`` samples.
 
-    All ranks, of which there are ``size``, draw the same random numbers as a single process would.
+    Each of the ``size`` ranks draws the same random numbers as a single process would.
     """
 
     def __init__(self, samples: int, own: Tensor, size: int) -> None:

@@ -96,14 +96,14 @@ class RunDelta:
         self._others = {name.removeprefix(_OTHERS): one for name, one in tensors.items() if name.startswith(_OTHERS)}
 
     def apply(self, tables: DynamicTables, folder: Path) -> Path:
-        """Make the later checkpoint in ``folder``, that of all checkpoints, and return its folder.
+        """Write the later checkpoint below ``folder``, the folder of all checkpoints, and return its path.
 
         Args:
-            tables: Tables with the state of the earlier checkpoint; they then have that of the later one.
+            tables: Tables with the state of the earlier checkpoint, updated in place to the later one.
             folder: Folder of the checkpoints.
 
         Raises:
-            CheckpointError: If the earlier checkpoint is not the one from which the file leads; nothing is written.
+            CheckpointError: If the earlier checkpoint is not the base of the file; nothing is written.
             RunError: If the disk is full or read-only.
         """
         tables.apply_delta(self.tables)

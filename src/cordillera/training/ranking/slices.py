@@ -40,7 +40,7 @@ _PARTS, _SUMS = 31, 32  # tags of messages; those of lookups are smaller
 
 
 def why_not(training: TrainingConfig, parallel: RankingParallelConfig) -> list[tuple[str, str]]:
-    """Return why a ``training`` in slices, divided as ``parallel`` says, cannot run: keys with reasons."""
+    """Return the reasons, by key, why ``training`` in slices cannot run under ``parallel``."""
     found = []
     if training.slices % parallel.processes:
         found.append(("training.slices", f"{parallel.processes} processes do not divide {training.slices} slices"))
@@ -96,7 +96,7 @@ class _Slices:
             yield
 
     def keep(self, parameters: Sequence[Tensor]) -> None:
-        """Move gradients of a slice out of ``parameters``; in one process, add them to those of the slices before."""
+        """Move gradients of a slice out of ``parameters``; in one process, add them to those of previous slices."""
         pieces = []
         for i, parameter in enumerate(parameters):
             if parameter.grad is None:
@@ -112,7 +112,7 @@ class _Slices:
             self._kept.append(flat)
 
     def put_sum(self, parameters: Sequence[Tensor], links: Collectives | None = None) -> None:
-        """Give ``parameters`` the sum of the gradients of all slices, those of other ranks over ``links``."""
+        """Set the gradients of ``parameters`` to the sum over all slices, with other ranks' slices over ``links``."""
         kept, self._kept = self._kept, []
         given, self._has_gradient = self._has_gradient, set()
         total = kept[0] if links is None else self._sum_in_order(links, kept)
@@ -164,7 +164,7 @@ class SlicedRank(OneRank):
         return ((batch, self._slices.cut(batch)) for batch in batches)
 
     def keep(self, parameters: Iterable[Tensor]) -> None:
-        """Add gradients of ``parameters`` to those of the slices before; keep the sum of each row's gradients."""
+        """Add gradients of ``parameters`` to the previous slices' gradients; keep the sum of each row's gradients."""
         self._slices.keep(tuple(parameters))
         for tables in self.tables:
             tables.reduce_pending()
@@ -209,7 +209,7 @@ class SlicedRanks(ManyRanks):
         return self._slices.cut(batch)
 
     def keep(self, parameters: Iterable[Tensor]) -> None:
-        """Keep the gradients of ``parameters`` by one slice, and send those of rows."""
+        """Keep the gradients of ``parameters`` from one slice, and send the gradients of rows."""
         self._slices.keep(tuple(parameters))
         if isinstance(self.tables, FrozenWindowTables):
             self.tables.send_gradients()
@@ -235,7 +235,7 @@ class SlicedRanks(ManyRanks):
 
 
 def alone(model: RankingModel, slices: int) -> OneRank:
-    """Return the training of a ``model`` in one process, in so many ``slices`` of a batch; 1 for none."""
+    """Return the training of a ``model`` in one process, with batches cut into ``slices`` slices; 1 for none."""
     return OneRank() if slices == 1 else SlicedRank(embedding_tables(model).values(), slices)
 
 
@@ -246,7 +246,7 @@ def ranks_of(
     balance: SampleBalance = "none",
     of_sample: float = 1.0,
 ) -> ManyRanks:
-    """Return the training of a model in several processes, in so many ``slices`` of a batch; 1 for none.
+    """Return the training of a model in several processes, with batches cut into ``slices`` slices; 1 for none.
 
     Other arguments, ``tables``, ``watchdog``, ``balance`` and ``of_sample``, are those of
     :class:`~cordillera.training.ranking.ranks.ManyRanks`.

@@ -327,7 +327,7 @@ class Trainer:
         config, progress = self.config, self.progress
         if config.patience is not None and progress.stale >= config.patience and progress.step < self.total_steps:
             return "early"
-        self.ranks.traffic()  # that of a pause, as this one, is not recorded
+        self.ranks.traffic()  # resets the counters: traffic of a pause is not recorded
         while progress.step < self.total_steps:
             batches = self.training.epoch(progress.epoch, progress.batch)
             with contextlib.closing(batches):  # type: ignore[type-var]

@@ -25,7 +25,7 @@ FlopsCounter = Callable[[LlamaConfig, Sequence[int]], float]
 """Function that returns the training FLOPs of documents of given lengths, including attention within them."""
 
 _SHAPES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "tied")
-# Least ratio of two budgets; closer ones could not be told apart by the final costs of their runs.
+# Least ratio of two budgets; the final costs of runs with closer budgets would not differ reliably.
 _APART = 1.25
 _WIDTH_OF_LAYER = 24
 _HEAD = 8  # width of a head
@@ -142,7 +142,7 @@ def _ordered(budgets: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Run of a study in a folder of its ``name``, which spends ``budget`` FLOPs on so many ``tokens``.
+    """Run of a study in the folder ``name``, which spends ``budget`` FLOPs on ``tokens`` tokens.
 
     Attributes:
         warmup_steps: Number of the steps with rising rates.
@@ -271,7 +271,7 @@ def _possible(base: LlamaConfig, wanted: _Wanted, rate: Callable[[LlamaConfig], 
 
 
 def _shortage(wanted: _Wanted, runs: Sequence[PlannedRun]) -> str | None:
-    """Return what the sizes of a budget lack; None if nothing."""
+    """Return a reason why the sizes of a budget do not suffice; None if they do."""
     names, tokens = [run.name for run in runs], [run.tokens for run in runs]
     if len(set(names)) < len(names):
         raise PlanError("two sizes have as many layers and the same width", where="sizes", remedy="leave one out")
@@ -286,7 +286,7 @@ def _shortage(wanted: _Wanted, runs: Sequence[PlannedRun]) -> str | None:
 def _refusal(
     what: str, wanted: _Wanted, runs: Sequence[PlannedRun], refused: Mapping[_Cause, Sequence[str]], possible: int
 ) -> PlanError:
-    """Return the error of a budget that lacks sizes, of which a ladder has no more than are ``possible``."""
+    """Return the error for a budget without enough sizes, of a ladder with at most ``possible`` sizes."""
     for reasons in refused.values():
         what += "".join(f"; {reason}" for reason in reasons[:1])
         what += f", and {len(reasons) - 1:,} more would not do either" if len(reasons) > 1 else ""

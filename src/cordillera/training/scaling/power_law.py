@@ -130,7 +130,7 @@ class PowerLaw:
 
     @property
     def summary(self) -> str:
-        """The fit in a line of text, and each warning in one of its own."""
+        """The fit in a line of text, followed by one line per warning."""
         floor = (
             f"{self.floor:.6g}{' (fitted)' if self.floor_fitted else ''} + " if self.floor or self.floor_fitted else ""
         )
@@ -444,7 +444,7 @@ def plot(
 
 
 def save_figure(draw: Callable[[], Figure], paths: Sequence[Path]) -> None:
-    """Write what ``draw`` makes, anew for each of ``paths``, in the common style; equal drawings give equal files.
+    """Write the figure from ``draw`` to each of ``paths`` in the common style; equal drawings give equal files.
 
     The suffix chooses the format (``.png``, ``.svg``). An SVG is dark where the reader prefers dark pages.
     """
@@ -537,5 +537,5 @@ def _draw(result: ScalingStudy, bayes: float | None, references: Mapping[str, fl
     for label in lines.keys() - near.keys():
         side = "above" if lines[label] > max(values) else "below"
         axes.plot([], [], linestyle="none", label=f"{label}: {lines[label]:.4g}, {side} the frame")
-    figure.legend(fontsize=9.5, loc="outside lower left", edgecolor="none")  # where it covers no line
+    figure.legend(fontsize=9.5, loc="outside lower left", edgecolor="none")  # keeps the lines visible
     return figure

@@ -105,7 +105,7 @@ class SearchCandidate:
 
     @property
     def settings(self) -> str:
-        """Keys of the recipe with their values in one line, without those of a graph."""
+        """Keys of the recipe with their values in one line, without the keys of a graph."""
         return chosen_settings(self.overrides)
 
     @property
@@ -196,7 +196,7 @@ def search(
     searcher = _make_searcher(config, made)
     _check_keys(content, made.overrides((0,) * len(made.genes)), settings)
     if config.trial.supernet is not None:
-        load_supernet(config.trial.supernet)  # what is wrong with it is no matter of candidates
+        load_supernet(config.trial.supernet)  # report its errors here rather than for each candidate
     described = {
         "space": _identity(SpaceConfig, settings.model_dump(mode="json")),
         "config": _identity(SearchConfig, config.model_dump(mode="json"), ("trials", "judge")),
@@ -298,7 +298,7 @@ def _check_keys(content: dict[str, Any], overrides: dict[str, Any], settings: Sp
 
 
 def _open(folder: Path, recipe: RankingRecipe, described: dict[str, Any]) -> Run:
-    """Make the folder of a search, or open that of the same search."""
+    """Create the folder of a search, or open the existing folder of the same search."""
     text = recipes.dump(recipe)
     if not (folder / "recipe.toml").is_file():
         run = Run.create(folder, text)
@@ -308,7 +308,7 @@ def _open(folder: Path, recipe: RankingRecipe, described: dict[str, Any]) -> Run
     if not (folder / SEARCH_FILE).is_file():
         if run.status() is not None:
             raise RunError("holds no search", where=str(folder), remedy="choose another --run folder")
-        run.write_json(SEARCH_FILE, described)  # it was killed in between
+        run.write_json(SEARCH_FILE, described)  # an earlier process was killed before it wrote this
     saved = run.read_json(SEARCH_FILE)
     # settings that are newer than it have their defaults
     saved["config"] = _identity(SearchConfig, saved.get("config", {}), ("trials", "judge"))
@@ -348,7 +348,7 @@ class _OpenSearch:
         self.content, self.proposals = content, proposals
         self.record = {entry["number"]: entry for entry in run.metrics() if entry.get("kind") == "candidate"}
         self.done: list[SearchCandidate] = []
-        self.seconds: list[float] = []  # of the trials that are made now
+        self.seconds: list[float] = []  # times of the trials of this call
         self.is_exhausted, self.ends = False, math.inf
 
     def candidates(self, pool: TrialWorkers) -> Iterator[SearchCandidate]:
@@ -461,7 +461,7 @@ def _finish(run: Run, content: dict[str, Any], found: _OpenSearch, judged: dict[
         path = folder / f"{one.name}.toml"
         write_atomically(path, recipes.dump(recipe.model_copy(update={"description": text})))
         wanted.add(path.name)
-    for path in folder.glob("*.toml"):  # of before the search went on
+    for path in folder.glob("*.toml"):  # files of an earlier part of the search
         if path.name not in wanted:
             path.unlink()
     out_of_time = not found.is_exhausted and len(found.done) < len(found.proposals) + found.config.trials

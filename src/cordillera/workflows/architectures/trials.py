@@ -33,7 +33,7 @@ from cordillera.workflows.trained import loader_of, model_of, recipe_of, restore
 
 _ROWS = 32  # samples that cheap stages compute
 _TOLERANCE = 1e-4
-_SHORT, _SMALLEST = 20, 32  # steps and samples of a batch of a training on a small share, at least
+_SHORT, _SMALLEST = 20, 32  # least steps and batch size of a training on a small share
 
 
 class TrialConfig(BaseModel):
@@ -152,7 +152,7 @@ def _stages(
     except CordilleraError as error:
         raise _Died("settings", _first_line(error)) from error
     batch = next(iter(Loader(splits.train, min(_ROWS, len(splits.train))).epoch()))
-    model = _build(recipe, splits, "shape")  # for all checks without training
+    model = _build(recipe, splits, "shape")  # used by all checks without training
     sizes.update(_count(model, splits, batch))
     for name, most in (("flops", config.most_flops), ("parameters", config.most_parameters)):
         if most is not None and sizes[name] > most:

@@ -115,7 +115,7 @@ class TrialWorkers:
                 worker.number, worker.since = number, time.monotonic()
                 try:
                     worker.pipe.send(candidates[number])
-                except OSError:  # it died while it had nothing to do: the next turn sees that
+                except OSError:  # it died while idle, which the next iteration detects
                     continue
 
     def _result(self, worker: _TrialWorker, is_ready: bool) -> SearchTrial | None:

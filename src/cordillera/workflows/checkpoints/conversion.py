@@ -178,7 +178,7 @@ def _tokenizer(source: str | Path, opened: Source, name: str | Path | None) -> T
 
 
 def _keeps_chats(tokenizer: Tokenizer, target: Path) -> bool:
-    """Whether a chat has the same tokens by what was written as by the ``tokenizer``."""
+    """Return whether the written tokenizer gives a chat the same tokens as ``tokenizer``."""
     chat = [Message("user", "Hello, 12 friends!"), Message("assistant", "Hi."), Message("user", "And you?")]
     written = load_tokenizer(target)
     return tokenizer.chat_format is None or (

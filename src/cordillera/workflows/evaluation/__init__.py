@@ -1,1 +1,1 @@
-"""What an evaluation can tell beyond the metrics of a split."""
+"""Results of an evaluation beyond the metrics of a split."""

@@ -29,7 +29,7 @@ WINDOW = 4_096
 """Largest number of tokens of a text that the model sees together, if its context is longer."""
 
 _BLOCK = 256  # consecutive tokens whose errors count as one sample, where documents are few
-_DOCUMENTS = 30  # from which number on a document is one sample
+_DOCUMENTS = 30  # least number of documents to count each as one sample
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def evaluate_language_file(
 def _texts(
     opened: LanguageModel, texts: Sequence[str], most: int | None, on_tokens: OnTokens | None, began: float
 ) -> TextEvaluation:
-    opened.limit(WINDOW)  # of a model with two sets of positions, those for windows of this length are taken
+    opened.limit(WINDOW)  # selects the positions for this length if a model has two sets
     tokenizer, window = opened.tokenizer, opened.config.context
     pieces: list[_TextPiece] = []
     left = math.inf if most is None else most
@@ -296,7 +296,7 @@ def _choices(
             break
         pieces += _continued(opened.tokenizer, question, len(asked), opened.config.context)
         asked.append(question)
-    if max(len(piece.tokens) for piece in pieces) <= WINDOW:  # otherwise positions for long texts are taken for all
+    if max(len(piece.tokens) for piece in pieces) <= WINDOW:  # otherwise all texts use the positions for long texts
         opened.limit(WINDOW)
     sums: list[list[float]] = [[] for _ in asked]
     predicted = 0
@@ -322,7 +322,7 @@ def _choices(
 
 
 def _continued(tokenizer: Tokenizer, question: _Question, owner: int, context: int) -> Iterator[_TextPiece]:
-    """Yield a question followed by each choice, tokenised together; the tokens after those of the prompt are scored.
+    """Yield a question followed by each choice, tokenised together; only the tokens after the prompt are scored.
 
     Space at the end of the prompt belongs to the choice, whose first word may be one token with it. Without any, a
     space is put between.

@@ -116,7 +116,7 @@ def best_of(
         raise DataError("needs at least 2 samples and a temperature above 0", where="best_of")
     asked = _asked(prompts, most)
     path = Path(file)
-    check_writable(path)  # before the models are read
+    check_writable(path)  # fails before the models are read
     done = _done(path, asked, samples)
     opened, judge = _Answering(model, dtype), RewardModel(reward)
     sampling = {"temperature": temperature, "top_p": 1.0}
@@ -138,7 +138,7 @@ def best_of(
 
 @contextlib.contextmanager
 def growing(path: Path) -> Iterator[TextIO]:
-    """Open a file of JSON lines, which the same call goes on with after an interrupt or an error, to append to it.
+    """Open a file of JSON lines for appending; the same call continues it after an interrupt or an error.
 
     Raises:
         RunError: If the file cannot be written.
@@ -271,10 +271,10 @@ def judge(
     dtype: str = "bfloat16",
     on_answer: OnAnswer | None = None,
 ) -> Judgement:
-    """Let two models answer prompts and compare the rewards of their answers, prompt by prompt.
+    """Compare two models by the rewards of their answers to the same prompts.
 
-    Both models draw with the same seeds. ``reward``, ``prompts``, ``most``, ``max_new_tokens``, ``seed``, ``dtype`` and
-    ``on_answer`` are those of :func:`best_of`.
+    Both models draw with the same seeds. See :func:`best_of` for ``reward``, ``prompts``, ``most``, ``max_new_tokens``,
+    ``seed``, ``dtype`` and ``on_answer``.
 
     Args:
         first: Model whose share of wins is returned.

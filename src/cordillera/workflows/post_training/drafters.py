@@ -36,7 +36,7 @@ def export_drafter(run: str | Path, file: str | Path) -> Path:
 
 
 def _facts(run: Run | None, evaluations: list[dict[str, object]]) -> dict[str, object]:
-    """Return what a run says of its training: its recipe, and its last evaluation."""
+    """Return facts on a run's training: its recipe, and its last evaluation."""
     if run is None:
         return {}
     recipe, _ = read_recipe(run)

@@ -1,4 +1,4 @@
-"""Chats that a model has with itself: it writes what a user asks, then answers (Xu et al. 2024, Magpie).
+"""Chats of a model with itself: it writes a user's question, then the answer (Xu et al. 2024, Magpie).
 
 A chat model was trained on what follows the opening of a user's turn. Asked to continue that opening, it draws
 questions like those it was made for; no data of others is needed.
@@ -26,7 +26,7 @@ from cordillera.workflows.post_training.sampling import seed_of
 
 _MARK = "\N{SYMBOL FOR RECORD SEPARATOR}"
 _QUESTION_TOKENS = 256  # a question that is longer is dropped
-_LEAST = 0.02  # of a token of a question, as a share of the likeliest one's probability
+_LEAST = 0.02  # min_p of questions
 _AHEAD = 2 * MOST_ROWS  # chats that are begun before earlier ones are written
 
 
@@ -65,10 +65,10 @@ def write_chats(
     dtype: str = "bfloat16",
     on_answer: OnAnswer | None = None,
 ) -> WrittenChats:
-    """Let a model ask itself questions, at temperature 1, and answer them; write the chats.
+    """Generate questions with a model, at temperature 1, and its answers to them; write the chats.
 
     A line has ``messages``, as fine-tuning and the training of drafters read it, and ``number``, that of the question.
-    A file that exists is gone on with, after its last whole line. Chat ``number`` depends on the model, ``seed`` and
+    An existing file is continued after its last whole line. Chat ``number`` depends on the model, ``seed`` and
     the settings alone.
 
     Args:
@@ -92,7 +92,7 @@ def write_chats(
         raise DataError("needs at least 1 chat and 1 token", where="write_chats")
     make_sampling(temperature=temperature, seed=seed)
     path = Path(file)
-    check_writable(path)  # before the model is read
+    check_writable(path)  # fails before the model is read
     numbers = _written(path)
     opened = LanguageModel(model, dtype=dtype, drafter="none")
     writing = _Writing(opened, max_new_tokens, temperature, seed)
@@ -145,7 +145,7 @@ class _Writing:
     def chats(self, first: int) -> Iterator[_OwnChat]:
         """Yield chats without end, in the order of their numbers from ``first`` on."""
         done: dict[int, _OwnChat] = {}
-        asked, answered = dict[int, int](), dict[int, tuple[int, str]]()  # by number of the request
+        asked, answered = dict[int, int](), dict[int, tuple[int, str]]()  # by request number
         tokens: dict[int, list[int]] = {}
         begun = following = first
         while True:

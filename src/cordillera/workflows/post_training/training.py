@@ -1,4 +1,4 @@
-"""Trainers of post-training: what a recipe with an objective trains, on what, and beside which reference."""
+"""Trainers of post-training: the trained model, the data and the reference model of a recipe with an objective."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ KINDS: Mapping[str, ChatKind] = {
 """Kind of data of each objective."""
 
 _REFERENCE = "reference.safetensors"
-_QUIET = 15.0  # seconds of long work after which it is said how far it is
+_QUIET = 15.0  # seconds between progress messages of long work
 
 
 def check_post_training(recipe: PostTrainingRecipe) -> None:
@@ -138,7 +138,7 @@ def post_trainer(
 
 
 def _first_tokens(items: Sequence[Item], tokens: int | None) -> Sequence[Item]:
-    """Return the first items that have ``tokens`` together, and the one that exceeds them; all for None."""
+    """Return the first items up to the one that reaches ``tokens`` tokens in total; all for None."""
     if tokens is None:
         return items
     totals = itertools.accumulate(sum(len(one.tokens) for one in item) for item in items)

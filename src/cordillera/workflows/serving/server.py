@@ -143,7 +143,7 @@ def open_services(models: Sequence[str], config: ServerConfig, say: Say = silent
 
 
 def _facts(folder: Path) -> dict[str, object]:
-    """Return what clients are told of a model: of a run its folder's own name, and how far training came."""
+    """Return the facts on a model for clients; for a run, the name of its folder and the training progress."""
     status = warn_of_status(Run(folder)) if (folder / "recipe.toml").is_file() else None
     if status is None:
         return {}
@@ -207,7 +207,7 @@ def serve(
 
     config = config or ServerConfig()
     sys.setswitchinterval(SWITCH_SECONDS)
-    with bind(config) as listening:  # before models are read, which takes long
+    with bind(config) as listening:  # fails before models are read, which takes long
         services = open_services(models, config, say)
         app = create_app(services, api_key=config.api_key, body_bytes=config.body_bytes, on_answer=on_answer)
         address = _address(listening)
@@ -235,7 +235,7 @@ def serve(
 def _make_server(
     settings: uvicorn.Config, services: Services, leave_seconds: float, say: Say, ready: Callable[[], object]
 ) -> uvicorn.Server:
-    """Return a server that says what it waits for when it is told to stop, and leaves before it closes."""
+    """Return a server that, on shutdown, reports what it waits for, and is marked as leaving before it closes."""
     import uvicorn
 
     slow = SlowConnections()
@@ -284,7 +284,7 @@ def _make_server(
 
 
 def _is_error(record: logging.LogRecord) -> bool:
-    """Whether a log record tells more than that a request was cut off."""
+    """Return whether a log record reports more than an interrupted request."""
     if record.msg.startswith("Cancel "):
         return False
     return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
@@ -292,7 +292,7 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def _calm_signals() -> Iterator[None]:
-    """Let the server alone decide what SIGTERM and Ctrl-C do, which it raises again at its end; SIGHUP is a SIGTERM."""
+    """Leave SIGTERM and Ctrl-C to the server, which raises them again at its end; treat SIGHUP as SIGTERM."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -96,9 +96,9 @@ def augment(
     on_step: Callable[[AugmentationProgress], None] | None = None,
     say: Say = silent,
 ) -> AugmentationOutcome:
-    """Join streams with their labels, let a teacher score them, and write each stream's examples.
+    """Join streams with their labels, score them with a teacher, and write each stream's examples.
 
-    A call goes on where the last one ended, however it ended, and every example is written once.
+    A call resumes where the last one ended, even after a failure, and every example is written once.
 
     Args:
         source: Settings, or a TOML file with them.
@@ -139,9 +139,9 @@ def student_recipes(source: AugmentationConfig | Path | str) -> dict[str, Rankin
             raise RecipeError(stream.student, [("model", "is a language model, which no stream teaches")])
         pattern = str(Path(config.out) / name / "*.parquet")
         own: dict[str, Any] = {"path": pattern}
-        own |= {key: DataConfig.model_fields[key].default for key in form_of(recipe.data)}  # of the log, no more
+        own |= {key: DataConfig.model_fields[key].default for key in form_of(recipe.data)}  # drop the log's form
         if (schema := recipe.data.schema_) is not None and schema.timestamp_unit not in (None, "s"):
-            own["schema_"] = schema.model_copy(update={"timestamp_unit": "s"})  # in which examples are written
+            own["schema_"] = schema.model_copy(update={"timestamp_unit": "s"})  # the unit of written examples
         found[name] = recipe.model_copy(update={"data": recipe.data.model_copy(update=own)})
     if not found:
         raise RecipeError("--students", [("streams.NAME.student", "is named by no stream")])

@@ -39,7 +39,7 @@ class ChatMicrobatches(Microbatches):
         parts: Location of each chat of each microbatch; ``source`` is its place in its item, ``document`` the number of
             the item.
         learns: Kinds of tokens that are learnt.
-        values: Further values of the documents by name, ``[items, 2]`` each: those of an item's first and second chat.
+        values: Further values of the documents by name, ``[items, 2]`` each, for an item's first and second chat.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ChatMicrobatches(Microbatches):
         self.items, self._learns, self.values = items, learns, dict(values or {})
 
     def neighbours(self, first: int, count: int) -> ChatMicrobatches:
-        """Return ``count`` microbatches from ``first`` on, fewer at the end, packed anew."""
+        """Return ``count`` freshly packed microbatches from ``first`` on, fewer at the end."""
         return ChatMicrobatches(self.items, self.parts[first : first + count], self._learns, self.values)
 
     def _pack(self, parts: Sequence[DocumentPart]) -> PackedTokens:

@@ -26,7 +26,7 @@ HUGGING_FACE = "datasets:"
 
 _ANSWERS = ("completion", "answer", "response")
 _CHANGES = ("tool_calls", "function_call", "weight")
-"""Keys of a message that would change what is learnt."""
+"""Keys of a message that would change the training targets."""
 
 
 class ChatDataConfig(BaseModel):
@@ -63,7 +63,7 @@ class ChatDataConfig(BaseModel):
 
 @dataclass(frozen=True)
 class Chat:
-    """Turns of a conversation, of which the assistant's are learnt.
+    """Turns of a conversation; the assistant's turns are the training targets.
 
     Attributes:
         messages: The turns, at least one of them the assistant's.
@@ -82,7 +82,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Preference:
-    """Two answers to a prompt, one of which is better.
+    """A better and a worse answer to a prompt.
 
     Attributes:
         where: File and row, for errors.
@@ -217,7 +217,7 @@ def _hugging_face(name: str) -> Iterator[FileRow]:
         ) from error
     try:
         found = load_dataset(name.removeprefix(HUGGING_FACE), split="train")
-    except Exception as error:  # of the library, the network or the set
+    except Exception as error:  # errors of the library, the network or the data set
         raise DataError(f"the set cannot be read ({error})", where=name) from error
     for number, row in enumerate(found, 1):
         yield FileRow(f"{name}, row {number}", dict(row))
@@ -294,7 +294,7 @@ def _checked_prompt(prompt: tuple[Message, ...], where: str) -> tuple[Message, .
 
 
 def _answer(row: FileRow, name: str, prompt: tuple[Message, ...]) -> str:
-    """Text under a key: the answer, or messages of which one, the assistant's, follows the prompt."""
+    """Return the answer under a key: a text, or the one assistant message that follows the prompt."""
     value = row.values[name]
     if not isinstance(value, list):
         return _text(value, name, row.where)
@@ -372,9 +372,9 @@ def _role_for(role: Any) -> str:
 
 def _absent(row: FileRow, name: str) -> DataError:
     remedy = None
-    if "conversations" in row.values:  # as ShareGPT has them
+    if "conversations" in row.values:  # format of ShareGPT
         remedy = 'write conversations as messages: [{"role": "user", "content": "..."}, {"role": "assistant", ...}]'
-    elif {"instruction", "output"} <= set(row.values):  # as Alpaca has them
+    elif {"instruction", "output"} <= set(row.values):  # format of Alpaca
         remedy = 'write them as {"prompt": instruction and input, "completion": output}'
     return DataError(
         f"there is no {name}; there are {sorted(map(str, row.values))[:8]}", where=row.where, remedy=remedy

@@ -25,7 +25,7 @@ _LONGEST_SIGNATURE = 60
 
 
 class _Arithmetic(NamedTuple):
-    """A sum or difference, and what it is if no digit is carried."""
+    """A sum or difference, and its result without carrying digits."""
 
     question: str
     answer: int
@@ -141,7 +141,7 @@ def _module(path: Path) -> str | None:
 def _of_module(module: str, path: Path) -> Iterator[_Explained]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in old sources
+            warnings.simplefilter("ignore")  # warnings about escape sequences in old sources
             tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
         return

@@ -1,4 +1,4 @@
-"""Chats as tokens, each with what it is: prompt, answer, or the end of an answer."""
+"""Chats as tokens, each with its role: prompt, answer, or the end of an answer."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ def tokenise_chat(
 
 
 def tokenise_preference(tokenizer: Tokenizer, preference: Preference) -> tuple[TokenisedChat, TokenisedChat]:
-    """Tokenise the chosen and the rejected answer of ``preference`` after its prompt, of which nothing is learnt.
+    """Tokenise the chosen and the rejected answer of ``preference`` after its prompt, which has no targets.
 
-    ``tokenizer`` and errors are those of :func:`tokenise_chat`.
+    For ``tokenizer`` and errors, see :func:`tokenise_chat`.
     """
     prompt, where = preference.prompt, preference.where
     chosen, rejected = (
@@ -111,7 +111,7 @@ def within_length(
     max_length: int,
     long_chats: Literal["drop", "refuse"] = "drop",
 ) -> list[int]:
-    """Return the numbers of the items of which no chat is longer than ``max_length`` tokens.
+    """Return the numbers of the items whose chats all have at most ``max_length`` tokens.
 
     Args:
         items: Chats, or pairs of a chosen and a rejected one.

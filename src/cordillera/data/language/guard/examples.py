@@ -34,12 +34,12 @@ class GuardExample(NamedTuple):
 
     @property
     def completion(self) -> str:
-        """What the model is to answer."""
+        """Target answer of the model."""
         return "\n".join(["unsafe", ",".join(self.codes)]) if self.codes else "safe"
 
 
 class _Templates(NamedTuple):
-    """Sentences; ``{}`` stands for a deed, names in braces for :data:`_FILLERS`."""
+    """Templates of sentences; ``{}`` is replaced by a deed, names in braces by :data:`_FILLERS`."""
 
     asks: Sequence[str]
     cares: Sequence[str]

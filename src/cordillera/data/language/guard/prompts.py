@@ -76,7 +76,7 @@ class Categories:
         return Categories({code: name for code, name in self.names.items() if code in codes})
 
     def without(self, codes: Sequence[str]) -> Categories:
-        """Return all categories but those of ``codes``.
+        """Return all categories except ``codes``.
 
         Raises:
             DataError: If a code is unknown, or nothing is left.
@@ -101,7 +101,7 @@ def guard_prompt(conversation: Sequence[Message], categories: Categories, role: 
     Args:
         conversation: Turns of the user and the assistant, who is called the agent.
         categories: Categories that count; others are not mentioned.
-        role: Side of the conversation whose last turn is judged. Default: that of the last turn.
+        role: Side of the conversation whose last turn is judged. Default: the side of the last turn.
 
     Raises:
         DataError: If there is no turn of that role, a turn is neither the user's nor the assistant's, or one is blank.

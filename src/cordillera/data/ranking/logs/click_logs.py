@@ -206,7 +206,7 @@ class FileLog:
 
     def _parquet_columns(self, path: Path, schema: pa.Schema, wanted: list[str] | None) -> dict[str, str]:
         """Return the columns to read, with their names in the file."""
-        if schema.names.count("") > 1:  # which cannot be told apart
+        if schema.names.count("") > 1:  # columns without names are indistinguishable
             raise DataError("several columns have no name", where=str(path), remedy="name them in the file")
         names = column_names(schema.names, str(path))
         in_file = dict(zip(names, schema.names, strict=True))
@@ -224,7 +224,7 @@ class FileLog:
                 )
         if not own:
             readable = [name for name in names if _is_readable(kinds[name])]
-            own = readable if own is None else readable[:1]  # one column tells the number of rows
+            own = readable if own is None else readable[:1]  # one column suffices to count rows
         return {name: in_file[name] for name in own}
 
     def delimited(self, path: Path) -> DelimitedFile:
@@ -259,7 +259,7 @@ def _parquet_damage(error: Exception, path: Path, row: int) -> DataError:
 
 
 def _folder_values(path: Path) -> dict[str, str | None]:
-    """Return the columns that folders called ``name=value`` stand for (Hive's partitions)."""
+    """Return the columns of folders called ``name=value`` (Hive partitions)."""
     found: dict[str, str | None] = {}
     for part in path.parent.parts:
         name, mark, value = part.partition("=")
@@ -410,7 +410,7 @@ def avazu_schema(min_count: int = 5) -> Schema:
 def avazu_times(frame: pl.DataFrame, place: RowPlace) -> pl.DataFrame:
     """Add ``timestamp`` (seconds), ``hour_of_day`` and ``weekday`` to a ``frame`` whose ``hour`` reads YYMMDDHH.
 
-    A frame that has a ``timestamp`` is returned as it is.
+    A frame that has a ``timestamp`` is returned unchanged.
 
     Raises:
         DataError: ``hour`` is missing or does not read YYMMDDHH; the ``place`` is named.
@@ -433,7 +433,7 @@ def avazu_times(frame: pl.DataFrame, place: RowPlace) -> pl.DataFrame:
 
 
 def list_series(values: np.ndarray, offsets: np.ndarray) -> pl.Series:
-    """Make a column of lists, of which ``i`` is ``values[offsets[i]:offsets[i + 1]]``."""
+    """Make a column of lists; list ``i`` is ``values[offsets[i]:offsets[i + 1]]``."""
     series = pl.from_arrow(pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values)))
     assert isinstance(series, pl.Series)
     return series

@@ -33,7 +33,7 @@ WHOLE = r"^(?:0|-?[1-9]\d*)$"
 _WHOLE_OR_POINT = r"^(0|-?[1-9]\d*)\.0+$"
 _BLANK_GROUP = np.uint64(0x9E3779B97F4A7C15)
 _SHOWN = 20  # columns that an error lists
-_FEW = 256  # entries for which a loop is faster than a query of Polars
+_FEW = 256  # most entries for which a loop is faster than Polars
 _UNITS: dict[TimeUnit, int] = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _DATE = r"\d{4}[-/]\d\d[-/]\d\d"
 _DATE_PATTERNS = (
@@ -106,7 +106,7 @@ def hash_strings(values: pl.Series, salt: str = "") -> np.ndarray:
 
 
 def column_names(given: Sequence[str], where: str) -> list[str]:
-    """Return the names of a file's columns; one that is ``given`` without a name is called ``unnamed_0``, by its place.
+    """Return the names of a file's columns; a column without a name is called ``unnamed_0``, by its position.
 
     Raises:
         DataError: two columns have the same name; the error names the place ``where`` they are.
@@ -211,7 +211,7 @@ def dense_of(series: pl.Series, feature: DenseFeature, place: RowPlace) -> tuple
 
 
 def with_numbers(frame: pl.DataFrame, schema: Schema, place: RowPlace) -> pl.DataFrame:
-    """Return a frame in which every number of a dense feature of several has a column of its own.
+    """Return a frame with a separate column for every number of multi-valued dense features.
 
     Raises:
         DataError: a list is not of the feature's width, or a row of 8-bit numbers is damaged.

@@ -22,7 +22,7 @@ from cordillera.data.ranking.logs.columns import RowPlace
 
 _BLOCK = 256  # requests; each block has random numbers of its own
 _SECONDS = 1_600_000_000
-_PREFERENCE = 0.3  # of a symmetric Dirichlet distribution: users prefer a few kinds
+_PREFERENCE = 0.3  # concentration of the Dirichlet distribution of a user's kinds: users prefer a few
 _FOLLOWING = 0.5  # share of candidates of the kind of the latest entry
 
 
@@ -130,7 +130,7 @@ class HistoriesLog:
         )
 
     def _kinds_of_entries(self, offsets: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """Draw the kind of every entry; ``offsets [257]`` are those of the histories."""
+        """Draw the kind of every entry; ``offsets [257]`` are the offsets of the histories."""
         config, entries = self.config, np.arange(offsets[-1])
         moves = random.random(len(entries)) >= config.stay
         moves[offsets[:-1]] = True
@@ -143,7 +143,7 @@ class HistoriesLog:
     def _candidates(
         self, kinds: np.ndarray, offsets: np.ndarray, random: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Draw the kinds of the candidates, some of them that of the latest entry, and return the logits too."""
+        """Draw the kinds of the candidates, some equal to the latest entry's; return kinds and logits."""
         config, request = self.config, np.repeat(np.arange(_BLOCK), self.config.candidates)
         latest = kinds[offsets[1:] - 1][request]
         follows = random.random(len(request)) < _FOLLOWING

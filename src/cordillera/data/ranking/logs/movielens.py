@@ -95,7 +95,7 @@ def _atomic(path: Path) -> pl.DataFrame:
 
 # One piece: a second's ratings read, and then change, a dozen running sums and dates of users, films and genres.
 def with_past(ratings: pl.DataFrame, genres: dict[int, list[str]]) -> pl.DataFrame:
-    """Add to each rating what was known before it: histories and the features of ``PAST``, null where there is no past.
+    """Add features of the past to each rating: histories and the features of ``PAST``, null without a past.
 
     Everything in a row is computed from ratings with a strictly earlier timestamp. Means are shrunk towards the mean of
     all earlier ratings; a bias is the shrunk mean of rating minus expectation at its time; the affinity to a film's
@@ -188,7 +188,7 @@ def described() -> FrameLog:
 
 
 def load(cache: Path) -> FrameLog:
-    """Fetch the data and add what was known before each rating."""
+    """Fetch the data and add features of the past to each rating."""
     paths = fetch_members(WHEEL, cache)
     ratings = _atomic(paths["ml-100k.inter"]).select(
         pl.col("user_id").cast(pl.Int64),

@@ -24,7 +24,7 @@ _COMPARE = {">=": np.greater_equal, ">": np.greater, "<=": np.less_equal, "<": n
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)")
 _DECIMAL = r"^([+-]?\d*),(\d+([eE][+-]?\d+)?)$"  # 1,5
 _GROUPED = r"^[+-]?\d{1,3}(\.\d{3})+,\d+$"  # 1.234,5
-_YEARS = (1900, 2200)  # between which timestamps are: codes for four digits also take two, as 26 AD
+_YEARS = (1900, 2200)  # plausible years: four-digit codes also accept two digits, as in 26 AD
 
 
 @dataclass
@@ -183,7 +183,7 @@ def parts_of(condition: str) -> tuple[str, str]:
 
 
 def check_condition(condition: str) -> str:
-    """Return a condition as it is written.
+    """Check and return a condition.
 
     Raises:
         ValueError: If it is none.
@@ -218,7 +218,7 @@ def times_of(series: pl.Series, form: str, place: RowPlace, *, may_miss: bool = 
 
 
 def check_form(form: str) -> str:
-    """Return the form of times if it tells whole dates.
+    """Return the format of times if it determines whole dates.
 
     Raises:
         ValueError: If it does not.
@@ -237,13 +237,13 @@ def check_form(form: str) -> str:
 
 
 def parsed(text: pl.Series, form: str) -> pl.Series:
-    """Return the times that ``text`` tells in this form, in UTC without a zone; null for others."""
+    """Return the times in ``text`` in this format, in UTC without a zone; null for text in another format."""
     found = text.str.to_datetime(form, strict=False, time_unit="us", exact=True)
     return found.dt.replace_time_zone(None)
 
 
 TimeForm = Annotated[str, AfterValidator(check_form)]
-"""Form of times that tells whole dates, in the codes of ``strftime``."""
+"""Format of times that determines whole dates, in ``strftime`` codes."""
 
 Condition = Annotated[str, AfterValidator(check_condition)]
 """Condition of :func:`meeting`."""

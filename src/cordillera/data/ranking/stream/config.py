@@ -45,12 +45,12 @@ class EventStreamConfig(BaseModel):
 
 
 class JoinConfig(BaseModel):
-    """How events meet their labels.
+    """Settings of the join of events and labels.
 
     Attributes:
         window_s: Seconds after an event in which its labels count; an event is complete once they are over.
         lateness_s: Seconds by which a row may be later in its files than rows of its time.
-        unlabelled: Labels that have not come within the window: ``zero`` (no click), ``missing`` (the schema then has
+        unlabelled: Treatment of labels that are late or absent: ``zero`` (no click), ``missing`` (the schema then has
             ``missing_labels``), or ``drop`` (events without any label are left out).
     """
 
@@ -62,7 +62,7 @@ class JoinConfig(BaseModel):
 
 
 def check_stream_schema(schema: Schema) -> None:
-    """Check that events of a schema can be told apart and put in order.
+    """Check that events of a schema can be identified and ordered.
 
     Raises:
         ValueError: If the schema has no timestamp or no id, or columns that only augmentation makes.

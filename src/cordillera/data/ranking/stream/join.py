@@ -28,14 +28,14 @@ from cordillera.data.ranking.logs.columns import (
 from cordillera.data.ranking.stream.config import JoinConfig
 from cordillera.errors import DataError
 
-_EARLY_S = 86_400  # by which a label may be earlier than its event and is found to be
+_EARLY_S = 86_400  # longest time by which a label that precedes its event is recognised
 
 END = 2**61
 """Watermark at which no more rows come."""
 
-_OWN = "__join_"  # begin of the names of columns that only the join needs
-_MEMBER = f"{_OWN}in:"  # columns that say of which streams an event is
-_ORDER, _FILE, _ROW = f"{_OWN}order", f"{_OWN}file", f"{_OWN}row"  # where the row of an event is from
+_OWN = "__join_"  # prefix of columns that only the join needs
+_MEMBER = f"{_OWN}in:"  # prefix of columns that mark the streams of an event
+_ORDER, _FILE, _ROW = f"{_OWN}order", f"{_OWN}file", f"{_OWN}row"  # columns with the origin of an event's row
 _EVENT, _TIMES = f"{_OWN}event", f"{_OWN}times"
 
 
@@ -43,7 +43,7 @@ class LabelJoin:
     """Events that wait for their time to be complete, and then for their labels.
 
     Args:
-        schema: Columns of the events; the first of ``ids`` tells events apart.
+        schema: Columns of the events; the first of ``ids`` identifies events.
         streams: Names of the streams.
         config: Settings.
 
@@ -183,7 +183,7 @@ class LabelJoin:
         return found
 
     def hold(self, events: pl.DataFrame) -> None:
-        """Let events that were taken by :meth:`ready` wait for their labels."""
+        """Keep events that were taken by :meth:`ready` until their labels arrive."""
         if len(events):
             self.scored = pl.concat([self.scored, events], how="diagonal_relaxed") if len(self.scored) else events
 
@@ -267,7 +267,7 @@ class LabelJoin:
             raise DataError(
                 f"{times[row]} is no time in seconds", where=place.at(row, name), remedy="give times in seconds"
             )
-        if self.schema.timestamp_unit is None and (unit := unit_of(times)) != "s":  # later rows may look otherwise
+        if self.schema.timestamp_unit is None and (unit := unit_of(times)) != "s":  # later rows may differ
             raise DataError(
                 f"times since 1970 are read in seconds, and these look like {unit}",
                 where=place.at(0, name),

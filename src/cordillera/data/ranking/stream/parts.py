@@ -1,8 +1,8 @@
-"""The folder in which joined streams are written, so that every example is in it once, whatever ends the process.
+"""Folder of joined streams, which holds every example exactly once, however the process ends.
 
-``STREAM/part-NNNNNNNN.parquet`` holds what commit ``N`` has completed, ``state/NNNNNNNN/`` all that the next one needs.
-A commit writes its parts under other names, then the state, and renames the parts last. Whoever opens the folder
-finishes the renames of the newest state and removes what belongs to none.
+``STREAM/part-NNNNNNNN.parquet`` holds the examples of commit ``N``, ``state/NNNNNNNN/`` the state for the next commit.
+A commit writes its parts under temporary names, then the state, and renames the parts last. Opening the folder
+completes the renames of the newest state and removes files that belong to no commit.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class StreamFolder:
         """Write the examples that are complete, by stream, and what waits, all of it or nothing.
 
         Args:
-            frames: What waits.
+            frames: Waiting rows.
             content: More of the state, as JSON values.
             parts: Examples by stream; empty ones are not written.
 

@@ -1,4 +1,4 @@
-"""Files of a stream that are read once, in order, and of which more may come."""
+"""Files of a stream, which are read once, in order, while more may arrive."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class FileSource:
         self.name = name
         self.latest: int | None = None
         self._paths, self._schema, self._format, self._rows = paths, schema, format, rows
-        self._files: tuple[Path, ...] = ()  # as they were listed last
-        self._done: list[list[Any]] = []  # name, bytes and rows of files that were read to their end
-        self._begun, self._offset = "", 0  # name of the file that is read, and number of its rows that were read
+        self._files: tuple[Path, ...] = ()  # files at the last listing
+        self._done: list[list[Any]] = []  # name, bytes and rows of completely read files
+        self._begun, self._offset = "", 0  # name of the current file, and number of its rows read so far
         self._chunks: Iterator[RowChunk] | None = None
         self._ahead: RowChunk | DataError | None = None
 
@@ -98,7 +98,7 @@ class FileSource:
     def _following(self) -> Path | None:
         """Return the file that is read, or the next one; None after the last one."""
         if len(self._files) <= len(self._done):
-            self._files = self._listed()  # more may have come
+            self._files = self._listed()  # new files may have arrived
         return self._files[len(self._done)] if len(self._files) > len(self._done) else None
 
     def _listed(self) -> tuple[Path, ...]:
@@ -108,7 +108,7 @@ class FileSource:
         except DataError:
             if self._done or self._begun:
                 raise
-            return ()  # no file has come yet
+            return ()  # no file has arrived yet
         names = [str(path) for path in paths]
         read = [*self._done, *([[self._begun, None, 0]] if self._begun else [])]
         for place, (name, size, _) in enumerate(read):
@@ -150,7 +150,7 @@ class FileSource:
 
 
 def _is_empty(path: Path) -> bool:
-    """Return whether a Parquet file is whole and holds no rows, as that of an hour without events."""
+    """Return whether a Parquet file is complete and has no rows, such as the file of an hour without events."""
     with contextlib.suppress(pa.ArrowException, OSError, ValueError):
         return bool(pyarrow.parquet.read_metadata(path).num_rows == 0)
     return False

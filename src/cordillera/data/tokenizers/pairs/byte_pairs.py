@@ -246,7 +246,7 @@ class BytePairs:
 
 def _unwritable(absent: set[int], path: Path) -> re.Pattern[str] | None:
     """Pattern of the characters whose bytes are not tokens; None if all are."""
-    if absent & {*range(0x80, 0xC0), 0xEF}:  # without these no replacement can be written either
+    if absent & {*range(0x80, 0xC0), 0xEF}:  # continuation bytes, and the first byte of U+FFFD
         raise DataError(
             f"{len(absent)} of the 256 bytes are no tokens, so most text cannot be written",
             where=str(path),

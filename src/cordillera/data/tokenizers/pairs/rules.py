@@ -15,7 +15,7 @@ from cordillera.data.tokenizers.pairs.sentencepiece import SPACE
 from cordillera.errors import DataError
 
 TOKENS = 1 << 22
-"""Largest number of tokens of a vocabulary, about sixteen times that of the largest known vocabularies."""
+"""Largest number of tokens of a vocabulary, about sixteen times the largest known one."""
 
 SPARE_IDS = 1 << 16
 """Number of ids that may be unused, plus three for each token."""
@@ -214,7 +214,7 @@ class _Group:
     def close(self) -> _Item:
         """Return the group as an item of that around it."""
         found = self._so_far()
-        if self.keeps:  # but each time it is entered, it may read all of the text
+        if self.keeps:  # each entry may scan the whole text
             found.ways, found.tried = 1, found.all_tried
         return found
 
@@ -242,7 +242,7 @@ class _Group:
 
 def _problem(expression: str) -> str | None:
     """Reason why an expression could take unbounded time; None if it repeats only letters, classes and their groups."""
-    groups = [_Group()]  # those that are open, and the whole
+    groups = [_Group()]  # the open groups, and the whole expression
     within, place, quantified = 0, 0, ""  # depth within a class; first character of the item's quantifier
     while place < len(expression):
         if not within and groups[-1].item is not None and (found := _QUANTIFIER.match(expression, place)):

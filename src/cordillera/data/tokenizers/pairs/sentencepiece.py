@@ -18,7 +18,7 @@ from cordillera.data.tokenizers.tokenizer import SpacePrefix
 from cordillera.errors import DataError
 
 SPACE = "\u2581"
-"""Character that stands for a space."""
+"""Character that represents a space."""
 
 BYTE_NAMES = {f"<0x{byte:02X}>": byte for byte in range(256)}
 """Bytes by the names of their tokens."""
@@ -36,7 +36,7 @@ _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 
 
 def piece_bytes(name: str) -> bytes:
-    """Return the bytes that the token of this ``name`` stands for."""
+    """Return the bytes of the token ``name``."""
     byte = BYTE_NAMES.get(name)
     return name.replace(SPACE, " ").encode() if byte is None else bytes([byte])
 

@@ -90,7 +90,7 @@ def split_name(rule: Any, path: Path, merges: int, whole_words: bool) -> str:
 
 
 def _without_offsets(rule: Any) -> Any:
-    """Rule without what changes no token: the places of tokens, and whether words or what is between are named."""
+    """Return a rule without settings that change no token: offsets, and whether matches or separators are named."""
     if isinstance(rule, dict):
         kept = {key: _without_offsets(value) for key, value in rule.items() if key != "trim_offsets"}
         if (kept.get("behavior"), kept.get("invert")) == ("Removed", True) and kept.get("pattern") in _WHOLE_TEXT:

@@ -23,8 +23,8 @@ from cordillera.distributed.fault_tolerance.events import FOLDER, EventLog
 from cordillera.run import disk_errors
 
 _LOOK_S = 0.02
-_END_S = 0.25  # between looks whether the job has ended
-_CYCLE_S = 0.1  # of a slow process: it runs for a part of this time
+_END_S = 0.25  # interval of checks whether the job has ended
+_CYCLE_S = 0.1  # period of a slowed process, which runs for a part of it
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -33,11 +33,11 @@ class InjectedFault:
     """A fault that was done.
 
     Attributes:
-        fault: What was done.
+        fault: Injected fault.
         at: Seconds since the start of the injection.
         step: Newest step of the job.
         process: Number of the process; None for a checkpoint.
-        details: What else the event says.
+        details: Further values of the event.
     """
 
     fault: Fault
@@ -53,7 +53,7 @@ class FlippedBit(NamedTuple):
     path: Path
     offset: int
     bit: int
-    value: int  # of the byte, afterwards
+    value: int  # value of the byte after the fault
 
 
 class FaultInjector:
@@ -76,7 +76,7 @@ class FaultInjector:
         self._is_asked = False
 
     def inject(self, *, stay: bool = False) -> list[Fault]:
-        """Do each fault when its moment comes, until all are over or the job is; then undo what is left.
+        """Inject each fault when it is due, until all faults or the job have ended; then undo the remaining ones.
 
         A fault of a process that does not run waits for its successor.
 
@@ -84,7 +84,7 @@ class FaultInjector:
             stay: Whether to wait for the end of the job.
 
         Returns:
-            Faults that did not come to pass.
+            Faults that were not injected.
 
         Raises:
             KeyboardInterrupt: After Ctrl-C, SIGTERM or SIGHUP.
@@ -223,7 +223,7 @@ class FaultInjector:
 
     @contextlib.contextmanager
     def _held(self, fault: Fault, process: JobProcess) -> Iterator[Callable[[], bool]]:
-        """Yield a function that stops a process; it goes on afterwards, whatever happens."""
+        """Yield a function that stops a process; the process is always continued afterwards."""
         hold = _Hold(process)
         began = time.monotonic()
         try:
@@ -262,7 +262,7 @@ class FaultInjector:
 
 
 class _Hold:
-    """What holds a process; calling it stops the process and says whether this ran."""
+    """Hold on a process; a call stops the process and returns whether it was running."""
 
     def __init__(self, process: JobProcess) -> None:
         self._stop = partial(process.hold, self)
@@ -310,7 +310,7 @@ def _flip(path: Path, offset: int, bit: int) -> int:
 
 
 def mend(flipped: FlippedBit) -> None:
-    """Flip a bit back, unless its file is gone or was written anew."""
+    """Flip a bit back, unless its file was removed or rewritten."""
     with contextlib.suppress(FileNotFoundError), open(flipped.path, "r+b", buffering=0) as file:
         file.seek(flipped.offset)
         if file.read(1) == bytes([flipped.value]):

@@ -1,7 +1,7 @@
-"""Plans of faults: which ones a job of replicas meets, when, and where.
+"""Plans of faults: the kind, time and target of each fault in a job of replicas.
 
-A plan lists faults, or says how to draw them. What is left open is drawn from the plan's seed, so that the same plan
-brings the same faults to the same processes after the same steps.
+A plan lists faults or the distribution to draw them from. Open choices are drawn from the plan's seed, so that the
+same plan injects the same faults into the same processes after the same steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 """Faults that can be injected."""
 
 _OF_RANKS = ("kill", "stop", "slow", "cut", "full-disk")
-_LASTING = ("stop", "slow", "full-disk", "pause-coordinator")  # for a time that must be given
+_LASTING = ("stop", "slow", "full-disk", "pause-coordinator")  # faults that need a duration
 _AT_ONCE = ("kill", "cut", "kill-coordinator")
 _MOST_FAULTS = 1_000
 _MOST_SECONDS = 86_400.0
@@ -81,7 +81,7 @@ class Fault(BaseModel):
 
     @property
     def target(self) -> str:
-        """What it is done to, in words."""
+        """Target of the fault, in words."""
         if self.what in _OF_RANKS:
             replica = "a replica" if self.replica is None else self.replica
             return replica if self.rank is None else f"{replica} rank {self.rank}"
@@ -181,7 +181,7 @@ def drawn(plan: FaultPlan, replicas: Sequence[str], ranks: int) -> list[Fault]:
         faults = list(plan.fault)
     found = []
     for number, fault in enumerate(faults):
-        # Of each fault alone, so that a plan which is changed in one place stays the same in all others.
+        # One generator per fault, so that a change of one fault does not change the others.
         chance = random.Random(f"{plan.seed} {number}")
         if fault.replica is not None and fault.replica not in replicas:
             raise PlanError(

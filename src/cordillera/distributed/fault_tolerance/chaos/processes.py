@@ -1,15 +1,15 @@
-"""Processes of a running job, found by the numbers in its events, and signals that reach no other process.
+"""Processes of a running job, found by the process ids in its events, and signals that reach no other process.
 
-The number of a process is given to another one after its end. Four facts keep a signal from that one:
+The system reuses process ids. Four facts keep a signal from a process that reuses an id:
 
-1. A signal goes through a descriptor of the process (``pidfd_open``), not to a number. The descriptor stands for one
-   process for ever; once this has ended, signals reach nobody.
-2. The descriptor is of the process that wrote its number into an event. It had the number when it wrote; a process that
-   began before that moment and has the number now is therefore the same one.
-3. If the clock was set since, or the folder lies on a machine or in a container where numbers mean something else, that
-   comparison says nothing. So a rank also has the name that its launcher gives it, its parent or the parent of that is
-   the launcher, and the launcher is the process that has the lock of this very run open.
-4. All this was read of the descriptor's process: that still ran after it was read, so nobody else had its number.
+1. A signal goes through a descriptor of the process (``pidfd_open``), not to an id. A descriptor always refers to the
+   same process; once this has ended, signals have no effect.
+2. The descriptor belongs to the process that wrote its id into an event. It had the id when it wrote; a process that
+   began before that moment and has the id now is therefore the same one.
+3. If the clock was set since, or the folder lies on a machine or in a container with other ids, that comparison proves
+   nothing. So a rank also has the name that its launcher gives it, its parent or the parent of that is
+   the launcher, and the launcher is the process that has the lock of this run open.
+4. All this was read from the descriptor's process: it still ran after the reads, so no other process had its id.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from typing import NamedTuple
 
 from cordillera.errors import DependencyError, RunError
 
-_NAME = 15  # characters of a process's name that Linux keeps
+_NAME = 15  # longest process name on Linux
 _LOCK = ".lock"
 _PIDFD_GETFD = 438  # number of the system call, on all machines
 _NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)  # the latter two: the number is of a thread
 
 
 class JobProcess:
-    """A process that runs, or ran: signals reach it or nobody.
+    """A process identified so that a signal never reaches another one that reuses its id.
 
     Args:
-        pid: Number of a process.
+        pid: Process id.
 
     Raises:
         ProcessLookupError: If there is no such process.
@@ -49,7 +49,7 @@ class JobProcess:
         self.pid = pid
         self._holders: set[object] = set()
         self._fillers: set[object] = set()
-        self._file_limit: int | None = None  # before it was filled
+        self._file_limit: int | None = None  # limit before the descriptors were used up
         self._is_killed = False
         try:
             self._descriptor = os.pidfd_open(pid)
@@ -67,7 +67,7 @@ class JobProcess:
     @property
     def is_running(self) -> bool:
         """Whether it has not ended and was not killed through this object; a stopped process runs."""
-        if self._is_killed:  # it ends in a moment, and must not be killed twice in place of its successor
+        if self._is_killed:  # it is about to end; a further kill must hit its successor
             return False
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
@@ -124,7 +124,7 @@ class JobProcess:
         return True
 
     def fill_disk(self, who: object) -> bool:
-        """Let the process write to no file until everybody who called this has emptied the disk.
+        """Make all writes of the process fail until every caller of this has called :meth:`empty_disk`.
 
         Returns:
             False if the process has ended.
@@ -139,7 +139,7 @@ class JobProcess:
         return before is not None
 
     def empty_disk(self, who: object) -> None:
-        """Let the process write as before, unless somebody else has filled its disk."""
+        """Allow writes of the process again, unless another caller has filled its disk."""
         self._fillers.discard(who)
         if not self._fillers and self._file_limit is not None:
             self._limit_files(self._file_limit)
@@ -167,7 +167,7 @@ class JobProcess:
         return self.send(signal.SIGSTOP)
 
     def release(self, who: object) -> None:
-        """Let the process go on, unless somebody else holds it; nothing if ``who`` does not hold it."""
+        """Continue the process unless another caller holds it; no effect if ``who`` does not hold it."""
         if who in self._holders:
             if len(self._holders) == 1:
                 self.send(signal.SIGCONT)
@@ -181,7 +181,7 @@ class _Facts(NamedTuple):
 
 
 def _facts(pid: int) -> _Facts:
-    """Read what the system knows of a process."""
+    """Read name, parent and start time of a process."""
     text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     before, _, after = text.rpartition(")")
     fields = after.split()

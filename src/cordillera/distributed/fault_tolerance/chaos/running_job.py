@@ -23,7 +23,7 @@ _STEP, _COMMITTED = b'{"kind": "step"', b'"outcome": "committed"'
 
 
 class EventTail:
-    """What is added to a file of events.
+    """Reader of the events appended to a file.
 
     Args:
         path: File, which may not exist yet.
@@ -111,11 +111,11 @@ class RunningJob:
         return not self._lock.is_held
 
     def look(self) -> None:
-        """Take note of what was written since the last look."""
+        """Read the events written since the last call."""
         for name in ("launcher", *self._names):
             tail = self._tails.setdefault(name, EventTail(self.run.folder / FOLDER / f"{name}.jsonl"))
             for event in tail.added():
-                if event["at"] >= self._lock.taken:  # not of an earlier job, which this one resumes
+                if event["at"] >= self._lock.taken:  # skips events of an earlier job that this one resumes
                     self._take(name, event)
 
     def _take(self, writer: str, event: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ class RunningJob:
         return self._process(self._coordinator, None)
 
     def _process(self, told: tuple[int, float] | None, name: str | None) -> JobProcess | None:
-        """Return the process that an event tells of, the same object each time, as it knows who holds it."""
+        """Return the process of an event, the same object for each event, as the object tracks its holders."""
         if told is None:
             return None
         if told not in self._found:

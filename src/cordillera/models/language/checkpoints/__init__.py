@@ -113,7 +113,7 @@ def read_model(
     Adapters are merged into the weights that they change, and a drafter is left out.
 
     Args:
-        bits: 4 or 8 for matrices of blocks in codes of at most so many bits, as
+        bits: 4 or 8 to hold matrices of blocks in codes of at most this width, as
             :class:`~cordillera.numerics.quantization.packed_linear.PackedLinear`, and a head in eight; those of the
             file where it has such codes. Such a model computes in bfloat16, on a CPU, without gradients.
 

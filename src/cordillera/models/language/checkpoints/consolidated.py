@@ -350,7 +350,7 @@ def save_consolidated(
                 tensors["output.weight"] = tensors["tok_embeddings.weight"]
             torch.save(tensors, beside / f"consolidated.{rank:02d}.pth")
         write_checksums(beside)
-        if tokenizer is not None:  # without checksums, as settings of generation may be edited
+        if tokenizer is not None:  # no checksums: users may edit the generation settings
             write_meta_tokenizer(tokenizer, beside, config.context)
 
 

@@ -19,7 +19,7 @@ from cordillera.models.language.llama import Llama, LlamaConfig, make_drafter
 from cordillera.tensor_files import read_tensors, write_tensors
 
 _KIND = "drafter"
-_ROWS = 1024  # of the embedding, by which a model is recognised
+_ROWS = 1024  # rows of the embedding that identify a model
 _REMEDY = "export it again from its run: cordillera export-drafter RUN FILE"
 
 
@@ -31,7 +31,7 @@ class DrafterFile(NamedTuple):
         draft: Settings of the drafter.
         tensors: Weights, ``bfloat16``, by their name in the drafter.
         model: Digest of the model that it was trained for.
-        facts: What is known of its training.
+        facts: Facts on its training.
     """
 
     path: Path
@@ -47,7 +47,7 @@ def write_drafter(source: Source, path: Path, facts: Mapping[str, Any]) -> None:
     Args:
         source: Checkpoint of a model with a drafter.
         path: Path of the file.
-        facts: What is known of its training, as JSON values.
+        facts: Facts on its training, as JSON values.
 
     Raises:
         CheckpointError: If the checkpoint has no drafter.

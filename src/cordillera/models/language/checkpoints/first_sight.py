@@ -50,5 +50,5 @@ def compare_with_first_sight(files: Sequence[Path], record: Path) -> None:
                     remedy=f"restore it; if it was changed on purpose, delete {record}",
                 )
     if places:
-        with contextlib.suppress(DataError):  # without a writable cache there is no comparison
+        with contextlib.suppress(DataError):  # a cache that is not writable disables the comparison
             write_bytes(record, sealed_json({**known, **found}).encode())

@@ -92,7 +92,7 @@ class GGUFFile(Source):
     """GGUF file, which the library ``gguf`` reads.
 
     Attributes:
-        architecture: What the file says that the model is.
+        architecture: Architecture of the model by the file's metadata.
     """
 
     layout = "GGUF"

@@ -332,7 +332,7 @@ def _read_rope(path: Path, raw: dict[str, Any], context: Any) -> tuple[dict[str,
 def _read_longrope(path: Path, raw: dict[str, Any], rope: dict[str, Any], context: Any) -> dict[str, Any]:
     """Return the scaling of Phi-3 models for long contexts; raise KeyError for what is missing."""
     key = "original_max_position_embeddings"
-    original = raw[key] if raw.get(key) is not None else rope[key]  # as in transformers
+    original = raw[key] if raw.get(key) is not None else rope[key]  # same precedence as transformers
     scaling = {"rope_type": "longrope", "original_context": original}
     scaling |= {key: rope[key] for key in ("short_factor", "long_factor")}
     scaling |= {key: rope[key] for key in ("factor", "attention_factor") if rope.get(key) is not None}
@@ -392,7 +392,7 @@ def _write_config(path: Path, kind: str, config: LlamaConfig, dtype: torch.dtype
         "rope_theta": config.rope_theta,
         "rope_scaling": None if config.rope_scaling is None else _written_scaling(config.rope_scaling),
         "hidden_act": "silu",
-        "attention_bias": False,  # of all four matrices; Qwen2's are always there, and not named
+        "attention_bias": False,  # biases of all four matrices; those of Qwen2 are implicit
         "mlp_bias": False,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
@@ -409,7 +409,7 @@ def _write_config(path: Path, kind: str, config: LlamaConfig, dtype: torch.dtype
         content |= {"use_sliding_window": False, "sliding_window": None}
     if kind == "phi3":
         share = config.rotary_width / config.head_width
-        exact = int(config.head_width * share) == config.rotary_width  # as it is read
+        exact = int(config.head_width * share) == config.rotary_width  # transformers computes the width in this way
         content |= {"partial_rotary_factor": share if exact else math.nextafter(share, 1.0), "sliding_window": None}
         # Phi3Config takes those of Phi-3's vocabulary for ids that are not there.
         content |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -487,14 +487,12 @@ def save_hugging_face(
                 save_file(tensors, beside / file, {"format": "pt"})
             except SafetensorError as error:
                 raise OSError(str(error)) from error
-            shutil.copymode(
-                beside / "config.json", beside / file
-            )  # which safetensors makes readable by its owner alone
+            shutil.copymode(beside / "config.json", beside / file)  # safetensors makes files readable only by the owner
         if count > 1:
             index = {"metadata": {"total_size": total}, "weight_map": places}
             (beside / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         write_checksums(beside)
-        if tokenizer is not None:  # without checksums, as settings of generation may be edited
+        if tokenizer is not None:  # no checksums: users may edit the generation settings
             write_json_tokenizer(tokenizer, beside, stream.config.context)
 
 

@@ -56,7 +56,7 @@ class Source(ABC):
         return False
 
     def packed(self, name: str, shape: tuple[int, int], bits: int) -> PackedRows:
-        """Return a matrix of :class:`Llama` in codes of at most ``bits`` bits: those of the file, if it has such.
+        """Return a matrix of :class:`Llama` in codes of at most ``bits`` bits, from the file if it has such codes.
 
         Raises:
             CheckpointError: If the matrix is not finite.

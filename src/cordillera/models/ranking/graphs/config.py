@@ -183,7 +183,7 @@ def digest(settings: DeepConfig | RankingConfig) -> str:
     if isinstance(settings, GraphConfig):
         content["nodes"].sort(key=lambda node: node["name"])
         if not content["linear_terms"]:
-            del content["linear_terms"]  # so that graphs of before this setting keep their names
+            del content["linear_terms"]  # keeps the names of graphs older than this setting
     return short_digest(content)
 
 

@@ -29,7 +29,7 @@ class GraphBody(nn.Module):
         num_sparse: Number ``F`` of embedded features.
 
     Attributes:
-        output_axis: What the representation is made up of.
+        output_axis: Parts of the representation.
 
     Raises:
         DataError: If nothing of the output is left.

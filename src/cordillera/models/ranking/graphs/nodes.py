@@ -129,12 +129,12 @@ class GraphNode(nn.Module):
         return self.dropout(x)
 
     def linear(self, name: str, inputs: AxisParts, outputs: AxisParts) -> nn.Linear:
-        """Make a linear layer of this name, and tell its dimensions."""
+        """Make a linear layer ``name``, and record its dimensions."""
         self.axes |= {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
         return nn.Linear(_length(inputs), _length(outputs))
 
     def compress(self, name: str, inputs: AxisParts, outputs: AxisParts) -> LinearCompression:
-        """Make linear combinations of embeddings of this name, and tell their dimensions."""
+        """Make linear combinations ``name`` of embeddings, and record their dimensions."""
         self.axes[f"{name}.weight"] = (outputs, inputs)
         return LinearCompression(_length(inputs), _length(outputs))
 

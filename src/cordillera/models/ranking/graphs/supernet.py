@@ -128,7 +128,7 @@ class Supernet(DeepModel):
             self.preferences = nn.ParameterList(torch.zeros(len(gene.values)) for gene in self.genes)
         if config.flops is not None:
             self._fit_flops()
-        self.heads = nn.Identity()  # those of an architecture are among the shared weights
+        self.heads = nn.Identity()  # an architecture's heads are among the shared weights
 
     def _make_shared(self) -> None:
         """Make the shared weights, large enough for every architecture, with first values as those usually have."""

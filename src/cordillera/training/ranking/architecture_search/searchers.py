@@ -1,6 +1,6 @@
 """Searchers: they propose genomes, and learn from the results of those before.
 
-A searcher is a function of its seed and of the results in the order in which it is told them, so a search that is
+A searcher is a function of its seed and of the results in the order in which it receives them, so a search that is
 played again from its record takes the same path.
 """
 
@@ -19,7 +19,7 @@ from cordillera.training.ranking.architecture_search.regression import GaussianP
 from cordillera.training.ranking.architecture_search.space import Genome, SearchSpace
 
 Goal = Literal["ne", "front"]
-"""What is searched: the lowest NE, or the front of NE and FLOPs."""
+"""Goal of a search: the lowest NE, or the front of NE and FLOPs."""
 
 _TRIES = 50
 _POOL = 2_000
@@ -137,10 +137,10 @@ class EvolutionSearcher(Searcher):
 
 
 class PredictorSearcher(Searcher):
-    """Proposes what a Gaussian process expects to improve most on the best result so far.
+    """Proposes the genome with the largest expected improvement, by a Gaussian process, on the best result so far.
 
-    With the goal ``front``, each proposal is to improve on the best result of at most a number of FLOPs that is drawn
-    anew; a second process predicts FLOPs. Source of the criterion: Jones et al. 1998.
+    With the goal ``front``, each proposal improves on the best result within a FLOPs limit that is drawn for it; a
+    second process predicts FLOPs. Source of the criterion: Jones et al. 1998.
 
     Args:
         first: Number of random proposals before.
@@ -267,7 +267,7 @@ class OptunaSearcher(Searcher):
             if name not in self.seen:
                 self._trials[name] = trial
                 return genome
-            if name in self._values:  # it learns that value again, and is asked again
+            if name in self._values:  # repeat the known value, and ask again
                 self._tell(trial, self._values[name])
         return None
 

@@ -1,4 +1,4 @@
-"""Spaces of architectures: genes with values, and the recipe keys that they stand for."""
+"""Spaces of architectures: genes with values, and the recipe keys that they set."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SpaceConfig(BaseModel):
 
 
 class SearchSpace:
-    """A search space: genomes, and the architectures that they stand for.
+    """A search space: genomes, and the architectures that they encode.
 
     Args:
         config: Settings of the space.
@@ -78,7 +78,7 @@ class SearchSpace:
 
     @property
     def size(self) -> int:
-        """Number of genomes, several of which may stand for one architecture."""
+        """Number of genomes; several genomes may encode one architecture."""
         return math.prod(len(gene.values) for gene in self.genes)
 
     def decode(self, genome: Genome) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class SearchSpace:
         return {**self.fixed, **chosen}
 
     def overrides(self, genome: Genome) -> dict[str, Any]:
-        """Return the recipe's keys, with their values, that a genome stands for."""
+        """Return the recipe's keys and values that a genome encodes."""
         values = self.decode(genome)
         found: dict[str, Any] = {}
         if self.config.blocks is not None:
@@ -116,7 +116,7 @@ class SearchSpace:
         return tuple(int(random.integers(len(gene.values))) for gene in self.genes)
 
     def mutate(self, genome: Genome, random: np.random.Generator, changes: int = 1) -> Genome:
-        """Return a genome of which exactly ``changes`` genes, or all if there are fewer, have another value."""
+        """Return a genome with new values of exactly ``changes`` genes, or of all genes if there are fewer."""
         mutated = list(genome)
         for place in random.choice(len(self.genes), min(changes, len(self.genes)), replace=False):
             mutated[place] = (mutated[place] + 1 + int(random.integers(len(self.genes[place].values) - 1))) % len(

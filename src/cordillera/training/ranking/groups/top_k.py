@@ -57,7 +57,7 @@ def rank_groups(groups: _Counts, scores: _Floats, positive: _Counts, negative: _
     starts = np.flatnonzero(new_group | np.r_[True, scores[1:] != scores[:-1]])
     ones = np.add.reduceat(positive, starts)
     sizes = ones + np.add.reduceat(negative, starts)
-    first = np.flatnonzero(new_group[starts])  # of each group, its tie of lowest score
+    first = np.flatnonzero(new_group[starts])  # the tie of lowest score in each group
     ends = np.cumsum(sizes)
     last = np.r_[first[1:], starts.size] - 1
     above = np.repeat(ends[last], last - first + 1) - ends  # samples of the group with a greater score

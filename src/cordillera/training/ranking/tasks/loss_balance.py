@@ -103,7 +103,7 @@ class LossBalancer:
         add_up: Function that adds ``float64 [tasks, tasks]`` up over the ranks that share a batch, in place.
 
     Attributes:
-        newest: What the last backward pass did.
+        newest: Record of the last backward pass.
 
     Raises:
         TrainingError: If the settings name an unknown task.
@@ -133,7 +133,7 @@ class LossBalancer:
         self._is_finite = torch.isfinite(losses.detach()).cpu()
 
     def share(self, representation: Tensor) -> Sequence[Tensor]:
-        """Return the representation ``[B, r]`` once for each task; their gradients meet in :meth:`combine`."""
+        """Return the representation ``[B, r]`` once for each task; :meth:`combine` joins their gradients."""
         found: tuple[Tensor, ...] = _JoinedGradients.apply(self, representation)
         return found
 

@@ -32,7 +32,7 @@ class AugmentationConfig(BaseModel):
 
     Attributes:
         out: Folder of the augmented examples: ``out/STREAM/*.parquet``.
-        schema_: Roles of the columns (``schema`` in a file); the first of ``ids`` tells events apart.
+        schema_: Roles of the columns (``schema`` in a file); the first of ``ids`` identifies events.
         join: How events meet their labels.
         streams: Files by the name of their stream.
         teacher: Teacher that learns from the streams. None with ``teacher_run``.
@@ -205,7 +205,7 @@ class Augmentation:
         ready = join.ready(self.watermark)
         join.hold(ready)
         complete = join.complete(self.watermark)
-        self.teacher.learn(complete)  # before it scores: a version scores all events from its time on
+        self.teacher.learn(complete)  # before scoring: a version scores all events from its time on
         if len(ready):
             scores = self.teacher.score(ready, ready[time].to_numpy())
             complete, join.scored = (_filled(frame, scores, ready, join.id) for frame in (complete, join.scored))

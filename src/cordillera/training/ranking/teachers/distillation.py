@@ -168,8 +168,8 @@ class Distiller(nn.Module):
         """Compute the losses of a batch, or of a part of one.
 
         Args:
-            representation: What the heads read, ``[B, r]``.
-            logits: Those of the serving heads, ``[B, tasks]``.
+            representation: Input of the heads, ``[B, r]``.
+            logits: Logits of the serving heads, ``[B, tasks]``.
             samples: The samples, with labels and the teacher's logits.
             mean: Function that computes the mean loss of logits against targets.
 

@@ -66,7 +66,7 @@ class PastEmbeddings:
         complete_times: NDArray[np.int64],
         complete_groups: NDArray[np.int64],
     ) -> list[pl.Series]:
-        """Return the columns of events, in order of time, and keep the events that have become complete meanwhile.
+        """Return the columns of events, in order of time, and keep the events that have become complete since.
 
         Args:
             times: Times of the events, ``[N]``, ascending.

@@ -91,11 +91,11 @@ class StreamTeacher(Protocol):
         ...
 
     def to_state(self) -> tuple[dict[str, pl.DataFrame], dict[str, Any]]:
-        """Return what the teacher goes on from, besides its versions."""
+        """Return the state from which the teacher resumes, besides its versions."""
         ...
 
     def load_state(self, frames: dict[str, pl.DataFrame], state: dict[str, Any]) -> None:
-        """Go on from ``frames`` and ``state`` of :meth:`to_state`."""
+        """Resume from ``frames`` and ``state`` of :meth:`to_state`."""
         ...
 
 
@@ -128,7 +128,7 @@ class ScoringModel:
         for start in range(0, len(events), SCORED_ROWS):
             part = events.slice(start, SCORED_ROWS)
             encoded = self.encoder.encode(part, where="events of a stream", labels=False)
-            # so that the last bits of a row do not depend on how many there are
+            # Pad to whole blocks, so that a row's result does not depend on the number of rows.
             batch = encoded.take_blocks(np.arange(len(part)), BLOCK).batch()
             with autocast(torch.device("cpu"), self.precision):
                 shared = self.model.represent(batch.dense, self.model.look_up(batch))
@@ -174,7 +174,7 @@ class LearningTeacher:
     ) -> None:
         assert schema.timestamp is not None
         self.embeds = embeds
-        for left in folder.glob(".step-*.tmp"):  # of processes that were killed
+        for left in folder.glob(".step-*.tmp"):  # files of killed processes
             shutil.rmtree(left, ignore_errors=True)
         self.config, self.schema, self.window_s, self.folder = config, schema, window_s, folder
         self.versions: list[dict[str, int]] = []
@@ -274,11 +274,11 @@ class _Learner:
         learnt: int | None,
         first: pl.DataFrame | None,
     ) -> _Learner:
-        """Return the learner after so many examples; None for a new one, whose encoder is fitted on ``first``."""
+        """Return the learner after ``learnt`` examples; None for a new one, whose encoder is fitted on ``first``."""
         if learnt is None:
             assert first is not None
             encoder = Encoder.fit(schema, [first])
-            shutil.rmtree(folder / "encoder", ignore_errors=True)  # of a call that ended before it was saved
+            shutil.rmtree(folder / "encoder", ignore_errors=True)  # remains of an interrupted call
             with folder_beside(folder / "encoder") as beside:
                 encoder.save(beside)
             return cls(config, encoder)
@@ -367,5 +367,5 @@ class FixedTeacher:
         return {}, {"calls": self.calls}
 
     def load_state(self, frames: dict[str, pl.DataFrame], state: dict[str, Any]) -> None:
-        """Go on from ``frames`` and ``state`` of :meth:`to_state`."""
+        """Resume from ``frames`` and ``state`` of :meth:`to_state`."""
         self.calls = dict(state["calls"])

@@ -1,1 +1,1 @@
-"""Training over several hosts of which each computes a tower of the model."""
+"""Training over several hosts, each of which computes a tower of the model."""

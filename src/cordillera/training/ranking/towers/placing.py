@@ -1,7 +1,7 @@
-"""Where the tables of towers lie: those of tower ``h`` whole on the ranks of host ``h``.
+"""Placement of the tables of towers: whole tables of tower ``h`` on the ranks of host ``h``.
 
-Source: Disaggregated Multi-Tower (arXiv 2403.00877): one tower for each host. How the tables of a tower are shared out
-among the ranks of its host is a choice of this library.
+Source: Disaggregated Multi-Tower (arXiv 2403.00877): one tower for each host. The distribution of a
+tower's tables over the ranks of its host is a choice of this library.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def towers_of_tables(places: Sequence[Sequence[int]], features: FeatureSpec) -> 
 
 
 def towers_of(model: RankingModel) -> dict[str, int]:
-    """Return the tower of every table of a ``model`` with towers; errors are those of :func:`towers_of_tables`."""
+    """Return the tower of every table of a ``model`` with towers; for errors, see :func:`towers_of_tables`."""
     assert isinstance(model.towers, TowerModules)
     return towers_of_tables(model.towers.places, model.features)
 

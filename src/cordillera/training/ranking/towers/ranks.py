@@ -31,7 +31,7 @@ _NORMS, _WEIGHTS = 31, 32  # tags of messages; those of the exchange by towers a
 
 
 class TowerRanks(ManyRanks):
-    """Ranks that exchange embeddings by towers. Of the same ``model`` on every rank, the exchange becomes a part.
+    """Ranks that exchange embeddings by towers. The exchange becomes a part of the ``model`` of every rank.
 
     Args:
         model: Model with :class:`~cordillera.models.ranking.towers.TowerModules`, as ``towers``, and

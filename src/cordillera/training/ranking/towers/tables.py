@@ -57,7 +57,7 @@ class TowerTables(ShardedEmbeddingTables):
         return super()._ask(sparse)
 
     def _take_notes(self) -> tuple[int, ...]:
-        """Return this rank's number of samples at its position, so that all ranks learn those of all."""
+        """Return this rank's number of samples at its position, and 0 elsewhere; the sum gives all ranks' numbers."""
         return tuple(self._own_samples if rank == self.links.rank else 0 for rank in range(self.links.size))
 
     def _find_bags(self, asked: BatchRequest, samples: int, coder: Coder | None, dtype: torch.dtype) -> Tensor:
@@ -65,10 +65,10 @@ class TowerTables(ShardedEmbeddingTables):
         asked.request.wait()
         self.samples, features = asked.request.notes, len(self._held)
         if asked.bags is not None:
-            self._bags.wait(asked.bags)  # a rank without tables, too: its own ids are delivered then
+            self._bags.wait(asked.bags)  # also without tables, as this completes the sending of this rank's ids
         if asked.bags is None or not features:
             return torch.empty(sum(self.samples), 0, self.embedding_dim, dtype=dtype)
-        block = self.get_buffer("rows_0")  # of whole tables, which are equally wide, there is one
+        block = self.get_buffer("rows_0")  # whole tables are equally wide, so they form one block
         by_rank = [sums for (sums,) in self._bags.sum_bags(asked.bags, [block], self.backend)]
         factors = self._mean_factors(asked)
         found = []
