@@ -243,7 +243,7 @@ def test_devices_without_constants_and_units_that_seem_wrong_are_named(cli: Any)
         "device.memory_bytes=80": r"is 80; its unit is bytes \(80 GB are 80e9\)",
     }.items():
         with pytest.warns(UserWarning, match=f"two-buildings: {change.partition('=')[0]} {said}"):
-            planning._warn_of_units(planning._changed("two-buildings", [change]), "two-buildings")
+            planning.warn_of_units(planning._changed("two-buildings", [change]), "two-buildings")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert cli("plan", "small.toml", "two-buildings", *plan).code == 0

@@ -19,7 +19,7 @@ from cordillera.numerics.inference.drift import Alarm
 from cordillera.numerics.inference.selection import Change
 from cordillera.planning.language.what_if import Case
 from cordillera.reports.plan_comparison import TrainingBudget
-from cordillera.workflows.planning import Calibrated, Planned, PlannedRecommender
+from cordillera.workflows.planning import Calibrated, Planned, PlannedRecommender, compare
 
 from .test_printing import cells
 
@@ -105,9 +105,9 @@ def test_clusters_are_compared_by_step_and_by_what_is_trained_in_a_second(
         one = planned(kind, seconds)
         budget = TrainingBudget(1e12) if kind is Planned else None
         cases = [("a.toml", None), ("b", None)]
-        planning._compare(
-            _show.CommandOutput(False), "w.toml", cases, tmp_path, lambda *_, found=one, **options: found, budget
-        )
+        monkeypatch.setattr("cordillera.workflows.planning.plan", lambda *_, found=one, **options: found)
+        found = compare("w.toml", cases, tmp_path, budget)
+        planning._show_several(_show.CommandOutput(False), "w.toml", found, budget, tmp_path)
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == "w on 2 clusters"
         days = "days  device hours  " if budget else ""

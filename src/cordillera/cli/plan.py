@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from cordillera.cost import ProductShape
     from cordillera.planning.language.plans import Plan
     from cordillera.reports.plan_comparison import ComparedPlan, TrainingBudget
-    from cordillera.workflows.planning import Calibrated, Planned, PlannedRecommender
+    from cordillera.workflows.planning import Calibrated, PlanComparison, Planned, PlannedRecommender
 
 
 # Half of its lines are the command's options, which Typer reads from one signature.
@@ -145,30 +144,34 @@ def plan(
         with CommandOutput(as_json) as answer:
             _measure(answer, commands.products_needed(workload, cluster[0], set_ or ()), measure)
         return
-    search = partial(
-        commands.plan,
-        workload,
-        only=only or ("placement", "scheduling", "network"),  # type: ignore[arg-type]
-        changes=set_ or (),
-        what_if=what_if or (),
-        slow=slow,
-        jitter=jitter,
-        lose=lose or (),
-        calibration=calibration,
-        products=products,
-        layouts=layout or (),
-        fp8=fp8,  # type: ignore[arg-type]
-        compare=compare,
-    )
+    asked: dict[str, Any] = {
+        "only": only or ("placement", "scheduling", "network"),
+        "changes": set_ or (),
+        "what_if": what_if or (),
+        "slow": slow,
+        "jitter": jitter,
+        "lose": lose or (),
+        "calibration": calibration,
+        "products": products,
+        "layouts": layout or (),
+        "fp8": fp8,
+        "compare": compare,
+    }
     budget = _budget_of(workload, tokens, price)
     with CommandOutput(as_json) as answer:
         if len(cluster) > 1 or len(devices or ()) > 1:
+            place = folder or Path("plans") / Path(workload).stem
             cases = [*product(cluster, [*devices] if devices else [None])]
-            is_whole, fits = _compare(answer, workload, cases, folder, search, budget)
+            with work_shown("searching") as show:
+                found = commands.compare(workload, cases, place, budget, progress=show, **asked)
+            _show_several(answer, workload, found, budget, place)
+            is_whole, fits = not found.interrupted, any(one.files for one in found.plans.values())
         else:
             place = folder or Path("plans") / f"{Path(workload).stem}-{Path(cluster[0]).stem}"
             with work_shown("searching") as show:
-                planned = search(cluster[0], place, devices=devices[0] if devices else None, progress=show)
+                planned = commands.plan(
+                    workload, cluster[0], place, devices=devices[0] if devices else None, progress=show, **asked
+                )
             _show(answer, planned, budget)
             is_whole, fits = not planned.found.interrupted, bool(planned.files)
         if not is_whole:
@@ -193,68 +196,24 @@ def _budget_of(workload: str, tokens: float | None, price: float | None) -> Trai
     return TrainingBudget(1e12 if tokens is None else tokens, price)
 
 
-def _compare(
-    answer: CommandOutput,
-    workload: str,
-    cases: Sequence[tuple[str, int | None]],
-    folder: Path | None,
-    search: Callable[..., Planned | PlannedRecommender],
-    budget: TrainingBudget | None,
-) -> tuple[bool, bool]:
-    """Plan for several ``cases``, each a cluster and a number of devices, and print the best plan of each.
-
-    Returns:
-        Whether no search was interrupted, and whether any plan fits.
-    """
-    from cordillera import topology
+def _show_several(
+    answer: CommandOutput, workload: str, found: PlanComparison, budget: TrainingBudget | None, place: Path
+) -> None:
+    """Print the best plan for each cluster and number of devices, or why there is none, and write their page."""
     from cordillera.files import write
-    from cordillera.reports.plan_comparison import ComparedPlan, plan_comparison_page
+    from cordillera.reports.plan_comparison import plan_comparison_page
     from cordillera.workflows.planning import Planned
 
-    several = len({cluster for cluster, _ in cases}) < len(cases)
-    names = [Path(cluster).stem + f"-{devices}" * bool(several and devices) for cluster, devices in cases]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise PlanError("is named twice", where=f"cluster {twice!r}", remedy="name each cluster and number once")
-    for cluster, _ in cases:
-        topology.load(cluster)  # an unknown one is refused before the first search
-    place, rows = folder or Path("plans") / Path(workload).stem, list[ComparedPlan]()
-    found: dict[str, Planned | PlannedRecommender] = {}
-    problems: list[tuple[str, PlanError]] = []
-    with work_shown("searching") as show:
-        for name, (cluster, devices) in zip(names, cases, strict=True):
-            stem = Path(cluster).stem
-            try:
-                one = search(
-                    cluster, place / name, devices=devices, progress=lambda text, name=name: show(f"{name}: {text}")
-                )
-            except PlanError as error:
-                problems.append((name, error))
-                rows.append(ComparedPlan(stem, "none, see below", devices))
-                continue
-            found[name] = one
-            rows.append(
-                ComparedPlan.of(stem, one.explorer, one.found.best, budget, rows)
-                if one.files
-                else ComparedPlan(stem, "none that fits", devices)
-            )
-            if one.found.interrupted:
-                break
-    if not found:
-        name, problem = problems[0]
-        raise PlanError(problem.what, where=", ".join(filter(None, (name, problem.where))), remedy=problem.remedy)
-    *_, last = found.values()
-    table = _list_cases(Path(workload).stem, rows, budget)
+    table = _list_cases(Path(workload).stem, found.rows, budget)
     answer.tables(clusters=table)
-    interrupted = last.found.interrupted
-    if interrupted:
+    if found.interrupted:
         answer.say("interrupted: the last plan is the best until then, and those after it were left out")
-    said = [f"{name}: {problem.what}" for name, problem in problems]
+    said = [f"{name}: {problem.what}" for name, problem in found.problems.items()]
     for line in said:
         answer.say(line)
-    for name, one in found.items():
+    for name, one in found.plans.items():
         if one.what_if or (isinstance(one, Planned) and one.found.own):
-            answer.say(f"\n{name}:" if several else "")
+            answer.say("" if name == one.explorer.topology.name else f"\n{name}:")
             with answer.within("plans", name):
                 _show(answer, one, budget)
         elif one.files:
@@ -262,15 +221,14 @@ def _compare(
     page = place / "comparison.html"
     cells = [str(one.header) for one in table.columns], [*zip(*(one.cells for one in table.columns), strict=True)]
     unit = "tokens" if budget else "samples"
-    write({page: plan_comparison_page(Path(workload).stem, rows, unit, cells, said)})
+    write({page: plan_comparison_page(Path(workload).stem, found.rows, unit, cells, said)})
     answer.say(f"comparison: {page}")
     answer.keep(
-        interrupted=interrupted,
-        problems={name: problem.what for name, problem in problems},
-        reports=[one.files["plan.html"] for one in found.values() if one.files],
+        interrupted=found.interrupted,
+        problems={name: problem.what for name, problem in found.problems.items()},
+        reports=[one.files["plan.html"] for one in found.plans.values() if one.files],
         comparison=page,
     )
-    return not interrupted, any(one.files for one in found.values())
 
 
 def _list_cases(title: str, rows: Sequence[ComparedPlan], budget: TrainingBudget | None) -> Sheet:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -30,7 +31,9 @@ from cordillera.planning.ranking.towers import Similarities, TowerAim, TowerPlan
 from cordillera.planning.ranking.workload import Recommender
 from cordillera.planning.search import ALL, SearchDimension
 from cordillera.planning.sensitivity import Sensitivity, sensitivity
+from cordillera.planning.units import warn_of_units
 from cordillera.reports.language import plan as export
+from cordillera.reports.plan_comparison import ComparedPlan, TrainingBudget
 from cordillera.reports.ranking import plan as recommender_export
 
 if TYPE_CHECKING:
@@ -94,17 +97,6 @@ class PlannedRecommender:
     compared: dict[str, TablePlan] = field(default_factory=dict)
 
 
-_LEAST = {
-    "matrix_flops_per_s": (1e10, "FLOP/s"),
-    "memory_bytes": (1e8, "bytes"),
-    "memory_bytes_per_s": (1e8, "bytes/s"),
-    "nic_bytes_per_s": (1e6, "bytes/s"),
-}
-_FASTEST_CARD = 2e11  # bytes/s: 1.6 Tb/s
-_HALF_THE_EARTH_KM = 20_100
-_LONGEST_LATENCY_S = 0.1  # besides the latency of the distance
-
-
 def _changed(cluster: str | Path, changes: Iterable[str]) -> clusters.Topology:
     edits: dict[str, float | str] = {}
     told = [*changes]
@@ -119,29 +111,6 @@ def _changed(cluster: str | Path, changes: Iterable[str]) -> clusters.Topology:
     # its own description may be of what was changed
     described = {"description": f"{topology.name} with {', '.join(told)}"}
     return topology.changed(edits).model_copy(update=described)
-
-
-def _warn_of_units(topology: clusters.Topology, cluster: str | Path) -> None:
-    """Warn of values that fit no machine, so that the unit is probably wrong."""
-    for key, (least, unit) in _LEAST.items():
-        value = getattr(topology.device, key)
-        if value < least:
-            other = f" ({value:g} GB are {value:g}e9)" if key == "memory_bytes" and 1 <= value <= 1000 else ""
-            warnings.warn(f"{cluster}: device.{key} is {value:g}; its unit is {unit}{other}", stacklevel=3)
-    if (rate := topology.device.nic_bytes_per_s) > _FASTEST_CARD:
-        other = f"{rate / 1e9:g} Gb/s are {rate / 8:g}"
-        warnings.warn(f"{cluster}: device.nic_bytes_per_s is {rate:g}; its unit is bytes/s ({other})", stacklevel=3)
-    for level in topology.levels:
-        if level.bytes_per_s is not None and level.bytes_per_s < _LEAST["nic_bytes_per_s"][0]:
-            other = f"{level.name}.bytes_per_s is {level.bytes_per_s:g}; its unit is bytes/s"
-            warnings.warn(f"{cluster}: {other}", stacklevel=3)
-        if level.latency_s > _LONGEST_LATENCY_S:
-            value = level.latency_s
-            other = f" ({value:g} µs are {value:g}e-6)" if value <= 1000 else ""
-            warnings.warn(f"{cluster}: {level.name}.latency_s is {value:g}; its unit is s{other}", stacklevel=3)
-        if level.distance_km > _HALF_THE_EARTH_KM:
-            far = f"{level.name}.distance_km is {level.distance_km:g}, more than half the way around the earth"
-            warnings.warn(f"{cluster}: {far}", stacklevel=3)
 
 
 def _shipped_for(device: clusters.Device, cluster: str | Path) -> Calibration:
@@ -205,7 +174,7 @@ def plan(
     files = {name: Path(folder) / name for name in ("plan.json", "plan.html", "trace.json")}
     check_writable(*files.values())
     work, topology = workloads.load(workload), _changed(cluster, changes)
-    _warn_of_units(topology, cluster)
+    warn_of_units(topology, cluster)
     asked = {text: topology.changed(dict([parse_change(text)])) for text in what_if}
     faults.check(slow, jitter)
     domains = list(lose)
@@ -243,6 +212,81 @@ def plan(
     if fits:
         _write(planned, compared, changed)
     return planned
+
+
+@dataclass(frozen=True)
+class PlanComparison:
+    """Plans of one workload for several clusters or numbers of devices.
+
+    Attributes:
+        rows: Best plan of each case, in order, or why there is none.
+        plans: Results of the searches, by the name of their folder.
+        problems: Errors of the cases for which there is no plan, by name.
+    """
+
+    rows: list[ComparedPlan] = field(default_factory=list)
+    plans: dict[str, Planned | PlannedRecommender] = field(default_factory=dict)
+    problems: dict[str, PlanError] = field(default_factory=dict)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last search was interrupted; those after it are left out."""
+        return any(one.found.interrupted for one in self.plans.values())
+
+
+def compare(
+    workload: str | Path,
+    cases: Sequence[tuple[str, int | None]],
+    folder: str | Path,
+    budget: TrainingBudget | None = None,
+    *,
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> PlanComparison:
+    """Plan a workload for several cases; the files of each are in a folder of its own.
+
+    Args:
+        workload: Shipped name or path of a TOML file.
+        cases: Clusters, each with a number of devices; None for all of them.
+        folder: Folder of the cases' folders.
+        budget: Training of which the rows hold days and device hours; None for a recommendation model.
+        progress: Function called with a sentence from time to time.
+        options: Other arguments of :func:`plan`.
+
+    Raises:
+        PlanError: If a cluster is unknown, a case is named twice, or there is no plan for any of them.
+    """
+    several = len({cluster for cluster, _ in cases}) < len(cases)
+    names = [Path(cluster).stem + f"-{devices}" * bool(several and devices) for cluster, devices in cases]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise PlanError("is named twice", where=f"cluster {twice!r}", remedy="name each cluster and number once")
+    for cluster, _ in cases:
+        clusters.load(cluster)  # an unknown one is refused before the first search
+    made = PlanComparison()
+    for name, (cluster, devices) in zip(names, cases, strict=True):
+        shown = None if progress is None else partial(_named, progress, name)
+        try:
+            one = plan(workload, cluster, Path(folder) / name, devices=devices, progress=shown, **options)
+        except PlanError as error:
+            made.problems[name] = error
+            made.rows.append(ComparedPlan(Path(cluster).stem, "none, see below", devices))
+            continue
+        made.plans[name] = one
+        if one.files:
+            made.rows.append(ComparedPlan.of(Path(cluster).stem, one.explorer, one.found.best, budget, made.rows))
+        else:
+            made.rows.append(ComparedPlan(Path(cluster).stem, "none that fits", devices))
+        if made.interrupted:
+            break
+    if not made.plans:
+        name, problem = next(iter(made.problems.items()))
+        raise PlanError(problem.what, where=", ".join(filter(None, (name, problem.where))), remedy=problem.remedy)
+    return made
+
+
+def _named(progress: Callable[[str], None], name: str, text: str) -> None:
+    progress(f"{name}: {text}")
 
 
 def _checked(only: str | Iterable[SearchDimension], devices: int | None) -> list[SearchDimension]:
