@@ -59,7 +59,7 @@ def test_documents_are_the_texts_in_order_with_their_ends(config: TextConfig) ->
     for tokens, text in zip(dataset, TEXTS, strict=True):
         assert tokens[-1] == tokenizer.special_tokens["<|endoftext|>"]
         assert tokenizer.decode(tokens[:-1].tolist()) == text
-    assert dataset.num_tokens == sum(map(len, dataset))
+    assert dataset.offsets[-1] == sum(map(len, dataset))
     assert len(_shards(dataset)) > 4
     assert all(len(dataset._tokens[i]) < 200 + 200 for i in range(len(dataset._tokens)))
     other = prepare_text(config.model_copy(update={"bos": True, "eos": False}))
@@ -287,7 +287,7 @@ def test_shards_give_back_what_was_written(
     assert dataset.hashes.tolist() == [2**64 - 1 - number for number in range(len(documents))]
     assert dataset.dtype == token_dtype(limit) == (np.uint32 if large else np.uint16)
     assert [tokens.tolist() for tokens in dataset] == documents
-    assert dataset.num_tokens == sum(map(len, documents))
+    assert dataset.offsets[-1] == sum(map(len, documents))
 
 
 def test_a_full_disk_is_said(config: TextConfig, monkeypatch: pytest.MonkeyPatch) -> None:

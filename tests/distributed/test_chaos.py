@@ -14,15 +14,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from cordillera.distributed.fault_tolerance.chaos.injector import FaultInjector, InjectedFault, flip_bit, mend
 from cordillera.distributed.fault_tolerance.chaos.plan import (
-    FAULT_KINDS,
     Fault,
+    FaultKind,
     FaultPlan,
     RandomFaults,
     drawn,
@@ -98,7 +98,7 @@ def test_drawn_faults_are_those_of_their_seed_and_of_their_weights(when: dict[st
 
 def test_the_checkpoint_is_spared_unless_the_plan_names_it() -> None:
     found = drawn(FaultPlan(random=RandomFaults(every_steps=5, count=300)), NAMES, 1)
-    assert {fault.what for fault in found} == set(FAULT_KINDS) - {"corrupt-checkpoint", "full-disk"}
+    assert {fault.what for fault in found} == set(get_args(FaultKind)) - {"corrupt-checkpoint", "full-disk"}
 
 
 @pytest.mark.parametrize(

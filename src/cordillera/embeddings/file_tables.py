@@ -364,11 +364,6 @@ class FileTables(EmbeddingTables):
         start, rows = self._place_of(name)
         return self._part("weight", start, rows)
 
-    def optimizer_state(self, name: str) -> dict[str, Tensor]:
-        """Return a copy of the optimizer's state of one table, by name, as ``init_state`` shapes it."""
-        start, rows = self._place_of(name)
-        return {part: self._part(part, start, rows) for part in self._shapes if part != "weight"}
-
     def _part(self, part: str, start: int, rows: int) -> Tensor:
         self._wait()
         names = list(self._shapes)

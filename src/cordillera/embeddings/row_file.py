@@ -84,11 +84,6 @@ class RowFile:
             self._undo(self.records, self._blocks())
         self._empty_log()
 
-    @property
-    def log_bytes(self) -> int:
-        """Number of bytes of the log since the last commit."""
-        return self._log_end
-
     def memory_bytes(self) -> int:
         """Return the bytes in memory, without the pages of the file that the system keeps."""
         return int(self._saved.nbytes)

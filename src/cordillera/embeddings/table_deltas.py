@@ -1,18 +1,11 @@
-"""Changes of dynamic tables between two updates, in memory and in a file with a checksum."""
+"""Changes of dynamic tables between two updates."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-
-from cordillera.errors import CheckpointError, NumericsError
-from cordillera.tensor_files import read_tensors, write_tensors
-
-_KIND = "changes of dynamic embedding tables"
-_REMEDY = "write the changes again, or copy the whole state"
 
 
 @dataclass(frozen=True)
@@ -34,35 +27,3 @@ class TableDelta:
     version: int
     identity: dict[str, Any]
     tensors: dict[str, Tensor]
-
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes of all tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
-
-
-def write_delta(path: Path | str, delta: TableDelta) -> None:
-    """Write a ``delta`` to a file at ``path``, under a temporary name that is then changed.
-
-    Raises:
-        NumericsError: If the file cannot be written.
-        RunError: If the disk is full or read-only.
-    """
-    content = {"base": delta.base, "version": delta.version, "identity": delta.identity}
-    write_tensors(Path(path), _KIND, delta.tensors, content)
-
-
-def read_delta(path: Path | str) -> TableDelta:
-    """Read the delta in a file at ``path`` and verify its checksum.
-
-    Raises:
-        CheckpointError: If there is no such file, it holds something else, or it has changed since it was written.
-    """
-    try:
-        tensors, content = read_tensors(Path(path), _KIND, _REMEDY)
-        base, version, identity = content["base"], content["version"], content["identity"]
-    except NumericsError as error:
-        raise CheckpointError(error.what, where=error.where, remedy=error.remedy) from error
-    except (KeyError, TypeError) as error:
-        raise CheckpointError("names no versions", where=str(path), remedy=_REMEDY) from error
-    return TableDelta(base, version, identity, tensors)

@@ -186,11 +186,6 @@ class TextDataset:
         return int(self._first[-1])
 
     @property
-    def num_tokens(self) -> int:
-        """Number of tokens of all documents."""
-        return int(self.offsets[-1])
-
-    @property
     def fingerprint(self) -> str:
         """SHA-256 over the checksums of the tokens and offsets of all shards."""
         text = "".join(shard["sha256"]["tokens"] + shard["sha256"]["offsets"] for shard in self._shards)

@@ -17,7 +17,6 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -116,10 +115,6 @@ class ShardPlan:
         chunks = self.ranks[rank]
         own = np.array([chunk.document for chunk in chunks], np.int64)
         return np.repeat(own, [chunk.stop - chunk.start for chunk in chunks])
-
-    def cu_seqlens(self, rank: int) -> Integers:
-        """Return the offset of each chunk among a rank's tokens, followed by their number, ``[chunks + 1]``."""
-        return np.array([0, *accumulate(chunk.stop - chunk.start for chunk in self.ranks[rank])], np.int64)
 
     @cached_property
     def order(self) -> Integers:

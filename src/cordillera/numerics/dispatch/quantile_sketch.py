@@ -86,11 +86,6 @@ class QuantileSketch:
                 self._add(level + 1, chosen)
             level += 1
 
-    @property
-    def rank_error(self) -> float:
-        """Bound of the error of a quantile's rank, as a share of all rows; usually far less, as errors cancel."""
-        return sum(count * 2.0**level for level, count in enumerate(self._compactions)) / max(1, self.count)
-
     def quantiles(self, probabilities: Tensor) -> Tensor:
         """Return quantiles ``float32 [p, K]`` at ascending ``probabilities [p]``; 0 is the smallest value."""
         numbers = torch.cat(self._levels).T.contiguous()  # [K, n]

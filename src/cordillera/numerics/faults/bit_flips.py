@@ -82,9 +82,6 @@ class BitLayout:
 INT4 = BitLayout("int4", 4)
 """Layout of two integers in a byte, the first in its low half."""
 
-INT2 = BitLayout("int2", 2)
-"""Layout of four integers in a byte, the first in its lowest bits."""
-
 
 @dataclass(frozen=True, eq=False)
 class Region:

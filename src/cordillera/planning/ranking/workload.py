@@ -162,16 +162,6 @@ class Recommender(BaseModel):
         """Number of parameters of the dense layers, without biases."""
         return sum(inputs * outputs for inputs, outputs in self.bottom_layers + self.top_layers)
 
-    @property
-    def table_parameters(self) -> int:
-        """Number of parameters of all tables."""
-        return sum(one.count * one.rows * one.dim for one in self.tables)
-
-    @property
-    def table_bytes(self) -> float:
-        """Bytes of all tables with their optimizer state."""
-        return sum(one.count * one.rows * (one.dim * one.weight_bytes + self.optimizer_bytes) for one in self.tables)
-
     @cached_property
     def products(self) -> int:
         """Number of multiplications in the forward of a sample: layers and dot products."""

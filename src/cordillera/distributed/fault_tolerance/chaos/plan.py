@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -20,9 +20,6 @@ from cordillera.mistakes import explain, known_keys
 FaultKind: TypeAlias = Literal[
     "kill", "stop", "slow", "cut", "full-disk", "kill-coordinator", "pause-coordinator", "corrupt-checkpoint"
 ]
-
-FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
-"""Faults that can be injected."""
 
 _OF_RANKS = ("kill", "stop", "slow", "cut", "full-disk")
 _LASTING = ("stop", "slow", "full-disk", "pause-coordinator")  # faults that need a duration

@@ -29,7 +29,7 @@ from cordillera.models.language.checkpoints.consolidated import Consolidated, sa
 from cordillera.models.language.checkpoints.gguf_file import GGUFFile, save_gguf
 from cordillera.models.language.checkpoints.hugging_face import HuggingFace, save_hugging_face
 from cordillera.models.language.checkpoints.sharded import MODEL, STATE, Sharded
-from cordillera.models.language.checkpoints.source import Source, check_architecture
+from cordillera.models.language.checkpoints.source import Source
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.numerics.quantization.packed_linear import PackedLinear, pack_rows
 from cordillera.numerics.sites import replace, sites
@@ -37,7 +37,6 @@ from cordillera.numerics.sites import replace, sites
 __all__ = [
     "Source",
     "load",
-    "load_into",
     "open_checkpoint",
     "read_model",
     "save_consolidated",
@@ -156,23 +155,6 @@ def _packable(model: Llama, bits: int) -> dict[str, int]:
         for name, layer in sites(model).items()
         if layer.bias is None and takes(layer.out_features, layer.in_features)
     }
-
-
-def load_into(model: Llama, path: str | Path, threads: int = 4) -> None:
-    """Copy the weights of the checkpoint at ``path`` into ``model``, in its dtypes; ``threads`` is as in :func:`load`.
-
-    Raises:
-        CheckpointError: If loading fails as in :func:`load`, the checkpoint has another architecture than the model, or
-            the model is on the meta device.
-        DependencyError: If the file is GGUF and the library ``gguf`` is not installed.
-    """
-    source = open_checkpoint(path)
-    check_architecture(model.config, source.config, Path(path))
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise CheckpointError(
-            "the model has no memory to load into", where=str(path), remedy="call model.to_empty(device=...) before"
-        )
-    _fill(model, source, threads)
 
 
 def _fill(model: Llama, source: Source, threads: int) -> None:

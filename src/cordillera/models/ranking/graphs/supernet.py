@@ -263,14 +263,6 @@ class Supernet(DeepModel):
         pairs = zip(self.genes, self.preferences, strict=True)
         return {gene.name: functional.softmax(one.detach().double(), 0).tolist() for gene, one in pairs}
 
-    def most_likely(self) -> GraphConfig:
-        """Return the architecture of the value of each decision that is preferred most."""
-        assert self.preferences is not None
-        found = {
-            gene.name: gene.values[int(one.argmax())] for gene, one in zip(self.genes, self.preferences, strict=True)
-        }
-        return self.config.graph({**self.fixed, **found})
-
     def _score(
         self, config: GraphConfig, dense: Tensor, embeddings: Tensor, gates: Mapping[str, Tensor] | None
     ) -> Tensor:
