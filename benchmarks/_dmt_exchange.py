@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 
 from cordillera.distributed.collectives import Collectives
 from cordillera.distributed.ledger import Ledger
-from cordillera.distributed.towers import TowerExchange, TowerLayout, flat_exchange
+from cordillera.distributed.towers import _FLAT, TowerExchange, TowerLayout, _ascending, _checked
 from cordillera.models.ranking.interactions import MLP, CrossNetwork, DotInteraction
 from cordillera.models.ranking.towers import CombinedTower, CrossedTower
 
@@ -41,6 +42,31 @@ ROUNDS, WARM_UP, ASKED = 15, 2, 1.9
 MLP_WIDTHS, CROSSES = (512, 256), 3  # the library's defaults for DCN-V2
 SHAPES = ((1, 1), (1, 4), (4, 1), (2, 2), (3, 5), (4, 8), (8, 8))
 STEPS = ("flat", "towers", "fewer bytes", "compressed")
+
+
+def flat_exchange(layout: TowerLayout, links: Collectives, pooled: Tensor, samples: Sequence[int]) -> Tensor:
+    """Exchange embeddings among all ranks at once.
+
+    Args:
+        layout: Features of the ranks.
+        links: The ranks; consecutive ones are on one host.
+        pooled: Embeddings of this rank's features for the samples of all ranks, ``[sum(n), f, D]``.
+        samples: Number ``n`` of samples of each rank.
+
+    Returns:
+        Embeddings of all features for this rank's samples, ``[n, F, D]``.
+
+    Raises:
+        PlanError: If the layout or a shape does not fit the ranks.
+        PeerError: If a rank does not respond in time, or a connection broke.
+    """
+    ranks = _checked(layout, links)
+    ranks.check(pooled, samples)
+    parts = dict(enumerate(pooled.split(list(samples))))
+    own, dim = samples[links.rank], pooled.shape[2]
+    shapes = {rank: (own, len(features), dim) for rank, features in enumerate(layout.features)}
+    found = ranks.exchange("embeddings", _FLAT, parts, shapes)
+    return _ascending(torch.cat(found, 1), list(chain.from_iterable(layout.features)))
 
 
 class HostLinks(EmulatedLinks):

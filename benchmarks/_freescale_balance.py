@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from _processes import run_processes
 from _timing import Spread, Timing, times_faster
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cordillera.data.ranking.balance import SampleBalance, divide, sample_costs, straggler_share
+from cordillera.data.ranking.balance import SampleBalance, divide, sample_costs
 from cordillera.jagged import JaggedBatch, offsets_from_lengths, take_samples
 
 KINDS: tuple[SampleBalance, ...] = ("none", "fixed", "variable")
@@ -29,6 +30,15 @@ RANKS, SAMPLES, SHORTER = 2, 16, 4  # of the steps: samples of a rank; histories
 DIM, LAYERS, HEADS, IDS, ROUNDS = 64, 2, 2, 5_000, 16
 OF_SQUARE = 1 / (2 * DIM)  # FLOPs of attention, 4 D for a pair of positions, over those of projections, 8 D^2 for one
 FEWER, PLANNED, FASTER = 9.0, 0.1, 1.25  # asked
+
+
+def straggler_share(costs: NDArray[np.float64], divided: list[NDArray[np.int64]]) -> float:
+    """Return the mean share of a step for which ranks wait for the slowest: ``1 - mean(load) / max(load)``.
+
+    ``costs`` and ``divided`` are those of :func:`divide`.
+    """
+    work = np.array([costs[samples].sum() for samples in divided])
+    return float(1 - work.mean() / work.max()) if work.max() else 0.0
 
 
 def lengths_of(samples: int, seed: int, shorter: int = 1) -> np.ndarray:

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from _gpu_timing import interleave_on_gpu, peak_bytes
+from _memory_meter import SavedBytes
 from _timing import times_faster
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 
-from cordillera.kernels.memory_meter import SavedBytes
 from cordillera.kernels.moe import POLICIES, SavingPolicy, expert_mlp
 
 ROUNDS = 9

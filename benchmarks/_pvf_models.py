@@ -19,11 +19,23 @@ from cordillera.data.ranking.features import RankingBatch
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.faults.bit_flips import BitLayout, Region, regions_of
 from cordillera.numerics.faults.fault_model import Component
-from cordillera.numerics.faults.replay import Argmax, Replay, Threshold
+from cordillera.numerics.faults.replay import Decision, Replay, Threshold
 from cordillera.recipe import load
 from cordillera.run import Run
 from cordillera.workflows.injection import TableFaults
 from cordillera.workflows.trained import restore_model
+
+
+@dataclass(frozen=True)
+class Argmax(Decision):
+    """Class with the largest output, ``[B, classes]``."""
+
+    def decide(self, outputs: Tensor) -> Tensor:
+        return outputs.argmax(-1, keepdim=True)
+
+    def margin(self, outputs: Tensor) -> Tensor:
+        best = outputs.topk(2).values if outputs.shape[-1] > 1 else F.pad(outputs, (0, 1), value=-torch.inf)
+        return best[..., :1] - best[..., 1:2]
 
 
 @dataclass(frozen=True)

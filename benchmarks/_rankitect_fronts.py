@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from cordillera import recipe as recipes
 from cordillera import workflows
 from cordillera.reports.ranking.comparison import mean_interval
-from cordillera.training.ranking.architecture_search.searchers import SearchScore, front, hypervolume
+from cordillera.training.ranking.architecture_search.searchers import SearchScore, front
 from cordillera.workflows.architectures.search import SearchCandidate, SearchOutcome
 from cordillera.workflows.architectures.trials import TrialConfig
 
@@ -23,6 +24,23 @@ WIDTHS = ((32,), (128, 64), (256, 128))
 DIMS = (2, 4, 8, 16)
 MOST_FLOPS = 1_000_000
 TRIALS = {"synthetic": 320, "movielens": 96}
+
+
+def hypervolume(scores: Sequence[SearchScore], *, ne: float, flops: float) -> float:
+    """Return the area that scores dominate, in units of NE times the natural logarithm of FLOPs.
+
+    Args:
+        scores: Scores; those that are worse than the reference in either do not count.
+        ne: NE of the reference point, the worst that counts.
+        flops: FLOPs of the reference point, the most that count; FLOPs below 1 count as 1.
+    """
+    inside = [score for score in scores if score.ne < ne and score.flops < flops]
+    area, best = 0.0, ne
+    for index in front(inside):
+        score = inside[index]
+        area += (best - score.ne) * (math.log(flops) - math.log(max(1, score.flops)))
+        best = score.ne
+    return area
 
 
 def _recipe(data: str) -> dict[str, Any]:

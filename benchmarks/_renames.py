@@ -3,4 +3,4 @@
 An entry may be removed when the files that depend on it have been measured again.
 """
 
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {"is_interpreted": "_interpreted"}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
 from _context_sessions import sessions
+from _document_blocks import document_blocks
 from _program import Program
 from _timing import Spread, Timing, times_faster
 from rich.console import Console
@@ -27,7 +28,6 @@ from cordillera.distributed.context.attention import ContextParallelAttention, C
 from cordillera.distributed.context.latency import AnalyticLatency
 from cordillera.distributed.context.shard_plan import ShardPlan, adaptive, contiguous, per_document, per_sequence
 from cordillera.kernels.attention.partial import partial_attention
-from cordillera.kernels.attention.relation import document_blocks
 
 RANKS, HEADS, DIM = 2, 4, 64
 MIXES = {

@@ -21,6 +21,7 @@ import torch
 import typer
 from _history_quality import measure_quality
 from _history_steps import measure_histories
+from _memory_meter import PeakBytes, SavedBytes
 from _program import Program
 from _tables import print_notes
 from _timing import interleave, times_faster
@@ -32,7 +33,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from cordillera.jagged import offsets_from_lengths
 from cordillera.kernels.attention.jagged import jagged_attention
 from cordillera.kernels.attention.jagged_call import JaggedMask
-from cordillera.kernels.memory_meter import PeakBytes, SavedBytes
 
 ROUNDS = 7
 ASKED = {"dense": (10.0, 6.0), "padded": (2.5, 2.5)}  # forward, and forward with backward

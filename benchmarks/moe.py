@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import typer
 from _experts_quality import measure_quality
+from _memory_meter import PeakBytes, SavedBytes
 from _program import Program
 from _tables import print_notes
 from _timing import interleave, times_faster
@@ -31,7 +32,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from cordillera.kernels.host_memory import keep_freed_memory
-from cordillera.kernels.memory_meter import PeakBytes, SavedBytes
 from cordillera.kernels.moe import POLICIES, expert_index, expert_mlp
 
 ROUNDS = 9

@@ -8,10 +8,11 @@ import time
 import numpy as np
 import pytest
 import torch
+from _freescale_balance import straggler_share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordillera.data.ranking.balance import divide, positions, sample_costs, straggler_share
+from cordillera.data.ranking.balance import divide, positions, sample_costs
 from cordillera.errors import DataError
 from cordillera.jagged import JaggedBatch, JaggedTensor, slice_samples, take_samples
 

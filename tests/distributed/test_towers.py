@@ -8,13 +8,13 @@ from typing import Any
 import _dmt_exchange
 import pytest
 import torch
-from _dmt_exchange import counted, formulas, is_exact, same_bits, uneven
+from _dmt_exchange import counted, flat_exchange, formulas, is_exact, same_bits, uneven
 from _virtual_ranks import run_ranks
 from torch import Tensor, nn
 
 from cordillera.distributed.collectives import Collectives
 from cordillera.distributed.ledger import Ledger
-from cordillera.distributed.towers import TowerExchange, TowerLayout, flat_exchange
+from cordillera.distributed.towers import TowerExchange, TowerLayout
 from cordillera.errors import PlanError
 from tests.distributed.processes import needs_gloo, run_processes
 

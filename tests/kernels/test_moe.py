@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from _memory_meter import PeakBytes, SavedBytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from cordillera.errors import DataError
 from cordillera.kernels.grouped_experts import sorted_index
-from cordillera.kernels.memory_meter import PeakBytes, SavedBytes
 from cordillera.kernels.moe import POLICIES, expert_index, expert_mlp
 from cordillera.kernels.numba_experts import activated, differentiated
 

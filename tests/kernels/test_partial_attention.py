@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from _document_blocks import document_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -30,7 +31,6 @@ from cordillera.kernels.attention.relation import (
     as_blocks,
     blocks_between,
     dense_mask,
-    document_blocks,
 )
 
 BACKENDS = ["math", "flash", "varlen"]

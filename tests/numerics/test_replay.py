@@ -8,13 +8,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from _pvf_models import Argmax
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
 from cordillera.numerics.faults.bit_flips import INT4, BitLayout, Region, regions_of
 from cordillera.numerics.faults.fault_model import Component, FaultModel, draw
-from cordillera.numerics.faults.replay import Argmax, Replay, Threshold, Touched
+from cordillera.numerics.faults.replay import Replay, Threshold, Touched
 from cordillera.numerics.faults.substitution import Trace
 from cordillera.numerics.faults.vulnerability import Campaign
 

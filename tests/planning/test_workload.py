@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from _memory_meter import SavedBytes
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -11,7 +12,6 @@ from pydantic import ValidationError
 from cordillera import topology
 from cordillera.cost import Calibration, CostModel
 from cordillera.errors import PlanError
-from cordillera.kernels.memory_meter import SavedBytes
 from cordillera.kernels.moe import expert_mlp
 from cordillera.planning import workloads
 from cordillera.planning.language.layers import activation_bytes, held_weights, layer_seconds

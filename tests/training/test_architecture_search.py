@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from _rankitect_fronts import hypervolume
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +25,6 @@ from cordillera.training.ranking.architecture_search.searchers import (
     Searcher,
     SearchScore,
     front,
-    hypervolume,
     make_searcher,
 )
 from cordillera.training.ranking.architecture_search.space import (

@@ -233,31 +233,6 @@ def _checked(layout: TowerLayout, links: Collectives) -> _Ranks:
     return _Ranks(layout, links)
 
 
-def flat_exchange(layout: TowerLayout, links: Collectives, pooled: Tensor, samples: Sequence[int]) -> Tensor:
-    """Exchange embeddings among all ranks at once.
-
-    Args:
-        layout: Features of the ranks.
-        links: The ranks; consecutive ones are on one host.
-        pooled: Embeddings of this rank's features for the samples of all ranks, ``[sum(n), f, D]``.
-        samples: Number ``n`` of samples of each rank.
-
-    Returns:
-        Embeddings of all features for this rank's samples, ``[n, F, D]``.
-
-    Raises:
-        PlanError: If the layout or a shape does not fit the ranks.
-        PeerError: If a rank does not respond in time, or a connection broke.
-    """
-    ranks = _checked(layout, links)
-    ranks.check(pooled, samples)
-    parts = dict(enumerate(pooled.split(list(samples))))
-    own, dim = samples[links.rank], pooled.shape[2]
-    shapes = {rank: (own, len(features), dim) for rank, features in enumerate(layout.features)}
-    found = ranks.exchange("embeddings", _FLAT, parts, shapes)
-    return _ascending(torch.cat(found, 1), list(chain.from_iterable(layout.features)))
-
-
 class TowerExchange(nn.Module):
     """Exchange of embeddings by towers, with the module of this rank's tower between its two parts.
 

@@ -65,15 +65,6 @@ def divide(costs: NDArray[np.float64], ranks: int, balance: SampleBalance) -> li
     return [np.flatnonzero(places == rank) for rank in range(ranks)]
 
 
-def straggler_share(costs: NDArray[np.float64], divided: list[NDArray[np.int64]]) -> float:
-    """Return the mean share of a step for which ranks wait for the slowest: ``1 - mean(load) / max(load)``.
-
-    ``costs`` are the argument of :func:`divide`, and ``divided`` is its result.
-    """
-    work = np.array([costs[samples].sum() for samples in divided])
-    return float(1 - work.mean() / work.max()) if work.max() else 0.0
-
-
 def positions(divided: list[NDArray[np.int64]]) -> NDArray[np.int64]:
     """Return the position of each sample of a batch in the concatenation of the ranks' samples from :func:`divide`."""
     return np.argsort(np.concatenate(divided), kind="stable")

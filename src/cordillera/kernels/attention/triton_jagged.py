@@ -7,7 +7,6 @@ see them. No atomics: results repeat bit for bit. Nothing waits for the GPU.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cordillera.kernels.attention.jagged_call import RANGES, SCORES
+from cordillera.kernels.triton_support import is_interpreted
 
 if TYPE_CHECKING:
     from cordillera.kernels.attention.jagged_call import JaggedCall
@@ -27,15 +27,6 @@ _TILES = {
     "narrow": {"forward": (64, 32, 4, 3), "queries": (64, 32, 4, 3), "keys": (64, 64, 4, 2)},
     "wide": {"forward": (64, 64, 4, 1), "queries": (64, 64, 4, 1), "keys": (64, 32, 4, 1)},
 }
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def unavailable() -> str | None:
-    """Return why Triton cannot be used here, or None if it can."""
-    return None if torch.cuda.is_available() or _interpreted() else "triton needs a GPU, and torch sees none"
 
 
 @triton.jit
@@ -323,7 +314,7 @@ def _backward_keys(
 def _settings(q: Tensor, call: JaggedCall, kernel: str) -> dict[str, Any]:
     """Constants of a kernel, one of those in ``_TILES``."""
     width = max(16, triton.next_power_of_2(q.shape[2]))
-    rows, keys, warps, stages = (16, 16, 4, 1) if _interpreted() else _tiles(kernel, q.dtype, width)
+    rows, keys, warps, stages = (16, 16, 4, 1) if is_interpreted() else _tiles(kernel, q.dtype, width)
     return {
         "KIND": SCORES.index(call.score), "RANGED": call.ranges is not None, "BIASED": call.bias is not None,
         "D": q.shape[2], "WIDTH": width, "BM": rows, "BN": keys, "COUNT": RANGES if call.ranges is not None else 1,
@@ -339,7 +330,7 @@ def _tiles(kernel: str, dtype: torch.dtype, width: int) -> tuple[int, int, int, 
 
 def _precision(q: Tensor) -> str:
     """How products of float32 are made: of three in TF32, which are about as exact, or of one where torch may."""
-    if q.dtype != torch.float32 or _interpreted() or torch.cuda.get_device_capability(q.device) < (8, 0):
+    if q.dtype != torch.float32 or is_interpreted() or torch.cuda.get_device_capability(q.device) < (8, 0):
         return "ieee"
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 

@@ -8,12 +8,13 @@ Numbers such as ``beta2`` are passed in a float64 tensor, because Triton would r
 from __future__ import annotations
 
 import math
-import os
 from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
+
+from cordillera.kernels.triton_support import is_interpreted
 
 if TYPE_CHECKING:
     from cordillera.kernels.embeddings.update import Update
@@ -22,20 +23,16 @@ _RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
 _PIECES = 16  # positions that are loaded at once
 
 
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 def unavailable() -> str | None:
     """Return why Triton cannot be used here, or None if it can."""
-    return None if torch.cuda.is_available() or _interpreted() else "triton needs a GPU, and torch sees none"
+    return None if torch.cuda.is_available() or is_interpreted() else "triton needs a GPU, and torch sees none"
 
 
 def unsupported(optimizer: str, dtype: torch.dtype, device: str) -> str | None:
     """Return why a table cannot be updated by this back end, or None if it can."""
     if dtype != torch.float32:
         return f"the triton back end updates float32 tables, these are {dtype}"
-    if device == "cuda" or _interpreted():
+    if device == "cuda" or is_interpreted():
         return None
     return f"the triton back end runs on GPUs, the tables are on {device!r}"
 

@@ -15,7 +15,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
 from cordillera.numerics.faults.bit_flips import Region, corrupted, flipped
@@ -50,18 +49,6 @@ class Threshold(Decision):
 
     def margin(self, outputs: Tensor) -> Tensor:
         return (outputs - self.value).abs()
-
-
-@dataclass(frozen=True)
-class Argmax(Decision):
-    """Class with the largest output, ``[B, classes]``."""
-
-    def decide(self, outputs: Tensor) -> Tensor:
-        return outputs.argmax(-1, keepdim=True)
-
-    def margin(self, outputs: Tensor) -> Tensor:
-        best = outputs.topk(2).values if outputs.shape[-1] > 1 else F.pad(outputs, (0, 1), value=-torch.inf)
-        return best[..., :1] - best[..., 1:2]
 
 
 @dataclass(frozen=True)

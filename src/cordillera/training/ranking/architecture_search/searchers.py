@@ -329,20 +329,3 @@ def front(scores: Sequence[SearchScore]) -> list[int]:
             best = scores[index].ne
             found.append(index)
     return found
-
-
-def hypervolume(scores: Sequence[SearchScore], *, ne: float, flops: float) -> float:
-    """Return the area that scores dominate, in units of NE times the natural logarithm of FLOPs.
-
-    Args:
-        scores: Scores; those that are worse than the reference in either do not count.
-        ne: NE of the reference point, the worst that counts.
-        flops: FLOPs of the reference point, the most that count; FLOPs below 1 count as 1.
-    """
-    inside = [score for score in scores if score.ne < ne and score.flops < flops]
-    area, best = 0.0, ne
-    for index in front(inside):
-        score = inside[index]
-        area += (best - score.ne) * (math.log(flops) - math.log(max(1, score.flops)))
-        best = score.ne
-    return area
