@@ -156,8 +156,6 @@ class AddressBook:
         """Leave the ring, if it is not complete."""
         self._is_over.set()
 
-    # --- the ring -------------------------------------------------------------------------------------------------
-
     def _send(self, frame: TransportFrame, data: memoryview) -> None:
         self._connections[self._ring.next].send(frame, data)
 

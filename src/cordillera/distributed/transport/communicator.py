@@ -267,8 +267,6 @@ class Communicator:
             if peer.connection is not None:
                 peer.connection.socket.close()
 
-    # --- progress -------------------------------------------------------------------------------------------------
-
     def _release(self) -> None:
         self._driver.release()
         if self._waiting:  # threads that start to wait later find that no thread advances operations
@@ -372,8 +370,6 @@ class Communicator:
             if self._waiting:
                 self._changed.notify_all()
 
-    # --- giving up ------------------------------------------------------------------------------------------------
-
     def _fail(self) -> None:
         """Abort all operations, and send the reason to the other ranks."""
         if self._admission is not None:
@@ -419,8 +415,6 @@ class Communicator:
                 _GAVE_UP.set()
                 traced += [(one._tracer, list(one._progress.running)) for one in live]
             write_rank_trace(traced, self.ranks[self.rank], [rank for one in live for rank in one._dead])
-
-    # --- the wire -------------------------------------------------------------------------------------------------
 
     def open(self, peer: int, operation: TransportOperation) -> bool:
         """Whether ``peer`` can be sent frames now, for an ``operation``; of two ranks, the higher one connects."""

@@ -215,8 +215,6 @@ class EmulatedGroup:
             self.now_s, _, event = heapq.heappop(self._events)
             event()
 
-    # --- ranks ----------------------------------------------------------------------------------------------------
-
     def _done(self, rank: int, operation: TransportOperation) -> None:
         self._running -= not self._ranks[rank].is_silent
         self.ended_s[rank] = self.now_s
@@ -272,8 +270,6 @@ class EmulatedGroup:
         except Exception as error:
             progress.failed(error)
         self._settle(rank)
-
-    # --- the switch -----------------------------------------------------------------------------------------------
 
     def reach(self, rank: int, peer: int) -> None:
         """Connect a rank with another one.

@@ -263,8 +263,6 @@ class Exchanges:
         else:
             self._finish(offer)
 
-    # --- tasks ----------------------------------------------------------------------------------------------------
-
     def _begin(self, tasks: Sequence[Task]) -> None:
         """Begin tasks, and those that need only them."""
         ready = deque(tasks)
@@ -364,8 +362,6 @@ class Exchanges:
         if not operation.is_passive:
             self._complete(operation)
 
-    # --- offers ---------------------------------------------------------------------------------------------------
-
     def _offer(self, offer: Offer) -> bool:
         """Offer bytes; return whether that is all that is to be done."""
         size = offer.size
@@ -389,8 +385,6 @@ class Exchanges:
         ((begin, length),) = spans
         parts = [view.numpy().data for view in _cut(offer.views, begin, length)]
         self._wire.send(offer.peer, _frame(FrameKind.DATA, offer, length)._replace(size=begin), *parts)
-
-    # --- takes ----------------------------------------------------------------------------------------------------
 
     def _offered(self, key: _Key, frame: TransportFrame, data: memoryview) -> None:
         peer, kind, tag, number = key

@@ -197,8 +197,6 @@ class TransportProcessGroup(dist.ProcessGroup):
         if description != "undefined":
             self.communicator.describe(description)
 
-    # --- collectives, in the order of torch.distributed ------------------------------------------------------------
-
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Send the one of ``tensors`` of ``opts.rootRank`` to all."""
         (tensor,) = checked(tensors)
@@ -413,8 +411,6 @@ class TransportProcessGroup(dist.ProcessGroup):
             raise PlanError("there is no other rank", where="recv")
         return self._pass(Take(peer=ANY_RANK, views=[as_bytes(tensor)], sources={*self._others()}), tensor, tag)
 
-    # --- the group -------------------------------------------------------------------------------------------------
-
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the longest time of an operation to ``timeout``."""
         self.communicator.timeout_s = checked_timeout(timeout.total_seconds())
@@ -426,8 +422,6 @@ class TransportProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Leave the group."""
         self.communicator.abort("the process group was destroyed")
-
-    # --- how they run ----------------------------------------------------------------------------------------------
 
     def _others(self) -> list[int]:
         """Return the other ranks, beginning with the next one."""
