@@ -279,7 +279,7 @@ def write(texts: Mapping[Path, str]) -> None:
                 leftover.unlink(missing_ok=True)
             beside[path] = _beside(path)
             beside[path].write_text(text, encoding="utf-8", newline="\n")
-            _flush(beside[path])
+            sync(beside[path])
         for path in texts:
             os.replace(beside[path], path)
             made.clear()
@@ -307,7 +307,7 @@ def replacing(path: Path, *, new: bool = False) -> Iterator[Path]:
     beside = _beside(path)
     try:
         yield beside
-        _flush(beside)
+        sync(beside)
         if not (new and _linked(beside, path)):
             os.replace(beside, path)
     finally:
@@ -342,9 +342,13 @@ def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
-def _flush(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+def sync(path: Path) -> None:
+    """Wait until the content of a file, or the list of files of a folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:

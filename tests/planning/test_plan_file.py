@@ -13,7 +13,7 @@ import pytest
 from cordillera import topology
 from cordillera.errors import PlanError
 from cordillera.planning.language.explorer import Explorer
-from cordillera.planning.language.plan_file import plan_text, read_content, read_schedule, read_written_plan
+from cordillera.planning.language.plan_file import plan_text, read_plan, read_schedule, read_written_plan
 from cordillera.planning.language.plans import Plan
 from cordillera.planning.language.step import simulate_step
 from cordillera.planning.language.workload import PRODUCTION_ORDER, Layout, Workload
@@ -104,7 +104,7 @@ def test_what_cannot_be_followed_is_refused_in_words(
 
 def test_a_file_that_is_none_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="does not exist"):
-        read_content(tmp_path / "plan.json")
+        read_plan(tmp_path / "plan.json")
     path = write_plan(tmp_path / "plan.json", Layout(pipeline=2))
     whole = path.read_text()
     for text, said in (

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cordillera.errors import DataError
+from cordillera.files import sync
 
 _UNFINISHED = ".unfinished"
 
@@ -152,12 +153,3 @@ def _remove_abandoned(parent: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(descriptor)
-
-
-def sync(path: Path) -> None:
-    """Flush a file or a folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,7 +23,8 @@ from cordillera.planning.language import operators
 from cordillera.planning.language import what_if as faults
 from cordillera.planning.language.explorer import Explorer
 from cordillera.planning.language.own_layout import OwnLayout, read_layout
-from cordillera.planning.language.plan_file import plan_text, read_content
+from cordillera.planning.language.plan_file import plan_text
+from cordillera.planning.language.plan_file import read_plan as read_plan
 from cordillera.planning.language.plans import Exploration, Plan
 from cordillera.planning.language.workload import Fp8, Workload
 from cordillera.planning.ranking.explorer import RecommenderExplorer, TableExploration, TablePlan
@@ -409,15 +410,6 @@ def products_needed(workload: str | Path, cluster: str | Path, changes: Iterable
     if isinstance(work, Recommender):
         raise _no_products("measure")
     return operators.shapes(work, topology.device, min(topology.sizes[0]))
-
-
-def read_plan(path: str | Path) -> dict[str, Any]:
-    """Read a ``plan.json`` of :func:`plan`; its ``plans`` are in order, with the best first.
-
-    Raises:
-        PlanError: If the file does not exist, has another version, or does not match its checksum.
-    """
-    return read_content(path)
 
 
 def read_calibration(path: str | Path) -> Calibration:

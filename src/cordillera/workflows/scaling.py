@@ -20,7 +20,7 @@ from cordillera.distributed.fault_tolerance.simulator import FaultyJob, TimeUse,
 from cordillera.distributed.job.environment import place_in_job
 from cordillera.errors import DataError, Interrupted, PlanError, RecipeError, RunError
 from cordillera.models.language.flops import training_flops
-from cordillera.planning.language.plan_file import read_content
+from cordillera.planning.language.plan_file import read_plan
 from cordillera.recipe import LanguageRecipe, RankingRecipe
 from cordillera.reports.faults import FaultStudyRow
 from cordillera.reports.ranking.comparison import SeedMean, mean_interval
@@ -322,7 +322,7 @@ def planned_job(path: str | Path) -> PlanSize:
     Raises:
         PlanError: If the file cannot be read, or is damaged.
     """
-    content = read_content(path)
+    content = read_plan(path)
     try:
         best = content["plans"][0]
         layout = best.get("layout", {})

@@ -156,9 +156,7 @@ def _run(one: Candidate, of: Pass, drawn: Sequence[tuple[Tensor, Tensor, Tensor 
     return by_kernel(one, of, *drawn[turn % len(drawn)])
 
 
-def profile_training(
-    layers: Sequence[TrainedLayer], config: DispatchConfig, device: torch.device | str = "cpu"
-) -> Profile:
+def profile_training(layers: Sequence[TrainedLayer], config: DispatchConfig) -> Profile:
     """Try every candidate on all three products of every layer, and choose the kernels."""
     candidates = [candidate(one.name) for one in chosen(config.kernels or None)]
     choices, trials = [], {}
@@ -171,5 +169,5 @@ def profile_training(
     bound = {"sqnr_db": config.sqnr_db, "median_relative": config.median_relative}
     weights = weights_digest({layer.site: (layer.weight, layer.bias) for layer in layers})
     names = tuple(one.name for one in candidates)
-    plan = PrecisionPlan(tuple(choices), machine(device), bound, config.seed, weights, "training", kernels=names)
+    plan = PrecisionPlan(tuple(choices), machine(), bound, config.seed, weights, "training", kernels=names)
     return Profile(plan, trials)

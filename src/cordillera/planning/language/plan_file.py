@@ -78,7 +78,7 @@ def plan_text(content: Mapping[str, Any]) -> str:
     return sealed_json({"schema": SCHEMA, **content})
 
 
-def read_content(path: str | Path) -> dict[str, Any]:
+def read_plan(path: str | Path) -> dict[str, Any]:
     """Return the values of ``plan.json``; its ``plans`` are in order, with the best first.
 
     Args:
@@ -100,7 +100,7 @@ def read_written_plan(path: str | Path) -> WrittenPlan:
     Raises:
         PlanError: If the file cannot be read, is the plan of a recommendation model, or contradicts itself.
     """
-    file, content = str(path), read_content(path)
+    file, content = str(path), read_plan(path)
     if isinstance(content.get("workload"), dict) and "tables" in content["workload"]:
         raise PlanError(
             "is the plan of a recommendation model, which training does not follow",

@@ -33,20 +33,19 @@ _SPAN = 4.0  # ratio of the largest size to the optimum; less than that of plan_
 
 
 def ladder(
-    base: LlamaConfig, smallest: float, largest: float, count: int, *, head_dim: int = _HEAD, allow_gaps: bool = False
+    base: LlamaConfig, smallest: float, largest: float, count: int, *, allow_gaps: bool = False
 ) -> list[LlamaConfig]:
     """Return models of one family, evenly spaced by the logarithm of their size.
 
     A model has about one layer for every 24 of its width, at least one for 48 and at most one for 12; every query head
     has its own keys and values. The size counts all parameters that multiply every token and some norms; an embedding
-    counts only if it is also the head.
+    counts only if it is also the head. Heads are 8 wide.
 
     Args:
         base: Vocabulary, context, tied head and rotary positions of all models.
         smallest: Size of the first model, in parameters.
         largest: Size of the last model, in parameters.
         count: Number of models.
-        head_dim: Width of a head; widths of models are multiples of it.
         allow_gaps: Whether to leave out sizes that the family lacks. The smallest ones are far apart, because their
             head is most of them.
 
@@ -55,7 +54,7 @@ def ladder(
     """
     if not 0 < smallest < largest or count < 2:
         raise PlanError(f"{count} sizes from {smallest:g} to {largest:g} parameters are no ladder", where="ladder")
-    family = _family(base, largest, head_dim)
+    family = _family(base, largest)
     step = math.log(largest / smallest) / (count - 1)
     rungs: list[LlamaConfig] = []
     for aim in (smallest * math.exp(step * rung) for rung in range(count)):
@@ -69,7 +68,7 @@ def ladder(
             continue
         if not near:
             raise PlanError(
-                f"a model of about {amount(aim)} parameters, in widths of whole heads of {head_dim}, is not to be had",
+                f"a model of about {amount(aim)} parameters, in widths of whole heads of {_HEAD}, is not to be had",
                 where="ladder",
                 remedy="ask for fewer sizes or larger ones, or a smaller vocabulary: its head alone has "
                 f"{base.vocabulary:,} parameters for each unit of width",
@@ -82,13 +81,13 @@ def _size(config: LlamaConfig) -> int:
     return parameter_count(config) - (0 if config.tied else config.vocabulary * config.hidden)
 
 
-def _family(base: LlamaConfig, largest: float, head_dim: int) -> list[LlamaConfig]:
+def _family(base: LlamaConfig, largest: float) -> list[LlamaConfig]:
     """Return all shapes up to about twice the largest size."""
     family: list[LlamaConfig] = []
     smallest_of_width, heads = 0, 0
     while smallest_of_width <= 2 * largest:
         heads += 1
-        hidden = heads * head_dim
+        hidden = heads * _HEAD
         fewest = max(1, math.ceil(hidden / (2 * _WIDTH_OF_LAYER)))
         most = max(1, 2 * hidden // _WIDTH_OF_LAYER)
         shape = {"hidden": hidden, "heads": heads, "kv_heads": heads, "head_dim": None}
@@ -266,7 +265,7 @@ class _Wanted(NamedTuple):
 
 def _possible(base: LlamaConfig, wanted: _Wanted, rate: Callable[[LlamaConfig], float]) -> int:
     """Return how many sizes a :func:`ladder` of many rungs has for a budget."""
-    family = _family(base, 2 * wanted.budget / 6 / wanted.low, _HEAD)
+    family = _family(base, 2 * wanted.budget / 6 / wanted.low)
     return sum(wanted.low <= wanted.budget / rate(one) <= wanted.high for one in family)
 
 

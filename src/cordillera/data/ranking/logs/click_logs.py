@@ -359,14 +359,14 @@ CRITEO_COLUMNS = ("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL)
 """Columns of the Criteo display advertising challenge: tab-separated, no header, blanks for missing values."""
 
 
-def criteo_schema(min_count: int = 10) -> Schema:
+def criteo_schema() -> Schema:
     """Return the schema of the Criteo log: 13 counts, 26 hashed ids and a click label, in order but without times.
 
-    Values of fewer than ``min_count`` training rows share the row for unseen ones.
+    Values of fewer than 10 training rows share the row for unseen ones.
     """
     return Schema(
         dense=tuple(DenseFeature(name=name, transform="log") for name in CRITEO_DENSE),
-        categorical=tuple(CategoricalFeature(name=name, min_count=min_count) for name in CRITEO_CATEGORICAL),
+        categorical=tuple(CategoricalFeature(name=name, min_count=10) for name in CRITEO_CATEGORICAL),
         labels=("label",),
     )
 
@@ -390,14 +390,14 @@ AVAZU_CATEGORICAL = (
 """Columns of the Avazu click-through challenge: comma-separated, with a header."""
 
 
-def avazu_schema(min_count: int = 5) -> Schema:
+def avazu_schema() -> Schema:
     """Return the schema of the Avazu log: 21 ids, hour of day and weekday, a click label, hours as timestamps.
 
-    Values of fewer than ``min_count`` training rows share the row for unseen ones.
+    Values of fewer than 5 training rows share the row for unseen ones.
     """
     return Schema(
         categorical=(
-            *(CategoricalFeature(name=name, min_count=min_count) for name in AVAZU_CATEGORICAL),
+            *(CategoricalFeature(name=name, min_count=5) for name in AVAZU_CATEGORICAL),
             CategoricalFeature(name="hour_of_day"),
             CategoricalFeature(name="weekday"),
         ),

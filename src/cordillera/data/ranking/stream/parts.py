@@ -19,10 +19,10 @@ from typing import Any
 
 import polars as pl
 
-from cordillera.data.files import checksum, disk_errors, folder_beside, is_intact, sync, write_bytes
+from cordillera.data.files import checksum, disk_errors, folder_beside, is_intact, write_bytes
 from cordillera.data.ranking.frames import parquet_bytes
 from cordillera.errors import DataError
-from cordillera.files import read_sealed, sealed_json
+from cordillera.files import read_sealed, sealed_json, sync
 
 _PART = re.compile(r"^(\.?)part-(\d{8})\.parquet(\.tmp)?$")
 _REMEDY = "delete the folder and augment again"

@@ -29,7 +29,7 @@ def is_nasrec(content: Mapping[str, Any]) -> bool:
     return {"micro", "macro"} <= content.keys()
 
 
-def from_nasrec(content: Mapping[str, Any], where: str = "architecture", embedding_dim: int = 16) -> GraphConfig:
+def from_nasrec(content: Mapping[str, Any], where: str = "architecture") -> GraphConfig:
     """Return the graph of an architecture of NASRec: its operations, sizes and connections.
 
     Two things differ from NASRec's own code: norms of embeddings are over the width of an embedding, and not over their
@@ -38,7 +38,6 @@ def from_nasrec(content: Mapping[str, Any], where: str = "architecture", embeddi
     Args:
         content: Object with ``micro``, ``macro`` and ``config``, as in the repository's ``configs``.
         where: Place in errors.
-        embedding_dim: Width of embeddings, a multiple of 8 if there is attention.
 
     Raises:
         DataError: If it is no such architecture.
@@ -51,7 +50,7 @@ def from_nasrec(content: Mapping[str, Any], where: str = "architecture", embeddi
             made.close(micro)
         output = (*made.vectors[-1], *made.embeddings[-1])
         nodes = without_unread(made.nodes, output)
-        return GraphConfig(embedding_dim=embedding_dim, nodes=nodes, output=output)
+        return GraphConfig(nodes=nodes, output=output)
     except ValidationError as error:
         place, message = explain(error.errors(), lambda path: (), "graph")[0]
         raise DataError(f"{place}: {message}", where=where) from error
