@@ -195,6 +195,7 @@ FIGURES: Figures = {
     "faults-checkpoints": checkpoints,
     "faults-stalls": stalls,
     "faults-overhead": overhead,
+    "faults-rejoin": lambda: "reached" if results("fault_tolerance-stalls")["reached"]["rejoin"] else "missed",
     "faults-survived": survived,
     "faults-survived-each": lambda: str(results("fault_tolerance-survival")["faults"]),
     "faults-survived-every": lambda: f"{results('fault_tolerance-survival')['every_s']:g}",

@@ -135,6 +135,7 @@ def blame_times() -> str:
 FIGURES: Figures = {
     "blame-kinds": blamed,
     "blame-times": blame_times,
+    "blame-in-time": lambda: "reached" if results("ncclx-blame")["reached"]["seconds"] else "missed",
     "blame-exact": lambda: percent(results("ncclx-blame")["exact"], ".1f"),
     "blame-healthy": lambda: (
         f"{results('ncclx-blame')['healthy']['blamed']} of {results('ncclx-blame')['healthy']['jobs']}"
