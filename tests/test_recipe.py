@@ -357,6 +357,10 @@ def test_a_recipe_is_changed_by_loading_it_again() -> None:
     assert changed.training.model_copy(update={"epochs": 3}) == recipe.training
     assert load(recipe) == recipe
     assert load(recipe, "training.epochs=1").training.epochs == 1
+    with pytest.raises(RecipeError, match=r"lr: is not a key here; did you mean 'learning_rate' or 'loss_rows'"):
+        load("llama-debug", ["training.lr=1"])
+    with pytest.raises(RecipeError, match=r"learning_rate: is not a key here; did you mean 'training.learning_rate'"):
+        load("llama-debug", ["learning_rate=1"])
     with pytest.raises(RecipeError, match=r"training\.epoch: is not a key here; did you mean 'epochs'"):
         load(recipe, {"training.epoch": 1})
 

@@ -17,6 +17,7 @@ _NOT_IN_FILE = re.compile(r"(int|str|float|bool|none)$|(tuple|list|dict|literal)
 MISTAKES = 100
 """Largest number of mistakes of a file that an error explains."""
 
+_MOST_MEANT = 3  # keys that a question names
 _FEW = 12  # keys that an error lists
 
 _SECTION, _ARRAY, _WHOLE = "must be a section of keys", "must be an array", "must be a whole number"
@@ -93,7 +94,9 @@ def explain(
         if unknown:
             known = keys(location[:-1])
             few = f"; keys are {', '.join(known)}" if known and len(known) <= _FEW else ""
-            hint = _nearest_key(str(location[-1]), known) or few
+            name = str(location[-1])
+            inside = [f"{key}.{name}" for key in known if len(location) == 1 and name in keys([key])]
+            hint = _nearest_key(name, inside) if inside else _nearest_key(name, known) or few
             message = f"is not a key here{hint}"
         elif entry["type"] == "too_short" and any(name.startswith(f"{path}[") for name in problems):
             continue  # its entries were refused, not left out
@@ -157,8 +160,8 @@ def _nearest_key(name: str, known: Sequence[str]) -> str:
     words = [key for key in known if short in key.split("_")]
     initials = [key for key in known if "".join(part[:1] for part in key.split("_")) == short]
     for found in (words, initials):
-        if len(found) == 1:
-            return f"; did you mean {found[0]!r}?"
+        if 0 < len(found) <= _MOST_MEANT:
+            return f"; did you mean {' or '.join(map(repr, found))}?"
     return meant(name, known)
 
 

@@ -284,11 +284,12 @@ def _as_written(entry: Any) -> dict[str, Any]:
 
 def _explain(kind: type[BaseModel], error: ValidationError, content: dict[str, Any]) -> list[tuple[str, str]]:
     def keys(path: Sequence[Any]) -> list[str]:
+        name = str(_section(content, str(path[0])).get("name")) if path else ""
         if path and path[0] == "model" and issubclass(kind, RankingRecipe):
-            return known_keys(MODELS[content["model"]["name"]].Config, path[1:])
+            return known_keys(MODELS[name].Config, path[1:]) if name in MODELS else []
         if path and path[0] == "objective":
-            (chosen,) = (one for one in models_of(ObjectiveConfig) if _is_called(one, content["objective"]["name"]))
-            return known_keys(chosen, path[1:])
+            chosen = next((one for one in models_of(ObjectiveConfig) if _is_called(one, name)), None)
+            return known_keys(chosen, path[1:]) if chosen else []
         return known_keys(kind, path)
 
     return explain([_as_written(entry) for entry in error.errors(include_url=False)], keys, "recipe")

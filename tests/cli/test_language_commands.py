@@ -363,6 +363,13 @@ def test_steps_that_are_not_finite_are_skipped_counted_and_shown(cli, recipe, tm
     skipped = [record for record in Run(tmp_path / "hot").metrics() if record["kind"] == "skipped"]
     assert len(skipped) == 3
     assert skipped[0]["loss"] is None or skipped[0]["gradient_norm"] is None
+    wild = ("--set", "training.learning_rate=1000", "--set", "training.warmup_steps=20", "--set", "training.steps=4")
+    done = cli("train", recipe, "--run", "wild", *wild)
+    assert done.code == 0, done.err
+    count = sum(record["kind"] == "skipped" for record in Run(tmp_path / "wild").metrics())
+    assert (f"{count} of 4 steps were skipped" in done.out) == bool(count)
+    assert "the learning rate rises for 20 steps, and there are 4" in done.out
+    assert "training diverged (training.learning_rate)" in done.out
 
 
 MISTAKES = [

@@ -326,12 +326,17 @@ class _StepsDone(ProgressColumn):
         return Text("" if task.total is None else f"{task.completed:,.0f}/{task.total:,.0f}")
 
 
+_UNSURE_S = 5  # seconds from the beginning for which the time left is not told
+
+
 class _TimeLeft(ProgressColumn):
-    """Time left; while that is unknown, the time since the beginning."""
+    """Time left; while that is not known well, the time since the beginning."""
 
     def render(self, task: Task) -> Text:
-        left, elapsed = task.time_remaining, timedelta(seconds=int(task.elapsed or 0))
-        return Text(f"{elapsed} elapsed" if left is None else f"{timedelta(seconds=int(left))} left")
+        seconds, left = task.elapsed or 0.0, task.time_remaining
+        if left is None or seconds < _UNSURE_S:
+            return Text(f"{timedelta(seconds=int(seconds))} elapsed")
+        return Text(f"{timedelta(seconds=int(left))} left")
 
 
 @contextlib.contextmanager

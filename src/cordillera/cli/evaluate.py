@@ -28,7 +28,7 @@ def evaluate(
     ],
     split: Annotated[
         str | None,
-        typer.Option(help="train, validation or test. Default: test; of a language model, what was held out."),
+        typer.Option(help="train, validation or test. Default: test; for a language model, validation alone."),
     ] = None,
     file: Annotated[
         str | None,

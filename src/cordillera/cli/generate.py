@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cordillera.cli._show import echo, read_input
+from cordillera.cli._show import echo, read_input, work_shown
 from cordillera.errors import DataError
 from cordillera.files import read_text
 from cordillera.numbers import counted
@@ -114,10 +116,16 @@ def generate(
             texts, max_new_tokens=max_new_tokens, chat=chat, system=system, sampling=sampling, form=form,
             stop=stop, logprobs=logprobs,
         )  # fmt: skip
-        opened.model  # noqa: B018 -- loads the weights before the timing
-        opened.speculation  # noqa: B018 -- measures passes, if there is a drafter
-        began = time.perf_counter()
-        for piece in pieces:
+        with (
+            contextlib.nullcontext()
+            if quiet
+            else work_shown("reading the model; its kernels are compiled when it is first used")
+        ):
+            opened.model  # noqa: B018 -- loads the weights before the timing
+            opened.speculation  # noqa: B018 -- measures passes, if there is a drafter
+            began = time.perf_counter()
+            first = [*islice(pieces, 1)]
+        for piece in chain(first, pieces):
             found[piece.sequence].add(piece)
             if live:
                 write_text(piece.text)
@@ -133,7 +141,9 @@ def generate(
         forwards = sum(one.forwards for one in found)
         drafted = f", {tokens / forwards:.2f} tokens a pass" if drafter != "none" and forwards else ""
         limit = f"; {counted(cut, 'text')} ended at the limit of {max_new_tokens:,}" if cut else ""
-        typer.echo(f"{ended}{tokens:,} tokens in {seconds:.2f} s, {rate:.1f} tokens/s{drafted}{limit}", err=True)
+        typer.echo(
+            f"{ended}{counted(tokens, 'token')} in {seconds:.2f} s, {rate:.1f} tokens/s{drafted}{limit}", err=True
+        )
     if interrupted:
         raise typer.Exit(130)
     if cut and form is not None:

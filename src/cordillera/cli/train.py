@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -246,7 +247,7 @@ def _print(answer: CommandOutput, outcome: Outcome | LanguageOutcome, is_resumed
         ended = f"nothing was left to train: {how} before, after {counted(step, 'step')}"
     facts = {"ended": report.ended, "steps": step, "seconds": seconds}
     if isinstance(outcome, LanguageOutcome):
-        tokens = outcome.report.progress.tokens
+        tokens, doubts = outcome.report.progress.tokens, list(_language_doubts(outcome))
         if outcome.report.evaluation is not None:
             held_out = f"held-out text: {language_line(outcome.report.evaluation)}"
             answer.say(held_out, evaluation=outcome.report.evaluation)
@@ -259,6 +260,9 @@ def _print(answer: CommandOutput, outcome: Outcome | LanguageOutcome, is_resumed
             if not isinstance(recipe, PostTrainingRecipe) and recipe.data.held_out != 0:
                 answer.say("nothing is held out: documents stay whole (data.unit = 'line', or data.validation)")
         answer.say(f"{ended}, {tokens:,} tokens", **facts, tokens=tokens)
+        for doubt in doubts:
+            answer.say(doubt)
+        answer.keep(warnings=doubts)
         return
     if outcome.evaluation is not None:
         answer.say(evaluation_table(outcome.evaluation), evaluation=outcome.evaluation)
@@ -271,6 +275,23 @@ def _print(answer: CommandOutput, outcome: Outcome | LanguageOutcome, is_resumed
     if probing:
         share = f"{100 * probing / seconds:.1f} %"
         answer.say(f"probing its layers took {probing:.2f} s of that, {share}", probing_seconds=probing)
+
+
+def _language_doubts(outcome: LanguageOutcome) -> Iterator[str]:
+    """Yield warnings to check before a language model is trusted."""
+    from cordillera.numbers import counted
+    from cordillera.recipe import PostTrainingRecipe, load
+
+    recipe: Any = load(outcome.run.recipe_file)
+    steps, training = outcome.report.progress.step, recipe.training
+    if skipped := sum(one["kind"] == "skipped" for one in outcome.run.metrics()):
+        yield f"warning: {skipped:,} of {counted(steps, 'step')} were skipped, as loss or gradients were not finite"
+    if training.warmup_steps >= training.steps:
+        rises = f"the learning rate rises for {training.warmup_steps:,} steps, and there are {training.steps:,}"
+        yield f"warning: {rises}: set training.warmup_steps"
+    found, guess = outcome.report.evaluation, math.log(recipe.model.vocabulary)
+    if found is not None and not isinstance(recipe, PostTrainingRecipe) and not found.loss <= 1.1 * guess:
+        yield f"warning: a guess has a loss of {guess:.4f}: training diverged (training.learning_rate)"
 
 
 def _doubts(outcome: Outcome) -> Iterator[str]:

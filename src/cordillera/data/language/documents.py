@@ -163,7 +163,7 @@ def file_kind(path: Path) -> FileKind:
     raise DataError(
         "the name does not tell what the file holds",
         where=str(path),
-        remedy=f"end it in one of {', '.join((*_TEXT, *_OF_ROWS))}",
+        remedy=f"end it in one of {', '.join((*_TEXT, *_OF_ROWS))}, or name files by a pattern: 'texts/**/*.md'",
     )
 
 
@@ -225,7 +225,9 @@ def _object(line: str, path: Path, number: int) -> dict[str, Any]:
 
 
 def _flaw(error: Exception) -> str:
-    return f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+    if not isinstance(error, json.JSONDecodeError):
+        return str(error)
+    return f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
 
 
 def _json(line: str, fields: _Fields, path: Path, number: int) -> Document:
@@ -241,7 +243,7 @@ def _absent(what: str, name: str, names: Sequence[str], where: str, key: str) ->
     if inside:
         remedy = f"{what}s inside of others are not read: write the text into a {what} of its own"
     elif "messages" in names:
-        remedy = "chats are learnt by recipes with an objective, such as smollm2-sft, and evaluated by their runs"
+        remedy = "chats are learnt by recipes with an objective, such as smollm2-sft, and evaluated as their validation"
     return DataError(f"there is no {what} '{name}'; there are {names[:8]}", where=where, remedy=remedy)
 
 
