@@ -96,7 +96,7 @@ def explain(
             few = f"; keys are {', '.join(known)}" if known and len(known) <= _FEW else ""
             name = str(location[-1])
             inside = [f"{key}.{name}" for key in known if len(location) == 1 and name in keys([key])]
-            hint = _nearest_key(name, inside) if inside else _nearest_key(name, known) or few
+            hint = _meant(inside) or _nearest_key(name, known) or few
             message = f"is not a key here{hint}"
         elif entry["type"] == "too_short" and any(name.startswith(f"{path}[") for name in problems):
             continue  # its entries were refused, not left out
@@ -159,10 +159,12 @@ def _nearest_key(name: str, known: Sequence[str]) -> str:
     short = name.lower().replace("_", "")
     words = [key for key in known if short in key.split("_")]
     initials = [key for key in known if "".join(part[:1] for part in key.split("_")) == short]
-    for found in (words, initials):
-        if 0 < len(found) <= _MOST_MEANT:
-            return f"; did you mean {' or '.join(map(repr, found))}?"
-    return meant(name, known)
+    return _meant(words) or _meant(initials) or meant(name, known)
+
+
+def _meant(keys: Sequence[str]) -> str:
+    """Return the question whether one of ``keys`` is meant, if there are some and not too many."""
+    return f"; did you mean {' or '.join(map(repr, keys))}?" if 0 < len(keys) <= _MOST_MEANT else ""
 
 
 def known_keys(model: type[BaseModel], path: Iterable[Any]) -> list[str]:

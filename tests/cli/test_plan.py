@@ -23,7 +23,7 @@ import pytest
 
 import cordillera
 from cordillera import topology
-from cordillera.errors import PlanError
+from cordillera.errors import Interrupted, PlanError
 from cordillera.workflows import planning
 
 SMALL = """
@@ -102,7 +102,7 @@ def test_several_clusters_are_compared(cli: Any, workload: str, unit: str) -> No
     result = cli("plan", workload, *clusters, "--devices", 16, "--only", "placement", "--out", "p")
     assert result.code == 0, result.err
     assert f"{workload} on 2 clusters" in result.out
-    assert result.out.count(unit) == 1
+    assert result.out.count(f"{unit}/s") == 1
     assert "a100-node: 16 devices are asked for" in result.out
     assert sorted(str(path) for path in Path("p").rglob("plan.*")) == ["p/selene/plan.html", "p/selene/plan.json"]
     alone = cli("plan", workload, "selene", "--devices", 16, "--only", "placement")
@@ -127,7 +127,8 @@ def test_numbers_of_devices_are_compared_with_days_and_cost(cli: Any) -> None:
         assert row["cost"] == pytest.approx(2 * row["device_hours"]) == one["cost"]
         assert row["scaling"] == pytest.approx(rows[0]["device_hours"] / row["device_hours"])
     assert rows[2]["seconds"] is None
-    assert "8,192 devices" in found["problems"]["selene-8192"]
+    assert "8,192 devices" in found["problems"]["selene-8192"]["what"]
+    assert found["budget"] == {"tokens": 3e11, "price": 2}
     page = Path("p/comparison.html").read_text()
     assert "perfect scaling" in page
     assert "8,192 devices" in page
@@ -135,14 +136,36 @@ def test_numbers_of_devices_are_compared_with_days_and_cost(cli: Any) -> None:
     assert f"{rows[1]['device_hours']:,.0f}" in shown
     assert "comparison: p/comparison.html" in shown
     for wrong, why in (
-        (("--tokens", 0), "--tokens: must be above 0, got 0"),
-        (("--price", "nan"), "--price: must be above 0, got nan"),
-        (("--devices", 8, "--devices", 8), "selene-8': is named twice"),
+        (("--tokens", 0), "--tokens: must be a number above 0, got 0"),
+        (("--price", "nan"), "--price: must be a number above 0, got nan"),
+        (("--devices", 8, "--devices", 8), "cluster 'selene': is named twice with 8 devices"),
     ):
         refused = cli("plan", "gpt-22b", "selene", *wrong)
         assert (refused.code, why in refused.err) == (2, True), refused.err
     refused = cli("plan", "dlrm-dcnv2", "selene", "--price", 2)
     assert (refused.code, "has no effect with a recommendation model" in refused.err) == (2, True)
+
+
+def test_an_interrupted_comparison_keeps_what_was_planned_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = [("selene", devices) for devices in (16, 8, 4)]
+    whole = planning.compare("gpt-22b", cases, tmp_path / "whole", layouts=["tensor=8"])
+    assert [row.scaling is None for row in whole.rows] == [False, False, True]  # tensor=8 needs eight
+    assert whole.rows[1].scaling == 1  # of those that fit, it has the fewest devices
+    assert (whole.rows[0].days, whole.interrupted) == (None, False)  # without a budget
+    search = planning.plan
+
+    def interrupted(workload: Any, cluster: Any, folder: Any, *, devices: int, **options: Any) -> Any:
+        if devices == 8:
+            raise Interrupted("before a plan was found; nothing is written", where="plan")
+        return search(workload, cluster, folder, devices=devices, **options)
+
+    monkeypatch.setattr(planning, "plan", interrupted)
+    part = planning.compare("gpt-22b", cases, tmp_path / "part", layouts=["tensor=8"])
+    assert ([*part.plans], part.interrupted) == (["selene-16"], True)
+    with pytest.raises(Interrupted):
+        planning.compare("gpt-22b", cases[1:], tmp_path / "none", layouts=["tensor=8"])
 
 
 def test_what_was_asked_for_is_said_of_each_of_several_clusters(cli: Any) -> None:

@@ -18,6 +18,7 @@ from cordillera.numerics.dispatch.plan import KernelChoice
 from cordillera.numerics.inference.drift import Alarm
 from cordillera.numerics.inference.selection import Change
 from cordillera.planning.language.what_if import Case
+from cordillera.planning.ranking.workload import Recommender
 from cordillera.reports.plan_comparison import TrainingBudget
 from cordillera.workflows.planning import Calibrated, Planned, PlannedRecommender, compare
 
@@ -61,6 +62,8 @@ def planned(kind: type, *seconds: float, base: float = 9.0, what_if: tuple[Case,
         workload=work, topology=SimpleNamespace(name="cluster"), cost=cost, devices=2048, base_source="published",
         constants="measured",
     )  # fmt: skip
+    if kind is PlannedRecommender:
+        explorer.workload = Recommender.model_construct(name="work")
     one = kind.__new__(kind)
     files = {"plan.html": Path("p/plan.html"), "plan.json": Path("p/plan.json")}
     for name, value in {
@@ -319,6 +322,7 @@ def test_the_end_of_training_says_how_it_ended(
     language: Any = workflows.LanguageOutcome.__new__(workflows.LanguageOutcome)
     object.__setattr__(language, "report", one.report)
     records = [{"kind": "train", "step": 1200, "loss": 0.5, "accuracy": 1.0, "margin": None}, {"kind": "checkpoint"}]
+    recipe.model, recipe.training = SimpleNamespace(vocabulary=9), SimpleNamespace(steps=9, warmup_steps=3)
     object.__setattr__(language, "run", SimpleNamespace(metrics=lambda: records, recipe_file=one.run.recipe_file))
     train._print(_show.CommandOutput(False), language, False, False)
     assert capsys.readouterr().out.splitlines() == [

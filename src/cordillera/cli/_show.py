@@ -330,12 +330,16 @@ _UNSURE_S = 5  # seconds from the beginning for which the time left is not told
 
 
 class _TimeLeft(ProgressColumn):
-    """Time left; while that is not known well, the time since the beginning."""
+    """Time left; while that is not known well, the time since the beginning, unless it is ``beside`` that column."""
+
+    def __init__(self, beside: bool, table_column: Column) -> None:
+        super().__init__(table_column)
+        self.is_beside = beside
 
     def render(self, task: Task) -> Text:
         seconds, left = task.elapsed or 0.0, task.time_remaining
         if left is None or seconds < _UNSURE_S:
-            return Text(f"{timedelta(seconds=int(seconds))} elapsed")
+            return Text("" if self.is_beside else f"{timedelta(seconds=int(seconds))} elapsed")
         return Text(f"{timedelta(seconds=int(left))} left")
 
 
@@ -348,11 +352,9 @@ def progress_bar(out: Console, quiet: bool) -> Iterator[tuple[Progress, TaskID, 
         BarColumn(40 if out.width >= 140 else 10),
         _StepsDone(table_column=unbroken),
         TextColumn("{task.fields[note]}", markup=False, table_column=unbroken),
-        TimeElapsedColumn(table_column=unbroken),
-        _TimeLeft(table_column=unbroken),
     ]
-    if out.width < 110 or not out.is_terminal:  # the number of steps and the time left stay readable
-        del columns[4]
+    is_wide = out.width >= 110 and out.is_terminal  # else the number of steps and the time left stay readable
+    columns += [TimeElapsedColumn(table_column=unbroken)] * is_wide + [_TimeLeft(is_wide, unbroken)]
     with ProgressLines(*columns, console=out, disable=quiet, transient=True) as bar:
 
         def say(text: str) -> None:

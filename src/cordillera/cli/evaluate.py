@@ -28,7 +28,7 @@ def evaluate(
     ],
     split: Annotated[
         str | None,
-        typer.Option(help="train, validation or test. Default: test; for a language model, validation alone."),
+        typer.Option(help="train, validation or test. Default: test. A language model has validation only."),
     ] = None,
     file: Annotated[
         str | None,

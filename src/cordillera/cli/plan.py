@@ -189,7 +189,7 @@ def _budget_of(workload: str, tokens: float | None, price: float | None) -> Trai
     asked = {"--tokens": tokens, "--price": price}
     for option, value in asked.items():
         if value is not None and not 0 < value < math.inf:
-            raise PlanError(f"must be above 0, got {value:g}", where=option, remedy="write 15e12, or 2.5")
+            raise PlanError(f"must be a number above 0, got {value:g}", where=option, remedy="write 15e12, or 2.5")
     if isinstance(workloads.load(workload), Recommender):
         refuse(asked, "a recommendation model")
         return None
@@ -206,9 +206,12 @@ def _show_several(
 
     table = _list_cases(Path(workload).stem, found.rows, budget)
     answer.tables(clusters=table)
-    if found.interrupted:
-        answer.say("interrupted: the last plan is the best until then, and those after it were left out")
-    said = [f"{name}: {problem.what}" for name, problem in found.problems.items()]
+    said = ["interrupted: what had not been searched by then is missing"] if found.interrupted else []
+    if budget is not None:
+        price = "" if budget.price is None else f", at a price of {budget.price:g} a device hour"
+        said.append(f"days and device hours are those of {compact(budget.tokens)} tokens, without failures{price}")
+    for name, problem in found.problems.items():
+        said.append(": ".join(filter(None, (name, problem.where, problem.what))))
     for line in said:
         answer.say(line)
     for name, one in found.plans.items():
@@ -225,7 +228,11 @@ def _show_several(
     answer.say(f"comparison: {page}")
     answer.keep(
         interrupted=found.interrupted,
-        problems={name: problem.what for name, problem in found.problems.items()},
+        budget=budget,
+        problems={
+            name: {"what": problem.what, "where": problem.where, "remedy": problem.remedy}
+            for name, problem in found.problems.items()
+        },
         reports=[one.files["plan.html"] for one in found.plans.values() if one.files],
         comparison=page,
     )

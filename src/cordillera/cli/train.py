@@ -247,7 +247,7 @@ def _print(answer: CommandOutput, outcome: Outcome | LanguageOutcome, is_resumed
         ended = f"nothing was left to train: {how} before, after {counted(step, 'step')}"
     facts = {"ended": report.ended, "steps": step, "seconds": seconds}
     if isinstance(outcome, LanguageOutcome):
-        tokens, doubts = outcome.report.progress.tokens, list(_language_doubts(outcome))
+        tokens = outcome.report.progress.tokens
         if outcome.report.evaluation is not None:
             held_out = f"held-out text: {language_line(outcome.report.evaluation)}"
             answer.say(held_out, evaluation=outcome.report.evaluation)
@@ -260,6 +260,7 @@ def _print(answer: CommandOutput, outcome: Outcome | LanguageOutcome, is_resumed
             if not isinstance(recipe, PostTrainingRecipe) and recipe.data.held_out != 0:
                 answer.say("nothing is held out: documents stay whole (data.unit = 'line', or data.validation)")
         answer.say(f"{ended}, {tokens:,} tokens", **facts, tokens=tokens)
+        doubts = list(_language_doubts(outcome))
         for doubt in doubts:
             answer.say(doubt)
         answer.keep(warnings=doubts)
@@ -291,7 +292,7 @@ def _language_doubts(outcome: LanguageOutcome) -> Iterator[str]:
         yield f"warning: {rises}: set training.warmup_steps"
     found, guess = outcome.report.evaluation, math.log(recipe.model.vocabulary)
     if found is not None and not isinstance(recipe, PostTrainingRecipe) and not found.loss <= 1.1 * guess:
-        yield f"warning: a guess has a loss of {guess:.4f}: training diverged (training.learning_rate)"
+        yield f"warning: {found.loss:.4g} nats a token is above a guess, {guess:.4g}: see training.learning_rate"
 
 
 def _doubts(outcome: Outcome) -> Iterator[str]:

@@ -117,7 +117,7 @@ def cut_head(head: nn.Linear, ranks: TensorRanks) -> None:
 
 
 def sum_over_ranks(module: nn.Module, ranks: TensorRanks, tokens: Callable[..., int] | None = None) -> None:
-    """Make a ``module`` of matrices split over ``ranks`` gather its input and sum its output over the ranks, in place.
+    """Make a ``module`` split over ``ranks`` take its input by ``enter`` and return its output by ``leave``, in place.
 
     Its first argument is the activations, and its results are summed. ``tokens`` maps its other arguments to the number
     of tokens without padding; None if padding does not matter.

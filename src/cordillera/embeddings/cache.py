@@ -31,7 +31,8 @@ class RowCache(nn.Module):
     Attributes:
         lines: ``float32 [slots, D]``.
         tags: Row that a line holds, -1 for none, ``int32 [slots]``.
-        ranks: Last update of a line (``lru``), or number of updates that used its row (``lfu``), ``int32 [slots]``.
+        ranks: Last update of a line (``lru``), or number of updates that used its row, at most 255 (``lfu``),
+            ``int32 [slots]``.
         states: 1 where a line differs from its encoded row, ``uint8 [slots]``.
         counts: Number of updates that used each row outside the cache, at most 255, ``uint8 [rows]`` (empty for
             ``lru``).

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from cordillera.planning.ranking.workload import Recommender
 from cordillera.reports import page
 from cordillera.reports.charts import Axis, Figure, Series, figure
 
@@ -44,7 +45,7 @@ class ComparedPlan:
         days: Days of the whole training, without failures.
         device_hours: Device hours of the whole training.
         cost: Its cost in the currency of the budget's price.
-        scaling: Rate of each device, relative to that of the first plan on the same cluster.
+        scaling: Rate of each device, relative to that with the fewest devices of the cluster.
     """
 
     cluster: str
@@ -60,26 +61,27 @@ class ComparedPlan:
     scaling: float | None = None
 
     @classmethod
-    def of(
-        cls, cluster: str, explorer: Any, best: Any, budget: TrainingBudget | None, earlier: Iterable[ComparedPlan] = ()
-    ) -> ComparedPlan:
-        """Return the row of the ``best`` plan of an ``explorer``; a recommendation model has no ``budget``.
-
-        ``earlier`` are the rows before it, with which it is compared.
-        """
+    def of(cls, cluster: str, explorer: Any, best: Any, budget: TrainingBudget | None) -> ComparedPlan:
+        """Return the row of the ``best`` plan of an ``explorer``; a recommendation model has no ``budget``."""
         devices, work = explorer.devices, explorer.workload
-        rate = best.samples_per_s if budget is None else work.batch * work.sequence / best.seconds
-        first = next(
-            (row.rate / row.devices for row in earlier if row.cluster == cluster and row.rate and row.devices), 0.0
-        )
-        row = cls(
-            cluster, str(best.layout), devices, best.seconds, rate=rate, memory_bytes=best.step.memory_bytes,
-            scaling=rate / devices / (first or rate / devices),
-        )  # fmt: skip
-        if budget is None:
-            return row
-        days, hours, cost = budget.spent(devices, rate)
-        return replace(row, error_s=best.error_s, days=days, device_hours=hours, cost=cost)
+        row = cls(cluster, str(best.layout), devices, best.seconds, memory_bytes=best.step.memory_bytes)
+        if isinstance(work, Recommender):
+            return replace(row, rate=best.samples_per_s)
+        rate = work.batch * work.sequence / best.seconds
+        days, hours, cost = (None, None, None) if budget is None else budget.spent(devices, rate)
+        return replace(row, error_s=best.error_s, rate=rate, days=days, device_hours=hours, cost=cost)
+
+
+def with_scaling(rows: Sequence[ComparedPlan]) -> list[ComparedPlan]:
+    """Return ``rows`` with the rate of each device relative to that of the fewest devices of the cluster."""
+    found = []
+    for row in rows:
+        same = [(one.devices, one.rate) for one in rows if one.cluster == row.cluster and one.rate and one.devices]
+        if row.rate and row.devices:
+            devices, rate = min(same)
+            row = replace(row, scaling=row.rate / row.devices * devices / rate)
+        found.append(row)
+    return found
 
 
 def plan_comparison_page(

@@ -34,7 +34,7 @@ from cordillera.planning.search import ALL, SearchDimension
 from cordillera.planning.sensitivity import Sensitivity, sensitivity
 from cordillera.planning.units import warn_of_units
 from cordillera.reports.language import plan as export
-from cordillera.reports.plan_comparison import ComparedPlan, TrainingBudget
+from cordillera.reports.plan_comparison import ComparedPlan, TrainingBudget, with_scaling
 from cordillera.reports.ranking import plan as recommender_export
 
 if TYPE_CHECKING:
@@ -191,9 +191,9 @@ def plan(
     _check_devices(asked, explorer.devices)
     try:
         base = explorer.production()
-    except KeyboardInterrupt:
+        found = explorer.evaluate_all(stated) if stated else explorer.explore(free)
+    except KeyboardInterrupt:  # in a search, which keeps what it has found, this is no error
         raise Interrupted("before a plan was found; nothing is written", where="plan") from None
-    found = explorer.evaluate_all(stated) if stated else explorer.explore(free)
     fits, changed = bool(found.plans or not stated), None  # a search that finds nothing is an error of found.best
     compared: dict[str, Any] = {}
     cases: list[faults.Case] = []
@@ -215,7 +215,7 @@ def plan(
     return planned
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlanComparison:
     """Plans of one workload for several clusters or numbers of devices.
 
@@ -223,16 +223,14 @@ class PlanComparison:
         rows: Best plan of each case, in order, or why there is none.
         plans: Results of the searches, by the name of their folder.
         problems: Errors of the cases for which there is no plan, by name.
+        interrupted: Whether a search was interrupted; its row shows the best until then, and those after it are left
+            out.
     """
 
     rows: list[ComparedPlan] = field(default_factory=list)
     plans: dict[str, Planned | PlannedRecommender] = field(default_factory=dict)
     problems: dict[str, PlanError] = field(default_factory=dict)
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether the last search was interrupted; those after it are left out."""
-        return any(one.found.interrupted for one in self.plans.values())
+    interrupted: bool = True
 
 
 def compare(
@@ -259,27 +257,36 @@ def compare(
     """
     several = len({cluster for cluster, _ in cases}) < len(cases)
     names = [Path(cluster).stem + f"-{devices}" * bool(several and devices) for cluster, devices in cases]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise PlanError("is named twice", where=f"cluster {twice!r}", remedy="name each cluster and number once")
-    for cluster, _ in cases:
+    for name, (cluster, devices) in zip(names, cases, strict=True):
         clusters.load(cluster)  # an unknown one is refused before the first search
+        if names.count(name) > 1:
+            number = f" with {devices:,} devices" if several and devices else ""
+            what = f"is named twice{number}"
+            raise PlanError(what, where=f"cluster {Path(cluster).stem!r}", remedy="name each cluster and number once")
+    check_writable(Path(folder) / "comparison.html")
     made = PlanComparison()
     for name, (cluster, devices) in zip(names, cases, strict=True):
         shown = None if progress is None else partial(_named, progress, name)
         try:
             one = plan(workload, cluster, Path(folder) / name, devices=devices, progress=shown, **options)
+        except Interrupted:
+            if not made.plans:
+                raise
+            break
         except PlanError as error:
             made.problems[name] = error
             made.rows.append(ComparedPlan(Path(cluster).stem, "none, see below", devices))
             continue
         made.plans[name] = one
         if one.files:
-            made.rows.append(ComparedPlan.of(Path(cluster).stem, one.explorer, one.found.best, budget, made.rows))
+            made.rows.append(ComparedPlan.of(Path(cluster).stem, one.explorer, one.found.best, budget))
         else:
-            made.rows.append(ComparedPlan(Path(cluster).stem, "none that fits", devices))
-        if made.interrupted:
+            made.rows.append(ComparedPlan(Path(cluster).stem, "none that fits", one.explorer.devices))
+        if one.found.interrupted:
             break
+    else:
+        made.interrupted = False
+    made.rows[:] = with_scaling(made.rows)
     if not made.plans:
         name, problem = next(iter(made.problems.items()))
         raise PlanError(problem.what, where=", ".join(filter(None, (name, problem.where))), remedy=problem.remedy)

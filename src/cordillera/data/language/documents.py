@@ -163,7 +163,7 @@ def file_kind(path: Path) -> FileKind:
     raise DataError(
         "the name does not tell what the file holds",
         where=str(path),
-        remedy=f"end it in one of {', '.join((*_TEXT, *_OF_ROWS))}, or name files by a pattern: 'texts/**/*.md'",
+        remedy=f"end it in one of {', '.join((*_TEXT, *_OF_ROWS))}; where others are beside it, name a pattern",
     )
 
 
@@ -243,7 +243,9 @@ def _absent(what: str, name: str, names: Sequence[str], where: str, key: str) ->
     if inside:
         remedy = f"{what}s inside of others are not read: write the text into a {what} of its own"
     elif "messages" in names:
-        remedy = "chats are learnt by recipes with an objective, such as smollm2-sft, and evaluated as their validation"
+        remedy = (
+            "chats are learnt by recipes with an objective, such as smollm2-sft, and evaluated as its data.validation"
+        )
     return DataError(f"there is no {what} '{name}'; there are {names[:8]}", where=where, remedy=remedy)
 
 

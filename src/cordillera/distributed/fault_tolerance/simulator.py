@@ -173,6 +173,7 @@ def _restart(job: FaultyJob, duration: float, failures: _Failures) -> TimeUse:
         while failures.next[0] < min(end, duration):
             again, _ = failures.pop()
             end = end + job.repair_s if job.queue else again + job.repair_s
+        end = min(end, max(now, duration))
         now, use.stalled = end, use.stalled + end - now
     use.useful += unsaved
     use.elapsed, use.failures, use.steps = now, failures.count, int(use.useful / job.step_s)

@@ -19,7 +19,7 @@ FACTOR = 3.0
 """Least time on a slow connection, as a multiple of the time on the others."""
 
 FEWEST = 4
-"""Least number of operations in which a connection was slow."""
+"""Least number of compared operations of a connection."""
 
 _SIBLINGS = 3  # least number of communicators, or connections, to compare
 _LEAST_NS = 1_000.0

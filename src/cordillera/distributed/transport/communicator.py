@@ -42,7 +42,7 @@ from cordillera.errors import PlanError
 Path: TypeAlias = Literal["auto", "sockets"]
 _LOOK_S = 1.0  # interval of checks for an abort while waiting for the store
 _MOMENT_S = 0.02  # delay after which an operation that nobody waits for advances in the background
-_AHEAD_BYTES = 32 << 10  # bytes read per receive call
+_AHEAD_BYTES = 32 << 10  # bytes received ahead at a time, where frames are small
 _FAREWELL_S = 0.02  # longest wait for a rank to receive the reason of an abort
 
 

@@ -351,7 +351,7 @@ def decode_attention(
         Same shape and dtype as ``q``; rows that belong to none of the sequences are undefined.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    work = int((sequences[:, 1] * sequences[:, 2]).sum()) * q.shape[1] * 8  # cost, in values of other kernels
+    work = int((sequences[:, 1] * sequences[:, 2]).sum()) * q.shape[1] * 8  # in values of other kernels
     threads = threads_for(work)
     scale = score_scale(q.shape[2])
     parts = [array(x.detach().contiguous()) for x in (q, k, v, keys, values)]

@@ -24,7 +24,7 @@ class CachedRows:
         payload: All rows as they were last encoded, ``uint8 [R, row bytes]``.
         lines: Rows in the cache, ``float32 [slots, D]``. Slots ``set * WAYS`` to ``set * WAYS + WAYS - 1`` are a set.
         tags: Row that a line holds, or ``EMPTY``, ``int32 [slots]``.
-        ranks: Last update that used a line (``lru``), or number of updates that used its row (``lfu``),
+        ranks: Last update that used a line (``lru``), or number of updates that used its row, at most 255 (``lfu``),
             ``int32 [slots]``.
         states: 1 where a line differs from its encoded row, ``uint8 [slots]``.
         counts: Number of updates that used a row outside the cache, at most 255, ``uint8 [R]`` (``lfu``; else empty).

@@ -57,7 +57,7 @@ def hold(tags: Any, rows: Any, stamp: int, pins: Any, uses: Any, slots: Any, mis
             count += 1
         elif pins[slot] < stamp:
             pins[slot] = stamp
-            uses[slot] += 1
+            uses[slot] = min(uses[slot] + 1, _MOST)
     return count
 
 

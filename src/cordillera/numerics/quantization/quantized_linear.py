@@ -42,8 +42,8 @@ class LinearConfig:
         float_below: Number of products (rows times inputs times outputs) up to which a layer multiplies in float32
             instead, as calls of a few microseconds have nothing to gain; at most 8192 if the whole layer is one kernel
             (:mod:`~cordillera.kernels.dense.vnni_linear`). Layers with at most this number of weights also
-            keep them in float32. Layers of fewer than 32 inputs or 16 outputs always multiply in float32, as eight bits
-            are slower there; with 0, no layer does.
+            keep them in float32. Layers of fewer than 32 inputs or 16 outputs multiply in float32 up to 2^20 weights,
+            as eight bits are slower there; with 0, no layer does.
         estimator: Name of the method, from :data:`~cordillera.numerics.quantization.range_estimators.ESTIMATORS`, for
             callers that calibrate ranges of inputs; a layer takes ranges as they are.
     """

@@ -137,7 +137,7 @@ def fp8_feed_forward(model: Llama, bound: float | None = BOUND) -> Llama:
     if model.config.experts is not None:
         raise DataError("experts are not computed in FP8", where="fp8", remedy="leave it out")
     if model.config.layers < 3:
-        raise DataError("the first and the last block stay as they are, and there is no other", where="fp8")
+        raise DataError("is never used in the first and the last block, and there is no other", where="fp8")
     ends = ("layers.0.", f"layers.{model.config.layers - 1}.")
     for name, layer in sites(model, only=["layers.*.feed_forward.*"]).items():
         if not name.startswith(ends):

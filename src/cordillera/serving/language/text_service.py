@@ -311,7 +311,7 @@ class TextService:
 
     @staticmethod
     def _delta(choice: _Choice, one: Generated) -> TextDelta:
-        """Return the text that a token adds to a choice."""
+        """Return the change that a token makes to a choice."""
         if one.error is not None:
             return TextDelta(choice.number, "", [], [], "error", one.forward, one.error)
         text = choice.decoder.push(one.token)

@@ -58,7 +58,7 @@ class StageGradients:
             is_tied_copy = number > 0 and name == "embedding.weight"
             if parameter.grad is not None:
                 square = float(torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float64).square())
-                total += square * (not is_copy and not is_tied_copy)  # copies count once
+                total += square * (not is_copy and not is_tied_copy)  # finite copies add 0, others make the sum NaN
         return total
 
     def scale(self, factor: float) -> None:

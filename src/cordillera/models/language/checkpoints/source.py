@@ -259,7 +259,7 @@ def new_folder(folder: Path, size: int = 0, overwrite: bool = False) -> Iterator
         raise CheckpointError(
             "is a file or holds more than a checkpoint" if overwrite else "is not empty",
             where=str(folder),
-            remedy="choose a new folder, delete this one, or replace a checkpoint (--overwrite, overwrite=True)",
+            remedy="choose a new folder, or delete this one; --overwrite replaces a whole checkpoint",
         )
     _check_room(folder, size)
     with written_to(folder), folder_beside(folder, replaces=overwrite) as beside:
