@@ -432,10 +432,10 @@ def test_files_whose_merges_would_take_long_are_refused(tmp_path: Path) -> None:
     assert "characters" in str(found)
 
 
-def test_a_text_of_half_a_megabyte_takes_seconds(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_text_of_a_megabyte_takes_seconds(tokenizers: dict[str, Tokenizer]) -> None:
     for kind in ("model", "json, first"):
-        for text in ("the" * 166_000, "the " * 125_000, "x" + " " * 500_000, "haha" * 125_000):
+        for text in ("the" * 333_000, "the " * 250_000, "x" + " " * 1_000_000, "haha" * 250_000):
             begin = time.process_time()
             ids = tokenizers[kind].encode(text)
-            assert time.process_time() - begin < 5
+            assert time.process_time() - begin < 10
             assert tokenizers[kind].decode(ids) == text

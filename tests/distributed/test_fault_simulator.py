@@ -213,6 +213,8 @@ def test_the_command_prints_draws_and_writes_json(tmp_path: Path) -> None:
     drawn = [text for text in ET.fromstring(plot.read_text()).itertext() if text.strip()]
     assert {"16,384", "98,304"} <= {text.strip() for text in drawn}
     assert not any("$" in text for text in drawn)
+    ran = CliRunner().invoke(app, [*some, "--devices", "8", "--replicas", "2", "--plot", str(tmp_path / "rates.png")])
+    assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG"), ran.output
     ran = CliRunner().invoke(app, [*some, "--json", "--replicas", "3"])
     rows = json.loads(ran.output)
     assert [row["job"]["policy"] for row in rows] == ["restart", "replicas", "decoupled"]

@@ -116,6 +116,24 @@ def test_training_gives_the_bits_of_tables_in_memory(
     assert events["writes"] > 0
 
 
+def test_rows_that_become_popular_get_lines_after_one_halving_however_popular_others_were(tmp_path: Path) -> None:
+    spec = FeatureSpec((), (SparseFeature("a", "t"),), {"t": 64}, ("y",))
+    tables = FileTables(spec, 2, _config("sgd", cache=0.5, cache_policy="lfu"), tmp_path / "t")
+
+    def reads_after(rows: range, updates: int) -> int:
+        """Rows of the last step that were in no line."""
+        one = JaggedBatch(("a",), torch.tensor([*rows]), torch.arange(len(rows) + 1), one_hot=True)
+        for _ in range(updates):
+            before = tables.statistics["reads"]
+            tables(one).sum().backward()
+            tables.update()
+        return tables.statistics["reads"] - before
+
+    assert reads_after(range(32), 3000) == 0
+    assert reads_after(range(32, 64), 1) == 32
+    assert reads_after(range(32, 64), 1100) == 0
+
+
 def test_several_passes_and_a_wrong_forecast_change_nothing(tmp_path: Path) -> None:
     tables, expected = in_file(tmp_path), in_memory()
     for seed in range(8):
