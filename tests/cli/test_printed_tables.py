@@ -110,7 +110,7 @@ def test_clusters_are_compared_by_step_and_by_what_is_trained_in_a_second(
         cases = [("a.toml", None), ("b", None)]
         monkeypatch.setattr("cordillera.workflows.planning.plan", lambda *_, found=one, **options: found)
         found = compare("w.toml", cases, tmp_path, budget)
-        planning._show_several(_show.CommandOutput(False), "w.toml", found, budget, tmp_path)
+        planning._show_several(_show.CommandOutput(False), "w.toml", found, budget, tmp_path, bool(budget))
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == "w on 2 clusters"
         days = "days  device hours  " if budget else ""

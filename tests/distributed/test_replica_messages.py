@@ -178,8 +178,8 @@ def test_a_replica_that_ends_is_not_awaited_for_its_lease() -> None:
         answer(other)
         one.ask(Ask("r0", state))
         began = time.monotonic()
+        other._is_closed.set()  # or its thread would connect again
         other._channel.connection.shutdown(socket.SHUT_RDWR)  # as when its process is killed
-        other._is_closed.set()
         assert answer(one).membership.members == ("r0",)
         assert time.monotonic() - began < 1.0
         one.close()

@@ -164,7 +164,7 @@ def plan(
             cases = [*product(cluster, [*devices] if devices else [None])]
             with work_shown("searching") as show:
                 found = commands.compare(workload, cases, place, budget, progress=show, **asked)
-            _show_several(answer, workload, found, budget, place)
+            _show_several(answer, workload, found, budget, place, tokens is not None or price is not None)
             is_whole, fits = not found.interrupted, any(one.files for one in found.plans.values())
         else:
             place = folder or Path("plans") / f"{Path(workload).stem}-{Path(cluster[0]).stem}"
@@ -197,17 +197,22 @@ def _budget_of(workload: str, tokens: float | None, price: float | None) -> Trai
 
 
 def _show_several(
-    answer: CommandOutput, workload: str, found: PlanComparison, budget: TrainingBudget | None, place: Path
+    answer: CommandOutput,
+    workload: str,
+    found: PlanComparison,
+    budget: TrainingBudget | None,
+    place: Path,
+    with_days: bool = False,
 ) -> None:
     """Print the best plan for each cluster and number of devices, or why there is none, and write their page."""
     from cordillera.files import write
     from cordillera.reports.plan_comparison import plan_comparison_page
     from cordillera.workflows.planning import Planned
 
-    table = _list_cases(Path(workload).stem, found.rows, budget)
+    table = _list_cases(Path(workload).stem, found.rows, budget, with_days)
     answer.tables(clusters=table)
     said = ["interrupted: what had not been searched by then is missing"] if found.interrupted else []
-    if budget is not None:
+    if budget is not None and with_days:
         price = "" if budget.price is None else f", at a price of {budget.price:g} a device hour"
         said.append(f"days and device hours are those of {compact(budget.tokens)} tokens, without failures{price}")
     for name, problem in found.problems.items():
@@ -238,7 +243,7 @@ def _show_several(
     )
 
 
-def _list_cases(title: str, rows: Sequence[ComparedPlan], budget: TrainingBudget | None) -> Sheet:
+def _list_cases(title: str, rows: Sequence[ComparedPlan], budget: TrainingBudget | None, with_days: bool) -> Sheet:
     clusters, several = {row.cluster for row in rows}, len({row.cluster for row in rows}) < len(rows)
     table = Sheet(
         f"{title} on {len(clusters)} clusters" if len(clusters) > 1 else f"{title} on {rows[0].cluster}",
@@ -249,8 +254,8 @@ def _list_cases(title: str, rows: Sequence[ComparedPlan], budget: TrainingBudget
         _ERROR._replace(shown=any(row.error_s is not None for row in rows)),
         Field("tokens_per_s" if budget else "samples_per_s", "tokens/s" if budget else "samples/s", _millions),
         Field("scaling", form="{:.0%}", shown=several),
-        Field("days", form="{:,.1f}", shown=bool(budget)),
-        Field("device_hours", form="{:,.0f}", shown=bool(budget)),
+        Field("days", form="{:,.1f}", shown=with_days),
+        Field("device_hours", form="{:,.0f}", shown=with_days),
         Field("cost", form="{:,.0f}", shown=bool(budget and budget.price)),
         _MEMORY._replace(heading="GB a device"),
     )
