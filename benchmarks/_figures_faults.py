@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from _figures import Figures, listed, of_all, percent, results, table
+from _figures import Figures, judged, listed, of_all, percent, results, table
 
 _JOBS = {
     "published": "published times, recoveries one after the other",
@@ -195,6 +195,9 @@ FIGURES: Figures = {
     "faults-checkpoints": checkpoints,
     "faults-stalls": stalls,
     "faults-overhead": overhead,
+    "faults-kept": lambda: judged(
+        [float(results("fault_tolerance-stalls")["reached"][name]) for name in ("kill", "freeze", "discarded")], 1
+    ),
     "faults-rejoin": lambda: "reached" if results("fault_tolerance-stalls")["reached"]["rejoin"] else "missed",
     "faults-survived": survived,
     "faults-survived-each": lambda: str(results("fault_tolerance-survival")["faults"]),

@@ -197,6 +197,12 @@ def moe_quality() -> str:
     return table(headings, lines)
 
 
+def moe_balance(key: str) -> str:
+    """Return whether the ``key`` imbalance of every seed is as small as was asked."""
+    found = results("moe-quality")
+    return judged([-row["experts"]["imbalance"][key] for row in found["rows"]], -found["asked"]["imbalance"])
+
+
 def moe_change() -> str:
     """Return the mean difference of the losses with its 95 % interval."""
     change = results("moe-quality")["change"]
@@ -225,6 +231,9 @@ FIGURES: Figures = {
     "moe-loop-target": moe_loop,
     "moe-quality": moe_quality,
     "moe-change": moe_change,
+    "moe-balance-steps": lambda: moe_balance("steps"),
+    "moe-balance-ten": lambda: moe_balance("training text"),
+    "moe-balance-held-out": lambda: moe_balance("held-out text"),
     "jagged-histories": histories,
     "jagged-quality": quality,
     "jagged-speed": speed,

@@ -6,7 +6,7 @@ import statistics
 from functools import partial
 from typing import Any
 
-from _figures import Figures, results, span, spread, table
+from _figures import Figures, judged, results, span, spread, table
 
 KIB = 2**10
 _NAMES = {"sgd": "SGD", "adagrad": "Adagrad", "rowwise_adagrad": "row-wise Adagrad", "adam": "Adam"}
@@ -117,6 +117,7 @@ def dynamic_tables() -> str:
 
 FIGURES: Figures = {
     "zionex-files": file_tables,
+    "zionex-files-target": lambda: judged([row["speed"]["median"] for row in results("zionex-tiers")["file"]], 0.3),
     "zionex-dynamic": dynamic_tables,
     "zionex-exactness": exactness,
     "zionex-worst": lambda: f"{results('zionex-exactness')['worst']:.1e}",

@@ -116,11 +116,8 @@ def generate(
             texts, max_new_tokens=max_new_tokens, chat=chat, system=system, sampling=sampling, form=form,
             stop=stop, logprobs=logprobs,
         )  # fmt: skip
-        with (
-            contextlib.nullcontext()
-            if quiet
-            else work_shown("reading the model; its kernels are compiled when it is first used")
-        ):
+        what = "reading the model; its kernels are compiled when it is first used"
+        with contextlib.nullcontext() if quiet else work_shown(what):
             opened.model  # noqa: B018 -- loads the weights before the timing
             opened.speculation  # noqa: B018 -- measures passes, if there is a drafter
             began = time.perf_counter()

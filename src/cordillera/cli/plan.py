@@ -202,7 +202,7 @@ def _show_several(
     found: PlanComparison,
     budget: TrainingBudget | None,
     place: Path,
-    with_days: bool = False,
+    with_days: bool,
 ) -> None:
     """Print the best plan for each cluster and number of devices, or why there is none, and write their page."""
     from cordillera.files import write
@@ -380,7 +380,7 @@ def _say_size(answer: CommandOutput, planned: Planned, budget: TrainingBudget | 
         answer.say(
             f"{rate:,.0f} tokens/s; {compact(budget.tokens)} tokens take {days:,.1f} days without failures, "
             f"{hours:,.0f} device hours{price}",
-            tokens_per_s=rate, days=days, device_hours=hours, cost=cost,
+            tokens_per_s=rate, budget=budget, days=days, device_hours=hours, cost=cost,
         )  # fmt: skip
 
 

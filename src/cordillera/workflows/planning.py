@@ -230,7 +230,7 @@ class PlanComparison:
     rows: list[ComparedPlan] = field(default_factory=list)
     plans: dict[str, Planned | PlannedRecommender] = field(default_factory=dict)
     problems: dict[str, PlanError] = field(default_factory=dict)
-    interrupted: bool = True
+    interrupted: bool = False
 
 
 def compare(
@@ -248,7 +248,7 @@ def compare(
         workload: Shipped name or path of a TOML file.
         cases: Clusters, each with a number of devices; None for all of them.
         folder: Folder of the cases' folders.
-        budget: Training of which the rows hold days and device hours; None for a recommendation model.
+        budget: Training of which the rows hold days and device hours; None to leave these out.
         progress: Function called with a sentence from time to time.
         options: Other arguments of :func:`plan`.
 
@@ -261,8 +261,11 @@ def compare(
         clusters.load(cluster)  # an unknown one is refused before the first search
         if names.count(name) > 1:
             number = f" with {devices:,} devices" if several and devices else ""
-            what = f"is named twice{number}"
-            raise PlanError(what, where=f"cluster {Path(cluster).stem!r}", remedy="name each cluster and number once")
+            raise PlanError(
+                f"is named twice{number}",
+                where=f"cluster {Path(cluster).stem!r}",
+                remedy="name each cluster and number once",
+            )
     check_writable(Path(folder) / "comparison.html")
     made = PlanComparison()
     for name, (cluster, devices) in zip(names, cases, strict=True):
@@ -272,6 +275,7 @@ def compare(
         except Interrupted:
             if not made.plans:
                 raise
+            made.interrupted = True
             break
         except PlanError as error:
             made.problems[name] = error
@@ -283,9 +287,8 @@ def compare(
         else:
             made.rows.append(ComparedPlan(Path(cluster).stem, "none that fits", one.explorer.devices))
         if one.found.interrupted:
+            made.interrupted = True
             break
-    else:
-        made.interrupted = False
     made.rows[:] = with_scaling(made.rows)
     if not made.plans:
         name, problem = next(iter(made.problems.items()))
