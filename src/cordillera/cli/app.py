@@ -73,6 +73,7 @@ SECTIONS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
         "generate": generate.generate,
         "chat": chat.chat,
         "convert": convert.convert,
+        "export-adapter": convert.export_adapter,
         "isoflop": isoflop.isoflop,
         "best-of": answers.best_of,
         "judge": answers.judge,

@@ -1,4 +1,4 @@
-"""``cordillera convert``."""
+"""``cordillera convert`` and ``cordillera export-adapter``."""
 
 from __future__ import annotations
 
@@ -73,3 +73,25 @@ def convert(
             if not found.same_chats:
                 answer.say("  chats have other tokens than with the source: its format tokenises parts of them apart")
             answer.say(f"  -> {to_type('generate', target, 'What is a mountain range?')}")
+
+
+def export_adapter(
+    run: Annotated[str, typer.Argument(help="A run whose recipe has [model.adapter], or one of its checkpoints.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    base: Annotated[
+        str | None,
+        typer.Option(help="The model without adapters, as peft is to find it. Default: the recipe's training.start."),
+    ] = None,
+) -> None:
+    """Write the adapters of a run alone, in the layout of `peft`.
+
+    `convert` writes the merged model.
+    """
+    from cordillera.cli._show import echo
+    from cordillera.workflows.post_training import adapters
+
+    found = adapters.export_adapter(run, out, base)
+    echo(f"adapters: {out}, of the model {found}")
+    if not (Path(found).expanduser() / "config.json").is_file() and base is None:
+        echo("  peft loads models in Hugging Face's layout only, by --base NAME; the one here is written so by:")
+        echo(f"  -> {to_type('convert', found, 'base')}")

@@ -260,22 +260,25 @@ def _print(answer: CommandOutput, outcome: Outcome | LanguageOutcome, is_resumed
             if not isinstance(recipe, PostTrainingRecipe) and recipe.data.held_out != 0:
                 answer.say("nothing is held out: documents stay whole (data.unit = 'line', or data.validation)")
         answer.say(f"{ended}, {tokens:,} tokens", **facts, tokens=tokens)
-        doubts = list(_language_doubts(outcome))
-        for doubt in doubts:
-            answer.say(doubt)
-        answer.keep(warnings=doubts)
+        _warn(answer, _language_doubts(outcome))
         return
     if outcome.evaluation is not None:
         answer.say(evaluation_table(outcome.evaluation), evaluation=outcome.evaluation)
         for table in group_tables(outcome.evaluation):
             answer.say(table)
     answer.say(ended, **facts)
-    for doubt in _doubts(outcome):
-        answer.say(doubt)
+    _warn(answer, _doubts(outcome))
     probing = outcome.report.probing_seconds
     if probing:
         share = f"{100 * probing / seconds:.1f} %"
         answer.say(f"probing its layers took {probing:.2f} s of that, {share}", probing_seconds=probing)
+
+
+def _warn(answer: CommandOutput, doubts: Iterator[str]) -> None:
+    found = list(doubts)
+    for doubt in found:
+        answer.say(doubt)
+    answer.keep(warnings=[" ".join(doubt.split()) for doubt in found])
 
 
 def _language_doubts(outcome: LanguageOutcome) -> Iterator[str]:
@@ -303,8 +306,8 @@ def _doubts(outcome: Outcome) -> Iterator[str]:
     metrics = {} if outcome.evaluation is None else outcome.evaluation.metrics()
     for task, values in metrics.items():
         if values.get("auc", 0.0) > _TOO_GOOD:
-            yield f"{task}: such an AUC is rare; a feature may be known only after the label"
-            yield f"  -> see which tells most: {to_type('evaluate', folder, '--importance')}"
+            rare = f"{task}: such an AUC is rare; a feature may be known only after the label"
+            yield f"{rare}\n  -> see which tells most: {to_type('evaluate', folder, '--importance')}"
     training: Any = load(outcome.run.recipe_file).training
     if progress.best_step not in (None, progress.step) and training.patience is None:
         yield f"the last weights are kept; {progress.best_text} was at step {progress.best_step:,} (training.patience)"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from pydantic import ValidationError
 from torch import nn
 
+from cordillera.errors import CheckpointError, CordilleraError
 from cordillera.models.language.adapters import (
     ADAPTED,
     AdaptedLayer,
@@ -14,8 +19,12 @@ from cordillera.models.language.adapters import (
     AdapterConfig,
     merge_adapters,
 )
+from cordillera.models.language.checkpoints import open_checkpoint, read_model, save_hugging_face
+from cordillera.models.language.checkpoints.peft_adapter import save_peft
 from cordillera.models.language.checkpoints.source import trained_names
 from cordillera.models.language.llama import Llama, LlamaConfig, parameter_count
+from cordillera.workflows.post_training.adapters import export_adapter
+from tests.models.language.sharded_folders import write_step
 
 SIZES = {"layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24, "vocabulary": 32, "context": 64}
 TOKENS, OFFSETS = torch.arange(20) % 32, torch.tensor([0, 7, 20])
@@ -155,3 +164,67 @@ def test_settings_that_make_no_adapter_are_refused(settings: dict[str, object], 
 def test_layers_of_experts_have_no_adapters() -> None:
     with pytest.raises(ValidationError, match="adapter: layers of experts have none; train all weights"):
         LlamaConfig(**SIZES, experts={"count": 4}, adapter=AdapterConfig())
+
+
+FAMILIES = {
+    "llama": {"tied": True},
+    "qwen2": {"attention_bias": True},
+    "qwen3": {"head_norms": True},
+}
+
+
+def published_and_adapted(folder: Path, *, layers: tuple[AdaptedLayer, ...] = ADAPTED, **others: Any) -> Path:
+    """Write a model for other programs, and a checkpoint of it with adapters that have learnt something."""
+    whole = {**SIZES, **others}
+    plain = Llama(LlamaConfig(**whole))
+    plain.init_weights(1)
+    save_hugging_face(plain, folder / "base")
+    model = Llama(LlamaConfig(**whole, adapter=AdapterConfig(rank=3, alpha=5.0, layers=layers)))
+    model.init_weights(2)
+    model.load_state_dict(plain.state_dict(), strict=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".wide"):
+                parameter.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(len(name)))
+    return write_step(folder / "step-000000007", model)
+
+
+@pytest.mark.parametrize("layers", [ADAPTED, ("query", "value")], ids=len)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_computes_the_logits_of_exported_adapters(
+    tmp_path: Path, family: str, layers: tuple[AdaptedLayer, ...]
+) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    source = open_checkpoint(published_and_adapted(tmp_path, layers=layers, **FAMILIES[family]))
+    save_peft(source, tmp_path / "adapter", str(tmp_path / "base"))
+    settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(tmp_path / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    with torch.no_grad():
+        before = base(TOKENS[None]).logits[0]
+        found = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")(TOKENS[None]).logits[0]
+        expected = read_model(source)(TOKENS, torch.tensor([0, len(TOKENS)]))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert (found - before).abs().max() > 0.01
+
+
+def test_adapters_that_cannot_be_exported_are_refused(tmp_path: Path) -> None:
+    step = published_and_adapted(tmp_path)
+    plain = open_checkpoint(tmp_path / "base")
+    with pytest.raises(CheckpointError, match="has no adapters"):
+        save_peft(plain, tmp_path / "none", "base")
+    with pytest.raises(CheckpointError, match="is not empty"):
+        save_peft(open_checkpoint(step), tmp_path / "base", "base")
+    with pytest.raises(CordilleraError, match="base: is not known"):
+        export_adapter(step, tmp_path / "none")
+    (tmp_path / "phi3").mkdir()
+    phi3 = published_and_adapted(tmp_path / "phi3", rotary_dim=2)
+    with pytest.raises(CheckpointError, match="in one matrix"):
+        save_peft(open_checkpoint(phi3), tmp_path / "none", "base")
+    damaged = Llama(LlamaConfig(**SIZES, adapter=AdapterConfig()))
+    damaged.init_weights(0)
+    with torch.no_grad():
+        damaged.layers[0].attention.query.wide[0, 0] = float("nan")
+    with pytest.raises(CheckpointError, match=r"layers\.0\.attention\.query\.wide holds NaN"):
+        save_peft(open_checkpoint(write_step(tmp_path / "damaged", damaged)), tmp_path / "none", "base")
+    assert not (tmp_path / "none").exists()

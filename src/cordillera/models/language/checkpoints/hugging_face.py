@@ -230,6 +230,11 @@ class HuggingFace(Source):
         return {name: self.path / file for name, file in places.items()}
 
 
+def layer_name(name: str) -> str:
+    """Return the name that a linear layer has in this layout, by ours, such as ``layers.0.attention.query``."""
+    return _NAMES(f"{name}.weight").removesuffix(".weight")
+
+
 def _stored_shapes(config: LlamaConfig, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the tensors that hold a parameter: one, one for each expert, or none for a bias."""
     if ".feed_forward.router." not in name and len(shape) < 3:
