@@ -11,13 +11,20 @@ import numpy as np
 import pytest
 import torch
 
+from cordillera.data.language.chats.tokens import chat_tokenizer
+from cordillera.data.tokenizers.chat import Message
 from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.errors import CordilleraError, DataError
 from cordillera.intervals import wilson_interval
 from cordillera.models.language.checkpoints import load
 from cordillera.workflows import evaluate
 from cordillera.workflows.evaluation import language_files
-from cordillera.workflows.evaluation.language_files import ChoiceEvaluation, TextEvaluation, evaluate_language_file
+from cordillera.workflows.evaluation.language_files import (
+    ChatEvaluation,
+    ChoiceEvaluation,
+    TextEvaluation,
+    evaluate_language_file,
+)
 from tests.serving.small_models import CONTEXT, write_model
 
 TEXT = "the cat sat on the mat 123 é 漢字\n" * 30
@@ -186,3 +193,52 @@ def test_what_cannot_be_evaluated_is_refused(folder: Path, tmp_path: Path) -> No
     ):
         with pytest.raises(CordilleraError, match=words):
             evaluate(folder, **given)
+
+
+@pytest.mark.parametrize("form", ["messages", "completion"])
+def test_chats_are_scored_on_what_the_assistant_says_and_its_end(folder: Path, tmp_path: Path, form: str) -> None:
+    chats = [("the cat?", "sat on the mat", "é 1", "漢字"), ("123", "the end of the mat 1234 the cat")]
+    if form == "completion":
+        chats = [chat[:2] for chat in chats]
+        rows: list[dict[str, Any]] = [{"prompt": question, "completion": answer} for question, answer in chats]
+    else:
+        roles = ("user", "assistant") * 2
+        rows = [
+            {"messages": [{"role": role, "content": said} for role, said in zip(roles, chat, strict=False)]}
+            for chat in chats
+        ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = evaluate(folder, file=tmp_path / "chats.jsonl")
+    tokenizer = chat_tokenizer(load_tokenizer(folder))
+    expected, size = list[float](), 0
+    for chat in chats:
+        messages = list[Message]()
+        for question, answer in zip(chat[::2], chat[1::2], strict=True):
+            messages.append(Message("user", question))
+            before = tokenizer.encode_chat(messages)
+            messages.append(Message("assistant", answer))
+            said = [*tokenizer.encode(answer, bos=False), tokenizer.eos_id]
+            expected += list(scores(folder, [*before, *said], len(before)))
+            size += len(answer.encode())
+    assert isinstance(found, ChatEvaluation)
+    assert (found.documents, found.tokens, found.bytes) == (len(chats), len(expected), size)
+    assert found.loss == pytest.approx(-np.mean(expected), rel=1e-5)
+    assert found.perplexity == pytest.approx(math.exp(-np.mean(expected)), rel=1e-4)
+    assert found.bits_per_byte == pytest.approx(-np.sum(expected) / math.log(2) / size, rel=1e-5)
+    assert found.loss_interval[0] < found.loss < found.loss_interval[1]
+    first = evaluate(folder, file=tmp_path / "chats.jsonl", tokens=1)
+    assert isinstance(first, ChatEvaluation)
+    assert first.documents == 1
+    assert math.isnan(first.loss_interval[0])
+
+
+def test_rows_that_are_no_chats_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    for rows, words in (
+        ([{"prompt": "the cat"}], "there is no messages, or prompt with completion, answer or response"),
+        ([{"messages": [{"role": "user", "content": "the"}]}], "has no turn of the assistant"),
+        ([{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, {"x": 1}], "line 2"),
+    ):
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with pytest.raises(DataError, match=words):
+            evaluate(folder, file=file)

@@ -34,8 +34,8 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="PATH",
-            help="In place of a split: other samples with labels, or for a language model text, or questions with "
-            "choices: a file, folder or pattern.",
+            help="In place of a split: other samples with labels, or for a language model text, chats, or questions "
+            "with choices: a file, folder or pattern.",
         ),
     ] = None,
     importance: Annotated[
@@ -123,12 +123,15 @@ def _show(
 def _file_table(evaluation: TextEvaluation | ChoiceEvaluation, file: str) -> Table:
     """Return the evaluation of a language model on a file as a table."""
     from cordillera.cli._show import titled_table
-    from cordillera.workflows.evaluation.language_files import TextEvaluation
+    from cordillera.numbers import counted
+    from cordillera.workflows.evaluation.language_files import ChatEvaluation, TextEvaluation
 
     interval = "95 % interval"
     if isinstance(evaluation, TextEvaluation):
-        texts = "1 text" if evaluation.documents == 1 else f"{evaluation.documents:,} texts"
-        title = f"{file}: {texts}, {evaluation.tokens:,} tokens, {evaluation.bytes:,} bytes"
+        of_chats = isinstance(evaluation, ChatEvaluation)
+        texts = counted(evaluation.documents, "chat" if of_chats else "text")
+        what = f"{evaluation.tokens:,} tokens{' of answers' if of_chats else ''}, {evaluation.bytes:,} bytes"
+        title = f"{file}: {texts}, {what}"
         table = titled_table(title, "", right=("value", interval))
         for name, value, (low, high) in (
             ("nats a token", evaluation.loss, evaluation.loss_interval),

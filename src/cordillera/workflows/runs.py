@@ -39,7 +39,9 @@ from cordillera.workflows.evaluation.language_files import (
     ChoiceEvaluation,
     OnTokens,
     TextEvaluation,
+    evaluate_chat_file,
     evaluate_language_file,
+    holds_chats,
 )
 from cordillera.workflows.evaluation.other_files import evaluate_file
 from cordillera.workflows.language import LanguageOutcome
@@ -131,9 +133,11 @@ def evaluate(
 
     Args:
         run: Run; with ``file``, also a name, checkpoint or GGUF file of a language model.
-        file: Files of other samples with labels, or of text or questions for a language model, in place of a split;
-            nothing is written then. See :func:`~cordillera.workflows.evaluation.other_files.evaluate_file` and
-            :func:`~cordillera.workflows.evaluation.language_files.evaluate_language_file`.
+        file: Files of other samples with labels, or of text, chats or questions for a language model, in place of a
+            split; nothing is written then. See
+            :func:`~cordillera.workflows.evaluation.other_files.evaluate_file`,
+            :func:`~cordillera.workflows.evaluation.language_files.evaluate_language_file` and
+            :func:`~cordillera.workflows.evaluation.language_files.evaluate_chat_file`.
         rows: Labelled samples in memory in place of a split, as :func:`cordillera.load_recipe` takes them, for a run of
             a ranking model; nothing is written.
         split: ``train``, ``validation`` or ``test``; None for ``test``. A language model has ``validation`` only.
@@ -153,7 +157,8 @@ def evaluate(
         return evaluate_file(run, rows=rows)
     if file is not None and not _is_ranking(run):
         model = run.folder if isinstance(run, Run) else run
-        return evaluate_language_file(model, file, dtype=dtype or "float32", tokens=tokens, on_tokens=on_tokens)
+        work = evaluate_chat_file if holds_chats(file) else evaluate_language_file
+        return work(model, file, dtype=dtype or "float32", tokens=tokens, on_tokens=on_tokens)
     if dtype is not None:
         raise RunError("is for a language model and a file", where="dtype", remedy="leave it out, or give --file")
     if not isinstance(run, Run) and not Path(run, "recipe.toml").is_file():

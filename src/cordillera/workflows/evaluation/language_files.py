@@ -1,4 +1,4 @@
-"""Evaluation of any language model on files: text, and questions with choices."""
+"""Evaluation of any language model on files: text, chats, and questions with choices."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ import numpy as np
 import torch
 from scipy.special import ndtri
 
+from cordillera.data.language.chats.batches import LEARNS
+from cordillera.data.language.chats.rows import HUGGING_FACE, read_chats
+from cordillera.data.language.chats.sets import CHAT_SETS
+from cordillera.data.language.chats.tokens import ANSWER, TokenisedChat, chat_tokenizer, tokenise_chat
 from cordillera.data.language.data_folders import data_files
 from cordillera.data.language.documents import FileRow, is_of_rows, read_documents, read_rows
 from cordillera.data.tokenizers.tokenizer import Tokenizer, check_text
@@ -62,6 +66,13 @@ class TextEvaluation:
     bytes: int
     window: int
     seconds: float
+
+
+class ChatEvaluation(TextEvaluation):
+    """Quality of the predictions of what the assistant says in the chats of a file, and of the tokens that end it.
+
+    Fields are those of :class:`TextEvaluation`, with chats as documents; each is one sample of the intervals.
+    """
 
 
 @dataclass(frozen=True)
@@ -134,6 +145,82 @@ def evaluate_language_file(
     if questions:
         return _choices(opened, questions, tokens, on_tokens, began)
     return _texts(opened, [document.text for document in read_documents(paths)], tokens, on_tokens, began)
+
+
+def holds_chats(file: str | Path) -> bool:
+    """Return whether a file, or the first of several, holds chats: rows of messages, or of a prompt and its answer.
+
+    Args:
+        file: File, folder or pattern; names of built-in sets and ``datasets:NAME`` are chats.
+
+    Raises:
+        DataError: If there is no such file, or its first row cannot be read.
+    """
+    if str(file) in CHAT_SETS or str(file).startswith(HUGGING_FACE):
+        return True
+    paths = data_files(str(file))
+    first = next(iter(read_rows(paths)), None) if is_of_rows(paths[0]) else None
+    if first is None or "choices" in first.values:
+        return False
+    return first.values.get("text") is None and bool({"messages", "prompt"} & first.values.keys())
+
+
+def evaluate_chat_file(
+    model: str | Path,
+    file: str | Path,
+    *,
+    dtype: str = "float32",
+    tokens: int | None = None,
+    on_tokens: OnTokens | None = None,
+) -> ChatEvaluation:
+    """Evaluate a language ``model`` on the assistant's turns of chats, in the model's chat format. Nothing is written.
+
+    Args:
+        model: Name of an asset, checkpoint, GGUF file or run.
+        file: File, folder, pattern, built-in set or ``datasets:NAME``, as post-training reads them
+            (:func:`~cordillera.data.language.chats.rows.read_chats`).
+        dtype: Data type of the weights.
+        tokens: Number of tokens of chats after which no further chat is read. Default: all.
+        on_tokens: Function that is called with the number of tokens read and of all.
+
+    Raises:
+        DataError: If the model or a file is not found, or a row is no chat; the error names it.
+        CheckpointError: If the checkpoint is damaged.
+    """
+    began = time.perf_counter()
+    opened = LanguageModel(model, dtype=dtype, drafter="none")
+    opened.limit(WINDOW)
+    tokenizer, window = chat_tokenizer(opened.tokenizer), opened.config.context
+    pieces: list[_TextPiece] = []
+    chats: list[TokenisedChat] = []
+    for row in read_chats(str(file)):
+        if tokens is not None and sum(len(chat.tokens) for chat in chats) >= tokens:
+            break
+        chats.append(tokenise_chat(tokenizer, row.messages, where=row.where))
+        pieces += _windows(len(chats) - 1, chats[-1].tokens.tolist(), window)
+    scores: list[list[np.ndarray]] = [[] for _ in chats]
+    for piece, found in _scored(opened.model, pieces, window, on_tokens):
+        scores[piece.owner].append(found)
+    lengths = np.array([len(content or b"") for content in tokenizer.token_bytes])
+    learnt = [np.isin(chat.kinds[1:], list(LEARNS)) for chat in chats]
+    losses = np.array([-np.concatenate(own)[mask].sum() for own, mask in zip(scores, learnt, strict=True)])
+    counts = np.array([mask.sum() for mask in learnt])
+    sizes = np.array([lengths[chat.tokens[chat.kinds == ANSWER]].sum() for chat in chats])
+    loss, interval = _ratio(losses, counts)
+    bits, bits_interval = _ratio(losses / math.log(2), sizes)
+    return ChatEvaluation(
+        loss=loss,
+        perplexity=_exp(loss),
+        bits_per_byte=bits,
+        loss_interval=interval,
+        perplexity_interval=(_exp(interval[0]), _exp(interval[1])),
+        bits_per_byte_interval=bits_interval,
+        documents=len(chats),
+        tokens=int(counts.sum()),
+        bytes=int(sizes.sum()),
+        window=window,
+        seconds=time.perf_counter() - began,
+    )
 
 
 def _texts(
