@@ -461,6 +461,13 @@ class Run:
                 records = sum(line.endswith(b"\n") for line in file)
         self.write_json("status.json", asdict(RunStatus(ended, step, steps, why, records)))
 
+    def write_failure(self, why: str) -> None:
+        """Write into ``status.json`` why training failed, unless it was completed or another process trains the run."""
+        with contextlib.suppress(RunError), self.lock():
+            status = self.status()
+            if status is not None and not status.is_complete:
+                self.write_status("failed", status.step, status.steps, why)
+
     def status(self) -> RunStatus | None:
         """Return the progress of training; None for a run without ``status.json``.
 

@@ -315,6 +315,9 @@ def test_a_rank_that_dies_is_named_the_run_goes_on_and_ctrl_c_saves(recipe, tmp_
         assert word in said, said
     assert "Traceback" not in said, said
     gone(process)
+    status = Run(folder).status()
+    assert status.ended == "failed"
+    assert status.why.startswith("rank 1 was ended by SIGKILL")
 
     reached = checkpoints.steps(folder / "checkpoints")[-1]
     process = start(recipe, folder, "--resume")
@@ -353,6 +356,41 @@ def test_a_shard_that_is_damaged_is_named(cli, recipe, tmp_path):
     assert failed.code == 2
     assert shard.name in failed.err
     assert "Traceback" not in failed.err
+
+
+def test_a_corrupt_newest_checkpoint_is_set_aside_and_the_run_goes_on_from_the_one_before(cli, recipe, tmp_path):
+    assert cli("train", recipe, "--run", "a", "-q").code == 0
+    expected, found = weights(tmp_path / "a"), tmp_path / "a/checkpoints"
+    assert checkpoints.steps(found) == [8, 12]
+    shard = max((found / "step-000000012").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.warns(UserWarning, match=r"corrupt-step-000000012-1, and training goes on from step 8"):
+        again = cli("train", "a", "--resume", "-q")
+    assert again.code == 0, again.err
+    assert [record["step"] for record in Run(tmp_path / "a").metrics() if record["kind"] == "resumed"] == [8]
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(tmp_path / "a").items())
+    assert (found / "corrupt-step-000000012-1" / shard.name).read_bytes() == content
+
+
+def test_a_run_of_two_processes_goes_on_in_one(cli, recipe, tmp_path):
+    assert cli("train", recipe, "--run", "a", "-q", "--set", "training.steps=4").code == 0
+    run = Run(tmp_path / "a")
+    run.recipe_file.write_text(re.sub(r"shard = 1\b", "shard = 2", run.recipe_file.read_text()))
+    assert "shard = 2" in run.recipe_file.read_text()
+    done = cli("train", "a", "--resume", "-q", "--nproc", 1)
+    assert done.code == 0, done.err
+    assert "shard = 1" in run.recipe_file.read_text()
+
+
+@pytest.mark.slow
+def test_training_ends_and_is_saved_when_its_hours_are_over(recipe, tmp_path):
+    process = start(recipe, tmp_path / "a", "--hours", "0.004", "--set", "training.steps=100000")
+    said = process.communicate(timeout=240)[0]
+    assert process.returncode == 130, said
+    step = int(re.search(r"interrupted at step ([\d,]+); everything is saved", said)[1].replace(",", ""))
+    assert checkpoints.steps(tmp_path / "a/checkpoints")[-1] == step > 0
 
 
 def test_steps_that_are_not_finite_are_skipped_counted_and_shown(cli, recipe, tmp_path):

@@ -260,6 +260,26 @@ def test_a_killed_run_says_that_it_is_not_finished(stopped: Run) -> None:
     assert "not finished: training runs, or was killed; its newest checkpoint is of step 4 of 15" in page
 
 
+def test_the_reason_of_a_lost_rank_is_kept_unless_the_run_is_complete_or_in_use(stopped: Run) -> None:
+    before = stopped.status()
+    assert before is not None
+    with stopped.lock():
+        Run(stopped.folder).write_failure("rank 1 was ended by SIGKILL")
+    assert stopped.status() == before
+    stopped.write_failure("rank 1 was ended by SIGKILL")
+    found = stopped.status()
+    assert found is not None
+    assert (found.ended, found.why, found.step, found.steps) == (
+        "failed",
+        "rank 1 was ended by SIGKILL",
+        before.step,
+        before.steps,
+    )
+    stopped.write_status("finished", 5, 5)
+    stopped.write_failure("rank 1 was ended by SIGKILL")
+    assert stopped.status().ended == "finished"  # type: ignore[union-attr]
+
+
 def test_a_failed_run_says_why_and_which_checkpoint_there_is(made: Path, tmp_path: Path) -> None:
     hot = ["training.learning_rate=1e30", "training.decay=none"]
     with pytest.raises(TrainingError, match="there is no checkpoint yet"):

@@ -237,7 +237,10 @@ def test_rows_that_are_no_chats_are_refused_by_name(folder: Path, tmp_path: Path
     for rows, words in (
         ([{"prompt": "the cat"}], "there is no messages, or prompt with completion, answer or response"),
         ([{"messages": [{"role": "user", "content": "the"}]}], "has no turn of the assistant"),
-        ([{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, {"x": 1}], r"jsonl:2: there is no prompt"),
+        (
+            [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, {"x": 1}],
+            r"jsonl:2: there is no prompt",
+        ),
     ):
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         with pytest.raises(DataError, match=words):

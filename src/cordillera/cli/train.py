@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from cordillera.cli._show import AsJson, Changes, CommandOutput, Quiet, refuse, to_type
-from cordillera.errors import Interrupted
+from cordillera.errors import Interrupted, RankError
 
 if TYPE_CHECKING:
+    from cordillera.run import Run
     from cordillera.workflows import LanguageOutcome, Outcome
+
+_Outcome = TypeVar("_Outcome", bound="Outcome | LanguageOutcome")
 
 _TOO_GOOD = 0.99  # AUC
 _OF_MACHINE = ("name: ", "description: ", "device: ", "threads: ", "data.cache_dir: ", "parallel.", "fault_tolerance.")
@@ -55,13 +61,19 @@ def train(
         Path | None,
         typer.Option("--plan", help="Train a language model by a plan.json of `cordillera plan`: mesh and schedule."),
     ] = None,
+    hours: Annotated[
+        float | None,
+        typer.Option("--hours", help="Save and end after so many hours, as at Ctrl-C, whatever the step.", min=0.0),
+    ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Train a recipe, evaluate it and write the report."""
     from cordillera import workflows
     from cordillera.cli._show import training_progress
+    from cordillera.distributed.job.slurm import adopt_slurm
 
+    adopt_slurm()
     if replica is not None or coordinator is not None:
         options = {"--run": run, "--set": set_, "--seed": seed, "--nproc": nproc, "--plan": plan, "--resume": resume}
         refuse({**options, "--replicas": replicas}, "--replica, which trains the run that stands in place of RECIPE")
@@ -72,11 +84,13 @@ def train(
     resume = resume and not _begins(recipe, run, answer)
     what = resumed(recipe, run, overrides, plan) if resume else _begun(recipe, run, overrides, plan, nproc)
     before = what.status() if resume else None
+    changes = overrides + _shards(what, nproc, overrides) if resume else []
     run = what.folder if resume else run or _new_folder(what.name)
-    with answer:
+    with answer, _limited(hours):
         with training_progress(answer.notes, quiet=quiet) as (draw, say), _ended_before(draw, run, resume) as on_step:
-            outcome = workflows.train(
-                what, run, processes=nproc, changes=overrides if resume else (), on_step=on_step, say=say
+            outcome = _past_corrupt_checkpoints(
+                run if resume else None,
+                lambda: workflows.train(what, run, processes=nproc, changes=changes, on_step=on_step, say=say),
             )
         is_old = before is not None and before.is_complete and before.step == outcome.report.progress.step
         tell_outcome(answer, outcome, "train", is_resumed=resume, is_old=is_old)
@@ -114,6 +128,55 @@ def _new_folder(name: str) -> Path | None:
 
 
 @contextlib.contextmanager
+def _limited(hours: float | None) -> Iterator[None]:
+    """End what the region does after so many hours as SIGTERM does."""
+    if hours is None:
+        yield
+        return
+    timer = threading.Timer(3600 * hours, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _shards(run: Run, nproc: int | None, overrides: Sequence[str]) -> list[str]:
+    """Return the change of ``parallel.shard`` with which a language model's run goes on in ``nproc`` processes."""
+    from cordillera.recipe import LanguageRecipe, load
+
+    recipe = load(run.recipe_file, overrides) if nproc is not None else None
+    if nproc is None or not isinstance(recipe, LanguageRecipe):
+        return []
+    others = recipe.parallel.world // recipe.parallel.shard
+    return [] if nproc % others or nproc == recipe.parallel.world else [f"parallel.shard={nproc // others}"]
+
+
+def _past_corrupt_checkpoints(folder: Path | None, train: Callable[[], _Outcome]) -> _Outcome:
+    """Call ``train``; where the newest checkpoint of the run that it resumes is corrupt, set that aside, and again."""
+    from cordillera.distributed.job.environment import place_in_job
+    from cordillera.errors import CheckpointError
+    from cordillera.run import Run
+    from cordillera.training.checkpoints import set_aside_if_corrupt
+
+    while True:
+        try:
+            return train()
+        except CheckpointError as error:
+            if folder is None or place_in_job() is not None:
+                raise
+            found = set_aside_if_corrupt(Run(folder).checkpoints)
+            if found is None:
+                raise
+            aside, before = found
+            what = (
+                f"{error.where}: {error.what}; the checkpoint is now {aside}, and training goes on from step {before:,}"
+            )
+            warnings.warn(what, stacklevel=2)
+
+
+@contextlib.contextmanager
 def _ended_before(draw: Callable[..., None], folder: Path | None, is_resumed: bool) -> Iterator[Callable[..., None]]:
     """Yield ``draw`` for every step; report the state if a signal ends the command before or after all steps."""
     is_begun = False
@@ -139,6 +202,12 @@ def _ended_before(draw: Callable[..., None], folder: Path | None, is_resumed: bo
             found = f"nothing was trained yet{'; weights are as they were' if is_resumed else ''}"
         remedy = f"continue with: {to_type('train', folder, '--resume')}"
         raise Interrupted(found, where=str(folder), remedy=remedy) from None
+    except RankError as error:  # rank 0, which writes the status, may be the one that ended
+        if folder is not None and (folder / "recipe.toml").is_file():
+            from cordillera.run import Run
+
+            Run(folder).write_failure(error.what)
+        raise
     finally:
         if folder is not None:
             with contextlib.suppress(OSError):  # a folder that is not empty stays

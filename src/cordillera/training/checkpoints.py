@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -69,6 +70,32 @@ class Checkpoint:
     def step(self) -> int:
         """Number of training steps done when it was written."""
         return int(self.state["step"])
+
+
+def set_aside_if_corrupt(parent: Path) -> tuple[Path, int] | None:
+    """Rename the newest checkpoint of a run to ``corrupt-step-N-1`` if it is corrupt and there is an earlier one.
+
+    Args:
+        parent: Folder of the run's checkpoints.
+
+    Returns:
+        The new path, and the step of the checkpoint that is the newest now; None if nothing was renamed.
+    """
+    found = steps(parent)
+    if len(found) < 2:
+        return None
+    newest = folder_of(parent, found[-1])
+    try:
+        sealed = SealedFolder(newest)
+        for name in sealed.sizes:
+            sealed.verify(name)
+    except CheckpointError:
+        others = (newest.with_name(f"corrupt-{newest.name}-{number}") for number in itertools.count(1))
+        aside = next(path for path in others if not path.exists())
+        with disk_errors(aside):
+            newest.replace(aside)
+        return aside, found[-2]
+    return None
 
 
 def flush(path: Path) -> None:
