@@ -1,5 +1,6 @@
-"""Ids that are written differently than in training are said aloud."""
+"""Ids that are written differently than in training, blanks and numbers in another unit are said aloud."""
 
+import re
 import warnings
 
 import polars as pl
@@ -78,3 +79,34 @@ def test_the_command_prints_warnings_for_people(cli, monkeypatch):
     told = warnings.formatwarning("log.csv: is \x1b[31mold", UserWarning, "code.py", 7)
     assert told == "warning: log.csv: is \\x1b[31mold\n"
     assert "code.py:7" in warnings.formatwarning("x", DeprecationWarning, "code.py", 7)
+
+
+@pytest.mark.parametrize("transform", ["standardise", "log", "quantile"])
+def test_numbers_in_another_unit_and_empty_columns_are_told_and_only_they(tmp_path, transform):
+    log = pl.read_csv(write_log(tmp_path / "log.csv", rows=600), infer_schema=False)
+    text = RECIPE.format(path=tmp_path / "log.csv").replace(
+        'name = "price"', f'name = "price", transform = "{transform}"'
+    )
+    (tmp_path / "small.toml").write_text(text)
+    recipe = load(tmp_path / "small.toml", [f"data.cache_dir={tmp_path / 'cache'}", "training.epochs=1"])
+    folder = workflows.train(recipe, tmp_path / "run").run.folder
+    price = pl.col("price").cast(pl.Float64)
+    texts = {
+        "same": (log, None),
+        "half": (log.with_columns(price=pl.when(pl.int_range(pl.len()) % 40 == 0).then(None).otherwise("price")), None),
+        "cents": (log.with_columns(price=1000 * price), r"the mean.* of 'price' is \d+\.\d standard deviations above"),
+        "below": (log.with_columns(price=price / 1000 - 1), r"'price' is \d+\.\d standard deviations below"),
+        "blank": (log.with_columns(price=pl.lit("")), "'price' is blank in 100 % of the rows, in training in 6 %"),
+    }
+    for name, (frame, said) in texts.items():
+        frame.write_csv(tmp_path / f"{name}.csv")
+        for run in (
+            lambda file: workflows.evaluate(folder, file=file),
+            lambda file: workflows.predict(folder, file, tmp_path / "scores.csv"),
+        ):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                run(tmp_path / f"{name}.csv")
+            told = [str(one.message) for one in caught if "'price'" in str(one.message)]
+            assert len(told) == (said is not None), (name, told)
+            assert said is None or re.search(said, told[0]), (name, told)

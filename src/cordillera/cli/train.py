@@ -69,8 +69,6 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train a recipe, evaluate it and write the report."""
-    from cordillera import workflows
-    from cordillera.cli._show import training_progress
     from cordillera.distributed.job.slurm import adopt_slurm
 
     adopt_slurm()
@@ -83,17 +81,31 @@ def train(
     answer = CommandOutput(as_json)
     resume = resume and not _begins(recipe, run, answer)
     what = resumed(recipe, run, overrides, plan) if resume else _begun(recipe, run, overrides, plan, nproc)
-    before = what.status() if resume else None
-    changes = overrides + _shards(what, nproc, overrides) if resume else []
     run = what.folder if resume else run or _new_folder(what.name)
     with answer, _limited(hours):
-        with training_progress(answer.notes, quiet=quiet) as (draw, say), _ended_before(draw, run, resume) as on_step:
-            outcome = _past_corrupt_checkpoints(
-                run if resume else None,
-                lambda: workflows.train(what, run, processes=nproc, changes=changes, on_step=on_step, say=say),
-            )
-        is_old = before is not None and before.is_complete and before.step == outcome.report.progress.step
-        tell_outcome(answer, outcome, "train", is_resumed=resume, is_old=is_old)
+        _train(answer, what, run, nproc, overrides, quiet)
+
+
+def _train(
+    answer: CommandOutput, what: Any, folder: Path | None, nproc: int | None, overrides: Sequence[str], quiet: bool
+) -> None:
+    """Train a recipe, or the rest of a run with ``overrides``, and print how that ended."""
+    from cordillera import workflows
+    from cordillera.cli._show import training_progress
+    from cordillera.run import Run
+
+    run = what if isinstance(what, Run) else None
+    before = None if run is None else run.status()
+    changes = () if run is None else (*overrides, *_shards(run, nproc, overrides))
+    with (
+        training_progress(answer.notes, quiet=quiet) as (draw, say),
+        _ended_before(draw, folder, run is not None) as on_step,
+    ):
+        outcome = _past_corrupt_checkpoints(
+            run, lambda: workflows.train(what, folder, processes=nproc, changes=changes, on_step=on_step, say=say)
+        )
+    is_old = before is not None and before.is_complete and before.step == outcome.report.progress.step
+    tell_outcome(answer, outcome, "train", is_resumed=run is not None, is_old=is_old)
 
 
 def _begins(recipe: str, folder: Path | None, answer: CommandOutput) -> bool:
@@ -153,20 +165,19 @@ def _shards(run: Run, nproc: int | None, overrides: Sequence[str]) -> list[str]:
     return [] if nproc % others or nproc == recipe.parallel.world else [f"parallel.shard={nproc // others}"]
 
 
-def _past_corrupt_checkpoints(folder: Path | None, train: Callable[[], _Outcome]) -> _Outcome:
-    """Call ``train``; where the newest checkpoint of the run that it resumes is corrupt, set that aside, and again."""
+def _past_corrupt_checkpoints(run: Run | None, train: Callable[[], _Outcome]) -> _Outcome:
+    """Call ``train``, again with the checkpoint before where the newest of the ``run`` that it resumes is corrupt."""
     from cordillera.distributed.job.environment import place_in_job
     from cordillera.errors import CheckpointError
-    from cordillera.run import Run
     from cordillera.training.checkpoints import set_aside_if_corrupt
 
     while True:
         try:
             return train()
         except CheckpointError as error:
-            if folder is None or place_in_job() is not None:
+            if run is None or place_in_job() is not None:
                 raise
-            found = set_aside_if_corrupt(Run(folder).checkpoints)
+            found = set_aside_if_corrupt(run.checkpoints)
             if found is None:
                 raise
             aside, before = found

@@ -25,7 +25,7 @@ from cordillera.data.ranking.features import FeatureSpec
 from cordillera.data.ranking.frames import FrameLike, frame_of
 from cordillera.data.ranking.logs.columns import RowPlace
 from cordillera.data.ranking.rows import read_rows
-from cordillera.data.ranking.unseen import UnseenCount
+from cordillera.data.ranking.unseen import InputCheck
 from cordillera.embeddings.dynamic_tables import DynamicTables
 from cordillera.errors import DataError, RunError
 from cordillera.files import make_folders, read_json_object, remove_made
@@ -88,13 +88,13 @@ def predict(
     target = _default_target(run, str(file)) if out is None else _checked_target(Path(file), Path(out))
     with _opened_scorer(run, quantized=quantized, planned=planned) as (recipe, one):
         encoder, tasks = one.encoder, one.tasks
-        unseen = UnseenCount(encoder, card_of(run)["data"]["facts"])
+        inputs = InputCheck(encoder, card_of(run)["data"]["facts"])
         names = ["score"] if len(tasks) == 1 else [f"score_{task}" for task in tasks]
         rows = 0
         with _Writer(target) as writer:
             for frame, place in read_rows(str(file), recipe.data, encoder.schema, labels=False):
                 encoded = encoder.encode(frame, where=place, labels=False)
-                unseen.update(encoded)
+                inputs.update(encoded)
                 scores = probabilities(one.finite_logits(encoded, place, batch_size))
                 columns = [frame[name] for name in encoder.schema.ids if name in frame.columns]
                 columns += [pl.Series(name, scores[:, i]) for i, name in enumerate(names)]
@@ -103,7 +103,7 @@ def predict(
                 if on_rows is not None:
                     on_rows(rows)
             writer.finish()
-    unseen.warn(str(file))
+    inputs.warn(str(file))
     return target, rows
 
 
@@ -159,9 +159,9 @@ class TrainedModel:
             encoded = self._scorer.encoder.encode(frame, where=place, labels=False)
             scores = probabilities(self._scorer.finite_logits(encoded, place, batch_size))
         if len(frame) >= TELLING_ROWS:
-            unseen = UnseenCount(self._scorer.encoder, self._facts)
-            unseen.update(encoded)
-            unseen.warn("rows")
+            inputs = InputCheck(self._scorer.encoder, self._facts)
+            inputs.update(encoded)
+            inputs.warn("rows")
         return scores[:, 0] if len(self.tasks) == 1 else scores
 
     def embeddings(self, feature: str) -> pl.DataFrame:

@@ -1,11 +1,15 @@
-"""Warnings about features with far more unseen ids than in the validation rows, as when ids are written differently."""
+"""Warnings about features that are far from those of training: unseen ids, blanks, numbers in another unit."""
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from typing import Any
 
+import numpy as np
+
 from cordillera.data.ranking.encoding import EncodedRows, Encoder
+from cordillera.data.ranking.features import DenseFeature
 
 MARGIN = 0.1
 """Largest excess over the share of unseen ids in the validation rows that raises no warning."""
@@ -14,27 +18,69 @@ DEVIATIONS = 5.0
 """Largest excess in standard deviations of a share of that many ids that raises no warning."""
 
 
-class UnseenCount:
-    """Counts unseen ids over chunks of rows, to compare them with the ``facts`` of a model's training data."""
+SHIFT = 1.0
+"""Largest distance of a dense feature's mean from that of the training rows, in their standard deviations, that raises
+no warning."""
+
+
+class InputCheck:
+    """Compares the inputs of chunks of rows with those that a model was trained on.
+
+    Args:
+        encoder: The model's encoder.
+        facts: Facts of its training data.
+    """
 
     def __init__(self, encoder: Encoder, facts: dict[str, Any]) -> None:
         self._encoder, self._facts = encoder, facts
         self._counts: dict[str, tuple[int, int]] = {}
+        self._rows, self._sums, self._blanks = 0, np.zeros(len(encoder.schema.numbers)), Counter[str]()
 
     def update(self, rows: EncodedRows) -> None:
-        """Count the ids of encoded rows."""
+        """Take note of encoded rows."""
         for name, (count, total) in self._encoder.unseen(rows).items():
             before = self._counts.get(name, (0, 0))
             self._counts[name] = (before[0] + count, before[1] + total)
+        self._rows += len(rows)
+        self._sums += rows.dense.sum(0, dtype=np.float64)
+        self._blanks.update(rows.blanks)
 
     def warn(self, where: str) -> None:
-        """Warn, with ``where``, of features that exceed their share of unseen ids in the validation rows.
+        """Warn, with ``where``, of features that are far from those of training.
 
-        The excess must be more than :data:`MARGIN`, and more than :data:`DEVIATIONS` standard deviations.
+        A share of unseen ids or blanks must exceed that of the validation rows (blanks: of all rows) by more than
+        :data:`MARGIN`, and by more than :data:`DEVIATIONS` standard deviations. The mean of a dense feature with a
+        transform must be more than :data:`SHIFT` from that of the training rows.
         """
         for name, (count, total) in self._counts.items():
             if total:
                 _warn(name, count / total, total, self._facts, where)
+        for feature, value in zip(self._encoder.schema.numbers, self._sums.tolist(), strict=True):
+            if self._rows:
+                self._warn_of_number(feature, value, where)
+
+    def _warn_of_number(self, feature: DenseFeature, total: float, where: str) -> None:
+        name, blanks = feature.name, self._blanks[feature.name]
+        share, known = blanks / self._rows, (self._facts.get("blanks") or {}).get(name, 1.0)
+        base = max(known, 0.01)
+        if share - known > max(MARGIN, DEVIATIONS * (base * (1 - base) / self._rows) ** 0.5):
+            warnings.warn(
+                f"{where}: '{name}' is blank in {100 * share:.0f} % of the rows, in training in {100 * known:.0f} %; "
+                "check that the column is filled",
+                stacklevel=3,
+            )
+        present = self._rows - blanks
+        if feature.transform == "none" or not present:
+            return
+        mean = (total - blanks * self._encoder.dense_state[name]["fill"]) / present
+        shift = (mean - 0.5) * 12**0.5 if feature.transform == "quantile" else mean
+        if abs(shift) > max(SHIFT, DEVIATIONS / present**0.5):
+            of = {"quantile": "mean quantile", "log": "mean logarithm", "standardise": "mean"}[feature.transform]
+            warnings.warn(
+                f"{where}: the {of} of '{name}' is {abs(shift):.1f} standard deviations "
+                f"{'above' if shift > 0 else 'below'} that of the training rows; check that its unit is the same",
+                stacklevel=3,
+            )
 
 
 def warn_of_split(facts: dict[str, Any], split: str) -> None:

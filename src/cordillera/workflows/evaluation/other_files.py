@@ -14,7 +14,7 @@ from cordillera.data.ranking.features import RankingBatch
 from cordillera.data.ranking.frames import FrameLike, frame_of
 from cordillera.data.ranking.logs.columns import MISSING, RowPlace
 from cordillera.data.ranking.rows import read_rows
-from cordillera.data.ranking.unseen import UnseenCount
+from cordillera.data.ranking.unseen import InputCheck
 from cordillera.errors import DataError
 from cordillera.numbers import counted
 from cordillera.run import Run
@@ -45,7 +45,7 @@ def evaluate_file(
     recipe, encoder = recipe_of(run), Encoder.load(run.folder / "encoder")
     card, device = card_of(run), select_device(recipe.device)
     tasks, schema = tuple(card["tasks"]), encoder.schema
-    unseen = UnseenCount(encoder, card["data"]["facts"])
+    inputs = InputCheck(encoder, card["data"]["facts"])
     labels = [schema.labels.index(task) for task in tasks]
     # training alone needs times and a teacher, and all labels
     encoder.schema = schema.model_copy(update={"timestamp": None, "teacher": None, "missing_labels": True})
@@ -58,7 +58,7 @@ def evaluate_file(
     def batches() -> Iterator[RankingBatch]:
         for frame, place in read_rows(str(file), recipe.data, schema) if rows is None else [held]:
             encoded = encoder.encode(frame, where=place)
-            unseen.update(encoded)
+            inputs.update(encoded)
             assert encoded.labels is not None
             known = encoded.labels[:, labels]
             encoded = replace(encoded, labels=known)
@@ -77,7 +77,7 @@ def evaluate_file(
         score = scorer(model, device, recipe.training.precision, recipe.training.emulate)
         ranking_k, name = recipe.training.ranking_k, Path(source).name
         evaluation = evaluate_split(score, batches(), tasks, split=name, segments=segments, ranking_k=ranking_k)
-    unseen.warn(f"{run.folder} on {source}")
+    inputs.warn(f"{run.folder} on {source}")
     for task, count in zip(tasks, blank.tolist(), strict=True):
         if count and not schema.missing_labels:
             warnings.warn(
