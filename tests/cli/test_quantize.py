@@ -299,6 +299,25 @@ def test_ids_that_were_never_seen_and_blanks_raise_an_alarm_by_name(cli, run_fol
     assert "blanks of price share 0.0" in out
 
 
+def test_a_run_without_a_quantised_model_is_watched_by_its_validation_split(cli, run_folder, tmp_path):
+    shutil.rmtree(run_folder / "quantized")
+    before = sorted(run_folder.rglob("*"))
+    rows = [line.split(",") for line in write_log(tmp_path / "new.csv", rows=600, seed=8).read_text().splitlines()]
+    same = cli("watch", run_folder, "new.csv", "--json")
+    assert same.code == 0, same.out
+    found = json.loads(same.out)
+    assert (found["samples"], found["alarms"]) == (600, [])
+    for row in rows[1:]:
+        row[4] = row[4] and str(5 * float(row[4]))
+        row[3] = "toaster"
+    (tmp_path / "new.csv").write_text("\n".join(map(",".join, rows)) + "\n")
+    moved = cli("watch", run_folder, "new.csv", "--json")
+    assert moved.code == 1
+    names = {alarm["name"] for alarm in json.loads(moved.out)["alarms"]}
+    assert {"feature price", "blank or unseen ids of device"} <= names
+    assert sorted(run_folder.rglob("*")) == before
+
+
 def test_a_file_without_the_column_of_groups_is_said_to_be_so(cli, tmp_path):
     """Where no feature is of that column, so that the file may lack it."""
     from cordillera import workflows
@@ -316,10 +335,9 @@ def test_a_file_without_the_column_of_groups_is_said_to_be_so(cli, tmp_path):
 def test_mistakes_are_answered_with_what_to_do(cli, trained, tmp_path, run_folder):
     write_log(tmp_path / "new.csv", rows=10)
     shutil.rmtree(run_folder / "quantized")
-    for command in (["predict", run_folder, "new.csv", "--quantized"], ["watch", run_folder, "new.csv"]):
-        refused = cli(*command)
-        assert refused.code == 2
-        assert "cordillera quantize RUN makes one" in refused.err
+    refused = cli("predict", run_folder, "new.csv", "--quantized")
+    assert refused.code == 2
+    assert "cordillera quantize RUN makes one" in refused.err
     assert cli("quantize", run_folder, "--budget", "-1").code == 2
     assert "is not a run folder" in cli("quantize", tmp_path).err
 

@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 def watch(
-    run: Annotated[Path, typer.Argument(help="A run with a quantised model.")],
+    run: Annotated[Path, typer.Argument(help="A run of a ranking model.")],
     file: Samples,
     false_alarms: Annotated[
         float, typer.Option(min=1e-12, max=0.5, help="Probability of an alarm where nothing has changed.")
     ] = 1e-3,
     as_json: AsJson = False,
 ) -> None:
-    """Check whether a quantised model's inputs have drifted.
+    """Check whether samples have drifted away from a run's validation samples.
 
-    The exit status is 1 if they differ from those of its calibration.
+    The exit status is 1 if they have.
     """
     from cordillera.workflows.drift import watch as work
 
