@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,7 @@ def coordinate(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
 ) -> None:
     """Coordinate replicas that are started on other machines."""
+    from cordillera.cli._replicas import replicas_told
     from cordillera.cli._show import CommandOutput
     from cordillera.cli.train import resumed, tell_outcome
     from cordillera.errors import RecipeError
@@ -39,7 +41,7 @@ def coordinate(
     found = load(recipe if old is None else old.recipe_file, overrides)
     if not isinstance(found, LanguageRecipe):
         raise RecipeError(recipe, [("model", "only language models are trained by replicas")])
-    outcome = coordinate_replicas(
-        found, old.folder if old else run, resume=resume, processes=nproc, listen=listen, say=answer.say
-    )
+    folder = old.folder if old else run
+    with replicas_told(folder, answer.say) if folder is not None else contextlib.nullcontext():
+        outcome = coordinate_replicas(found, folder, resume=resume, processes=nproc, listen=listen, say=answer.say)
     tell_outcome(answer, outcome, "coordinate", is_resumed=resume)

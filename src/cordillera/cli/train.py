@@ -91,6 +91,7 @@ def _train(
 ) -> None:
     """Train a recipe, or the rest of a run with ``overrides``, and print how that ended."""
     from cordillera import workflows
+    from cordillera.cli._replicas import replicas_told
     from cordillera.cli._show import training_progress
     from cordillera.run import Run
 
@@ -100,6 +101,7 @@ def _train(
     with (
         training_progress(answer.notes, quiet=quiet) as (draw, say),
         _ended_before(draw, folder, run is not None) as on_step,
+        replicas_told(folder, say) if folder is not None else contextlib.nullcontext(),
     ):
         outcome = _past_corrupt_checkpoints(
             run, lambda: workflows.train(what, folder, processes=nproc, changes=changes, on_step=on_step, say=say)

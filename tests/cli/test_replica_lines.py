@@ -1,0 +1,42 @@
+"""What happens to replicas is said while they train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cordillera.cli import _replicas
+from cordillera.distributed.fault_tolerance.events import FOLDER, EventLog
+
+
+def test_a_loss_and_its_end_are_told_once_and_calm_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_replicas, "_POLL_S", 0.01)
+    launcher, coordinator = (EventLog(tmp_path / FOLDER / f"{name}.jsonl") for name in ("launcher", "coordinator"))
+    launcher.write("ended", replica="r0", attempt=1, why="of the run before")
+    said: list[str] = []
+    with _replicas.replicas_told(tmp_path, said.append):
+        launcher.write("coordinator", process=1, port=2)
+        launcher.write("started", replica="r1", attempt=1)
+        coordinator.write("epoch", epoch=1, step=0, members=["r0", "r1"])
+        coordinator.write("epoch", epoch=2, step=3, members=["r0", "r1"])
+        launcher.write("ended", replica="r1", attempt=1, why="rank 0 was ended by SIGKILL")
+        with open(tmp_path / FOLDER / "launcher.jsonl", "ab") as file:
+            file.write(b'not JSON\n{"kind": "ended"')  # the second is cut off
+    assert said == ["r1 ended: rank 0 was ended by SIGKILL"]
+    with _replicas.replicas_told(tmp_path / "new", said.append):  # of which there is no folder yet
+        coordinator = EventLog(tmp_path / "new" / FOLDER / "coordinator.jsonl")
+        coordinator.write("epoch", epoch=1, step=0, members=["r0", "r1"])
+        coordinator.write("epoch", epoch=2, step=1_003, members=["r0"])
+        coordinator.write("epoch", epoch=3, step=1_010, members=["r0", "r1"])
+        launcher = EventLog(tmp_path / "new" / FOLDER / "launcher.jsonl")
+        launcher.write("started", replica="r1", attempt=2)
+        launcher.write("given up", replica="r1", why="it ended 3 times")
+        launcher.write("coordinator ended", code=-9)
+    assert sorted(said[1:]) == [
+        "r1 is not started again: it ended 3 times",
+        "r1 is started again",
+        "step 1,003: training goes on with r0",
+        "step 1,010: training goes on with r0, r1",
+        "the coordinator ended and is started again",
+    ]
