@@ -262,6 +262,8 @@ def test_lines_tell_how_far_scoring_is_where_there_is_no_terminal(cli, recipe, t
     rows = len((tmp_path / "scores.csv").read_text().splitlines()) - 1
     assert (scored.code, scored.out) == (0, f"{rows:,} scores: scores.csv\n")
     assert f"scoring {rows:,} rows  0:00:0" in scored.err
+    told = cli("predict", "runs/a", "log.csv", "--out", "scores.csv", "--json")
+    assert json.loads(told.out) == {"rows": rows, "file": "scores.csv"}
 
 
 def test_a_flipped_byte_in_the_checkpoint_is_refused_by_name(cli, recipe, tmp_path):

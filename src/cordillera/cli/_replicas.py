@@ -48,7 +48,7 @@ def replicas_told(folder: Path, say: Callable[[str], object]) -> Iterator[None]:
 
 
 def _new_events(file: Path, places: dict[Path, int]) -> Iterator[dict[str, Any]]:
-    """Yield the events of whole lines after a place of the file, and move that; damage is for the final page to name."""
+    """Yield the events of whole lines after a place of the file, and move that; the final page names damaged ones."""
     with contextlib.suppress(OSError), open(file, "rb") as stream:
         stream.seek(places[file])
         content = stream.read()

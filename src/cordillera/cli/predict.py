@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cordillera.cli._show import Samples
+from cordillera.cli._show import AsJson, CommandOutput, Samples
 
 
 def predict(
@@ -24,23 +24,26 @@ def predict(
     planned: Annotated[
         bool, typer.Option("--plan", help="Score with the kernels that `cordillera probe` chose for the run.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Score a file of samples by a run.
 
     Scores are written beside the samples' ids.
     """
     from cordillera import workflows
-    from cordillera.cli._show import echo, work_shown
+    from cordillera.cli._show import work_shown
 
     before = out is not None and Path(out).exists()
-    with work_shown("scoring") as show:
-        written, rows = workflows.predict(
-            run,
-            file,
-            out,
-            batch_size=batch_size,
-            quantized=quantized,
-            planned=planned,
-            on_rows=lambda rows: show(f"scoring {rows:,} rows"),
-        )
-    echo(f"{rows:,} scores: {written}{', in place of an earlier file' if before else ''}")
+    with CommandOutput(as_json) as answer:
+        with work_shown("scoring") as show:
+            written, rows = workflows.predict(
+                run,
+                file,
+                out,
+                batch_size=batch_size,
+                quantized=quantized,
+                planned=planned,
+                on_rows=lambda rows: show(f"scoring {rows:,} rows"),
+            )
+        said = f"{rows:,} scores: {written}{', in place of an earlier file' if before else ''}"
+        answer.say(said, rows=rows, file=written)
