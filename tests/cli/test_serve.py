@@ -20,7 +20,8 @@ import httpx
 import openai
 import pytest
 
-from cordillera.workflows.serving.server import ServerConfig, _named, serve
+from cordillera.workflows.serving.opening import ServerConfig, _named
+from cordillera.workflows.serving.server import serve
 from tests.serving.servers import eventually
 from tests.serving.small_models import write_model
 

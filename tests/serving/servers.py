@@ -13,12 +13,14 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from cordillera.data.tokenizers.tokenizer import StreamDecoder
-from cordillera.serving.http.app import Services, create_app
+from cordillera.serving.http.app import Services
+from cordillera.serving.http.operated_app import create_operated_app
 from cordillera.serving.language.generation import generate
 from cordillera.serving.language.language_model import LanguageModel
 from cordillera.serving.language.text_metrics import TextMetrics
 from cordillera.serving.language.text_service import TextDelta, TextRequest, TextService
-from cordillera.workflows.serving.server import ServerConfig, bind
+from cordillera.workflows.serving.opening import ServerConfig
+from cordillera.workflows.serving.server import bind
 
 SECONDS = 60.0
 """Deadline of what takes far less, whatever else the machine does."""
@@ -47,7 +49,7 @@ def open_services(model: LanguageModel, name: str = "small", **settings: Any) ->
 @contextmanager
 def listening(services: Services, **settings: Any) -> Iterator[str]:
     """Serve an application at the address that is returned; its services are closed in the end."""
-    app = create_app(services, **settings)
+    app = create_operated_app(services, **settings)
     server = uvicorn.Server(
         uvicorn.Config(app, log_level="critical", ws="none", lifespan="off", timeout_graceful_shutdown=5)
     )

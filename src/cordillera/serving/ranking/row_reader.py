@@ -135,6 +135,21 @@ class RowReader:
                     ) from None  # fmt: skip
         return columns
 
+    def refuse_truth_values(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse true and false as numbers in ``rows`` that :meth:`read_objects` has read: in Python they are integers.
+
+        Raises:
+            RowError: If a dense feature of a row is a truth value; the place is a path such as ``rows[3].price``.
+        """
+        for number in self.schema.numbers:
+            for index, row in enumerate(rows):
+                if (value := row[number.name]) is True or value is False:
+                    raise RowError(
+                        f"must be a number{' or null' if number.missing != 'refuse' else ''}, got {_kind(value)}",
+                        code="invalid_type", where=f"rows[{index}].{number.name}",
+                        remedy="write 1 for true and 0 for false",
+                    )  # fmt: skip
+
     def frame(self, parts: Sequence[Columns | pl.DataFrame]) -> pl.DataFrame:
         """Return the rows of several requests, as they were read, in one frame."""
         if any(isinstance(part, pl.DataFrame) for part in parts):

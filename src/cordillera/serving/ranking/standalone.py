@@ -164,7 +164,7 @@ def _numbers(row: Mapping[str, Any], feature: Mapping[str, Any]) -> list[float]:
         raise ValueError(f"{feature['name']}: {len(values)} numbers, {width} are expected")
     found = []
     for one in values:
-        number = math.nan if one is None or one == "" else float(one)
+        number = math.nan if one is None or one == "" else _number(one, feature["name"])
         if math.isinf(number):
             raise ValueError(f"{feature['name']}: {one!r} is infinite")
         is_blank = one is None or one == ""
@@ -174,6 +174,14 @@ def _numbers(row: Mapping[str, Any], feature: Mapping[str, Any]) -> list[float]:
             raise ValueError(f"{feature['name']}: is blank")
         found.append(number)
     return found
+
+
+def _number(value: Any, name: str) -> float:
+    """Return a number as a float; text and truth values are none."""
+    if isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
+        kind = {str: "text", bool: "a truth value"}.get(type(value), type(value).__name__)
+        raise ValueError(f"{name}: must be a number, got {kind}; write numbers without quotation marks, 1 for true")
+    return float(value)
 
 
 def _text(value: Any, whole: bool, name: str) -> str | None:

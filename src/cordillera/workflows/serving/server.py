@@ -8,173 +8,34 @@ import gc
 import ipaddress
 import logging
 import math
-import os
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, ProcessCollector
-
-from cordillera import recipe as recipes
-from cordillera.errors import DataError, RunError
+from cordillera.errors import RunError
 from cordillera.numbers import counted
-from cordillera.recipe import RankingRecipe
-from cordillera.run import Run
-from cordillera.serving.http.app import BODY_BYTES, Services, create_app
+from cordillera.serving.http.app import Services
 from cordillera.serving.http.connections import (
     UNFINISHED_SECONDS,
     SlowConnections,
     end_unfinished,
     explain_full_loop,
 )
-from cordillera.serving.language.engine import TOGETHER
-from cordillera.serving.language.language_model import LanguageModel
-from cordillera.serving.language.text_metrics import TextMetrics
-from cordillera.serving.language.text_service import CACHE_BYTES, TextService
-from cordillera.serving.ranking.score_metrics import ScoreMetrics
-from cordillera.serving.ranking.score_service import ScoreService, ScoreServiceConfig
-from cordillera.workflows.prediction import open_scorer
+from cordillera.serving.http.operated_app import create_operated_app as create_app
 from cordillera.workflows.processes import Say, silent
-from cordillera.workflows.trained import warn_of_status
+from cordillera.workflows.serving.opening import ServerConfig
+from cordillera.workflows.serving.reloading import open_reloadable_services as open_services
 
 if TYPE_CHECKING:
     import uvicorn
 
 SWITCH_SECONDS = 0.0005
 """Time after which Python lets another thread run: models and connections take turns more often than by default."""
-
-
-@dataclass(frozen=True)
-class ServerConfig:
-    """Settings of a server.
-
-    Attributes:
-        host: Address that it listens at; others than loopback are reachable from outside.
-        port: Port; 0 for one that is free.
-        api_key: Key that requests need; None if they need none.
-        dtype: Data type of language models' weights, as
-            :class:`~cordillera.serving.language.language_model.LanguageModel` takes it.
-        device: ``auto``, ``cpu`` or ``cuda``.
-        drafter: What drafts tokens: ``auto``, ``ngram``, the file of a trained drafter, both joined by ``+``, or
-            ``none``.
-        quantized: Whether ranking runs are served as ``cordillera quantize`` made them.
-        fp8: Whether feed-forward nets of language models are computed in FP8.
-        context: Length of a language model's longest text with its prompt, in tokens; None for the model's context.
-        texts: Texts that a model writes at a time, at most 32.
-        queue: Texts of a model that are accepted at a time, those that wait included.
-        cache_bytes: Memory for keys and values of a model.
-        seconds: Time after which a request is ended.
-        drain_seconds: Time that accepted requests have left when the server is stopped.
-        leave_seconds: Time for which a server that is told to stop goes on to answer, while ``/health`` tells a proxy
-            to send it no more.
-        body_bytes: Largest body of a request.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    drafter: str = "auto"
-    quantized: bool = False
-    fp8: bool = False
-    context: int | None = None
-    texts: int = TOGETHER
-    queue: int = 256
-    cache_bytes: int = CACHE_BYTES
-    seconds: float = 600.0
-    drain_seconds: float = 60.0
-    leave_seconds: float = 0.0
-    body_bytes: int = BODY_BYTES
-
-
-def open_services(models: Sequence[str], config: ServerConfig, say: Say = silent) -> Services:
-    """Load models to be served.
-
-    Args:
-        models: Each the folder of a ranking run, or a language model as
-            :class:`~cordillera.serving.language.language_model.LanguageModel` names it; ``NAME=MODEL`` serves it by
-            another name than that of its file or folder.
-        config: Settings of the server.
-        say: Called with what is done.
-
-    Raises:
-        DataError: If a model is not found, or two have one name.
-        CheckpointError: If one is damaged.
-    """
-    registry = CollectorRegistry()
-    ProcessCollector(registry=registry)
-    text_metrics, score_metrics = TextMetrics(registry), ScoreMetrics(registry)
-    texts: dict[str, TextService] = {}
-    scores: dict[str, ScoreService] = {}
-    facts: dict[str, dict[str, object]] = {}
-    for name, model in _named(models).items():
-        say(f"reads {name} ...")
-        facts[name] = _facts(Path(model).expanduser())
-        if (run := _ranking_run(model)) is not None:
-            limits = ScoreServiceConfig(timeout=min(config.seconds, ScoreServiceConfig().timeout))
-            scores[name] = ScoreService(name, open_scorer(run, quantized=config.quantized), limits, score_metrics)
-            continue
-        opened = LanguageModel(
-            model,
-            dtype=config.dtype,
-            device=config.device,
-            drafter=config.drafter,
-            fp8=config.fp8,
-            context=config.context,
-        )
-        texts[name] = TextService(
-            opened,
-            texts=config.texts,
-            queue=config.queue,
-            cache_bytes=config.cache_bytes,
-            seconds=config.seconds,
-            name=name,
-            metrics=text_metrics,
-        )
-    return Services(texts, scores, registry, facts)
-
-
-def _facts(folder: Path) -> dict[str, object]:
-    """Return the facts on a model for clients; for a run, the name of its folder and the training progress."""
-    status = warn_of_status(Run(folder)) if (folder / "recipe.toml").is_file() else None
-    if status is None:
-        return {}
-    return {"run": folder.resolve().name, "step": status.step, "is_complete": status.is_complete}
-
-
-def _ranking_run(model: str) -> Run | None:
-    """Return the run of a folder that holds one of a ranking model, or None."""
-    folder = Path(model).expanduser()
-    if not (folder / "recipe.toml").is_file():
-        return None
-    run = Run(folder)
-    return run if isinstance(recipes.load(run.recipe_file), RankingRecipe) else None
-
-
-def _named(models: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for given in models:
-        name, equals, model = given.partition("=")
-        if os.path.exists(path := os.path.expanduser(given)):  # runs of a sweep have = in their names
-            name, model = Path(path).resolve().name, given
-        elif not equals:
-            name, model = given, given
-        if not name or not model:
-            raise DataError(f"{given!r} is not NAME=MODEL", where="serve")
-        if name in found:
-            raise DataError(f"two models have the name {name!r}", where="serve", remedy="write NAME=MODEL for one")
-        found[name] = model
-    if not found:
-        raise DataError("there is no model", where="serve", remedy="name one, such as smollm2")
-    return found
 
 
 def serve(
@@ -186,13 +47,14 @@ def serve(
 ) -> None:
     """Answer requests over HTTP until SIGTERM, SIGHUP or Ctrl-C; requests that were accepted are then finished.
 
-    In a thread that is not the main one, as in a notebook, signals are left to the program, and it answers until the
-    program ends::
+    SIGUSR1 opens the ranking models again, as
+    :func:`~cordillera.workflows.serving.reloading.open_reloadable_services` says. In a thread that is not the main one,
+    as in a notebook, signals are left to the program, and it answers until the program ends::
 
         Thread(target=cordillera.serve, args=(["runs/first"],), daemon=True).start()
 
     Args:
-        models: Models, as in :func:`open_services`.
+        models: Models, as in :func:`~cordillera.workflows.serving.opening.open_services`.
         config: Settings; None for the defaults.
         say: Called with what is done.
         ready: Called with the server's address once it accepts requests.
