@@ -20,8 +20,11 @@ import httpx
 import openai
 import pytest
 
+from cordillera import workflows
+from cordillera.recipe import load
 from cordillera.workflows.serving.opening import ServerConfig, _named
 from cordillera.workflows.serving.server import serve
+from tests.cli.conftest import RECIPE, write_log
 from tests.serving.servers import eventually
 from tests.serving.small_models import write_model
 
@@ -209,6 +212,9 @@ def test_the_key_comes_from_the_environment_or_a_file(
         with server.client("wrong") as client, pytest.raises(openai.AuthenticationError):
             client.models.list()
         assert httpx.get(f"{server.address()}/health", timeout=SECONDS).status_code == 200
+        assert httpx.get(f"{server.address()}/live", timeout=SECONDS).json() == {"status": "ok"}
+        assert httpx.head(f"{server.address()}/live", timeout=SECONDS).status_code == 200
+        assert httpx.post(f"{server.address()}/live", timeout=SECONDS).status_code == 401
         assert key not in server.said
         server.process.send_signal(signal.SIGTERM)
         assert server.ends() == 0
@@ -222,12 +228,13 @@ def test_serving_ends_at_sigterm_and_leaves_signals_and_collections_as_they_were
         frozen.append(gc.get_freeze_count())  # what is loaded: each full collection of it would take 0.2 s
         os.kill(os.getpid(), signal.SIGTERM)
 
-    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    handlers = [signal.getsignal(number) for number in numbers]
     serve([str(folder)], ServerConfig(port=0, device="cpu", drafter="none"), ready=ready)
     assert len(frozen) == 1
     assert frozen[0] > 50_000
     assert gc.get_freeze_count() == 0
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+    assert [signal.getsignal(number) for number in numbers] == handlers
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("text service small")]
 
 
@@ -307,11 +314,52 @@ def test_a_server_behind_a_proxy_leaves_before_it_stops(start: Callable[..., Ser
         server.process.send_signal(signal.SIGHUP)
         eventually(lambda: "answers for 3 s more" in server.said, "it says nothing", SECONDS)
         assert plain.get("/health").status_code == 503
+        assert plain.get("/live").status_code == 200
         models = plain.get("/v1/models")
         assert (models.status_code, models.headers["connection"]) == (200, "close")
     assert server.ends() == 0, server.said
     assert '"GET /v1/models" 200' in server.said
     assert server.said.strip().endswith("stopped")
+
+
+@pytest.mark.slow
+def test_a_server_reads_ranking_models_again_at_sigusr1_and_stops_at_sigterm(
+    start: Callable[..., Server], folder: Path, tmp_path: Path
+) -> None:
+    path, link = tmp_path / "small.toml", tmp_path / "current"
+    path.write_text(RECIPE.format(path=write_log(tmp_path / "log.csv", rows=300)))
+    for name, steps in (("first", 2), ("second", 1)):
+        keys = {"data.cache_dir": str(tmp_path / "cache"), "training.max_steps": steps}
+        workflows.train(load(path, keys), tmp_path / name)
+    link.symlink_to(tmp_path / "first")
+    server = start(folder, f"current={link}")
+    row = {"price": 12.5, "user": "u3", "device": "phone", "seen": ["1"]}
+    with httpx.Client(base_url=server.address(), timeout=SECONDS) as client:
+
+        def answered() -> tuple[float, str, str]:
+            answer = client.post("/v1/score", json={"model": "current", "rows": [row]})
+            assert answer.status_code == 200, answer.text
+            headers = answer.headers
+            return answer.json()["data"][0]["scores"]["click"], headers["cordillera-run"], headers["cordillera-step"]
+
+        before = answered()
+        assert before[1:] == ("first", "2")
+        link.unlink()
+        link.symlink_to(tmp_path / "second")
+        server.process.send_signal(signal.SIGUSR1)
+        eventually(lambda: "current answers with second, step 1" in server.said, "it reads nothing", SECONDS)
+        after = answered()
+        assert after[1:] == ("second", "1")
+        assert after[0] != before[0]
+        assert "language models are not read again: that takes a new server" in server.said
+        (tmp_path / "second" / "model.json").unlink()
+        server.process.send_signal(signal.SIGUSR1)
+        eventually(lambda: "current was not read again and answers as before" in server.said, "no error", SECONDS)
+        assert answered() == after
+        assert "Traceback" not in server.said
+        assert [client.get(place).status_code for place in ("/health", "/live")] == [200, 200]
+        server.process.send_signal(signal.SIGTERM)
+    assert server.ends() == 0, server.said
 
 
 @pytest.mark.slow

@@ -188,6 +188,10 @@ def test_values_that_training_refuses_are_refused(bought: tuple[Path, Path], tmp
         ({"slot": 5}, "slot: 5 is no id from 0 to 4"),
         ({"slot": None}, "slot: None is no id"),
         ({"user": 1.5}, "user: 1.5 is not an id"),
+        ({"long": "12.5"}, "long: must be a number, got text; write numbers without quotation marks"),
+        ({"long": True}, "long: must be a number, got a truth value"),
+        ({"long": [1.0]}, "long: must be a number, got list"),
+        ({"pair": [1.0, "2"]}, "pair: must be a number, got text"),
     ]
     for change, why in wrong:
         with pytest.raises(ValueError, match=why):

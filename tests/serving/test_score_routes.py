@@ -18,12 +18,15 @@ from prometheus_client import CollectorRegistry
 
 from cordillera.serving.http.scores import ARROW, score_router
 from cordillera.serving.ranking.micro_batcher import OverloadError
+from cordillera.serving.ranking.run_metrics import BOUNDS, RunMetrics
+from cordillera.serving.ranking.run_service import RunService
 from cordillera.serving.ranking.score_metrics import ScoreMetrics
 from cordillera.serving.ranking.score_service import ScoreService, ScoreServiceConfig
 
 from .small_scorers import frame_of, rows, scorer
 
 SCORER = scorer("dlrm", tasks=("click", "like"))
+FACTS = {"run": "first", "step": 7}
 
 
 class Server:
@@ -31,7 +34,9 @@ class Server:
 
     def __init__(self, **limits: Any) -> None:
         self.registry = CollectorRegistry()
-        self.service = ScoreService("small", SCORER, ScoreServiceConfig(**limits), ScoreMetrics(self.registry))
+        metrics, run_metrics = ScoreMetrics(self.registry), RunMetrics(self.registry)
+        self.service = RunService("small", SCORER, ScoreServiceConfig(**limits), metrics, run_metrics, FACTS)
+        run_metrics.show("small", FACTS, SCORER.encoder)
         self.app = FastAPI()
         self.app.include_router(score_router({"small": self.service}))
         self.client = TestClient(self.app)
@@ -115,9 +120,59 @@ def test_unknown_ids_are_scored_and_reported(server) -> None:
     assert content["unknown"] == {"user": 1, "item": 1, "seen": 2, "tags": 1}
 
 
+def test_unknown_ids_blanks_and_probabilities_are_counted_once_for_each_scored_row(server) -> None:
+    samples = rows(60, seed=4)
+    samples[0] |= {"user": None, "price": None, "seen": [999, 998], "tags": []}
+    assert server.count("unknown_ids_total", feature="tags") == 0  # counts begin before the first row
+    assert (
+        server.registry.get_sample_value("cordillera_score_unknown_ids_total", {"model": "small", "feature": "tags"})
+        == 0
+    )
+    contents = [server.post({"rows": samples}).json(), server.post({"rows": samples[:5], "explain": True}).json()]
+    assert server.post({"rows": [{**samples[0], "age": None}]}).status_code == 422  # is not scored
+    counted = {"user": 0, "item": 0, "seen": 0, "tags": 0}
+    for content in contents:
+        for name, number in content["unknown"].items():
+            counted[name] += number
+    assert counted["seen"] >= 4
+    for name, number in counted.items():
+        assert server.count("unknown_ids_total", feature=name) == number, name
+    both = samples + samples[:5]
+    for name, blank in (("price", None), ("device", ""), ("seen", []), ("tags", [])):
+        number = sum(sample[name] == blank for sample in both)
+        assert number
+        assert server.count("blanks_total", feature=name) == number, name
+    assert server.count("blanks_total", feature="user") == 2
+    for task in SCORER.tasks:
+        found = np.array([entry["scores"][task] for content in contents for entry in content["data"]])
+        assert server.count("probability_count", task=task) == 65
+        assert server.count("probability_sum", task=task) == pytest.approx(found.sum(), rel=1e-12)
+        for bound in BOUNDS:
+            assert server.count("probability_bucket", task=task, le=str(bound)) == (found <= bound).sum()
+        assert server.count("probability_bucket", task=task, le="+Inf") == 65
+    assert server.count("model_info", run="first", step="7") == 1
+
+
+def test_a_probability_on_a_bound_is_below_it() -> None:
+    registry = CollectorRegistry()
+    RunMetrics(registry).probabilities.observe("small", ("click",), np.array([[0.0], [0.5], [0.5], [1.0]]))
+    labels = {"model": "small", "task": "click"}
+    found = [
+        registry.get_sample_value("cordillera_score_probability_bucket", {**labels, "le": le})
+        for le in ("0.001", "0.4", "0.5", "0.99", "+Inf")
+    ]
+    assert found == [1, 1, 3, 3, 4]
+
+
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"price": "12"}, "rows[1].price", "must be a number or null, got text"),
     ({"price": [1]}, "rows[1].price", "got a list"),
+    (
+        {"price": True},
+        "rows[1].price",
+        "must be a number or null, got a truth value (write 1 for true and 0 for false)",
+    ),
+    ({"age": False}, "rows[1].age", "must be a number, got a truth value"),
     ({"price": {"a": 1}}, "rows[1].price", "got an object"),
     ({"price": 10**400}, "rows[1].price", "does not fit into 64 bits"),
     ({"age": None}, "rows[1].age", "is null"),

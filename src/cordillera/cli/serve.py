@@ -64,7 +64,8 @@ def serve(
 ) -> None:
     """Serve texts and scores over HTTP.
 
-    OpenAI's clients get text, other requests scores of ranking runs. Ctrl-C finishes what has begun.
+    OpenAI's clients get text, other requests scores of ranking runs. Ctrl-C finishes what has begun. SIGUSR1 reads
+    ranking runs again, without a pause.
     """
     from cordillera import workflows
     from cordillera.cli._show import console

@@ -142,6 +142,8 @@ class TrainedModel:
         Args:
             rows: ``pandas.DataFrame``, ``polars.DataFrame``, Arrow table, dict of columns, or list of dicts, one for
                 each row. Blanks are None, or NaN in pandas. Columns that are not among :attr:`columns` are ignored.
+                Columns of text and of truth values are read as numbers where the model takes numbers, as in files;
+                requests to a server and exported programs refuse both.
             batch_size: Largest number of rows that are computed at a time; scores do not depend on it.
 
         Returns:

@@ -44,7 +44,13 @@ class RunMetrics:
         self._shown: dict[str, tuple[str, str, str]] = {}
 
     def show(self, model: str, facts: Mapping[str, Any], encoder: Encoder) -> None:
-        """Name the ``run`` and ``step`` in ``facts`` as those of a ``model``, whose counts by feature begin at 0."""
+        """Name the ``run`` and ``step`` in ``facts`` as those of a ``model``; counts by feature begin at 0.
+
+        Args:
+            model: Name of the model.
+            facts: Facts on its weights.
+            encoder: Encoder of the run, which has the features.
+        """
         labels = model, str(facts["run"]), str(facts["step"])
         self.info.labels(*labels).set(1)
         if (before := self._shown.get(model)) not in (None, labels):

@@ -180,7 +180,7 @@ def _number(value: Any, name: str) -> float:
     """Return a number as a float; text and truth values are none."""
     if isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
         kind = {str: "text", bool: "a truth value"}.get(type(value), type(value).__name__)
-        raise ValueError(f"{name}: must be a number, got {kind}; write numbers without quotation marks, 1 for true")
+        raise ValueError(f"{name}: must be a number, got {kind}; write numbers without quotation marks")
     return float(value)
 
 

@@ -26,6 +26,8 @@ from cordillera.serving.http.connections import (
     end_unfinished,
     explain_full_loop,
 )
+
+# `serve` calls both by the names that they had when serving-soak.json was measured
 from cordillera.serving.http.operated_app import create_operated_app as create_app
 from cordillera.workflows.processes import Say, silent
 from cordillera.workflows.serving.opening import ServerConfig
