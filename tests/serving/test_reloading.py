@@ -8,10 +8,12 @@ import shutil
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import httpx
+import polars as pl
 import pytest
 import torch
 
@@ -209,10 +211,21 @@ def test_a_model_that_cannot_take_over_leaves_the_present_one_and_is_visible(
     damage(shutil.copytree(made / "two", made / "damaged"))
     price = '{{ name = "price" }}'
     train(made, "wider", RECIPE.replace(price, price + ', {{ name = "time" }}'))
+    pl.read_csv(made / "log.csv").with_columns(pl.col("price").fill_null(0.0), like=1 - pl.col("click")).write_csv(
+        made / "whole.csv"
+    )
+    whole = {"data.path": str(made / "whole.csv"), "training.max_steps": 1}
+    train(made, "stricter", RECIPE.replace(price, '{{ name = "price", missing = "refuse" }}'), **whole)
+    train(made, "other", RECIPE.replace('["click"]', '["click", "like"]'), **whole)
+    coded = RECIPE.replace(price, '{{ name = "time" }}').replace('{{ name = "user" }}', '{{ name = "user" }}, ' + price)
+    train(made, "coded", coded.replace("[" + '{{ name = "time" }}' + "]", "[]"), **whole)
     cases = [
         ("damaged", "is corrupt"),
         ("absent", "is not a run folder"),
         ("wider", "needs the column 'time', which rows do not have so far"),
+        ("stricter", "takes no blanks in the column 'price'"),
+        ("other", "scores click, like instead of click"),
+        ("coded", "takes the column 'price' as id instead of number"),
     ]
     for number, (run, why) in enumerate(cases, 1):
         link(run)
@@ -242,3 +255,35 @@ def test_the_step_is_that_of_the_weights_that_answer_and_not_the_last(made: Path
     with listening(services) as address:
         [found] = httpx.get(f"{address}/v1/models", timeout=SECONDS).json()["data"]
     assert (found["run"], found["step"], found["is_complete"]) == ("patient", best, True)
+
+
+def test_a_run_of_a_sweep_and_a_link_keep_the_names_that_they_have(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "one", tmp_path / "lr=0.1")
+    (tmp_path / "link").symlink_to(made / "two")
+    services = open_reloadable_services(
+        [f"{tmp_path}/lr=0.1", f"{tmp_path}/link", f"a={tmp_path}/link"], ServerConfig()
+    )
+    try:
+        assert list(services.scores) == ["lr=0.1", "two", "a"]
+        assert [facts["run"] for facts in services.facts.values()] == ["lr=0.1", "two", "two"]
+    finally:
+        services.close(SECONDS)
+
+
+def test_a_server_that_stops_reads_nothing_again(server: Reloaded, link: Callable[[str | Path], Path]) -> None:
+    before = list(server.said)
+    link("two")
+    server.services.leaving.set()
+    server.services.reload()
+    server.services.close(SECONDS)
+    eventually(lambda: all(one.name != "reloader" for one in threading.enumerate()), "the reloader does not end")
+    assert server.said == before
+
+
+def test_the_step_of_a_language_run_is_that_of_its_newest_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(files("cordillera.recipes").joinpath("llama-debug.toml").read_text())
+    for step in (2, 4):
+        (tmp_path / "checkpoints" / f"step-{step:09d}").mkdir(parents=True)
+    facts = {"run": tmp_path.name, "step": 9, "is_complete": False}  # training failed at step 9
+    assert reloading._text_facts(str(tmp_path), facts) == {**facts, "step": 4}
+    assert reloading._text_facts("smollm2", {}) == {}

@@ -237,7 +237,9 @@ def _check_interface(scorer: RowScorer, present: ScoreService) -> None:
                 f"takes the column '{column['name']}' as {column['type']} instead of {before['type']}", remedy=remedy
             )
         if before["nullable"] and not column["nullable"]:
-            raise RunError(f"takes no blanks in the column '{column['name']}', which it may be so far", remedy=remedy)
+            raise RunError(
+                f"takes no blanks in the column '{column['name']}', where rows may have them so far", remedy=remedy
+            )
 
 
 def _probe(scorer: RowScorer) -> None:
