@@ -22,7 +22,7 @@ import pytest
 
 from cordillera import workflows
 from cordillera.recipe import load
-from cordillera.workflows.serving.opening import ServerConfig, _named
+from cordillera.workflows.serving.opening import ServerConfig, named_models
 from cordillera.workflows.serving.server import serve
 from tests.cli.conftest import RECIPE, write_log
 from tests.serving.servers import eventually
@@ -249,7 +249,7 @@ def test_a_port_that_is_taken_is_one_error(cli: Callable[..., Any], folder: Path
 
 def test_a_run_of_a_sweep_is_known_by_the_name_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "lr=0.1").mkdir()
-    assert _named([f"{tmp_path}/lr=0.1", f"a={tmp_path}/b"]) == {
+    assert named_models([f"{tmp_path}/lr=0.1", f"a={tmp_path}/b"]) == {
         "lr=0.1": f"{tmp_path}/lr=0.1",
         "a": f"{tmp_path}/b",
     }

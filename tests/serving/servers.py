@@ -13,8 +13,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from cordillera.data.tokenizers.tokenizer import StreamDecoder
-from cordillera.serving.http.app import Services
-from cordillera.serving.http.operated_app import create_operated_app
+from cordillera.serving.http.app import Services, create_app
 from cordillera.serving.language.generation import generate
 from cordillera.serving.language.language_model import LanguageModel
 from cordillera.serving.language.text_metrics import TextMetrics
@@ -49,7 +48,7 @@ def open_services(model: LanguageModel, name: str = "small", **settings: Any) ->
 @contextmanager
 def listening(services: Services, **settings: Any) -> Iterator[str]:
     """Serve an application at the address that is returned; its services are closed in the end."""
-    app = create_operated_app(services, **settings)
+    app = create_app(services, **settings)
     server = uvicorn.Server(
         uvicorn.Config(app, log_level="critical", ws="none", lifespan="off", timeout_graceful_shutdown=5)
     )

@@ -24,9 +24,9 @@ from cordillera.run import Run
 from cordillera.training import checkpoints
 from cordillera.training.ranking.scoring import best_checkpoint
 from cordillera.workflows.prediction import open_scorer
-from cordillera.workflows.serving import reloading
-from cordillera.workflows.serving.opening import ServerConfig
-from cordillera.workflows.serving.reloading import open_reloadable_services, step_of_weights
+from cordillera.workflows.serving import opening
+from cordillera.workflows.serving.opening import ServerConfig, step_of_weights
+from cordillera.workflows.serving.reloading import open_reloadable_services
 from tests.cli.conftest import RECIPE, write_log
 from tests.serving.servers import SECONDS, eventually, listening
 
@@ -130,6 +130,7 @@ def test_clients_are_answered_by_one_of_two_models_while_one_replaces_the_other(
             link(run)
             assert server.reload() == f"current answers with {run}, step {step_of_weights(Run(made / run))}"
             assert server.score() == (two if run == "two" else one)
+        eventually(lambda: all(of_client[-1] == two for of_client in found) or bool(failed), "the old model answers")
     finally:
         done.set()
         for thread in threads:
@@ -193,7 +194,7 @@ def test_weights_that_are_not_finite_are_found_before_clients_do(
             next(scorer.model.parameters()).fill_(torch.nan)
         return scorer
 
-    monkeypatch.setattr(reloading, "open_scorer", spoilt)
+    monkeypatch.setattr(opening, "open_scorer", spoilt)
     link("two")
     assert "the model's logit is nan" in server.reload()
     assert server.score() == expected(made / "one")
@@ -284,6 +285,8 @@ def test_the_step_of_a_language_run_is_that_of_its_newest_checkpoint(tmp_path: P
     (tmp_path / "recipe.toml").write_text(files("cordillera.recipes").joinpath("llama-debug.toml").read_text())
     for step in (2, 4):
         (tmp_path / "checkpoints" / f"step-{step:09d}").mkdir(parents=True)
-    facts = {"run": tmp_path.name, "step": 9, "is_complete": False}  # training failed at step 9
-    assert reloading._text_facts(str(tmp_path), facts) == {**facts, "step": 4}
-    assert reloading._text_facts("smollm2", {}) == {}
+    run = Run(tmp_path)
+    run.write_status("failed", 9, 10)
+    with pytest.warns(UserWarning, match="training failed at step 9"):
+        assert opening._facts_of_text(tmp_path) == {"run": tmp_path.name, "step": 4, "is_complete": False}
+    assert opening._facts_of_text(Path("smollm2")) == {}

@@ -18,9 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from cordillera.serving.http.scores import ARROW, score_router
 from cordillera.serving.ranking.micro_batcher import OverloadError
-from cordillera.serving.ranking.run_metrics import BOUNDS, RunMetrics
-from cordillera.serving.ranking.run_service import RunService
-from cordillera.serving.ranking.score_metrics import ScoreMetrics
+from cordillera.serving.ranking.score_metrics import BOUNDS, ScoreMetrics
 from cordillera.serving.ranking.score_service import ScoreService, ScoreServiceConfig
 
 from .small_scorers import frame_of, rows, scorer
@@ -34,9 +32,9 @@ class Server:
 
     def __init__(self, **limits: Any) -> None:
         self.registry = CollectorRegistry()
-        metrics, run_metrics = ScoreMetrics(self.registry), RunMetrics(self.registry)
-        self.service = RunService("small", SCORER, ScoreServiceConfig(**limits), metrics, run_metrics, FACTS)
-        run_metrics.show("small", FACTS, SCORER.encoder)
+        metrics = ScoreMetrics(self.registry)
+        self.service = ScoreService("small", SCORER, ScoreServiceConfig(**limits), metrics, FACTS)
+        metrics.show("small", FACTS, SCORER.encoder)
         self.app = FastAPI()
         self.app.include_router(score_router({"small": self.service}))
         self.client = TestClient(self.app)
@@ -155,7 +153,7 @@ def test_unknown_ids_blanks_and_probabilities_are_counted_once_for_each_scored_r
 
 def test_a_probability_on_a_bound_is_below_it() -> None:
     registry = CollectorRegistry()
-    RunMetrics(registry).probabilities.observe("small", ("click",), np.array([[0.0], [0.5], [0.5], [1.0]]))
+    ScoreMetrics(registry).probabilities.observe("small", ("click",), np.array([[0.0], [0.5], [0.5], [1.0]]))
     labels = {"model": "small", "task": "click"}
     found = [
         registry.get_sample_value("cordillera_score_probability_bucket", {**labels, "le": le})

@@ -26,7 +26,7 @@ from cordillera.serving.ranking.score_service import ScoreService
 
 BODY_BYTES = 4 << 20
 """Largest body of a request where nothing else is said."""
-_FREE = ("/", "/health")  # paths that need no key
+_FREE = ("/", "/health", "/live")  # paths that need no key
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
@@ -78,8 +78,8 @@ def create_app(
 
     Args:
         services: Models that answer.
-        api_key: Key that requests need (``Authorization: Bearer KEY``), except those of the page and of ``/health``;
-            None if they need none.
+        api_key: Key that requests need (``Authorization: Bearer KEY``), except those of the page, ``/health`` and
+            ``/live``; None if they need none.
         body_bytes: Largest body of a request.
         on_answer: Called with a line about each request once it is answered: client, request, status and milliseconds.
     """
@@ -113,6 +113,12 @@ def create_app(
         """Return whether requests are accepted."""
         is_healthy = services.is_healthy
         return JSONResponse({"status": "ok" if is_healthy else "unavailable"}, 200 if is_healthy else 503)
+
+    @app.head("/live", include_in_schema=False)
+    @app.get("/live")
+    async def live() -> dict[str, str]:
+        """Return as long as the process answers at all."""
+        return {"status": "ok"}
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import quote
 
 import anyio.to_thread
 import pyarrow as pa
@@ -70,6 +71,8 @@ class _Scoring:
                 write = self._write_arrow if self._wants_arrow() else self._write_json
                 few = len(found.scores) <= _FEW and found.effects is None
                 response = write(found) if few else await anyio.to_thread.run_sync(write, found)
+                for key in self.service.facts.keys() & {"run", "step"}:
+                    response.headers[f"cordillera-{key}"] = quote(str(self.service.facts[key]))
                 if self.service.metrics is not None:
                     self.service.metrics.rows.labels(self.service.name).inc(len(found.scores))
             except CordilleraError as error:

@@ -135,21 +135,6 @@ class RowReader:
                     ) from None  # fmt: skip
         return columns
 
-    def refuse_truth_values(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse true and false as numbers in ``rows`` that :meth:`read_objects` has read: in Python they are integers.
-
-        Raises:
-            RowError: If a dense feature of a row is a truth value; the place is a path such as ``rows[3].price``.
-        """
-        for number in self.schema.numbers:
-            for index, row in enumerate(rows):
-                if (value := row[number.name]) is True or value is False:
-                    raise RowError(
-                        f"must be a number{' or null' if number.missing != 'refuse' else ''}, got {_kind(value)}",
-                        code="invalid_type", where=f"rows[{index}].{number.name}",
-                        remedy="write 1 for true and 0 for false",
-                    )  # fmt: skip
-
     def frame(self, parts: Sequence[Columns | pl.DataFrame]) -> pl.DataFrame:
         """Return the rows of several requests, as they were read, in one frame."""
         if any(isinstance(part, pl.DataFrame) for part in parts):
@@ -300,7 +285,7 @@ def _numbers(feature: DenseFeature) -> Callable[[Any], float | None]:
                 return value
             # JSON writes numbers beyond float64 as numbers
             raise RowError("is infinite, beyond 1.8e308", code="out_of_range")
-        if isinstance(value, int):
+        if isinstance(value, int) and not isinstance(value, bool):
             try:
                 return float(value)
             except OverflowError:
@@ -311,7 +296,8 @@ def _numbers(feature: DenseFeature) -> Callable[[Any], float | None]:
             raise RowError("is null, but the model takes no blanks here", code="null_value", remedy="give a number")
         raise RowError(
             f"must be a number{' or null' if blank else ''}, got {_kind(value)}", code="invalid_type",
-            remedy="write numbers without quotation marks",
+            remedy="write 1 for true and 0 for false" if isinstance(value, bool)
+            else "write numbers without quotation marks",
         )  # fmt: skip
 
     return value_of

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +90,7 @@ class ScoreService:
         scorer: Scorer, which only this service calls.
         config: Limits; None for the defaults.
         metrics: Metrics that several services may share; None for none.
+        facts: Facts on the weights, among them ``run``, the name of its folder, and ``step``; None if nothing is known.
     """
 
     def __init__(
@@ -96,8 +99,9 @@ class ScoreService:
         scorer: RowScorer,
         config: ScoreServiceConfig | None = None,
         metrics: ScoreMetrics | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
-        self.name, self.scorer, self.metrics = name, scorer, metrics
+        self.name, self.scorer, self.metrics, self.facts = name, scorer, metrics, facts or {}
         self.config = config or ScoreServiceConfig()
         scorer.encoder.index()
         self.reader = RowReader(scorer.encoder, self.config.max_request_rows)
@@ -159,6 +163,16 @@ class ScoreService:
             "max_explained_rows": self.config.max_explained_rows,
         }
 
+    def lent(self, on_end: Callable[[], object]) -> ScoreService:
+        """Return an object that is used in place of this one; ``on_end`` is called when nothing refers to it any more.
+
+        So a service that has been replaced is closed after the last request that was to be answered by it. ``on_end``
+        may be called by any thread, at any time.
+        """
+        found = copy.copy(self)
+        weakref.finalize(found, on_end).atexit = False
+        return found
+
     def close(self, timeout: float | None = None) -> bool:
         """Refuse further requests, score those that wait, and return whether that ended within ``timeout`` seconds."""
         return self._batcher.close(timeout)
@@ -184,6 +198,8 @@ class ScoreService:
             found = np.zeros((len(self.explained), *logits.shape))
             found[:, explained] = effects(logits[explained], without)
         scores = probabilities(logits)
+        if self.metrics is not None:
+            self.metrics.count(self.name, rows.blanks, unknown, self.tasks, scores)
         return [
             RowScores(
                 scores[part],

@@ -6,11 +6,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from cordillera import recipe as recipes
-from cordillera.errors import DataError
+from cordillera.errors import CheckpointError, DataError, RunError
+from cordillera.files import read_json_object
 from cordillera.recipe import RankingRecipe
 from cordillera.run import Run
 from cordillera.serving.http.app import BODY_BYTES, Services
@@ -20,9 +22,13 @@ from cordillera.serving.language.text_metrics import TextMetrics
 from cordillera.serving.language.text_service import CACHE_BYTES, TextService
 from cordillera.serving.ranking.score_metrics import ScoreMetrics
 from cordillera.serving.ranking.score_service import ScoreService, ScoreServiceConfig
+from cordillera.serving.ranking.scorer import RowScorer
+from cordillera.training import checkpoints
 from cordillera.workflows.prediction import open_scorer
 from cordillera.workflows.processes import Say, silent
 from cordillera.workflows.trained import warn_of_status
+
+_ATTEMPTS = 3  # at a run whose training writes a checkpoint meanwhile
 
 
 @dataclass(frozen=True)
@@ -89,13 +95,14 @@ def open_services(models: Sequence[str], config: ServerConfig, say: Say = silent
     texts: dict[str, TextService] = {}
     scores: dict[str, ScoreService] = {}
     facts: dict[str, dict[str, object]] = {}
-    for name, model in _named(models).items():
+    for name, model in named_models(models).items():
         say(f"reads {name} ...")
-        facts[name] = _facts(Path(model).expanduser())
         if (run := _ranking_run(model)) is not None:
+            scorer, facts[name] = open_run(run, config.quantized)
             limits = ScoreServiceConfig(timeout=min(config.seconds, ScoreServiceConfig().timeout))
-            scores[name] = ScoreService(name, open_scorer(run, quantized=config.quantized), limits, score_metrics)
+            scores[name] = ScoreService(name, scorer, limits, score_metrics, facts[name])
             continue
+        facts[name] = _facts_of_text(Path(model).expanduser())
         opened = LanguageModel(
             model,
             dtype=config.dtype,
@@ -116,24 +123,68 @@ def open_services(models: Sequence[str], config: ServerConfig, say: Say = silent
     return Services(texts, scores, registry, facts)
 
 
-def _facts(folder: Path) -> dict[str, object]:
-    """Return the facts on a model for clients; for a run, the name of its folder and the training progress."""
-    status = warn_of_status(Run(folder)) if (folder / "recipe.toml").is_file() else None
-    if status is None:
-        return {}
-    return {"run": folder.resolve().name, "step": status.step, "is_complete": status.is_complete}
+def open_run(run: Run, quantized: bool) -> tuple[RowScorer, dict[str, Any]]:
+    """Open the scorer of a ranking ``run``, with ``quantized`` that of its quantised model; return it with facts.
+
+    The facts on the weights are the name of the run's folder, the step, and, if known, whether training came to its
+    end.
+
+    Raises:
+        CheckpointError: If there is no checkpoint, or it is damaged.
+        RunError: If training writes checkpoints faster than they are read.
+    """
+    for _ in range(_ATTEMPTS):
+        facts, scorer = _facts(run), open_scorer(run, quantized=quantized)
+        if step_of_weights(run) == facts["step"]:
+            return scorer, facts
+    remedy = "open it when training has ended"
+    raise RunError("gets checkpoints faster than they are read", where=str(run.folder), remedy=remedy)
+
+
+def step_of_weights(run: Run) -> int:
+    """Return the step of the weights of a ``run`` that answer: the best in validation with patience, else the newest.
+
+    Raises:
+        CheckpointError: If there is no checkpoint, or the newest one is damaged.
+    """
+    steps = checkpoints.steps(run.checkpoints)
+    if not steps:
+        raise CheckpointError("holds no checkpoint", where=str(run.checkpoints), remedy="train first")
+    recipe = recipes.load(run.recipe_file)
+    if isinstance(recipe, RankingRecipe) and recipe.training.patience is not None:
+        file = checkpoints.folder_of(run.checkpoints, steps[-1]) / checkpoints.STATE
+        best = read_json_object(file, error=CheckpointError).get("best_step")
+        return int(best) if best is not None else steps[-1]
+    return steps[-1]
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    status = warn_of_status(run)
+    found = {"run": run.folder.name, "step": step_of_weights(run)}
+    return found if status is None else {**found, "is_complete": status.is_complete}
+
+
+def _facts_of_text(folder: Path) -> dict[str, Any]:
+    """Return the facts on a language model: those of a run, or none."""
+    run = Run(folder.resolve()) if (folder / "recipe.toml").is_file() else None
+    return {} if run is None else _facts(run)
 
 
 def _ranking_run(model: str) -> Run | None:
-    """Return the run of a folder that holds one of a ranking model, or None."""
-    folder = Path(model).expanduser()
+    """Return the run of a folder that holds one of a ranking model, by the path to which links lead, or None."""
+    folder = Path(model).expanduser().resolve()
     if not (folder / "recipe.toml").is_file():
         return None
     run = Run(folder)
     return run if isinstance(recipes.load(run.recipe_file), RankingRecipe) else None
 
 
-def _named(models: Sequence[str]) -> dict[str, str]:
+def named_models(models: Sequence[str]) -> dict[str, str]:
+    """Return the models of arguments, by the names by which they are served.
+
+    Raises:
+        DataError: If there is none, or two have one name.
+    """
     found: dict[str, str] = {}
     for given in models:
         name, equals, model = given.partition("=")

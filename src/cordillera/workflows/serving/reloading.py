@@ -13,24 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cordillera import recipe as recipes
-from cordillera.errors import CheckpointError, CordilleraError, RunError
-from cordillera.files import read_json_object
-from cordillera.recipe import RankingRecipe
+from cordillera.errors import CordilleraError, RunError
 from cordillera.run import Run
 from cordillera.serving.http.app import Services
 from cordillera.serving.ranking.row_reader import RequestPlace, RowReader
-from cordillera.serving.ranking.run_metrics import RunMetrics
-from cordillera.serving.ranking.run_service import RunService
 from cordillera.serving.ranking.score_service import ScoreService
 from cordillera.serving.ranking.scorer import RowScorer
-from cordillera.training import checkpoints
-from cordillera.workflows.prediction import open_scorer
 from cordillera.workflows.processes import Say, silent
-from cordillera.workflows.serving.opening import ServerConfig, _named, _ranking_run, open_services
-from cordillera.workflows.trained import warn_of_status
+from cordillera.workflows.serving.opening import ServerConfig, named_models, open_run, open_services
 
-_ATTEMPTS = 3  # at a run whose training writes a checkpoint meanwhile
 _END_SECONDS = 60.0  # for the last batch of a model that has been replaced
 
 
@@ -70,19 +61,10 @@ def open_reloadable_services(models: Sequence[str], config: ServerConfig, say: S
         DataError: If a model is not found, or two have one name.
         CheckpointError: If one is damaged.
     """
-    named = _named(models)
-    runs = {name: model for name, model in named.items() if _ranking_run(model) is not None}
-    # A link may change while its run is read.
-    pinned = [
-        _pinned(name, _folder(model)) if name in runs else given
-        for given, (name, model) in zip(models, named.items(), strict=True)
-    ]
-    reloader = _Reloader(runs, config.quantized, say)
+    reloader = _Reloader(named_models(models), config.quantized, say)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_heard(reloader.request))
-        opened = open_services(pinned, config, say)
-        for name in opened.texts:
-            reloader.facts[name] = _text_facts(named[name], opened.facts[name])
+        opened = open_services(models, config, say)
         stack.callback(reloader.stop)
         reloader.start(opened)
         stop = stack.pop_all()
@@ -91,38 +73,21 @@ def open_reloadable_services(models: Sequence[str], config: ServerConfig, say: S
     )
 
 
-def step_of_weights(run: Run) -> int:
-    """Return the step of the weights of a ``run`` that answer: the best in validation with patience, else the newest.
-
-    Raises:
-        CheckpointError: If there is no checkpoint, or the newest one is damaged.
-    """
-    steps = checkpoints.steps(run.checkpoints)
-    if not steps:
-        raise CheckpointError("holds no checkpoint", where=str(run.checkpoints), remedy="train first")
-    recipe = recipes.load(run.recipe_file)
-    if isinstance(recipe, RankingRecipe) and recipe.training.patience is not None:
-        file = checkpoints.folder_of(run.checkpoints, steps[-1]) / checkpoints.STATE
-        best = read_json_object(file, error=CheckpointError).get("best_step")
-        return int(best) if best is not None else steps[-1]
-    return steps[-1]
-
-
 class _Reloader:
     """Opens ranking models again, in a thread of its own, and puts them in the place of those that answer.
 
     Args:
-        runs: Path of the run of each ranking model, by name.
-        quantized: Whether they are served as ``cordillera quantize`` made them.
+        models: Path of each model, by name.
+        quantized: Whether ranking runs are served as ``cordillera quantize`` made them.
         say: Called with what is done.
 
     Attributes:
         scores: Services that answer, by name.
-        facts: Facts on the weights of each ranking model, by name.
+        facts: Facts on the weights of each model, by name.
     """
 
-    def __init__(self, runs: Mapping[str, str], quantized: bool, say: Say) -> None:
-        self._runs, self._quantized, self._say = runs, quantized, say
+    def __init__(self, models: Mapping[str, str], quantized: bool, say: Say) -> None:
+        self._models, self._quantized, self._say = models, quantized, say
         self.scores: dict[str, ScoreService] = {}
         self.facts: dict[str, Mapping[str, Any]] = {}
         self._stopped = self._leaving = threading.Event()
@@ -135,10 +100,10 @@ class _Reloader:
 
     def start(self, opened: Services) -> None:
         """Take over the ranking models that were opened, and begin to work."""
-        self._metrics, self._leaving, self._has_texts = RunMetrics(opened.registry), opened.leaving, bool(opened.texts)
-        for name, service in opened.scores.items():
-            service.close()  # another one takes its scorer
-            self._put(name, service.scorer, service, _facts_of(Run(_folder(self._runs[name]))))
+        self._leaving, self._has_texts = opened.leaving, bool(opened.texts)
+        self.facts |= opened.facts
+        for service in opened.scores.values():
+            self._put(service)
         threading.Thread(target=self._work, name="reloader", daemon=True).start()
 
     def stop(self) -> None:
@@ -160,66 +125,37 @@ class _Reloader:
             return
         if self._has_texts:
             self._say("language models are not read again: that takes a new server")
-        for name in self._runs:
+        for name, present in list(self.scores.items()):
             try:
-                done = self._reload_one(name)
+                done = self._reload_one(name, present)
             except Exception as error:  # whatever it is, the present model answers
                 if not isinstance(error, CordilleraError):
                     traceback.print_exc()
                 self.facts[name] = {**self.facts[name], "last_reload_failed": True}
-                self._metrics.note_reload(name, is_done=False)
+                if present.metrics is not None:
+                    present.metrics.note_reload(name, is_done=False)
                 done = f"was not read again and answers as before: {error}"
             self._say(f"{name} {done}")
 
-    def _reload_one(self, name: str) -> str:
-        present = self.scores[name]
+    def _reload_one(self, name: str, present: ScoreService) -> str:
         self._say(f"reads {name} ...")
-        scorer, facts = self._open(_folder(self._runs[name]))
+        scorer, facts = open_run(Run(Path(self._models[name]).expanduser().resolve()), self._quantized)
         _check_interface(scorer, present)
         _probe(scorer)
         if self._stopped.is_set():
             return "is not replaced, as the server stops"
-        self._put(name, scorer, present, facts)
-        self._metrics.note_reload(name, is_done=True)
+        self._put(ScoreService(name, scorer, present.config, present.metrics, facts))
+        if present.metrics is not None:
+            present.metrics.note_reload(name, is_done=True)
         return f"answers with {facts['run']}, step {facts['step']:,}"
 
-    def _open(self, folder: Path) -> tuple[RowScorer, dict[str, Any]]:
-        run = Run(folder)
-        for _ in range(_ATTEMPTS):
-            facts, scorer = _facts_of(run), open_scorer(run, quantized=self._quantized)
-            if _facts_of(run)["step"] == facts["step"]:
-                return scorer, facts
-        raise RunError(
-            "gets checkpoints faster than they are read", where=str(folder), remedy="reload it when training has ended"
-        )
-
-    def _put(self, name: str, scorer: RowScorer, present: ScoreService, facts: Mapping[str, Any]) -> None:
-        """Let a scorer answer later requests with the limits of the ``present`` service, which ends when it is idle."""
-        service = RunService(name, scorer, present.config, present.metrics, self._metrics, facts)
+    def _put(self, service: ScoreService) -> None:
+        """Let a service answer later requests; it is closed when another one has its place and it is idle."""
+        name = service.name
         self.scores[name] = service.lent(lambda: self._tasks.put(lambda: service.close(_END_SECONDS)))
-        self.facts[name] = facts
-        self._metrics.show(name, facts, scorer.encoder)
-
-
-def _folder(model: str) -> Path:
-    return Path(model).expanduser().resolve()
-
-
-def _pinned(name: str, folder: Path) -> str:
-    """Return an argument that names a folder; names of folders may hold =."""
-    return str(folder) if folder.name == name else f"{name}={folder}"
-
-
-def _facts_of(run: Run) -> dict[str, Any]:
-    """Return the facts on the weights of a run: name, step and, if known, whether training came to its end."""
-    status = warn_of_status(run)
-    found = {"run": run.folder.resolve().name, "step": step_of_weights(run)}
-    return found if status is None else {**found, "is_complete": status.is_complete}
-
-
-def _text_facts(model: str, facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the facts on a language model with the step of its weights, if it is a run."""
-    return {**facts, "step": step_of_weights(Run(_folder(model)))} if "step" in facts else facts
+        self.facts[name] = service.facts
+        if service.metrics is not None:
+            service.metrics.show(name, service.facts, service.scorer.encoder)
 
 
 def _check_interface(scorer: RowScorer, present: ScoreService) -> None:

@@ -19,19 +19,16 @@ from typing import TYPE_CHECKING
 
 from cordillera.errors import RunError
 from cordillera.numbers import counted
-from cordillera.serving.http.app import Services
+from cordillera.serving.http.app import Services, create_app
 from cordillera.serving.http.connections import (
     UNFINISHED_SECONDS,
     SlowConnections,
     end_unfinished,
     explain_full_loop,
 )
-
-# `serve` calls both by the names that they had when serving-soak.json was measured
-from cordillera.serving.http.operated_app import create_operated_app as create_app
 from cordillera.workflows.processes import Say, silent
 from cordillera.workflows.serving.opening import ServerConfig
-from cordillera.workflows.serving.reloading import open_reloadable_services as open_services
+from cordillera.workflows.serving.reloading import open_reloadable_services
 
 if TYPE_CHECKING:
     import uvicorn
@@ -72,7 +69,7 @@ def serve(
     config = config or ServerConfig()
     sys.setswitchinterval(SWITCH_SECONDS)
     with bind(config) as listening:  # fails before models are read, which takes long
-        services = open_services(models, config, say)
+        services = open_reloadable_services(models, config, say)
         app = create_app(services, api_key=config.api_key, body_bytes=config.body_bytes, on_answer=on_answer)
         address = _address(listening)
         settings = uvicorn.Config(
