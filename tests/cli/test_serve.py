@@ -214,7 +214,7 @@ def test_the_key_comes_from_the_environment_or_a_file(
         assert httpx.get(f"{server.address()}/health", timeout=SECONDS).status_code == 200
         assert httpx.get(f"{server.address()}/live", timeout=SECONDS).json() == {"status": "ok"}
         assert httpx.head(f"{server.address()}/live", timeout=SECONDS).status_code == 200
-        assert httpx.post(f"{server.address()}/live", timeout=SECONDS).status_code == 401
+        assert httpx.post(f"{server.address()}/live", timeout=SECONDS).status_code == 405
         assert key not in server.said
         server.process.send_signal(signal.SIGTERM)
         assert server.ends() == 0
