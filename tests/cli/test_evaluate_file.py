@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import fsspec
@@ -61,6 +62,50 @@ def test_runs_are_compared_on_a_file_that_neither_has_seen(cli, run: Path, recip
     for name, row in zip((run, "other"), found["rows"], strict=True):
         alone = json.loads(cli("evaluate", name, "--file", "next.csv", "--json").out)
         assert row["metrics"]["click"]["ne"]["value"] == pytest.approx(alone["tasks"]["click"]["metrics"]["ne"])
+
+
+def test_a_new_model_is_told_to_be_better_or_worse_on_a_file(cli, run: Path, recipe: Path, tmp_path: Path) -> None:
+    pl.read_csv(tmp_path / "log.csv").write_csv(tmp_path / "week.csv")
+    other = ("--run", "better", "-q", "--set", "training.epochs=30", "--set", "threads=1")
+    assert cli("train", recipe, *other).code == 0
+    shown = cli("compare", run, "better", "--file", "week.csv", "--fail-if-worse")
+    assert shown.code == 0, shown.err
+    assert "better is better than run by the NE of click: -" in " ".join(shown.out.split())
+    failed = cli("compare", "better", run, "--file", "week.csv", "--fail-if-worse", "--json")
+    assert failed.code == 1
+    assert "status 1, as --fail-if-worse is given: run is worse" in failed.err
+    found = json.loads(failed.out)
+    interval = found["rows"][1]["over_samples"]["click"]["relative_ne"]
+    assert 0 < interval["low"] < interval["value"] < interval["high"]
+    assert found["unit"] == "group"  # users, of the recipe's schema
+    assert cli("compare", "better", run, "--file", "week.csv").code == 0
+    for arguments, why in (
+        (("better", run), "the NE difference of click has no interval: run"),
+        (("better",), "there is one row"),
+    ):
+        refused = cli("compare", *arguments, "--fail-if-worse")
+        assert refused.code == 2
+        assert why in refused.err
+
+
+def test_runs_on_a_file_are_not_said_to_lack_a_test_split(cli, run: Path, tmp_path: Path) -> None:
+    pl.read_csv(tmp_path / "log.csv")[900:].write_csv(tmp_path / "next.csv")
+    (run / "evaluation.json").unlink()  # as in a run that was interrupted
+    shown = cli("compare", run, "--file", "next.csv")
+    assert shown.code == 0, shown.err
+    assert "Evaluated on next.csv" in shown.out
+    assert "test split" not in shown.out
+
+
+def test_folders_of_searches_are_left_out_of_a_comparison(cli, run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "found")
+    (tmp_path / "found" / "search.json").write_text("{}")
+    shown = cli("compare", "found", run)
+    assert shown.code == 0, shown.err
+    assert "found is the folder of a search, which holds no model, and is left out" in " ".join(shown.out.split())
+    alone = cli("compare", "found")
+    assert alone.code == 2
+    assert "is the folder of a search" in alone.err
 
 
 def test_samples_in_a_store_are_evaluated_and_scored_as_those_on_the_disk(

@@ -13,8 +13,10 @@ from scipy import stats
 
 from cordillera.errors import DataError
 from cordillera.reports.ranking.comparison import compare, mean_interval
+from cordillera.reports.studies import comparison_page
 from cordillera.run import Run
 from cordillera.training.ranking.evaluation import Evaluation, evaluate
+from cordillera.training.ranking.paired_change import ScoredSamples, paired_differences
 from tests.training.sample_runs import batches, click_data, make_run
 
 
@@ -128,3 +130,87 @@ def test_mean_intervals_are_students() -> None:
     assert (found.value, found.low, found.high, found.count) == pytest.approx((2.5, low, high, 4))
     assert math.isnan(mean_interval([]).value)
     assert math.isnan(mean_interval([1.0, math.nan]).value)
+
+
+def scored(noise: float) -> tuple[Evaluation, ScoredSamples]:
+    """A file's samples, scored with more or less noise."""
+    logits, labels = click_data(1, 900, 1)
+    scores = (logits + noise * np.random.default_rng(8).normal(size=logits.shape)).astype(np.float32)
+    found = evaluate(lambda batch: batch.dense, batches(scores, labels), ["click"], split="week.csv")
+    return found, ScoredSamples(("click",), scores, labels.astype(np.float32))
+
+
+def test_runs_that_scored_the_same_samples_have_intervals_over_them(tmp_path: Path) -> None:
+    runs = [
+        *family(tmp_path, "dlrm", {1: 0.9}),
+        *family(tmp_path, "wukong", {1: 0.4}),
+        *family(tmp_path, "dcn", {2: 9}),
+    ]
+    found, samples = zip(*map(scored, (0.9, 0.4, 2.0)), strict=True)
+    result = compare(runs, found, samples=samples)
+    paired, unit = paired_differences([(samples[1], samples[0])], "click")
+    assert result.rows[1].over_samples == {"click": paired}
+    assert (result.unit, unit) == ("sample", "sample")
+    assert result.rows[2].over_samples["click"]["auc"].high < 0  # though it shares no seed with the first
+    assert result.rows[0].over_samples == {}
+    headings, lines = result.cells()
+    row = dict(zip(headings, lines[1], strict=True))
+    assert "NE diff" not in row
+    ne = paired["relative_ne"]
+    assert row["NE diff (samples)"] == f"{ne.value:+.2f} % [{ne.low:+.2f}, {ne.high:+.2f}]"
+    assert row["calibration diff (samples)"].startswith(f"{paired['calibration'].value:+.4f} [")
+    text = result.to_markdown()
+    assert "wukong-1 is better than dlrm-1 by the NE of click: -" in text
+    assert "dcn-2 is worse than dlrm-1 by the NE of click: +" in text
+    assert "how much they would vary with other samples of the same kind, not with other seeds" in text
+    assert json.loads(result.to_json())["rows"][1]["over_samples"]["click"]["relative_ne"]["low"] == ne.low
+    page = comparison_page(result)
+    assert "Differences of NE (samples)" in page
+    assert f"{ne.low:+.2f} to {ne.high:+.2f}" in page
+    same = compare(runs[:2], [found[0]] * 2, samples=[samples[0]] * 2)
+    assert any("wukong-1 is neither better nor worse than dlrm-1" in note for note in same.notes)
+
+
+def test_samples_of_one_class_give_no_interval_and_say_so(tmp_path: Path) -> None:
+    runs = [*family(tmp_path, "dlrm", {1: 0.9}), *family(tmp_path, "wukong", {1: 0.4})]
+    scores = np.zeros((30, 1), np.float32)
+    found = evaluate(lambda batch: batch.dense, batches(scores, scores), ["click"])
+    result = compare(runs, [found] * 2, samples=[ScoredSamples(("click",), scores, scores)] * 2)
+    assert result.unit is None
+    assert "NE diff" in result.cells()[0]
+    assert any("the NE of click has no interval over these samples" in note for note in result.notes)
+
+
+def test_intervals_over_seeds_and_over_samples_stand_side_by_side(tmp_path: Path) -> None:
+    runs = [*family(tmp_path, "dlrm", {1: 0.9, 2: 0.8}), *family(tmp_path, "wukong", {1: 0.4, 2: 0.5})]
+    found, samples = zip(*map(scored, (0.9, 0.8, 0.4, 0.5)), strict=True)
+    result = compare(runs, found, samples=samples)
+    headings, lines = result.cells()
+    row = dict(zip(headings, lines[1], strict=True))
+    assert {"NE diff", "NE diff (samples)"} <= row.keys()
+    assert row["NE diff"].partition(" [")[0] == row["NE diff (samples)"].partition(" [")[0]
+    assert row["NE diff"] != row["NE diff (samples)"]
+    assert result.rows[1].ne_difference("click") == result.rows[1].over_samples["click"]["relative_ne"]
+    alone = compare(runs)
+    assert alone.rows[1].ne_difference("click") == alone.rows[1].differences["click"]["relative_ne"]
+    assert compare(runs[1:3]).rows[1].ne_difference("click") is None
+
+
+def test_one_recipe_trained_again_on_new_data_is_compared_on_a_file(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, seed=1, evaluation=evaluation(0.1)) for name in ("monday", "sunday")]
+    with pytest.raises(DataError, match="same recipe and seed"):
+        compare(runs)
+    found, samples = zip(*map(scored, (0.9, 0.4)), strict=True)
+    assert [row.name for row in compare(runs, found, samples=samples).rows] == ["monday", "sunday"]
+    with pytest.raises(DataError, match="same recipe and seed"):
+        compare([runs[0]] * 2, found, samples=samples)
+
+
+def test_runs_on_other_data_are_all_named(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "a", seed=1, evaluation=evaluation(0.1))]
+    runs += [make_run(tmp_path / f"b{seed}", seed=seed) for seed in (2, 3)]
+    with pytest.raises(DataError, match=r"b2: was evaluated on other data than a: .*\(and so were b3\)") as error:
+        compare(runs)
+    assert error.value.remedy is not None
+    assert "--file FILE" in error.value.remedy
+    assert "leave out b2, b3" in error.value.remedy

@@ -12,7 +12,8 @@ from rich.table import Table
 
 from cordillera.reports import page
 from cordillera.reports.charts import Axis, Figure, Series, figure, interval_strip, padded
-from cordillera.reports.ranking.comparison import Comparison, ComparisonTable
+from cordillera.reports.ranking.comparison import Comparison, ComparisonTable, SeedMean
+from cordillera.training.ranking.paired_change import PairedDifference
 from cordillera.training.scaling.isoflop import QUANTITIES, amount, power
 from cordillera.training.scaling.isoflop_laws import IsoFlopStudy
 from cordillera.training.scaling.power_law import ScalingStudy
@@ -42,7 +43,10 @@ def _differences(found: Comparison) -> list[tuple[str, list[str], list[list[Any]
     """Return a table for each task: differences of NE to the first row with strips of their intervals."""
     tables = []
     for task in found.tasks:
-        known = [(row.name, row.differences[task]["relative_ne"]) for row in found.rows if task in row.differences]
+        known: list[tuple[str, PairedDifference | SeedMean]] = []
+        for row in found.rows:
+            one = row.ne_difference(task) or row.differences.get(task, {}).get("relative_ne")
+            known += [] if one is None else [(row.name, one)]
         limits = padded([0.0, *(value for _, one in known for value in (one.value, one.low, one.high))], 0.08)
         rows = [
             [
@@ -53,7 +57,8 @@ def _differences(found: Comparison) -> list[tuple[str, list[str], list[list[Any]
             ]
             for name, one in known
         ]
-        title = "Differences of NE" + (f": {task}" if len(found.tasks) > 1 else "")
+        title = "Differences of NE" + (" (samples)" if found.unit else "")
+        title += f": {task}" if len(found.tasks) > 1 else ""
         heads = ["run", "NE diff", "0 (line), difference (dot)", f"{100 * found.level:g} % interval"]
         tables += [(title, heads, rows)] if rows else []
     return tables

@@ -43,7 +43,7 @@ from cordillera.workflows.evaluation.language_files import (
     evaluate_language_file,
     holds_chats,
 )
-from cordillera.workflows.evaluation.other_files import evaluate_file
+from cordillera.workflows.evaluation.other_files import evaluate_file, score_file
 from cordillera.workflows.language import LanguageOutcome
 from cordillera.workflows.processes import Say, silent
 from cordillera.workflows.ranking import Outcome
@@ -186,8 +186,10 @@ def compare(
 ) -> Comparison | LanguageComparison:
     """Compare finished runs with the first; seeds of one ranking recipe become one row with intervals.
 
+    Runs that are evaluated on the same ``rows`` or ``file`` have paired intervals over these samples.
+
     Args:
-        runs: Runs, or their folders.
+        runs: Runs, or their folders; folders of searches are left out, with a note.
         rows: Labelled samples in memory in place of a file, as :func:`cordillera.load_recipe` takes them.
         file: File, folder or pattern of labelled samples on which ranking runs are evaluated for the comparison; None
             for the evaluations that they hold.
@@ -202,7 +204,14 @@ def compare(
     _check_one_of({"file": file, "rows": rows})
     if rows is not None and hasattr(rows, "read_all"):  # a stream of Arrow, which is read once
         rows = rows.read_all()
-    opened = [run if isinstance(run, Run) else Run(run) for run in runs]
+    searches = [str(one) for one in runs if not isinstance(one, Run) and is_there(Path(one) / SEARCH_FILE)]
+    kept = [one for one in runs if isinstance(one, Run) or str(one) not in searches]
+    found = _compare([one if isinstance(one, Run) else Run(one) for one in kept or runs], file, rows)
+    found.notes.extend(f"{one} is the folder of a search, which holds no model, and is left out." for one in searches)
+    return found
+
+
+def _compare(opened: Sequence[Run], file: Path | str | None, rows: FrameLike | None) -> Comparison | LanguageComparison:
     kinds = [isinstance(recipes.load(run.recipe_file), LanguageRecipe) for run in opened]
     if all(kinds) and (file is not None or rows is not None):
         raise RunError(
@@ -213,11 +222,16 @@ def compare(
     if all(kinds):
         return compare_language(opened)
     if any(kinds):
-        other = opened[kinds.index(not kinds[0])]
-        raise RunError("is a run of another kind of model than the first", where=str(other.folder))
+        others = [str(run.folder) for run, kind in zip(opened, kinds, strict=True) if kind != kinds[0]]
+        raise RunError(
+            "is a run of another kind of model than the first",
+            where=others[0],
+            remedy=f"compare runs of ranking models and of language models apart: leave out {', '.join(others)}",
+        )
     if file is None and rows is None:
         return compare_ranking(opened)
-    return compare_ranking(opened, [evaluate_file(run, file, rows=rows) for run in opened])
+    scored = [score_file(run, file, rows=rows) for run in opened]
+    return compare_ranking(opened, [one for one, _ in scored], samples=[kept for _, kept in scored])
 
 
 def _check_one_of(given: dict[str, Any]) -> None:

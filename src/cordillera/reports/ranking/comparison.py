@@ -2,7 +2,8 @@
 
 Runs whose recipes differ only in seed and name form one group, a row of the table. Groups are compared with the first
 one by pairing runs of equal seed (same initial weights if shapes agree, same order of samples), because the common
-noise cancels in the difference. One seed gives a difference without an interval.
+noise cancels in the difference. One seed gives a difference without an interval over seeds; if the scores of the same
+samples are known, every difference has an interval over these samples.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 import scipy
 from rich.console import Group
@@ -23,10 +24,12 @@ from cordillera.reports.ranking.material import TOP_K_METRICS, Material, median_
 from cordillera.run import Run
 from cordillera.training.ranking.config import STOP_TITLES
 from cordillera.training.ranking.evaluation import Evaluation, jsonable
+from cordillera.training.ranking.paired_change import PairedDifference, ScoredSamples, Unit, paired_differences
 
 METRICS = ("ne", "auc", "log_loss", "calibration", "gauc", *TOP_K_METRICS)
 _NAMED = ("run", "task")
 _SIZES = ("parameters", "embedding_parameters", "training_flops")
+_SAMPLED = {"relative_ne": (2, " %"), "auc": (4, ""), "calibration": (4, "")}  # digits and unit of their columns
 _NOT_IDENTITY = ("seed", "name", "description", "device", "threads", "track")
 
 
@@ -64,6 +67,8 @@ class Row:
         metrics: Means over seeds, by task and metric.
         differences: Differences to the first row, by task: ``relative_ne`` (percent, negative is better), ``auc``
             and the other metrics, over the seeds that both rows have. Empty in the first row.
+        over_samples: Differences to the first row with intervals over the samples, by task: ``relative_ne`` (percent),
+            ``auc``, ``log_loss`` and ``calibration``. Empty in the first row, and if the samples' scores are not known.
         parameters: Number of parameters outside the tables; None if unknown.
         embedding_parameters: Number of parameters in the tables.
         training_flops: FLOPs of training for each example.
@@ -77,11 +82,21 @@ class Row:
     seeds: list[int]
     metrics: dict[str, dict[str, SeedMean]]
     differences: dict[str, dict[str, SeedMean]] = field(default_factory=dict)
+    over_samples: dict[str, dict[str, PairedDifference]] = field(default_factory=dict)
     parameters: int | None = None
     embedding_parameters: int | None = None
     training_flops: int | None = None
     examples_per_second: float = math.nan
     is_complete: bool = True
+
+    def ne_difference(self, task: str) -> PairedDifference | SeedMean | None:
+        """Return the relative difference of NE in percent: with its interval over samples, if known, else over seeds.
+
+        It is None in the first row, and if there is no interval.
+        """
+        over_seeds = self.differences.get(task, {}).get("relative_ne")
+        over_seeds = None if over_seeds is None or math.isnan(over_seeds.low) else over_seeds
+        return self.over_samples.get(task, {}).get("relative_ne", over_seeds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,11 +158,13 @@ class Comparison(ComparisonTable):
         rows: Rows of the table; the others are compared with the first.
         tasks: Tasks that all runs have.
         level: Confidence level of the intervals.
+        unit: What intervals over samples treat as independent: ``sample`` or ``group``; None if there are none.
     """
 
     rows: list[Row]
     tasks: list[str]
     level: float
+    unit: Unit | None = None
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Return the headings and texts of the table, with one line for each row and task."""
@@ -158,7 +175,12 @@ class Comparison(ComparisonTable):
             if any(math.isfinite(row.metrics[task][name].value) for row in self.rows for task in self.tasks)
         ]
         headings = ["run", *(["task"] if several else []), "seeds", "NE", "AUC", "calibration"]
-        headings += [*(STOP_TITLES[name] for name in ranked), "NE diff", "AUC diff"]
+        sampled = [name for name in _SAMPLED if self.unit is not None]
+        seeded = not sampled or any(
+            one["relative_ne"].count > 1 for row in self.rows for one in row.differences.values()
+        )
+        headings += [*(STOP_TITLES[name] for name in ranked), *(["NE diff", "AUC diff"] if seeded else [])]
+        headings += [f"{name} diff (samples)" for name in ("NE", "AUC", "calibration")[: len(sampled)]]
         headings += ["dense parameters", "training FLOPs", "examples/s"]
         lines = []
         for row in self.rows:
@@ -170,10 +192,15 @@ class Comparison(ComparisonTable):
                     str(len(row.seeds)),
                 ]
                 line += [_estimate(values[name], 4) for name in ("ne", "auc", "calibration", *ranked)]
-                line += [
-                    _estimate(differences.get("relative_ne"), 2, signed=True, unit=" %"),
-                    _estimate(differences.get("auc"), 4, signed=True),
-                ]
+                if seeded:
+                    line += [
+                        _estimate(differences.get("relative_ne"), 2, signed=True, unit=" %"),
+                        _estimate(differences.get("auc"), 4, signed=True),
+                    ]
+                paired = row.over_samples.get(task, {})
+                for name in sampled:
+                    digits, of_value = _SAMPLED[name]
+                    line.append(_estimate(paired.get(name), digits, signed=True, unit=of_value))
                 line += ["" if size is None else f"{size:,}" for size in (row.parameters, row.training_flops)]
                 line.append("" if math.isnan(row.examples_per_second) else f"{row.examples_per_second:,.0f}")
                 lines.append(line)
@@ -201,12 +228,19 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> SeedMean:
     return SeedMean(mean, mean - half, mean + half, count)
 
 
-def compare(runs: Sequence[Run], evaluations: Sequence[Evaluation] | None = None, *, level: float = 0.95) -> Comparison:
+def compare(
+    runs: Sequence[Run],
+    evaluations: Sequence[Evaluation] | None = None,
+    *,
+    samples: Sequence[ScoredSamples] | None = None,
+    level: float = 0.95,
+) -> Comparison:
     """Compare finished runs.
 
     Args:
         runs: At least one run; the others are compared with the group of the first.
         evaluations: Evaluation of each run on the same samples; None for those of their test splits.
+        samples: These samples with the scores of each run, for intervals over samples; None if they are not known.
         level: Confidence level of the intervals.
 
     Raises:
@@ -215,8 +249,8 @@ def compare(runs: Sequence[Run], evaluations: Sequence[Evaluation] | None = None
     """
     if not runs:
         raise DataError("no run was given", where="compare")
-    found: Sequence[Evaluation | None] = evaluations or [None] * len(runs)
-    entries = [_Entry(run, evaluation) for run, evaluation in zip(runs, found, strict=True)]
+    none = [None] * len(runs)
+    entries = [_Entry(*one) for one in zip(runs, evaluations or none, samples or none, strict=True)]
     tasks = [task for task in entries[0].metrics if all(task in entry.metrics for entry in entries)]
     if not tasks:
         listing = "; ".join(", ".join(entry.metrics) for entry in entries)
@@ -226,6 +260,8 @@ def compare(runs: Sequence[Run], evaluations: Sequence[Evaluation] | None = None
     for entry in entries:
         group = groups.setdefault(entry.identity, [])
         twin = next((other for other in group if other.seed == entry.seed), None)
+        if twin is not None and samples is not None and twin.folder != entry.folder:  # trained on other data since
+            group, twin = groups.setdefault(f"{entry.folder}", []), None
         if twin is not None:
             raise DataError(
                 f"has the same recipe and seed ({entry.seed}) as {twin.name}, so it is no repetition",
@@ -236,34 +272,80 @@ def compare(runs: Sequence[Run], evaluations: Sequence[Evaluation] | None = None
     members = list(groups.values())
     notes = [f"Evaluated on {one.split}, {one.examples:,} samples." for one in (evaluations or ())[:1]]
     rows: list[Row] = []
+    unit: Unit | None = None
     for group in members:
         differences = {} if group is members[0] else _differences(members[0], group, tasks, level, notes)
-        rows.append(_row(group, tasks, differences, level))
-    notes += [
-        f"{group[0].name}: mean of {', '.join(one.name for one in group)}." for group in members if len(group) > 1
-    ]
-    notes += [f"{entry.name}: {note}" for entry in entries for note in entry.notes]
+        row = _row(group, tasks, differences, level)
+        if group is not members[0] and samples is not None:
+            over_samples, of_group = _over_samples(members[0], group, tasks, level)
+            row, unit = replace(row, over_samples=over_samples), unit or of_group
+        rows.append(row)
+    result = Comparison(rows=rows, tasks=tasks, level=level, unit=unit, notes=notes)
+    notes += _notes(result, members, entries)
+    return result
+
+
+def _notes(result: Comparison, members: Sequence[Sequence[_Entry]], entries: Sequence[_Entry]) -> Iterator[str]:
+    """Yield the caveats of a comparison, after the verdicts on its rows."""
+    percent, first = f"{100 * result.level:g} %", result.rows[0].name
+    yield from verdicts(result)
+    for group in members:
+        if len(group) > 1:
+            yield f"{group[0].name}: mean of {', '.join(one.name for one in group)}."
+    for entry in entries:
+        yield from (f"{entry.name}: {note}" for note in entry.notes)
     ranked = [one for entry in entries for one in entry.metrics.values() if math.isfinite(_get(one, "ndcg"))]
     if counts := {_get(one, "ranking_k") for one in ranked}:
         named = ", ".join(f"{count:g}" for count in sorted(counts))
         differ = "" if len(counts) == 1 else ", so these are not comparable"
-        notes.append(f"NDCG, recall and MRR: of the top {named} of each group by score{differ}.")
+        yield f"NDCG, recall and MRR: of the top {named} of each group by score{differ}."
+    if result.unit is not None:
+        of_groups = " (groups of them are drawn whole)" if result.unit == "group" else ""
+        yield (
+            f"diff (samples): differences to {first} with {percent} intervals over samples{of_groups}: how much "
+            "they would vary with other samples of the same kind, not with other seeds of training."
+        )
     if any(len(group) == 1 for group in members):
-        notes.append("One seed gives no interval: train the same recipe with more seeds (--seed) before concluding.")
-    notes.append(
-        f"Brackets: {100 * level:g} % intervals of the mean over seeds (Student's t). Differences are to "
-        f"{rows[0].name}, paired by seed; a negative NE difference is better."
-    )
-    return Comparison(rows=rows, tasks=tasks, level=level, notes=notes)
+        if result.unit is None:
+            yield (
+                "One seed gives no interval: train the same recipe with more seeds (--seed), or evaluate the runs on "
+                "one file (--file FILE), before concluding."
+            )
+        else:
+            yield "One seed gives no interval over seeds: train the same recipe with more seeds (--seed) for one."
+    if result.unit is None or any(len(group) > 1 for group in members):
+        yield (
+            f"Brackets{'' if result.unit is None else ' elsewhere'}: {percent} intervals of the mean over seeds "
+            f"(Student's t). Differences are to {first}, paired by seed."
+        )
+    yield "A negative NE difference is better."
+
+
+def verdicts(result: Comparison) -> Iterator[str]:
+    """Yield a sentence for each row and task with an interval over samples: whether it is better than the first."""
+    first = result.rows[0].name
+    for row in result.rows[1:]:
+        for task, differences in row.over_samples.items():
+            one = differences.get("relative_ne")
+            if one is None:
+                yield f"{row.name}: the NE of {task} has no interval over these samples, so nothing is concluded."
+                continue
+            shown = f"{_estimate(one, 2, signed=True, unit=' %')}, {100 * result.level:g} % interval over samples"
+            if one.excludes_zero:
+                better = "better" if one.value < 0 else "worse"
+                yield f"{row.name} is {better} than {first} by the NE of {task}: {shown}."
+            else:
+                yield f"{row.name} is neither better nor worse than {first} by the NE of {task}: {shown} includes 0."
 
 
 class _Entry(Material):
     """Content of a run that is compared."""
 
-    def __init__(self, run: Run, evaluation: Evaluation | None) -> None:
+    def __init__(self, run: Run, evaluation: Evaluation | None, samples: ScoredSamples | None) -> None:
         super().__init__(run)
+        self.samples, self.folder = samples, run.folder.resolve()
         if evaluation is not None:
-            self.evaluation = evaluation
+            self.evaluation, self.age = evaluation, ""  # that of the folder is not compared
         if self.evaluation is None:
             raise DataError(
                 "has no evaluation.json", where=str(run.folder), remedy="run `cordillera evaluate` on it first"
@@ -285,29 +367,50 @@ class _Entry(Material):
 
 
 def _check_same_data(entries: Sequence[_Entry]) -> None:
-    first = entries[0]
+    first, differ = entries[0], dict[str, str]()
     for entry in entries[1:]:
-        for task in set(first.metrics) & set(entry.metrics):
+        for task in (one for one in first.metrics if one in entry.metrics):
             for count in ("examples", "positives", "weight"):
                 mine, others = first.metrics[task].get(count), entry.metrics[task].get(count)
                 if mine != others:
                     shown = " and ".join("none" if one is None else f"{one:,.10g}" for one in (others, mine))
-                    raise DataError(
-                        f"was evaluated on other data than {first.name}: {count} of '{task}' are {shown}",
-                        where=entry.name,
-                        remedy="compare runs over one data set and split",
-                    )
+                    differ.setdefault(entry.name, f"{count} of '{task}' are {shown}")
+    if differ:
+        also = "" if len(differ) == 1 else f" (and so were {', '.join([*differ][1:])})"
+        raise DataError(
+            f"was evaluated on other data than {first.name}: {next(iter(differ.values()))}{also}",
+            where=next(iter(differ)),
+            remedy="give --file FILE to evaluate all runs on the same samples, or compare runs over one data set and "
+            f"split: leave out {', '.join(differ)}",
+        )
+
+
+def _by_seed(base: Sequence[_Entry], group: Sequence[_Entry]) -> list[tuple[_Entry, _Entry]]:
+    """Return pairs of a run of ``base`` and one of ``group`` with the same seed."""
+    known = {entry.seed: entry for entry in base}
+    return [(known[entry.seed], entry) for entry in group if entry.seed in known]
+
+
+def _over_samples(
+    base: Sequence[_Entry], group: Sequence[_Entry], tasks: Sequence[str], level: float
+) -> tuple[dict[str, dict[str, PairedDifference]], Unit | None]:
+    """Return differences with intervals over samples by task, and their unit; None if no task has any.
+
+    They are of runs paired by seed, or of each with each.
+    """
+    pairs = _by_seed(base, group) or [(one, other) for one in base for other in group]
+    scores = [(other.samples, one.samples) for one, other in pairs if one.samples is not None and other.samples]
+    found = {task: paired_differences(scores, task, level) for task in tasks}
+    return {task: one for task, (one, _) in found.items()}, next((unit for one, unit in found.values() if one), None)
 
 
 def _differences(
     base: Sequence[_Entry], group: Sequence[_Entry], tasks: Sequence[str], level: float, notes: list[str]
 ) -> dict[str, dict[str, SeedMean]]:
-    by_seed = {entry.seed: entry for entry in base}
-    pairs = [(by_seed[entry.seed], entry) for entry in group if entry.seed in by_seed]
+    pairs = _by_seed(base, group)
     if not pairs:
-        notes.append(
-            f"{group[0].name} and {base[0].name} share no seed, so no difference is given: pairing needs equal seeds."
-        )
+        given = "so there is no difference over seeds: pairing needs equal seeds"
+        notes.append(f"{group[0].name} and {base[0].name} share no seed, {given}.")
         return {}
     unpaired = len(base) + len(group) - 2 * len(pairs)
     if unpaired:
@@ -354,7 +457,9 @@ def _row(
     )
 
 
-def _estimate(estimate: SeedMean | None, digits: int, *, signed: bool = False, unit: str = "") -> str:
+def _estimate(
+    estimate: SeedMean | PairedDifference | None, digits: int, *, signed: bool = False, unit: str = ""
+) -> str:
     if estimate is None:
         return ""
     if math.isnan(estimate.value):

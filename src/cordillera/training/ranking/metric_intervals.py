@@ -111,6 +111,17 @@ def _estimates(logits: _Floats, positive: NDArray[np.bool_], weights: _Floats) -
     }
 
 
+def metric_influences(
+    logits: _Floats, positive: NDArray[np.bool_], weights: _Floats
+) -> dict[str, tuple[float, _Floats]]:
+    """Return ``ne``, ``auc``, ``log_loss`` and ``calibration``, each with the influences of the samples on it, ``[B]``.
+
+    The difference of two models' influences on the same samples is the influence on the difference of the metric.
+    ``logits`` (finite), ``positive`` and ``weights`` (above 0) are ``[B]``, and both classes must be present.
+    """
+    return _estimates(logits, positive, weights)
+
+
 def _grouped_estimates(
     logits: _Floats, positive: NDArray[np.bool_], weights: _Floats, codes: NDArray[np.int64], ranking_k: int
 ) -> dict[str, tuple[float, float]]:

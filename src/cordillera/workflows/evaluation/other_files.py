@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from cordillera.data.ranking.encoding import Encoder
 from cordillera.data.ranking.features import RankingBatch
@@ -20,8 +21,31 @@ from cordillera.numbers import counted
 from cordillera.run import Run
 from cordillera.training.ranking.evaluation import Evaluation
 from cordillera.training.ranking.evaluation import evaluate as evaluate_split
+from cordillera.training.ranking.paired_change import ScoredSamples
 from cordillera.training.ranking.scoring import scorer, select_device
 from cordillera.workflows.trained import card_of, recipe_of, restore_model_with_checkpoint, with_threads
+
+
+class _KeptScores:
+    """A function that scores batches and keeps what it scored."""
+
+    def __init__(self, score: Callable[[RankingBatch], Tensor], tasks: tuple[str, ...]) -> None:
+        self.score, self.tasks = score, tasks
+        self.parts: dict[str, list[np.ndarray]] = {"weights": [], "groups": []}
+        self.parts |= {name: [np.empty((0, len(tasks)), np.float32)] for name in ("logits", "labels")}
+
+    def __call__(self, batch: RankingBatch) -> Tensor:
+        logits = self.score(batch)
+        columns = {"logits": logits, "labels": batch.labels, "weights": batch.weights, "groups": batch.groups}
+        for name, column in columns.items():
+            if column is not None:
+                self.parts[name].append(column.detach().cpu().numpy())
+        return logits
+
+    def samples(self) -> ScoredSamples:
+        """Return what was scored, in the order of the batches."""
+        found = {name: np.concatenate(parts) for name, parts in self.parts.items() if parts}
+        return ScoredSamples(self.tasks, found["logits"], found["labels"], found.get("weights"), found.get("groups"))
 
 
 def evaluate_file(
@@ -41,6 +65,13 @@ def evaluate_file(
         RunError: If it is not a run of a ranking model.
         TrainingError: If a logit is not finite.
     """
+    return score_file(run, file, rows=rows)[0]
+
+
+def score_file(
+    run: Run | Path | str, file: Path | str | None = None, *, rows: FrameLike | None = None
+) -> tuple[Evaluation, ScoredSamples]:
+    """Evaluate a ``run`` on a ``file`` or ``rows`` as :func:`evaluate_file` does; return the scores too."""
     run = run if isinstance(run, Run) else Run(run)
     recipe, encoder = recipe_of(run), Encoder.load(run.folder / "encoder")
     card, device = card_of(run), select_device(recipe.device)
@@ -76,11 +107,13 @@ def evaluate_file(
         _, model, checkpoint = restore_model_with_checkpoint(run, features, device)
         score = scorer(model, device, recipe.training.precision, recipe.training.emulate)
         ranking_k, name = recipe.training.ranking_k, Path(source).name
-        evaluation = evaluate_split(score, batches(), tasks, split=name, segments=segments, ranking_k=ranking_k)
+        kept = _KeptScores(score, tasks)
+        evaluation = evaluate_split(kept, batches(), tasks, split=name, segments=segments, ranking_k=ranking_k)
     inputs.warn(f"{run.folder} on {source}")
     for task, count in zip(tasks, blank.tolist(), strict=True):
         if count and not schema.missing_labels:
             warnings.warn(
                 f"{source}: '{task}' is blank in {counted(count, 'row')}, left out of its metrics", stacklevel=2
             )
-    return replace(evaluation, step=checkpoint.step, steps=checkpoint.state.get("total_steps"))
+    evaluation = replace(evaluation, step=checkpoint.step, steps=checkpoint.state.get("total_steps"))
+    return evaluation, kept.samples()
