@@ -21,6 +21,7 @@ import pytest
 
 from cordillera import recipe as recipes
 from cordillera import workflows
+from cordillera.cli.search import _beside_own as beside_own
 from cordillera.data.ranking.cache import Splits
 from cordillera.data.ranking.datasets import prepare
 from cordillera.errors import DataError, Interrupted, RecipeError, RunError
@@ -541,11 +542,58 @@ def test_a_search_without_a_survivor_says_so(
     )
     for searcher in ("evolution", "predictor"):
         result = cli("search", files[0], "--space", files[1], "--trials", 20, "--run", searcher, "--searcher", searcher)
-        assert result.code == 0, result.err
+        assert result.code == 2
         assert "died: budget: 4,000 flops, of at most 10" in result.out
         assert "20 candidates tried, 0 trained" in result.out
         assert "20 died at stage budget" in result.out
         assert "train the best with" not in result.out
+        said = " ".join(result.err.split())
+        assert "none of 20 candidates was trained; the first died at stage budget: 4,000 flops, of at most 10" in said
+        assert "search in another --run folder" in said
+    none = cli("search", files[0], "--space", files[1], "--trials", 0, "--run", "none")
+    assert none.code == 0, none.err
+
+
+def test_with_one_goal_there_is_one_best_beside_the_recipes_own(
+    cli: Any, files: Any, tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nes = iter([0.9, 0.7, 0.8])  # the second is the largest, so all three would be on a front
+    sizes = iter([10, 30, 20])
+
+    def all_of_them(self: InstantWorkers, some: Sequence[dict[str, Any]], _: Any) -> Iterator[tuple[int, SearchTrial]]:
+        for place in range(len(some)):
+            yield place, SearchTrial("finished", "", next(nes), flops=next(sizes))
+
+    monkeypatch.setattr(InstantWorkers, "try_all", all_of_them)
+    Path("few.toml").write_text('[choices]\n"training.learning_rate" = [0.01, 0.1, 0.2]\n"model.mlp" = [[4], [8]]\n')
+    search = ("search", files[0], "--space", "few.toml", "--run", "run", "--trials", 2, "--searcher", "random", "-q")
+    shown = cli(*search, "--goal", "ne")
+    assert shown.code == 0, shown.err
+    record = entries(Path("run"))
+    assert record[0]["overrides"] == {"training.learning_rate": 0.01, "model.mlp": [4]}  # the recipe's own
+    assert [one["origin"] for one in record] == ["proposal", "search", "search"]
+    assert "lowest NE, by the validation split" in shown.out
+    assert "front of NE" not in shown.out
+    assert "architecture" not in shown.out
+    assert record[1]["name"] in shown.out
+    assert record[2]["name"] not in shown.out
+    changes = [
+        f"{key}: {json.dumps(value)} -> {json.dumps(record[1]['overrides'][key])}"
+        for key, value in record[0]["overrides"].items()
+        if value != record[1]["overrides"][key]
+    ]
+    sentence = f"the recipe's own settings: NE 0.9000; the best differs in {'; '.join(changes)}"
+    assert sentence in " ".join(shown.out.split())
+    document = json.loads(cli(*search, "--goal", "ne", "--json").out)
+    assert document["own_ne"] == 0.9
+    assert len(document["front"]) == 1
+
+
+def test_the_recipes_own_settings_may_be_the_best_or_die(cli: Any, files: Any, tried: list[str]) -> None:
+    best = SearchCandidate(0, "a", "proposal", {"model.mlp": [4]}, SearchTrial("finished", "", 0.8))
+    assert beside_own(best, best) == "no candidate is better than the recipe's own settings, NE 0.8000"
+    dead = dataclasses.replace(best, trial=SearchTrial("reach", "no gradient reaches C1"))
+    assert beside_own(best, dead) == "the recipe's own settings died at stage reach: no gradient reaches C1"
 
 
 def test_ctrl_c_between_trials_says_how_to_go_on(files: Any, tried: list[str], tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +23,7 @@ from cordillera.cli._show import (
     refuse,
     to_type,
 )
+from cordillera.errors import RunError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,7 +83,7 @@ def search(
 ) -> None:
     """Search for the architecture or the settings of a ranking model.
 
-    A search that was stopped goes on where it was.
+    Of a space of settings, the recipe's own are tried first. A search that was stopped goes on where it was.
     """
     from cordillera import workflows
     from cordillera.errors import PlanError
@@ -96,10 +97,11 @@ def search(
         why = "no --supernet" if supernet is None else "--searcher learnt"
         refuse({"--fine-tune": fine_tune or None}, f"candidates that are trained anew ({why})")
     answer = CommandOutput(as_json)
-    given = []
+    own = _own_settings(recipe, space, set_ or ())
+    given = [own] if own else []
     if proposals is not None:
         text = read_input() if str(proposals) == "-" else read_text(proposals)
-        given = read_proposals(text, "stdin" if str(proposals) == "-" else str(proposals))
+        given += read_proposals(text, "stdin" if str(proposals) == "-" else str(proposals))
     run = None if supernet is None else str(supernet.resolve())
     trial = TrialConfig(
         most_flops=most_flops,
@@ -125,7 +127,7 @@ def search(
 
     best: list[float] = []
     with _progress(answer.notes, quiet=quiet) as (on_candidate, say):
-        on_candidate(0, trials)
+        on_candidate(0, len(given) + trials)
 
         def show(candidate: SearchCandidate, planned: int) -> None:
             if candidate.trial.is_finished:
@@ -146,7 +148,20 @@ def search(
             say=say,
         )
     with answer:
-        _print(answer, outcome)
+        _print(answer, outcome, goal, own)
+
+
+def _own_settings(recipe: str, space: str, changes: Sequence[str]) -> dict[str, Any]:
+    """Return the recipe's own values of the keys of a space of settings; nothing for a space of graphs."""
+    from cordillera import recipe as recipes
+    from cordillera.run import flat_values
+    from cordillera.training.ranking.architecture_search.space import load_space
+
+    settings = load_space(space)
+    if settings.blocks is not None:
+        return {}
+    values = flat_values(recipes.load(recipe, changes).model_dump(mode="json", exclude_none=True))
+    return {key: values[key] for key in settings.choices if key in values}
 
 
 @contextlib.contextmanager
@@ -174,7 +189,7 @@ def _line(candidate: SearchCandidate, planned: int, best: float | None) -> str:
     return f"{head}  NE {trial.ne:.4f}  {trial.flops:,} FLOPs  {trial.seconds:.1f} s{record}"
 
 
-def _print(answer: CommandOutput, outcome: SearchOutcome) -> None:
+def _print(answer: CommandOutput, outcome: SearchOutcome, goal: str, own: Mapping[str, Any]) -> None:
     from collections import Counter
 
     died = Counter(one.trial.stage for one in outcome.candidates if not one.trial.is_finished)
@@ -187,31 +202,63 @@ def _print(answer: CommandOutput, outcome: SearchOutcome) -> None:
         lines.append("the time is over: the same command goes on")
     ended = {"is_exhausted": outcome.is_exhausted, "is_out_of_time": outcome.is_out_of_time}
     answer.say("\n".join(lines), tried=tried, trained=finished, died=died, **ended)
+    if tried and not finished:
+        reason = outcome.candidates[0].trial
+        raise RunError(
+            f"none of {tried:,} candidates was trained; the first died at stage {reason.stage}: {reason.why}",
+            where=str(outcome.folder),
+            remedy=f"{outcome.report} has a reason of each stage; change the recipe, the space or the limits, and "
+            "search in another --run folder",
+        )
+    best = [] if outcome.best is None else [outcome.best]
+    shown = best if goal == "ne" else outcome.front
+    answer.tables(front=_table(outcome, shown, goal))
+    for one in best:
+        path = outcome.folder / "front" / f"{one.name}.toml"
+        by = ", by its mean NE over new seeds" if outcome.judged else ""
+        chosen = [f"{candidate.name}: {candidate.settings}" for candidate in shown if candidate.settings]
+        if chosen:
+            answer.say("\n".join(chosen), settings={candidate.name: candidate.overrides for candidate in shown})
+        if own:
+            first = outcome.candidates[0]
+            answer.say(_beside_own(one, first), own_ne=first.trial.ne if first.trial.is_finished else None)
+        folder = f"recipes: {path.parent}\n" if goal == "front" else ""
+        answer.say(f"{folder}  -> train the best{by} with: {to_type('train', path)}", best=path)
+    answer.say(f"report: {outcome.report}", report=outcome.report)
+
+
+def _table(outcome: SearchOutcome, shown: Sequence[SearchCandidate], goal: str) -> Sheet:
+    """Return a table of the front, or of the best candidate."""
     interval = Field("interval", "95 % interval", "{0[0]:.4f} to {0[1]:.4f}")
     form = lambda ne: "died" if math.isnan(ne) else f"{ne:.4f}"  # noqa: E731
     judged = [Field("judged_ne", "NE (new seeds)", form), Field("test_ne", "NE (test)", form)]
+    graphs = any(isinstance(one.overrides.get("model"), Mapping) for one in shown)
     table = Sheet(
-        "front of NE and FLOPs, by the validation split",
-        Field("architecture"),
+        f"{'lowest NE' if goal == 'ne' else 'front of NE and FLOPs'}, by the validation split",
+        Field("architecture", "architecture" if graphs else "candidate"),
         Field("ne", "NE", "{:.4f}"),
         *(judged if outcome.judged else [interval]),
         Field("flops", "FLOPs", "{:,}"),
         Field("parameters", form="{:,}"),
     )
-    for one in outcome.front:
+    for one in shown:
         trial = one.trial
-        shown: list[object] = [None if math.isnan(trial.low) else (trial.low, trial.high)]
+        values: list[object] = [None if math.isnan(trial.low) else (trial.low, trial.high)]
         if outcome.judged:
             again = outcome.judged[one.name]
-            shown = [again.ne, again.test_ne] if again.is_finished else [math.nan, math.nan]
-        table.add(one.name, trial.ne, *shown, trial.flops, trial.parameters)
-    answer.tables(front=table)
-    if outcome.best is not None:
-        front = outcome.folder / "front"
-        path = front / f"{outcome.best.name}.toml"
-        by = ", by its mean NE over new seeds" if outcome.judged else ""
-        chosen = [f"{one.name}: {one.settings}" for one in outcome.front if one.settings]
-        if chosen:
-            answer.say("\n".join(chosen), settings={one.name: one.overrides for one in outcome.front})
-        answer.say(f"recipes: {front}\n  -> train the best{by} with: {to_type('train', path)}", best=path)
-    answer.say(f"report: {outcome.report}", report=outcome.report)
+            values = [again.ne, again.test_ne] if again.is_finished else [math.nan, math.nan]
+        table.add(one.name, trial.ne, *values, trial.flops, trial.parameters)
+    return table
+
+
+def _beside_own(best: SearchCandidate, own: SearchCandidate) -> str:
+    """Return the sentence that compares the best candidate with the recipe's own settings."""
+    from cordillera.run import differences
+
+    trial = own.trial
+    if not trial.is_finished:
+        return f"the recipe's own settings died at stage {trial.stage}: {trial.why}"
+    changed = differences(own.overrides, best.overrides)
+    if not changed:
+        return f"no candidate is better than the recipe's own settings, NE {trial.ne:.4f}"
+    return f"the recipe's own settings: NE {trial.ne:.4f}; the best differs in {'; '.join(changed)}"

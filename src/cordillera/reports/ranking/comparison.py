@@ -24,7 +24,7 @@ from cordillera.reports.ranking.material import TOP_K_METRICS, Material, median_
 from cordillera.run import Run
 from cordillera.training.ranking.config import STOP_TITLES
 from cordillera.training.ranking.evaluation import Evaluation, jsonable
-from cordillera.training.ranking.paired_change import PairedDifference, ScoredSamples, Unit, paired_differences
+from cordillera.training.ranking.paired_change import PairedDifference, SampleUnit, ScoredSamples, paired_differences
 
 METRICS = ("ne", "auc", "log_loss", "calibration", "gauc", *TOP_K_METRICS)
 _NAMED = ("run", "task")
@@ -164,7 +164,7 @@ class Comparison(ComparisonTable):
     rows: list[Row]
     tasks: list[str]
     level: float
-    unit: Unit | None = None
+    unit: SampleUnit | None = None
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Return the headings and texts of the table, with one line for each row and task."""
@@ -272,7 +272,7 @@ def compare(
     members = list(groups.values())
     notes = [f"Evaluated on {one.split}, {one.examples:,} samples." for one in (evaluations or ())[:1]]
     rows: list[Row] = []
-    unit: Unit | None = None
+    unit: SampleUnit | None = None
     for group in members:
         differences = {} if group is members[0] else _differences(members[0], group, tasks, level, notes)
         row = _row(group, tasks, differences, level)
@@ -393,7 +393,7 @@ def _by_seed(base: Sequence[_Entry], group: Sequence[_Entry]) -> list[tuple[_Ent
 
 def _over_samples(
     base: Sequence[_Entry], group: Sequence[_Entry], tasks: Sequence[str], level: float
-) -> tuple[dict[str, dict[str, PairedDifference]], Unit | None]:
+) -> tuple[dict[str, dict[str, PairedDifference]], SampleUnit | None]:
     """Return differences with intervals over samples by task, and their unit; None if no task has any.
 
     They are of runs paired by seed, or of each with each.

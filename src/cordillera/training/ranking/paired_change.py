@@ -16,7 +16,7 @@ from cordillera.numerics.inference.selection import Change
 from cordillera.training.ranking.metric_intervals import interval_unit, metric_influences
 from cordillera.training.ranking.metrics import of_task
 
-Unit = Literal["sample", "group"]
+SampleUnit = Literal["sample", "group"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class PairedDifference:
 
 def paired_differences(
     pairs: Sequence[tuple[ScoredSamples, ScoredSamples]], task: str, level: float = 0.95
-) -> tuple[dict[str, PairedDifference], Unit]:
+) -> tuple[dict[str, PairedDifference], SampleUnit]:
     """Compute differences of metrics between models that scored the same samples, with intervals over the samples.
 
     The variance of a difference is that of the samples' influences on it (delta method; for the AUC the paired
@@ -98,7 +98,7 @@ def paired_differences(
             )
     kept, positive = weights > 0, labels == 1
     count = [int((kept & positive).sum()), int((kept & ~positive).sum())]
-    unit: Unit = "group" if groups is not None and interval_unit(groups[kept]) == "group" else "sample"
+    unit: SampleUnit = "group" if groups is not None and interval_unit(groups[kept]) == "group" else "sample"
     if min(count) < 2:
         return {}, unit
     codes = np.unique(groups[kept], return_inverse=True)[1] if unit == "group" and groups is not None else None
