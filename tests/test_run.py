@@ -252,6 +252,16 @@ def test_a_folder_whose_process_was_killed_before_it_had_a_recipe_is_taken_again
     assert sorted(path.name for path in run.folder.iterdir()) == ["checkpoints", "environment.json", "recipe.toml"]
 
 
+def test_a_run_that_failed_before_its_first_checkpoint_is_not_to_be_resumed(tmp_path):
+    run = Run.create(tmp_path / "a", "seed = 1\n")
+    run.write_status("failed", 0, 10)
+    with pytest.raises(RunError, match="training failed, and it holds no checkpoint\n  -> delete it, or name another"):
+        Run.create(tmp_path / "a", "seed = 1\n")
+    (run.checkpoints / "step-5").mkdir()
+    with pytest.raises(RunError, match=r"go on with `cordillera train .* --resume`"):
+        Run.create(tmp_path / "a", "seed = 1\n")
+
+
 def test_what_a_killed_process_was_writing_goes_when_the_run_goes_on(run):
     (run.folder / ".metrics.jsonl.999999999.tmp").touch()
     mine = run.folder / f".metrics.jsonl.{os.getpid()}.tmp"

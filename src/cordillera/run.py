@@ -516,9 +516,25 @@ def check_new_folder(folder: Path, command: str = "train") -> list[Path]:
     """
     begun = left_behind(folder, "recipe.toml")
     if folder.exists() and (not folder.is_dir() or set(folder.iterdir()) - set(begun)):
+        if _failed_at_once(folder):
+            raise RunError(
+                "already exists; its training failed, and it holds no checkpoint",
+                where=str(folder),
+                remedy="delete it, or name another folder for the run",
+            )
         go_on = "" if (folder / SEARCH_FILE).is_file() else f", or go on with `cordillera {command} {folder} --resume`"
         raise RunError("already exists", where=str(folder), remedy=f"name another folder for the run{go_on}")
     return begun
+
+
+def _failed_at_once(folder: Path) -> bool:
+    """Whether a folder is that of a run whose training failed before its first checkpoint."""
+    try:
+        status = Run(folder).status()
+    except RunError:  # no run, the run of a search, or a damaged one
+        return False
+    has_checkpoints = (folder / "checkpoints").is_dir() and any((folder / "checkpoints").iterdir())
+    return status is not None and status.ended == "failed" and not has_checkpoints
 
 
 def check_no_run(recipe: str, command: str) -> None:

@@ -522,6 +522,7 @@ def test_a_model_that_is_too_good_and_a_best_that_is_not_kept_are_said(cli, reci
     result = cli("train", recipe, "--run", "told", *short)
     assert "click: such an AUC is rare; a feature may be known only after the label\n" in result.out
     assert "  -> see which tells most: cordillera evaluate told --importance\n" in result.out
+    assert "NE above 1" not in result.out
     short += ("--set", 'data.schema.dense=[{name="price"}]')
     plain = cli("train", recipe, "--run", "plain", *short)
     assert "such an AUC" not in plain.out
@@ -530,6 +531,20 @@ def test_a_model_that_is_too_good_and_a_best_that_is_not_kept_are_said(cli, reci
     )
     kept = cli("train", recipe, "--run", "kept", *short, "--set", "training.patience=40")
     assert "the last weights" not in kept.out
+
+
+def test_a_model_that_is_worse_than_the_base_rate_is_doubted(cli, recipe, tmp_path):
+    result = cli("train", recipe, "--run", "wild", "--set", "training.epochs=2", "--set", "training.learning_rate=3")
+    assert result.code == 0, result.err
+    assert re.search(r"click: NE \d+\.\d{4}; NE above 1 is worse than always predicting the base rate\n", result.out)
+    assert "lower training.learning_rate" in result.out
+
+
+def test_data_describe_of_a_file_points_to_what_describes_files(cli, recipe, tmp_path):
+    refused = cli("data", "describe", "log.csv")
+    assert refused.code == 2
+    assert "log.csv: is a file or folder, not a name of `cordillera data list`" in refused.err
+    assert "`cordillera recipe new log.csv` prints what each of its columns is" in refused.err
 
 
 def test_a_log_in_place_of_a_recipe_is_called_one(cli, recipe, tmp_path):

@@ -288,9 +288,12 @@ def test_watching_ends_with_a_status_that_scripts_see(cli: Any, monkeypatch: pyt
     assert done.code == (1 if alarms else 0)
     assert asked == [0.01]
     assert "no column 'user'" in done.out
-    moved = (
-        "2 moved; train on recent data, with training.start = 'run', and quantise that run" if alarms else "no alarm"
-    )
+    moved = "no alarm"
+    if alarms:
+        moved = (
+            "2 moved\n  -> first check that the file has the columns and units of the training data; if it has, train "
+        )
+        moved += "on recent data, with training.start = 'run', and quantise that run"
     assert f"1,234 samples, 5 numbers and shares watched by 6,000 checks: {moved}" in done.out
 
 

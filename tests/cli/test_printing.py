@@ -200,6 +200,13 @@ def test_metrics_stand_under_their_headings():
         ["click", "0.9000", "0.7000", "undefined", "0.5000", "1.0100", "12.5 %"],
         ["buy", *["undefined"] * 6],
     ]
+    weighted = {**metrics, "weight": 450.0, "base_rate": 0.3}
+    assert [
+        [row[0], row[-1]]
+        for row in cells(
+            _show.evaluation_table(SimpleNamespace(**{**found, "metrics": lambda: {"click": weighted}}, step=40))
+        )
+    ] == [["task", "positives (weighted)"], ["click", "30.0 %"]]
     del metrics["ranking_k"], empty["ranking_k"]  # without groups
     assert cells(_show.evaluation_table(SimpleNamespace(**found, step=40)))[0] == [
         "task", "NE", "AUC", "log loss", "calibration", "positives"

@@ -512,3 +512,26 @@ def test_a_label_that_is_not_there_is_answered_with_what_may_be_meant(tmp_path: 
         roles(path, ("Click",))
     with pytest.raises(DataError, match="repeat --label for each of them"):
         roles(path, ("click,price",))
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_column_that_a_file_lacks_is_left_out_and_the_recipe_trains(tmp_path: Path, kind: str) -> None:
+    frame = frame_of()
+    write_log = (
+        (lambda one, path: one.write_csv(path)) if kind == "csv" else (lambda one, path: one.write_parquet(path))
+    )
+    kept = frame.drop("tags", "kinds")
+    names = [str(tmp_path / f"{name}.{kind}") for name in ("one", "two")]
+    write_log(kept, names[0])
+    later = kept.drop("ctr").with_columns(pl.col("event_time") + 10_000_000, added=pl.lit(1))
+    write_log(later, names[1])
+    found = {one.name: one for one in write_recipe(names, tmp_path / "log.toml", labels=["clicked"])}
+    assert (found["ctr"].role, found["ctr"].why) == ("left out", f"two.{kind} has no such column")
+    assert found["added"].role == "left out"
+    assert found["score_count"].role == "dense"
+    recipe = load(tmp_path / "log.toml", [f"data.cache_dir={tmp_path / 'cache'}"])
+    assert isinstance(recipe, RankingRecipe)
+    assert len(prepare(recipe.data, progress=False).train)
+    write_log(later.drop("clicked"), names[1])
+    with pytest.raises(DataError, match=f"two.{kind}: column 'clicked' is missing, and is the label"):
+        write_recipe(names, tmp_path / "other.toml", labels=["clicked"])

@@ -14,9 +14,10 @@ import pytest
 
 from cordillera.data.paths import expand_paths
 from cordillera.data.ranking.datasets import DataConfig, prepare
-from cordillera.data.ranking.features import Schema
+from cordillera.data.ranking.features import DenseFeature, Schema
 from cordillera.data.ranking.logs.click_logs import FileLog
-from cordillera.data.ranking.logs.columns import MISSING, RowPlace, labels_of, timestamps_of
+from cordillera.data.ranking.logs.columns import MISSING, RowPlace, dense_of, labels_of, timestamps_of
+from cordillera.data.ranking.logs.delimited import DelimitedFile
 from cordillera.data.ranking.logs.own import meeting, with_points
 from cordillera.data.ranking.rows import raw_rows, read_rows
 from cordillera.errors import DataError
@@ -160,14 +161,14 @@ def test_times_are_read_in_seconds(values: list[Any], unit: Any, expected: list[
 @pytest.mark.parametrize(
     ("values", "why"),
     [
-        (["2026-01-31", "soon"], "row 2, column 'time': 'soon' is not a date or time"),
+        (["2026-01-31", "soon"], r"row 2, column 'time': 'soon' is not a date or time \(data.timestamp_format"),
         (["2026-13-31"], "row 1.*'2026-13-31' is not a date or time"),
         (["2026-01-31", None], "row 2.*a timestamp is blank"),
         (["2026-01-31", ""], "row 2.*a timestamp is blank"),
         ([1.0, float("nan")], "row 2.*nan is not a timestamp"),
         ([1, None], "row 2.*a timestamp is blank"),
-        (["31.01.2026"], "is not a time\n  -> write 2026-01-31, "),
-        (["yesterday"], "is not a time\n  -> write 2026-01-31, "),
+        (["31.01.2026"], r"is not a time \(data.timestamp_format names other forms, .*\n  -> write 2026-01-31, "),
+        (["yesterday"], r"is not a time \(.*\n  -> write 2026-01-31, "),
         ([datetime.date(2026, 1, 31), None], "row 2.*a timestamp is blank"),
     ],
 )
@@ -202,7 +203,8 @@ def test_labels_may_be_truth_values(tmp_path: Path) -> None:
     assert labels_of(pl.Series([True, False]), "click", PLACE).tolist() == [1, 0]
     words = pl.Series([None, "True", "false ", "0", "1.0", "FALSE"])
     assert labels_of(words, "click", PLACE, may_miss=True).tolist() == [255, 1, 0, 0, 1, 0]
-    for wrong, why in ((["yes"], "a label is 'yes', labels must be 0 or 1"), (["true", "2"], "row 2.*a label is 2")):
+    other_words = "a label is 'yes', labels must be 0 or 1, .* data.positive says which is 1, .*{click = '= yes'}"
+    for wrong, why in ((["yes"], other_words), (["true", "2"], "row 2.*a label is 2")):
         with pytest.raises(DataError, match=why):
             labels_of(pl.Series(wrong), "click", PLACE)
     frame = frame_of()
@@ -417,3 +419,32 @@ def test_each_split_may_have_files_of_its_own(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=why):
             DataConfig.model_validate({"path": path, "schema": schema(), **wrong})
+
+
+def test_a_price_with_a_currency_sign_is_not_to_become_a_category(tmp_path: Path) -> None:
+    for value, remedy in (
+        ("£3.97", "write the column without £: 1234.5"),
+        ("12 %", "write the column without %: 1234.5"),
+        ("cheap", "declare the column as categorical"),
+        ("$ign", "declare the column as categorical"),
+    ):
+        with pytest.raises(DataError, match=f"is not a number\n  -> .*{remedy}"):
+            dense_of(pl.Series(["1", value]), DenseFeature(name="price"), PLACE)
+
+
+def test_a_header_of_one_column_says_that_the_separator_may_be_another(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("price;click\n3,97;1\n")
+    with pytest.raises(DataError, match="the row has 2 fields, 1 are expected") as error:
+        list(DelimitedFile(tmp_path / "log.csv", ",").frames())
+    assert error.value.remedy == (
+        "the first line is a single column, 'price;click'; if \";\" divides its fields: set data.separator, or "
+        "--separator of `recipe new`"
+    )
+    (tmp_path / "log.csv").write_text("price,click\n3,97,1\n")
+    with pytest.raises(DataError, match="the row has 3 fields, 2 are expected\n  -> correct the line"):
+        list(DelimitedFile(tmp_path / "log.csv", ",").frames())
+
+
+def test_a_pattern_that_no_file_fits_has_advice(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no file fits the pattern\n  -> correct the pattern"):
+        expand_paths((str(tmp_path / "w9*.csv"),))

@@ -196,6 +196,15 @@ def test_intervals_over_seeds_and_over_samples_stand_side_by_side(tmp_path: Path
     assert compare(runs[1:3]).rows[1].ne_difference("click") is None
 
 
+def test_comparisons_and_records_are_tables_of_pandas(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    runs = [*family(tmp_path, "dlrm", {1: 0.9}), *family(tmp_path, "wukong", {1: 0.4})]
+    headings, lines = compare(runs).cells()
+    assert list(pandas.DataFrame(lines, columns=headings)["run"]) == ["dlrm-1", "wukong-1"]
+    records = pandas.json_normalize(list(runs[0].metrics()))  # as docs/own-logs.md has it
+    assert records["tasks.click.ne"].notna().any()
+
+
 def test_one_recipe_trained_again_on_new_data_is_compared_on_a_file(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name, seed=1, evaluation=evaluation(0.1)) for name in ("monday", "sunday")]
     with pytest.raises(DataError, match="same recipe and seed"):

@@ -243,8 +243,9 @@ def test_undefined_ne_is_an_error_where_a_decision_needs_it_and_null_elsewhere(m
             assert evaluation["tasks"]["click"]["ne"] is None
             assert evaluation["tasks"]["buy"]["ne"] is not None
         else:
-            with pytest.raises(TrainingError, match=r"undefined for \['click'\]"):
+            with pytest.raises(TrainingError, match=r"undefined for \['click'\]") as error:
                 trainer.fit()
+            assert "more rows, as by data.fractions = [0.7, 0.2, 0.1] or data.split = 'random'" in error.value.remedy
 
 
 def test_a_metric_of_groups_that_is_undefined_is_an_error_that_says_why(make_trainer):

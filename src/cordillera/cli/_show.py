@@ -272,9 +272,11 @@ def evaluation_table(evaluation: Evaluation) -> Table:
     shown = {"ne": "NE", "auc": "AUC", "gauc": "GAUC", "log_loss": "log loss", "calibration": "calibration"}
     if not any("ranking_k" in values or math.isfinite(values.get("gauc", math.nan)) for values in metrics.values()):
         del shown["gauc"]  # there are no groups
-    table = titled_table(title, "task", right=(*shown.values(), "positives"))
+    weighted = any(one.get("weight", one["examples"]) != one["examples"] for one in metrics.values())
+    table = titled_table(title, "task", right=(*shown.values(), "positives (weighted)" if weighted else "positives"))
     for task, values in metrics.items():
         share = values["positives"] / values["examples"] if values["examples"] else math.nan
+        share = values["base_rate"] if weighted else share
         cells = [fixed(values.get(key, math.nan)) for key in shown]
         table.add_row(printable(task), *cells, "undefined" if math.isnan(share) else f"{100 * share:.1f} %")
     return table

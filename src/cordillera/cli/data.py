@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet, refuse
-from cordillera.errors import printable
+from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet, refuse, to_type
+from cordillera.errors import DataError, printable
 
 if TYPE_CHECKING:
     from cordillera.data.ranking.cache import Splits
@@ -82,7 +82,7 @@ def get(
 def describe(name: _Name, path: _Path = None, as_json: AsJson = False) -> None:
     """Rows, labels, features and their gaps; of a model or a tokenizer, its sizes and special tokens."""
     from cordillera.data.assets import ASSETS, fetch_asset
-    from cordillera.data.ranking.datasets import prepare
+    from cordillera.data.ranking.datasets import DATASETS, prepare
     from cordillera.data.ranking.rows import configure
 
     with CommandOutput(as_json) as answer:
@@ -92,6 +92,12 @@ def describe(name: _Name, path: _Path = None, as_json: AsJson = False) -> None:
             _say_terms(answer, asset.summary, asset.source, asset.terms)
             answer.tables(facts=_asset_table(file))
             return
+        if name not in DATASETS and Path(name).exists():
+            raise DataError(
+                "is a file or folder, not a name of `cordillera data list`",
+                where=name,
+                remedy=f"`{to_type('recipe', 'new', name)}` prints what each of its columns is, and writes a recipe",
+            )
         splits = prepare(configure(name, path))
         facts = splits.facts
         _say_terms(answer, facts["name"], facts["source"], facts["terms"])

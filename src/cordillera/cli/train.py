@@ -390,6 +390,9 @@ def _doubts(outcome: Outcome) -> Iterator[str]:
         if values.get("auc", 0.0) > _TOO_GOOD:
             rare = f"{task}: such an AUC is rare; a feature may be known only after the label"
             yield f"{rare}\n  -> see which tells most: {to_type('evaluate', folder, '--importance')}"
+        if values.get("ne", 0.0) > 1:
+            worse = f"{task}: NE {values['ne']:.4f}; NE above 1 is worse than always predicting the base rate"
+            yield f"{worse}\n  -> see {folder / 'report.html'}; lower training.learning_rate or training.epochs"
     training: Any = load(outcome.run.recipe_file).training
     if progress.best_step not in (None, progress.step) and training.patience is None:
         yield f"the last weights are kept; {progress.best_text} was at step {progress.best_step:,} (training.patience)"

@@ -36,7 +36,8 @@ def watch(
         answer.say(
             f"{found.samples:,} samples, {found.watched} numbers and shares watched by {found.checks:,} checks: "
             + (
-                f"{len(found.alarms)} moved; train on recent data, with training.start = '{run}', and quantise that run"
+                f"{len(found.alarms)} moved\n  -> first check that the file has the columns and units of the training "
+                f"data; if it has, train on recent data, with training.start = '{run}', and quantise that run"
                 if found.alarms
                 else "no alarm"
             ),

@@ -56,7 +56,11 @@ def _expand(name: str) -> list[Path]:
         for one in sorted(map(Path, glob.glob(str(place), recursive=True))):
             found |= dict.fromkeys(_files_in(one) if one.is_dir() else [one])
         if not found:
-            raise DataError("no file fits the pattern", where=str(place))
+            raise DataError(
+                "no file fits the pattern",
+                where=str(place),
+                remedy="correct the pattern, in quotation marks; ** stands for any number of folders",
+            )
         return list(found)
     return [place]
 

@@ -101,12 +101,17 @@ def guess_roles(log: FileLog, labels: Sequence[str] = ()) -> list[ColumnGuess]:
     frame, words = _without_null_words(frame)
     frame, asked = _with_labels(frame, labels, place)
     chosen = list(asked) or _label_of(frame, place)
+    lacks = log.lacking(frame.columns)
+    if lost := [name for name in chosen if name in lacks]:
+        raise DataError(f"column '{lost[0]}' is missing, and is the label", where=str(lacks[lost[0]]))
     others = [name for name in frame.columns if name not in chosen]
-    of_time = {name: time for name in others if (time := _time_of(frame[name])) is not None}
+    of_time = {name: time for name in others if name not in lacks and (time := _time_of(frame[name])) is not None}
     found, best = list[ColumnGuess](), _best_time(of_time)
     for name in frame.columns:
         if name in chosen:
             guess = _label(frame[name], asked.get(name))
+        elif name in lacks:
+            guess = ColumnGuess(name, "left out", f"{lacks[name].name} has no such column")
         elif outcomes.OUTCOMES.search(name.lower()) and _is_binary(frame[name]):
             why = "zeros and ones, called like an outcome, which is not known beforehand; --label NAME learns it too"
             guess = ColumnGuess(name, "left out", why)

@@ -593,7 +593,7 @@ class Trainer:
                 f"{STOP_TITLES[name]} is undefined for {list(reasons)}: {' and '.join(sorted(why))} in the validation "
                 "split",
                 where="validation",
-                remedy="choose another data.split or training.stop_on, or a run that does not need it: "
-                "without training.patience, and with another training.decay than plateau",
+                remedy="give the validation split more rows, as by data.fractions = [0.7, 0.2, 0.1] or data.split = "
+                "'random', or another training.stop_on, or leave out training.patience and decay = 'plateau'",
             )
         progress.note(mean)

@@ -233,6 +233,21 @@ class FileLog:
         # Published logs without a header hold raw text, in which a quotation mark is an ordinary character.
         return DelimitedFile(path, mark, quoted=self.header is None, names=self.header)
 
+    def lacking(self, names: Sequence[str]) -> dict[str, Path]:
+        """Return those of some ``names`` of columns that a file lacks, each with the first such file."""
+        found: dict[str, Path] = {}
+        for path in self.paths:
+            if self.format == "parquet":
+                try:
+                    own = column_names(pyarrow.parquet.read_schema(path).names, str(path))
+                except _DAMAGE as error:
+                    raise _parquet_damage(error, path, 1) from error
+            else:
+                own = self.delimited(path).names
+            there = {*own, *_folder_values(path)}
+            found |= {name: path for name in names if name not in there and name not in found}
+        return found
+
     def _text(self, path: Path, wanted: list[str] | None) -> Iterator[Callable[[], RowChunk]]:
         file = self.delimited(path)
         own = self._in_file(path, wanted, file.names)

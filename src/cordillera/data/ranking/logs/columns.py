@@ -41,6 +41,7 @@ _DATE_PATTERNS = (
     *("%Y-%m-%dT%H:%M:%S%.f%#z", "%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M", "%Y/%m/%d %H:%M:%S%.f", "%Y/%m/%d"),
 )  # patterns with a time zone end with z or +
 _LABEL_REMEDY = "make the column 0/1 (1 for a click, a purchase, a like) or take the row out"
+_OTHER_TIMES = 'data.timestamp_format names other forms, such as "%d/%m/%Y %H:%M"'
 _TIME_REMEDY = "write 2026-01-31, 2026-01-31 12:00:00 or 2026-01-31T12:00:00Z, all rows alike or as numbers"
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -165,12 +166,26 @@ def numbers_of(
     wrong = (parsed.is_null() & ~blank).to_numpy()
     if wrong.any():
         row = first_of(wrong)
+        if noun == "number":
+            raise DataError(
+                f"{series[row]!r} is not a number",
+                where=place.at(row, name),
+                remedy=_number_remedy(str(series[row]), remedy),
+            )
         raise DataError(
-            f"{series[row]!r} is not a {noun}",
+            f"{series[row]!r} is not a {noun} ({_OTHER_TIMES})",
             where=place.at(row, name),
             remedy=remedy,
         )
     return parsed.fill_null(0.0).to_numpy(), blank.to_numpy()
+
+
+def _number_remedy(text: str, remedy: str) -> str:
+    """Return what to do about text that is no number: the ``remedy``, unless it is a number with a sign or a unit."""
+    found = re.search(r"[$€£¥₹%]", text)
+    if found is None or not any(mark.isdigit() for mark in text):
+        return remedy
+    return f"write the column without {found[0]}: 1234.5 (with data.decimal_comma = true, 1234,5), or leave it blank"
 
 
 def dense_of(series: pl.Series, feature: DenseFeature, place: RowPlace) -> tuple[np.ndarray, np.ndarray]:
@@ -393,7 +408,8 @@ def _label_numbers(series: pl.Series, name: str, place: RowPlace) -> pl.Series:
     if wrong.any():
         row = first_of(wrong)
         raise DataError(
-            f"a label is {series[row]!r}, labels must be 0 or 1, or false and true",
+            f"a label is {series[row]!r}, labels must be 0 or 1, or false and true; for other words, data.positive "
+            f"says which is 1, as in positive = {{{name} = '= yes'}}",
             where=place.at(row, name),
             remedy=_LABEL_REMEDY,
         )
@@ -524,7 +540,7 @@ def _times_of_text(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
         row = first_of(wrong)
         blank = series[row] in (None, "")
         raise DataError(
-            "a timestamp is blank" if blank else f"{series[row]!r} is not a date or time",
+            "a timestamp is blank" if blank else f"{series[row]!r} is not a date or time ({_OTHER_TIMES})",
             where=place.at(row, name),
             remedy="give every row its time, or split by order or at random" if blank else _TIME_REMEDY,
         )

@@ -37,6 +37,15 @@ def other_separator(names: Sequence[str]) -> str | None:
     return _MARKS[mark] if len(names) == 1 and mark in names[0] else None
 
 
+def _fields_remedy(names: Sequence[str]) -> str:
+    """Return what to do about a row of too many or too few fields, below these names of columns."""
+    if len(names) > 1:
+        return "correct the line; fields that hold the separator (data.separator) stand in quotation marks"
+    mark = other_separator(names)
+    other = f"{mark} divides its fields: set" if mark else "another character divides its fields, name it in"
+    return f"the first line is a single column, {names[0]!r}; if {other} data.separator, or --separator of `recipe new`"
+
+
 @dataclass(frozen=True)
 class TextBlock:
     """Whole lines of a file.
@@ -251,7 +260,7 @@ class DelimitedFile:
                 raise DataError(
                     f"the row has {count} fields, {len(self.names)} are expected",
                     where=where,
-                    remedy="correct the line; fields that hold the separator (data.separator) stand in quotation marks",
+                    remedy=f"{_fields_remedy(self.names)}",
                 )
 
     def _fields(self, text: bytes, number: int) -> list[bytes]:
