@@ -33,11 +33,12 @@ def watch(
             answer.tables(alarms=_table(found.alarms))
         if found.lacks is not None:
             answer.say(f"the file has no column {found.lacks!r}: samples of one group count as independent")
+        again = ", and quantise that run" if (run / "quantized").is_dir() else ""
         answer.say(
             f"{found.samples:,} samples, {found.watched} numbers and shares watched by {found.checks:,} checks: "
             + (
                 f"{len(found.alarms)} moved\n  -> first check that the file has the columns and units of the training "
-                f"data; if it has, train on recent data, with training.start = '{run}', and quantise that run"
+                f"data; if it has, train on recent data, with training.start = '{run}'{again}"
                 if found.alarms
                 else "no alarm"
             ),
@@ -51,12 +52,12 @@ def watch(
 
 
 def _table(alarms: list[Alarm]) -> Sheet:
-    """Return a table of the numbers and shares that have moved since calibration."""
+    """Return a table of the numbers and shares that have moved."""
     table = Sheet(
-        "alarm: moved since calibration",
+        "alarm: moved away from the validation split",
         Field("name", ""),
         Field("check"),
-        Field("calibration", form="{:.4g}", right=False),
+        Field("calibration", "validation", form="{:.4g}", right=False),
         Field("now", form="{:.4g}", right=False),
         Field("p", form=lambda p: f"{p:.1g}" if p > 1e-99 else "< 1e-99", right=False),
     )
