@@ -1,6 +1,7 @@
 """A run's folder survives crashes, full disks and second writers."""
 
 import errno
+import fcntl
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import random
 import re
 import resource
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -281,3 +283,25 @@ def test_a_run_on_a_file_system_without_locks_is_written_with_a_warning(
     with pytest.warns(UserWarning, match="no locks"), run.lock():
         run.log({"step": 1})
     assert run.metrics() == [{"step": 1}]
+
+
+def test_a_killed_run_names_the_newest_checkpoint_on_disk_not_the_step_of_its_status(run):
+    run.write_status(None, 0, 300)
+    assert run.status().warning.endswith("training runs, or was killed; it has no checkpoint.")
+    for name in ("step-000000100", "step-000000200", ".step-000000300.1.tmp", "step-x"):
+        (run.checkpoints / name).mkdir()
+    assert "its newest checkpoint is of step 200 of 300" in run.status().warning
+    assert run.read_json("status.json").keys() == {"ended", "step", "steps", "why", "records"}
+
+
+def test_the_writer_of_a_run_is_told_without_writing_and_a_reader_does_not_keep_training_from_beginning(run):
+    assert run.writer() == ""
+    assert not (run.folder / ".lock").exists()
+    with run.lock():
+        assert Run(run.folder).writer() == str(os.getpid())
+    assert run.writer() == ""
+    with open(run.folder / ".lock", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        threading.Timer(0.01, fcntl.flock, (file, fcntl.LOCK_UN)).start()
+        with run.lock():
+            assert run.writer() == str(os.getpid())

@@ -21,18 +21,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import math
 import os
 import platform
 import shutil
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -67,6 +69,7 @@ MAY_CHANGE = (
 MAY_GROW = ("training.epochs", "training.max_steps", "training.steps")
 """Keys that may also be changed if learning rates do not depend on the number of steps."""
 
+_LOCK_TRIES, _LOCK_PAUSE_S = 3, 0.02
 _METRICS_BYTES = 1 << 30  # largest metrics.jsonl that is read
 
 
@@ -253,10 +256,11 @@ class RunStatus:
     Attributes:
         ended: The way in which training ended: ``finished``, ``early`` (patience ran out), ``exhausted`` (the text
             ended), ``interrupted`` or ``failed``; None while it runs, and after it was killed.
-        step: Step of the newest checkpoint, or the last step once training has ended.
+        step: Last step once training has ended; before, the step at which the status was written.
         steps: Number of steps of the whole training.
         why: Error that ended training; empty without one.
         records: Number of records in ``metrics.jsonl`` when the status was written.
+        saved: Step of the newest checkpoint when the status was read; None without one. It is not in ``status.json``.
     """
 
     ended: str | None
@@ -264,6 +268,7 @@ class RunStatus:
     steps: int
     why: str = ""
     records: int = 0
+    saved: int | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -280,7 +285,23 @@ class RunStatus:
             return f"This run is not finished: training failed at {place}. {self.why}".rstrip()
         if self.ended == "interrupted":
             return f"This run is not finished: training was interrupted at {place}; it can be resumed."
-        return f"This run is not finished: training runs, or was killed; its newest checkpoint is of {place}."
+        newest = "it has no checkpoint"
+        if self.saved is not None:
+            newest = f"its newest checkpoint is of step {self.saved:,} of {self.steps:,}"
+        return f"This run is not finished: training runs, or was killed; {newest}."
+
+
+def _take_lock(file: IO[str]) -> None:
+    """Lock an open file; a reader of :meth:`Run.writer` holds it for an instant, so a lock that is held is tried again.
+
+    Raises:
+        BlockingIOError: If another process holds the lock.
+    """
+    for _ in range(_LOCK_TRIES):
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(_LOCK_PAUSE_S)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 class Run:
@@ -303,7 +324,7 @@ class Run:
             raise RunError(
                 "is not a run folder (it holds no recipe.toml)",
                 where=str(self.folder),
-                remedy="name a folder that `cordillera train` made; `ls runs` shows them",
+                remedy="name a folder that `cordillera train` made; `cordillera status` shows them",
             )
         if not of_search and is_there(self.folder / SEARCH_FILE):
             raise RunError(
@@ -352,6 +373,10 @@ class Run:
         """Path of the folder that holds checkpoints."""
         return self.folder / "checkpoints"
 
+    def saved_steps(self) -> list[int]:
+        """Return the steps of the run's complete checkpoints, ascending."""
+        return sorted(int(path.name[5:]) for path in self.checkpoints.glob("step-*") if path.name[5:].isdigit())
+
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the run's lock for writing; the error in a second process names the process that holds it.
@@ -362,8 +387,6 @@ class Run:
         Raises:
             RunError: If another process holds the lock.
         """
-        import fcntl
-
         if self._is_held:
             yield
             return
@@ -372,7 +395,7 @@ class Run:
             with disk_errors(path):
                 file = stack.enter_context(open(path, "a+", encoding="utf-8"))
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _take_lock(file)
             except BlockingIOError as error:
                 file.seek(0)
                 raise RunError(
@@ -396,6 +419,23 @@ class Run:
                 yield
             finally:
                 self._is_held = False
+
+    def writer(self) -> str | None:
+        """Return the id of the live process that holds the run's lock; empty if none does, None if it is not known.
+
+        It is unknown where the lock cannot be read or the file system has no locks. Nothing is written.
+        """
+        try:
+            with open(self.folder / ".lock", encoding="utf-8", errors="replace") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return file.read(32).strip() or "unknown"
+        except FileNotFoundError:
+            return ""
+        except OSError:
+            return None
+        return ""
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one record to ``metrics.jsonl``; numbers that are not finite are written as null."""
@@ -459,7 +499,9 @@ class Run:
         if is_there(path):
             with open(path, "rb") as file:
                 records = sum(line.endswith(b"\n") for line in file)
-        self.write_json("status.json", asdict(RunStatus(ended, step, steps, why, records)))
+        content = asdict(RunStatus(ended, step, steps, why, records))
+        del content["saved"]
+        self.write_json("status.json", content)
 
     def write_failure(self, why: str) -> None:
         """Write into ``status.json`` why training failed, unless it was completed or another process trains the run."""
@@ -481,7 +523,7 @@ class Run:
         kinds = {"ended": str | None, "step": int, "steps": int, "why": str, "records": int}
         if any(name not in content or not isinstance(content[name], kind) for name, kind in kinds.items()):
             raise RunError("does not say how far training came", where=str(path), remedy="restore the file")
-        return RunStatus(**{name: content[name] for name in kinds})
+        return RunStatus(**{name: content[name] for name in kinds}, saved=max(self.saved_steps(), default=None))
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> Path:
         """Write an object as the file ``name`` of the folder; its last key, ``seal``, is a checksum of the others.

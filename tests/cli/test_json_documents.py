@@ -43,6 +43,7 @@ COMMANDS = {
     "train": ["small.toml", "--run", "runs/b", "--set", "training.epochs=1"],
     "evaluate": ["run", "--importance"],
     "compare": ["run", "other"],
+    "status": ["run"],
     "search": ["tiny.toml", "--space", "space.toml", "--trials", 2, "--workers", 1],
     "sweep": ["small.toml", *SWEEP],
     "isoflop": ["any", "--budget", 1e18],
@@ -66,7 +67,18 @@ COMMANDS = {
 }  # fmt: skip
 SLOW = {"search", "sweep", "augment", "plan", "plan of tables", "plan of clusters", "tune-collectives"}
 LISTS = {"doctor", "guard", "simulate-faults"}
-DERIVED = {"positives", "ratio", "law", "silent / NaN, inf", "effective", "formula", "", "verdict"}
+DERIVED = {
+    "positives",
+    "ratio",
+    "law",
+    "silent / NaN, inf",
+    "effective",
+    "formula",
+    "",
+    "verdict",
+    "newest record",
+    "written",
+}
 """Columns whose values follow from others of the document, or repeat a heading."""
 
 

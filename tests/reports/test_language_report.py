@@ -204,7 +204,7 @@ def test_validation_is_judged(tmp_path: Path) -> None:
     [
         ("failed", "the loss was lost", "training failed at step 105 of 1,000. the loss was lost"),
         ("interrupted", "", "training was interrupted at step 105 of 1,000; it can be resumed"),
-        (None, "", "training runs, or was killed; its newest checkpoint is of step 105 of 1,000"),
+        (None, "", "training runs, or was killed; its newest checkpoint is of step 104 of 1,000"),
     ],
 )
 def test_a_run_that_has_not_finished_says_so_first_and_counts_its_steps(
@@ -215,6 +215,7 @@ def test_a_run_that_has_not_finished_says_so_first_and_counts_its_steps(
     run = make_language_run(tmp_path / "run", 1000, records)
     (run.folder / "evaluation.json").unlink()
     run.write_status(ended, 105, 1000, why)
+    (run.checkpoints / "step-000000104").mkdir(parents=True)
     text = Page(render(run)).said()
     assert f"This run is not finished: {said}" in text
     assert text.index("not finished") < text.index("Tokens trained")

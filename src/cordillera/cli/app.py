@@ -39,6 +39,7 @@ from cordillera.cli import (
     search,
     serve,
     simulate_faults,
+    status,
     sweep,
     towers,
     train,
@@ -50,6 +51,7 @@ SECTIONS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
     "Train and use models": {
         "train": train.train,
         "evaluate": evaluate.evaluate,
+        "status": status.status,
         "report": report.report,
         "compare": compare.compare,
         "serve": serve.serve,
