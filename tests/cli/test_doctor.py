@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pwd
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,27 @@ def test_a_cache_folder_that_is_a_file_is_broken(tmp_path: Path, monkeypatch: py
     assert finding.status == "broken"
     assert str(blocker) in finding.detail
     assert finding.remedy == "point it elsewhere"
+
+
+def test_a_user_without_a_home_folder_is_told_to_set_one_for_the_cache(
+    cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(user: int) -> None:
+        raise KeyError(user)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "CORDILLERA_CACHE"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "numba")
+    finding = doctor._cache()
+    remedy = "set CORDILLERA_CACHE to a folder that can be written"
+    assert (finding.status, finding.remedy) == ("broken", remedy)
+    assert "no home folder" in finding.detail
+    done = cli("data", "get", "synthetic")
+    assert (done.code, done.err.splitlines()[-1]) == (2, f"  -> {remedy}")
+    assert "no home folder" in done.err
+    monkeypatch.setenv("CORDILLERA_CACHE", "elsewhere")
+    assert cache_folder() == Path("elsewhere")
 
 
 def test_a_cache_folder_below_one_that_may_not_be_entered_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

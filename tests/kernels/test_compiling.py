@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -69,3 +71,39 @@ def test_kernels_of_rows_depend_on_how_a_row_is_decoded() -> None:
     assert "from cordillera.kernels.embeddings.numba_rows import" in Path(numba_mixed_rows.__file__).read_text()
     assert Path(numba_rows.__file__).is_file()
     assert digest_of_imports(Path(numba_mixed_rows.__file__))
+
+
+CODE = """
+import os, pwd, sys
+def unknown(user): raise KeyError(user)
+pwd.getpwuid = unknown
+sys.argv = ["cordillera", "--version"]
+from cordillera.cli import main
+try:
+    main()
+except SystemExit:
+    pass
+print(os.environ.get("NUMBA_CACHE_DIR"), os.path.isdir(os.environ.get("NUMBA_CACHE_DIR", "-")))
+"""
+
+
+@pytest.mark.parametrize("given", [{}, {"CORDILLERA_CACHE": "kept"}, {"NUMBA_CACHE_DIR": "own"}, {"HOME": "/"}])
+def test_without_a_home_folder_compiled_code_has_another_place_than_one_named_like_it(
+    tmp_path: Path, given: dict[str, str]
+) -> None:
+    """Numba itself would make a folder ``~`` in the working directory."""
+    names = ("HOME", "CORDILLERA_CACHE", "NUMBA_CACHE_DIR")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment |= {"TMPDIR": str(tmp_path), **given}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    place, is_made = done.stdout.split("\n")[1].split()
+    if not given:
+        assert Path(place).parent == tmp_path
+        assert is_made == "True"
+        assert not Path(place).exists(), "it is removed at the end"
+    elif "HOME" in given:
+        assert place == "None"
+    else:
+        assert place == given.get("NUMBA_CACHE_DIR", str(tmp_path / "kept" / "numba"))

@@ -14,6 +14,7 @@ import typer
 
 from cordillera.cli.app import app, options_of
 from cordillera.errors import CordilleraError, DependencyError, Interrupted, RunError, printable
+from cordillera.kernels.compiled_files import place_compiled_code
 
 __all__ = ["app", "main"]
 
@@ -98,6 +99,7 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     # Before torch is imported: errors between processes are reported in one sentence, without torch's native stack.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    place_compiled_code()
     try:
         _allow_files()
         sys.exit(app(prog_name="cordillera", standalone_mode=False))

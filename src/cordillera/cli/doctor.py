@@ -26,6 +26,7 @@ from rich.text import Text
 
 from cordillera.cli._show import AsJson, console, print_json
 from cordillera.data.files import cache_folder
+from cordillera.errors import DataError
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.kernels.threads import SPINS_ALONE, quota, spins_long, usable_cores
 from cordillera.numbers import counted
@@ -290,6 +291,15 @@ def _disk(name: str, folder: Path, remedy: str) -> Finding:
     return Finding("machine", name, "usable", text)
 
 
+def _cache() -> Finding:
+    name = "disk, cache"
+    try:
+        folder = cache_folder()
+    except DataError as error:
+        return Finding("machine", name, "broken", f"{error.where}: {error.what}", error.remedy)
+    return _disk(name, folder, "point CORDILLERA_CACHE to a folder with space")
+
+
 def _pip() -> Finding:
     worked, text = _probe("import pip\nprint(pip.__version__)")
     use = "`cordillera data get` fetches through it"
@@ -424,7 +434,7 @@ def examine() -> list[Finding]:
         _with_torch,
         _cpu,
         _memory,
-        lambda: _disk("disk, cache", cache_folder(), "point CORDILLERA_CACHE to a folder with space"),
+        _cache,
         lambda: _disk("disk, runs", Path("runs"), "start `cordillera` in a folder with space"),
         lambda: Finding("python", "Python", "usable", f"{platform.python_version()} at {sys.executable}"),
         _pip,

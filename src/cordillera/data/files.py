@@ -20,8 +20,20 @@ _UNFINISHED = ".unfinished"
 
 
 def cache_folder(chosen: str | Path | None = None) -> Path:
-    """Return the folder of prepared data: ``chosen``, else ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``."""
-    return Path(chosen or os.environ.get("CORDILLERA_CACHE") or Path.home() / ".cache" / "cordillera").expanduser()
+    """Return the folder of prepared data: ``chosen``, else ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
+
+    Raises:
+        DataError: If it is to be in the home folder of a user that has none.
+    """
+    folder = chosen or os.environ.get("CORDILLERA_CACHE") or "~/.cache/cordillera"
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError as error:
+        raise DataError(
+            "this user has no home folder (HOME is not set)",
+            where=str(folder),
+            remedy="set CORDILLERA_CACHE to a folder that can be written",
+        ) from error
 
 
 def checksum(path: Path) -> str:

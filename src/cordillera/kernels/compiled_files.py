@@ -1,10 +1,14 @@
-"""Files that a compiled kernel was made of, which decide whether its compiled code on disk is up to date."""
+"""Files of compiled kernels: those that one was made of decide whether its compiled code on disk is up to date."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
+import os
 import re
+import shutil
+import tempfile
 from functools import lru_cache
 from pathlib import Path
 
@@ -35,3 +39,21 @@ def digest_of_imports(file: Path) -> str:
     for name in sorted(found):
         content.update(name.encode() + found[name])
     return content.hexdigest() if found else ""
+
+
+def place_compiled_code() -> None:
+    """Choose a folder for Numba's compiled code if this user has no home folder, unless the environment names one.
+
+    Numba would make a folder named ``~`` in the working directory. The folder is in that of prepared data, or else a
+    temporary one, which is removed at the end: nobody else may write what Numba reads as code. Numba reads the setting
+    when it is imported; child processes inherit it.
+    """
+    if os.environ.get("NUMBA_CACHE_DIR") or os.path.isabs(os.path.expanduser("~")):
+        return
+    if cache := os.environ.get("CORDILLERA_CACHE"):
+        os.environ["NUMBA_CACHE_DIR"] = os.path.abspath(os.path.join(cache, "numba"))
+        return
+    with contextlib.suppress(OSError):
+        folder, process = tempfile.mkdtemp(prefix="cordillera-numba-"), os.getpid()
+        os.environ["NUMBA_CACHE_DIR"] = folder
+        atexit.register(lambda: os.getpid() == process and shutil.rmtree(folder, ignore_errors=True))
