@@ -18,11 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from rich.table import Table
+from rich.progress import TextColumn
+from rich.table import Column, Table
 
-from cordillera.cli import _show, _with_options, quantize
+from cordillera.cli import _show, _terminal, _with_options, quantize
 from cordillera.cli._show import console, echo
-from cordillera.cli._terminal import PlainConsole, Terminal
+from cordillera.cli._terminal import PlainConsole, ProgressLines, Terminal
 from cordillera.cli.app import options_of
 from cordillera.errors import DataError, printable
 from cordillera.numerics.inference.selection import Change
@@ -434,3 +435,48 @@ def test_commands_to_go_on_with_can_be_pasted_into_a_shell(cli, tmp_path):
     shown = cli("recipe", "new", log, "--label", "click", "--out", "my own.toml")
     assert "look it over, then: cordillera train 'my own.toml'\n" in shown.out
     assert _show.to_type("train", "runs/a", "--resume") == "cordillera train runs/a --resume"
+
+
+def test_lines_of_progress_begin_with_the_local_time_the_first_with_the_date(monkeypatch):
+    monkeypatch.setattr(_terminal, "_FIRST_S", 0.01)
+    monkeypatch.setattr(_terminal, "_LONGEST_S", 0.01)
+    file = io.StringIO()
+    with ProgressLines(TextColumn("{task.description}"), console=Console(file=file, width=200)) as bar:
+        bar.add_task("preparing", total=None)
+        until = time.monotonic() + 20
+        while file.getvalue().count("\n") < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+    first, *others = file.getvalue().splitlines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  preparing", first)
+    assert all(re.fullmatch(r"(\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d  preparing", line) for line in others)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d  preparing", others[0]) or first[:10] != time.strftime("%Y-%m-%d")
+    assert abs(time.mktime(time.strptime(first[:19], "%Y-%m-%d %H:%M:%S")) - time.time()) < 60
+
+
+def test_the_time_since_the_beginning_stays_when_steps_begin_to_be_counted():
+    now = [100.0]
+    bar = ProgressLines(console=Console(file=io.StringIO()), get_time=lambda: now[0])
+    task = bar.add_task("preparing", total=None, note="n")
+    left = _show._TimeLeft(False, Column())
+    now[0] += 12
+    bar.reset(task, total=100, completed=1)
+    bar.update(task, completed=2)
+    now[0] += 2
+    bar.update(task, completed=4)
+    assert bar.tasks[0].elapsed == 14
+    assert bar.tasks[0].fields["note"] == "n"
+    assert left.render(bar.tasks[0]).plain == "0:00:14 elapsed", "two seconds of steps say little"
+    now[0] += 4
+    bar.update(task, completed=7)
+    assert left.render(bar.tasks[0]).plain.endswith(" left")
+
+
+def test_long_preparation_has_its_usual_reason_beside_it():
+    now = [100.0]
+    bar = ProgressLines(console=Console(file=io.StringIO()), get_time=lambda: now[0])
+    task, column = bar.add_task("preparing", total=None), _show._Doing()
+    assert column.render(bar.tasks[0]).plain == "preparing"
+    now[0] += 20
+    assert column.render(bar.tasks[0]).plain == "preparing (kernels are compiled at first use)"
+    bar.update(task, description="training")
+    assert column.render(bar.tasks[0]).plain == "training"

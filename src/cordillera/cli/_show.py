@@ -328,7 +328,16 @@ class _StepsDone(ProgressColumn):
         return Text("" if task.total is None else f"{task.completed:,.0f}/{task.total:,.0f}")
 
 
-_UNSURE_S = 5  # seconds from the beginning for which the time left is not told
+class _Doing(ProgressColumn):
+    """What is done; long preparation has a usual reason beside it."""
+
+    def render(self, task: Task) -> Text:
+        is_long = task.description == _PREPARING and (task.elapsed or 0.0) >= _LONG_S
+        return Text(f"{_PREPARING} (kernels are compiled at first use)" if is_long else task.description)
+
+
+_PREPARING, _LONG_S = "preparing", 5
+_UNSURE_S = 5  # seconds from the first step for which the time left is not told
 
 
 class _TimeLeft(ProgressColumn):
@@ -340,7 +349,7 @@ class _TimeLeft(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         seconds, left = task.elapsed or 0.0, task.time_remaining
-        if left is None or seconds < _UNSURE_S:
+        if left is None or seconds - task.fields.get("before", 0.0) < _UNSURE_S:
             return Text("" if self.is_beside else f"{timedelta(seconds=int(seconds))} elapsed")
         return Text(f"{timedelta(seconds=int(left))} left")
 
@@ -350,7 +359,7 @@ def progress_bar(out: Console, quiet: bool) -> Iterator[tuple[Progress, TaskID, 
     """Draw a progress bar; yield it with its task, which has a note, and a function that prints a line above it."""
     unbroken = Column(no_wrap=True)
     columns = [
-        TextColumn("{task.description}", markup=False, table_column=unbroken),
+        _Doing(unbroken),
         BarColumn(40 if out.width >= 140 else 10),
         _StepsDone(table_column=unbroken),
         TextColumn("{task.fields[note]}", markup=False, table_column=unbroken),
@@ -363,7 +372,7 @@ def progress_bar(out: Console, quiet: bool) -> Iterator[tuple[Progress, TaskID, 
             if not quiet:
                 bar.print(text)
 
-        yield bar, bar.add_task("preparing", total=None, note=""), say
+        yield bar, bar.add_task(_PREPARING, total=None, note=""), say
 
 
 @contextlib.contextmanager

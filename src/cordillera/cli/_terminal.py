@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from typing import IO, Any, cast
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn
+from rich.progress import Progress, ProgressColumn, TaskID
 from rich.table import Table
 from rich.text import Text
 
@@ -129,7 +130,10 @@ def _row_by_row(table: Table) -> Table:
 
 
 class ProgressLines(Progress):
-    """A progress bar; where there is no terminal, a line after ten seconds and then less and less often."""
+    """A progress bar; where there is no terminal, a line after ten seconds and then less and less often.
+
+    A line begins with the local time, the first one of a day with the date too.
+    """
 
     def __init__(self, *columns: Any, **options: Any) -> None:
         super().__init__(*columns, **options)
@@ -143,6 +147,13 @@ class ProgressLines(Progress):
         elif not self.disable:
             self._teller.start()
 
+    def reset(self, task_id: TaskID, **options: Any) -> None:
+        """Count a task anew, and keep the time since it began; ``before`` in its fields is the time until now."""
+        (task,) = (one for one in self.tasks if one.id == task_id)
+        began, before = task.start_time, task.elapsed
+        super().reset(task_id, **options)
+        task.start_time, task.fields["before"] = began, before or 0.0
+
     def stop(self) -> None:
         """End drawing; elsewhere than on a terminal, the base class would print an empty line."""
         if self._is_drawn:
@@ -152,14 +163,16 @@ class ProgressLines(Progress):
             self._teller.join()
 
     def _tell(self) -> None:
-        """Print the state of all tasks, also while the work does not report, until it ends."""
-        pause = _FIRST_S
+        """Print the state of all tasks with the local time, also while the work does not report, until it ends."""
+        pause, told = _FIRST_S, ""
         while not self._ended.wait(pause):
             pause = min(2 * pause, _LONGEST_S)
             for task in self.tasks:
                 shown = [column(task) for column in self.columns if isinstance(column, ProgressColumn)]
                 texts = [one.plain.strip() for one in shown if isinstance(one, Text)]  # a bar is none
+                day, now = time.strftime("%Y-%m-%d %H:%M:%S").split()
+                at, told = (now if day == told else f"{day} {now}"), day
                 try:
-                    self.console.print("  ".join(filter(None, texts)))
+                    self.console.print("  ".join(filter(None, [at, *texts])))
                 except (OSError, ValueError):  # full disk or closed file: progress output must not stop the work
                     return
