@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 import threading
 import time
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from cordillera.distributed.job import job
 from cordillera.distributed.job.environment import JobPlace, is_silent, job_key, place_in_job
 from cordillera.distributed.job.heartbeats import Beat, HeartbeatBoard, Verdict
 from cordillera.distributed.job.store import JobStore, StoreError, StoreSilent, within
-from cordillera.errors import PlanError
+from cordillera.errors import PlanError, RankError
 
 KEY = job_key("job", "a secret")
 BEAT = Beat(1, 2, 3, "at step 4", True)
@@ -182,3 +184,17 @@ def test_beats_are_signed_json() -> None:
     HeartbeatBoard(JobStore(reached, KEY), 1, 10.0, 60.0).beat(0, BEAT)
     signature, _, text = reached.get("heart/0").decode().partition(" ")
     assert (len(signature), json.loads(text)) == (64, [1, 2, 3, "at step 4", True])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_port_that_another_program_uses_is_named(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "_TAKEN_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        with pytest.raises(RankError) as found:
+            job._rendezvous(JobPlace(rank, 2, rank, "127.0.0.1", port, 0, False), 1.0)
+    said = str(found.value)
+    assert f"(port {port} is in use by a program that does not answer as this store" in said
+    assert "choose another MASTER_PORT" in said
+    assert f"127.0.0.1:{port} (" in said
+    assert "; waited 1 s\n" in said

@@ -76,6 +76,7 @@ def test_a_silent_heart_is_named_after_the_deadline_and_not_before() -> None:
     assert verdict is not None
     assert verdict.ranks == (1,)
     assert verdict.what == "rank 1 was not heard of for 10 s: rank 1 was last heard of at step 1 of rank 1"
+    assert "a longer parallel.deadline_s, of which that time is a part" in verdict.remedy
 
 
 def test_the_rank_that_others_wait_for_is_named() -> None:

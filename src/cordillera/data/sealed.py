@@ -37,16 +37,18 @@ class SealedFolder:
             self.digests = {str(name): str(entry["sha256"]) for name, entry in content.items()}
             self.sizes = {str(name): int(entry["bytes"]) for name, entry in content.items()}
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise CheckpointError("does not name files", where=str(path / CHECKSUMS), remedy=_REMEDY) from error
+            raise CheckpointError(f"does not name the files of {path.name}", where=str(path / CHECKSUMS), remedy=_REMEDY) from error
         for name, size in self.sizes.items():
             file = path / name
             if Path(name).name != name:
                 raise CheckpointError(f"names {name}, outside of the folder", where=str(path / CHECKSUMS))
             if not file.is_file():
-                raise CheckpointError("is missing", where=str(file), remedy=_REMEDY)
+                raise CheckpointError(f"is missing from the folder {path.name}", where=str(file), remedy=_REMEDY)
             if file.stat().st_size != size:
                 raise CheckpointError(
-                    f"has {file.stat().st_size:,} bytes, {size:,} were written", where=str(file), remedy=_REMEDY
+                    f"has {file.stat().st_size:,} bytes, {size:,} were written into the folder {path.name}",
+                    where=str(file),
+                    remedy=_REMEDY,
                 )
         self._locks = {name: threading.Lock() for name in self.sizes}
         self._verified: set[str] = set()

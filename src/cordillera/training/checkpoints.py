@@ -233,10 +233,12 @@ def load(folder: Path, verify: Callable[[SealedFolder], None] | None = None) -> 
     for name, wanted in sums.items():
         path = folder / name
         if not path.is_file():
-            raise CheckpointError("is missing", where=str(path), remedy=_REMEDY)
+            raise CheckpointError(f"is missing from the folder {folder.name}", where=str(path), remedy=_REMEDY)
         if not is_intact(path, wanted):
             raise CheckpointError(
-                "is corrupt: its contents do not match the checksum written with it", where=str(path), remedy=_REMEDY
+                f"is corrupt: its contents do not match the checksum written with it into the folder {folder.name}",
+                where=str(path),
+                remedy=_REMEDY,
             )
     state = read_json_object(folder / STATE, error=CheckpointError, remedy=_REMEDY)
     return Checkpoint(folder, load_file(folder / TENSORS), state)

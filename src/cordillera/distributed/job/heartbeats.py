@@ -186,7 +186,9 @@ class HeartbeatBoard:
         places = "; ".join(self.describe(rank) for rank in ranks[:_MOST_NAMED])
         do = "do" if len(ranks) > 1 else "does"
         return Verdict(
-            tuple(ranks), f"{what}: {places}", f"see what {named(ranks)} {do}; a longer deadline_s if only slow"
+            tuple(ranks),
+            f"{what}: {places}",
+            f"see what {named(ranks)} {do}; if only slow, a longer parallel.deadline_s, of which that time is a part",
         )
 
 

@@ -190,7 +190,9 @@ def _rendezvous(place: JobPlace | None, join_s: float) -> tuple[dist.Store, int,
             remedy = f"see whether {who} has begun, and whether MASTER_ADDR and MASTER_PORT lead there"
         why = f" ({error.strerror})" if error.strerror else ""
         raise RankError(
-            f"{what} {place.address}:{place.port} within {join_s:g} s{why}", where=f"rank {place.rank}", remedy=remedy
+            f"{what} {place.address}:{place.port}{why}; waited {join_s:g} s",
+            where=f"rank {place.rank}",
+            remedy=remedy,
         ) from error
     finally:
         if listening is not None:
@@ -246,7 +248,10 @@ def _connect(place: JobPlace, listening: socket.socket | None, seconds: float) -
         connect = partial(dist.TCPStore, place.address, place.port, wait_for_workers=False, timeout=timeout)
         return within(seconds, connect)
     except (RuntimeError, TimeoutError) as error:
-        raise OSError(errno.EPROTO, "what answers there is no store") from error
+        raise OSError(
+            errno.EPROTO,
+            f"port {place.port} is in use by a program that does not answer as this store: choose another MASTER_PORT",
+        ) from error
 
 
 def _call_roll(board: JobStore, rank: int, size: int, watchdog: Watchdog, *, is_holder: bool) -> None:

@@ -40,7 +40,7 @@ class ShardedFolder(SealedFolder):
         super().__init__(path)
         for name in (MODEL, STATE):
             if name not in self.sizes:
-                raise CheckpointError("is missing", where=str(path / name), remedy=_REMEDY)
+                raise CheckpointError(f"is missing from {path.name}", where=str(path / name), remedy=_REMEDY)
 
     @property
     def config(self) -> LlamaConfig:
