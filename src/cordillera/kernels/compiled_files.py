@@ -56,4 +56,10 @@ def place_compiled_code() -> None:
     with contextlib.suppress(OSError):
         folder, process = tempfile.mkdtemp(prefix="cordillera-numba-"), os.getpid()
         os.environ["NUMBA_CACHE_DIR"] = folder
-        atexit.register(lambda: os.getpid() == process and shutil.rmtree(folder, ignore_errors=True))
+        atexit.register(_remove_of, process, folder)
+
+
+def _remove_of(process: int, folder: str) -> None:
+    """Remove a folder at the end of the process that made it, not at that of a copy of the process."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
