@@ -120,8 +120,8 @@ def test_random_state_is_restored(tmp_path):
 def test_an_error_about_a_file_names_the_folder_that_its_remedy_means(tmp_path):
     folder = checkpoints.save(tmp_path, _tensors(), {"step": 12})
     (folder / "state.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="folder step-000000012\n  -> .*delete this folder"):
+    with pytest.raises(CheckpointError, match=r"folder step-000000012\n  -> .*delete this folder"):
         checkpoints.load(folder)
     (folder / "state.json").unlink()
-    with pytest.raises(CheckpointError, match="is missing from the folder step-000000012\n  -> .*delete this folder"):
+    with pytest.raises(CheckpointError, match=r"is missing from the folder step-000000012\n  -> .*delete this folder"):
         checkpoints.load(folder)

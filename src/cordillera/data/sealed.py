@@ -37,7 +37,9 @@ class SealedFolder:
             self.digests = {str(name): str(entry["sha256"]) for name, entry in content.items()}
             self.sizes = {str(name): int(entry["bytes"]) for name, entry in content.items()}
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise CheckpointError(f"does not name the files of {path.name}", where=str(path / CHECKSUMS), remedy=_REMEDY) from error
+            raise CheckpointError(
+                f"does not name the files of {path.name}", where=str(path / CHECKSUMS), remedy=_REMEDY
+            ) from error
         for name, size in self.sizes.items():
             file = path / name
             if Path(name).name != name:
