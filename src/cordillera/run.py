@@ -30,7 +30,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -50,6 +50,7 @@ from cordillera.files import (
     replacing,
     sealed_json,
 )
+from cordillera.mistakes import flat_values
 
 _LIBRARIES = ("torch", "numpy", "numba", "fbgemm-gpu-cpu", "fbgemm-gpu", "polars", "pyarrow", "triton", "pydantic")
 
@@ -181,53 +182,6 @@ def kept_changes(before: BaseModel, now: BaseModel) -> list[str]:
         f"{key}: {json.dumps(old.get(key))} -> {json.dumps(new.get(key))}{why if key in MAY_GROW else ''}"
         for key in changed
     ]
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what differs from the nested mapping ``before`` to ``now``: each key, also in lists, with both values."""
-    return list(_differences("", before, now))
-
-
-def _differences(place: str, before: Any, now: Any) -> Iterator[str]:
-    if before == now:
-        return
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        for key in {**before, **now}:
-            inside = f"{place}.{key}" if place else str(key)
-            yield from _differences(inside, before.get(key, _ABSENT), now.get(key, _ABSENT))
-    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now) and _are_nested(before, now):
-        for number, (one, other) in enumerate(zip(before, now, strict=True)):
-            yield from _differences(f"{place}[{number}]", one, other)
-    else:
-        yield f"{place}: {_short(before)} -> {_short(now)}"
-
-
-def _are_nested(*lists: list[Any]) -> bool:
-    return any(isinstance(one, dict | list) for items in lists for one in items)
-
-
-_ABSENT = object()
-
-
-def _short(value: Any) -> str:
-    text = "absent" if value is _ABSENT else json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def few(changes: Sequence[str]) -> str:
-    """Return the first of ``changes`` in one line, and the number of others."""
-    more = [f"and {len(changes) - 4} more"] if len(changes) > 4 else []
-    return "; ".join([*changes[:4], *more])
-
-
-def flat_values(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of ``content``, a nested mapping, by dotted key after a ``prefix``."""
-    found: dict[str, Any] = {}
-    for key, value in content.items():
-        found |= (
-            flat_values(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-        )
-    return found
 
 
 def describe_environment() -> dict[str, Any]:

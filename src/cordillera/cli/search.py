@@ -154,7 +154,7 @@ def search(
 def _own_settings(recipe: str, space: str, changes: Sequence[str]) -> dict[str, Any]:
     """Return the recipe's own values of the keys of a space of settings; nothing for a space of graphs."""
     from cordillera import recipe as recipes
-    from cordillera.run import flat_values
+    from cordillera.mistakes import flat_values
     from cordillera.training.ranking.architecture_search.space import load_space
 
     settings = load_space(space)
@@ -253,7 +253,7 @@ def _table(outcome: SearchOutcome, shown: Sequence[SearchCandidate], goal: str) 
 
 def _beside_own(best: SearchCandidate, own: SearchCandidate) -> str:
     """Return the sentence that compares the best candidate with the recipe's own settings."""
-    from cordillera.run import differences
+    from cordillera.mistakes import differences
 
     trial = own.trial
     if not trial.is_finished:

@@ -250,8 +250,9 @@ def resumed(recipe: str, folder: Path | None, overrides: Sequence[str], plan: Pa
         RunError: If it is no run, there is a plan, or a recipe beside its folder is of another model or other data.
     """
     from cordillera.errors import RunError
+    from cordillera.mistakes import differences, few
     from cordillera.recipe import load
-    from cordillera.run import Run, differences, few
+    from cordillera.run import Run
 
     if plan is not None:
         raise RunError("a resumed run keeps its plan", where="--plan", remedy="leave it out")

@@ -17,7 +17,8 @@ from typing import Any, Literal, Protocol
 
 from cordillera.errors import CordilleraError, DependencyError
 from cordillera.files import is_there
-from cordillera.run import Run, flat_values, read_recipe
+from cordillera.mistakes import flat_values
+from cordillera.run import Run, read_recipe
 
 TrackerName = Literal["mlflow", "wandb"]
 """Names of the trackers in a recipe."""

@@ -19,13 +19,14 @@ from cordillera.distributed.fault_tolerance.effective_time import (
 from cordillera.distributed.fault_tolerance.simulator import FaultyJob, TimeUse, simulate_faults
 from cordillera.distributed.job.environment import place_in_job
 from cordillera.errors import DataError, Interrupted, PlanError, RecipeError, RunError
+from cordillera.mistakes import differences, few
 from cordillera.models.language.flops import training_flops
 from cordillera.planning.language.plan_file import read_plan
 from cordillera.recipe import LanguageRecipe, RankingRecipe
 from cordillera.reports.faults import FaultStudyRow
 from cordillera.reports.ranking.comparison import SeedMean, mean_interval
 from cordillera.reports.studies import isoflop_page, sweep_page
-from cordillera.run import Run, differences, few, write_atomically
+from cordillera.run import Run, write_atomically
 from cordillera.training.language.trainer import LanguageStepCallback
 from cordillera.training.ranking.trainer import StepCallback
 from cordillera.training.scaling import power_law as scaling_laws

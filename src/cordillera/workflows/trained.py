@@ -21,10 +21,11 @@ from cordillera.data.ranking.loader import Loader
 from cordillera.embeddings.file_tables import FileTables
 from cordillera.embeddings.tables import EmbeddingTables, MadeTablesConfig
 from cordillera.errors import CheckpointError, DataError, RunError, TrainingError
+from cordillera.mistakes import flat_values
 from cordillera.models.ranking import build
 from cordillera.models.ranking.base import RankingModel
 from cordillera.recipe import RankingRecipe
-from cordillera.run import Run, RunStatus, check_recipe, flat_values, recipe_state
+from cordillera.run import Run, RunStatus, check_recipe, recipe_state
 from cordillera.training import checkpoints
 from cordillera.training.optimizers import embedding_tables
 from cordillera.training.ranking.config import NEED_GROUPS

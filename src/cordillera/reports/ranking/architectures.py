@@ -13,11 +13,11 @@ from typing import Any
 from markupsafe import Markup
 from pydantic import ValidationError
 
+from cordillera.mistakes import flat_values
 from cordillera.models.ranking.graphs.config import DENSE, EMBEDDINGS, GraphConfig
 from cordillera.numbers import duration
 from cordillera.reports import page
 from cordillera.reports.charts import Axis, Figure, Series, box, drawing, figure, padded, stroke, write_text
-from cordillera.run import flat_values
 
 _DRAWN = 3  # graphs of the front
 _MANY = 20  # least number of architectures for clipping the worst

@@ -21,12 +21,13 @@ from cordillera.data.ranking.datasets import prepare
 from cordillera.distributed.job.job import handling
 from cordillera.errors import DataError, Interrupted, PlanError, RecipeError, RunError
 from cordillera.files import parse_json, parse_toml
+from cordillera.mistakes import differences, few
 from cordillera.models.ranking.graphs.config import short_digest
 from cordillera.models.ranking.graphs.nasrec import from_nasrec, is_nasrec
 from cordillera.recipe import RankingRecipe
 from cordillera.reports import page
 from cordillera.reports.ranking.architectures import chosen_settings, search_page
-from cordillera.run import SEARCH_FILE, Run, differences, few, read_recipe, write_atomically
+from cordillera.run import SEARCH_FILE, Run, read_recipe, write_atomically
 from cordillera.training.ranking.architecture_search.searchers import (
     Goal,
     LearntSearcher,
