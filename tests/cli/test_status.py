@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cordillera.run import Run
 
 
@@ -16,6 +18,12 @@ def make_run(folder: str, ended: str | None = None, why: str = "") -> Run:
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No table is printed row by row."""
+    monkeypatch.setenv("COLUMNS", "200")
 
 
 def test_all_runs_are_listed_and_nothing_is_written(cli: Any, tmp_path: Path) -> None:

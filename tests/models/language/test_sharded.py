@@ -145,7 +145,7 @@ CASES: dict[str, tuple[Damage, str]] = {
     "state missing": (lambda folder: (folder / "state.json").unlink(), "state.json: is missing"),
     "state not listed": (lambda folder: ((folder / "state.json").unlink(), seal(folder)), "state.json: is missing"),
     "outside": (sums(**{"../x": {"sha256": "", "bytes": 0}}), "names ../x, outside of the folder"),
-    "no size": (sums(**{FILE: {"sha256": ""}}), "checksums.json: does not name files"),
+    "no size": (sums(**{FILE: {"sha256": ""}}), "checksums.json: does not name the files of step"),
     "no files": (lambda folder: (folder / "checksums.json").write_text("[]"), "checksums.json: is not a JSON object"),
     "absurd model": (other_model(layers=0), "model.json: layers: "),
     "more layers": (other_model(layers=3), r"step: tensor layers.2.attention_norm.weight is not there"),
