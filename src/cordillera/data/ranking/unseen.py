@@ -78,8 +78,8 @@ class InputCheck:
             of = {"quantile": "mean quantile", "log": "mean logarithm", "standardise": "mean"}[feature.transform]
             warnings.warn(
                 f"{where}: the {of} of '{name}' is {abs(shift):.1f} standard deviations "
-                f"{'above' if shift > 0 else 'below'} that of the training rows; unless the rows themselves have changed, "
-                "check its unit",
+                f"{'above' if shift > 0 else 'below'} that of the training rows; "
+                "unless the rows themselves have changed, check its unit",
                 stacklevel=3,
             )
 
