@@ -32,6 +32,7 @@ from cordillera.errors import (
     NumericsError,
     PlanError,
     RecipeError,
+    RunError,
     TrainingError,
 )
 from cordillera.kernels.repeatable import repeat_products
@@ -85,6 +86,7 @@ __all__ = [
     "RankingRecipe",
     "RecipeError",
     "Run",
+    "RunError",
     "Sampling",
     "ServerConfig",
     "TrainingError",

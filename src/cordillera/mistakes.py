@@ -19,6 +19,11 @@ MISTAKES = 100
 """Largest number of mistakes of a file that an error explains."""
 
 _MOST_MEANT = 3  # keys that a question names
+_OTHERS = {
+    "embedding_dim": "all features have the width model.embedding_dim",
+    "share_embedding": "features that name the same table share it",
+    "vocab_size": "did you mean 'num_embeddings'?",
+}  # keys of a feature in other libraries
 _FEW = 12  # keys that an error lists
 
 _SECTION, _ARRAY, _WHOLE = "must be a section of keys", "must be an array", "must be a whole number"
@@ -157,6 +162,8 @@ def meant(name: str, known: Iterable[str]) -> str:
 
 def _nearest_key(name: str, known: Sequence[str]) -> str:
     """Like :func:`meant`, but also find a key that has ``name`` as one of its words or as its initials."""
+    if name in _OTHERS and "num_embeddings" in known:
+        return f"; {_OTHERS[name]}"
     short = name.lower().replace("_", "")
     words = [key for key in known if short in key.split("_")]
     initials = [key for key in known if "".join(part[:1] for part in key.split("_")) == short]

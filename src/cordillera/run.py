@@ -516,7 +516,7 @@ def check_new_folder(folder: Path, command: str = "train") -> list[Path]:
             raise RunError(
                 "already exists; its training failed, and it holds no checkpoint",
                 where=str(folder),
-                remedy="delete it, or name another folder for the run",
+                remedy="delete it, name another folder for the run, or begin it again with --resume",
             )
         go_on = "" if (folder / SEARCH_FILE).is_file() else f", or go on with `cordillera {command} {folder} --resume`"
         raise RunError("already exists", where=str(folder), remedy=f"name another folder for the run{go_on}")

@@ -79,6 +79,10 @@ def test_a_new_model_is_told_to_be_better_or_worse_on_a_file(cli, run: Path, rec
     assert 0 < interval["low"] < interval["value"] < interval["high"]
     assert found["unit"] == "group"  # users, of the recipe's schema
     assert cli("compare", "better", run, "--file", "week.csv").code == 0
+    shutil.copytree("better", "new/run")  # of the same name as another row
+    alike = cli("compare", "better", run, "new/run", "--file", "week.csv", "--fail-if-worse")
+    assert alike.code == 1
+    assert f"given: {(tmp_path / 'run').resolve()} is worse" in " ".join(alike.err.split())
     for arguments, why in (
         (("better", run), "the NE difference of click has no interval: run"),
         (("better",), "there is one row"),

@@ -211,3 +211,23 @@ def test_a_working_directory_that_is_gone_is_no_traceback(
     with pytest.raises(RecipeError, match="no module 'nowhere' here"):
         recipes.load(own, ["model.name=nowhere:Flat"])
     monkeypatch.chdir(tmp_path)
+
+
+def test_a_model_that_looks_up_in_its_own_way_is_not_exported(cli: Any, own: Path, tmp_path: Path) -> None:
+    text = (
+        MODULE
+        + """
+
+class Halved(Flat):
+    def look_up(self, batch):
+        return super().look_up(batch) / 2
+"""
+    )
+    (tmp_path / "flat_model.py").write_text(text)
+    own.write_text(own.read_text().replace("flat_model:Flat", "flat_model:Halved"))
+    done = cli("train", own, "--run", "run", "-q", "--set", "training.epochs=1")
+    assert done.code == 0, done.err
+    refused = cli("export", "run")
+    assert refused.code == 2
+    assert "Halved has a look_up of its own" in refused.err
+    assert not (tmp_path / "run/export").exists()

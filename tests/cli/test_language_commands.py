@@ -369,6 +369,7 @@ def test_a_corrupt_newest_checkpoint_is_set_aside_and_the_run_goes_on_from_the_o
     with pytest.warns(UserWarning, match=r"corrupt-step-000000012-1, and training goes on from step 8"):
         again = cli("train", "a", "--resume", "-q")
     assert again.code == 0, again.err
+    assert "finished after 12 steps" in again.out  # and not that nothing was left to train
     assert [record["step"] for record in Run(tmp_path / "a").metrics() if record["kind"] == "resumed"] == [8]
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(tmp_path / "a").items())
     assert (found / "corrupt-step-000000012-1" / shard.name).read_bytes() == content
@@ -379,6 +380,9 @@ def test_a_run_of_two_processes_goes_on_in_one(cli, recipe, tmp_path):
     run = Run(tmp_path / "a")
     run.recipe_file.write_text(re.sub(r"shard = 1\b", "shard = 2", run.recipe_file.read_text()))
     assert "shard = 2" in run.recipe_file.read_text()
+    refused = cli("train", "a", "--resume", "-q", "--nproc", 1, "--set", "parallel.shard=2")
+    assert refused.code == 2
+    assert "take 2 processes, not 1" in refused.err
     done = cli("train", "a", "--resume", "-q", "--nproc", 1)
     assert done.code == 0, done.err
     assert "shard = 1" in run.recipe_file.read_text()

@@ -28,7 +28,9 @@ def test_a_loss_and_its_end_are_told_once_and_calm_is_not(tmp_path: Path, monkey
         coordinator = EventLog(tmp_path / "new" / FOLDER / "coordinator.jsonl")
         coordinator.write("epoch", epoch=1, step=0, members=["r0", "r1"])
         coordinator.write("epoch", epoch=2, step=1_003, members=["r0"])
-        coordinator.write("epoch", epoch=3, step=1_010, members=["r0", "r1"])
+        coordinator.write("epoch", epoch=3, step=1_005, members=[])
+        coordinator.write("epoch", epoch=4, step=1_010, members=["r0", "r1"])
+        coordinator.write("epoch", epoch=5, step=1_011)
         launcher = EventLog(tmp_path / "new" / FOLDER / "launcher.jsonl")
         launcher.write("started", replica="r1", attempt=2)
         launcher.write("given up", replica="r1", why="it ended 3 times")
@@ -37,6 +39,7 @@ def test_a_loss_and_its_end_are_told_once_and_calm_is_not(tmp_path: Path, monkey
         "r1 is not started again: it ended 3 times",
         "r1 is started again",
         "step 1,003: training goes on with r0",
+        "step 1,005: training goes on with no replica",
         "step 1,010: training goes on with r0, r1",
         "the coordinator ended and is started again",
     ]

@@ -36,6 +36,13 @@ def test_a_task_has_its_rank_and_finds_the_first_node() -> None:
     assert (other["RANK"], other["MASTER_ADDR"], other["MASTER_PORT"]) == ("0", "node07", "29500")
 
 
+@pytest.mark.parametrize(("visible", "local"), [("3", "0"), ("0,1,2,3", "1"), ("", "1"), ("GPU-4711", "0")])
+def test_a_task_that_sees_its_own_gpu_only_takes_that(visible: str, local: str) -> None:
+    given = {**TASK, "CUDA_VISIBLE_DEVICES": visible}
+    adopt_slurm(given)
+    assert given["LOCAL_RANK"] == local
+
+
 @pytest.mark.parametrize(
     ("hosts", "first"),
     [

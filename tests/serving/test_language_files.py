@@ -210,7 +210,7 @@ def test_chats_are_scored_on_what_the_assistant_says_and_its_end(folder: Path, t
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = evaluate(folder, file=tmp_path / "chats.jsonl")
     tokenizer = chat_tokenizer(load_tokenizer(folder))
-    expected, size = list[float](), 0
+    expected, size, bits = list[float](), 0, 0.0
     for chat in chats:
         messages = list[Message]()
         for question, answer in zip(chat[::2], chat[1::2], strict=True):
@@ -218,13 +218,15 @@ def test_chats_are_scored_on_what_the_assistant_says_and_its_end(folder: Path, t
             before = tokenizer.encode_chat(messages)
             messages.append(Message("assistant", answer))
             said = [*tokenizer.encode(answer, bos=False), tokenizer.eos_id]
-            expected += list(scores(folder, [*before, *said], len(before)))
+            found_scores = list(scores(folder, [*before, *said], len(before)))
+            expected += found_scores
+            bits -= sum(found_scores[:-1]) / math.log(2)
             size += len(answer.encode())
     assert isinstance(found, ChatEvaluation)
     assert (found.documents, found.tokens, found.bytes) == (len(chats), len(expected), size)
     assert found.loss == pytest.approx(-np.mean(expected), rel=1e-5)
     assert found.perplexity == pytest.approx(math.exp(-np.mean(expected)), rel=1e-4)
-    assert found.bits_per_byte == pytest.approx(-np.sum(expected) / math.log(2) / size, rel=1e-5)
+    assert found.bits_per_byte == pytest.approx(bits / size, rel=1e-5)
     assert found.loss_interval[0] < found.loss < found.loss_interval[1]
     first = evaluate(folder, file=tmp_path / "chats.jsonl", tokens=1)
     assert isinstance(first, ChatEvaluation)

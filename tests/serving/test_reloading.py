@@ -19,12 +19,14 @@ import torch
 
 import cordillera
 from cordillera import workflows
+from cordillera.data.ranking.encoding import Encoder
 from cordillera.recipe import load
 from cordillera.run import Run
+from cordillera.serving.ranking.row_reader import RowReader
 from cordillera.training import checkpoints
 from cordillera.training.ranking.scoring import best_checkpoint
 from cordillera.workflows.prediction import open_scorer
-from cordillera.workflows.serving import opening
+from cordillera.workflows.serving import opening, reloading
 from cordillera.workflows.serving.opening import ServerConfig, step_of_weights
 from cordillera.workflows.serving.reloading import open_reloadable_services
 from tests.cli.conftest import RECIPE, write_log
@@ -220,6 +222,22 @@ def test_a_model_that_cannot_take_over_leaves_the_present_one_and_is_visible(
     train(made, "other", RECIPE.replace('["click"]', '["click", "like"]'), **whole)
     coded = RECIPE.replace(price, '{{ name = "time" }}').replace('{{ name = "user" }}', '{{ name = "user" }}, ' + price)
     train(made, "coded", coded.replace("[" + '{{ name = "time" }}' + "]", "[]"), **whole)
+    id_of = '{{ name = "small", encoding = "identity", num_embeddings = %d }}'
+    table = RECIPE.replace('{{ name = "user" }}', '{{ name = "user" }}, ' + id_of)
+    frame = pl.read_csv(made / "log.csv").with_columns(small=pl.int_range(pl.len()) % 5)
+    frame.write_csv(made / "small.csv")
+    small = {"data.path": str(made / "small.csv"), "training.max_steps": 1}
+    readers = [RowReader(Encoder.load(train(made, f"id{rows}", table % rows, **small) / "encoder")) for rows in (20, 5)]
+    sizes = [{column["name"]: column["rows"] for column in reloading._columns(reader)} for reader in readers]
+    assert [one["small"] for one in sizes] == [20, 5]
+    assert sizes[0]["user"] is None
+    services = open_reloadable_services([f"current={link('id20')}"], ServerConfig())
+    with listening(services) as address:
+        link("id5")
+        services.reload()
+        facts = lambda: httpx.get(f"{address}/v1/models", timeout=SECONDS).json()["data"][0]  # noqa: E731
+        eventually(lambda: "last_reload_failed" in facts(), "a model that refuses ids takes over")
+        assert facts()["run"] == "id20"
     cases = [
         ("damaged", "is corrupt"),
         ("absent", "is not a run folder"),

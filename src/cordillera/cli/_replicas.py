@@ -62,7 +62,7 @@ def _new_events(file: Path, places: dict[Path, int]) -> Iterator[dict[str, Any]]
 
 
 def _line(event: dict[str, Any], members: list[str]) -> str | None:
-    """Return an event in a line, or None where all is well; ``members``, the replicas that train, are updated."""
+    """Return an event in a line, or None where all is well; ``members`` holds a text with those that train."""
     kind, replica = event.get("kind"), event.get("replica")
     if kind == "ended":
         return f"{replica} ended: {event.get('why')}"
@@ -72,8 +72,9 @@ def _line(event: dict[str, Any], members: list[str]) -> str | None:
         return f"{replica} is started again"
     if kind == "coordinator ended":
         return "the coordinator ended and is started again"
-    if kind != "epoch" or event.get("members") == members:
+    now = event.get("members")
+    if kind != "epoch" or not isinstance(now, list):
         return None
-    is_first = not members
-    members[:] = event["members"]
-    return None if is_first else f"step {event['step']:,}: training goes on with {', '.join(members) or 'no replica'}"
+    now = [", ".join(map(str, now)) or "no replica"]
+    before, members[:] = list(members), now
+    return None if not before or before == now else f"step {event.get('step'):,}: training goes on with {now[0]}"

@@ -272,7 +272,11 @@ def evaluation_table(evaluation: Evaluation) -> Table:
     shown = {"ne": "NE", "auc": "AUC", "gauc": "GAUC", "log_loss": "log loss", "calibration": "calibration"}
     if not any("ranking_k" in values or math.isfinite(values.get("gauc", math.nan)) for values in metrics.values()):
         del shown["gauc"]  # there are no groups
-    weighted = any(one.get("weight", one["examples"]) != one["examples"] for one in metrics.values())
+    weighted = any(
+        one["examples"] and abs(one.get("base_rate", 0.0) - one["positives"] / one["examples"]) > 1e-9
+        for one in metrics.values()
+        if math.isfinite(one.get("base_rate", math.nan))
+    )
     table = titled_table(title, "task", right=(*shown.values(), "positives (weighted)" if weighted else "positives"))
     for task, values in metrics.items():
         share = values["positives"] / values["examples"] if values["examples"] else math.nan
@@ -329,11 +333,11 @@ class _StepsDone(ProgressColumn):
 
 
 class _Doing(ProgressColumn):
-    """What is done; long preparation has a usual reason beside it."""
+    """What is done; long preparation has a frequent reason beside it."""
 
     def render(self, task: Task) -> Text:
         is_long = task.description == _PREPARING and (task.elapsed or 0.0) >= _LONG_S
-        return Text(f"{_PREPARING} (kernels are compiled at first use)" if is_long else task.description)
+        return Text(f"{_PREPARING} (kernels may be compiled)" if is_long else task.description)
 
 
 _PREPARING, _LONG_S = "preparing", 5

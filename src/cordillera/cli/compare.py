@@ -80,11 +80,11 @@ def _worse(comparison: Comparison | LanguageComparison) -> list[str]:
     task, others = comparison.tasks[0], comparison.rows[1:]
     if not others:
         raise RunError("there is one row, and nothing to compare with", where="--fail-if-worse", remedy="name two runs")
-    found = {row.name: row.ne_difference(task) for row in others}
-    if lacks := [name for name, one in found.items() if one is None]:
+    found = [(row.name, row.ne_difference(task)) for row in others]
+    if lacks := [name for name, one in found if one is None]:
         raise RunError(
             f"the NE difference of {task} has no interval: {', '.join(lacks)}",
             where="--fail-if-worse",
             remedy="give --file FILE with labels of both classes, for intervals over its samples",
         )
-    return [name for name, one in found.items() if one is not None and one.low > 0]
+    return [name for name, one in found if one is not None and one.low > 0]

@@ -220,8 +220,9 @@ def _print(answer: CommandOutput, outcome: SearchOutcome, goal: str, own: Mappin
         if chosen:
             answer.say("\n".join(chosen), settings={candidate.name: candidate.overrides for candidate in shown})
         if own:
-            first = outcome.candidates[0]
-            answer.say(_beside_own(one, first), own_ne=first.trial.ne if first.trial.is_finished else None)
+            first = next((given for given in outcome.candidates if given.overrides == own), None)
+            if first is not None:
+                answer.say(_beside_own(one, first), own_ne=first.trial.ne if first.trial.is_finished else None)
         folder = f"recipes: {path.parent}\n" if goal == "front" else ""
         answer.say(f"{folder}  -> train the best{by} with: {to_type('train', path)}", best=path)
     answer.say(f"report: {outcome.report}", report=outcome.report)

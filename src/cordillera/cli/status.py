@@ -39,20 +39,24 @@ def status(
             return
         answer.tables(runs=_runs(found))
         if runs == folders and len(folders) == 1:
-            answer.tables(checkpoints=_checkpoints(saved_checkpoints(folders[0])))
+            saved = saved_checkpoints(folders[0])
+            if saved or as_json:
+                answer.tables(checkpoints=_checkpoints(saved))
+            elif not found[0].state.startswith("search"):
+                answer.say("no checkpoint yet")
             for line in _details(found[0]):
                 answer.say(line)
 
 
 def _folders(named: Sequence[Path] | None) -> list[Path]:
     """Return the folders to show; what is neither a run nor a folder of runs stays, and is then named in an error."""
-    from cordillera.reports.runs_status import runs_in
+    from cordillera.reports.runs_status import is_run, runs_in
 
     if not named:
         return runs_in(_DEFAULT) if _DEFAULT.is_dir() else []
     found = []
     for place in named:
-        is_parent = place.is_dir() and not (place / "recipe.toml").is_file()
+        is_parent = place.is_dir() and not is_run(place)
         found += (runs_in(place) if is_parent else []) or [place]
     return found
 
@@ -83,7 +87,7 @@ def _runs(states: Sequence[RunState]) -> Sheet:
 
 def _checkpoints(saved: Sequence[SavedCheckpoint]) -> Sheet:
     table = Sheet(
-        "checkpoints" if saved else "no checkpoint yet",
+        "checkpoints",
         Field("step", form="{:,}"),
         Field("bytes", "size", form=_size, right=True),
         Field("written", form=lambda seconds: f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}", right=True),
@@ -97,7 +101,8 @@ def _details(one: RunState) -> list[str]:
     """Return the reason of a failure, the process that writes the run, and what to do next."""
     lines = [one.why] if one.why else []
     if one.process:
-        lines.append(f"process {one.process} writes it; after SIGTERM it saves a checkpoint and ends")
+        saves = "" if one.state.startswith("search") else "; after SIGTERM it saves a checkpoint and ends"
+        lines.append(f"process {one.process} writes it{saves}")
     return lines + ([f"  -> {one.next}"] if one.next else [])
 
 

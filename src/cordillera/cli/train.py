@@ -63,7 +63,7 @@ def train(
     ] = None,
     hours: Annotated[
         float | None,
-        typer.Option("--hours", help="Save and end after so many hours, as at Ctrl-C, whatever the step.", min=0.0),
+        typer.Option("--hours", help="Save and end after so many hours, as at Ctrl-C, whatever the step.", min=1e-4),
     ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -75,7 +75,8 @@ def train(
     if replica is not None or coordinator is not None:
         options = {"--run": run, "--set": set_, "--seed": seed, "--nproc": nproc, "--plan": plan, "--resume": resume}
         refuse({**options, "--replicas": replicas}, "--replica, which trains the run that stands in place of RECIPE")
-        return _join(Path(recipe), replica, coordinator, CommandOutput(as_json), quiet)
+        with _limited(hours):
+            return _join(Path(recipe), replica, coordinator, CommandOutput(as_json), quiet)
     overrides = list(set_ or []) + ([f"seed={seed}"] if seed is not None else [])
     overrides += [f"fault_tolerance.replicas={replicas}"] if replicas is not None else []
     answer = CommandOutput(as_json)
@@ -103,10 +104,10 @@ def _train(
         _ended_before(draw, folder, run is not None) as on_step,
         replicas_told(folder, say) if folder is not None else contextlib.nullcontext(),
     ):
-        outcome = _past_corrupt_checkpoints(
+        outcome, lost = _past_corrupt_checkpoints(
             run, lambda: workflows.train(what, folder, processes=nproc, changes=changes, on_step=on_step, say=say)
         )
-    is_old = before is not None and before.is_complete and before.step == outcome.report.progress.step
+    is_old = before is not None and before.is_complete and before.step == outcome.report.progress.step and not lost
     tell_outcome(answer, outcome, "train", is_resumed=run is not None, is_old=is_old)
 
 
@@ -147,7 +148,7 @@ def _limited(hours: float | None) -> Iterator[None]:
     if hours is None:
         yield
         return
-    timer = threading.Timer(3600 * hours, os.kill, (os.getpid(), signal.SIGTERM))
+    timer = threading.Timer(min(3600 * hours, threading.TIMEOUT_MAX), os.kill, (os.getpid(), signal.SIGTERM))
     timer.daemon = True
     timer.start()
     try:
@@ -164,22 +165,29 @@ def _shards(run: Run, nproc: int | None, overrides: Sequence[str]) -> list[str]:
     if nproc is None or not isinstance(recipe, LanguageRecipe):
         return []
     others = recipe.parallel.world // recipe.parallel.shard
-    return [] if nproc % others or nproc == recipe.parallel.world else [f"parallel.shard={nproc // others}"]
+    is_set = any(one.startswith("parallel.shard") for one in overrides)
+    fits = is_set or nproc % others or nproc == recipe.parallel.world
+    return [] if fits else [f"parallel.shard={nproc // others}"]
 
 
-def _past_corrupt_checkpoints(run: Run | None, train: Callable[[], _Outcome]) -> _Outcome:
-    """Call ``train``, again with the checkpoint before where the newest of the ``run`` that it resumes is corrupt."""
+def _past_corrupt_checkpoints(run: Run | None, train: Callable[[], _Outcome]) -> tuple[_Outcome, int]:
+    """Call ``train``, again with the checkpoint before where the newest of the ``run`` that it resumes is corrupt.
+
+    Return its result, and the number of checkpoints that were set aside.
+    """
     from cordillera.distributed.job.environment import place_in_job
     from cordillera.errors import CheckpointError
     from cordillera.training.checkpoints import set_aside_if_corrupt
 
+    lost = 0
     while True:
         try:
-            return train()
+            return train(), lost
         except CheckpointError as error:
             if run is None or place_in_job() is not None:
                 raise
-            found = set_aside_if_corrupt(run.checkpoints)
+            with run.lock():
+                found = set_aside_if_corrupt(run.checkpoints)
             if found is None:
                 raise
             aside, before = found
@@ -187,6 +195,7 @@ def _past_corrupt_checkpoints(run: Run | None, train: Callable[[], _Outcome]) ->
                 f"{error.where}: {error.what}; the checkpoint is now {aside}, and training goes on from step {before:,}"
             )
             warnings.warn(what, stacklevel=2)
+            lost += 1
 
 
 @contextlib.contextmanager
@@ -393,7 +402,7 @@ def _doubts(outcome: Outcome) -> Iterator[str]:
             yield f"{rare}\n  -> see which tells most: {to_type('evaluate', folder, '--importance')}"
         if values.get("ne", 0.0) > 1:
             worse = f"{task}: NE {values['ne']:.4f}; NE above 1 is worse than always predicting the base rate"
-            yield f"{worse}\n  -> see {folder / 'report.html'}; lower training.learning_rate or training.epochs"
+            yield f"{worse}\n  -> see its curve in {folder / 'report.html'}: too few steps, or too high a learning rate"
     training: Any = load(outcome.run.recipe_file).training
     if progress.best_step not in (None, progress.step) and training.patience is None:
         yield f"the last weights are kept; {progress.best_text} was at step {progress.best_step:,} (training.patience)"

@@ -54,10 +54,10 @@ def watch(
 def _table(alarms: list[Alarm]) -> Sheet:
     """Return a table of the numbers and shares that have moved."""
     table = Sheet(
-        "alarm: moved away from the validation split",
+        "alarm: moved",
         Field("name", ""),
         Field("check"),
-        Field("calibration", "validation", form="{:.4g}", right=False),
+        Field("calibration", "before", form="{:.4g}", right=False),
         Field("now", form="{:.4g}", right=False),
         Field("p", form=lambda p: f"{p:.1g}" if p > 1e-99 else "< 1e-99", right=False),
     )

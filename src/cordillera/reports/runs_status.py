@@ -92,7 +92,13 @@ def runs_in(folder: Path | str) -> list[Path]:
         raise RunError(
             f"cannot be read: {error.strerror}", where=str(folder), remedy="name a folder of runs"
         ) from error
-    return sorted(one for one in found if (one / "recipe.toml").is_file())
+    return sorted(one for one in found if is_run(one))
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a ``folder`` is that of a run or search, and not one in which a recipe was only written."""
+    begun = ("environment.json", "status.json", "checkpoints", ".lock", SEARCH_FILE)
+    return (folder / "recipe.toml").is_file() and any((folder / name).exists() for name in begun)
 
 
 def run_states(folders: Iterable[Path | str]) -> list[RunState]:

@@ -30,6 +30,8 @@ from cordillera.embeddings.dynamic_tables import DynamicTables
 from cordillera.errors import DataError, RunError
 from cordillera.files import make_folders, read_json_object, remove_made
 from cordillera.kernels.repeatable import products_repeat
+from cordillera.models.ranking.base import RankingModel
+from cordillera.models.ranking.sequence import SequenceModel
 from cordillera.recipe import RankingRecipe
 from cordillera.run import Run, disk_errors, next_path, remove_folder
 from cordillera.serving.ranking import export as exports
@@ -221,7 +223,7 @@ def export(run: Run | Path | str, out: Path | str | None = None, *, compiled: bo
 
     Raises:
         DependencyError: If ``onnx`` is set and the exporter is not installed.
-        RunError: If the folder holds something else.
+        RunError: If the folder holds something else, or the model looks up rows in a way of its own.
         CheckpointError: If there is no checkpoint, or it is corrupt.
     """
     run = run if isinstance(run, Run) else Run(run)
@@ -231,6 +233,12 @@ def export(run: Run | Path | str, out: Path | str | None = None, *, compiled: bo
         raise RunError("exists and is no export", where=str(target), remedy="name another folder with --out")
     features = replace(encoder.features, tasks=tuple(card_of(run)["tasks"]))
     _, model = restore_model(run, features, torch.device("cpu"))
+    if type(model).look_up not in (RankingModel.look_up, SequenceModel.look_up):
+        raise RunError(
+            f"{type(model).__name__} has a look_up of its own, which an export does not hold",
+            where=str(run.folder),
+            remedy="compute it in forward, or use load_model(run).predict",
+        )
     with disk_errors(target, "free some space, or name a folder on another disk with --out"):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:

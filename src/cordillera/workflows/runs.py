@@ -87,9 +87,9 @@ def train(
         RecipeError: If several processes cannot train what the recipe asks for.
         TrainingError: If the loss is not finite.
     """
-    if isinstance(recipe, (str, Path, dict)):
+    if not isinstance(recipe, (RankingRecipe, LanguageRecipe, Run)):
         raise RunError(
-            f"a recipe is needed, got {recipe!r}",
+            f"a recipe is needed, got {recipe!r:.80}",
             where="train",
             remedy="give load_recipe(NAME or PATH), or with resume = True a folder, as train(Run(FOLDER))",
         )

@@ -17,6 +17,8 @@ MARGIN = 0.1
 DEVIATIONS = 5.0
 """Largest excess in standard deviations of a share of that many ids that raises no warning."""
 
+LEAST_ROWS = 100
+"""Least number of rows whose dense features are compared."""
 
 SHIFT = 1.0
 """Largest distance of a dense feature's mean from that of the training rows, in their standard deviations, that raises
@@ -56,7 +58,7 @@ class InputCheck:
             if total:
                 _warn(name, count / total, total, self._facts, where)
         for feature, value in zip(self._encoder.schema.numbers, self._sums.tolist(), strict=True):
-            if self._rows:
+            if self._rows >= LEAST_ROWS:
                 self._warn_of_number(feature, value, where)
 
     def _warn_of_number(self, feature: DenseFeature, total: float, where: str) -> None:

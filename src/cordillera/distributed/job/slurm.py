@@ -32,6 +32,8 @@ def adopt_slurm(environment: MutableMapping[str, str] | None = None) -> None:
     size, rank, local, job, step = (
         _number(given, f"SLURM_{name}") for name in ("STEP_NUM_TASKS", "PROCID", "LOCALID", "JOB_ID", "STEP_ID")
     )
+    if given.get("CUDA_VISIBLE_DEVICES", "").strip() and "," not in given["CUDA_VISIBLE_DEVICES"]:
+        local = 0  # the task sees no other GPU than its own
     found = {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),

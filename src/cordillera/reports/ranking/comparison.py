@@ -251,6 +251,10 @@ def compare(
         raise DataError("no run was given", where="compare")
     none = [None] * len(runs)
     entries = [_Entry(*one) for one in zip(runs, evaluations or none, samples or none, strict=True)]
+    names = [entry.name for entry in entries]
+    for entry in entries:
+        if names.count(entry.name) > 1:
+            entry.name = str(entry.folder)
     tasks = [task for task in entries[0].metrics if all(task in entry.metrics for entry in entries)]
     if not tasks:
         listing = "; ".join(", ".join(entry.metrics) for entry in entries)
@@ -307,9 +311,10 @@ def _notes(result: Comparison, members: Sequence[Sequence[_Entry]], entries: Seq
         )
     if any(len(group) == 1 for group in members):
         if result.unit is None:
+            on_file = "" if entries[0].samples is not None else ", or evaluate the runs on one file (--file FILE),"
             yield (
-                "One seed gives no interval: train the same recipe with more seeds (--seed), or evaluate the runs on "
-                "one file (--file FILE), before concluding."
+                "One seed gives no interval: train the same recipe with more seeds (--seed)"
+                f"{on_file} before concluding."
             )
         else:
             yield "One seed gives no interval over seeds: train the same recipe with more seeds (--seed) for one."
@@ -377,6 +382,12 @@ def _check_same_data(entries: Sequence[_Entry]) -> None:
                     differ.setdefault(entry.name, f"{count} of '{task}' are {shown}")
     if differ:
         also = "" if len(differ) == 1 else f" (and so were {', '.join([*differ][1:])})"
+        if first.samples is not None:
+            raise DataError(
+                f"reads the samples otherwise than {first.name}: {next(iter(differ.values()))}{also}",
+                where=next(iter(differ)),
+                remedy=f"compare runs of the same labels and weights (data.schema): leave out {', '.join(differ)}",
+            )
         raise DataError(
             f"was evaluated on other data than {first.name}: {next(iter(differ.values()))}{also}",
             where=next(iter(differ)),

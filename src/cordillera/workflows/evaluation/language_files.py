@@ -71,7 +71,8 @@ class TextEvaluation:
 class ChatEvaluation(TextEvaluation):
     """Quality of the predictions of what the assistant says in the chats of a file, and of the tokens that end it.
 
-    Fields are those of :class:`TextEvaluation`, with chats as documents; each is one sample of the intervals.
+    Fields are those of :class:`TextEvaluation`, with chats as documents; each is one sample of the intervals. Bits per
+    byte leave the tokens out that end a turn, which have no bytes.
     """
 
 
@@ -202,12 +203,13 @@ def evaluate_chat_file(
     for piece, found in _scored(opened.model, pieces, window, on_tokens):
         scores[piece.owner].append(found)
     lengths = np.array([len(content or b"") for content in tokenizer.token_bytes])
-    learnt = [np.isin(chat.kinds[1:], list(LEARNS)) for chat in chats]
-    losses = np.array([-np.concatenate(own)[mask].sum() for own, mask in zip(scores, learnt, strict=True)])
-    counts = np.array([mask.sum() for mask in learnt])
-    sizes = np.array([lengths[chat.tokens[chat.kinds == ANSWER]].sum() for chat in chats])
+    parts = [(-np.concatenate(own), chat.tokens[1:], chat.kinds[1:]) for own, chat in zip(scores, chats, strict=True)]
+    losses = np.array([values[np.isin(kinds, list(LEARNS))].sum() for values, _, kinds in parts])
+    counts = np.array([np.isin(kinds, list(LEARNS)).sum() for _, _, kinds in parts])
+    said = np.array([values[kinds == ANSWER].sum() for values, _, kinds in parts])  # without the tokens that end it
+    sizes = np.array([lengths[tokens[kinds == ANSWER]].sum() for _, tokens, kinds in parts])
     loss, interval = _ratio(losses, counts)
-    bits, bits_interval = _ratio(losses / math.log(2), sizes)
+    bits, bits_interval = _ratio(said / math.log(2), sizes)
     return ChatEvaluation(
         loss=loss,
         perplexity=_exp(loss),

@@ -163,8 +163,8 @@ def _check_interface(scorer: RowScorer, present: ScoreService) -> None:
     remedy = "start a new server for a model with another interface"
     if scorer.tasks != present.tasks:
         raise RunError(f"scores {', '.join(scorer.tasks)} instead of {', '.join(present.tasks)}", remedy=remedy)
-    known = {column["name"]: column for column in present.reader.describe()}
-    for column in RowReader(scorer.encoder).describe():
+    known = {column["name"]: column for column in _columns(present.reader)}
+    for column in _columns(RowReader(scorer.encoder)):
         before = known.get(column["name"])
         if before is None:
             raise RunError(f"needs the column '{column['name']}', which rows do not have so far", remedy=remedy)
@@ -172,10 +172,27 @@ def _check_interface(scorer: RowScorer, present: ScoreService) -> None:
             raise RunError(
                 f"takes the column '{column['name']}' as {column['type']} instead of {before['type']}", remedy=remedy
             )
+        if (column["rows"] or 0) < (before["rows"] or 0):
+            raise RunError(
+                f"takes ids of the column '{column['name']}' below {column['rows']:,}, so far below {before['rows']:,}",
+                remedy=remedy,
+            )
         if before["nullable"] and not column["nullable"]:
             raise RunError(
                 f"takes no blanks in the column '{column['name']}', where rows may have them so far", remedy=remedy
             )
+
+
+def _columns(reader: RowReader) -> list[dict[str, Any]]:
+    """Return the columns that rows need, with the number of ``rows`` of a table whose ids are its rows."""
+    tables, schema = reader.encoder.features.tables, reader.schema
+    plain = {
+        one.name: one.table or one.name for one in (*schema.categorical, *schema.lists) if one.encoding == "identity"
+    }
+    return [
+        {**column, "rows": tables[plain[column["name"]]] if column["name"] in plain else None}
+        for column in reader.describe()
+    ]
 
 
 def _probe(scorer: RowScorer) -> None:

@@ -260,7 +260,7 @@ class DelimitedFile:
                 raise DataError(
                     f"the row has {count} fields, {len(self.names)} are expected",
                     where=where,
-                    remedy=f"{_fields_remedy(self.names)}",
+                    remedy=_fields_remedy(self.names),
                 )
 
     def _fields(self, text: bytes, number: int) -> list[bytes]:
