@@ -325,6 +325,18 @@ def test_damaged_recipes_are_read_or_refused(tmp_path, fuzz_inputs):
             assert validate(_parse(dump(found))) == found, number
 
 
+def test_a_key_of_other_libraries_is_not_answered_with_one_that_means_something_else() -> None:
+    feature = {"name": "user", "embedding_dim": 8, "share_embedding": "item", "vocab_size": 9}
+    schema = {"dense": [], "categorical": [feature], "labels": ["click"]}
+    with pytest.raises(RecipeError) as caught:
+        load({"data": {"path": "log.csv", "schema": schema}, "model": {"name": "dcn"}})
+    said = dict(caught.value.problems)
+    place = "data.schema.categorical[0]"
+    assert said[f"{place}.embedding_dim"] == "is not a key here; all features have the width model.embedding_dim"
+    assert said[f"{place}.share_embedding"] == "is not a key here; features that name the same table share it"
+    assert said[f"{place}.vocab_size"] == "is not a key here; did you mean 'num_embeddings'?"
+
+
 @pytest.mark.parametrize(
     ("key", "meant"),
     [

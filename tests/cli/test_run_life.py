@@ -573,3 +573,18 @@ def test_the_folder_of_an_unnamed_run_is_taken_at_once_and_given_back(
     assert cli("train", recipe, *quick).code == 0
     assert [folder.name for folder in seen] == ["small", "small-2"]
     assert all((tmp_path / folder / "report.html").is_file() for folder in seen)
+
+
+@pytest.mark.parametrize(("change", "key"), [("patience=1", "patience"), ('decay="plateau"', "decay")])
+def test_training_that_waits_for_a_validation_split_needs_one(
+    made: Path, tmp_path: Path, change: str, key: str
+) -> None:
+    changes = [f"data.cache_dir={made / 'cache'}", "data.fractions=[0.9, 0.0, 0.1]", f"training.{change}"]
+    with pytest.raises(TrainingError, match=rf"training\.{key}: waits for the validation split"):
+        workflows.train(load(made / "small.toml", changes), tmp_path / "run")
+
+
+def test_a_number_of_processes_is_at_least_one(made: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="processes: must be at least 1, got 0"):
+        workflows.train(load(made / "small.toml"), tmp_path / "run", processes=0)
+    assert not (tmp_path / "run").exists()

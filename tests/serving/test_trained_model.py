@@ -308,5 +308,5 @@ def test_one_row_of_pandas_is_refused_with_what_to_give(run: Path, tmp_path: Pat
     frame = pd.read_csv(write_log(tmp_path / "samples.csv", rows=3))
     with pytest.raises(DataError, match=r"must be a table, got one row or column of one\n.*table\[i : i \+ 1\]"):
         cordillera.load_model(run).predict(frame.iloc[0])
-    with pytest.raises(DataError, match=r"add it, with None in every row"):
+    with pytest.raises(DataError, match=r"an input that is not known is a column of None"):
         cordillera.load_model(run).predict(frame.drop(columns=["user"]))

@@ -93,6 +93,8 @@ def train(
             where="train",
             remedy="give load_recipe(NAME or PATH), or with resume = True a folder, as train(Run(FOLDER))",
         )
+    if processes is not None and processes < 1:
+        raise RunError(f"must be at least 1, got {processes}", where="processes")
     if isinstance(recipe, Run):
         folder, resume = recipe.folder, True
     if changes and not resume:

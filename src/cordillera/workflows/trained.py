@@ -70,7 +70,8 @@ def validation_of(recipe: RankingRecipe, splits: Splits) -> Loader | None:
         splits: Data of the recipe.
 
     Raises:
-        TrainingError: If that metric needs groups, and the data has none.
+        TrainingError: If that metric needs groups, and the data has none; or if training is to react to it, and the
+            split is empty.
     """
     metric = recipe.training.stop_on
     if metric in NEED_GROUPS and splits.encoder.schema.group is None:
@@ -78,6 +79,12 @@ def validation_of(recipe: RankingRecipe, splits: Splits) -> Loader | None:
             f"{metric} is of groups, and the data has none",
             where="training.stop_on",
             remedy="name the column of groups in data.schema.group, or choose 'ne', 'log_loss' or 'auc'",
+        )
+    if not len(splits.validation) and (recipe.training.patience is not None or recipe.training.decay == "plateau"):
+        raise TrainingError(
+            "waits for the validation split to get better, and that is empty",
+            where="training.patience" if recipe.training.patience is not None else "training.decay",
+            remedy="keep rows for it (data.fractions, or data.validation_path), or leave the key out",
         )
     return loader_of(recipe, splits.validation, training=False) if len(splits.validation) else None
 

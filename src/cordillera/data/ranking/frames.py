@@ -95,7 +95,8 @@ def _chosen(there: Sequence[str], columns: Sequence[str], optional: Sequence[str
         raise DataError(
             f"column '{absent[0]}' is missing; there are {list(there)}",
             where=_WHERE,
-            remedy="add it, with None in every row if it is not known; a schema without it would need new training",
+            remedy="correct the name here or in data.schema; an input that is not known is a column of None, and a "
+            "label is needed for training and evaluation, not for predict",
         )
     return list(dict.fromkeys((*columns, *(name for name in optional if name in there))))
 
