@@ -351,7 +351,17 @@ class EmbeddingTables(nn.Module):
         )
 
     def update(self, learning_rate_scale: float = 1.0) -> None:
-        """Apply pending gradients, once per distinct row, with the learning rate times ``learning_rate_scale``."""
+        """Apply pending gradients, once per distinct row, with the learning rate times ``learning_rate_scale``.
+
+        Raises:
+            TrainingError: If a model read ``weight`` itself, whose gradient nothing would apply.
+        """
+        if self.weight.grad is not None:
+            raise TrainingError(
+                "a model has read weight itself, and its gradient would be lost",
+                where="EmbeddingTables",
+                remedy="look rows up by calling the tables, or by unpooled(feature, ids)",
+            )
         pending, self._pending, self._reduced = self._pending, [], 0
         if not pending:
             return
