@@ -356,7 +356,7 @@ class EmbeddingTables(nn.Module):
         Raises:
             TrainingError: If a model read ``weight`` itself, whose gradient nothing would apply.
         """
-        if self.weight.grad is not None:
+        if "weight" in self._parameters and self.weight.grad is not None:
             raise TrainingError(
                 "a model has read weight itself, and its gradient would be lost",
                 where="EmbeddingTables",
