@@ -350,13 +350,19 @@ class EmbeddingTables(nn.Module):
             backend=self.backend,
         )
 
+    @property
+    def _is_read_directly(self) -> bool:
+        """Whether a backward pass has put a gradient into ``weight``, which tables elsewhere than in memory lack."""
+        weight = self._parameters.get("weight")
+        return weight is not None and weight.grad is not None
+
     def update(self, learning_rate_scale: float = 1.0) -> None:
         """Apply pending gradients, once per distinct row, with the learning rate times ``learning_rate_scale``.
 
         Raises:
             TrainingError: If a model read ``weight`` itself, whose gradient nothing would apply.
         """
-        if "weight" in self._parameters and self.weight.grad is not None:
+        if self._is_read_directly:
             raise TrainingError(
                 "a model has read weight itself, and its gradient would be lost",
                 where="EmbeddingTables",
