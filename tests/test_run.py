@@ -257,7 +257,7 @@ def test_a_folder_whose_process_was_killed_before_it_had_a_recipe_is_taken_again
 def test_a_run_that_failed_before_its_first_checkpoint_is_not_to_be_resumed(tmp_path):
     run = Run.create(tmp_path / "a", "seed = 1\n")
     run.write_status("failed", 0, 10)
-    with pytest.raises(RunError, match="training failed, and it holds no checkpoint\n  -> delete it, or name another"):
+    with pytest.raises(RunError, match="training failed, and it holds no checkpoint\n  -> delete it, name another"):
         Run.create(tmp_path / "a", "seed = 1\n")
     (run.checkpoints / "step-5").mkdir()
     with pytest.raises(RunError, match=r"go on with `cordillera train .* --resume`"):

@@ -537,7 +537,7 @@ def test_a_model_that_is_worse_than_the_base_rate_is_doubted(cli, recipe, tmp_pa
     result = cli("train", recipe, "--run", "wild", "--set", "training.epochs=2", "--set", "training.learning_rate=3")
     assert result.code == 0, result.err
     assert re.search(r"click: NE \d+\.\d{4}; NE above 1 is worse than always predicting the base rate\n", result.out)
-    assert "lower training.learning_rate" in result.out
+    assert "too few steps, or too high a learning rate" in result.out
 
 
 def test_data_describe_of_a_file_points_to_what_describes_files(cli, recipe, tmp_path):

@@ -480,6 +480,6 @@ def test_long_preparation_has_its_usual_reason_beside_it():
     task, column = bar.add_task("preparing", total=None), _show._Doing()
     assert column.render(bar.tasks[0]).plain == "preparing"
     now[0] += 20
-    assert column.render(bar.tasks[0]).plain == "preparing (kernels are compiled at first use)"
+    assert column.render(bar.tasks[0]).plain == "preparing (kernels may be compiled)"
     bar.update(task, description="training")
     assert column.render(bar.tasks[0]).plain == "training"
