@@ -83,7 +83,8 @@ def test_a_disk_that_fills_up(commands: Commands, folders: Callable[..., Written
             second = commands(*again, folder=folder)
             if second.code == 2 and again is RESUME:  # nothing had begun
                 second = commands(*words, folder=folder)
-            if second.code not in (0, 3):
+            is_told = "in another --run folder" in second.said  # a search whose candidates all died of it
+            if second.code not in (0, 3) and not is_told:
                 wrong.append(f"after files of {size:,} bytes: cannot be repeated\n{outcome.text}\n{second.text}")
     assert not wrong, "\n".join(wrong)
 
