@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from cordillera.errors import CheckpointError, DataError, PlanError, printable
 from cordillera.files import (
     TOML_DEPTH,
+    check_writable,
     parse_json,
     parse_sealed,
     parse_toml,
@@ -186,3 +188,25 @@ def test_a_file_that_cannot_be_written_is_named_and_changes_no_other(tmp_path: P
         write({tmp_path / "first": "new", tmp_path / "sub" / ("y" * 300 + " second"): "new"})
     assert (tmp_path / "first").read_text() == "old"
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(("lost", "works"), [(0, True), (4, True), (5, False)])
+def test_a_folder_that_another_process_removes_meanwhile_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int, works: bool
+) -> None:
+    make, tries = tempfile.TemporaryFile, list[Path]()
+
+    def removed(dir: Path) -> object:
+        tries.append(dir)
+        if len(tries) <= lost:
+            dir.rmdir()  # as the process does that made it
+        return make(dir=dir)
+
+    monkeypatch.setattr("cordillera.files.tempfile.TemporaryFile", removed)
+    if works:
+        check_writable(tmp_path / "new" / "plan.html")
+    else:
+        with pytest.raises(PlanError, match="cannot be written: No such file or directory"):
+            check_writable(tmp_path / "new" / "plan.html")
+    assert len(tries) == min(lost + 1, 5)
+    assert not (tmp_path / "new").exists()

@@ -380,15 +380,20 @@ def check_writable(*paths: Path) -> None:
         PlanError: If a folder cannot be created or written to, or a path is a folder.
     """
     for path in paths:
-        made: list[Path] = []
-        try:
-            if path.is_dir():
-                raise PlanError("cannot be written: it is a folder", where=str(path), remedy="name another place")
-            make_folders(path.parent, made)
-            with tempfile.TemporaryFile(dir=path.parent):
-                pass
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise PlanError(f"cannot be written: {reason}", where=str(path), remedy="name another place") from error
-        finally:
-            remove_made(made)
+        if path.is_dir():
+            raise PlanError("cannot be written: it is a folder", where=str(path), remedy="name another place")
+        tries = 5
+        while tries:
+            made: list[Path] = []
+            tries -= 1
+            try:
+                make_folders(path.parent, made)
+                with tempfile.TemporaryFile(dir=path.parent):
+                    break
+            except (OSError, ValueError) as error:
+                if isinstance(error, FileNotFoundError) and tries:
+                    continue  # another process that checks has removed the folder that it had made
+                reason = getattr(error, "strerror", None) or error
+                raise PlanError(f"cannot be written: {reason}", where=str(path), remedy="name another place") from error
+            finally:
+                remove_made(made)
