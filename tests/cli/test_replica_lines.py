@@ -30,7 +30,8 @@ def test_a_loss_and_its_end_are_told_once_and_calm_is_not(tmp_path: Path, monkey
         coordinator.write("epoch", epoch=2, step=1_003, members=["r0"])
         coordinator.write("epoch", epoch=3, step=1_005, members=[])
         coordinator.write("epoch", epoch=4, step=1_010, members=["r0", "r1"])
-        coordinator.write("epoch", epoch=5, step=1_011)
+        coordinator.write("epoch", epoch=5, step=1_011)  # two that are damaged
+        coordinator.write("epoch", epoch=6, members=["r0"])
         launcher = EventLog(tmp_path / "new" / FOLDER / "launcher.jsonl")
         launcher.write("started", replica="r1", attempt=2)
         launcher.write("given up", replica="r1", why="it ended 3 times")

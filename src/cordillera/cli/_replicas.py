@@ -72,9 +72,9 @@ def _line(event: dict[str, Any], members: list[str]) -> str | None:
         return f"{replica} is started again"
     if kind == "coordinator ended":
         return "the coordinator ended and is started again"
-    now = event.get("members")
-    if kind != "epoch" or not isinstance(now, list):
+    now, step = event.get("members"), event.get("step")
+    if kind != "epoch" or not isinstance(now, list) or not isinstance(step, int):
         return None
     now = [", ".join(map(str, now)) or "no replica"]
     before, members[:] = list(members), now
-    return None if not before or before == now else f"step {event.get('step'):,}: training goes on with {now[0]}"
+    return None if not before or before == now else f"step {step:,}: training goes on with {now[0]}"

@@ -25,7 +25,7 @@ from cordillera.data.ranking.features import FeatureSpec
 from cordillera.data.ranking.frames import FrameLike, frame_of
 from cordillera.data.ranking.logs.columns import RowPlace
 from cordillera.data.ranking.rows import read_rows
-from cordillera.data.ranking.unseen import InputCheck
+from cordillera.data.ranking.unseen import LEAST_ROWS, InputCheck
 from cordillera.embeddings.dynamic_tables import DynamicTables
 from cordillera.errors import DataError, RunError
 from cordillera.files import make_folders, read_json_object, remove_made
@@ -47,9 +47,6 @@ from cordillera.workflows.trained import (
     warn_of_status,
     with_threads,
 )
-
-TELLING_ROWS = 100
-"""Least number of rows in memory whose share of unknown ids is compared with that of the validation rows."""
 
 PREDICTIONS = "predictions"
 """Folder in a run's folder with the scores of :func:`predict`, if they are written nowhere else."""
@@ -138,8 +135,9 @@ class TrainedModel:
     def predict(self, rows: FrameLike, *, batch_size: int = 8192) -> NDArray[np.float64]:
         """Return the probabilities of rows, bit for bit equal to those of :func:`~cordillera.predict`.
 
-        Calls of several threads run one after another. With :data:`TELLING_ROWS` rows or more, a call warns if far more
-        ids are blank or unknown to the model than in the validation rows.
+        Calls of several threads run one after another. With at least
+        :data:`~cordillera.data.ranking.unseen.LEAST_ROWS` rows, a call warns if far more ids are blank or unknown to
+        the model than in the validation rows, or if numbers look like those of another unit.
 
         Args:
             rows: ``pandas.DataFrame``, ``polars.DataFrame``, Arrow table, dict of columns, or list of dicts, one for
@@ -162,7 +160,7 @@ class TrainedModel:
         with self._lock:
             encoded = self._scorer.encoder.encode(frame, where=place, labels=False)
             scores = probabilities(self._scorer.finite_logits(encoded, place, batch_size))
-        if len(frame) >= TELLING_ROWS:
+        if len(frame) >= LEAST_ROWS:
             inputs = InputCheck(self._scorer.encoder, self._facts)
             inputs.update(encoded)
             inputs.warn("rows")

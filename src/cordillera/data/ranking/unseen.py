@@ -18,7 +18,7 @@ DEVIATIONS = 5.0
 """Largest excess in standard deviations of a share of that many ids that raises no warning."""
 
 LEAST_ROWS = 100
-"""Least number of rows whose dense features are compared."""
+"""Least number of rows whose dense features are compared, and of rows in memory whose ids are."""
 
 SHIFT = 1.0
 """Largest distance of a dense feature's mean from that of the training rows, in their standard deviations, that raises

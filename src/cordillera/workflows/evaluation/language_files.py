@@ -194,11 +194,15 @@ def evaluate_chat_file(
     tokenizer, window = chat_tokenizer(opened.tokenizer), opened.config.context
     pieces: list[_TextPiece] = []
     chats: list[TokenisedChat] = []
+    left = math.inf if tokens is None else tokens
     for row in read_chats(str(file)):
-        if tokens is not None and sum(len(chat.tokens) for chat in chats) >= tokens:
+        if left <= 0:
             break
         chats.append(tokenise_chat(tokenizer, row.messages, where=row.where))
         pieces += _windows(len(chats) - 1, chats[-1].tokens.tolist(), window)
+        left -= len(chats[-1].tokens)
+    if not chats:
+        raise DataError("holds no chat", where=str(file), remedy="give rows of messages, or of prompt and completion")
     scores: list[list[np.ndarray]] = [[] for _ in chats]
     for piece, found in _scored(opened.model, pieces, window, on_tokens):
         scores[piece.owner].append(found)
