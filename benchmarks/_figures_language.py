@@ -22,6 +22,34 @@ MEBI = 2**20
 # Llama
 
 
+def isoflop() -> str:
+    """Return the optima of an IsoFLOP study."""
+    study = results("isoflop-tiny")["study"]
+    law, rows = study["laws"]["tokens"], []
+    curves = [one for one in study["curves"] if one["optimum"] is not None]
+    for curve, low, high in zip(curves, law["optima_low"], law["optima_high"], strict=True):
+        best = curve["optimum"]
+        interval = f"{low / 1e6:.2f}M to {high / 1e6:.2f}M"
+        sizes = [f"{best['tokens'] / 1e6:.2f}M", interval, f"{best['parameters'] / 1e3:.1f} thousand"]
+        rows.append([f"{curve['budget']:.0e}".replace("+", ""), str(len(curve["runs"])), *sizes, f"{best['loss']:.3f}"])
+    headings = ["training FLOPs", "runs", "optimal tokens", "95 % interval", "optimal parameters", "loss, nats a byte"]
+    return table(headings, rows)
+
+
+def isoflop_runs() -> str:
+    """Return the number of runs of the study and the range of their parameters."""
+    runs = [run for curve in results("isoflop-tiny")["study"]["curves"] for run in curve["runs"]]
+    sizes = [run["parameters"] / 1e3 for run in runs]
+    return f"{len(runs)} runs of {min(sizes):.1f} to {max(sizes):.0f} thousand parameters"
+
+
+def isoflop_law(quantity: str) -> str:
+    """Return the exponent of an optimal quantity with its interval over runs."""
+    law = results("isoflop-tiny")["study"]["laws"][quantity]
+    low, high = law["exponent_interval_over_runs"]
+    return f"`C^{law['exponent']:.3f}` ({low:.3f} to {high:.3f})"
+
+
 def generation() -> str:
     """Return generation beside transformers."""
     rows = []
@@ -457,6 +485,10 @@ def hybrid_share(key: str) -> str:
 
 
 FIGURES: Figures = {
+    "llama-isoflop": isoflop,
+    "llama-isoflop-runs": isoflop_runs,
+    "llama-isoflop-tokens": partial(isoflop_law, "tokens"),
+    "llama-isoflop-parameters": partial(isoflop_law, "parameters"),
     "llama-generation": generation,
     "llama-threads": lambda: str(results("llama-generation")["machine"]["threads"]),
     "llama-peer": peer_version,

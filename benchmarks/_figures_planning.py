@@ -44,6 +44,27 @@ def grid() -> str:
     return table(headings, rows)
 
 
+def published_recommenders() -> str:
+    """Return steps of a DLRM beside published ones."""
+    rows = []
+    for row in results("scaleacross-recommenders")["published"]:
+        seconds = [f"{1e3 * row[key]:.2f} ms" for key in ("published_s", "simulated_s")]
+        rows.append([str(row["devices"]), f"{row['batch']:,}", *seconds, f"{100 * row['off']:+.0f} %"])
+    return table(["devices", "batch", "published step", "simulated step", "off by"], rows)
+
+
+def gains_of_recommenders() -> str:
+    """Return gains of the 12T model, with and without a cost of messages."""
+    gains = results("scaleacross-recommenders")["gains"]
+    devices = list(dict.fromkeys(row["devices"] for row in gains))
+    cells = {
+        (row["change"], row["devices"]): f"{row['with_messages']:.2f}, {row['without_messages']:.2f}" for row in gains
+    }
+    changes = dict.fromkeys(row["change"] for row in gains)
+    rows = [[change, *(cells[change, count] for count in devices)] for change in changes]
+    return table(["change", *(f"{count:,} devices" for count in devices)], rows)
+
+
 def _mean(name: str) -> str:
     return f"{results('scaleacross-grid')['geometric_means'][name]:.2f}"
 
@@ -93,6 +114,9 @@ FIGURES: Figures = {
     "plan-above-bound": partial(above_bound, "one"),
     "plan-above-bound-loop": partial(above_bound, "loop"),
     "plan-grid": grid,
+    "plan-recommenders": published_recommenders,
+    "plan-recommender-gains": gains_of_recommenders,
+    "plan-neo": lambda: f"{results('scaleacross-recommenders')['times_neo']:.1f}",
     "plan-over-production": partial(_mean, "times_production"),
     "plan-over-single": partial(_mean, "times_best_single"),
     "plan-search": lambda: f"{_speed('joint_search', 'seconds'):.0f} s",

@@ -31,6 +31,7 @@ from _executed_schedules import (
 from _processes import run_processes
 from _program import Program
 from _scaleacross_peers import Calculon, PeerUnavailable
+from _scaleacross_tables import recommenders
 from _timing import Spread
 from rich.console import Console
 from rich.table import Table
@@ -77,6 +78,7 @@ class Part(str, enum.Enum):
     grid = "grid"
     solver = "solver"
     executed = "executed"
+    recommenders = "recommenders"
 
 
 class Case(NamedTuple):
@@ -464,6 +466,7 @@ PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {
     Part.grid: _grid,
     Part.solver: _solver,
     Part.executed: _executed,
+    Part.recommenders: recommenders,
 }
 
 

@@ -27,6 +27,7 @@ from cordillera.data.files import cache_folder
 from cordillera.data.language.batches import BatchConfig
 from cordillera.data.language.chats.rows import ChatDataConfig
 from cordillera.data.language.corpora import TextDataConfig
+from cordillera.data.language.row_kinds import check_is_log
 from cordillera.data.paths import expand_paths
 from cordillera.data.ranking.datasets import DataConfig
 from cordillera.data.ranking.features import DenseFeature, Schema
@@ -560,14 +561,15 @@ def write_recipe(
         Role of each column, with the reason.
 
     Raises:
-        DataError: If the log cannot be read, no label is found, no column is a feature, or ``out`` exists.
+        DataError: If the log cannot be read or is for a language model, no label is found, no column is a feature, or
+            ``out`` exists.
         RecipeError: If there is no such model.
         PlanError: If ``out`` cannot be written.
     """
     out, path = Path(out), [path] if isinstance(path, str) else path
     if out.exists():
         raise DataError("already exists", where=str(out), remedy="name another file with --out")
-    files = expand_paths(tuple(path))
+    check_is_log(files := expand_paths(tuple(path)))
     any_schema = Schema(labels=("label",), dense=(DenseFeature(name="value"),))
     kind = format_of(files)
     separator = separator or guess_separator(files[0], kind)

@@ -14,6 +14,7 @@ from _results import FinishedPieces, train_to_the_end, write_json
 from _timing import Spread, Timing, interleave, times_faster
 
 
+@pytest.mark.slow
 def test_every_round_runs_every_contender_and_begins_with_the_next() -> None:
     calls: list[str] = []
     timings = interleave({name: lambda name=name: calls.append(name) for name in "abc"}, rounds=3, calls=2, warmup=1)

@@ -124,3 +124,13 @@ def test_parts_beside_measurements(part: str, tmp_path: Path) -> None:
         assert content["figures"]["ours"]["error"] < 0.10
     else:
         assert content["values"]["evaluations_per_s"]["ours"]["median"] > 1000
+
+
+@pytest.mark.slow
+def test_recommendation_models_are_compared_with_published_rates_and_with_production(tmp_path: Path) -> None:
+    content = part_of(scaleacross, "recommenders", tmp_path)
+    (row,) = content["published"]
+    assert row["off"] == pytest.approx(row["simulated_s"] / row["published_s"] - 1)
+    assert content["times_neo"] > 1
+    (gain,) = content["gains"]
+    assert gain["with_messages"] >= gain["without_messages"] >= 1

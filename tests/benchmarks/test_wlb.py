@@ -79,6 +79,7 @@ def test_packing_by_work_is_beside_its_baselines(tmp_path: Path) -> None:
     assert len({row["tokens"] for row in rows.values()}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not LENGTHS.exists(), reason=f"{LENGTHS.name} (DistCA, Apache-2.0) is not here")
 def test_a_pipeline_is_simulated_with_both_shardings(tmp_path: Path) -> None:
     content = part_of(wlb, "pipeline", tmp_path)

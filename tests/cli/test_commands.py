@@ -449,6 +449,7 @@ def test_the_separator_of_an_error_s_advice_is_taken_as_a_shell_gives_it(cli, tm
     assert load(made).data.separator == "\t"
 
 
+@pytest.mark.slow
 def test_a_training_loads_nothing_that_shards_weights_and_goes_on_when_its_reader_left(recipe, tmp_path):
     read, write = os.pipe()
     os.close(read)

@@ -91,6 +91,7 @@ def test_every_command_takes_a_model_of_ones_own(cli: Any, own: Path, tmp_path: 
     assert pickle.loads(pickle.dumps(again.model)) == again.model
 
 
+@pytest.mark.slow
 @needs_gloo
 def test_processes_import_it_too(cli: Any, own: Path) -> None:
     trained = cli("train", own, "--run", "runs/two", "--nproc", 2, "--set", "training.epochs=1")

@@ -238,6 +238,19 @@ def test_serving_ends_at_sigterm_and_leaves_signals_and_collections_as_they_were
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("text service small")]
 
 
+def test_a_reload_asked_for_too_early_or_too_late_does_not_end_the_server(
+    cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    monkeypatch.setattr("cordillera.workflows.serve", lambda *_: found.append(signal.getsignal(signal.SIGUSR1)))
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        assert cli("serve", "none").code == 0
+        assert [*found, signal.getsignal(signal.SIGUSR1)] == [signal.SIG_IGN, signal.SIG_IGN]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_a_port_that_is_taken_is_one_error(cli: Callable[..., Any], folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -260,6 +260,7 @@ def test_every_flipped_byte_of_a_large_cache_is_refused(tmp_path: Path, fuzz_inp
     open_splits(splits.folder)
 
 
+@pytest.mark.slow
 def test_a_killed_preparation_leaves_a_folder_that_the_next_one_removes(tmp_path: Path) -> None:
     path = write(_small(), tmp_path / "log.parquet")
     setting = config(path, SMALL, tmp_path, split="random")

@@ -432,6 +432,7 @@ def test_files_whose_merges_would_take_long_are_refused(tmp_path: Path) -> None:
     assert "characters" in str(found)
 
 
+@pytest.mark.slow
 def test_a_text_of_a_megabyte_takes_seconds(tokenizers: dict[str, Tokenizer]) -> None:
     for kind in ("model", "json, first"):
         for text in ("the" * 333_000, "the " * 250_000, "x" + " " * 1_000_000, "haha" * 250_000):

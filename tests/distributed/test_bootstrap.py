@@ -228,6 +228,7 @@ def many_groups(rank: int, folder: str) -> list[float]:
     return [*found, float(tensor[0])]
 
 
+@pytest.mark.slow
 @needs_gloo
 def test_groups_of_groups_in_processes(tmp_path: Path) -> None:
     ended = run_processes(4, tmp_path, many_groups, 120)

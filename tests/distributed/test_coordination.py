@@ -428,6 +428,7 @@ def test_nobody_is_left_out_of_the_least_members() -> None:
         assert found.members == ("a", "b")
 
 
+@pytest.mark.slow
 def test_the_world_finds_steps_that_are_taken_for_identities(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted error: commits of the same step are taken for the same."""
     monkeypatch.setattr(Commit, "__eq__", lambda one, other: one.step == other.step)

@@ -104,7 +104,7 @@ def test_the_published_traffic_is_that_of_the_busiest_rank(hosts: int, ranks_per
 
 
 # The tracker sees one process of as many as there would be; no memory is taken.
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("blocks", [1, 2, 4], ids=["blocks", "pairs", "whole"])
 @pytest.mark.parametrize("shards", [8, *(pytest.param(count, marks=pytest.mark.slow) for count in (64, 512))])
 def test_tracked_memory_is_the_published_law(shards: int, blocks: int) -> None:
@@ -119,7 +119,7 @@ def test_tracked_memory_is_the_published_law(shards: int, blocks: int) -> None:
     assert tracked.collectives == collectives(len(units), shards, has_root=False)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("config", "shards", "replicas", "blocks", "reshards", "precision"),
     [

@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cordillera.distributed.transport.process_group import BACKEND, register
 from tests.distributed.processes import needs_gloo, run_processes
 
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.slow]
 
 
 class Small(nn.Module):

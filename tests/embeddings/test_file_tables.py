@@ -116,6 +116,7 @@ def test_training_gives_the_bits_of_tables_in_memory(
     assert events["writes"] > 0
 
 
+@pytest.mark.slow
 def test_rows_that_become_popular_get_lines_after_one_halving_however_popular_others_were(tmp_path: Path) -> None:
     spec = FeatureSpec((), (SparseFeature("a", "t"),), {"t": 64}, ("y",))
     tables = FileTables(spec, 2, _config("sgd", cache=0.5, cache_policy="lfu"), tmp_path / "t")

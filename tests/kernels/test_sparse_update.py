@@ -400,6 +400,7 @@ print(torch.get_num_threads())
 """
 
 
+@pytest.mark.slow
 def test_the_number_of_torch_threads_is_left_as_it_was() -> None:
     done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "1"

@@ -43,6 +43,7 @@ def test_importing_cordillera_lets_threads_wait_briefly_unless_the_environment_s
     assert _python(_WAITING, GOMP_SPINCOUNT="infinity").startswith("infinity GOMP_SPINCOUNT=infinity lets threads")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU's OpenMP")
 def test_importing_torch_first_is_noticed() -> None:
     assert "torch was imported before cordillera" in _python("import torch; " + _WAITING)

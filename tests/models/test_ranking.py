@@ -160,7 +160,7 @@ def test_samples_are_told_apart_in_bfloat16(
 @pytest.mark.parametrize(
     ("name", "bf16"),
     [
-        *(pytest.param(name, False, marks=() if name == "wukong" else pytest.mark.slow) for name in SMALL),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in SMALL),
         ("dlrm", True),
         pytest.param("wukong", True, marks=pytest.mark.slow),
     ],

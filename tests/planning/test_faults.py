@@ -321,6 +321,7 @@ def test_a_plan_after_a_loss_uses_all_that_is_left_where_it_divides(count: int, 
         assert case.seconds > plan.seconds
 
 
+@pytest.mark.slow
 def test_a_lost_device_costs_no_more_than_its_host_and_fewer_are_used_where_the_rest_does_not_divide() -> None:
     """31 of 32 devices: 31 divides neither the batch nor the 32 layers well."""
     explorer = Explorer(workloads.load("llama3-8b").model_copy(update={"batch": 64}), buildings(1))

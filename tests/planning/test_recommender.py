@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cordillera import topology
-from cordillera.cost import Calibration, CostModel, calibration_for
+from cordillera.cost import Calibration, CostModel
 from cordillera.errors import PlanError
 from cordillera.planning import workloads
 from cordillera.planning.network.settings import production_network, tuned_network
@@ -566,32 +566,6 @@ def test_published_throughput_is_missed_by_as_much_as_the_docs_say(
     )
     plan = RecommenderExplorer(criteo(batch), host, devices=devices).production()
     assert plan.seconds / (batch / records_per_s) - 1 == pytest.approx(0.02 if batch == 2048 else -0.28, abs=0.06)
-
-
-@pytest.mark.parametrize(
-    ("devices", "changes", "with_messages", "without"),
-    [
-        (1024, {}, 1.13, 1.00),
-        (1024, {"region.oversubscription": 7.0}, 1.20, 1.00),
-        (1024, {"region.oversubscription": 14.0}, 1.19, 1.11),
-        (1024, {"region.distance_km": 100.0}, 1.19, 1.00),
-        (1024, {"region.distance_km": 500.0}, 1.12, 1.03),
-        (4096, {}, 2.97, 1.36),
-        (4096, {"region.oversubscription": 7.0}, 2.82, 1.29),
-        (4096, {"region.oversubscription": 14.0}, 2.46, 1.13),
-        (4096, {"region.distance_km": 100.0}, 2.67, 1.22),
-        (4096, {"region.distance_km": 500.0}, 2.19, 1.26),
-    ],
-)  # fmt: skip
-@pytest.mark.slow
-def test_gains_are_those_of_the_docs(devices: int, changes: dict, with_messages: float, without: float) -> None:
-    large = workloads.load("dlrm-12t")
-    cluster = topology.load("two-buildings").changed({"pod.members": devices // 128, **changes})
-    for message_s, expected in ((1e-6, with_messages), (0.0, without)):
-        constants = calibration_for(cluster.device).model_copy(update={"message_s": message_s})
-        explorer = RecommenderExplorer(large, cluster, constants, devices=devices)
-        gain = explorer.production().seconds / explorer.explore().best.seconds
-        assert gain == pytest.approx(expected, abs=0.006)
 
 
 def test_the_largest_published_model_is_slower_than_if_it_fitted() -> None:

@@ -178,6 +178,7 @@ def test_infinite_metrics_do_not_break_charts(tmp_path: Path) -> None:
     assert "1 of 8 validations" in Page(render(run)).said()
 
 
+@pytest.mark.slow
 def test_long_runs_keep_reports_small(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=80_000)
     assert len(render(run)) < 150_000

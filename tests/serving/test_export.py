@@ -170,6 +170,7 @@ def test_a_process_without_this_library_scores(bought: tuple[Path, Path], tmp_pa
     assert np.abs(found[:, 0] - cordillera.load_model(run).predict(rows)).max() <= 1e-6
 
 
+@pytest.mark.slow
 def test_bfloat16_is_exported_as_it_is(tmp_path: Path) -> None:
     run = train(tmp_path, {"name": "dcn", "mlp": [8]}, "bf16")
     rows = log_of(tmp_path / "other.parquet", rows=60, seed=5)

@@ -42,6 +42,7 @@ def test_probabilities_are_the_fewest_most_likely_tokens_rescaled(
     assert found.sum().item() == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),

@@ -184,7 +184,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
 # Chunks and times -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [MODEL, LARGER], ids=["tiny", "larger"])
 def test_scores_do_not_depend_on_chunks_to_the_bit(whole: Run, tmp_path: Path, model: dict[str, Any]) -> None:
     outs = [(whole.out, whole.progress)] if model is MODEL else []

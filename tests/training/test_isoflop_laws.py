@@ -140,6 +140,7 @@ def test_fewer_than_three_budgets_show_no_law_but_their_optima(tmp_path: Path) -
         plot(result, [tmp_path / "few.svg"])
 
 
+@pytest.mark.slow
 def test_curves_without_an_optimum_are_passed_over_and_explained(tmp_path: Path) -> None:
     good = surface_runs(BUDGETS, noise=1e-3)
     one_sided = [run for run in surface_runs([6e22]) if run.parameters > best_parameters(6e22, **CHINCHILLA)]

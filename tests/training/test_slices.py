@@ -219,6 +219,7 @@ def test_any_number_of_processes_ends_with_the_same_bits(on_many: dict[int, Any]
         assert records(folder / f"{name} {size}") == logged
 
 
+@pytest.mark.slow
 @needs_gloo
 def test_a_run_goes_on_over_other_numbers_of_processes_to_the_same_bits(folder: Path, tmp_path: Path) -> None:
     expected = ended(trainer_of(str(folder), "unmoved", None, **MOVED))

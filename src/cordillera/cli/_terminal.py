@@ -87,7 +87,15 @@ class PlainConsole(Console):
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print text and tables, with the tables' columns as wide as fits."""
-        super().print(*(_fitted(one, self.width) if isinstance(one, Table) else one for one in objects), **options)
+        super().print(*(self._laid_out(one) if isinstance(one, Table) else one for one in objects), **options)
+
+    def _laid_out(self, table: Table) -> Table | Text:
+        """Return a table with widths; in a pipe or a file its text, without blanks at the ends of lines."""
+        fitted = _fitted(table, self.width)
+        if self.is_terminal:
+            return fitted
+        lines = self.render_lines(fitted, pad=False)
+        return Text("\n".join("".join(part.text for part in line).rstrip() for line in lines))
 
 
 def _fitted(table: Table, width: int) -> Table:

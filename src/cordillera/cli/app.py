@@ -46,6 +46,7 @@ from cordillera.cli import (
     tune_collectives,
     watch,
 )
+from cordillera.cli._completion import completion_of
 
 SECTIONS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
     "Train and use models": {
@@ -137,13 +138,14 @@ app = typer.Typer(
 )
 
 
-def _with_metavars(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Name the values of a command's options and arguments in its help by their kind."""
+def _with_names(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Name the values of a command's options and arguments in its help, and complete arguments by names that ship."""
     command.__annotations__ = get_type_hints(command, include_extras=True)
     for name, hint in command.__annotations__.items():
         for info in getattr(hint, "__metadata__", ()):
-            if isinstance(info, typer.models.ArgumentInfo) and info.metavar is None:
-                info.metavar = name.upper()
+            if isinstance(info, typer.models.ArgumentInfo):
+                info.metavar = name.upper() if info.metavar is None else info.metavar
+                info.autocompletion = completion_of(name)
             elif isinstance(info, typer.models.OptionInfo) and info.metavar is None:
                 kinds = _kinds(hint.__origin__)
                 info.metavar = next((_METAVARS[kind] for kind in kinds if kind in _METAVARS), None)
@@ -200,6 +202,6 @@ for _commands in SECTIONS.values():
             app.add_typer(_command, name=_name, help=_GROUPS[_name])
             for _registered in _command.registered_commands:
                 assert _registered.callback is not None
-                _with_metavars(_registered.callback)
+                _with_names(_registered.callback)
         else:
-            app.command(_name, context_settings=bench.CONTEXT if _name == "bench" else None)(_with_metavars(_command))
+            app.command(_name, context_settings=bench.CONTEXT if _name == "bench" else None)(_with_names(_command))

@@ -82,6 +82,8 @@ def get(
 def describe(name: _Name, path: _Path = None, as_json: AsJson = False) -> None:
     """Rows, labels, features and their gaps; of a model or a tokenizer, its sizes and special tokens."""
     from cordillera.data.assets import ASSETS, fetch_asset
+    from cordillera.data.language.row_kinds import check_is_log
+    from cordillera.data.paths import expand_paths
     from cordillera.data.ranking.datasets import DATASETS, prepare
     from cordillera.data.ranking.rows import configure
 
@@ -93,6 +95,7 @@ def describe(name: _Name, path: _Path = None, as_json: AsJson = False) -> None:
             answer.tables(facts=_asset_table(file))
             return
         if name not in DATASETS and Path(name).exists():
+            check_is_log(expand_paths(name))
             raise DataError(
                 "is a file or folder, not a name of `cordillera data list`",
                 where=name,

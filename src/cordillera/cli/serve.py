@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
@@ -67,6 +69,8 @@ def serve(
     OpenAI's clients get text, other requests scores of ranking runs. Ctrl-C finishes what has begun. SIGUSR1 reads
     ranking runs again, without a pause.
     """
+    if hasattr(signal, "SIGUSR1") and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before the models are read, and once the server has stopped
     from cordillera import workflows
     from cordillera.cli._show import console
     from cordillera.workflows.serving.server import is_loopback

@@ -616,6 +616,7 @@ def test_gguf_cut_anywhere_is_refused(make_llama: MakeLlama, tmp_path: Path) -> 
             load(path)
 
 
+@pytest.mark.slow
 def test_loading_a_checkpoint_imports_no_compiler(make_llama: MakeLlama, tmp_path: Path) -> None:
     save_hugging_face(make_llama(), tmp_path / "model")
     program = """
