@@ -47,7 +47,7 @@ def test_settings_of_other_libraries_are_keys_here(hooks: ModuleType) -> None:
     rows = [line for line in page.splitlines() if line.startswith("| ") and line.count("|") > 2]
     sections = "data|model|packing|parallel|tables|training|fault_tolerance"
     named = {key for row in rows for key in re.findall(rf"`((?:{sections})\.[a-z_.]+)`", row.split(" | ")[-1])}
-    known = set()
+    known = {"model.preset"}  # which a recipe gives up for the sizes that it names
     for key in named:
         section, _, last = key.rpartition(".")
         of_model = ["model.dcn", "model.hstu"] if section == "model" else []

@@ -462,7 +462,7 @@ def _with_sizes(content: dict[str, Any], source: str) -> dict[str, Any]:
     preset, start = model.pop("preset", None), _section(content, "training").get("start")
     sizes: LlamaConfig | None = None
     if preset is not None:
-        if preset not in PRESETS:
+        if not isinstance(preset, str) or preset not in PRESETS:
             message = f"must be one of {', '.join(PRESETS)}{meant(str(preset), PRESETS)}, got {preset!r}"
             raise RecipeError(source, [("model.preset", message)])
         sizes = PRESETS[preset]

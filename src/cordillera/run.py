@@ -167,6 +167,8 @@ def kept_changes(before: BaseModel, now: BaseModel) -> list[str]:
     """
     old, new = (flat_values(recipe_state(recipe)) for recipe in (before, now))
     free: tuple[str, ...] = MAY_CHANGE
+    if new.get("objective.name") == "dpo":  # what is evaluated needs log-probabilities of the first model
+        free = tuple(key for key in free if key != "training.evaluation_tokens")
     if new.get("training.decay") in ("none", "plateau") and not new.get("training.warmup_fraction"):
         free += MAY_GROW
     changed = [

@@ -154,8 +154,9 @@ def test_all_differences_are_told_at_once(cli: Any, recipe: Path, tmp_path: Path
 def test_what_the_recipe_says_alike_or_a_plan_leaves_open_is_kept(cli: Any, recipe: Path, tmp_path: Path) -> None:
     path = write_plan(tmp_path / "plan.json", PIPELINE)
     alike = ["parallel.pipeline=2", "parallel.schedule=1f1b", "parallel.sharding=adaptive", "packing.microbatches=4"]
-    found = follow_plan(recipes.load(recipe, alike), path, 2)
+    found = follow_plan(recipes.load(recipe, [*alike, "parallel.backend=cordillera"]), path, 2)
     assert (found.parallel.pipeline, found.parallel.sharding, found.parallel.deadline_s) == (2, "adaptive", 120)
+    assert found.parallel.backend == "cordillera"
     again = recipes.validate(json.loads(found.model_dump_json()))
     assert follow_plan(again, path, 2) == again == found  # a resolved recipe states every key
 
@@ -222,6 +223,14 @@ def test_a_planned_run_of_more_ranks_than_key_heads_is_that_of_one_process(
     alone = cli("train", recipe, "--run", "alone", *one_head, "--set", "packing.microbatches=4")
     assert alone.code == 0, alone.err
     assert losses(tmp_path / "planned") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+
+
+def test_a_pipeline_is_refused_on_gpus(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = follow_plan(recipes.load(recipe, ["device=cuda"]), write_plan(tmp_path / "plan.json", PIPELINE), 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RecipeError, match=r"parallel\.pipeline: is for CPUs only"):
+        language.train(found, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_table_for_other_microbatches_is_refused_before_any_work(cli: Any, recipe: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cordillera.cli.generate import _split
 from cordillera.data.files import cache_folder
 from cordillera.data.tokenizers.chat import Message
 from cordillera.data.tokenizers.load import load_tokenizer
@@ -377,3 +378,7 @@ def test_log_probabilities_are_for_json(cli, folder):
     assert (done.code, "--logprobs: are printed in JSON only" in done.err) == (2, True)
     without = cli("generate", folder, "the cat", *EXACT, "-n", 2, "--json")
     assert "logprobs" not in json.loads(without.out)
+
+
+def test_a_line_of_prompts_ends_at_a_line_feed_alone() -> None:
+    assert _split("a\u2028b\r\n\n\x0cc\n", "file", lines=True) == ["a\u2028b", "\x0cc"]

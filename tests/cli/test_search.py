@@ -25,6 +25,7 @@ from cordillera.cli.search import _beside_own as beside_own
 from cordillera.data.ranking.cache import Splits
 from cordillera.data.ranking.datasets import prepare
 from cordillera.errors import DataError, Interrupted, RecipeError, RunError
+from cordillera.reports.runs_status import run_states
 from cordillera.run import Run
 from cordillera.training.ranking.architecture_search.searchers import front
 from cordillera.workflows.architectures import search as module
@@ -605,6 +606,47 @@ def test_ctrl_c_between_trials_says_how_to_go_on(files: Any, tried: list[str], t
         workflows.search(*files, settings(), folder=tmp_path / "run", on_candidate=interrupt)
     assert error.value.remedy == "give the same command again"
     assert len(workflows.search(*files, settings(), folder=tmp_path / "run").candidates) == len(tried) == 11
+
+
+def test_ctrl_c_and_the_end_of_a_space_are_told_by_status(
+    cli: Any, files: Any, tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*arguments: Any, on_candidate: Any, **options: Any) -> None:
+        def interrupt(candidate: SearchCandidate, planned: int) -> None:
+            on_candidate(candidate, planned)
+            if candidate.number == 2:
+                raise KeyboardInterrupt
+
+        return search(*arguments, on_candidate=interrupt, **options)
+
+    search = workflows.search
+    monkeypatch.setattr(workflows, "search", stop)
+    command = ("search", files[0], "--space", files[1], "--run", "runs/one", "--trials", 6, "--workers", 2)
+    assert cli(*command).code == 130
+    (state,) = run_states(["runs/one"])
+    assert (state.state, state.step, state.steps) == ("search: interrupted", 3, 6)
+    monkeypatch.setattr(workflows, "search", search)
+    assert cli(*command).code == 0
+    (state,) = run_states(["runs/one"])
+    assert (state.state, state.step) == ("search: finished", 6)
+    Run("runs/one", of_search=True).write_status("exhausted", 6, 9)
+    assert run_states(["runs/one"])[0].state == "search: space exhausted"
+
+
+def test_a_search_starts_no_more_processes_than_proposals(
+    cli: Any, files: Any, tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def searched(*arguments: Any, workers: int, **options: Any) -> None:
+        asked.append(workers)
+        raise Interrupted("that is enough", where="none")
+
+    monkeypatch.setattr(workflows, "search", searched)
+    monkeypatch.setattr("cordillera.kernels.threads.usable_cores", lambda: 64)
+    for more in ((), ("--batch", 8), ("--workers", 20)):
+        cli("search", files[0], "--space", files[1], *more)
+    assert asked == [4, 8, 20]
 
 
 # Mistakes

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from cordillera.reports.runs_status import run_states
 from cordillera.run import Run
 
 
@@ -71,3 +72,29 @@ def test_what_is_no_run_is_refused(cli: Any, tmp_path: Path) -> None:
         done = cli("status", name)
         assert (done.code, done.out) == (2, "")
         assert f"{name}: is not a run folder" in done.err
+
+
+def test_a_training_that_ends_while_it_is_read_was_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run("runs/ends")
+
+    def writer(self: Run) -> str:
+        run.write_status("finished", 3000, 3000)  # and then the lock is free
+        return ""
+
+    monkeypatch.setattr(Run, "writer", writer)
+    assert run_states(["runs/ends"])[0].state == "finished"
+
+
+def test_a_folder_of_somebody_else_is_passed_over(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run("runs/mine", "finished")
+    make_run("runs/theirs", "finished")
+    is_file = Path.is_file
+
+    def refused(path: Path) -> bool:
+        if "theirs" in str(path):
+            raise PermissionError(13, "Permission denied")
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    done = cli("status")
+    assert (done.code, [row.split()[0] for row in done.out.splitlines()[1:]]) == (0, ["runs/mine"])

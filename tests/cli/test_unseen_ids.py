@@ -7,6 +7,7 @@ import polars as pl
 import pytest
 
 from cordillera import workflows
+from cordillera.errors import RunError
 from cordillera.recipe import load
 
 from .conftest import RECIPE, write_log
@@ -110,3 +111,15 @@ def test_numbers_in_another_unit_and_empty_columns_are_told_and_only_they(tmp_pa
             told = [str(one.message) for one in caught if "'price'" in str(one.message)]
             assert len(told) == (said is not None), (name, told)
             assert said is None or re.search(said, told[0]), (name, told)
+
+
+def test_an_id_that_is_called_like_a_score_is_refused_by_name(tmp_path):
+    log = pl.read_csv(write_log(tmp_path / "log.csv"))
+    log.with_columns(score=pl.lit(1)).write_csv(tmp_path / "log.csv")
+    text = RECIPE.format(path=tmp_path / "log.csv").replace('ids = ["id"]', 'ids = ["id", "score"]')
+    (tmp_path / "ids.toml").write_text(text)
+    recipe = load(tmp_path / "ids.toml", [f"data.cache_dir={tmp_path / 'cache'}", "training.epochs=1"])
+    trained = workflows.train(recipe, tmp_path / "run").run.folder
+    with pytest.raises(RunError, match="would have two columns called 'score'"):
+        workflows.predict(trained, tmp_path / "log.csv", tmp_path / "scores.csv")
+    assert not (tmp_path / "scores.csv").exists()

@@ -47,11 +47,12 @@ def test_what_rank_0_reports_arrives_where_it_was_launched(monkeypatch: pytest.M
 @pytest.mark.parametrize("is_plain", [True, False])
 def test_the_last_part_of_losses_is_at_least_an_equal_one(samples: int, parts: int, left: int, is_plain: bool) -> None:
     values = np.arange(samples, dtype=np.float64)
-    whole = Losses(values, values + 100, None if is_plain else values + 200, None if is_plain else values.astype(int))
+    others = (None, None) if is_plain else (values + 200, values.astype(int))
+    whole = Losses(values, values + 50, values + 100, *others)
     part = whole.tail(parts)
     assert part.first == samples - left
     assert part.losses.tolist() == list(range(samples - left, samples))
-    assert (part.labels - 100).tolist() == part.losses.tolist()
+    assert (part.labels - 100).tolist() == (part.task_losses - 50).tolist() == part.losses.tolist()
     if is_plain:
         assert part.weights is None
         assert part.groups is None
@@ -69,12 +70,14 @@ def test_normalised_entropies_are_relative_to_the_base_rate(is_weighted: bool) -
     rate = np.average(labels, weights=weights)
     constant = np.where(labels == 1, -np.log(rate), -np.log(1 - rate))
     given = weights if is_weighted else None
-    base, twice = (Losses(by * constant, labels, given, None) for by in (1, 2))
+    base, twice = (Losses(by * constant, by * constant, labels, given, None) for by in (1, 2))
     assert base.ne_beside(twice) == pytest.approx((1.0, 2.0))
     assert base.beside(twice).mean == pytest.approx(1.0)
     assert twice.beside(base).mean == pytest.approx(-0.5)
-    alone = Losses(constant, np.ones(50), given, None)
+    alone = Losses(constant, constant, np.ones(50), given, None)
     assert all(map(math.isnan, alone.ne_beside(alone)))
+    of_two = Losses(3 * constant, constant, labels, given, None)  # with the losses of a second task
+    assert of_two.ne_beside(of_two) == pytest.approx((1.0, 1.0))
 
 
 def runs(folder: Path) -> dict[str, Path]:

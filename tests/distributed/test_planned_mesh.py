@@ -66,7 +66,7 @@ def test_another_schedule_is_a_table_that_does_the_same(tmp_path: Path) -> None:
         ({"table": "0F0,0B1\n"}, "schedule table: microbatch 0 of stage 0 has F"),
         ({"table": "hello"}, "'hello' is not an action"),
         ({"table": "0F999999999"}, "has none before it"),
-        ({"table": GROUPED.to_csv()}, "table is for pipeline 2 with 4 stages, not for pipeline 1 with 1"),
+        ({"table": GROUPED.to_csv()}, "not for pipeline 1 with 1; leave table out, or give --set parallel.table=none"),
         ({"table": GROUPED.to_csv(), "pipeline": 2}, "not for pipeline 2 with 2"),
         ({"table": "1F0,1B0\n0F0,0B0\n", "pipeline": 2}, "neither in a loop nor in a V"),
         ({"table": "0" * (MOST_TABLE + 1)}, "at most"),

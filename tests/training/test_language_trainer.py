@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -356,6 +357,13 @@ def test_held_out_text_is_not_kept_in_memory(recipe: Any, monkeypatch: pytest.Mo
     workflows.train(recipe(data={"held_out": 0.5}), "a")
     assert len(made[0].held_out) > 3
     assert not made[0].held_out._read
+
+
+@pytest.mark.parametrize("target", [0.0, -1.0, math.nan, math.inf])
+def test_a_study_refuses_a_target_before_it_trains(target: float, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="must be a number of FLOPs above 0"):
+        workflows.isoflop("llama-debug", [1e11], target=target, folder=tmp_path / "study")
+    assert not (tmp_path / "study").exists()
 
 
 def test_a_study_knows_runs_of_another_recipe(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,13 @@ def test_an_interrupted_file_is_gone_on_with(begun: Path) -> None:
     write(model, "other.jsonl", 6, seed=2**61)
     assert lines("other.jsonl") != rows
     assert len(read_chats("whole.jsonl")) == 6  # as training reads them
+
+
+def test_a_model_that_asks_nothing_is_refused(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = own_chats._OwnChat("", "")
+    monkeypatch.setattr(own_chats._Writing, "chats", lambda self, first: itertools.repeat(nothing))
+    with pytest.raises(DataError, match="asked itself no whole question 256 times in a row"):
+        write(begun / "start", "none.jsonl", 2)
 
 
 @pytest.mark.parametrize(

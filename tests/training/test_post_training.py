@@ -31,6 +31,8 @@ from cordillera.recipe import load as load_recipe
 from cordillera.run import Run
 from cordillera.serving.language.reward_model import RewardModel
 from cordillera.training.language.engine import LanguageEngine
+from cordillera.workflows.post_training import groups
+from cordillera.workflows.post_training.sampling import SampledAnswer
 from tests.distributed.processes import needs_gloo
 from tests.training.post_training_runs import SIZES, facts, newest, post_recipe, same, train, weights
 
@@ -86,6 +88,17 @@ def test_preferences_go_on_with_the_reference_that_was_computed_first(begun: Pat
     path.write_bytes(values)
     assert workflows.train(run).report.ended == "finished"
     assert path.read_bytes() == values
+
+
+def test_preferences_go_on_with_the_pairs_that_have_a_reference_and_no_fewer_steps(begun: Path) -> None:
+    data, training = {"held_out": 0.5}, {"steps": 3, "decay": "none", "evaluation_tokens": 130}
+    run = train(post_recipe(begun, "dpo", begun / "start", data=data, training=training), "a", stop_at=1).run
+    assert run.status().step == 2
+    with pytest.raises(RunError, match=r"training\.evaluation_tokens: 130 -> 9999"):
+        workflows.train(run, changes=["training.evaluation_tokens=9999"])
+    with pytest.raises(RunError, match=r"is at step 2, beyond training\.steps, 1"):
+        workflows.train(run, changes=["training.steps=1"])
+    assert workflows.train(run, changes=["training.steps=2"]).report.ended == "finished"
 
 
 def test_the_reference_is_the_log_probability_of_each_answer_under_the_start(begun: Path) -> None:
@@ -329,6 +342,17 @@ def test_two_trainings_on_groups_of_samples_are_equal_bit_for_bit(begun: Path) -
     assert same(weights(runs[0]), weights(runs[1]))
     assert facts(runs[0]) == facts(runs[1])
     assert not same(weights(runs[0]), weights(other))
+
+
+def test_an_answer_that_does_not_end_solves_nothing(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in training nor in an evaluation, though its last number so far is right."""
+    cut = SampledAnswer([49], [0.0], "1", is_whole=False)
+    monkeypatch.setattr(
+        groups, "sample_answers", lambda model, tokenizer, prompts, most, samplings: [cut] * len(prompts)
+    )
+    run = train(post_recipe(begun, "grpo", begun / "start", training={"steps": 1, "log_every": 1}), "a").run
+    assert run.read_json("evaluation.json")["measures"]["solved"] == 0
+    assert losses(run)[-1]["reward"] == 0
 
 
 @pytest.mark.parametrize("model", [{}, ADAPTER])

@@ -192,7 +192,11 @@ def _prompts(given: Sequence[str], files: Sequence[Path], lines: bool) -> list[s
 
 
 def _split(content: str, where: str, lines: bool) -> list[str]:
-    found = [line for line in content.splitlines() if line.strip()] if lines else [content.removesuffix("\n")]
+    found = (
+        [line.removesuffix("\r") for line in content.split("\n") if line.strip()]
+        if lines
+        else [content.removesuffix("\n")]
+    )
     if not any(text.strip() for text in found):
         raise DataError("holds no prompt", where=where, remedy="write some text into it")
     return found

@@ -23,7 +23,7 @@ from cordillera.cli._show import (
     refuse,
     to_type,
 )
-from cordillera.errors import RunError
+from cordillera.errors import Interrupted, RunError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +45,8 @@ def search(
     trials: Annotated[int, typer.Option(min=0, max=10**6, help="Number of candidates to try.")] = 64,
     batch: Annotated[int, typer.Option(min=1, max=1024, help="Proposals made before their results are known.")] = 4,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes, of one thread each. Default: one for each core.")
+        int | None,
+        typer.Option(min=1, help="Processes, of one thread each. Default: one for each core, at most --batch."),
     ] = None,
     hours: Annotated[
         float | None,
@@ -88,6 +89,7 @@ def search(
     from cordillera import workflows
     from cordillera.errors import PlanError
     from cordillera.files import read_text
+    from cordillera.kernels.threads import usable_cores
     from cordillera.workflows.architectures.search import read_proposals
     from cordillera.workflows.architectures.trials import TrialConfig
 
@@ -126,29 +128,46 @@ def search(
     )
 
     best: list[float] = []
+    tried: set[int] = set()
     with _progress(answer.notes, quiet=quiet) as (on_candidate, say):
         on_candidate(0, len(given) + trials)
 
         def show(candidate: SearchCandidate, planned: int) -> None:
+            tried.add(candidate.number)
             if candidate.trial.is_finished:
                 best.append(min([candidate.trial.ne, *best[-1:]]))
             say(_line(candidate, planned, best[-1] if best else None))
             on_candidate(candidate.number + 1, planned)
 
-        outcome = workflows.search(
-            recipe,
-            space,
-            config,
-            overrides=set_ or (),
-            proposals=given,
-            folder=folder,
-            workers=workers,
-            hours=hours,
-            on_candidate=show,
-            say=say,
-        )
+        try:
+            outcome = workflows.search(
+                recipe,
+                space,
+                config,
+                overrides=set_ or (),
+                proposals=given,
+                folder=folder,
+                workers=workers or min(usable_cores(), batch),
+                hours=hours,
+                on_candidate=show,
+                say=say,
+            )
+        except Interrupted as interrupted:
+            _write_interrupted(Path(interrupted.where or ""), len(tried))
+            raise
     with answer:
         _print(answer, outcome, goal, own)
+
+
+def _write_interrupted(folder: Path, candidates: int) -> None:
+    """Write into the status of a search that it was interrupted after so many ``candidates``."""
+    from cordillera.run import Run
+
+    with contextlib.suppress(RunError, OSError):
+        run = Run(folder, of_search=True)
+        status = run.status()
+        if status is not None and status.ended is None:
+            run.write_status("interrupted", candidates, status.steps)
 
 
 def _own_settings(recipe: str, space: str, changes: Sequence[str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -78,6 +79,15 @@ def serve(
     key = read_text(api_key_file).strip() if api_key_file else os.environ.get("CORDILLERA_API_KEY", "").strip()
     if api_key_file and not key:
         raise DataError("holds no key", where=str(api_key_file), remedy="write one into it")
+    for option, value in {
+        "--cache": cache,
+        "--timeout": timeout,
+        "--drain": drain,
+        "--leave": leave,
+        "--max-body": max_body,
+    }.items():
+        if not math.isfinite(value):
+            raise DataError(f"must be a finite number, got {value}", where=option)
     out = console(stderr=True)
     if not is_loopback(host) and not key:
         out.print(f"warning: whoever reaches {host} can use this server; --api-key-file asks for a key")

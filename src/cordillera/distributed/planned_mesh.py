@@ -45,7 +45,7 @@ class PlannedParallelConfig(ParallelConfig):
         if (schedule.ranks, schedule.stages) != (self.pipeline, self.stages):
             raise ValueError(
                 f"table is for pipeline {schedule.ranks} with {schedule.stages} stages, not for pipeline "
-                f"{self.pipeline} with {self.stages}; table = 'none' leaves it out"
+                f"{self.pipeline} with {self.stages}; leave table out, or give --set parallel.table=none"
             )
         ranks = range(self.pipeline)
         loop = tuple(stage % self.pipeline for stage in range(self.stages))

@@ -53,7 +53,7 @@ class RunState:
         model: Name of the model in its recipe.
         state: ``running``, ``killed``, ``running or killed`` (its lock cannot be read), ``finished``, ``stopped early``
             (patience ran out), ``text ended``, ``interrupted``, ``failed``, ``not begun``, ``unknown`` (records without
-            a status) or ``damaged``; of a search, after ``search: ``.
+            a status) or ``damaged``; of a search, after ``search: ``, also ``space exhausted``.
         step: Last step that was recorded, or of a search the number of trained candidates.
         steps: Number of steps of the whole training, or of candidates.
         loss: Loss of training in the newest record that has one.
@@ -98,7 +98,10 @@ def runs_in(folder: Path | str) -> list[Path]:
 def is_run(folder: Path) -> bool:
     """Return whether a ``folder`` is that of a run or search, and not one in which a recipe was only written."""
     begun = ("environment.json", "status.json", "checkpoints", ".lock", SEARCH_FILE)
-    return (folder / "recipe.toml").is_file() and any((folder / name).exists() for name in begun)
+    try:
+        return (folder / "recipe.toml").is_file() and any((folder / name).exists() for name in begun)
+    except PermissionError:  # a folder of somebody else
+        return False
 
 
 def run_states(folders: Iterable[Path | str]) -> list[RunState]:
@@ -131,11 +134,13 @@ def _state(run: Run) -> RunState:
     found = RunState(run.folder, bytes=_size(run.folder))
     try:
         found = replace(found, model=_model(run))
-        status, process, records = run.status(), run.writer(), _Newest.of(run)
+        process = run.writer()  # before the status, which a training writes before it gives its lock back
+        status, records = run.status(), _Newest.of(run)
     except CordilleraError as error:
         return replace(found, why=_said(error, run.folder), next=error.remedy or "")
     is_search = is_there(run.folder / SEARCH_FILE)
     state = _word(status, process, records)
+    state = "space exhausted" if is_search and state == _ENDED["exhausted"] else state
     step = records.step
     if status is not None:
         has_ended = status.ended is not None and not process

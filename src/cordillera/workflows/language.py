@@ -131,6 +131,8 @@ def train(
     check_trainable(recipe, folder if resume else None)
     device = select_device(recipe.device).type
     parallel = recipe.parallel
+    if device == "cuda" and parallel.pipeline > 1:
+        raise RecipeError(recipe.name, [("parallel.pipeline", "is for CPUs only: set it to 1, or device = 'cpu'")])
     if recipe.fault_tolerance.replicas > 1:
         if size is not None:
             raise PlanError(

@@ -10,7 +10,8 @@ import secrets
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,6 +90,7 @@ def predict(
         encoder, tasks = one.encoder, one.tasks
         inputs = InputCheck(encoder, card_of(run)["data"]["facts"])
         names = ["score"] if len(tasks) == 1 else [f"score_{task}" for task in tasks]
+        _check_columns([*encoder.schema.ids, *names], target)
         rows = 0
         with _Writer(target) as writer:
             for frame, place in read_rows(str(file), recipe.data, encoder.schema, labels=False):
@@ -104,6 +106,16 @@ def predict(
             writer.finish()
     inputs.warn(str(file))
     return target, rows
+
+
+def _check_columns(names: Sequence[str], target: Path) -> None:
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise RunError(
+            f"would have two columns called {repeated[0]!r}, which data.schema.ids of the run names",
+            where=str(target),
+            remedy="`cordillera.load_model(run).predict(frame)` returns the scores alone",
+        )
 
 
 class TrainedModel:

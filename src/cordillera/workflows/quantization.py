@@ -186,9 +186,9 @@ def quantize(
         sizes = quantized_model.size_bytes(model) - _optimizer_bytes(model), quantized_model.size_bytes(quantized)
         target = folder or run.folder / quantized_model.FOLDER
         facts: dict[str, Any] = {"budget": budget, "searched": searched._asdict(), "bytes": sizes}
+        quantized_model.save(target, quantized, seen_now, made_of, facts, precision)
         for name in (_REPORT, _PAGE):
             (target / name).unlink(missing_ok=True)  # these files describe the old model
-        quantized_model.save(target, quantized, seen_now, made_of, facts, precision)
     with with_threads(recipe.threads), _unconfirmed(target):
         say(f"written: {target}")
         loaded, _ = quantized_model.load(target, model_of(recipe, splits.features), made_of)
@@ -454,7 +454,7 @@ def _plain(outcome: Quantized) -> dict[str, Any]:
         "sweep_evaluations": outcome.sweep,
         "searched": change(outcome.searched),
         "confirmed": change(outcome.confirmed),
-        "ne": {"fp32": outcome.ne[0], "quantized": outcome.ne[1]},
+        "ne": {"fp32": number(outcome.ne[0]), "quantized": number(outcome.ne[1])},
         "bytes": {"fp32": outcome.bytes[0], "quantized": outcome.bytes[1]},
         "layers": [
             {key: number(value) if isinstance(value, float) else value for key, value in asdict(layer).items()}

@@ -83,6 +83,8 @@ def isoflop(
         Interrupted: If training was interrupted; finished work is saved.
         DataError: If the text is not available, or nothing could be trained.
     """
+    if target is not None and not (isinstance(target, int | float) and 0 < target < math.inf):
+        raise DataError(f"must be a number of FLOPs above 0, got {target}", where="target")
     if place_in_job() is not None:
         remedy = "run it on one machine; --set parallel.KEY gives each run its processes"
         raise PlanError("a study starts its own processes; a launcher has started this one", remedy=remedy)

@@ -26,15 +26,18 @@ from cordillera.training.ranking.scoring import scorer
 
 @dataclass(frozen=True)
 class Losses:
-    """Losses of the samples of a split, summed over tasks, ``float64 [B]``.
+    """Losses of the samples of a split.
 
     Attributes:
+        losses: ``float64 [B]``, summed over tasks.
+        task_losses: ``float64 [B]``, of the first task.
         labels: ``float64 [B]``, of the first task.
         weights: ``float64 [B]``, or None for ones.
         first: Number of samples of the split that were left out before these.
     """
 
     losses: NDArray[np.float64]
+    task_losses: NDArray[np.float64]
     labels: NDArray[np.float64]
     weights: NDArray[np.float64] | None
     groups: NDArray[np.int64] | None
@@ -45,18 +48,18 @@ class Losses:
         first = len(self.losses) * (parts - 1) // parts
         weights = None if self.weights is None else self.weights[first:]
         groups = None if self.groups is None else self.groups[first:]
-        return Losses(self.losses[first:], self.labels[first:], weights, groups, first)
+        return Losses(self.losses[first:], self.task_losses[first:], self.labels[first:], weights, groups, first)
 
     def beside(self, other: Losses) -> Change:
         """Return the relative change of NE from these losses to ``other`` losses of the same samples."""
         return relative_change(other.losses, self.losses, self.weights, self.groups)
 
     def ne_beside(self, other: Losses) -> tuple[float, float]:
-        """Return the NE of these losses and of ``other`` losses, by the labels of the first task."""
+        """Return the NE of the first task by these losses and by ``other`` losses."""
         weights = np.ones_like(self.losses) if self.weights is None else self.weights
         share = float((weights * self.labels).sum() / weights.sum())
         entropy = -(share * math.log(share) + (1 - share) * math.log1p(-share)) if 0 < share < 1 else math.nan
-        own, others = (float((weights * one.losses).sum() / weights.sum()) for one in (self, other))
+        own, others = (float((weights * one.task_losses).sum() / weights.sum()) for one in (self, other))
         return own / entropy, others / entropy
 
 
@@ -77,7 +80,7 @@ def scored(
         DataError: If the split is empty.
     """
     score = scorer(model, torch.device("cpu"), precision)
-    parts: dict[str, list[Any]] = {"losses": [], "labels": [], "weights": [], "groups": []}
+    parts: dict[str, list[Any]] = {"losses": [], "task_losses": [], "labels": [], "weights": [], "groups": []}
     for batch in Loader(dataset, batch_size).epoch():
         logits = score(batch)
         if not bool(torch.isfinite(logits).all()):
@@ -93,6 +96,7 @@ def scored(
         positive = batch.labels.numpy() > 0.5
         losses = cross_entropy(logits.double().numpy().reshape(-1), positive.reshape(-1)).reshape(positive.shape)
         parts["losses"].append(losses.sum(1))
+        parts["task_losses"].append(losses[:, 0])
         parts["labels"].append(positive[:, 0].astype(np.float64))
         if batch.weights is not None:
             parts["weights"].append(batch.weights.double().numpy())
@@ -101,7 +105,7 @@ def scored(
     arrays = {name: np.concatenate(found)[tail:] if found else None for name, found in parts.items()}
     if arrays["losses"] is None:
         raise DataError("the split holds no samples", where="quantised model")
-    return Losses(arrays["losses"], arrays["labels"], arrays["weights"], arrays["groups"], tail)  # type: ignore[arg-type]
+    return Losses(**arrays, first=tail)  # type: ignore[arg-type]
 
 
 def check_weights(model: RankingModel) -> None:

@@ -14,7 +14,7 @@ from cordillera.kernels.threads import usable_cores
 from cordillera.models.language.llama import LlamaConfig
 from cordillera.planning.language.plan_file import WrittenPlan
 
-_UNPLANNED = ("sharding", "experts", "transport", "deadline_s")  # keys of the mesh that no plan determines
+_UNPLANNED = ("sharding", "experts", "transport", "backend", "deadline_s")  # keys of the mesh that no plan determines
 _MOST_SHOWN = 60  # characters of a value in a message
 
 

@@ -551,7 +551,7 @@ def read_proposals(text: str, where: str) -> list[dict[str, Any]]:
         DataError: If a line is not a JSON object, or sets keys of other sections than model, training and tables.
     """
     found = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         place = f"{where}, line {number}"

@@ -56,6 +56,14 @@ class GroupBatches:
     ) -> None:
         if not problems:
             raise DataError("there is no problem to learn from", where="data")
+        for problem in problems:
+            tokens, context = len(tokenizer.encode_chat(problem.prompt)), engine.model.context
+            if tokens >= context:
+                raise DataError(
+                    f"has {tokens:,} tokens, which leave no room for an answer in a context of {context:,}",
+                    where=problem.where,
+                    remedy="shorten or drop such prompts",
+                )
         self.config, self.engine, self.problems, self.tokenizer = config, engine, problems, tokenizer
         self.most, self.seed = most, seed
         self._number = 0
@@ -194,7 +202,8 @@ class GroupTrainer(LanguageTrainer):
         greedy = [Sampling(temperature=0.0)] * len(prompts)
         model = copy_of(self.engine.stages[0])
         answers = sample_answers(model, groups.tokenizer, prompts, groups.config.max_new_tokens, greedy)
-        right = sum(is_right(one.text, problem.answer) for one, problem in zip(answers, self.problems, strict=True))
+        asked = zip(answers, self.problems, strict=True)
+        right = sum(one.is_whole and is_right(one.text, problem.answer) for one, problem in asked)
         solved = right / len(prompts)
         seconds = time.perf_counter() - began
         return LanguageEvaluation(1 - solved, math.nan, math.nan, len(prompts), seconds, {"solved": solved})

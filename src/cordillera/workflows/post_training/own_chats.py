@@ -26,6 +26,7 @@ from cordillera.workflows.post_training.sampling import seed_of
 
 _MARK = "\N{SYMBOL FOR RECORD SEPARATOR}"
 _QUESTION_TOKENS = 256  # a question that is longer is dropped
+_MOST_DROPPED = 256  # questions in a row that are empty or do not end
 _LEAST = 0.02  # min_p of questions
 _AHEAD = 2 * MOST_ROWS  # chats that are begun before earlier ones are written
 
@@ -100,11 +101,19 @@ def write_chats(
     chats, dropped = len(numbers), first - len(numbers)
     with growing(path) as out:
         following = enumerate(writing.chats(first), first)
+        in_a_row = 0
         while chats < count:
             number, chat = next(following)
             if not chat.question:
-                dropped += 1
+                dropped, in_a_row = dropped + 1, in_a_row + 1
+                if in_a_row == _MOST_DROPPED:
+                    raise DataError(
+                        f"asked itself no whole question {in_a_row} times in a row",
+                        where=str(opened.path),
+                        remedy=f"use a model that ends a user's turn within {_QUESTION_TOKENS} tokens",
+                    )
                 continue
+            in_a_row = 0
             turns = [{"role": "user", "content": chat.question}, {"role": "assistant", "content": chat.answer}]
             out.write(json.dumps({"messages": turns, "number": number}, ensure_ascii=False) + "\n")
             out.flush()

@@ -193,6 +193,12 @@ def add_reference(recipe: PostTrainingRecipe, trainer: LanguageTrainer, run: Run
     assert isinstance(batches, ChatBatches)
     assert isinstance(held, ChatMicrobatches | None)
     path = run.folder / _REFERENCE
+    if recipe.training.steps < trainer.progress.step:
+        raise RunError(
+            f"is at step {trainer.progress.step:,}, beyond training.steps, {recipe.training.steps:,}",
+            where=str(run.folder),
+            remedy="go on to more steps with --set training.steps=N",
+        )
     used = _used(batches, recipe.training.steps - trainer.progress.step)
     if trainer.progress.step or path.exists():
         found = _read_reference(path)
