@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cordillera.data.language.chats import sets as chat_sets
+from cordillera.data.language.chats.corpora import prepare_chats
 from cordillera.data.language.chats.rows import (
     Chat,
     ChatDataConfig,
@@ -207,8 +208,33 @@ def test_what_is_held_out_does_not_depend_on_the_order(names: list[str], share: 
 
 def test_nothing_is_held_out_of_nothing() -> None:
     assert split_held_out(problems(["a"]), 0.0)[1] == []
-    with pytest.raises(DataError, match="no chat is left"):
+    with pytest.raises(DataError, match=r"data\.path: there are no chats, pairs of answers or problems"):
         split_held_out([], 0.1)
+
+
+def test_pairs_that_are_all_passed_over_are_no_pairs(write: Any) -> None:
+    config = ChatDataConfig(path=write({"messages": [ASK, SAY], "rewards": [1.0, 1.0]}))
+    with pytest.raises(DataError, match=r"(?s)there are no chats, pairs.*best-of without a chosen answer"):
+        prepare_chats(config, "preferences")
+
+
+def test_long_chats_that_are_held_out_do_not_refuse_the_others(write: Any) -> None:
+    def rows(long: set[str]) -> list[dict[str, str]]:
+        asked = [f"What is {number}?" for number in range(20)]
+        return [{"prompt": ask, "completion": "a" * (500 if ask in long else 1)} for ask in asked]
+
+    config = ChatDataConfig(path=write(*rows(set())), held_out=0.05, max_length=200)
+    learnt, held = ({chat.prompt[0].content for chat in part} for part in split_held_out(read_chats(config.path), 0.05))
+    assert learnt
+    assert held
+    write(*rows(held))
+    corpora = prepare_chats(config, "chats")
+    assert (len(corpora.training), corpora.held_out, corpora.too_long) == (len(learnt), [], len(held))
+    assert corpora.facts["held_out"] == []
+    write(*rows(learnt))
+    what = rf"all {len(learnt)} chats to learn from are too long: the shortest has 5\d\d tokens; at most 200 are"
+    with pytest.raises(DataError, match=rf"data\.max_length: {what} allowed"):
+        prepare_chats(config, "chats")
 
 
 def test_best_answers_without_a_pair_are_passed_over(write: Any) -> None:

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import torch
 
 from cordillera.data.ranking.cache import SPLITS, ClickDataset, open_splits
 from cordillera.data.ranking.datasets import DataConfig, prepare
 from cordillera.data.ranking.exports import export
-from cordillera.data.ranking.features import DenseFeature, RankingBatch, Schema
+from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, ListFeature, RankingBatch, Schema
 from cordillera.data.ranking.loader import Loader
 from cordillera.data.ranking.logs import click_logs
 from cordillera.data.ranking.rows import configure, raw_rows, read_rows
@@ -212,6 +214,58 @@ def test_lists_of_numbers_are_not_exported_as_text(tmp_path: Path) -> None:
         export(setting, tmp_path / "out.csv")
     assert "parquet" in str(raised.value.remedy)
     assert export(setting, tmp_path / "out.parquet")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "values"),
+    [
+        (".csv", {"v": "1.5", "shop": "a", "tags": "x|y", "click": "1"}),
+        (".parquet", {"v": 1.5, "shop": "a", "tags": ["x", "y"], "click": 1}),
+    ],
+)
+def test_columns_without_values_in_the_first_file_are_exported(
+    tmp_path: Path, suffix: str, values: dict[str, object]
+) -> None:
+    clicks, empty = [0, 1] * 15, pa.nulls(30)
+    first = {"v": empty, "shop": empty, "tags": empty, "click": clicks}
+    second = {"v": [1.5] * 30, "shop": ["a"] * 30, "tags": [["x", "y"]] * 30, "click": clicks}
+    paths = [tmp_path / "1.parquet", tmp_path / "2.parquet"]
+    for path, columns in zip(paths, (first, second), strict=True):
+        pyarrow.parquet.write_table(pa.table(columns), path)
+    roles = Schema(
+        dense=(DenseFeature(name="v"),),
+        categorical=(CategoricalFeature(name="shop"),),
+        lists=(ListFeature(name="tags"),),
+        labels=("click",),
+    )
+    setting = config(paths, roles, tmp_path, split="order")
+    out = tmp_path / f"out{suffix}"
+    assert export(setting, out, split="train") == 48
+    rows = pl.concat(frame.select(list(values)) for frame, _ in read_rows(str(out), setting))
+    assert not any(rows.row(0)[:3])
+    assert rows.row(47, named=True) == values
+
+
+def test_a_column_of_text_and_of_lists_is_not_exported(tmp_path: Path) -> None:
+    paths = [tmp_path / "1.parquet", tmp_path / "2.parquet"]
+    for path, tags in zip(paths, (["x|y"] * 30, [["x", "y"]] * 30), strict=True):
+        pl.DataFrame({"tags": tags, "click": [0, 1] * 15}).write_parquet(path)
+    setting = config(paths, Schema(lists=(ListFeature(name="tags"),), labels=("click",)), tmp_path, split="order")
+    with pytest.raises(DataError, match="a column in several types"):
+        export(setting, tmp_path / "out.parquet", split="train")
+
+
+def test_lists_of_a_fixed_size_are_joined_as_others(tmp_path: Path) -> None:
+    log = pl.DataFrame(
+        {"tags": [["x", "y"]] * 30, "click": [0, 1] * 15}, schema_overrides={"tags": pl.Array(pl.String, 2)}
+    )
+    log.write_parquet(tmp_path / "log.parquet")
+    setting = config(
+        tmp_path / "log.parquet", Schema(lists=(ListFeature(name="tags"),), labels=("click",)), tmp_path, split="order"
+    )
+    assert export(setting, tmp_path / "out.csv", split="train") == 24
+    [(rows, _)] = list(read_rows(str(tmp_path / "out.csv"), setting))
+    assert rows["tags"].to_list() == ["x|y"] * 24
 
 
 def test_exports_of_unknown_kinds_are_refused(tmp_path: Path, frame: pl.DataFrame, schema: Schema) -> None:

@@ -56,8 +56,11 @@ def export(config: DataConfig, path: Path, *, split: str = "test", rows: int | N
                 frame = _with_joined_lists(frame, open_schema(config), config)
             try:
                 # Files of one log may differ in the type of a column; the first file decides.
-                table = frame.to_arrow() if table is None else frame.to_arrow().cast(table.schema)
-            except pa.ArrowInvalid as error:
+                if table is None:
+                    table = _with_types(frame, open_schema(config), joined=kind == ".csv").to_arrow()
+                else:
+                    table = frame.to_arrow().cast(table.schema)
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
                 raise DataError(
                     f"the files of the log hold a column in several types ({error})",
                     where=config.label,
@@ -82,6 +85,15 @@ def export(config: DataConfig, path: Path, *, split: str = "test", rows: int | N
     return count
 
 
+def _with_types(frame: pl.DataFrame, schema: Schema, *, joined: bool) -> pl.DataFrame:
+    """Give columns without a value and a type the type of their role, as later files may hold values."""
+    types: dict[str, pl.DataType] = {name: pl.Float64() for name in (*schema.labels, schema.weight or "")}
+    types |= {one.name: pl.Float64() if joined or one.width == 1 else pl.List(pl.Float64()) for one in schema.dense}
+    types |= {one.name: pl.String() if joined else pl.List(pl.String()) for one in schema.lists}
+    empty = [name for name, kind in frame.schema.items() if kind == pl.Null()]
+    return frame.with_columns(pl.col(name).cast(types.get(name, pl.String())) for name in empty)
+
+
 def _with_joined_lists(frame: pl.DataFrame, schema: Schema, config: DataConfig) -> pl.DataFrame:
     for dense in schema.dense:
         if frame.schema[dense.name].is_nested():
@@ -90,6 +102,8 @@ def _with_joined_lists(frame: pl.DataFrame, schema: Schema, config: DataConfig) 
                 where=config.label,
                 remedy="export to a .parquet file",
             )
+    sized = [f.name for f in schema.lists if isinstance(frame.schema[f.name], pl.Array)]
+    frame = frame.with_columns(pl.col(name).arr.to_list() for name in sized)
     lists = [f for f in schema.lists if isinstance(frame.schema[f.name], pl.List)]
     for feature in lists:
         entries = frame[feature.name].explode().drop_nulls().cast(pl.String)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,7 +28,7 @@ from cordillera.data.language.chats.tokens import (
 )
 from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.data.tokenizers.tokenizer import Tokenizer
-from cordillera.errors import at_key
+from cordillera.errors import DataError, at_key
 
 ChatKind = Literal["chats", "preferences", "problems"]
 Item = tuple[TokenisedChat, ...]
@@ -75,8 +76,22 @@ def prepare_chats(config: ChatDataConfig, kind: ChatKind) -> ChatCorpora:
     else:
         parts = _tokenised(config, read_preferences(config.path), lambda row: tokenise_preference(tokenizer, row))
     training, held_out, too_long = parts
+    if not training:
+        raise DataError(
+            f"{_lengths(config, kind)}; at most {config.max_length:,} are allowed",
+            where="data.max_length",
+            remedy="raise data.max_length, and packing.context and packing.bound where they are smaller",
+        )
     facts = _facts(config, tokenizer, _digest(training), _digest(held_out))
     return ChatCorpora(training, held_out, [], [], too_long, tokenizer, facts)
+
+
+def _lengths(config: ChatDataConfig, kind: ChatKind) -> str:
+    """Return what an error says of the items to learn from, all of which are too long."""
+    items = prepare_chats(config.model_copy(update={"max_length": sys.maxsize}), kind).training
+    what = "chats" if kind == "chats" else "pairs of answers"
+    shortest = min(max(len(one.tokens) for one in item) for item in items)
+    return f"all {len(items):,} {what} to learn from are too long: the shortest has {shortest:,} tokens"
 
 
 def _tokenised(

@@ -174,8 +174,14 @@ def split_held_out(items: Sequence[ChatItem], share: float) -> tuple[list[ChatIt
         share: Share of the items that are held out, by the hashes of their prompts.
 
     Raises:
-        DataError: no item is left to learn from.
+        DataError: There is no item, or none is left to learn from.
     """
+    if not items:
+        raise DataError(
+            "there are no chats, pairs of answers or problems",
+            where="data.path",
+            remedy="give files with rows; rows of cordillera best-of without a chosen answer are passed over",
+        )
     hashes = np.array([_hash(item.prompt) for item in items], np.uint64)
     held = hashes < hash_limit([hashes], share) if items else np.zeros(0, bool)
     if held.all():

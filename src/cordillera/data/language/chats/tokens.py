@@ -119,7 +119,7 @@ def within_length(
         long_chats: Treatment of longer ones: ``drop`` or ``refuse``.
 
     Raises:
-        DataError: no item is left, or an item is too long and ``long_chats`` is ``refuse``.
+        DataError: An item is too long and ``long_chats`` is ``refuse``.
     """
     longest = [max(len(chat.tokens) for chat in item) for item in items]
     for length, where in zip(longest, places, strict=True):
@@ -130,12 +130,6 @@ def within_length(
                 remedy='set data.long_chats to "drop", or raise data.max_length',
             )
     kept = [number for number, length in enumerate(longest) if length <= max_length]
-    if not kept:
-        raise DataError(
-            f"none of {len(longest)} chats has at most {max_length} tokens; the shortest has {min(longest):,}",
-            where="data.max_length",
-            remedy="raise data.max_length, and packing.context and packing.bound where they are smaller",
-        )
     return kept
 
 
