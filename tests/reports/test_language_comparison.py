@@ -35,6 +35,18 @@ def test_differences_are_to_the_first(tmp_path: Path) -> None:
     assert compare_language([run_of(tmp_path / "alone", 2.5)]).notes == []
 
 
+@pytest.mark.parametrize(
+    ("objective", "unit"),
+    [("sft", "nats a token"), ("dpo", "nats a pair"), ("reward", "nats a pair"), ("grpo", "of the objective")],
+)
+def test_losses_are_in_the_unit_of_the_runs(tmp_path: Path, objective: str, unit: str) -> None:
+    runs = [run_of(tmp_path / name, 0.5) for name in "ab"]
+    for run in runs:
+        run.write_json("model.json", {**make_model(), "objective": objective})
+    [note] = compare_language(runs).notes
+    assert note.startswith(f"Losses are {unit if unit.startswith('of') else f'in {unit}'}; differences are to a")
+
+
 def test_losses_over_other_tokens_are_not_compared(tmp_path: Path) -> None:
     first = run_of(tmp_path / "first", 2.5)
     longer = run_of(tmp_path / "longer", 2.0, targets=7)
@@ -90,6 +102,10 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     (run.folder / "checkpoints").mkdir()
     with pytest.raises(DataError, match="given twice"):
         compare_language([run, Run(run.folder / "checkpoints" / "..")])
+    pairs = run_of(tmp_path / "pairs", 0.6)
+    pairs.write_json("model.json", {**make_model(), "objective": "dpo"})
+    with pytest.raises(DataError, match="pairs: its losses are in nats a pair, those of a are in nats a token"):
+        compare_language([run, pairs])
     (run.folder / "model.json").write_text("{")
     with pytest.raises(DataError, match=r"model\.json: is not JSON"):
         compare_language([run])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import xml.etree.ElementTree as ElementTree
@@ -98,6 +99,16 @@ def test_an_isoflop_study_marks_the_optimum_of_every_budget() -> None:
     for quantity in ("tokens", "parameters"):
         found, law = chart(page, f"Optimal {quantity}"), study.laws[quantity]
         assert len([one for one in found.iter("line") if "whisker" in one.attrib["class"]]) == len(law.optima_low) == 3
+
+
+@pytest.mark.parametrize("end", ["optima_low", "optima_high"])
+def test_an_interval_without_an_end_is_not_drawn(end: str) -> None:
+    study = isoflop_laws.study(surface_runs([6e18, 6e19, 6e20]), target=3.8e25)
+    law = study.laws["tokens"]
+    endless = dataclasses.replace(law, **{end: [math.inf, *getattr(law, end)[1:]]})
+    page = isoflop_page("llama", dataclasses.replace(study, laws={**study.laws, "tokens": endless}))
+    found = chart(page, "Optimal tokens")
+    assert len([one for one in found.iter("line") if "whisker" in one.attrib["class"]]) == 2
 
 
 def test_an_isoflop_study_of_too_few_sizes_has_a_page() -> None:

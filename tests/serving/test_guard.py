@@ -180,5 +180,23 @@ def test_a_threshold_is_a_probability(folder: Path, threshold: float) -> None:
 def test_a_mistake_names_its_conversation(folder: Path) -> None:
     with pytest.raises(DataError, match="conversation 1, turn 0"):
         Guard(folder).check([ASKED, [Message("user", " ")]])
-    with pytest.raises(DataError, match=r"context of 1,024; the guard's question about it takes \d+ of them"):
+    with pytest.raises(DataError, match=r"context of 1,024; the guard's question and .* answer take \d+ of them"):
         Guard(folder).check([[Message("user", "lock " * 2000)]])
+
+
+def test_a_conversation_leaves_room_for_the_beginning_of_an_answer(folder: Path) -> None:
+    guard = Guard(folder)
+
+    def asked(letters: int) -> list[Message]:
+        return [Message("user", "lock" + "q" * letters)]
+
+    def tokens(letters: int) -> int:
+        return len(guard._opened.encode([guard_prompt(asked(letters), guard.categories)])[0])
+
+    opening = len(guard._answer("unsafe\n"))
+    assert opening > 1
+    fits, full = (next(one for one in range(2048) if tokens(one) >= 1024 - room) for room in (opening + 8, opening))
+    assert tokens(fits) + opening < 1024 > tokens(full)  # alone, the longer one would fit too
+    assert len(guard.check([asked(fits)])) == 1
+    with pytest.raises(DataError, match=r"conversation 1: has 1,0\d\d tokens; .* the beginning of its answer take"):
+        guard.check([ASKED, asked(full)])

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cordillera.errors import DataError
-from cordillera.serving.language.sampler import Sampling, draw_noise, penalized, probabilities, sample
+from cordillera.serving.language.sampler import (
+    Sampling,
+    draw_noise,
+    make_sampling,
+    penalized,
+    probabilities,
+    sample,
+)
 
 _LOGITS = st.lists(st.floats(-20, 20) | st.just(-math.inf), min_size=2, max_size=12).filter(
     lambda row: max(row) > -math.inf
@@ -135,3 +142,19 @@ def test_repetitions_are_made_less_likely_as_in_transformers() -> None:
     prompt, text = [3, 3, 7], [9, 1, 3]
     expected = transformers.RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([[*prompt, *text]]), logits.clone())
     assert torch.equal(penalized(logits, Sampling(repetition_penalty=1.3), [text], prompt), expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_settings_are_finite_numbers(name: str, value: float) -> None:
+    with pytest.raises(DataError) as raised:
+        make_sampling(**{name: value})
+    assert raised.value.where == name
+
+
+def test_a_bias_is_a_number() -> None:
+    assert make_sampling(logit_bias={3: 1.0}).logit_bias == {3: 1.0}
+    with pytest.raises(DataError, match="logit_bias: must be a number, not NaN"):
+        make_sampling(logit_bias={3: math.nan})

@@ -261,6 +261,20 @@ def test_too_many_rows_are_refused(server) -> None:
     assert "at most 64 rows" in answer.json()["error"]["message"]
 
 
+def test_rows_to_explain_that_would_never_fit_the_queue_are_refused() -> None:
+    found = Server(max_queue_rows=40)  # each waits as one row and one for each of 8 features
+    try:
+        assert found.client.get("/v1/score/schema").json()["max_explained_rows"] == 4
+        assert found.post({"rows": rows(4), "explain": True}).status_code == 200
+        answer = found.post({"rows": rows(5), "explain": True})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value")
+        assert "rows: at most 4 rows are explained at a time, got 5" in answer.json()["error"]["message"]
+        assert found.count("requests_total", status="invalid") == 1
+        assert found.post({"rows": rows(5)}).status_code == 200
+    finally:
+        found.service.close()
+
+
 def arrow(table: pa.Table, *, file: bool = False) -> bytes:
     sink = pa.BufferOutputStream()
     with (pa.ipc.new_file if file else pa.ipc.new_stream)(sink, table.schema) as writer:

@@ -22,6 +22,7 @@ TALK: dict[str, Any] = {"model": "small", "messages": CHAT}
 SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}
 
 
+NUMBERS = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 IMAGE = [{"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}]
 
 
@@ -35,6 +36,8 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}]
         ("completions", {**TEXT, "max_tokens": 0}, "max_tokens"),
         ("completions", {**TEXT, "temperature": -1}, "temperature"),
         ("completions", {**TEXT, "temperature": float("nan")}, "temperature"),
+        *(("completions", {**TEXT, name: float("nan")}, name) for name in NUMBERS),
+        ("completions", {**TEXT, "logit_bias": {"5": float("nan")}}, "logit_bias"),
         ("completions", {**TEXT, "top_p": 0}, "top_p"),
         ("completions", {**TEXT, "n": 129}, "n"),
         ("completions", {**TEXT, "n": 101}, "n"),
@@ -96,6 +99,24 @@ def test_a_bad_request_is_refused_by_the_name_of_its_parameter(
     assert len(error["message"]) > 10
     assert error["message"].count(", got ") <= 1
     assert "/" not in error["message"]  # no path of the server
+
+
+def test_mistakes_in_the_tokenizer_of_a_model_name_no_files(
+    plain: httpx.Client, model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = len(model.tokenizer.token_bytes) - 1
+    monkeypatch.setitem(model.tokenizer.__dict__, "token_bytes", model.tokenizer.token_bytes[:-1])
+    for prompt in ([last], [[1], [last]]):
+        error = plain.post("/v1/completions", json={**TEXT, "prompt": prompt, "echo": True}).json()["error"]
+        assert (error["param"], error["type"]) == ("prompt", "invalid_request_error")
+        assert error["message"].startswith(f"prompt: token {last} is no id of the tokenizer")
+        assert "/" not in error["message"]
+    monkeypatch.setitem(model.tokenizer.__dict__, "stop_ids", ())
+    monkeypatch.delitem(model.__dict__, "guides", raising=False)
+    answer = plain.post("/v1/completions", json={**TEXT, "response_format": {"type": "json_object"}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("tokenizer: has no token that ends a text")
+    assert "/" not in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

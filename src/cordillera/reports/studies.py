@@ -163,7 +163,7 @@ def _growth(study: IsoFlopStudy) -> list[Figure | None]:
             grid = np.geomspace(min(xs), max(xs), _PLACES)
             series.insert(0, Series("law", "s1", grid.tolist(), law.predict(grid)[0].tolist()))
         told = QUANTITIES[quantity]
-        reached = [*ys, *((one for one in (*law.optima_low, *law.optima_high) if one > 0) if law else ())]
+        reached = [*ys, *((one for one in (*law.optima_low, *law.optima_high) if 0 < one < math.inf) if law else ())]
         x, y = Axis.log(min(xs) / 1.1, max(xs) * 1.1), _of_counts(min(reached) / 1.3, max(reached) * 1.3)
         chart = figure(f"Optimal {told}", series, ("training FLOPs", told), "", x=x, y=y)
         if chart is not None and chart.chart is not None and law is not None:

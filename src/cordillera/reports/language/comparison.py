@@ -19,7 +19,8 @@ class LanguageRow:
 
     Attributes:
         name: Name of the run's folder.
-        loss: Loss of the final evaluation, or of the last one if there is no final one, in nats per token.
+        loss: Loss of the final evaluation, or of the last one if there is no final one: in nats a token, or in the unit
+            of the run's objective.
         is_broken: Whether the loss of that evaluation is not finite.
         difference: Difference of the loss to that of the first run; NaN if the two were evaluated on other tokens.
         tokens: Number of tokens that the model was trained on.
@@ -75,7 +76,8 @@ def compare_language(runs: Sequence[Run]) -> LanguageComparison:
         runs: At least one run; losses are compared with the first.
 
     Raises:
-        DataError: If no run was given, one was given twice, or a file of one does not have the expected content.
+        DataError: If no run was given, one was given twice, a file of one does not have the expected content, or
+            losses are in several units.
     """
     if not runs:
         raise DataError("no run was given", where="compare")
@@ -87,7 +89,13 @@ def compare_language(runs: Sequence[Run]) -> LanguageComparison:
         seen.add(folder)
     entries = [LanguageRecords(run) for run in runs]
     first, notes, rows = entries[0], [], []
-    for entry in entries:
+    for run, entry in zip(runs, entries, strict=True):
+        if entry.unit_of_loss != first.unit_of_loss:
+            raise DataError(
+                f"its losses are {_in(entry.unit_of_loss)}, those of {first.name} are {_in(first.unit_of_loss)}",
+                where=str(run.folder),
+                remedy="compare runs whose losses are in one unit",
+            )
         problem = _other_tokens(first, entry)
         if entry.warning:
             notes.append(f"{entry.name}: {entry.warning}")
@@ -100,10 +108,14 @@ def compare_language(runs: Sequence[Run]) -> LanguageComparison:
         rows.append(_row(first, entry, is_same=entry is not first and problem is None))
     if len(entries) > 1:
         notes.append(
-            f"Losses are in nats a token; differences are to {first.name}, and a negative one is better. One run a row "
-            "gives no interval: other seeds show what chance does."
+            f"Losses are {_in(first.unit_of_loss)}; differences are to {first.name}, and a negative one is better. "
+            "One run a row gives no interval: other seeds show what chance does."
         )
     return LanguageComparison(rows=rows, notes=notes)
+
+
+def _in(unit: str) -> str:
+    return unit if unit.startswith("of ") else f"in {unit}"
 
 
 def _other_tokens(first: LanguageRecords, entry: LanguageRecords) -> str | None:

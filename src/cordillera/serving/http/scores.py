@@ -15,7 +15,7 @@ import pyarrow.ipc
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from cordillera.errors import CordilleraError, OverloadError
+from cordillera.errors import CordilleraError, DataError, OverloadError
 from cordillera.serving.http.errors import CLIENT_LEFT, error_answer, status_of, told
 from cordillera.serving.ranking.micro_batcher import ClosedError, DeadlineError
 from cordillera.serving.ranking.row_reader import RowError, parse_json
@@ -199,7 +199,13 @@ def _service_of(services: Mapping[str, ScoreService], name: str | None) -> Score
 
 
 def _status_of(error: CordilleraError) -> str:
-    kinds = {RowError: "invalid", OverloadError: "overload", DeadlineError: "deadline", ClosedError: "closed"}
+    kinds = {
+        RowError: "invalid",
+        DataError: "invalid",
+        OverloadError: "overload",
+        DeadlineError: "deadline",
+        ClosedError: "closed",
+    }
     return kinds.get(type(error), "error")
 
 
@@ -207,5 +213,6 @@ def _refusal(error: CordilleraError) -> Response:
     """Return the answer to a request that cannot be served."""
     if isinstance(error, RowError):
         return error_answer(error.status, told(error), error.where, error.code)
-    code = {"overload": "queue_full", "deadline": "deadline", "closed": "shutting_down"}.get(_status_of(error))
+    codes = {"invalid": "invalid_value", "overload": "queue_full", "deadline": "deadline", "closed": "shutting_down"}
+    code = codes.get(_status_of(error))
     return error_answer(status_of(error), told(error), error.where, code or "not_computed")

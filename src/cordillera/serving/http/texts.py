@@ -218,6 +218,12 @@ class _Completion(_Exchange):
             raise DataError("is not supported: all choices are returned", where="best_of", remedy="leave it out")
         if body.echo and body.logprobs is not None:
             raise DataError("has no log-probabilities of the prompt", where="echo", remedy="leave out one of both")
+        if body.echo and self._unknown_id is not None:
+            raise DataError(
+                f"token {self._unknown_id} is no id of the tokenizer, so that its text cannot be returned",
+                where="prompt",
+                remedy="leave out echo, or use ids of the tokenizer",
+            )
         prompts = body.prompts()
         if not prompts:
             raise DataError("is empty", where="prompt")
@@ -238,6 +244,13 @@ class _Completion(_Exchange):
             found.append(self._request(prompt, body.logprobs, where))
             self._prompts.append(tokenizer.decode(prompt, skip_special=True) if body.echo else "")
         return found
+
+    @property
+    def _unknown_id(self) -> int | None:
+        """First id of the prompts that the tokenizer does not have; None if it has all."""
+        contents = self.tokenizer.token_bytes
+        ids = (token for prompt in self.completion.prompts() if not isinstance(prompt, str) for token in prompt)
+        return next((one for one in ids if not 0 <= one < len(contents) or contents[one] is None), None)
 
     def choice(self, index: int, deltas: Sequence[TextDelta]) -> dict[str, Any]:
         text = self._prompts[index // self.choices] + "".join(one.text for one in deltas)

@@ -18,7 +18,8 @@ from cordillera.data.tokenizers.chat import Message
 from cordillera.errors import DataError
 from cordillera.jagged import offsets_from_lengths
 from cordillera.run import Run
-from cordillera.serving.language.generation import check_prompts, generate
+from cordillera.serving.language.engine import check_prompt
+from cordillera.serving.language.generation import generate
 from cordillera.serving.language.language_model import LanguageModel, run_of
 from cordillera.serving.language.sampler import Sampling
 
@@ -119,13 +120,14 @@ class Guard:
             except DataError as error:
                 where = f"conversation {place}, {error.where}"
                 raise DataError(error.what, where=where, remedy=error.remedy) from error
-        tokens = self._opened.encode(prompts)
+        tokens, opening = self._opened.encode(prompts), self._answer(f"{UNSAFE}\n")
         try:
-            check_prompts(self._opened.config, tokens, _ANSWER)
+            for place, one in enumerate(tokens):
+                check_prompt(self._opened.config, [*one, *opening], _ANSWER, f"conversation {place}")
         except DataError as error:
             question = guard_prompt([Message("user", "a")], self.categories)
-            own = len(self._opened.encode([question])[0]) - 1
-            what = f"{error.what}; the guard's question about it takes {own:,} of them"
+            own = len(self._opened.encode([question])[0]) - 1 + len(opening)
+            what = f"{error.what}; the guard's question and the beginning of its answer take {own:,} of them"
             is_full = own >= self._opened.config.context
             remedy = "use a model with a longer context" if is_full else error.remedy
             raise DataError(what, where=error.where, remedy=remedy) from error

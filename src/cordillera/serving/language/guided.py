@@ -88,7 +88,11 @@ class Guides:
         from llguidance import LLTokenizer, TokenizerWrapper
 
         if not tokenizer.stop_ids:
-            raise DataError("has no token that ends a text", where=str(tokenizer.path), remedy="use another tokenizer")
+            raise DataError(
+                "has no token that ends a text, which a text in a given form needs",
+                where="tokenizer",
+                remedy="use a model with such a token, or leave out the form",
+            )
         self.end = tokenizer.eos_id if tokenizer.eos_id in tokenizer.stop_ids else tokenizer.stop_ids[0]
         self.vocabulary = tokenizer.vocab_size
         self._tokenizer = LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, self.end)))

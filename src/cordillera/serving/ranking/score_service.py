@@ -32,7 +32,7 @@ class ScoreServiceConfig(BaseModel):
         max_wait: Seconds that a request waits for others even if nothing is computed.
         max_queue_rows: Largest number of rows that wait; further requests are refused.
         max_request_rows: Largest number of rows of a request.
-        max_explained_rows: Largest number of rows of a request for explanations.
+        max_explained_rows: Largest number of rows of a request for explanations; fewer if they would not fit the queue.
         timeout: Seconds after which a request that still waits is dropped.
     """
 
@@ -116,17 +116,30 @@ class ScoreService:
         if metrics is not None:
             metrics.watch_queue(name, lambda: self._batcher.queue_rows)
 
+    @property
+    def max_explained_rows(self) -> int:
+        """Largest number of rows of a request for explanations; each waits as one row and one for each feature."""
+        return min(self.config.max_explained_rows, self.config.max_queue_rows // (1 + len(self.explained)))
+
     def read(self, rows: object, *, explain: bool = False) -> ScoreRequest:
         """Check the rows of a request, JSON objects, and with ``explain`` whether they are few enough.
 
         Raises:
             RowError: If a row is not valid, or there are too many.
+            DataError: If rows to explain can never fit the queue.
         """
         if explain and isinstance(rows, list) and len(rows) > self.config.max_explained_rows:
             raise RowError(
                 f"at most {self.config.max_explained_rows} rows are explained at a time, got {len(rows)}",
                 code="too_many_rows", where="rows", remedy="send several requests", status=413,
             )  # fmt: skip
+        if explain and isinstance(rows, list) and len(rows) > self.max_explained_rows:
+            raise DataError(
+                f"at most {self.max_explained_rows} rows are explained at a time, got {len(rows)}: with each of "
+                f"{len(self.explained)} features left out, more would not fit the queue",
+                where="rows",
+                remedy="send fewer rows, or score them without explain",
+            )
         return ScoreRequest(self.reader.read_objects(rows), explain)
 
     def read_arrow(self, body: bytes) -> ScoreRequest:
@@ -160,7 +173,7 @@ class ScoreService:
             "tasks": list(self.tasks),
             "explained": self.explained,
             "max_rows": self.config.max_request_rows,
-            "max_explained_rows": self.config.max_explained_rows,
+            "max_explained_rows": self.max_explained_rows,
         }
 
     def lent(self, on_end: Callable[[], object]) -> ScoreService:
