@@ -121,8 +121,8 @@ peers: $(VENV)/.test .peers/FuxiCTR/.complete .peers/calculon/.complete .peers/t
 	@$(INSTALL) --prefix .peers/torchft $(TORCHFT) && touch $@ || echo 'torchft cannot be installed: the benchmark leaves it out'
 
 $(VENV)/.made:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-	  { echo "Cordillera needs Python 3.10 or newer; name one: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Cordillera needs Python 3.11 or newer; name one: make PYTHON=python3.11 ..." >&2; exit 1; }
 	@$(call environment,$(VENV))
 	@touch $@
 

@@ -192,7 +192,7 @@ class _Clients:
     async def _impatient(self, http: httpx.AsyncClient, rng: random.Random) -> tuple[str, str]:
         try:
             return await asyncio.wait_for(self._whole(http, rng), rng.random() * 0.3)
-        except asyncio.TimeoutError:
+        except asyncio.TimeoutError:  # noqa: UP041
             return "cancelled", ""
 
     async def _bad(self, http: httpx.AsyncClient, rng: random.Random) -> tuple[str, str]:

@@ -14,18 +14,13 @@ import json
 import math
 import os
 import re
-import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from cordillera.errors import CordilleraError, DataError, PlanError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 JSON_BYTES = 128 << 20
 """Largest JSON file that is read, in bytes: four times the size of the largest tokenizers."""

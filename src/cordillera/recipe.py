@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-import sys
 import textwrap
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import resources
@@ -51,11 +51,6 @@ from cordillera.training.language.objectives import ObjectiveConfig
 from cordillera.training.language.trainer import LanguageTrainingConfig
 from cordillera.training.ranking.config import RankingParallelConfig, TrainingConfig
 from cordillera.training.trackers import TrackerName
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROWS = "rows in memory"
 """Value of ``data.path`` until rows in memory are written to a file."""

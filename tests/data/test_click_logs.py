@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gzip
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -94,9 +94,7 @@ def test_an_avazu_log_is_read_as_published(tmp_path: Path, compressed: bool) -> 
     setting = DataConfig(dataset="avazu", path=str(path), cache_dir=str(tmp_path / "cache"))
     splits = prepare(setting, progress=False)
     assert splits.facts["split"] == "time"
-    expected = [
-        int(datetime.strptime(hour, "%y%m%d%H").replace(tzinfo=timezone.utc).timestamp()) for hour in frame["hour"]
-    ]
+    expected = [int(datetime.strptime(hour, "%y%m%d%H").replace(tzinfo=UTC).timestamp()) for hour in frame["hour"]]
     times = np.concatenate([getattr(splits, name).timestamps for name in ("train", "validation", "test")])
     assert times.tolist() == expected
     hours, names = splits.test.segments("hour_of_day")

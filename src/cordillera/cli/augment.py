@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -93,7 +94,7 @@ def _train_students(answer: CommandOutput, recipes: Mapping[str, RankingRecipe],
 
 
 def _print(answer: CommandOutput, outcome: AugmentationOutcome) -> None:
-    from datetime import datetime, timezone
+    from datetime import datetime
 
     progress = outcome.progress
     counts = Counter(progress.counts)
@@ -115,7 +116,7 @@ def _print(answer: CommandOutput, outcome: AugmentationOutcome) -> None:
     if progress.waiting:
         until = ""
         if progress.watermark is not None:
-            time = datetime.fromtimestamp(progress.watermark, timezone.utc)
+            time = datetime.fromtimestamp(progress.watermark, UTC)
             until = f"; all rows are there until {time:%Y-%m-%d %H:%M:%S} UTC"
         answer.say(f"{progress.waiting:,} events wait for their labels{until}")
         if progress.awaited:

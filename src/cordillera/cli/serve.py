@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import threading
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -114,7 +114,7 @@ def serve(
         out.print(f"serving at {address} (OpenAI's clients: {address}/v1). Ctrl-C stops.")
 
     def answered(line: str) -> None:
-        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
         typer.echo(printable(f"{now} {line}"), err=True)
 
     workflows.serve(models, config, out.print, ready, answered if access_log else None)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from cordillera.errors import DataError
@@ -46,13 +45,6 @@ class Sampling(BaseModel):
         default_factory=dict
     )
     seed: int = Field(0, ge=0, lt=2**62)
-
-    @field_validator("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
-    @classmethod
-    def _is_a_number(cls, value: float | Mapping[int, float]) -> float | Mapping[int, float]:
-        if any(map(math.isnan, value.values() if isinstance(value, Mapping) else (value,))):
-            raise ValueError("must be a number, not NaN")  # which no limit refuses
-        return value
 
 
 def make_sampling(**settings: object) -> Sampling:

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import numpy as np
@@ -223,7 +223,7 @@ def check_form(form: str) -> str:
     Raises:
         ValueError: If it does not.
     """
-    day = pl.Series([datetime(2026, 1, 31, tzinfo=timezone.utc)])
+    day = pl.Series([datetime(2026, 1, 31, tzinfo=UTC)])
     try:
         told = parsed(day.dt.strftime(form), form).dt.date()[0]
     except PolarsError:
