@@ -211,10 +211,10 @@ class Consolidated(Source):
             "kv_heads": kv_heads,
             "ffn": ffn,
             "vocabulary": self._rows("tok_embeddings.weight") if vocabulary == -1 else vocabulary,
-            "context": params.get("context_length", 131072 if scaling else 8192),
+            "context": params.get("context_length", 131072 if scaling else 8192 if "rope_theta" in params else 4096),
             "tied": tied,
             "norm_eps": params.get("norm_eps", 1e-5),
-            "rope_theta": params.get("rope_theta", 10_000.0),  # Llama 2 has no such entry; Llama 3 has
+            "rope_theta": params.get("rope_theta", 10_000.0),  # Llama 2 has neither such an entry nor 8,192 tokens
             "rope_scaling": scaling,
         }
         return make_config(where, values), copies
