@@ -556,7 +556,13 @@ def next_path(parent: Path, name: str, ending: str = "") -> Path:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder and all its content; ignore a folder that does not exist."""
+    """Delete a folder and all its content, from its name on: what a kill leaves does not pass for the whole folder.
+
+    A folder that does not exist is ignored.
+    """
+    if not folder.name.startswith("."):
+        with contextlib.suppress(OSError):
+            folder = folder.rename(folder.with_name(f".{folder.name}.{os.getpid()}.tmp"))
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -125,3 +125,31 @@ def test_an_error_about_a_file_names_the_folder_that_its_remedy_means(tmp_path):
     (folder / "state.json").unlink()
     with pytest.raises(CheckpointError, match=r"is missing from the folder step-000000012\n  -> .*delete this folder"):
         checkpoints.load(folder)
+
+
+def test_the_newest_checkpoint_of_one_process_is_set_aside_only_if_it_is_corrupt(tmp_path):
+    older, newest = (checkpoints.save(tmp_path, _tensors(), {"step": step}) for step in (1, 2))
+    file = older / checkpoints.TENSORS
+    file.write_bytes(file.read_bytes()[:-1])  # an earlier one is damaged
+    assert checkpoints.set_aside_if_corrupt(tmp_path) is None
+    assert checkpoints.steps(tmp_path) == [1, 2]
+    (newest / checkpoints.TENSORS).unlink()
+    assert checkpoints.set_aside_if_corrupt(tmp_path) == (tmp_path / "corrupt-step-000000002-1", 1)
+    assert checkpoints.steps(tmp_path) == [1]
+    assert checkpoints.set_aside_if_corrupt(tmp_path) is None  # there is no earlier one
+
+
+def test_a_checkpoint_whose_deletion_was_killed_does_not_count(tmp_path, monkeypatch):
+    for step in (1, 2):
+        checkpoints.save(tmp_path, _tensors(), {"step": step})
+
+    def killed(folder, ignore_errors):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cordillera.run.shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.prune(tmp_path, {2})
+    monkeypatch.undo()
+    assert checkpoints.steps(tmp_path) == [2]
+    checkpoints.prune(tmp_path, {2})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000002"]

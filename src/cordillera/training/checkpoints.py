@@ -85,17 +85,27 @@ def set_aside_if_corrupt(parent: Path) -> tuple[Path, int] | None:
     if len(found) < 2:
         return None
     newest = folder_of(parent, found[-1])
-    try:
-        sealed = SealedFolder(newest)
-        for name in sealed.sizes:
-            sealed.verify(name)
-    except CheckpointError:
+    if _is_corrupt(newest):
         others = (newest.with_name(f"corrupt-{newest.name}-{number}") for number in itertools.count(1))
         aside = next(path for path in others if not path.exists())
         with disk_errors(aside):
             newest.replace(aside)
         return aside, found[-2]
     return None
+
+
+def _is_corrupt(folder: Path) -> bool:
+    """Whether a file of a checkpoint, which one process or several wrote, is missing or differs from its checksum."""
+    try:
+        sums = read_sealed(folder / _CHECKSUMS, error=CheckpointError, remedy=_REMEDY)
+        if sums and all(isinstance(entry, str) for entry in sums.values()):
+            return not all((folder / name).is_file() and is_intact(folder / name, sums[name]) for name in sums)
+        sealed = SealedFolder(folder)
+        for name in sealed.sizes:
+            sealed.verify(name)
+    except CheckpointError:
+        return True
+    return False
 
 
 def flush(path: Path) -> None:

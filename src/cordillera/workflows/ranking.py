@@ -331,6 +331,8 @@ def _prepare(recipe: RankingRecipe, folder: Path | str | None, resume: bool, say
     """Prepare data and folder of a run in several processes, and place its tables."""
     say(f"data: {recipe.data.label}")
     splits = prepare(recipe.data)
+    if recipe.parallel.balance == "variable" and not splits.features.sparse:
+        raise RecipeError(recipe.name, [("parallel.balance", "the data has no ids, which cost time: set 'none'")])
     model = model_of(recipe, splits.features, OutlinedTables)
     kept = Path(folder or "") / PLACEMENT_FILE
     if resume and kept.is_file() and recipe_of(Run(folder or "")).parallel == recipe.parallel:

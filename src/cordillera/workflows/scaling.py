@@ -212,7 +212,14 @@ def sweep(
                 )
         runs.append(Run(place))
     bayes = card_of(runs[0])["data"]["facts"].get("bayes_ne")
-    study = scaling_laws.study(scaling_laws.measure(runs), floor=bayes or 0.0)
+    measured = scaling_laws.measure(runs)
+    if not any(math.isfinite(run.value) for run in measured):
+        raise DataError(
+            "no run has a finite NE on the test split, whose labels are of one class",
+            where=str(parent),
+            remedy="give the test split more rows (data.fractions), and the sweep another folder",
+        )
+    study = scaling_laws.study(measured, floor=bayes or 0.0)
     plot = parent / "sweep.png"
     scaling_laws.plot(study, [plot, parent / "sweep.svg"], bayes=bayes, title=f"{first.name}: test NE against FLOPs")
     write_atomically(parent / "sweep.json", study.to_json() + "\n")

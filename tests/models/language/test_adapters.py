@@ -227,4 +227,8 @@ def test_adapters_that_cannot_be_exported_are_refused(tmp_path: Path) -> None:
         damaged.layers[0].attention.query.wide[0, 0] = float("nan")
     with pytest.raises(CheckpointError, match=r"layers\.0\.attention\.query\.wide holds NaN"):
         save_peft(open_checkpoint(write_step(tmp_path / "damaged", damaged)), tmp_path / "none", "base")
+    reward = Llama(LlamaConfig(**SIZES, adapter=AdapterConfig(), scores=True))
+    reward.init_weights(0)
+    with pytest.raises(CheckpointError, match="is a reward model, whose score would be lost"):
+        save_peft(open_checkpoint(write_step(tmp_path / "reward", reward)), tmp_path / "none", "base")
     assert not (tmp_path / "none").exists()

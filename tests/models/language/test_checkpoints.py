@@ -136,6 +136,28 @@ def test_ranks_hold_the_parts_that_the_reference_code_reads(make_llama: MakeLlam
     assert (tmp_path / "meta" / "consolidated.00.pth").stat().st_size < 0.7 * sum(p.nbytes for p in model.parameters())
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_llama_2_has_4096_tokens_and_embeddings_that_are_cut_by_width(
+    make_llama: MakeLlama, tmp_path: Path, ranks: int
+) -> None:
+    """Its params.json has no rope_theta, and fairscale's ParallelEmbedding divides the width."""
+    model, folder = make_llama(**CUT, rope_theta=10_000.0), tmp_path / "meta"
+    save_consolidated(model, folder, ranks)
+    params = json.loads((folder / "params.json").read_text())
+    absent = ("rope_theta", "context_length")
+    content = {**{key: value for key, value in params.items() if key not in absent}, "vocab_size": -1}
+    (folder / "params.json").write_text(json.dumps(content))
+    for number in range(ranks):
+        file = folder / f"consolidated.0{number}.pth"
+        rank = torch.load(file, weights_only=True)
+        rank["tok_embeddings.weight"] = model.embedding.weight.detach().chunk(ranks, 1)[number].contiguous()
+        file.unlink()
+        torch.save(rank, file)
+    config, back = load(folder)
+    assert (config.context, config.vocabulary) == (4096, model.config.vocabulary)
+    assert all(torch.equal(one, back.state_dict()[name]) for name, one in model.state_dict().items())
+
+
 @pytest.mark.parametrize("counted", ["copies", "heads"])
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(8, 2, 8), (8, 2, 4), (6, 2, 6), (4, 1, 2)])
 def test_more_ranks_than_heads_of_keys_hold_copies(

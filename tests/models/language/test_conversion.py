@@ -348,6 +348,16 @@ def test_only_a_checkpoint_is_replaced_and_only_when_asked(sources: dict[str, Pa
     (tmp_path / "other" / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="holds more than a checkpoint"):
         convert(sources["json"], tmp_path / "other", overwrite=True)
+    (target / "runs").rmdir()
+    for name in ("data.csv", "model.py"):  # beside the files of the checkpoint
+        (target / name).write_text("mine")
+        with pytest.raises(CheckpointError, match="holds more than a checkpoint"):
+            convert(sources["json"], target, overwrite=True)
+        (target / name).unlink()
+    (tmp_path / "other" / "config.json").write_text("{}")  # that of another program
+    with pytest.raises(CheckpointError, match="holds more than a checkpoint"):
+        convert(sources["json"], tmp_path / "other", overwrite=True)
+    assert (tmp_path / "other" / "notes.txt").read_text() == "mine"
     assert sorted(os.listdir(tmp_path)) == sorted(["hf", GGUF, "other", "large"])
 
 

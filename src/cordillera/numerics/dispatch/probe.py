@@ -143,7 +143,7 @@ class Probe:
         dist.all_gather_object(states, [{name: s.state_dict() for name, s in one.items()} for one in followed], group)
         for kind, statistics in enumerate(followed):
             for name, own in statistics.items():
-                merged = RowStatistics(own.features, own.tier, marginals=own.marginals is not None)
+                merged = RowStatistics(own.features, own.tier)
                 for state in states:
                     merged.merge(RowStatistics.from_state_dict(state[kind][name]))
                 statistics[name] = merged

@@ -70,6 +70,7 @@ class Consolidated(Source):
         self._params = read_json_object(path / "params.json", error=CheckpointError, remedy="download it again")
         self._files = _files(path)
         self._ranks = [_open(file) for file in self._files]
+        self._by_input = _BY_INPUT
         self.config, self._copies = self._read_config()
         expected = {_NAMES(name): (name, shape) for name, shape in parameter_shapes(self.config).items()}
         for file, rank in zip(self._files, self._ranks, strict=True):
@@ -117,7 +118,7 @@ class Consolidated(Source):
         elif name.endswith((*_ROTATED, *_SHARED)):
             self._read_heads(name, parts, out)
         else:
-            dim = 1 if name.endswith(_BY_INPUT) else 0
+            dim = 1 if name.endswith(self._by_input) else 0
             for part, place in zip(parts, out.chunk(len(parts), dim), strict=True):
                 place.copy_(part)
 
@@ -154,7 +155,7 @@ class Consolidated(Source):
             return shape
         if name.endswith(_SHARED):
             shape = (shape[0] * self._copies, shape[1])
-        dim = 1 if name.endswith(_BY_INPUT) else 0
+        dim = 1 if name.endswith(self._by_input) else 0
         whole = self.config.head_width if name.endswith((*_ROTATED, *_SHARED)) else 1  # heads are never split
         if shape[dim] % (ranks * whole):
             raise CheckpointError(
@@ -188,6 +189,9 @@ class Consolidated(Source):
             raise CheckpointError(f"{error.args[0]} is missing", where=str(where)) from error
         except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
             raise CheckpointError(str(error), where=str(where), remedy="the file is damaged") from error
+        embeddings = [rank[name].shape for rank in self._ranks if (name := "tok_embeddings.weight") in rank]
+        if all(shape[1:] == (hidden / len(self._ranks),) for shape in embeddings):  # as Llama 2 was cut, not Llama 3
+            self._by_input = (*_BY_INPUT, "embedding.weight")
         width = hidden // heads
         copies = max(self._rows("layers.0.attention.wk.weight") // (kv_heads * width), 1)
         if copies == 1 and kv_heads == len(self._ranks):
@@ -224,7 +228,9 @@ class Consolidated(Source):
         for rank, file in zip(self._ranks, self._files, strict=True):
             if name not in rank or rank[name].dim() != 2:
                 raise missing(name, file)
-        return sum(rank[name].shape[0] for rank in self._ranks)
+        rows = sum(rank[name].shape[0] for rank in self._ranks)
+        is_whole = name == "tok_embeddings.weight" and len(self._by_input) > len(_BY_INPUT)
+        return rows // len(self._ranks) if is_whole else rows
 
     def _repetition(self, width: int, kv_heads: int) -> int:
         """Return how many consecutive key-value heads are copies in the first block; 1 unless ranks hold one head."""

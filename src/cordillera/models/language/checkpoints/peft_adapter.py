@@ -33,14 +33,17 @@ def save_peft(source: Source, folder: Path, base: str, tokenizer: Tokenizer | No
         tokenizer: Tokenizer to write beside the weights, with the chat template; None for none.
 
     Raises:
-        CheckpointError: If there are no adapters, their layers are one matrix in Hugging Face's layout (Phi-3), a
-            weight is not finite, or the folder cannot be written.
+        CheckpointError: If there are no adapters, the model is a reward model, layers are one matrix in Hugging Face's
+            layout (Phi-3), a weight is not finite, or the folder cannot be written.
     """
     adapter = source.config.adapter
     if adapter is None:
         raise CheckpointError(
             "has no adapters", where=str(source.path), remedy="train some with [model.adapter], or use convert"
         )
+    if source.config.scores:
+        what = "is a reward model, whose score would be lost: it is no part of the adapters"
+        raise CheckpointError(what, where=str(source.path), remedy="serve the run itself, or its checkpoint")
     if is_like_phi3(source.config):
         what = "Phi-3 keeps query, key and value in one matrix, for which these adapters are none"
         raise CheckpointError(what, where=str(source.path), remedy="write the merged model with convert")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -289,9 +290,22 @@ def new_file(path: Path, size: int = 0, overwrite: bool = False) -> Iterator[Pat
         yield beside
 
 
+_WEIGHTS = re.compile(r"(model|pytorch_model|consolidated)[\w.-]*\.(safetensors|bin|pth)")
+_BESIDE_WEIGHTS = re.compile(
+    r"(config|generation_config|params|checksums|(model\.safetensors|pytorch_model\.bin)\.index|tokenizer"
+    r"|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template|preprocessor_config)\.json"
+    r"|chat_template\.jinja|tokenizer\.model|vocab\.txt|merges\.txt|(README|LICENSE|USE_POLICY)[\w.]*|\.gitattributes"
+)
+
+
 def _is_checkpoint(folder: Path) -> bool:
-    names = {path.name for path in folder.iterdir()}
-    return bool(names & {"config.json", "params.json"}) and not any(path.is_dir() for path in folder.iterdir())
+    """Return whether a folder holds a whole checkpoint and no other file, which would be lost with it."""
+    names = {path.name for path in folder.iterdir() if path.is_file()}
+    weights = {name for name in names if _WEIGHTS.fullmatch(name)}
+    others = [
+        path for path in folder.iterdir() if path.name not in weights and not _BESIDE_WEIGHTS.fullmatch(path.name)
+    ]
+    return bool(weights and names & {"config.json", "params.json"}) and not others
 
 
 def _check_room(path: Path, size: int) -> None:
