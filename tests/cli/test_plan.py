@@ -209,6 +209,19 @@ def test_a_plan_of_a_recommendation_model_is_printed_and_written(cli: Any) -> No
     assert sorted(path.name for path in folder.iterdir()) == ["plan.html", "plan.json", "trace.json"]
 
 
+def test_a_plan_is_written_if_there_is_none_after_a_loss(cli: Any) -> None:
+    changes = {"host.members": 2, "rack.members": 2, "pod.members": 1, "building.members": 1, "region.members": 1}
+    changes["device.memory_bytes"] = 55e9
+    sets = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    losses = ("--lose", "host", "--slow", 2, "--only", "network", "--out", "p")
+    with pytest.warns(UserWarning, match="^with host lost: 2 devices are left, no plan is possible"):
+        result = cli("plan", "llama3-8b", "two-buildings", *sets, *losses)
+    assert result.code == 0, result.err
+    content = json.loads(Path("p/plan.json").read_text())
+    assert content["plans"]
+    assert [case["what"] for case in content["what_if"]] == ["one device 2 times as slow"]
+
+
 @pytest.mark.slow
 def test_own_layouts_are_evaluated_side_by_side(cli: Any) -> None:
     own = (

@@ -345,6 +345,22 @@ def test_a_lost_device_costs_no_more_than_its_host_and_fewer_are_used_where_the_
     assert case.devices == min(least, key=least.__getitem__)
 
 
+@pytest.mark.parametrize(("memory", "fits"), [(60e9, True), (45e9, False)])
+def test_a_lost_device_is_planned_for_if_only_one_of_both_ways_fits(memory: float, fits: bool) -> None:
+    """Of two hosts of two devices: three devices without the lost one, or two without its host."""
+    members = {"host.members": 2, "pod.members": 1, "building.members": 1, "device.memory_bytes": memory}
+    work = workloads.load("llama3-8b").model_copy(update={"batch": 12, "published": ()})
+    explorer = Explorer(work, topology.load("two-buildings").changed({"region.members": 1, "rack.members": 2, **members}))
+    plan = explorer.production()
+    with pytest.raises(PlanError, match="2 devices are left, no plan"):
+        faults.replan(explorer, plan, explorer.topology.without("host", 0), ["network"])
+    if fits:
+        assert faults.lost(explorer, plan, "device:0", ["network"]).devices == 3
+    else:
+        with pytest.raises(PlanError, match="without device 0: 3 devices are left, no plan"):
+            faults.lost(explorer, plan, "device:0", ["network"])
+
+
 def test_a_job_with_spare_devices_moves_over() -> None:
     explorer = Explorer(workloads.load("llama3-8b"), buildings(), devices=32)
     plan = explorer.production()

@@ -128,7 +128,7 @@ def test_without_a_plan_the_memory_that_would_do_is_named(enough: int | None) ->
 
 
 def test_every_plan_is_simulated_on_every_other_network_and_the_best_after_upgrades() -> None:
-    whole = topology.load("two-buildings")
+    whole = topology.load("two-buildings").changed({"region.bytes_per_s": "*=1"})  # a rate that is stated
     outer = whole.levels[-1].name
     asked: list[tuple[str, Any]] = []
 
@@ -150,9 +150,12 @@ def test_every_plan_is_simulated_on_every_other_network_and_the_best_after_upgra
     assert len(upgraded) == len(found.upgrades) == 2 + 2 * (len(whole.levels) - 1)
     assert [words for words, _ in found.upgrades[:2]] == [
         "twice the bandwidth within each host",
-        "twice the rate of network cards (links as they are)",
+        "twice the rate of network cards and of links that follow from it",
     ]
     assert upgraded[1][1].device.nic_bytes_per_s == 2 * whole.device.nic_bytes_per_s
+    for level, one in enumerate(whole.levels[1:], start=1):
+        faster = upgraded[1][1].member_bytes_per_s(level, 0) / whole.member_bytes_per_s(level, 0)
+        assert faster == (2.0 if one.bytes_per_s is None else 1.0)
     for (words, _), (_, other) in zip(found.upgrades[2:], upgraded[2:], strict=True):
         name = words.split()[-1]
         before, after = (next(x for x in of.levels if x.name == name) for of in (whole, other))

@@ -128,6 +128,10 @@ def test_dot_products_are_those_of_all_pairs() -> None:
             "batch = 8\ntop = [1]\n[[tables]]\nrows = 9\ndim = 64\n[[tables]]\nrows = 9\ndim = 32",
             "embeddings of one width, not 32, 64",
         ),
+        (
+            "batch = 65536\ntop = [64, 1]\n[[tables]]\nrows = 9\ndim = 64",
+            '"dot" multiplies pairs of vectors.*interaction = "concat"',
+        ),
     ],
 )
 def test_mistakes_in_a_file_are_all_named(tmp_path: Path, text: str, message: str) -> None:

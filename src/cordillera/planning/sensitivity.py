@@ -55,8 +55,8 @@ def sensitivity(explorer: _Repeats, plans: Mapping[str, Any]) -> Sensitivity | N
     if topology.levels[0].bytes_per_s is not None:
         host = topology.levels[0].name
         upgrades[f"twice the bandwidth within each {host}"] = topology.changed({f"{host}.bytes_per_s": "*=2"})
-    cards = topology.changed({"device.nic_bytes_per_s": "*=2"})
-    upgrades["twice the rate of network cards (links as they are)"] = cards
+    cards = "twice the rate of network cards and of links that follow from it"
+    upgrades[cards] = topology.changed({"device.nic_bytes_per_s": "*=2"})
     for name in (level.name for level in topology.levels[1:]):
         upgrades[f"twice the capacity of links into each {name}"] = topology.changed({f"{name}.bytes_per_s": "*=2"})
         upgrades[f"half the latency within each {name}"] = topology.changed({f"{name}.latency_s": "/=2"})

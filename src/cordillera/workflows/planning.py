@@ -157,7 +157,8 @@ def plan(
         what_if: Changes of the cluster under which the best plan is simulated again.
         slow: Factor of the time that one device takes; see :func:`cordillera.planning.language.what_if.slow_device`.
         jitter: Jitter of latencies; see :func:`cordillera.planning.language.what_if.jittered`.
-        lose: Domains whose loss is planned for by another search: ``building``, ``building:1``.
+        lose: Domains whose loss is planned for by another search: ``building``, ``building:1``. If none finds a plan,
+            a warning says so.
         calibration: JSON file of constants; None for those shipped for the device.
         products: CSV file of matrix products measured on the device, see :class:`cordillera.cost.Products`; None to use
             the constants alone.
@@ -204,7 +205,7 @@ def plan(
             changed = sensitivity(explorer, {"this plan": found.best, "production-like": base})
         if not found.interrupted:  # an interrupt also cancels the other searches
             for domain in domains if fits else ():
-                cases.append(faults.lost(explorer, found.best, domain, free, progress))
+                cases += _lost(explorer, found.best, domain, free, progress)
             compared = _compared(explorer, found, compare, free)
     except KeyboardInterrupt:
         found.interrupted = True
@@ -364,6 +365,17 @@ def _cases(
         yield faults.slow_device(explorer, best, slow)
     if jitter is not None:
         yield faults.jitter(explorer, best, jitter)
+
+
+def _lost(
+    explorer: Any, best: Any, domain: str, only: Iterable[SearchDimension], progress: Callable[[str], None] | None
+) -> list[faults.Case]:
+    """Return the step after a domain is lost; warn and return nothing if there is no plan, as the best plan stays."""
+    try:
+        return [faults.lost(explorer, best, domain, only, progress)]
+    except PlanError as error:
+        warnings.warn(f"with {domain} lost: {error.what}", stacklevel=3)
+        return []
 
 
 def _compared(explorer: Any, found: Any, compare: bool, only: Iterable[SearchDimension]) -> dict[str, Any]:

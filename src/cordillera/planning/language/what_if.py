@@ -251,12 +251,20 @@ def lost(
         KeyboardInterrupt: If the search was interrupted.
     """
     left, tried = survivors(explorer.topology, domain), list[tuple[Explorer, Exploration, str]]()
+    problems: list[PlanError] = []
     for topology, how in ((left, ""), (_without_host(explorer.topology, domain), "; the rest of its host is not used")):
-        if topology is not None:
+        if topology is None:
+            continue
+        try:
             after, found = replan(explorer, plan, topology, only, progress)
-            if found.interrupted:
-                raise KeyboardInterrupt  # a partial search could be mistaken for the best plan
-            tried.append((after, found, how))
+        except PlanError as error:  # the other way may have a plan
+            problems.append(error)
+            continue
+        if found.interrupted:
+            raise KeyboardInterrupt  # a partial search could be mistaken for the best plan
+        tried.append((after, found, how))
+    if not tried:
+        raise problems[0]
     after, found, how = min(tried, key=lambda one: one[1].best.seconds)
     best, before = found.best, explorer.topology.devices
     note = f"by a new search on {after.devices:,} devices ({best.layout}, {best.schedule.name})"

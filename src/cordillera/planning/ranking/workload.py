@@ -82,8 +82,8 @@ class Recommender(BaseModel):
         tables: Groups of equal tables.
         dense: Number of numeric features.
         bottom: Widths of the layers that numeric features pass; empty without such features.
-        interaction: ``dot`` multiplies all pairs of embeddings, ``concat`` concatenates them, ``cross`` concatenates
-            them and applies cross layers.
+        interaction: ``dot`` multiplies all pairs of embeddings, at least one, ``concat`` concatenates them, ``cross``
+            concatenates them and applies cross layers.
         cross: Cross layers, for ``interaction = "cross"``.
         top: Widths of the layers after the interaction.
         batch: Samples per step, over all devices.
@@ -130,6 +130,15 @@ class Recommender(BaseModel):
             )
         if problems:
             raise ValueError("; ".join(problems))
+        return self
+
+    @model_validator(mode="after")
+    def _has_pairs(self) -> Recommender:
+        if self.interaction == "dot" and self.vectors < 2:
+            raise ValueError(
+                'interaction "dot" multiplies pairs of vectors, and one table without dense features gives one vector; '
+                'write interaction = "concat"'
+            )
         return self
 
     @property
