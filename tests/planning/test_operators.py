@@ -10,6 +10,7 @@ from cordillera.errors import PlanError
 from cordillera.planning import workloads
 from cordillera.planning.language import explorer, operators
 from cordillera.planning.language.job import PlannedJob
+from cordillera.planning.language.own_layout import OwnLayout
 from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.mesh import Mesh
 from cordillera.workflows import planning as commands
@@ -97,3 +98,17 @@ def test_a_smaller_host_needs_fewer_products() -> None:
     assert set(commands.products_needed("gpt-22b", "a100-node", ["host.members=4"])) < eight
     with pytest.raises(PlanError, match="not known for recommendation models"):
         commands.products_needed("dlrm-dcnv2", "a100-node")
+
+
+def test_products_hold_for_a_device_that_differs_in_its_network_or_memory_alone() -> None:
+    job = workloads.load("gpt-22b").model_copy(update={"batch": 8})
+    slow = {shape: 10 * PLAIN.product(*shape) for shape in operators.shapes(job, NODE.device, 8)}
+    search = explorer.Explorer(job, NODE, products=Products(slow, "a test"))
+    own = OwnLayout("tensor=8", Layout(tensor=8, sequence_parallel=True))
+    plan = search.evaluate(own)
+    for key in ("memory_bytes", "nic_bytes_per_s"):
+        assert search.again(plan, NODE.changed({f"device.{key}": "*=2"})).seconds == plan.seconds
+    other = NODE.changed({"device.matrix_flops_per_s": "*=1.01"})
+    without = explorer.Explorer(job, other).evaluate(own)
+    assert search.again(plan, other).seconds == pytest.approx(without.seconds)
+    assert without.seconds < plan.seconds / 2

@@ -30,7 +30,7 @@ from cordillera.planning.pipeline.problem import Problem
 from cordillera.planning.pipeline.schedules import Schedule
 from cordillera.planning.pipeline.tuning import shortest
 from cordillera.planning.search import ALL, USABLE_MEMORY, ClusterSearch, SearchDimension, cost_models
-from cordillera.topology import Topology
+from cordillera.topology import Device, Topology
 
 ORDERS = (PRODUCTION_ORDER, ("tensor", "context", "data", "pipeline"), ("tensor", "pipeline", "context", "data"))
 _FIXED = {"interleaved", "1f1b"}  # schedules if scheduling is not searched
@@ -43,6 +43,12 @@ _LITTLE = 0.005  # relative distance to the bound below which a plan keeps its s
 _MOST_ACTIONS = 300_000  # forward passes of a simulated step; memory and time grow with their number
 _MOST_TENSOR = 8  # largest tensor degree of the baseline, as in large jobs, even on larger hosts
 _FREELY = 64  # layouts simulated for a baseline if none follows the rules
+
+
+def _computes_alike(one: Device, other: Device) -> bool:
+    """Return whether products that were measured on one device hold for another."""
+    keys = ("name", "matrix_flops_per_s", "memory_bytes_per_s", "processors")
+    return all(getattr(one, key) == getattr(other, key) for key in keys)
 
 
 def _lengthy(layout: Layout, order: Sequence[str]) -> tuple[str, ...]:
@@ -292,8 +298,7 @@ class Explorer(ClusterSearch[Workload]):
         """Simulate an unchanged ``plan`` on another ``topology`` of at least as many devices."""
         mesh, costs = Mesh.of(topology, plan.layout, plan.order), self.costs
         if topology.kinds != self.topology.kinds or topology.groups != self.topology.groups:
-            # no products were measured on another device
-            products = self.cost.products if topology.device == self.topology.device else None
+            products = self.cost.products if _computes_alike(topology.device, self.topology.device) else None
             costs = cost_models(topology, plan.layout.devices, self.calibration, products)
         return simulate_step(PlannedJob(self.workload, mesh, plan.layout, costs, plan.network), plan.schedule)
 
