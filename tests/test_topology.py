@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from cordillera import topology
 from cordillera.errors import PlanError
@@ -114,6 +114,17 @@ def test_what_if() -> None:
         c.changed({"region.bytes_per_s": 0})
     with pytest.raises(PlanError, match="divided by 0"):
         c.changed({"region.bytes_per_s": "/=0"})
+
+
+def test_a_level_states_one_rate_of_its_links() -> None:
+    both = "bytes_per_s and oversubscription = 4 are two rates of one link"
+    with pytest.raises(ValidationError, match=both):
+        small(bytes_per_s=5.0)
+    with pytest.raises(PlanError, match=both):
+        small().changed({"region.bytes_per_s": 5.0})
+    with pytest.raises(PlanError, match="oversubscription = 7 are two rates"):
+        small().changed({"region.bytes_per_s": "*=2", "region.oversubscription": 7.0})
+    assert small().changed({"region.bytes_per_s": "*=2"}).levels[-1].oversubscription == 1
 
 
 @pytest.mark.parametrize("name", topology.shipped())

@@ -105,7 +105,8 @@ class Level(BaseModel):
         bytes_per_s: Rate of each member's link into the domain in each direction, bytes/s. In the first level this is a
             device's own port (NVLink). In other levels None means the rate of the network cards below divided by
             ``oversubscription``.
-        oversubscription: Rate of the network cards below a member divided by the rate of its link.
+        oversubscription: Rate of the network cards below a member divided by the rate of its link; 1 where
+            ``bytes_per_s`` is stated.
         planes: Number of parallel networks that the links consist of.
         planes_lost: Number of planes that are down.
         loss_rate: Loss rate of packets on a link.
@@ -139,6 +140,14 @@ class Level(BaseModel):
             raise ValueError(
                 f"{self.planes_lost} of {self.planes} planes lost leaves no way between members; "
                 f"{self.planes - 1} can be lost at most"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_one_rate(self) -> Level:
+        if self.bytes_per_s is not None and self.oversubscription != 1:
+            raise ValueError(
+                f"bytes_per_s and oversubscription = {self.oversubscription:g} are two rates of one link; state one"
             )
         return self
 
@@ -457,7 +466,8 @@ class Topology(BaseModel):
             _times(self.member_bytes_per_s(at, member) * whole, change, path)
             for member in range(len(self.sizes[at - 1]))
         ]
-        usual = content["levels"][at]["bytes_per_s"] = statistics.mode(rates)
+        usual = statistics.mode(rates)
+        content["levels"][at].update(bytes_per_s=usual, oversubscription=1.0)
         content["links"] = [
             *content["links"],
             *(

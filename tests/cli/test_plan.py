@@ -261,6 +261,23 @@ def test_a_loss_keeps_the_precision_that_an_own_layout_chose(cli: Any) -> None:
     assert "FP8-linear" in lost
 
 
+def test_a_new_rate_of_links_takes_the_place_of_the_other(cli: Any) -> None:
+    stated = planning._changed("two-buildings", ["region.bytes_per_s=1e9"])
+    assert stated.member_bytes_per_s(4, 0) == 1e9
+    Path("stated.toml").write_text(
+        (resources.files("cordillera.clusters") / "llama3-building.toml")
+        .read_text()
+        .replace("oversubscription = 7.0", "bytes_per_s = 1e9")
+    )
+    level = topology.load("stated.toml").levels[-1].name
+    narrow = planning._changed("stated.toml", [f"{level}.oversubscription=7"])
+    assert narrow.capacities.tolist() == topology.load("llama3-building").capacities.tolist()
+    both = planning._changed("stated.toml", [f"{level}.oversubscription=1", f"{level}.bytes_per_s=2e9"])
+    assert both.member_bytes_per_s(len(both.levels) - 1, 0) == 2e9
+    sets = ("--set", "region.bytes_per_s=1e9", "--set", "region.oversubscription=2")
+    assert "two rates of one link; state one" in cli("plan", "llama3-8b", "two-buildings", *sets, "--out", "p").err
+
+
 def test_devices_without_constants_and_units_that_seem_wrong_are_named(cli: Any) -> None:
     text = (resources.files("cordillera.clusters") / "two-buildings.toml").read_text()
     assert 'name = "H100 SXM5 80GB"' in text

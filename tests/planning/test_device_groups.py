@@ -76,7 +76,7 @@ def test_links_and_ports_are_those_of_each_kind() -> None:
     assert cluster.capacities[list(cluster.route(0, 1)[0])].tolist() == [450e9] * 2
     assert cluster.capacities[list(cluster.route(8, 9)[0])].tolist() == [300e9] * 2
     # a member's link that differs, or has a rate of its own, keeps it
-    narrow = cluster.changed({"region.bytes_per_s": 1e9})
+    narrow = cluster.changed({"region.bytes_per_s": 1e9, "region.oversubscription": 1.0})
     assert narrow.member_bytes_per_s(4, 0) == 1e9
     # one kind everywhere, written as a group, is that kind
     same = mixed(("region", 0, NEW))

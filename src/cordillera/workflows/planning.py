@@ -98,15 +98,27 @@ class PlannedRecommender:
     compared: dict[str, TablePlan] = field(default_factory=dict)
 
 
-def _changed(cluster: str | Path, changes: Iterable[str]) -> clusters.Topology:
-    edits: dict[str, float | str] = {}
-    told = [*changes]
-    for text in told:
+def _edits(changes: Iterable[str]) -> dict[str, float | str | None]:
+    """Return the changes by path; a new rate of a level's links takes the place of the rate that the level has."""
+    told: dict[str, float | str] = {}
+    for text in changes:
         path, value = parse_change(text)
-        if path in edits:
+        if path in told:
             raise PlanError(f"changes {path} a second time", where=text or "change ''", remedy="one change of each key")
+        told[path] = value
+    edits: dict[str, float | str | None] = {}
+    for path, value in told.items():
+        level, key = path.split(".")
+        instead = {"bytes_per_s": ("oversubscription", 1.0), "oversubscription": ("bytes_per_s", None)}.get(key)
+        if instead is not None and isinstance(value, float) and f"{level}.{instead[0]}" not in told:
+            edits[f"{level}.{instead[0]}"] = instead[1]
         edits[path] = value
-    topology = clusters.load(cluster)
+    return edits
+
+
+def _changed(cluster: str | Path, changes: Iterable[str]) -> clusters.Topology:
+    told = [*changes]
+    edits, topology = _edits(told), clusters.load(cluster)
     if not edits:
         return topology
     # its own description may be of what was changed
@@ -177,7 +189,7 @@ def plan(
     check_writable(*files.values())
     work, topology = workloads.load(workload), _changed(cluster, changes)
     warn_of_units(topology, cluster)
-    asked = {text: topology.changed(dict([parse_change(text)])) for text in what_if}
+    asked = {text: topology.changed(_edits([text])) for text in what_if}
     faults.check(slow, jitter)
     domains = list(lose)
     for domain in domains:
