@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -366,6 +367,9 @@ def test_a_config_is_chosen_by_its_name_and_survives_json(name: str) -> None:
         ({"name": "dlrm", "embedding_dim": 0}, ("dlrm", "embedding_dim"), "greater than or equal to 1"),
         ({"name": "dlrm", "top_mlp": []}, ("dlrm", "top_mlp"), "at least 1 item"),
         ({"name": "dlrm", "embedding_init": -1.0}, ("dlrm", "embedding_init"), "greater than 0"),
+        ({"name": "dlrm", "embedding_init": math.inf}, ("dlrm", "embedding_init"), "must be a finite number"),
+        ({"name": "lr", "embedding_init": math.inf}, ("lr", "embedding_init"), "must be a finite number"),
+        ({"name": "supernet", "flops_weight": math.inf}, ("supernet", "flops_weight"), "must be a finite number"),
         ({"name": "dhen", "modules": []}, ("dhen", "modules"), "at least 1 item"),
         ({"name": "dhen", "modules": ["magic"]}, ("dhen", "modules", 0), "Input should be 'linear'"),
         ({"name": "dhen", "embedding_dim": 9}, ("dhen",), r"attention_heads \(2\) must divide embedding_dim \(9\)"),

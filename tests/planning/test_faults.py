@@ -350,7 +350,9 @@ def test_a_lost_device_is_planned_for_if_only_one_of_both_ways_fits(memory: floa
     """Of two hosts of two devices: three devices without the lost one, or two without its host."""
     members = {"host.members": 2, "pod.members": 1, "building.members": 1, "device.memory_bytes": memory}
     work = workloads.load("llama3-8b").model_copy(update={"batch": 12, "published": ()})
-    explorer = Explorer(work, topology.load("two-buildings").changed({"region.members": 1, "rack.members": 2, **members}))
+    explorer = Explorer(
+        work, topology.load("two-buildings").changed({"region.members": 1, "rack.members": 2, **members})
+    )
     plan = explorer.production()
     with pytest.raises(PlanError, match="2 devices are left, no plan"):
         faults.replan(explorer, plan, explorer.topology.without("host", 0), ["network"])

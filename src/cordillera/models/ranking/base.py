@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor, nn
 
 from cordillera.data.ranking.features import FeatureSpec, RankingBatch
@@ -23,10 +24,23 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 EmbeddingInit = Annotated[float, Field(gt=0)] | Literal["uniform_by_rows"]
 
 
+def check_finite(value: Any) -> Any:
+    """Return the ``value`` of a setting if it is not an infinite number or NaN.
+
+    Raises:
+        ValueError: If it is one of them.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("must be a finite number")
+    return value
+
+
 class RankingConfig(BaseModel):
     """Base class of every model's configuration: immutable, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    _finite_init = field_validator("embedding_init", check_fields=False)(check_finite)
 
 
 class DeepConfig(RankingConfig):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
@@ -22,7 +22,7 @@ from torch.nn import functional
 from cordillera.data.ranking.features import FeatureSpec
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.models.counting import forward_flops
-from cordillera.models.ranking.base import DeepConfig, DeepModel
+from cordillera.models.ranking.base import DeepConfig, DeepModel, check_finite
 from cordillera.models.ranking.graphs.blocks import BlocksConfig, block_genes, graph_of
 from cordillera.models.ranking.graphs.config import GraphConfig, digest
 from cordillera.models.ranking.graphs.graph import GraphBody
@@ -51,6 +51,8 @@ class SupernetConfig(DeepConfig):
     draw: Literal["uniform", "learnt"] = "uniform"
     flops: int | None = Field(None, ge=1)
     flops_weight: float = Field(0.1, ge=0)
+
+    _finite_weight = field_validator("flops_weight")(check_finite)
 
     @model_validator(mode="after")
     def _has_no_mods(self) -> SupernetConfig:
