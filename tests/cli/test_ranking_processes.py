@@ -250,6 +250,19 @@ def test_a_number_of_processes_other_than_the_launchers_is_refused(
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.parametrize("size", ["1", "2"])
+def test_a_restart_by_the_launcher_does_not_begin_another_run(
+    cli: Any, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str
+) -> None:
+    job = {"RANK": "0", "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in {**job, "TORCHELASTIC_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    failed = cli("train", made / "small.toml")
+    assert failed.code == 2
+    assert "--run: is needed where the launcher restarts processes\n  -> give --run FOLDER --resume" in failed.err
+    assert not (tmp_path / "runs").exists()
+
+
 # Results
 
 

@@ -238,3 +238,12 @@ def test_steps_of_milliseconds_are_simulated_together_and_lose_as_much() -> None
     assert rates["0.9"] == pytest.approx(rates["1.2"], abs=0.01)
     said = CliRunner().invoke(app, ["simulate-faults", "--days", "0.01", "--runs", "2", "--step", "0.3"])
     assert "4 steps of 0.3 s are simulated as one, which a failure loses as a whole" in said.output
+
+
+def test_steps_below_a_second_leave_as_many_between_merges() -> None:
+    some = ["simulate-faults", "--days", "0.1", "--runs", "2", "--replicas", "2", "--json"]
+    for step, grouped in (("20", 1), ("0.5", 2), ("0.01", 100), ("0.001", 1000)):
+        ran = CliRunner().invoke(app, [*some, "--step", step])
+        job = json.loads(ran.output)[-1]["job"]
+        assert (job["policy"], job["merge_steps"]) == ("decoupled", max(1, 100 // grouped))
+        assert job["step_s"] == pytest.approx(grouped * float(step))

@@ -93,6 +93,7 @@ def simulate_faults(
     job = FaultyJob(
         between_s=60 * between, step_s=grouped * step, detect_s=detect, resume_s=resume, repair_s=repair,
         rejoin_s=rejoin, consensus_s=grouped * consensus, save_s=save, together=together, queue=queue,
+        merge_steps=max(1, round(FaultyJob.merge_steps / grouped)),
     )  # fmt: skip
     check_plot(plot)
     out = console()
@@ -118,7 +119,7 @@ def simulate_faults(
             out.print("no failure happened in these runs: give more --days or --runs")
         if not save and any(row.job.policy == "restart" for row in rows):
             out.print("restart: it loses no step, as checkpoints take no time (--save 0)")
-        out.print("formula: a failure during a recovery costs a whole one too, as --queue simulates")
+        out.print("formula: a failure during a recovery costs a whole one too; --queue simulates that, but for decoupled")
         if planned is not None:
             out.print(f"s a step: with its share of what failures cost; {step:.4g} without")
             if planned.replicas == 1 and not replicas:

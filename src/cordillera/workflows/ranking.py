@@ -129,11 +129,16 @@ def train(
     Raises:
         NumericsError: If the recipe's plan is not a plan of training for this machine and this model.
         RankError: If a process died.
+        RunError: If a launcher has restarted this process, and there is no ``folder``.
     """
     _check_ids(recipe)
     launched = place_in_job()
     if launched is not None and processes not in (None, launched.size):
         raise PlanError(f"the launcher has started {launched.size} processes, not {processes}", where="processes")
+    if launched is not None and launched.restarts and folder is None and not resume:
+        raise RunError(
+            "is needed where the launcher restarts processes", where="run", remedy="give --run FOLDER --resume"
+        )
     size = processes or (recipe.parallel.processes if launched is None else launched.size)
     recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"processes": size})})
     if recipe.training.slices > 1:  # products of matrices depend on the number of threads of a process
@@ -506,8 +511,7 @@ def _check_same_data(run: Run, recipe: RankingRecipe, splits: Splits) -> dict[st
     described = card_of(run)
     if described["data"]["fingerprint"] != splits.folder.name:
         raise DataError(
-            "has changed since the run began, or an earlier version read it otherwise; a resumed run must see the same "
-            "samples",
+            "has changed since the run began, or an earlier version read it otherwise; it must stay the same",
             where=recipe.data.label,
             remedy="restore the files, or start a new run",
         )
@@ -543,12 +547,9 @@ def _with_plan(model: RankingModel, file: Path, recipe: RankingRecipe) -> tuple[
     """Apply a plan of training to a model; return both."""
     plan = PrecisionPlan.load(file, select_device(recipe.device))
     most = max((choice.rows for choice in plan.choices), default=0)
-    if most < recipe.data.batch_size:
-        raise NumericsError(
-            f"knows of {most} rows, batches have {recipe.data.batch_size}",
-            where=str(file),
-            remedy=f"cordillera probe RUN --training --rows {recipe.data.batch_size}",
-        )
+    if most < (batch := recipe.data.batch_size):
+        again = f"cordillera probe RUN --training --rows {batch}"
+        raise NumericsError(f"knows of {most} rows, batches have {batch}", where=str(file), remedy=again)
     return plan, apply_for_training(model, plan)
 
 
