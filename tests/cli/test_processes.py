@@ -9,12 +9,14 @@ import signal
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from cordillera.training import checkpoints
 from tests.cli.test_language_commands import RECIPE, write_text
 from tests.distributed.processes import needs_gloo
+from tests.distributed.test_slurm import TASK
 
 pytestmark = [needs_gloo, pytest.mark.skipif(sys.platform == "win32", reason="no signals there")]
 
@@ -71,3 +73,27 @@ def test_a_run_whose_terminal_is_closed_is_saved(recipe, tmp_path):
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["isoflop", "llama-debug", "--budget", "1e9"],
+        ["sweep", "movielens-wukong", *["--size", "model.layers=2"] * 3],
+        ["search", "movielens-wukong", "--space", "small"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_tasks_do_not_all_begin_a_study(cli, tmp_path, words):
+    with patch.dict(os.environ, {**TASK, "SLURM_PROCID": "0"}):
+        failed = cli(*words)
+    assert (failed.code, failed.out) == (2, "")
+    assert "a study starts its own processes; a launcher has started this one" in failed.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_processes_to_be_tuned_are_those_of_srun(cli):
+    with patch.dict(os.environ, {**TASK, "SLURM_PROCID": "0"}):
+        failed = cli("tune-collectives", "rules.toml", "--nproc", 4)
+    assert failed.code == 2
+    assert "--nproc: the launcher has started 16 processes, not 4" in failed.err

@@ -15,9 +15,12 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch.distributed as dist
 
+from cordillera.distributed import debug_page
 from cordillera.distributed.debug_page import BlameHandler, trace_of
 from cordillera.distributed.tracing.blame import blame
 from cordillera.distributed.tracing.flight_recorder import to_flight_recorder
@@ -117,6 +120,22 @@ def test_answers_that_are_no_traces_are_refused_by_name() -> None:
     ):
         with pytest.raises(kind, match=said):
             trace_of(rank, status, text)
+
+
+@needs_gloo
+def test_a_rank_that_no_launcher_started_answers_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(debug_page, "current_trace", lambda: None)
+    response = Mock()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        debug_page._answer(None, response)
+    finally:
+        dist.destroy_process_group()
+    response.set_status.assert_called_once_with(200)
+    (text, _), _ = response.set_content.call_args
+    assert json.loads(text)["cordillera"]["rank"] == 0
 
 
 def test_the_dump_is_the_text_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:

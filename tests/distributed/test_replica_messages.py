@@ -34,7 +34,14 @@ from cordillera.distributed.fault_tolerance.coordination import (
 from cordillera.distributed.fault_tolerance.coordinator import Coordinator, CoordinatorLog
 from cordillera.distributed.fault_tolerance.events import FOLDER, EventLog, read_events
 from cordillera.distributed.fault_tolerance.link import CoordinatorLink, StepMembers
-from cordillera.distributed.fault_tolerance.messages import MOST_JSON, Channel, MessageError, Unpacker, packed
+from cordillera.distributed.fault_tolerance.messages import (
+    MOST_JSON,
+    Channel,
+    MessageError,
+    Unpacker,
+    packed,
+    reached_at,
+)
 from cordillera.distributed.fault_tolerance.replica import Replica, ReplicaPlace
 from cordillera.distributed.fault_tolerance.state_transfer import StateProvider, fetch_state
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
@@ -73,6 +80,13 @@ def answer(link: CoordinatorLink) -> StepMembers:
     found = link.answer(30.0)  # a deadline: others may use the processors
     assert found is not None
     return found
+
+
+def test_an_address_that_stands_for_all_has_the_name_of_this_machine() -> None:
+    for host in ("0.0.0.0", "", "::", "[::]"):
+        assert reached_at(f"{host}:29400") == f"{socket.gethostname()}:29400"
+    for address in ("127.0.0.1:29400", "node07:29400", "[::1]:29400", "10.0.0.1:1"):
+        assert reached_at(address) == address
 
 
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 1000])

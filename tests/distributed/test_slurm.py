@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cordillera.distributed.job.environment import place_in_job
-from cordillera.distributed.job.slurm import adopt_slurm
+from cordillera.distributed.job.slurm import adopt_slurm, is_first_on_machine
 from cordillera.errors import PlanError
 from cordillera.run import Run
 from tests.cli.test_language_commands import RECIPE, spawn, write_text
@@ -41,6 +41,22 @@ def test_a_task_that_sees_its_own_gpu_only_takes_that(visible: str, local: str) 
     given = {**TASK, "CUDA_VISIBLE_DEVICES": visible}
     adopt_slurm(given)
     assert given["LOCAL_RANK"] == local
+
+
+@pytest.mark.parametrize("visible", ["3", "0,1,2,3", ""])
+def test_the_first_task_of_a_machine_alone_is_the_first(visible: str) -> None:
+    for local in range(4):
+        given = {**TASK, "SLURM_LOCALID": str(local), "CUDA_VISIBLE_DEVICES": visible}
+        adopt_slurm(given)
+        assert is_first_on_machine(given) is (local == 0)
+
+
+def test_the_first_process_of_another_launcher_has_the_local_rank_0() -> None:
+    agent = {**TASK, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}  # one torchrun a machine
+    for local in range(8):
+        given = {**agent, "RANK": str(8 + local), "WORLD_SIZE": "16", "LOCAL_RANK": str(local)}
+        assert is_first_on_machine(given) is (local == 0)
+        assert is_first_on_machine({"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": str(local)}) is (local == 0)
 
 
 @pytest.mark.parametrize(

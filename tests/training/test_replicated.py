@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -391,16 +392,18 @@ def _command(*arguments: str) -> subprocess.Popen[str]:
 @pytest.mark.slow
 def test_a_coordinator_that_is_stopped_alone_says_how_to_go_on(recipe: Any) -> None:
     Path("own.toml").write_text(dump(recipe()))
-    coordinator = _command("coordinate", "own.toml", "--run", "run")
+    coordinator = _command("coordinate", "own.toml", "--run", "a run", "--listen", "0.0.0.0:0")
     assert coordinator.stdout is not None
-    next(line for line in coordinator.stdout if line.startswith("coordinator:"))
+    port = next(line for line in coordinator.stdout if line.startswith("coordinator:")).rpartition(":")[2].strip()
+    to_type = f"  -> cordillera train 'a run' --coordinator {socket.gethostname()}:{port} --replica r0\n"
+    assert next(coordinator.stdout) == to_type
     time.sleep(1)  # until it serves, which it said before
     coordinator.terminate()
     said = coordinator.communicate(timeout=60)[0]
-    assert "interrupted: run: the coordinator was stopped before the replicas had ended" in said
-    assert "`cordillera coordinate run --resume`" in said
+    assert "interrupted: a run: the coordinator was stopped before the replicas had ended" in said
+    assert "`cordillera coordinate 'a run' --resume`" in said
     assert coordinator.returncode == 130
-    assert Run("run").status().ended == "failed"
+    assert Run("a run").status().ended == "failed"
 
 
 @pytest.mark.parametrize(
@@ -408,6 +411,7 @@ def test_a_coordinator_that_is_stopped_alone_says_how_to_go_on(recipe: Any) -> N
     [
         (["run"], "run: is a run folder\n  -> continue it with `cordillera coordinate run --resume`"),
         (["own.toml", "--run", "run"], "go on with `cordillera coordinate run --resume`"),
+        (["own.toml", "--run", "new", "--replicas", "66"], "fault_tolerance.replicas: are too many for a ring: set 65"),
         (["own.toml", "--run", "new", "--listen", "nonsense"], "listen: 'nonsense' is no HOST:PORT"),
         (["own.toml", "--run", "new", "--listen", "127.0.0.1:99999"], "listen: '127.0.0.1:99999' is no HOST:PORT"),
     ],

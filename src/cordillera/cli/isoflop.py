@@ -38,8 +38,10 @@ def isoflop(
     """
     from cordillera import workflows
     from cordillera.cli._show import training_progress
+    from cordillera.distributed.job.slurm import adopt_slurm
     from cordillera.workflows.scaling import ISOFLOP_PAGE
 
+    adopt_slurm()
     with CommandOutput(as_json) as answer:
         with training_progress(answer.notes) as (on_step, say):
             result = workflows.isoflop(

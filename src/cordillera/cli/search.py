@@ -87,12 +87,16 @@ def search(
     Of a space of settings, the recipe's own are tried first. A search that was stopped goes on where it was.
     """
     from cordillera import workflows
+    from cordillera.distributed.job.environment import check_unlaunched
+    from cordillera.distributed.job.slurm import adopt_slurm
     from cordillera.errors import PlanError
     from cordillera.files import read_text
     from cordillera.kernels.threads import usable_cores
     from cordillera.workflows.architectures.search import read_proposals
     from cordillera.workflows.architectures.trials import TrialConfig
 
+    adopt_slurm()
+    check_unlaunched()
     if goal not in ("ne", "front"):
         raise PlanError(f"must be ne or front, got {goal!r}", where="--goal")
     if supernet is None or searcher == "learnt":

@@ -119,7 +119,7 @@ def simulate_faults(
             out.print("no failure happened in these runs: give more --days or --runs")
         if not save and any(row.job.policy == "restart" for row in rows):
             out.print("restart: it loses no step, as checkpoints take no time (--save 0)")
-        out.print("formula: a failure during a recovery costs a whole one too; --queue simulates that, but for decoupled")
+        out.print("formula: each failure costs a whole recovery; --queue simulates that, except for decoupled")
         if planned is not None:
             out.print(f"s a step: with its share of what failures cost; {step:.4g} without")
             if planned.replicas == 1 and not replicas:

@@ -29,7 +29,9 @@ def sweep(
     """
     from cordillera import workflows
     from cordillera.cli._show import training_progress
+    from cordillera.distributed.job.slurm import adopt_slurm
 
+    adopt_slurm()
     with CommandOutput(as_json) as answer:
         with training_progress(answer.notes) as (on_step, say):
             result = workflows.sweep(

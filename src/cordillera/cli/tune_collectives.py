@@ -19,8 +19,9 @@ _SIZES = [4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20, 64 << 20]
 def tune_collectives(
     file: Annotated[Path, typer.Argument(help="The .toml file that is written.")],
     nproc: Annotated[
-        int, typer.Option(min=2, help="Processes on this machine; several machines are started by torchrun.")
-    ] = 2,
+        int | None,
+        typer.Option(min=2, help="Processes on this machine; a launcher starts those of several. Default: 2."),
+    ] = None,
     sizes: Annotated[list[int] | None, typer.Option("--bytes", min=4, help="Bytes to time; may be repeated.")] = None,
     seconds: Annotated[float, typer.Option(min=0.01, help="Longest time for a collective of one size.")] = 2.0,
     as_json: AsJson = False,
@@ -35,6 +36,7 @@ def tune_collectives(
     from cordillera.distributed.job.environment import place_in_job
     from cordillera.distributed.job.job import join_job
     from cordillera.distributed.job.launch import LaunchConfig, launch
+    from cordillera.distributed.job.slurm import adopt_slurm
     from cordillera.errors import PlanError
     from cordillera.files import check_writable
     from cordillera.workflows.processes import from_ranks
@@ -42,12 +44,16 @@ def tune_collectives(
     if file.suffix != ".toml":
         raise PlanError(f"cannot write rules into {file.name}", where="FILE", remedy="name a .toml")
     check_writable(file)
+    adopt_slurm()
+    place = place_in_job()
+    if place is not None and nproc not in (None, place.size):
+        raise PlanError(f"the launcher has started {place.size} processes, not {nproc}", where="--nproc")
     asked = sorted(set(sizes or _SIZES))
     with CommandOutput(as_json) as answer:
         say = answer.notes.print
-        if place_in_job() is None:
-            config = LaunchConfig(threads=1, backend="cordillera", deadline_s=60.0)
-            found, ranks = launch(_launched, nproc, (asked, seconds), config=config, hear=from_ranks(None, say)), nproc
+        if place is None:
+            config, ranks = LaunchConfig(threads=1, backend="cordillera", deadline_s=60.0), nproc or 2
+            found = launch(_launched, ranks, (asked, seconds), config=config, hear=from_ranks(None, say))
         else:
             with join_job(backend="cordillera", deadline_s=60.0) as job:
                 found, ranks = _measure(asked, seconds, say), job.size

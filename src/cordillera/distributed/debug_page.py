@@ -6,9 +6,10 @@ Each rank answers with its trace of that moment, and a rank that does not answer
 from __future__ import annotations
 
 import json
-import os
 import time
 from typing import Any
+
+import torch.distributed as dist
 
 from cordillera.distributed.tracing.blame import blame
 from cordillera.distributed.tracing.cause_text import describe
@@ -142,7 +143,7 @@ def _answer(request: Any, response: Any) -> None:
     else:
         content = json.loads(_dump_fr_trace_json())
         entries = content.get("entries") or [{}]
-        own = {"rank": int(os.environ["RANK"]), "written_ns": time.time_ns()}
+        own = {"rank": dist.get_rank(), "written_ns": time.time_ns()}
         content["cordillera"] = {**own, "dropped": entries[0].get("record_id", 0) > 0}
     response.set_content(json.dumps(content), "application/json")
     response.set_status(200)

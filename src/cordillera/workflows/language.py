@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import shlex
 import time
 import zlib
 from dataclasses import dataclass
@@ -33,11 +33,12 @@ from cordillera.distributed.fault_tolerance.launcher import (
     job_secret,
     replica_names,
 )
-from cordillera.distributed.fault_tolerance.messages import parse_address
+from cordillera.distributed.fault_tolerance.messages import parse_address, reached_at
 from cordillera.distributed.fault_tolerance.replica import ReplicaPlace
 from cordillera.distributed.job.environment import place_in_job
 from cordillera.distributed.job.job import Job, join_job
 from cordillera.distributed.job.launch import LaunchConfig, launch
+from cordillera.distributed.job.slurm import is_first_on_machine
 from cordillera.distributed.mesh import ProcessMesh
 from cordillera.distributed.planned_mesh import PlannedParallelConfig
 from cordillera.errors import (
@@ -296,7 +297,7 @@ def _prepare_together(
         job.store.set(_BEGUN, str(run.folder))
         place = [str(run.folder), resume]
     job.watchdog.meet("run prepared")
-    if os.environ.get("LOCAL_RANK") == "0":
+    if is_first_on_machine():
         prepare(recipe)  # finds the result of rank 0 in a common cache
     job.watchdog.meet("text prepared")
     if job.size > 1:
@@ -431,8 +432,9 @@ def coordinate(
         run.write_status(None, begun, recipe.training.steps)
         service = ReplicaService(run.folder, recipe.fault_tolerance, _configuration(recipe), host=host, port=port)
         say(f"coordinator: {service.address}")
+        command = ["cordillera", "train", str(run.folder), "--coordinator", reached_at(service.address), "--replica"]
         for name in replica_names(recipe.fault_tolerance.replicas):
-            say(f"  -> cordillera train {run.folder} --replica {name} --coordinator {service.address}")
+            say(f"  -> {shlex.join([*command, name])}")
         service.serve(lambda: (status := run.status()) is not None and status.ended is not None)
         report = _ended(run, time.perf_counter() - since)
         if report is None:
@@ -440,7 +442,7 @@ def coordinate(
             run.write_status("failed", max(steps(run.checkpoints), default=0), recipe.training.steps, why)
         _write_replicas_page(run, say)
         if report is None:
-            remedy = f"go on from the newest checkpoint with `cordillera coordinate {run.folder} --resume`"
+            remedy = f"go on with `cordillera coordinate {shlex.quote(str(run.folder))} --resume`"
             raise Interrupted(why, where=str(run.folder), remedy=remedy)
         if report.ended != "interrupted":
             write_language_report(run)

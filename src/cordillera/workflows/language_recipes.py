@@ -27,6 +27,8 @@ from cordillera.training.language.replicated import check_replicated
 from cordillera.training.ranking.scoring import select_device
 from cordillera.workflows.post_training.training import chats_line, check_post_training
 
+_MOST_REPLICAS = 65  # the first member of a ring keeps 64 connections of others
+
 
 def with_processes(recipe: LanguageRecipe, processes: int | None) -> LanguageRecipe:
     """Return a ``recipe`` for a number of ``processes``; ``parallel.shard`` is set to the remaining factor.
@@ -116,6 +118,10 @@ def check_trainable(recipe: LanguageRecipe, folder: Path | str | None) -> None:
         check_post_training(recipe)
     else:
         _check_plain(recipe)
+    if recipe.fault_tolerance.replicas > _MOST_REPLICAS:
+        raise RecipeError(
+            recipe.name, [("fault_tolerance.replicas", f"are too many for a ring: set {_MOST_REPLICAS} or fewer")]
+        )
     if recipe.fault_tolerance.replicas > 1:
         if recipe.track is not None:
             raise PlanError("replicas are not followed by a tracker", where="track", remedy="set track = 'none'")

@@ -17,7 +17,7 @@ from cordillera.distributed.fault_tolerance.effective_time import (
     effective_with_replicas,
 )
 from cordillera.distributed.fault_tolerance.simulator import FaultyJob, TimeUse, simulate_faults
-from cordillera.distributed.job.environment import place_in_job
+from cordillera.distributed.job.environment import check_unlaunched
 from cordillera.errors import DataError, Interrupted, PlanError, RecipeError, RunError
 from cordillera.mistakes import differences, few
 from cordillera.models.language.flops import training_flops
@@ -85,9 +85,7 @@ def isoflop(
     """
     if target is not None and not (isinstance(target, int | float) and 0 < target < math.inf):
         raise DataError(f"must be a number of FLOPs above 0, got {target}", where="target")
-    if place_in_job() is not None:
-        remedy = "run it on one machine; --set parallel.KEY gives each run its processes"
-        raise PlanError("a study starts its own processes; a launcher has started this one", remedy=remedy)
+    check_unlaunched()
     recipe = _language_recipe(source, overrides)
     say(f"text: {recipe.data.label}")
     corpora = prepare_corpora(recipe.data)
@@ -172,9 +170,11 @@ def sweep(
         RunError: If a folder of the sweep holds a run of another recipe.
         Interrupted: If training was interrupted; finished work is saved.
         DataError: If there are fewer than three sizes.
+        PlanError: If a launcher has started this process.
     """
     if len(sizes) < 3:
         raise DataError(f"a law needs at least three sizes, got {len(sizes)}", where="size")
+    check_unlaunched()
     changes = [_parts_of(size) for size in sizes]
     first = _ranking_recipe(source, [*overrides, *changes[0]])
     planned = []

@@ -181,7 +181,7 @@ class FaultToleranceConfig(BaseModel):
     """Replicas of a model, and what happens when one fails.
 
     Attributes:
-        replicas: Number of replicas, each with as many processes as ``parallel`` has places; 1 for none.
+        replicas: Number of replicas, at most 65, each with as many processes as ``parallel`` has places; 1 for none.
         least: Smallest number of replicas that train; with fewer, they wait.
         deadline_s: Longest time in seconds that replicas wait for each other in a step, after which it is discarded.
             It must be longer than replicas differ in speed.

@@ -51,6 +51,15 @@ def parse_address(address: str, where: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def reached_at(address: str) -> str:
+    """Return the ``HOST:PORT`` by which other machines reach what listens at an ``address`` of this one.
+
+    It has the name of this machine in place of a host that stands for all of its addresses.
+    """
+    host, _, port = address.rpartition(":")
+    return f"{socket.gethostname()}:{port}" if host.strip("[]") in ("", "0.0.0.0", "::") else address
+
+
 def packed(message: Any) -> bytes:
     """Return the frame of a message of JSON values.
 

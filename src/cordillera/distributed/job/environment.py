@@ -66,6 +66,19 @@ def place_in_job(environment: Mapping[str, str] | None = None) -> JobPlace | Non
     )
 
 
+def check_unlaunched() -> None:
+    """Refuse a study, whose runs start processes of their own, in a process of a launcher.
+
+    Raises:
+        PlanError: If a launcher has started this process, or a variable of the launcher is invalid.
+    """
+    if place_in_job() is not None:
+        raise PlanError(
+            "a study starts its own processes; a launcher has started this one",
+            remedy="run it on one machine, without the launcher; --set parallel.KEY gives each run its processes",
+        )
+
+
 def is_silent() -> bool:
     """Whether this process is a rank of a job other than 0, which prints nothing."""
     try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 from cordillera.errors import PlanError
 
@@ -43,6 +43,20 @@ def adopt_slurm(environment: MutableMapping[str, str] | None = None) -> None:
     }
     for name, value in found.items():
         given.setdefault(name, value)
+
+
+def is_first_on_machine(environment: Mapping[str, str] | None = None) -> bool:
+    """Return whether this process of a launcher is the first on its machine.
+
+    ``LOCAL_RANK`` is 0 in each task of ``srun`` that sees its own GPU only; ``SLURM_LOCALID`` counts tasks.
+
+    Args:
+        environment: Variables of this process. Default: ``os.environ``.
+    """
+    given = os.environ if environment is None else environment
+    pairs = (("SLURM_STEP_NUM_TASKS", "WORLD_SIZE"), ("SLURM_PROCID", "RANK"))
+    is_task = all(name in given and given[name] == given.get(own) for name, own in pairs)
+    return given.get("SLURM_LOCALID" if is_task else "LOCAL_RANK") == "0"
 
 
 def _number(given: MutableMapping[str, str], name: str) -> int:
