@@ -259,7 +259,7 @@ def test_a_restart_by_the_launcher_does_not_begin_another_run(
         monkeypatch.setenv(name, value)
     failed = cli("train", made / "small.toml")
     assert failed.code == 2
-    assert "--run: is needed where the launcher restarts processes\n  -> give --run FOLDER --resume" in failed.err
+    assert "--run: is needed for restarts by a launcher\n  -> give --run FOLDER --resume" in failed.err
     assert not (tmp_path / "runs").exists()
 
 

@@ -136,9 +136,7 @@ def train(
     if launched is not None and processes not in (None, launched.size):
         raise PlanError(f"the launcher has started {launched.size} processes, not {processes}", where="processes")
     if launched is not None and launched.restarts and folder is None and not resume:
-        raise RunError(
-            "is needed where the launcher restarts processes", where="run", remedy="give --run FOLDER --resume"
-        )
+        raise RunError("is needed for restarts by a launcher", where="run", remedy="give --run FOLDER --resume")
     size = processes or (recipe.parallel.processes if launched is None else launched.size)
     recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"processes": size})})
     if recipe.training.slices > 1:  # products of matrices depend on the number of threads of a process

@@ -17,7 +17,7 @@ from cordillera.distributed.fault_tolerance.effective_time import (
     effective_with_replicas,
 )
 from cordillera.distributed.fault_tolerance.simulator import FaultyJob, TimeUse, simulate_faults
-from cordillera.distributed.job.environment import check_unlaunched
+from cordillera.distributed.job.environment import check_unlaunched, place_in_job
 from cordillera.errors import DataError, Interrupted, PlanError, RecipeError, RunError
 from cordillera.mistakes import differences, few
 from cordillera.models.language.flops import training_flops
@@ -85,7 +85,9 @@ def isoflop(
     """
     if target is not None and not (isinstance(target, int | float) and 0 < target < math.inf):
         raise DataError(f"must be a number of FLOPs above 0, got {target}", where="target")
-    check_unlaunched()
+    if place_in_job() is not None:
+        remedy = "run it on one machine; --set parallel.KEY gives each run its processes"
+        raise PlanError("a study starts its own processes; a launcher has started this one", remedy=remedy)
     recipe = _language_recipe(source, overrides)
     say(f"text: {recipe.data.label}")
     corpora = prepare_corpora(recipe.data)
