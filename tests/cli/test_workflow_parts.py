@@ -133,3 +133,10 @@ def test_completions_that_were_not_streamed_are_numbered(capsys: pytest.CaptureF
     for text, end in (("one\n", ""), ("one", "\n")):
         generate._finish(["a"], [SimpleNamespace(text=text)], as_json=False, quiet=quiet)  # type: ignore[list-item]
         assert capsys.readouterr().out == end, "the text itself was streamed"
+
+
+def test_a_sweep_without_a_finite_loss_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = [scaling.scaling_laws.MeasuredRun("dcn", 1e6, value) for value in (math.nan, math.inf)]
+    monkeypatch.setattr(scaling.scaling_laws, "measure", lambda runs: found)
+    with pytest.raises(DataError, match="no run has a finite NE on the test split"):
+        scaling._measured([], tmp_path)

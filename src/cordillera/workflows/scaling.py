@@ -214,20 +214,24 @@ def sweep(
                 )
         runs.append(Run(place))
     bayes = card_of(runs[0])["data"]["facts"].get("bayes_ne")
-    measured = scaling_laws.measure(runs)
-    if not any(math.isfinite(run.value) for run in measured):
-        raise DataError(
-            "no run has a finite NE on the test split, whose labels are of one class",
-            where=str(parent),
-            remedy="give the test split more rows (data.fractions), and the sweep another folder",
-        )
-    study = scaling_laws.study(measured, floor=bayes or 0.0)
+    study = scaling_laws.study(_measured(runs, parent), floor=bayes or 0.0)
     plot = parent / "sweep.png"
     scaling_laws.plot(study, [plot, parent / "sweep.svg"], bayes=bayes, title=f"{first.name}: test NE against FLOPs")
     write_atomically(parent / "sweep.json", study.to_json() + "\n")
     report = parent / "sweep.html"
     write_atomically(report, sweep_page(first.name, study, bayes))
     return Sweep(parent, study, plot, report)
+
+
+def _measured(runs: Sequence[Run], folder: Path) -> list[scaling_laws.MeasuredRun]:
+    found = scaling_laws.measure(runs)
+    if not any(math.isfinite(run.value) for run in found):
+        raise DataError(
+            "no run has a finite NE on the test split, whose labels are of one class",
+            where=str(folder),
+            remedy="give the test split more rows (data.fractions), and the sweep another folder",
+        )
+    return found
 
 
 def _ranking_recipe(source: str | Path, overrides: Sequence[str]) -> RankingRecipe:

@@ -56,7 +56,7 @@ _NAMES = Names(
 )
 _ROTATED = ("attention.query.weight", "attention.key.weight")
 _SHARED = ("attention.key.weight", "attention.value.weight")
-_BY_INPUT = ("attention.output.weight", "feed_forward.down.weight")
+_BY_INPUT: tuple[str, ...] = ("attention.output.weight", "feed_forward.down.weight")
 
 
 class Consolidated(Source):
