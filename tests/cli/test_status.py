@@ -74,15 +74,15 @@ def test_what_is_no_run_is_refused(cli: Any, tmp_path: Path) -> None:
         assert f"{name}: is not a run folder" in done.err
 
 
-def test_a_training_that_ends_while_it_is_read_was_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_run("runs/ends")
+def test_a_training_that_ends_while_it_is_read_was_not_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = make_run(str(tmp_path / "ends"))
 
     def writer(self: Run) -> str:
         run.write_status("finished", 3000, 3000)  # and then the lock is free
         return ""
 
     monkeypatch.setattr(Run, "writer", writer)
-    assert run_states(["runs/ends"])[0].state == "finished"
+    assert run_states([run.folder])[0].state == "finished"
 
 
 def test_a_folder_of_somebody_else_is_passed_over(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
