@@ -60,9 +60,9 @@ def recommenders(console: Console, quick: bool) -> dict[str, Any]:
     }
 
 
-def _beside_published(devices: int, batch: int, records_per_s: float) -> dict[str, Any]:
-    """Compare a step of the model of that table: one id a table, dot products, SGD."""
-    work = Recommender(
+def criteo(batch: int) -> Recommender:
+    """Return the model of that table: one id a table, dot products, SGD."""
+    return Recommender(
         tables=tuple(Tables(rows=rows, dim=128) for rows in CRITEO_ROWS),
         dense=13,
         bottom=(512, 256, 128),
@@ -71,8 +71,11 @@ def _beside_published(devices: int, batch: int, records_per_s: float) -> dict[st
         optimizer_bytes=0,
         dense_bytes=8,
     )
+
+
+def _beside_published(devices: int, batch: int, records_per_s: float) -> dict[str, Any]:
     host = clusters.load("a100-node").changed(A100_40GB)
-    simulated = RecommenderExplorer(work, host, devices=devices).production().seconds
+    simulated = RecommenderExplorer(criteo(batch), host, devices=devices).production().seconds
     published = batch / records_per_s
     return {
         "devices": devices,

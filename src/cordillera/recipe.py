@@ -564,7 +564,8 @@ def write_recipe(
     out, path = Path(out), [path] if isinstance(path, str) else path
     if out.exists():
         raise DataError("already exists", where=str(out), remedy="name another file with --out")
-    check_is_log(files := expand_paths(tuple(path)))
+    files = expand_paths(tuple(path))
+    check_is_log(files)
     any_schema = Schema(labels=("label",), dense=(DenseFeature(name="value"),))
     kind = format_of(files)
     separator = separator or guess_separator(files[0], kind)

@@ -300,12 +300,12 @@ _BESIDE_WEIGHTS = re.compile(
 
 def _is_checkpoint(folder: Path) -> bool:
     """Return whether a folder holds a whole checkpoint and no other file, which would be lost with it."""
-    names = {path.name for path in folder.iterdir() if path.is_file()}
+    if any(path.is_dir() for path in folder.iterdir()):
+        return False
+    names = {path.name for path in folder.iterdir()}
     weights = {name for name in names if _WEIGHTS.fullmatch(name)}
-    others = [
-        path for path in folder.iterdir() if path.name not in weights and not _BESIDE_WEIGHTS.fullmatch(path.name)
-    ]
-    return bool(weights and names & {"config.json", "params.json"}) and not others
+    is_whole = bool(weights and names & {"config.json", "params.json"})
+    return is_whole and all(_BESIDE_WEIGHTS.fullmatch(name) for name in names - weights)
 
 
 def _check_room(path: Path, size: int) -> None:
