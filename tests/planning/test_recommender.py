@@ -543,8 +543,9 @@ def test_published_throughput_is_missed_by_as_much_as_the_docs_say(
 ) -> None:
     """facebookresearch/dlrm, torchrec_dlrm/README, 2022: A100 of 40 GB, TF32 as PyTorch had it then; published.
 
-    About as fast at the smallest batch, a quarter to a third faster at the others. No constant was fitted to them, but the host's
-    time for a linear layer was chosen with them in view; this holds what the docs say and is no proof of accuracy.
+    About as fast at the smallest batch, a quarter to a third faster at the others. No constant was fitted to them, but
+    the host's time for a linear layer was chosen with them in view; this holds what the docs say and is no proof of
+    accuracy.
     """
     host = topology.load("a100-node").changed(A100_40GB)
     plan = RecommenderExplorer(criteo(batch), host, devices=devices).production()
