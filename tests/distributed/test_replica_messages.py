@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ from cordillera.errors import CheckpointError, CordilleraError, PeerError, PlanE
 
 TOKEN, JOB = b"secret", "configuration"
 RULES = CoordinationRules(2, lease_s=0.5, grace_s=2.0, start_s=1.0)
+PATIENT = replace(RULES, lease_s=30.0, grace_s=30.0)  # nobody is left out because the processors are busy
 
 
 def pair() -> tuple[Channel, Channel]:
@@ -306,21 +308,20 @@ def test_another_configuration_or_secret_is_refused_by_name() -> None:
 
 def test_a_replica_that_others_do_not_reach_is_named_with_the_time_for_which_it_is_left_out() -> None:
     heard: list[dict[str, Any]] = []
-    with served(Coordinator(RULES, JOB, TOKEN, hear=heard.append)) as coordinator:
+    with served(Coordinator(PATIENT, JOB, TOKEN, hear=heard.append)) as coordinator:
         links, held = {name: link_to(coordinator, name) for name in ("r0", "r1")}, initial_commit(JOB)
         for name, link in links.items():
             link.ask(Ask(name, held))
-        while not any(event["kind"] == "isolated" for event in heard):
-            answers = {name: link.answer(20.0) for name, link in links.items()}
-            assert None not in answers.values()
+        for _ in range(3):  # attempts with the same members
+            assert {answer(link).membership.members for link in links.values()} == {("r0", "r1")}
             for name, link in links.items():
                 link.ask(Ask(name, held, discarded=True, missed=tuple(links.keys() - {name})))
-            time.sleep(0.1)
+        assert answer(links["r0"]).membership.members == ("r0",)
         for link in links.values():
             link.close()
     found = [event for event in heard if event["kind"] == "isolated"]
     assert found == [{"kind": "isolated", "replica": "r1", "why": found[0]["why"]}]
-    assert found[0]["why"] == f"others did not reach it; steps are taken without it for {RULES.start_s:.0f} s"
+    assert found[0]["why"] == f"others did not reach it; steps are taken without it for {PATIENT.start_s:.0f} s"
 
 
 def test_strangers_do_not_hold_up_the_service() -> None:
@@ -354,16 +355,16 @@ def test_the_newer_of_two_processes_of_one_name_stays() -> None:
 
 def test_a_coordinator_goes_on_from_its_log_and_replicas_find_it(tmp_path: Path) -> None:
     log, start = tmp_path / "log", initial_commit(JOB)
-    first = Coordinator(RULES, JOB, TOKEN, log=CoordinatorLog(log))
+    first = Coordinator(PATIENT, JOB, TOKEN, log=CoordinatorLog(log))
     port = int(first.address.split(":")[1])
     with served(first):
-        links = {name: link_to(first, name, patience_s=10.0) for name in ("r0", "r1")}
+        links = {name: link_to(first, name, patience_s=30.0) for name in ("r0", "r1")}
         for name, link in links.items():
             link.ask(Ask(name, start))
         states = {name: answer(link).membership.result for name, link in links.items()}
         epoch = states["r0"].epoch
     assert states["r0"] == states["r1"]
-    with served(Coordinator(RULES, JOB, TOKEN, log=CoordinatorLog(log), port=port)):
+    with served(Coordinator(PATIENT, JOB, TOKEN, log=CoordinatorLog(log), port=port)):
         links["r0"].ask(Ask("r0", states["r0"]))  # the first to come back does not go on alone
         time.sleep(0.1)
         links["r1"].ask(Ask("r1", states["r1"]))
