@@ -9,7 +9,6 @@ import random
 import re
 import resource
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
@@ -294,7 +293,9 @@ def test_a_killed_run_names_the_newest_checkpoint_on_disk_not_the_step_of_its_st
     assert run.read_json("status.json").keys() == {"ended", "step", "steps", "why", "records"}
 
 
-def test_the_writer_of_a_run_is_told_without_writing_and_a_reader_does_not_keep_training_from_beginning(run):
+def test_the_writer_of_a_run_is_told_without_writing_and_a_reader_does_not_keep_training_from_beginning(
+    run, monkeypatch
+):
     assert run.writer() == ""
     assert not (run.folder / ".lock").exists()
     with run.lock():
@@ -302,6 +303,6 @@ def test_the_writer_of_a_run_is_told_without_writing_and_a_reader_does_not_keep_
     assert run.writer() == ""
     with open(run.folder / ".lock", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
-        threading.Timer(0.01, fcntl.flock, (file, fcntl.LOCK_UN)).start()
+        monkeypatch.setattr(run_module.time, "sleep", lambda _: fcntl.flock(file, fcntl.LOCK_UN))
         with run.lock():
             assert run.writer() == str(os.getpid())

@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,23 @@ from tests.distributed.test_chaos import Job, job, sleeps  # noqa: F401
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals go through pidfd")
 
 
+def _after_a_fault(job: Job, call: Callable[[], object]) -> None:  # noqa: F811
+    """Call a function once a fault was done."""
+
+    def wait() -> None:
+        while not job.told():
+            time.sleep(0.01)
+        call()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def test_a_plan_is_done_and_printed(cli: Any, job: Job) -> None:  # noqa: F811
     Path("plan.toml").write_text(
         '[[fault]]\nwhat = "stop"\nreplica = "r0"\nseconds = 0.2\n'
         '[[fault]]\nwhat = "kill"\nreplica = "r1"\nrank = 0\nat_step = 7\n'
     )
-    threading.Timer(0.5, job.step, (7,)).start()
+    _after_a_fault(job, lambda: job.step(7))
     result = cli("chaos", job.run.folder, "--plan", "plan.toml")
     assert result.code == 0, result.err
     first, second, last = result.out.splitlines()
@@ -42,7 +55,7 @@ def test_options_make_a_plan(cli: Any, job: Job) -> None:  # noqa: F811
 
 
 def test_an_interruption_says_how_far_it_came(cli: Any, job: Job) -> None:  # noqa: F811
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    _after_a_fault(job, lambda: os.kill(os.getpid(), signal.SIGINT))
     result = cli("chaos", job.run.folder, "--stop", "r0", "--seconds", 60)
     assert result.code == 130
     assert "interrupted: 1 of 1 faults were done; what was stopped goes on" in result.err

@@ -221,7 +221,7 @@ def test_a_killed_run_resumes_to_the_same_bits(cli, recipe, tmp_path, number, pr
         "--set",
         f"training.precision={precision}",
         "--set",
-        "training.epochs=20",
+        "training.epochs=100",
         "--set",
         "training.checkpoint_every=3",
     ]
@@ -238,7 +238,7 @@ def test_a_killed_run_resumes_to_the_same_bits(cli, recipe, tmp_path, number, pr
     assert not (killed / "evaluation.json").exists()
     resumed = cli("train", killed, "--resume", "-q")
     assert resumed.code == 0, resumed.err
-    a, b = (checkpoints.load(checkpoints.folder_of(p / "checkpoints", 160)) for p in (tmp_path / "runs/whole", killed))
+    a, b = (checkpoints.load(checkpoints.folder_of(p / "checkpoints", 800)) for p in (tmp_path / "runs/whole", killed))
     assert a.tensors.keys() == b.tensors.keys()
     for name, tensor in a.tensors.items():
         assert tensor.equal(b.tensors[name]), name
@@ -255,7 +255,7 @@ def test_lines_tell_how_far_scoring_is_where_there_is_no_terminal(cli, recipe, t
     score = workflows.predict
 
     def slowly(*given, on_rows, **options):
-        return score(*given, on_rows=lambda rows: (on_rows(rows), time.sleep(0.2)), **options)
+        return score(*given, on_rows=lambda rows: (on_rows(rows), time.sleep(2)), **options)
 
     monkeypatch.setattr(workflows, "predict", slowly)
     scored = cli("predict", "runs/a", "log.csv", "--out", "scores.csv")

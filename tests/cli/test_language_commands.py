@@ -390,7 +390,7 @@ def test_a_run_of_two_processes_goes_on_in_one(cli, recipe, tmp_path):
 
 @pytest.mark.slow
 def test_training_ends_and_is_saved_when_its_hours_are_over(recipe, tmp_path):
-    process = start(recipe, tmp_path / "a", "--hours", "0.004", "--set", "training.steps=100000")
+    process = start(recipe, tmp_path / "a", "--hours", "0.02", "--set", "training.steps=100000")
     said = process.communicate(timeout=240)[0]
     assert process.returncode == 130, said
     step = int(re.search(r"interrupted at step ([\d,]+); everything is saved", said)[1].replace(",", ""))

@@ -321,11 +321,11 @@ def test_a_server_without_a_key_that_others_reach_is_warned_about(
 
 @pytest.mark.slow
 def test_a_server_behind_a_proxy_leaves_before_it_stops(start: Callable[..., Server], folder: Path) -> None:
-    server = start(folder, "--leave", "3", "--access-log")
+    server = start(folder, "--leave", "15", "--access-log")
     with httpx.Client(base_url=server.address(), timeout=SECONDS) as plain:
         assert plain.get("/health").status_code == 200
         server.process.send_signal(signal.SIGHUP)
-        eventually(lambda: "answers for 3 s more" in server.said, "it says nothing", SECONDS)
+        eventually(lambda: "answers for 15 s more" in server.said, "it says nothing", SECONDS)
         assert plain.get("/health").status_code == 503
         assert plain.get("/live").status_code == 200
         models = plain.get("/v1/models")

@@ -35,24 +35,24 @@ def ends_soon() -> bool:
 
 
 class Spoilt(TextBatches):
-    """Its third iteration cannot be read, or takes long."""
+    """Its third iteration cannot be read, or takes until an event."""
 
-    seconds: float | None = None
+    until: threading.Event | None = None
 
     def __next__(self) -> TextIteration:
         one = super().__next__()
         if one.number == 2:
-            if self.seconds is None:
+            if self.until is None:
                 raise DataError("the disk has gone", where="shard-00001.tokens")
-            time.sleep(self.seconds)
+            assert self.until.wait(60)
         return one
 
 
-def spoilt(seconds: float | None = None) -> Spoilt:
+def spoilt(until: threading.Event | None = None) -> Spoilt:
     made = plain()
     made.__class__ = Spoilt
     assert isinstance(made, Spoilt)
-    made.seconds = seconds
+    made.until = until
     return made
 
 
@@ -114,11 +114,14 @@ def test_only_the_own_microbatches_are_read() -> None:
 
 
 def test_nobody_waits_for_ever() -> None:
-    read = PrefetchedBatches(spoilt(seconds=0.4), ahead=2, deadline_s=0.1)
+    until = threading.Event()
+    read = PrefetchedBatches(spoilt(until), ahead=2)
     next(read), next(read)
+    read.deadline_s = 0.1
     with pytest.raises(DataError, match=r"within 0\.1 s"):
         next(read)
-    read.deadline_s = 5
+    read.deadline_s = 60
+    until.set()
     read.close()
     assert not threads()
 

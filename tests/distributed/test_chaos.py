@@ -171,12 +171,16 @@ class Job:
 
     def start(self, name: str) -> subprocess.Popen[str]:
         if name == "coordinator":
-            process = sleeper("python")
+            process = self._began(name, sleeper("python"))
             self.logs["launcher"].write("coordinator", process=process.pid, port=1)
         else:
-            process = sleeper()
+            process = self._began(name, sleeper())
             self.logs["launcher"].write("started", replica=name, attempt=1)
             self.logs[name].write("joined", step=0, epoch=0, processes=[process.pid])
+        return process
+
+    def _began(self, name: str, process: subprocess.Popen[str]) -> subprocess.Popen[str]:
+        """Note a process before the log names it, which is when it may be killed."""
         self.processes[name] = process
         self.started.append(process)
         return process
@@ -264,10 +268,14 @@ def test_a_fault_comes_after_its_step_and_is_recorded(job: Job) -> None:
 
 
 def test_a_fault_waits_for_the_successor_of_a_process_that_ended(job: Job) -> None:
-    first = job.processes["r0"]
-    threading.Timer(0.5, lambda: job.start("r0")).start()
+    first, before = job.processes["r0"], len(job.started)
     kill = Fault(what="kill", replica="r0")
-    assert not injected(job, kill, kill)
+
+    def succeed(_: InjectedFault) -> None:
+        if len(job.started) == before:
+            threading.Timer(0.3, lambda: job.start("r0")).start()
+
+    assert not injected(job, kill, kill, on_fault=succeed)
     assert first.wait(10) == -signal.SIGKILL
     assert job.processes["r0"] is not first
     assert job.processes["r0"].wait(10) == -signal.SIGKILL
@@ -275,13 +283,21 @@ def test_a_fault_waits_for_the_successor_of_a_process_that_ended(job: Job) -> No
 
 def test_a_stopped_process_goes_on_when_all_that_stop_it_are_over(job: Job) -> None:
     process, seen = job.processes["r0"], []
-    short, long = (Fault(what="stop", replica="r0", seconds=seconds) for seconds in (0.2, 1.5))
-    threading.Timer(0.9, lambda: seen.append(state(process))).start()
+    short, long = (Fault(what="stop", replica="r0", seconds=seconds) for seconds in (0.2, 3.0))
+
+    def look() -> None:
+        while not job.told("fault over"):
+            time.sleep(0.01)
+        seen.append(state(process))
+
+    thread = threading.Thread(target=look)
+    thread.start()
     assert not injected(job, short, long)
+    thread.join()
     assert seen == ["T"]
     assert sleeps(process)
     first, second = (event["seconds"] for event in job.told("fault over"))
-    assert 0.2 <= first < 1.5 <= second
+    assert 0.2 <= first < 3.0 <= second
 
 
 def test_a_slow_process_runs_in_its_part_of_the_time(job: Job) -> None:
@@ -297,7 +313,7 @@ def test_a_slow_process_runs_in_its_part_of_the_time(job: Job) -> None:
     assert not injected(job, Fault(what="slow", replica="r0", seconds=2.0, factor=4.0))
     is_over.set()
     thread.join()
-    assert 0.5 < seen.count("T") / len(seen) < 0.95
+    assert 0.3 < seen.count("T") / len(seen) < 0.98  # 0.75, where no other process takes the processors
     assert sleeps(job.processes["r0"])
     assert sleeps(process)
 
@@ -377,8 +393,12 @@ def test_a_cut_and_a_full_disk_come_over_a_process_of_the_job(job: Job, monkeypa
     monkeypatch.setattr(JobProcess, "cut", lambda self: 3 * (self.pid == job.processes["r1"].pid))
     fill = Fault(what="full-disk", replica="r0", seconds=0.3)
     before = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
-    threading.Timer(0.15, lambda: limits.append(resource.prlimit(process.pid, resource.RLIMIT_FSIZE))).start()
-    assert not injected(job, fill, Fault(what="cut", replica="r1"))
+
+    def look(one: InjectedFault) -> None:
+        if one.fault.what == "full-disk":
+            limits.append(resource.prlimit(process.pid, resource.RLIMIT_FSIZE))
+
+    assert not injected(job, fill, Fault(what="cut", replica="r1"), on_fault=look)
     assert limits == [(0, before[1])]
     assert resource.prlimit(process.pid, resource.RLIMIT_FSIZE) == before
     filled, cut = job.told()
@@ -417,9 +437,13 @@ def test_nothing_stays_stopped_after_an_error(job: Job) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_nothing_stays_stopped_after_an_interruption(job: Job, number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    threading.Timer(0.4, os.kill, (os.getpid(), number)).start()
+
+    def interrupt(one: InjectedFault) -> None:
+        if one.fault.replica == "r1":
+            threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+
     with pytest.raises(KeyboardInterrupt):
-        injected(job, *(Fault(what="stop", replica=name, seconds=60) for name in ("r0", "r1")))
+        injected(job, *(Fault(what="stop", replica=name, seconds=60) for name in ("r0", "r1")), on_fault=interrupt)
     assert sleeps(*job.processes.values())
     assert signal.getsignal(number) is before
 
@@ -433,10 +457,9 @@ def test_the_injection_ends_with_the_job(tmp_path: Path) -> None:
             process = made.start(name)
             stack.callback(process.communicate)
             stack.callback(process.kill)
-        threading.Timer(0.4, lock.close).start()
         stop = Fault(what="stop", replica="r0", rank=0, seconds=60)
         late = Fault(what="kill", replica="r1", rank=0, at_step=9)
-        assert injected(made, stop, late) == [late]
+        assert injected(made, stop, late, on_fault=lambda _: threading.Timer(0.2, lock.close).start()) == [late]
         assert sleeps(made.processes["r0"])
         with pytest.raises(RunError, match="no process on this machine trains it"):
             find_job(made.run.folder)

@@ -481,7 +481,7 @@ def test_what_does_not_fit_is_refused_by_name(executed: dict[int, dict[str, Any]
 @needs_gloo
 @pytest.mark.slow
 def test_a_peer_that_hangs_or_dies_is_named_in_time(tmp_path: Path) -> None:
-    ended = run_processes(3, tmp_path, run_into_faults, 90)
+    ended = run_processes(3, tmp_path, run_into_faults, 120)
     assert ended.codes == [0, -signal.SIGKILL, 0], ended.said
     for rank in (0, 2):
         for name in ("hangs", "dies"):

@@ -85,7 +85,7 @@ def train(rank: int, folder: str, kind: str, seed: int) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_rank_that_failed_is_blamed(kind: str, seed: int, tmp_path: Path) -> None:
     victim, _ = struck(kind, seed)
-    ended = run_processes(RANKS, tmp_path, partial(train, kind=kind, seed=seed), 60)
+    ended = run_processes(RANKS, tmp_path, partial(train, kind=kind, seed=seed), 120)
     assert {other for other in range(RANKS) if other != victim} <= set(ended.found), ended.said
     found = blame(read_traces(tmp_path / "traces"))
     most = 2 if kind == "mismatch" else 1  # of two that differ, both are named if no other has called it yet

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import queue
+import re
 import shutil
 import socket
 import subprocess
@@ -14,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -51,14 +52,14 @@ from cordillera.errors import CheckpointError, CordilleraError, PeerError, PlanE
 
 TOKEN, JOB = b"secret", "configuration"
 RULES = CoordinationRules(2, lease_s=0.5, grace_s=2.0, start_s=1.0)
-PATIENT = replace(RULES, lease_s=30.0, grace_s=30.0)  # nobody is left out because the processors are busy
+PATIENT = CoordinationRules(2, lease_s=30.0, grace_s=30.0, start_s=30.0)  # for processors that others use as well
 
 
 def pair() -> tuple[Channel, Channel]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         one = socket.create_connection(listener.getsockname())
         other, _ = listener.accept()
-    return Channel(one, "one", 2.0), Channel(other, "other", 2.0)
+    return Channel(one, "one", 30.0), Channel(other, "other", 30.0)
 
 
 @contextlib.contextmanager
@@ -74,7 +75,7 @@ def served(coordinator: Coordinator) -> Iterator[Coordinator]:
 
 
 def link_to(coordinator: Coordinator, name: str, **others: Any) -> CoordinatorLink:
-    given = {"configuration": JOB, "token": TOKEN, "beat_s": 0.1, "patience_s": 2.0, **others}
+    given = {"configuration": JOB, "token": TOKEN, "beat_s": 0.1, "patience_s": 30.0, **others}
     return CoordinatorLink(coordinator.address, given.pop("token"), name, given.pop("configuration"), [name], **given)
 
 
@@ -140,7 +141,7 @@ def test_a_secret_is_proved_by_both_sides() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(5)
+            thread.join(30)
         assert len(failed) == (0 if passes else 2)
         assert all("does not know the secret" in str(error) for error in failed)
 
@@ -165,14 +166,14 @@ def test_who_sends_half_a_message_is_named_at_the_deadline() -> None:
     began = time.monotonic()
     with pytest.raises(MessageError, match=r"one: sent nothing for 0\.2 s"):
         one.receive()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 10.0
     other.close()
     with pytest.raises(MessageError, match="closed the connection"):
         one.receive()
 
 
 def test_two_replicas_take_a_step_together() -> None:
-    with served(Coordinator(RULES, JOB, TOKEN)) as coordinator:
+    with served(Coordinator(PATIENT, JOB, TOKEN)) as coordinator:
         links = [link_to(coordinator, name) for name in ("r1", "r0")]
         for link, name in zip(links, ("r1", "r0"), strict=True):
             link.ask(Ask(name, initial_commit(JOB)))
@@ -185,8 +186,7 @@ def test_two_replicas_take_a_step_together() -> None:
 
 
 def test_a_replica_that_ends_is_not_awaited_for_its_lease() -> None:
-    rules = CoordinationRules(2, lease_s=30.0, grace_s=30.0)
-    with served(Coordinator(rules, JOB, TOKEN)) as coordinator:
+    with served(Coordinator(PATIENT, JOB, TOKEN)) as coordinator:
         one, other = link_to(coordinator, "r0"), link_to(coordinator, "r1")
         for link, name in ((one, "r0"), (other, "r1")):
             link.ask(Ask(name, initial_commit(JOB)))
@@ -197,7 +197,7 @@ def test_a_replica_that_ends_is_not_awaited_for_its_lease() -> None:
         other._is_closed.set()  # or its thread would connect again
         other._channel.connection.shutdown(socket.SHUT_RDWR)  # as when its process is killed
         assert answer(one).membership.members == ("r0",)
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 10.0
         one.close()
 
 
@@ -214,18 +214,21 @@ class NoState:
         raise AssertionError("nobody has another state")
 
 
-@pytest.mark.parametrize("saved_s", [None, 0.0, 0.3], ids=["never", "before it asks", "while it waits"])
-def test_a_replica_does_not_train_from_a_checkpoint_once_there_is_a_newer_one(saved_s: float | None) -> None:
+@pytest.mark.parametrize("saved", [None, 1, 2], ids=["never", "before it asks", "while it waits"])
+def test_a_replica_does_not_train_from_a_checkpoint_once_there_is_a_newer_one(saved: int | None) -> None:
     """The others may have gone on, saved and left, while it restored the one before."""
     tolerance = FaultToleranceConfig(replicas=2, deadline_s=1.0, start_s=1.0)
-    checkpoints, restored = [75], Commit(3, 75, "restored")
+    checkpoints, restored, looks = [75], Commit(3, 75, "restored"), itertools.count()
+
+    def newest() -> int:
+        """The newest checkpoint at each look: when it is made, before it asks, after the answer."""
+        return max(checkpoints) if saved is None or next(looks) < saved else 83
+
     with served(Coordinator(tolerance.rules, JOB, TOKEN)) as coordinator:
         place = ReplicaPlace("r1", coordinator.address, TOKEN, JOB)
-        mesh, newest = ProcessMesh(ParallelConfig()), lambda: max(checkpoints)
+        mesh = ProcessMesh(ParallelConfig())
         with Replica(place, tolerance, mesh, NoState(), restored, restored=75, durable=newest) as replica:
-            if saved_s is not None:
-                threading.Timer(saved_s, checkpoints.append, [83]).start()
-                time.sleep(0.1)
+            if saved is not None:
                 with pytest.raises(PeerError, match="step 75, and a newer checkpoint"):
                     replica.begin()
                 return
@@ -321,7 +324,7 @@ def test_a_replica_that_others_do_not_reach_is_named_with_the_time_for_which_it_
             link.close()
     found = [event for event in heard if event["kind"] == "isolated"]
     assert found == [{"kind": "isolated", "replica": "r1", "why": found[0]["why"]}]
-    assert found[0]["why"] == f"others did not reach it; steps are taken without it for {PATIENT.start_s:.0f} s"
+    assert re.fullmatch(r"others did not reach it; steps are taken without it for [23]\d s", found[0]["why"])
 
 
 def test_strangers_do_not_hold_up_the_service() -> None:
@@ -358,7 +361,7 @@ def test_a_coordinator_goes_on_from_its_log_and_replicas_find_it(tmp_path: Path)
     first = Coordinator(PATIENT, JOB, TOKEN, log=CoordinatorLog(log))
     port = int(first.address.split(":")[1])
     with served(first):
-        links = {name: link_to(first, name, patience_s=30.0) for name in ("r0", "r1")}
+        links = {name: link_to(first, name) for name in ("r0", "r1")}
         for name, link in links.items():
             link.ask(Ask(name, start))
         states = {name: answer(link).membership.result for name, link in links.items()}
@@ -422,7 +425,7 @@ def on_another_machine(
 @pytest.mark.slow
 def test_a_network_that_drops_everything_in_silence_is_as_a_coordinator_that_ended() -> None:
     with on_another_machine(lambda host: Coordinator(RULES, JOB, TOKEN, host=host)) as (coordinator, cable):
-        links = {name: link_to(coordinator, name, patience_s=1.0) for name in ("r0", "r1")}
+        links = {name: link_to(coordinator, name, patience_s=5.0) for name in ("r0", "r1")}
         for name, link in links.items():
             link.ask(Ask(name, initial_commit(JOB)))
         state = [answer(link).membership.result for link in links.values()].pop()
@@ -432,7 +435,7 @@ def test_a_network_that_drops_everything_in_silence_is_as_a_coordinator_that_end
         time.sleep(0.8)  # longer than signs of life may be unconfirmed
         cable("up")
         together: dict[str, Membership] = {}  # the first to be back may take steps alone before
-        until = time.monotonic() + 5
+        until = time.monotonic() + 20
         while len(together) < 2 and time.monotonic() < until:
             for name, link in links.items():
                 if (found := link.answer(0.05)) is not None:
@@ -446,9 +449,9 @@ def test_a_network_that_drops_everything_in_silence_is_as_a_coordinator_that_end
         for name, link in links.items():
             link.ask(Ask(name, together[name].result))
         for link in links.values():
-            with pytest.raises(PeerError, match="no other came within 1 s"):
+            with pytest.raises(PeerError, match="no other came within 5 s"):
                 answer(link)
-        assert 1.0 < time.monotonic() - began < 5.0
+        assert 5.0 < time.monotonic() - began < 20.0
         for link in links.values():
             link.close()
 
@@ -519,6 +522,9 @@ def test_nobody_hears_of_a_decision_that_is_not_on_the_disk(tmp_path: Path, monk
         link = link_to(coordinator, "r0")
         link.ask(Ask("r0", initial_commit(JOB)))
         assert link.answer(0.5) is None
+        until = time.monotonic() + 30
+        while not heard and time.monotonic() < until:
+            time.sleep(0.01)
         assert heard[0]["kind"] == "waiting"
         full[0] = False
         assert answer(link).membership.members == ("r0",)
@@ -657,7 +663,7 @@ def test_no_decision_follows_a_clock_that_jumps(tmp_path: Path, monkeypatch: pyt
     real, jumps = time.time, iter(range(10**6))
     log = EventLog(tmp_path / FOLDER / "r0.jsonl")
     monkeypatch.setattr(time, "time", lambda: real() + 86_400 * (2 if next(jumps) % 2 else -2))
-    with served(Coordinator(RULES, JOB, TOKEN)) as coordinator:
+    with served(Coordinator(PATIENT, JOB, TOKEN)) as coordinator:
         links = {name: link_to(coordinator, name) for name in ("r0", "r1")}
         head = initial_commit(JOB)
         for step in range(1, 5):
@@ -669,7 +675,7 @@ def test_no_decision_follows_a_clock_that_jumps(tmp_path: Path, monkeypatch: pyt
             head = found[0].result
             assert head.step == step
             log.write("step", step=step)
-            time.sleep(RULES.lease_s / 2)
+            time.sleep(0.25)
         for link in links.values():
             link.close()
     assert [event["step"] for event in read_events(tmp_path)] == [1, 2, 3, 4]

@@ -90,7 +90,7 @@ def kept(parallel: ParallelConfig) -> int:
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    ended = run_processes(RANKS, tmp_path_factory.mktemp("tensor"), work, 60)
+    ended = run_processes(RANKS, tmp_path_factory.mktemp("tensor"), work, 120)
     assert ended.codes == [0] * RANKS, ended.said
     return ended.found
 

@@ -145,7 +145,7 @@ def _real(rank: int, folder: str) -> dict[str, Any]:
 
 @needs_gloo
 def test_two_hosts_of_two_processes_do_as_virtual_ranks(tmp_path: Path) -> None:
-    ended = run_processes(4, tmp_path, _real, 60)
+    ended = run_processes(4, tmp_path, _real, 120)
     assert ended.codes == [0] * 4, ended.said
     case = Case(2, 2)
     case.check(ended.found)

@@ -118,7 +118,7 @@ def _gloo(rank: int, folder: str) -> dict[str, Any]:
 @pytest.mark.slow
 @needs_gloo
 def test_traces_of_torch_itself_name_who_has_not_joined(tmp_path: Path) -> None:
-    ended = run_processes(2, tmp_path, _gloo, 60)
+    ended = run_processes(2, tmp_path, _gloo, 120)
     assert ended.codes == [0, 0], ended.said
     for form in ("pickle", "json"):
         traces = read_traces(tmp_path / form)

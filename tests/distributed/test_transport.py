@@ -508,10 +508,10 @@ def test_ranks_that_do_not_agree_are_told_what_the_other_does(length: int) -> No
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    with Group(3, timeout=timedelta(seconds=0.3)) as group:
+    with Group(3, timeout=timedelta(seconds=4)) as group:
         begun = time.monotonic()
         errors = group.each(lambda rank, one: summed(one, torch.ones(9)) if rank < 2 else None)
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 20
     assert "awaited: rank 2" in errors[0].what
     assert errors[2] is None
 
@@ -548,15 +548,15 @@ def test_an_abort_ends_every_wait_at_once_and_the_first_reason_counts() -> None:
             return time.monotonic()
 
         ended = group.each(call)
-    assert max(ended) - ended[2] < 0.1
+    assert max(ended) - ended[2] < 5  # the limit of an operation is 20 s
 
 
 def test_a_rank_that_has_just_come_hears_why_the_other_gave_up() -> None:
     ours, theirs = socket.socketpair()
     with Group(2) as group, ours, theirs:
         communicator = group.groups[0].communicator
+        assert communicator._driver.acquire(timeout=10)  # so that the thread that drives does not begin
         waited = group.groups[0].recv([torch.ones(3)], 1)
-        assert communicator._driver.acquire(timeout=10)
         communicator._met.append(Meeting(1, ours, None))
         communicator._progress.give_up("rank 1 ended")
         communicator._fail()
@@ -728,18 +728,20 @@ def test_a_frame_that_is_lost_doubled_or_late_gives_an_error_or_the_sum(
     path, length = SENT[kind]
     given = [torch.arange(length, dtype=torch.float32) * (rank + 1) for rank in range(2)]
     began = time.monotonic()
-    with Group(2, path, timedelta(seconds=1)) as group:
+    with Group(2, path) as group:
         group.each(lambda rank, one: summed(one, torch.ones(9)))
+        for one in group.groups:
+            one.set_timeout(timedelta(seconds=3))
         monkeypatch.setattr(Connection, "send", send)
         found = [group.each(lambda rank, one: summed(one, given[rank].clone())) for _ in range(2)]
     assert next(count) > 1
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     for results in found:
         for result in results:
             assert isinstance(result, TransportError) or torch.equal(result, given[0] + given[1])
     if fate == "lost":
         errors = [str(one) for results in found for one in results if isinstance(one, TransportError)]
-        said = ("took longer than its timeout of 1 s; awaited: rank", "sent a fragment that nobody asked for")
+        said = ("took longer than its timeout of 3 s; awaited: rank", "sent a fragment that nobody asked for")
         assert any(one in text for text in errors for one in said), found
 
 
@@ -757,13 +759,13 @@ def test_a_store_that_goes_away_stops_only_ranks_that_have_not_met(met: bool) ->
     limit = timedelta(seconds=10)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores = [dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=limit) for _ in range(3)]
-    with Group(3, timeout=timedelta(seconds=1), stores=stores) as group:
+    with Group(3, timeout=timedelta(seconds=4), stores=stores) as group:
         if met:
             group.each(lambda rank, one: summed(one, torch.ones(9)))
         del server  # which closes all connections to it
         began = time.monotonic()
         found = group.each(lambda rank, one: summed(one, torch.ones(30_000)))
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 15
     for one in found:
         assert isinstance(one, TransportError) if not met else torch.equal(one, torch.full((30_000,), 3.0)), found
 

@@ -24,7 +24,7 @@ from cordillera.distributed.transport.progress import TransportError
 from tests.distributed.processes import needs_gloo, run_processes
 
 pytestmark = needs_gloo
-DEADLINE_S = 2.0
+DEADLINE_S = 10.0
 
 
 def ours(path: Any = "auto") -> Any:
@@ -127,11 +127,11 @@ def killed_at(rank: int, folder: str, event: int, path: str) -> dict[str, Any]:
 def test_when_a_rank_is_killed_the_others_know_in_time_and_go_on_without_it(
     event: int, path: str, tmp_path: Path
 ) -> None:
-    ended = run_processes(3, tmp_path, partial(killed_at, event=event, path=path), 60)
+    ended = run_processes(3, tmp_path, partial(killed_at, event=event, path=path), 120)
     assert ended.codes[1] == -signal.SIGKILL, ended.said
     assert set(ended.found) == {0, 2}, ended.said
     began = float((tmp_path / "killed").read_text())
     for found in ended.found.values():
         assert "rank 1" in found["said"]
-        assert found["at"] - began < DEADLINE_S + 0.5
+        assert found["at"] - began < DEADLINE_S
         assert found["left"] == 2.0 * (1 << 18)

@@ -131,14 +131,14 @@ def test_a_put_arrives_soon_while_the_other_rank_does_nothing() -> None:
             with Window(one, torch.zeros(1000)) as window:
                 begin = time.monotonic()
                 if rank:
-                    for _ in range(200):
+                    for _ in range(1000):
                         window.put(torch.ones(1000), 0)
                     window.signal(0)
                 else:
                     window.wait_signal(1)
                 return time.monotonic() - begin
 
-        assert max(group.each(call)) < 2.0  # looking every 20 ms, as without windows, would take 4 s
+        assert max(group.each(call)) < 10.0  # looking every 20 ms, as without windows, would take 20 s
 
 
 def test_what_cannot_be_is_refused_by_name() -> None:
@@ -205,10 +205,12 @@ def test_a_rank_does_not_trust_what_others_put() -> None:
 
 
 def test_a_signal_that_does_not_come_ends_the_wait() -> None:
+    both = threading.Barrier(2)
     with Group(2) as group:
 
         def call(rank: int, one: TransportProcessGroup) -> float:
             window = Window(one, torch.zeros(4))
+            both.wait(30)
             begin = time.monotonic()
             if not rank:
                 with pytest.raises(TransportError, match=r"wait_signal took longer than its timeout of 0\.3 s"):
@@ -218,7 +220,9 @@ def test_a_signal_that_does_not_come_ends_the_wait() -> None:
                     window.wait_signal(0)
             return time.monotonic() - begin
 
-        assert all(0.2 < one < 0.8 for one in group.each(call))
+        seconds = group.each(call)
+        assert seconds[0] > 0.2
+        assert max(seconds) < 10  # the limit of an operation is 20 s
 
 
 def test_threads_do_not_stay_behind_windows() -> None:
@@ -228,7 +232,7 @@ def test_threads_do_not_stay_behind_windows() -> None:
     before = count()
     with Group(2) as group:
         group.each(lambda rank, one: Window(one, torch.zeros(4)))
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 20
     while count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert count() <= before
@@ -259,7 +263,7 @@ def dies_while_it_puts(rank: int, folder: str) -> dict[str, Any]:
 
 @needs_gloo
 def test_a_rank_that_dies_while_it_puts_is_named_and_the_others_go_on(tmp_path: Path) -> None:
-    ended = run_processes(3, tmp_path, dies_while_it_puts, 60)
+    ended = run_processes(3, tmp_path, dies_while_it_puts, 120)
     assert ended.codes[2] == -signal.SIGKILL, ended.said
     assert set(ended.found) == {0, 1}, ended.said
     for rank, found in ended.found.items():

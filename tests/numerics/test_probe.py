@@ -168,7 +168,7 @@ def _gather(rank: int, folder: str) -> dict[str, Any]:
 
 @needs_gloo
 def test_ranks_end_with_the_statistics_of_all_samples(tmp_path: Path) -> None:
-    ended = run_processes(2, tmp_path, partial(_gather), 60)
+    ended = run_processes(2, tmp_path, partial(_gather), 120)
     assert len(ended.found) == 2, ended.said
     net = model()
     whole = RowStatistics(8)

@@ -230,7 +230,7 @@ def test_the_compiled_search_counts_time_and_memory_as_the_simulator_does(
 @pytest.mark.parametrize("latency", [0.5, 2.0, 4.0])
 def test_four_ranks_and_eight_microbatches_are_solved(latency: float) -> None:
     seconds, ways = StageSeconds.equal(4, 1, 2), boundaries(latency, latency, latency)
-    solved = optimal(range(4), 8, seconds, ways, [4] * 4, split_backward=True, time_limit_s=30)
+    solved = optimal(range(4), 8, seconds, ways, [4] * 4, split_backward=True, time_limit_s=240)
     assert solved.optimal
     assert solved.seconds == simulate(solved.schedule, seconds, ways).seconds
     assert solved.seconds == simulate(tuned(range(4), 8, seconds, ways, [4] * 4, True), seconds, ways).seconds

@@ -127,10 +127,10 @@ def test_only_the_end_of_long_records_is_read(run: Run) -> None:
         file.seek(0, os.SEEK_END)
         file.write(b"\n")
     run.log(TRAIN | {"step": 9, "tokens": 100})
-    began = time.perf_counter()
+    began = time.process_time()
     (found,) = run_states([run.folder])
     assert (found.step, found.loss) == (9, 0.5)
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
 
 
 def test_runs_of_a_folder_are_listed_by_name_and_a_damaged_one_does_not_hide_the_others(run: Run) -> None:

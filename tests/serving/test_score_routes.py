@@ -68,7 +68,7 @@ class Held:
         return self.compute(requests)
 
     def __enter__(self):
-        self.first = self.service.submit(self.service.read(rows(1)))
+        self.first = self.service.submit(self.service.read(rows(1)), timeout=60)
         assert self.entered.wait(5)
         return self
 

@@ -303,12 +303,14 @@ def test_tools_and_their_answers_become_text_of_the_prompt(client: openai.OpenAI
 
 def test_a_request_is_answered_within_milliseconds_on_a_connection_that_is_kept(plain: httpx.Client) -> None:
     plain.get("/health")
-    times = []
-    for _ in range(25):
+
+    def seconds() -> float:
         started = time.perf_counter()
         assert plain.get("/health").json() == {"status": "ok"}
-        times.append(time.perf_counter() - started)
-    assert statistics.median(times) < 0.03  # 0.04 s where the kernel waits to send the answer's body
+        return time.perf_counter() - started
+
+    # 0.04 s every time, where the kernel waits to send the answer's body
+    assert min(statistics.median(seconds() for _ in range(9)) for _ in range(9)) < 0.03
 
 
 def test_metrics_count_what_was_answered(client: openai.OpenAI, plain: httpx.Client, service: TextService) -> None:
@@ -326,9 +328,9 @@ def test_metrics_count_what_was_answered(client: openai.OpenAI, plain: httpx.Cli
 
 @pytest.fixture
 def slow(service: TextService, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step takes 10 ms longer: a text of 300 tokens takes seconds."""
+    """Each step takes 50 ms longer: a text of 300 tokens takes many seconds."""
     step = service._engine.step
-    monkeypatch.setattr(service._engine, "step", lambda: (time.sleep(0.01), step())[1])
+    monkeypatch.setattr(service._engine, "step", lambda: (time.sleep(0.05), step())[1])
 
 
 LONG: dict[str, Any] = {**TEXT, "max_tokens": 300, "ignore_eos": True, "temperature": 1.0, "n": 10}
@@ -340,9 +342,8 @@ def test_a_client_that_goes_in_the_middle_of_a_stream_ends_its_texts(plain: http
         lines = answer.iter_lines()
         assert next(lines).startswith("data: {")
         assert service.accepted == 10
-    started, made = time.monotonic(), service._engine.counts.tokens
+    made = service._engine.counts.tokens
     wait_until_idle(service)
-    assert time.monotonic() - started < 2
     assert service._engine.counts.tokens - made < 1000  # of 3,000
 
 

@@ -256,15 +256,15 @@ def test_a_request_that_takes_too_long_ends_with_an_error_and_gives_its_memory_b
     service: TextService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = service._engine.step
-    monkeypatch.setattr(service._engine, "step", lambda: (time.sleep(0.02), step())[1])
+    monkeypatch.setattr(service._engine, "step", lambda: (time.sleep(0.2), step())[1])
     heard = Heard(6)
-    service.submit(replace(ENDLESS, choices=6, seconds=0.2), heard)  # some of them wait
+    service.submit(replace(ENDLESS, choices=6, seconds=2), heard)  # some of them wait
     heard.wait()
     assert set(map(tuple, heard.finishes.values())) == {("error",)}
     assert len(heard.tokens(0)) > 0
     for choice in heard.deltas:
         assert isinstance(heard.error(choice), UnavailableError)
-        assert "was not answered within 0.2 seconds" in str(heard.error(choice))
+        assert "was not answered within 2 seconds" in str(heard.error(choice))
     assert _is_idle(service)
 
 
@@ -292,7 +292,7 @@ def test_closing_with_too_little_time_tells_every_listener_once(
 ) -> None:
     service = TextService(model, texts=2)
     step = service._engine.step
-    monkeypatch.setattr(service._engine, "step", lambda: (time.sleep(0.02), step())[1])
+    monkeypatch.setattr(service._engine, "step", lambda: (time.sleep(0.2), step())[1])
     heard = [Heard(2) for _ in range(5)]
     ends = [service.submit(replace(ENDLESS, choices=2), own) for own in heard]
     heard[0].wait_for_tokens()

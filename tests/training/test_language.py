@@ -55,7 +55,7 @@ def run_rates(rank: int, folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def rates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("rates")
-    ended = run_processes(1, folder, run_rates, 60)
+    ended = run_processes(1, folder, run_rates, 120)
     assert ended.codes == [0], ended.said
     return ended.found[0]
 

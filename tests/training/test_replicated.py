@@ -123,7 +123,9 @@ def replayed(recipe: LanguageRecipe, history: list[dict[str, Any]]) -> dict[str,
 
 
 def test_without_faults_it_is_what_one_process_trains(recipe: Any) -> None:
-    made = recipe(packing={"tokens": 256}, training={"steps": 5, "evaluate_every": 2, "log_every": 4})
+    patient = {"deadline_s": 30.0, "grace_s": 30.0, "start_s": 120.0}  # nobody is left out of a step
+    training = {"steps": 5, "evaluate_every": 2, "log_every": 4}
+    made = recipe(packing={"tokens": 256}, training=training, fault_tolerance=patient)
     outcome = workflows.train(made, "run")
     history = committed(Path("run"))
     check_history(history, 5)

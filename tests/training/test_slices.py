@@ -351,7 +351,7 @@ def on_two(rank: int, folder: str) -> dict[str, Any]:
 
 @needs_gloo
 def test_tables_add_in_order_and_placements_that_change_results_are_refused(tmp_path: Path) -> None:
-    done = run_processes(2, tmp_path, on_two, 60)
+    done = run_processes(2, tmp_path, on_two, 120)
     assert done.codes == [0, 0], done.said
     for said in done.found.values():
         assert [said[cut] for cut in ("copies", "rows", "columns")] == [0.0, 0.0, 0.0]
