@@ -124,8 +124,9 @@ def _trials(
         return x
 
     product = Product("layer", "forward", weight, bias, draw, calibration=draw(1024, generator))
-    choice = choose(product, m, try_all(product, chosen(names), config, [m])[m], config)
-    fresh = try_all(product, chosen(names), config, [m])[m]
+    config = config.model_copy(update={"rows": (m,)})
+    choice = choose(product, m, try_all(product, chosen(names), config)[m], config)
+    fresh = try_all(product, chosen(names), config)[m]
     times = {t.kernel: t.milliseconds for t in fresh}
     return {
         "shape": [m, n, k],

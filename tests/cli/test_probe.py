@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import math
 import shutil
 import signal
 from pathlib import Path
@@ -13,9 +14,11 @@ import pytest
 import torch
 
 from cordillera import workflows
+from cordillera.cli import probe as probe_command
 from cordillera.data.ranking.datasets import prepare
 from cordillera.files import sealed_json
 from cordillera.numerics.dispatch.accuracy import Accuracy
+from cordillera.numerics.dispatch.dispatch import Profile
 from cordillera.numerics.dispatch.plan import PASSES, KernelChoice, PrecisionPlan, machine
 from cordillera.numerics.dispatch.probe import Probed
 from cordillera.numerics.dispatch.training_linear import apply_for_training
@@ -44,6 +47,15 @@ def with_kernel(folder, kernel):
     """The plan's kernels are what happened to be fastest; tests that need one say which."""
     path = folder / "precision-plan.json"
     PrecisionPlan.load(path).uniform(kernel).save(path)
+
+
+def test_a_kernel_without_any_error_has_its_row():
+    """Inputs may all be zero: behind a layer whose units are dead."""
+    exact = Accuracy(math.inf, 0.0, 0.0, 0.0, 0.0, 0, 8)
+    expected = {"ms": 1.0, "times_fp32": 2.0, "accuracy": exact.to_json()}
+    choice = KernelChoice("top", "forward", 16, 4, 8, "int8 dynamic", expected=expected)
+    (row,) = probe_command._table(Profile(PrecisionPlan((choice,), {}, {}))).records
+    assert row["sqnr_db"] == math.inf
 
 
 def scores(cli, tmp_path, *arguments):

@@ -140,6 +140,20 @@ def test_rows_of_two_bits_are_offered_where_bytes_alone_count_and_taken_where_ne
     assert "int2" not in faster.selection.options.values()
 
 
+@pytest.mark.parametrize("width", [1, 2, 4, 64])
+def test_formats_of_rows_are_tried_from_the_smallest_and_none_is_larger_than_fp32(width, monkeypatch):
+    """Scales and biases cost as much as the numbers of narrow rows."""
+    monkeypatch.setattr(quantization, "_time_of_rest", lambda *_: (1.0, 1.0))
+    features = FeatureSpec((), (SparseFeature("user", "user"),), {"user": 50}, ("click",))
+    model = build(DNNConfig(embedding_dim=width, mlp=(8, 6)), features, TablesConfig())
+    (part,) = quantization._parts(model, {}, quantization._ProbedModel({}, {}), None, False)
+    assert part.options[-1] == "fp32"
+    assert list(part.costs) == sorted(part.costs)
+    assert part.costs[-1] == 4 * 50 * width
+    assert len(set(part.costs)) == len(part.costs)
+    assert part.options[0] == ("int4" if width > 2 else "fp16")
+
+
 def test_a_model_of_dense_features_alone_is_quantised_and_watched(cli, tmp_path):
     write_log(tmp_path / "log.csv", rows=600)
     (tmp_path / "dense.toml").write_text(DENSE.format(path="log.csv"))

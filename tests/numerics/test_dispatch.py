@@ -168,6 +168,19 @@ def test_a_layer_that_was_not_probed_is_refused() -> None:
         forward_products(model(), {})
 
 
+def test_the_bound_of_each_measure_holds_for_the_worst_input() -> None:
+    """One input has the lower signal-to-noise ratio, another the larger median error."""
+    both = accuracy(40.0, 0.06).worse(accuracy(35.0, 0.04))
+    assert (both.sqnr_db, both.median_relative) == (35.0, 0.06)
+    assert both == accuracy(35.0, 0.04).worse(accuracy(40.0, 0.06))
+
+
+def test_numbers_of_rows_that_share_a_kernel_are_refused() -> None:
+    with pytest.raises(ValueError, match="must differ"):
+        DispatchConfig(rows=(200, 256))
+    assert DispatchConfig(rows=(256, 257)).rows == (256, 257)
+
+
 def test_a_plan_is_written_and_read(tmp_path: Path) -> None:
     plan, path = profiled(model()).plan, tmp_path / "plan.json"
     plan.save(path)

@@ -55,8 +55,12 @@ def test_groups_of_four_bits_whose_steps_have_no_inverse_have_a_step_of_one() ->
     values[0, :32] = torch.linspace(0, 1e-40, 32)
     codes, parameters = Int4Weights.quantize(values, group=32)
     assert bool((parameters[:, :, 0] == 1.0).all())
-    assert not codes.any()
+    assert torch.equal(Int4Weights(codes, parameters, None).dequantize()[1:], values[1:])
     torch.testing.assert_close(Int4Weights(codes, parameters, None).dequantize(), values, rtol=1e-2, atol=0.01)
+    values = torch.full((16, 64), 0.02)
+    codes, parameters = Int4Weights.quantize(values, group=32)
+    held = Int4Weights(codes, parameters.bfloat16().float(), None).dequantize()  # as plans store it
+    torch.testing.assert_close(held, values, rtol=2**-8, atol=0)
 
 
 @needs_kernels

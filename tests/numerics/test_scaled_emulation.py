@@ -240,6 +240,8 @@ def test_keys_that_contradict_each_other_are_refused() -> None:
         ({"power_of_two": True}, "power_of_two is of scale"),
         ({"scale": "block", "flush_subnormals": True}, "not defined for scale = 'block'"),
         ({"scale": "row", "loss_scale": "dynamic"}, "gradients have scales already"),
+        ({"rounding": "toward_zero", "loss_scale": "dynamic"}, "hides overflows"),
+        ({"scale": "row", "weight_rounding": "stochastic"}, "set rounding"),
         ({"loss_scale": 1000.0}, "must be a power of two"),
         ({"loss_scale": -1.0}, "must be a power of two"),
     ):

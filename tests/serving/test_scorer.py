@@ -20,7 +20,7 @@ from cordillera.numerics.dispatch.dispatch import apply
 from cordillera.numerics.dispatch.plan import KernelChoice, PrecisionPlan, machine, weights_digest
 from cordillera.numerics.dispatch.stored_linear import StoredLinear
 from cordillera.numerics.formats.precision import Precision
-from cordillera.numerics.quantization.engines import ReferenceEngine, saturates
+from cordillera.numerics.quantization.engines import saturates
 from cordillera.numerics.quantization.integer_linear import quantize_weight
 from cordillera.numerics.quantization.row_ranges import linear_by_rows
 from cordillera.numerics.sites import sites
@@ -121,20 +121,35 @@ def test_a_row_has_the_same_score_in_any_company_under_a_plan(kernel: str) -> No
     check_any_company(RowScorer(one.encoder, one.model, one.tasks, torch.device("cpu"), "fp32", fixed=256))
 
 
+@pytest.mark.parametrize("inner", [1, 33, 1500])
 @pytest.mark.parametrize("relu", [False, True])
-def test_ranges_of_rows_give_what_ranges_of_batches_give_for_single_rows(relu: bool) -> None:
+@pytest.mark.parametrize("narrow", [False, True])
+def test_rows_have_ranges_of_their_own(relu: bool, inner: int, narrow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result of a row is within half a step of each input of the exact one, and the same in any batch."""
+    if not narrow and saturates():
+        pytest.skip("products of eight-bit codes saturate on this processor")
+    monkeypatch.setattr("cordillera.numerics.quantization.row_ranges.saturates", lambda: narrow)
     torch.manual_seed(0)
-    weight = quantize_weight(torch.randn(7, 33), torch.randn(7))
-    x = torch.randn(50, 33) * torch.logspace(-6, 6, 50)[:, None]
-    x[3] = 0
-    engine = ReferenceEngine(weight, seven_bits=saturates())
-    alone = torch.cat([engine.dynamic(one, relu) for one in x.split(1)])
-    assert torch.equal(linear_by_rows(x, weight, relu=relu, seven_bits=saturates()), alone)
-    x[5, 2] = torch.nan
-    found = linear_by_rows(x, weight, relu=relu, seven_bits=saturates())
-    assert found[5].isnan().all()
-    assert torch.equal(found[6:], alone[6:])
-    assert linear_by_rows(x[:0], weight, relu=relu, seven_bits=False).shape == (0, 7)
+    weight = quantize_weight(torch.randn(7, inner), torch.randn(7))
+    run = linear_by_rows(weight, relu=relu)
+    x = torch.randn(50, inner) * torch.logspace(-12, 12, 50)[:, None]
+    x[3], x[4], x[5] = 0, x[5].abs(), -x[5].abs()
+    found = run(x)
+    exact = x.double() @ weight.dequantize().double().T + weight.bias.double()
+    step = (x.amax(1).clamp(min=0) - x.amin(1).clamp(max=0)) / (127 if narrow else 255)
+    bound = 0.51 * step[:, None].double() * weight.dequantize().double().abs().sum(1)
+    error = (found - (exact.relu() if relu else exact)).abs()
+    assert bool((error <= bound + 1e-6 * exact.abs() + 1e-6).all())
+    assert torch.equal(torch.cat([run(one) for one in x.split(3)]), found)
+    whole = x.clone()
+    x[6, 0], x[7, 0], x[8, 0], x[9, 0], x[9, -1] = torch.nan, torch.inf, -torch.inf, 3e38, -3e38
+    spoilt = run(x)
+    assert bool(spoilt[6:9].isnan().all())
+    assert bool(spoilt[9].isnan().all()) == (inner > 1)
+    assert torch.equal(spoilt[:6], found[:6])
+    assert torch.equal(spoilt[10:], found[10:])
+    assert torch.equal(run(whole), found)
+    assert run(x[:0]).shape == (0, 7)
 
 
 def test_a_fixed_number_of_rows_gives_the_same_scores() -> None:

@@ -110,7 +110,7 @@ def _table(profile: Profile) -> Sheet:
             choice.kernel,
             expected.get("ms"),
             expected.get("times_fp32"),
-            expected["accuracy"]["sqnr_db"] if expected and choice.kernel != "fp32" else None,
+            float(expected["accuracy"]["sqnr_db"]) if expected and choice.kernel != "fp32" else None,
             choice.why,
         )
     return table

@@ -57,7 +57,7 @@ from cordillera.workflows.trained import check_fixed_tables, model_of, recipe_of
 
 _ROW_KINDS = ("int4", "int8", "fp16")
 _SMALLEST_ROW_KINDS = ("int2", *_ROW_KINDS)
-_LAYER_KERNELS = ("int8 static", "int8 dynamic", "int8 dynamic onednn", "fp16 weights", "bf16")
+_LAYER_KERNELS = ("int8 static", "int8 dynamic", "fp16 weights", "bf16")
 _SMALLEST_KERNELS = ("int4 weights", *_LAYER_KERNELS)
 _REST = "rest of the model"
 _REPORT, _PAGE = "report.json", "report.html"
@@ -283,13 +283,14 @@ def _parts(
     found: list[Part] = []
     tables = model.tables
     for name in tables.features.tables:
-        options, costs = [], []
         whole = tables.table(name)
+        sizes = {"fp32": 4.0 * whole.numel()}
         for kind in _SMALLEST_ROW_KINDS if smallest else _ROW_KINDS:
             with contextlib.suppress(NumericsError):  # a format that cannot hold the table is not offered
-                costs.append(float(encoded(whole, kind, name, "minmax").numel()))
-                options.append(kind)
-        found.append(Part(f"table {name}", (*options, "fp32"), (*costs, 4.0 * whole.numel())))
+                sizes[kind] = float(encoded(whole, kind, name, "minmax").numel())
+        options = sorted((kind for kind in sizes if sizes[kind] < sizes["fp32"]), key=sizes.__getitem__)
+        options.append("fp32")
+        found.append(Part(f"table {name}", tuple(options), tuple(sizes[kind] for kind in options)))
     # All tables count as much as the time of all layers, unless bytes alone count: then time only breaks ties.
     times = sum(t.milliseconds for one in trials.values() for t in one if t.kernel == "fp32") or 1.0
     a_millisecond = (1e-6 if smallest else 1.0) * (sum(part.costs[-1] for part in found) or 1.0) / times

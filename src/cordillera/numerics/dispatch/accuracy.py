@@ -8,7 +8,7 @@ floor; decisions use the signal-to-noise ratio and the median relative error.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -70,6 +70,11 @@ class Accuracy:
             0,
             count,
         )
+
+    def worse(self, other: Accuracy) -> Accuracy:
+        """Return the accuracy with the lower signal-to-noise ratio, with the larger of both median errors."""
+        lower = min(self, other, key=lambda one: one.sqnr_db)
+        return replace(lower, median_relative=max(self.median_relative, other.median_relative))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain numbers, with infinite ones as text."""

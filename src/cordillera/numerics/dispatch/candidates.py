@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.quantization.engines import TorchEngine, all_finite, saturates
 from cordillera.numerics.quantization.fp8_rows import fp8_rows
 from cordillera.numerics.quantization.integer_linear import UINT8, LinearWeight, make_weight, quantize_weight
-from cordillera.numerics.quantization.quantized_linear import LinearConfig, QuantizedLinear, plain, take_out_nonfinite
+from cordillera.numerics.quantization.quantized_linear import LinearConfig, QuantizedLinear
 from cordillera.numerics.quantization.quantizers import check_finite, choose_affine
 from cordillera.numerics.quantization.range_estimators import RunningHistogram, least_l2
+from cordillera.numerics.quantization.row_ranges import linear_by_rows
 from cordillera.numerics.quantization.rows import pack_codes, unpack_codes
 from cordillera.numerics.quantization.weight_only import HalfWeights, Int4Weights, Int8Weights, check_half
 
@@ -147,22 +147,12 @@ def _int8_weight(stored: StoredWeight, bias: Tensor | None) -> LinearWeight:
 
 
 def _load_int8(stored: StoredWeight, bias: Tensor | None, relu: bool) -> Kernel:
-    """Load FBGEMM's pipeline: static if a range was stored, otherwise with the range of every batch."""
-    input = choose_affine(stored["range"][0], stored["range"][1], UINT8) if "range" in stored else None
-    return QuantizedLinear(_int8_weight(stored, bias), input, relu=relu, config=LinearConfig(float_below=0)).forward
-
-
-def _load_int8_onednn(stored: StoredWeight, bias: Tensor | None, relu: bool) -> Kernel:
-    engine = TorchEngine(_int8_weight(stored, bias), seven_bits=saturates(), engines=("onednn",))
-
-    def run(x: Tensor) -> Tensor:
-        x = plain(x)
-        if all_finite(x):
-            return engine.dynamic(x, relu)
-        x, lost = take_out_nonfinite(x, LinearConfig())
-        return engine.dynamic(x, relu).masked_fill_(lost[:, None], torch.nan)
-
-    return run
+    """Load FBGEMM's pipeline if a range was stored, and otherwise products with the range of every row."""
+    weight = _int8_weight(stored, bias)
+    if "range" not in stored:
+        return linear_by_rows(weight, relu=relu)
+    input = choose_affine(stored["range"][0], stored["range"][1], UINT8)
+    return QuantizedLinear(weight, input, relu=relu, config=LinearConfig(float_below=0)).forward
 
 
 def _load_int8_weights(stored: StoredWeight, bias: Tensor | None, relu: bool) -> Kernel:
@@ -223,7 +213,6 @@ CANDIDATES: dict[str, Candidate] = {
         Candidate("bf16", partial(_plain, dtype=torch.bfloat16), then_relu(_load_bf16), _anywhere),
         Candidate("fp16 weights", partial(_plain, dtype=torch.float16), _load_fp16, partial(_with_engine, "x86")),
         Candidate("int8 dynamic", _int8, _load_int8, partial(_with_engine, "x86")),
-        Candidate("int8 dynamic onednn", _int8, _load_int8_onednn, partial(_with_engine, "onednn")),
         Candidate("int8 static", _int8, _load_int8, partial(_with_engine, "x86"), calibrated=True),
         Candidate("int8 weights", _int8, _load_int8_weights, _in_groups),
         Candidate("int4 weights", _int4, _load_int4, _in_groups),
@@ -231,10 +220,6 @@ CANDIDATES: dict[str, Candidate] = {
     )
 }
 """Candidates by name. ``fp32`` is the reference that every plan may fall back to."""
-
-
-RANGES_OF_BATCHES = ("int8 dynamic", "int8 dynamic onednn")
-"""Candidates whose results for a row depend on the other rows, as all share one range."""
 
 
 def candidate(name: str) -> Candidate:

@@ -11,23 +11,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
 from cordillera.numerics.dispatch.accuracy import Accuracy
-from cordillera.numerics.dispatch.candidates import RANGES_OF_BATCHES, Candidate, Kernel, Shape, candidate, chosen
+from cordillera.numerics.dispatch.candidates import Candidate, Kernel, Shape, candidate, chosen
 from cordillera.numerics.dispatch.plan import KernelChoice, Pass, PrecisionPlan, bucket, machine, weights_digest
 from cordillera.numerics.dispatch.row_statistics import RowStatistics
-from cordillera.numerics.quantization.engines import saturates
 from cordillera.numerics.quantization.fixed_dtypes import refuse_double
-from cordillera.numerics.quantization.integer_linear import quantize_weight
-from cordillera.numerics.quantization.row_ranges import linear_by_rows
 from cordillera.numerics.sites import replace, sites
 
 _SETTLE_S = 0.003
@@ -62,6 +58,13 @@ class DispatchConfig(BaseModel):
     kernels: tuple[str, ...] = ()
     seed: int = 0
 
+    @field_validator("rows")
+    @classmethod
+    def _differ(cls, rows: tuple[int, ...]) -> tuple[int, ...]:
+        if len({bucket(one) for one in rows}) < len(rows):
+            raise ValueError("numbers of rows are rounded up to powers of two, which must differ")
+        return rows
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -87,7 +90,6 @@ class Product:
         weight: Weight as the kernel takes it, ``[N, K]``.
         bias: Bias ``[N]``, or None.
         draw: Function from a number of rows and a generator to inputs ``[rows, K]``.
-        once: Whether the weight is constant, so that the cost of packing it does not count.
         calibration: Input rows for choosing quantisation ranges, or None.
     """
 
@@ -96,7 +98,6 @@ class Product:
     weight: Tensor
     bias: Tensor | None
     draw: Callable[[int, torch.Generator], Tensor]
-    once: bool = True
     calibration: Tensor | None = None
 
 
@@ -110,8 +111,7 @@ def judge(product: Product, kernel: Kernel, config: DispatchConfig) -> Accuracy:
         if product.bias is not None:
             reference += product.bias.double()
         found = Accuracy.of(kernel(x), reference)
-        if worst is None or found.sqnr_db < worst.sqnr_db:
-            worst = found
+        worst = found if worst is None else worst.worse(found)
     assert worst is not None
     return worst
 
@@ -143,16 +143,13 @@ def skipped(one: Candidate, refused: dict[str, str]) -> Iterator[None]:
         refused[one.name] = f"cannot take it: {what}"
 
 
-def try_all(
-    product: Product, candidates: Sequence[Candidate], config: DispatchConfig, timed_rows: Sequence[int] | None = None
-) -> dict[int, list[Trial]]:
+def try_all(product: Product, candidates: Sequence[Candidate], config: DispatchConfig) -> dict[int, list[Trial]]:
     """Judge the candidates once, and time those that pass for every number of rows.
 
     Args:
         product: Product with its weight and inputs.
         candidates: Candidates; fp32 must be among them.
-        config: Accuracy bounds and counts.
-        timed_rows: Numbers of rows to time; None for those of ``config``.
+        config: Accuracy bounds, counts, and numbers of rows.
     """
     accuracy: dict[str, Accuracy] = {}
     kernels: dict[str, Kernel] = {}
@@ -174,7 +171,7 @@ def try_all(
         raise NumericsError("fp32 must be among the candidates", where="dispatch")
     refused.pop("fp32", None)
     trials = {}
-    for rows in config.rows if timed_rows is None else timed_rows:
+    for rows in config.rows:
         passing = [one for one in candidates if one.name not in refused]
         seconds = _timed(product, passing, kernels, rows, config)
         trials[rows] = [
@@ -198,8 +195,7 @@ def _timed(
     inputs = [product.draw(rows, generator) for _ in range(max(2, min(8, _CACHE_BYTES // max(1, size))))]
 
     def calls(one: Candidate) -> Callable[[int], Any]:
-        kernel = kernels[one.name] if product.once else partial(_pack_and_run, one, product)
-        return lambda turn: kernel(inputs[turn % len(inputs)])
+        return lambda turn: kernels[one.name](inputs[turn % len(inputs)])
 
     return median_seconds({one.name: calls(one) for one in candidates}, config.rounds)
 
@@ -229,10 +225,6 @@ def median_seconds(calls: Mapping[str, Callable[[int], Any]], rounds: int) -> di
             if turn:
                 seconds[name].append((time.perf_counter() - began) / repeats)
     return {name: sorted(values)[len(values) // 2] for name, values in seconds.items()}
-
-
-def _pack_and_run(one: Candidate, product: Product, x: Tensor) -> Tensor:
-    return one.pack(product.weight, product.bias, product.calibration)(x)
 
 
 def choose(product: Product, rows: int, trials: Sequence[Trial], config: DispatchConfig) -> KernelChoice:
@@ -402,19 +394,6 @@ class DispatchedLinear(nn.Module):
                     choice.calibration,
                 )
         self._kernels = [(choice.rows, packed[choice.kernel]) for choice in choices]
-        self._names = [choice.kernel for choice in choices]
-
-    def take_ranges_of_rows(self) -> None:
-        """Choose the ranges of int8 inputs for each row, where a kernel would choose them for each batch."""
-        if not set(RANGES_OF_BATCHES) & set(self._names):
-            return
-        bias = None if self.bias is None else self.bias.detach().float()
-        weight = quantize_weight(self.weight.detach().float(), bias)
-        by_rows = partial(linear_by_rows, weight=weight, relu=False, seven_bits=saturates())
-        self._kernels = [
-            (most, by_rows if name in RANGES_OF_BATCHES else kernel)
-            for (most, kernel), name in zip(self._kernels, self._names, strict=True)
-        ]
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:

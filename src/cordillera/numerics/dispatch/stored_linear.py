@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.dispatch.candidates import RANGES_OF_BATCHES, Kernel, Shape, StoredWeight, candidate
-from cordillera.numerics.quantization.engines import saturates
+from cordillera.numerics.dispatch.candidates import Kernel, Shape, StoredWeight, candidate
 from cordillera.numerics.quantization.fixed_dtypes import FixedDtypes, refuse_double
-from cordillera.numerics.quantization.integer_linear import make_weight
-from cordillera.numerics.quantization.row_ranges import linear_by_rows
 
 
 class StoredLinear(FixedDtypes):
@@ -24,8 +20,6 @@ class StoredLinear(FixedDtypes):
         super().__init__()
         self.kernel, self.relu = kernel, relu
         self.bias: Tensor | None
-        self.stored_weight: Tensor
-        self.stored_scale: Tensor
         self._names = list(stored)
         for name, tensor in stored.items():
             self.register_buffer(f"stored_{name}", tensor)
@@ -70,13 +64,6 @@ class StoredLinear(FixedDtypes):
                     f"{self.kernel} does not take {sorted(stored)}: {error!r}", where="StoredLinear"
                 ) from error
         return self._run
-
-    def take_ranges_of_rows(self) -> None:
-        """Choose the ranges of int8 inputs for each row, where the kernel would choose them for each batch."""
-        if self.kernel not in RANGES_OF_BATCHES:
-            return
-        weight = make_weight(self.stored_weight, self.stored_scale, None, self.bias)
-        self._run = partial(linear_by_rows, weight=weight, relu=self.relu, seven_bits=saturates())
 
     def forward(self, x: Tensor) -> Tensor:
         run = self.prepare()

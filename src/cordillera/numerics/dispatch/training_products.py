@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
 from cordillera.numerics.dispatch.accuracy import Accuracy
-from cordillera.numerics.dispatch.candidates import Candidate, Shape, candidate, chosen
+from cordillera.numerics.dispatch.candidates import Candidate, Shape, chosen
 from cordillera.numerics.dispatch.dispatch import (
     DispatchConfig,
     Product,
@@ -121,8 +121,7 @@ def try_product(
                 continue
             with skipped(one, refused):
                 found = Accuracy.of(by_kernel(one, of, first, second, bias), reference)
-                if one.name not in accuracy or found.sqnr_db < accuracy[one.name].sqnr_db:
-                    accuracy[one.name] = found
+                accuracy[one.name] = accuracy.get(one.name, found).worse(found)
     for one in candidates:
         if (
             one.name in accuracy
@@ -158,11 +157,11 @@ def _run(one: Candidate, of: Pass, drawn: Sequence[tuple[Tensor, Tensor, Tensor 
 
 def profile_training(layers: Sequence[TrainedLayer], config: DispatchConfig) -> Profile:
     """Try every candidate on all three products of every layer, and choose the kernels."""
-    candidates = [candidate(one.name) for one in chosen(config.kernels or None)]
+    candidates = chosen(config.kernels or None)
     choices, trials = [], {}
     for layer in layers:
         for of in PASSES:
-            product = Product(layer.site, of, layer.weight, layer.bias, layer.inputs, once=False)
+            product = Product(layer.site, of, layer.weight, layer.bias, layer.inputs)
             for rows, found in try_product(layer, of, candidates, config).items():
                 trials[layer.site, of, rows] = found
                 choices.append(choose(product, rows, found, config))

@@ -92,6 +92,14 @@ class EmulationConfig(BaseModel):
                 raise ValueError(str(error)) from error
         return self
 
+    @model_validator(mode="after")
+    def _takes_effect(self) -> EmulationConfig:
+        if self.loss_scale is not None and self.rounding == "toward_zero":
+            raise ValueError("rounding toward zero hides overflows: unset loss_scale, or choose another rounding")
+        if self.weight_rounding is not None and self.weights == "master" and self.scale != "none":
+            raise ValueError("with scales, products round the weights of a master copy: set rounding")
+        return self
+
     @property
     def target(self) -> Format:
         """Format of operands and results."""

@@ -37,7 +37,8 @@ class WeightStorage:
 
     Between updates the given tensors hold the values for computation: numbers of the format, times a scale of their row
     or block if the format has scales. They get their full precision back by :meth:`before_update` and lose it again by
-    :meth:`after_update`. With scales, they always hold a float32 master, which each product scales and rounds again.
+    :meth:`after_update`. With scales and ``master``, they always hold the float32 master, which each product scales and
+    rounds again.
 
     Args:
         weights: float32 tensors by name, changed in place; stochastic rounding depends on the order of the names.

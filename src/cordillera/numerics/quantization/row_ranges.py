@@ -1,39 +1,50 @@
 """Eight-bit linear layer with a separate range for each input row.
 
-Ranges of a whole batch make the result of a row depend on the rows beside it. Here a row is quantised as
-``linear_dynamic`` of torch would quantise it alone, and sums are whole numbers, so that results are exact functions of
-single rows.
+One range for a whole batch would make the result of a row depend on the rows beside it. Here every row is quantised by
+its own range, so that its result is the same in any batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from cordillera.numerics.formats.formats import INTEGERS
-from cordillera.numerics.quantization.integer_linear import UINT8, LinearWeight
-from cordillera.numerics.quantization.quantizers import choose_affine, encode_integers
+from cordillera.numerics.quantization.engines import TorchEngine, saturates
+from cordillera.numerics.quantization.integer_linear import LinearWeight, make_weight
+
+_LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 
-def linear_by_rows(x: Tensor, weight: LinearWeight, *, relu: bool, seven_bits: bool) -> Tensor:
-    """Compute ``x W^T + b`` for ``x`` ``float32 [M, K]``; rows with NaN or infinity are NaN.
+def linear_by_rows(weight: LinearWeight, *, relu: bool = False) -> Callable[[Tensor], Tensor]:
+    """Return a function that computes ``x W^T + b`` in eight bits for ``x`` ``float32 [M, K]``.
 
-    ``relu`` makes negative results zero; ``seven_bits`` takes half the range of the codes.
+    The codes of a row divide the range from its smallest to its largest value and zero into 255 equal steps, or into
+    127 where products of eight-bit codes may saturate. Torch's engine multiplies the codes, which it takes as values of
+    scale 1, and the sums are scaled row by row. Sums are exact below 2**24 and rounded to float32 above. Rows with NaN
+    or infinity, or whose range overflows float32, are NaN.
+
+    Args:
+        weight: Weight without zero points.
+        relu: Whether negative results become zero.
     """
-    finite = torch.isfinite(x).all(1, keepdim=True)
-    x = torch.where(finite, x, 0.0)
-    low, high = torch.aminmax(x, dim=1, keepdim=True) if x.numel() else (x.new_zeros(len(x), 1),) * 2
-    format = INTEGERS["uint7"] if seven_bits else UINT8
-    chosen = choose_affine(low, high, format)
-    assert chosen.zero_point is not None
-    codes = encode_integers(x, chosen.scale.float(), chosen.zero_point, UINT8)
-    sums = (codes.double() @ weight.codes.double().t()).long()  # float64 holds every sum exactly
-    sums -= chosen.zero_point.long() * weight.column_offset
-    if weight.zero_point is not None:
-        sums -= codes.sum(1, dtype=torch.int64)[:, None] * weight.zero_point.long()
-    values = sums.float().double() * (weight.scale * chosen.scale.float()).double()
-    if weight.bias is not None:
-        values += weight.bias.double()
-    if relu:
-        values = values.relu_()
-    return values.float().masked_fill_(~finite, torch.nan)
+    engine = TorchEngine(make_weight(weight.codes, torch.ones_like(weight.scale), None, None))
+    offset, most = weight.column_offset.float(), 127.0 if saturates() else 255.0
+
+    def run(x: Tensor) -> Tensor:
+        if not len(x):
+            return x.new_zeros(0, len(weight.codes))
+        low, high = x.amin(1, keepdim=True).clamp_(max=0), x.amax(1, keepdim=True).clamp_(min=0)
+        scale = ((high - low) / most).clamp_(min=_LEAST_SCALE)
+        zero = (low / -scale).round_()
+        codes = (x / scale).round_().add_(zero).clamp_(0, most)
+        if bool((lost := ~scale.isfinite()).any()):
+            codes.masked_fill_(lost, 0)
+            scale = scale.masked_fill(lost, torch.nan)
+        y = engine.from_float(codes, 1.0, 0, False).sub_(zero * offset).mul_(scale * weight.scale)
+        if weight.bias is not None:
+            y.add_(weight.bias)
+        return y.relu_() if relu else y
+
+    return run

@@ -105,9 +105,12 @@ class Int4Weights:
         blocks = weight.detach().float().view(outputs, inner // group, group)
         low, high = torch.aminmax(blocks, dim=2)
         scale = ((high.double() - low.double()) / 15).float()
-        scale = torch.where(torch.isinf(1.0 / scale), torch.ones_like(scale), scale)
+        flat = torch.isinf(1.0 / scale)  # groups of one value, which is then the offset
+        scale = scale.masked_fill(flat, 1.0)
         codes = ((blocks - low[..., None]) * (1.0 / scale[..., None])).round_().clamp_(0, 15)
-        return codes.view(outputs, inner).to(torch.uint8), torch.stack([scale, low + 8 * scale], dim=2)
+        codes = codes.masked_fill(flat[..., None], 8)
+        offset = torch.where(flat, low, low + 8 * scale)
+        return codes.view(outputs, inner).to(torch.uint8), torch.stack([scale, offset], dim=2)
 
     @staticmethod
     def takes(weight: Tensor, group: int) -> bool:

@@ -24,8 +24,6 @@ from cordillera.jagged import JaggedTensor
 from cordillera.kernels.repeatable import BLOCK
 from cordillera.models.ranking.base import RankingModel
 from cordillera.models.ranking.sequence import HSTUModel, SequenceModel, share_histories
-from cordillera.numerics.dispatch.dispatch import DispatchedLinear
-from cordillera.numerics.dispatch.stored_linear import StoredLinear
 from cordillera.numerics.emulation.emulation import EmulationConfig
 from cordillera.numerics.formats.precision import Precision
 from cordillera.training.ranking.scoring import scorer
@@ -71,9 +69,6 @@ class RowScorer:
         if isinstance(model, SequenceModel):
             lists = [feature.name for feature in encoder.features.sparse if feature.is_list]
             self._histories = [lists.index(name) for name in model.config.sequences]
-        for layer in model.modules():
-            if isinstance(layer, (StoredLinear, DispatchedLinear)):
-                layer.take_ranges_of_rows()
 
     def score(self, frame: pl.DataFrame, where: str | RowPlace = "rows") -> NDArray[np.float64]:
         """Return probabilities ``[N, tasks]`` of the rows of a frame, whose errors name ``where``.
