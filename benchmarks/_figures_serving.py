@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from _figures import Figures, results, table
+from functools import partial
+
+from _figures import Figures, processor, results, table
 
 _WAYS = {
     "single": "the model alone, row after row",
@@ -32,6 +34,8 @@ def _fp8(kind: str) -> str:
 
 FIGURES: Figures = {
     "serving-scores": scores,
+    "serving-processor": partial(processor, "serving-scores"),
+    "soak-processor": partial(processor, "serving-soak"),
     "soak-answers": lambda: f"{results('serving-soak')['answered']:,}",
     "soak-minutes": lambda: f"{results('serving-soak')['seconds'] / 60:.0f}",
     "soak-clients": lambda: str(results("serving-soak")["clients"]),

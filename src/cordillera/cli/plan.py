@@ -345,7 +345,7 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender, budget: 
     if isinstance(planned, Planned) and (used := export.measured(planned.explorer, planned.found.best)):
         answer.say(used, measured=used)
     answer.say(f"report: {planned.files['plan.html']}")
-    if isinstance(planned, Planned) and is_llama(planned.explorer.workload.model):
+    if isinstance(planned, Planned) and is_llama(planned.explorer.workload.model) and best.layout.fp8 == "none":
         answer.say(f"train by it: cordillera train RECIPE --plan {planned.files['plan.json']}")
     answer.keep(
         interrupted=found.interrupted,
