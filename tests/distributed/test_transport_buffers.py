@@ -7,6 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cordillera.distributed.tracing.flight_recorder import read_traces, write_trace
 from cordillera.distributed.tracing.rank_trace import ANY_RANK
 from cordillera.distributed.transport.exchanges import OperationFailed
 from cordillera.distributed.transport.operations import Offer, Take, TransportOperation
@@ -24,6 +26,7 @@ from cordillera.distributed.transport.progress import TransportError
 from cordillera.distributed.transport.signatures import signed
 from cordillera.distributed.transport.tensors import refuse_overlaps
 from cordillera.distributed.transport.tracer import OperationTracer, rank_trace
+from cordillera.distributed.transport.verbs import Window
 from cordillera.errors import PlanError
 from tests.distributed.test_transport import PATHS, Group, VirtualNetwork, message, options
 
@@ -278,3 +281,20 @@ def test_times_of_all_groups_of_a_trace_are_of_one_clock(monkeypatch: pytest.Mon
     assert second.enqueued_ns - first.enqueued_ns < 5e7
     assert found.written_ns is not None
     assert 0 <= found.written_ns - (second.ended_ns or 0) < 5e7
+
+
+def test_traces_of_windows_are_read_and_sizes_are_in_elements(tmp_path: Path) -> None:
+    def call(rank: int, one: TransportProcessGroup) -> None:
+        one.allreduce([torch.ones(6, dtype=torch.float64)], c10d.AllreduceOptions()).wait()
+        with Window(one, torch.zeros(4)) as window:
+            (window.signal if rank == 0 else window.wait_signal)(1 - rank)
+
+    with Group(2) as group:
+        assert group.each(call) == [None, None]
+        for rank, one in enumerate(group.groups):
+            write_trace(rank_trace([(one.communicator._tracer, ())], rank), tmp_path)
+    sent, taken = read_traces(tmp_path)
+    assert [one.input_sizes for one in sent.collectives if one.op == "all_reduce"] == [((6,),)]
+    ((signal,), (wait,)) = ([one for one in found.collectives if one.peer is not None] for found in (sent, taken))
+    assert (signal.op, wait.op, signal.channel) == ("send", "recv", wait.channel)
+    assert signal.channel is not None

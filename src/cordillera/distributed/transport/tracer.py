@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from cordillera.distributed.tracing.rank_trace import ANY_RANK, Collective, PeerProgress, RankTrace, TracedCommunicator
 from cordillera.distributed.transport.operations import Offer, PeerTask, Take, TransportOperation
 from cordillera.distributed.transport.signatures import PUT, Signature, dtype_of
@@ -83,17 +85,18 @@ class OperationTracer:
 
     def _record(self, one: _Past, offset_ns: int, peers: tuple[PeerProgress, ...]) -> Collective:
         dtypes = (dtype_of(one.signature),)
-        sizes = ((one.bytes,),) if one.name in _SAME_SIZE else ()
+        sizes = ((one.bytes // getattr(torch, dtypes[0]).itemsize,),) if one.name in _SAME_SIZE else ()
+        sequence = abs(one.sequence)  # tags of signals are negative, numbers in traces may not be
         peer, channel, op = None, None, one.name
         if one.message is not None:
             other, number, gives = one.message
-            peer, channel, op = self.ranks[other], (one.sequence << 32) + number, "send" if gives else "recv"
+            peer, channel, op = self.ranks[other], (sequence << 32) + number, "send" if gives else "recv"
             if other == ANY_RANK:
                 peer, channel = ANY_RANK, None
         begun = offset_ns + int(one.posted_s * 1e9)
         return Collective(
             self.name,
-            one.sequence + 1,
+            sequence + 1,
             op,
             input_sizes=sizes,
             output_sizes=sizes,
