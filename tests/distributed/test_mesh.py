@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cordillera.distributed.mesh import DIMENSIONS, ParallelConfig, ranks_of
-from cordillera.errors import PlanError
+from cordillera.distributed import mesh
+from cordillera.distributed.mesh import DIMENSIONS, ParallelConfig, ProcessMesh, ranks_of
+from cordillera.distributed.transport.progress import TransportError
+from cordillera.errors import PeerError, PlanError
 from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.mesh import Mesh
 from cordillera.topology import load
@@ -44,13 +46,13 @@ def test_ranks_count_along_the_order(sizes: dict[str, int], order: tuple[Any, ..
 )
 def test_ranks_are_where_the_planner_has_them(order: tuple[Any, ...]) -> None:
     layout = Layout(tensor=2, context=2, pipeline=2, data=4, shards=2)
-    mesh = Mesh.of(load("llama3-building"), layout, order)
+    planned = Mesh.of(load("llama3-building"), layout, order)
     ranks, names = ranks_of(ParallelConfig(tensor=2, context=2, pipeline=2, replicate=2, shard=2, order=order))
     for name in ("tensor", "context", "pipeline"):
         along = ranks.movedim(names.index(name), 0)
-        assert int(along[1].flatten()[0] - along[0].flatten()[0]) == mesh.stride(name)
+        assert int(along[1].flatten()[0] - along[0].flatten()[0]) == planned.stride(name)
     data = ranks.movedim(names.index("shard"), 0)
-    assert int(data[1].flatten()[0] - data[0].flatten()[0]) == mesh.stride("data")
+    assert int(data[1].flatten()[0] - data[0].flatten()[0]) == planned.stride("data")
 
 
 def plan(**layout: Any) -> dict[str, Any]:
@@ -74,7 +76,7 @@ def test_a_plan_is_a_mesh() -> None:
     ("broken", "said"),
     [
         ({}, "holds no mesh"),
-        (plan(expert=2), "experts over 2 ranks"),
+        (plan(expert=2), r"experts over 2 ranks cannot be taken from a plan(.|\n)*parallel.experts = 'exchange'"),
         (plan(shards=4), "4 shards do not divide 6 copies"),
         (plan(fp8="linear"), "multiplies matrices in FP8, training does not"),
         ({**plan(), "mesh": {"names": ["data"], "sizes": [1, 2]}}, "holds no mesh"),
@@ -123,3 +125,14 @@ def test_every_family_has_a_schedule_of_the_meshs_stages(schedule: Any) -> None:
     assert not config.reshards
     assert ParallelConfig(shard=4, schedule=schedule).stages == 1
     ParallelConfig(schedule=schedule).make_schedule(1).check()
+
+
+def test_an_exchange_that_fails_gives_the_reason_of_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise TransportError("rank 1 is at barrier")
+
+    monkeypatch.setattr(mesh, "all_gather_single", fail)
+    one = object.__new__(ProcessMesh)
+    one.config, one.rank, one.device_type = ParallelConfig(shard=2), 0, "cpu"
+    with pytest.raises(PeerError, match="rank 0: rank 1 is at barrier, while numbers were exchanged"):
+        one.exchange([1.0])

@@ -31,9 +31,11 @@ from _executed_schedules import (
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from cordillera.distributed.pipeline.mail import Throttle, _messages
+from cordillera.distributed.ledger import Ledger
+from cordillera.distributed.pipeline.mail import Mail, MailMessage, Throttle, _messages
 from cordillera.distributed.pipeline.runner import PipelineRunner, Recording
 from cordillera.distributed.pipeline.split_backward import ForwardState, split_backward
+from cordillera.distributed.transport.progress import TransportError
 from cordillera.errors import CordilleraError, PeerError, PlanError
 from cordillera.planning.pipeline.schedules import (
     Action,
@@ -625,6 +627,16 @@ def test_without_a_process_group_there_is_no_runner(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)  # other tests of this process may have one
     with pytest.raises(CordilleraError, match="init_process_group"):
         PipelineRunner(gpipe(1, 1), {0: nn.Identity()}, squared)
+
+
+def test_a_message_that_fails_gives_the_reason_of_the_transport() -> None:
+    class Failing(dist.Work):
+        def wait(self, *arguments: Any) -> bool:
+            raise TransportError("rank 1 is at barrier")
+
+    mail = Mail(gpipe(2, 1), 0, None, None, 9.0, Ledger())
+    with pytest.raises(PeerError, match="rank 1 is at barrier, when rank 1 was to give the gradient of stage 1"):
+        mail._wait(Failing(), 1, "give", MailMessage(Kind.BACKWARD, 1, 0))
 
 
 def test_recordings_of_other_ranks_are_refused() -> None:

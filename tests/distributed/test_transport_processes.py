@@ -21,6 +21,7 @@ from cordillera.distributed.transport.frames import Connection
 from cordillera.distributed.transport.peer_memory import PeerMemory
 from cordillera.distributed.transport.process_group import BACKEND, TransportOptions, register
 from cordillera.distributed.transport.progress import TransportError
+from cordillera.errors import PeerError
 from tests.distributed.processes import needs_gloo, run_processes
 
 pytestmark = needs_gloo
@@ -82,6 +83,22 @@ def test_tokens_go_to_experts_and_back_as_on_gloo_to_the_bit(tmp_path: Path) -> 
         for tensors, passed in others:
             assert all(map(torch.equal, tensors, wanted))
             assert passed < counted  # no sizes before
+
+
+def disagreeing(rank: int, folder: str) -> dict[str, Any]:
+    links = Collectives(ours(), Ledger(), DEADLINE_S)
+    try:
+        (links.all_reduce if rank else links.all_gather)("rows", torch.ones(9))
+    except PeerError as error:
+        return {"said": error.what}
+    return {}
+
+
+def test_what_ranks_do_instead_of_an_exchange_is_said_by_its_error(tmp_path: Path) -> None:
+    ended = run_processes(2, tmp_path, disagreeing, 120)
+    said = " ".join(found["said"] for found in ended.found.values())
+    assert "all_gather of float32, rank" in said or "all_reduce of float32 (sum), rank" in said, (said, ended.said)
+    assert said.count(", while rows were exchanged") == 2
 
 
 def killed_at(rank: int, folder: str, event: int, path: str) -> dict[str, Any]:

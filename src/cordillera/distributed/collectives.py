@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -178,17 +179,23 @@ class Collectives:
                     f"{whom} did not exchange {name} within {self.deadline_s:g} s",
                     peer=peer,
                     where=f"rank {self.rank}",
-                    remedy="look at that rank's log, or give a longer deadline_s",
+                    remedy="see what the other ranks do, or give a longer deadline_s",
                 ) from error
             raise self._broken(whom, peer, name) from error
 
     def _broken(self, whom: str, peer: int | None, name: str) -> PeerError:
+        """Return the error for the exception that is being handled."""
         return PeerError(
-            f"the connection to {whom} broke while {name} were exchanged",
+            f"{reason_of(sys.exception(), whom)}, while {name} were exchanged",
             peer=peer,
             where=f"rank {self.rank}",
-            remedy="look at that rank's log",
+            remedy="see what the other ranks say",
         )
+
+
+def reason_of(error: BaseException | None, whom: str) -> str:
+    """Return why an exchange with ``whom`` failed with an ``error``: backends other than our own give no reason."""
+    return error.what if isinstance(error, PeerError) else f"the connection to {whom} broke"
 
 
 def exchange_unknown_parts(links: Collectives, name: str, parts: Sequence[Tensor], tag: int) -> list[Tensor]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch.distributed.device_mesh import DeviceMesh
 
-from cordillera.distributed.collectives import all_gather_single
+from cordillera.distributed.collectives import all_gather_single, reason_of
 from cordillera.distributed.job.environment import JobBackend
 from cordillera.errors import PeerError, PlanError
 from cordillera.planning.pipeline.schedules import (
@@ -173,7 +173,12 @@ class ParallelConfig(BaseModel):
             sizes = dict(zip(names, plan["mesh"]["sizes"], strict=True))
             experts, shards = layout["expert"], layout["shards"]
             if experts > 1:
-                raise PlanError(f"experts over {experts} ranks: there are none here", where="plan")
+                raise PlanError(
+                    f"experts over {experts} ranks cannot be taken from a plan",
+                    where="plan",
+                    remedy="plan with --layout ...,expert=1; parallel.experts = 'exchange' divides them over shard x "
+                    "context",
+                )
             if layout.get("fp8", "none") != "none":
                 raise PlanError(
                     "multiplies matrices in FP8, training does not", where="plan", remedy="plan with --fp8 none"
@@ -290,10 +295,10 @@ class ProcessMesh:
             raise PeerError(
                 f"another process did not come within {self.config.deadline_s:g} s"
                 if late
-                else "the connection to another process broke",
+                else f"{reason_of(error, 'another process')}, while numbers were exchanged",
                 peer=None,
                 where=f"rank {self.rank}",
-                remedy="look at the other ranks' logs",
+                remedy="see what the other ranks say",
             ) from error
         return whole.reshape(self.config.world, -1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 import zlib
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cordillera.distributed.collectives import reason_of
 from cordillera.distributed.ledger import Ledger, Traffic
 from cordillera.errors import PeerError, PlanError
 from cordillera.planning.pipeline.schedules import Kind, Schedule
@@ -349,10 +351,10 @@ class Mail:
         )
 
     def _broken(self, peer: int, verb: str, message: MailMessage | None) -> PeerError:
-        waited = f"it was to {verb} {message}" if message else "it was to come to the start of the step"
-        return self._error(
-            f"the connection to rank {peer} broke when {waited}", peer, message, f"see why rank {peer} ended"
-        )
+        """Return the error for the exception that is being handled."""
+        what = f"{reason_of(sys.exception(), f'rank {peer}')}, when rank {peer} was to "
+        what += f"{verb} {message}" if message else "come to the start of the step"
+        return self._error(what, peer, message, f"see what rank {peer} says")
 
     def _error(self, what: str, peer: int, message: MailMessage | None, remedy: str) -> PeerError:
         where = f"pipeline rank {self._rank}, schedule {self._name}"

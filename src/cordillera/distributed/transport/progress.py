@@ -32,7 +32,7 @@ class TransportError(PeerError, RuntimeError):
     """
 
     def __init__(self, what: str, *, where: str | None = None) -> None:
-        super().__init__(what, peer=None, where=where, remedy="look at that rank's log, and begin a new process group")
+        super().__init__(what, peer=None, where=where, remedy="see what that rank says, and begin a new process group")
 
 
 class GroupProgress:
