@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import resource
 import socket
 import threading
 import time
@@ -123,6 +126,21 @@ def test_the_store_is_asked_for_neighbours_alone(size: int) -> None:
         for peer in range(size):
             assert book.find(peer, 1.0) is not None
     assert len(store.asked) == size  # the last rank connects to both of its neighbours, the first to none
+
+
+@pytest.mark.usefixtures("ring")
+def test_a_ring_is_complete_with_more_open_files_than_select_takes() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("this system lets a process open too few files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while stack.enter_context(Path(os.devnull).open("rb")).fileno() < 1024:
+            pass
+        for book in books(dist.HashStore(), 3).values():
+            assert book._is_over.wait(10)
+            assert book._ring.is_complete
 
 
 @pytest.mark.usefixtures("ring")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -188,6 +189,28 @@ def test_all_ranks_time_the_same_plans_and_choose_the_same() -> None:
         assert min(one.seconds.values()) > 0
     assert found[0][0].usual == "gathered"
     assert set(found[0][0].seconds) == {"direct", "ring", "bidirectional", "doubling", "hierarchical-2", "gathered"}
+
+
+def test_every_plan_is_timed_under_its_name_at_sizes_below_four_bytes_a_rank() -> None:
+    ran = []
+
+    class Recording:
+        tuning = CollectiveTuning()
+
+        def size(self) -> int:
+            return 4
+
+        def barrier(self) -> Any:
+            return MagicMock()
+
+        def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+            if self.tuning.rules:
+                ran.append(self.tuning.plan("all_reduce", 4, tensors[0].nbytes))
+            return MagicMock()
+
+    one: Any = Recording()
+    found = time_plans(one, "all_reduce", 4, rounds=1)
+    assert set(ran) == set(found.seconds) == set(candidates("all_reduce", 4, 4))
 
 
 def test_every_candidate_is_a_plan() -> None:

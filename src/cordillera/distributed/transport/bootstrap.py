@@ -161,15 +161,17 @@ class AddressBook:
 
     def _gather(self) -> None:
         """Take part in the ring; without it, the store is asked."""
-        with contextlib.suppress(BrokenConnection, NotHereYet, OperationFailed, RuntimeError, OSError):
-            if self._meet():
-                self._pass_on()
-        self._is_over.set()
-        listener().dismiss(self._admission)
-        for connection in self._connections.values():
-            connection.socket.close()
-        while not self._met.empty():
-            self._met.get().socket.close()
+        try:
+            with contextlib.suppress(BrokenConnection, NotHereYet, OperationFailed, RuntimeError, OSError):
+                if self._meet():
+                    self._pass_on()
+        finally:
+            self._is_over.set()
+            listener().dismiss(self._admission)
+            for connection in self._connections.values():
+                connection.socket.close()
+            while not self._met.empty():
+                self._met.get().socket.close()
 
     def _meet(self) -> bool:
         """Connect to both neighbours; return whether both are there."""
@@ -201,12 +203,15 @@ class AddressBook:
         deadline = time.monotonic() + _RING_S
         self._ring.begin()
         while not self._ring.is_complete or following.has_outgoing:
-            awaited = [] if self._ring.is_complete else [previous.socket]
-            full = [following.socket] if following.has_outgoing else []
-            readable, writable, _ = select.select(awaited, full, [], _LONGEST_LOOK_S)
-            if writable:
+            waiting = select.poll()  # select.select takes no descriptor above 1,023
+            if not self._ring.is_complete:
+                waiting.register(previous.socket, select.POLLIN)
+            if following.has_outgoing:
+                waiting.register(following.socket, select.POLLOUT)
+            ready = {number for number, _ in waiting.poll(_LONGEST_LOOK_S * 1000)}
+            if following.socket.fileno() in ready:
                 following.flush()
-            if readable:
+            if previous.socket.fileno() in ready:
                 try:
                     previous.receive(self._ring)
                 except BrokenConnection:
