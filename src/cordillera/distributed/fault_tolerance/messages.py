@@ -81,34 +81,6 @@ def _header(kind: int, payload: bytes | memoryview) -> bytes:
     return _HEADER.pack(_MAGIC, kind, len(payload), checksum)
 
 
-class Unpacker:
-    """Messages out of a stream of bytes, which arrive in pieces of any size."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def take(self, data: bytes) -> list[Any]:
-        """Add bytes; return the messages that are complete.
-
-        Raises:
-            MessageError: If a frame is damaged or too long.
-        """
-        self._buffer += data
-        found = []
-        while len(self._buffer) >= _HEADER.size:
-            kind, length, checksum = _parsed(bytes(self._buffer[: _HEADER.size]))
-            if kind != _JSON:
-                raise MessageError("raw bytes came where a message was to come")
-            end = _HEADER.size + length
-            if len(self._buffer) < end:
-                break
-            payload = bytes(self._buffer[_HEADER.size : end])
-            del self._buffer[:end]
-            _check(kind, payload, checksum)
-            found.append(_read_json(payload))
-        return found
-
-
 def _parsed(header: bytes) -> tuple[int, int, int]:
     magic, kind, length, checksum = _HEADER.unpack(header)
     if magic != _MAGIC:
