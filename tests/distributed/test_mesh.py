@@ -11,12 +11,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cordillera.distributed import mesh
+from cordillera.distributed.context.attention import ContextParallelConfig
+from cordillera.distributed.context.cache import ContextCacheConfig
+from cordillera.distributed.job.launch import LaunchConfig
 from cordillera.distributed.mesh import DIMENSIONS, ParallelConfig, ProcessMesh, ranks_of
 from cordillera.distributed.transport.progress import TransportError
 from cordillera.errors import PeerError, PlanError
 from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.mesh import Mesh
 from cordillera.topology import load
+from cordillera.training.ranking.config import RankingParallelConfig
 
 SIZES = st.integers(1, 3)
 
@@ -97,11 +101,21 @@ def test_what_is_no_plan_is_refused(broken: dict[str, Any], said: str) -> None:
         {"schedule": "1f1b", "chunks": 2},
         {"schedule": "zero_bubble_v", "chunks": 1},
         {"deadline_s": float("nan")},
+        {"deadline_s": 1e15},
     ],
 )
 def test_a_mesh_that_is_none_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         ParallelConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    "kind", [ParallelConfig, RankingParallelConfig, LaunchConfig, ContextParallelConfig, ContextCacheConfig]
+)
+def test_a_deadline_is_as_long_as_systems_wait(kind: Any) -> None:
+    assert kind(deadline_s=2e6).deadline_s == 2e6
+    with pytest.raises(ValidationError, match="must be at most 2,000,000 seconds"):
+        kind(deadline_s=1e15)
 
 
 @pytest.mark.parametrize(

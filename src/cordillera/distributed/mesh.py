@@ -18,11 +18,11 @@ from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from torch.distributed.device_mesh import DeviceMesh
 
 from cordillera.distributed.collectives import all_gather_single, reason_of
-from cordillera.distributed.job.environment import JobBackend
+from cordillera.distributed.job.environment import JobBackend, checked_deadline
 from cordillera.errors import PeerError, PlanError
 from cordillera.planning.pipeline.schedules import (
     Schedule,
@@ -113,6 +113,8 @@ class ParallelConfig(BaseModel):
     recompute: Literal["none", "selective", "full"] = "none"
     backend: JobBackend = "auto"
     deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)
+
+    _is_deadline = field_validator("deadline_s")(checked_deadline)
 
     @model_validator(mode="after")
     def _fits_together(self) -> ParallelConfig:

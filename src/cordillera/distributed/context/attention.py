@@ -19,12 +19,13 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cordillera.distributed.collectives import Arrival, Collectives
 from cordillera.distributed.context.shard_plan import ShardPlan
+from cordillera.distributed.job.environment import checked_deadline
 from cordillera.distributed.ledger import Ledger
 from cordillera.errors import PlanError
 from cordillera.kernels.attention.merge import merge
@@ -47,6 +48,8 @@ class ContextParallelConfig(BaseModel):
     transport: Literal["all_gather", "ring"] = "all_gather"
     backend: AttentionBackend = "auto"
     deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)
+
+    _is_deadline = field_validator("deadline_s")(checked_deadline)
 
 
 class ContextParallelAttention:

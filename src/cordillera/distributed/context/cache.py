@@ -19,12 +19,13 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 
 from cordillera.distributed.collectives import Collectives
 from cordillera.distributed.context.ring_cost import AttentionShape, RingCost, Transport
 from cordillera.distributed.context.turns import Turn, next_turn
+from cordillera.distributed.job.environment import checked_deadline
 from cordillera.distributed.ledger import Ledger
 from cordillera.errors import DataError, PlanError
 from cordillera.kernels.attention.merge import merge
@@ -50,6 +51,8 @@ class ContextCacheConfig(BaseModel):
     cost: RingCost = RingCost()
     backend: AttentionBackend = "auto"
     deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)
+
+    _is_deadline = field_validator("deadline_s")(checked_deadline)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ JobBackend: TypeAlias = Literal["auto", "cordillera"]
 """Backend of torch.distributed that carries what processes exchange; ``auto`` is gloo on CPUs and NCCL on GPUs."""
 
 _MOST = 1_000_000  # largest number of processes of a job
+_MOST_DEADLINE_S = 2_000_000  # systems wait for at most 2^31 ms
 
 
 class JobPlace(NamedTuple):
@@ -109,3 +110,14 @@ def _number(given: Mapping[str, str], name: str, least: int, most: int, *, defau
             remedy="see what started this process; for one process without a launcher, unset RANK and WORLD_SIZE",
         )
     return number
+
+
+def checked_deadline(seconds: float) -> float:
+    """Return the deadline of a configuration, in ``seconds``.
+
+    Raises:
+        ValueError: If systems do not wait that long.
+    """
+    if seconds > _MOST_DEADLINE_S:
+        raise ValueError(f"must be at most {_MOST_DEADLINE_S:,} seconds")
+    return seconds

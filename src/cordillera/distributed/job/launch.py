@@ -32,9 +32,9 @@ from typing import IO, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from cordillera.distributed.job.environment import TOKEN, JobBackend, job_key
+from cordillera.distributed.job.environment import TOKEN, JobBackend, checked_deadline, job_key
 from cordillera.distributed.job.failures import Failure, pack, unpack
 from cordillera.distributed.job.heartbeats import HeartbeatBoard, Verdict, named
 from cordillera.distributed.job.job import STOPPING, handling, join_job
@@ -75,6 +75,8 @@ class LaunchConfig(BaseModel):
     backend: JobBackend = "auto"
     remedy: str = "start it again; what was saved is intact"
     loaded: tuple[str, ...] = ("torch.distributed.fsdp", "numba")
+
+    _is_deadline = field_validator("deadline_s")(checked_deadline)
 
 
 class _Done(NamedTuple):

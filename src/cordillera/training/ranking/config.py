@@ -7,11 +7,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator, model_validator
 
 from cordillera.data.ranking.balance import SampleBalance
 from cordillera.distributed.codecs.coders import CodecName
-from cordillera.distributed.job.environment import JobBackend
+from cordillera.distributed.job.environment import JobBackend, checked_deadline
 from cordillera.numerics.emulation.emulation import EmulationConfig
 from cordillera.numerics.formats.precision import Precision, precision_of_machine
 from cordillera.planning.ranking.placer import PlacementConfig
@@ -210,6 +210,8 @@ class RankingParallelConfig(PlacementConfig):
     hosts: int = Field(1, ge=1, le=2**20)
     backend: JobBackend = "auto"
     deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)
+
+    _is_deadline = field_validator("deadline_s")(checked_deadline)
 
     @model_validator(mode="after")
     def _a_choice_is_of_auto(self) -> RankingParallelConfig:
