@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -478,6 +479,33 @@ def test_numbers_of_messages_pass_the_largest_of_32_bits() -> None:
             return got
 
         assert group.each(call) == [[1.0, 2.0]] * 2
+
+
+def test_messages_that_leave_with_a_later_one_are_done() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    with Group(2) as group, ours, theirs:
+        communicator, part = group.groups[0].communicator, torch.ones(16 << 10, dtype=torch.uint8)
+        assert communicator._driver.acquire(timeout=10)  # so that messages are sent here and now
+        communicator._met.append(Meeting(1, ours, None))
+        works = []
+
+        def send() -> bool:
+            works.append(group.groups[0].send([part], 1))
+            communicator._admit()
+            connection = communicator._peers[1].connection
+            assert connection is not None
+            return connection.has_outgoing
+
+        while not send():
+            pass
+        with contextlib.suppress(BlockingIOError):
+            while theirs.recv(1 << 20):
+                pass
+        assert not send()
+        communicator._release()
+        for work in works:
+            work.wait(timedelta(seconds=5))
 
 
 # --- what cannot be ------------------------------------------------------------------------------------------------

@@ -447,7 +447,8 @@ class Communicator:
         except BrokenConnection as error:
             self._lose(known, connection, str(error))
             return False
-        self._watch(known, connection)
+        if connection.has_outgoing:  # otherwise `_serve` stops watching, once earlier offers know that they have left
+            self._watch(known, connection)
         return not connection.has_outgoing
 
     def memory(self, peer: int) -> PeerMemory | None:
