@@ -536,6 +536,15 @@ def test_ranks_that_do_not_agree_are_told_what_the_other_does(length: int) -> No
             assert any(said in what for what in differing(group, calls))
 
 
+def test_a_timeout_may_be_of_months() -> None:
+    def call(rank: int, one: TransportProcessGroup) -> float:
+        time.sleep(0.1 * rank)  # so that the other waits
+        return float(summed(one, torch.ones(9))[0])
+
+    with Group(2, timeout=timedelta(days=90)) as group:
+        assert group.each(call) == [2.0, 2.0]
+
+
 def test_a_rank_that_does_not_come_is_named() -> None:
     with Group(3, timeout=timedelta(seconds=4)) as group:
         begun = time.monotonic()

@@ -42,6 +42,7 @@ from cordillera.errors import PlanError
 Path: TypeAlias = Literal["auto", "sockets"]
 _LOOK_S = 1.0  # interval of checks for an abort while waiting for the store
 _MOMENT_S = 0.02  # delay after which an operation that nobody waits for advances in the background
+_MOST_PATIENCE_MS = 3_600_000  # longest wait for sockets at a time; `poll` refuses 2^31 ms and more
 _AHEAD_BYTES = 32 << 10  # bytes received ahead at a time, where frames are small
 _FAREWELL_S = 0.02  # longest wait for a rank to receive the reason of an abort
 
@@ -346,7 +347,7 @@ class Communicator:
 
     def _patience_ms(self) -> int:
         nearest = min((one.deadline_s for one in self._progress.running), default=time.monotonic() + 1)
-        return max(0, math.ceil((nearest - time.monotonic()) * 1000))
+        return min(_MOST_PATIENCE_MS, max(0, math.ceil((nearest - time.monotonic()) * 1000)))
 
     def _admit(self) -> None:
         """Take over the work that other threads queued: new connections, operations, and a reason to abort."""
