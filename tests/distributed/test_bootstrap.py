@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
 import random
 import resource
@@ -25,6 +27,7 @@ from hypothesis import strategies as st
 from cordillera.distributed.transport import bootstrap
 from cordillera.distributed.transport.bootstrap import AddressBook, AddressRing
 from cordillera.distributed.transport.frames import BrokenConnection, Connection, FrameKind, TransportFrame
+from cordillera.distributed.transport.meeting import PeerListener, _receive
 from cordillera.distributed.transport.process_group import BACKEND, TransportProcessGroup, register
 from cordillera.distributed.transport.progress import TransportError
 from cordillera.distributed.transport.signatures import Signature
@@ -153,6 +156,21 @@ def test_where_a_rank_has_not_come_the_store_is_asked() -> None:
     for book in (*found.values(), late):
         assert book._is_over.wait(10)
         assert book.find(3, 1.0) is not None
+
+
+def test_a_listener_goes_on_after_a_connection_that_it_could_not_accept(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, failures = socket.socket.accept, iter([OSError(errno.EMFILE, "Too many open files")] * 2)
+
+    def accept(one: socket.socket) -> Any:
+        if (error := next(failures, None)) is not None:
+            raise error
+        return original(one)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    listening = PeerListener("127.0.0.1")
+    with socket.create_connection(("127.0.0.1", json.loads(listening.address)["port"]), timeout=10) as connected:
+        assert "challenge" in _receive(connected)
+    listening.close_copies()
 
 
 @pytest.mark.usefixtures("ring")

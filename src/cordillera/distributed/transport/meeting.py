@@ -17,6 +17,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ from cordillera.distributed.transport.peer_memory import MemoryProof, PeerMemory
 
 _HANDSHAKE_S = 10.0
 _EARLY_S = 1.0  # seconds that an early greeting is kept, until this process makes its communicator
+_PAUSE_S = 0.1  # seconds until a connection that could not be accepted, maybe for want of descriptors, is tried again
 _MOST_DISMISSED = 4096  # most dismissed communicators that are remembered
 _MOST_CHARACTERS = 300  # longest reason
 _LENGTH = struct.Struct("<I")
@@ -161,14 +163,18 @@ class PeerListener:
 
     def _accept(self) -> None:
         selector = selectors.DefaultSelector()
-        for one in self._sockets:
-            selector.register(one, selectors.EVENT_READ)
+        for listening in self._sockets:
+            selector.register(listening, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
+                one: socket.socket = key.fileobj  # type: ignore[assignment]
                 try:
-                    came, _ = key.fileobj.accept()  # type: ignore[union-attr]
+                    came, _ = one.accept()
                 except OSError:
-                    return
+                    if one.fileno() < 0:
+                        return
+                    time.sleep(_PAUSE_S)
+                    continue
                 threading.Thread(target=self._greet, args=(came,), name="cordillera greeting", daemon=True).start()
 
     def _greet(self, came: socket.socket) -> None:
