@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,13 +21,14 @@ from torch import Tensor
 
 from cordillera.distributed.tracing.flight_recorder import read_traces, write_trace
 from cordillera.distributed.tracing.rank_trace import ANY_RANK
+from cordillera.distributed.transport import communicator
 from cordillera.distributed.transport.exchanges import OperationFailed
 from cordillera.distributed.transport.operations import Offer, Take, TransportOperation
 from cordillera.distributed.transport.process_group import TransportProcessGroup
 from cordillera.distributed.transport.progress import TransportError
 from cordillera.distributed.transport.signatures import signed
 from cordillera.distributed.transport.tensors import refuse_overlaps
-from cordillera.distributed.transport.tracer import OperationTracer, rank_trace
+from cordillera.distributed.transport.tracer import TRACES, OperationTracer, rank_trace
 from cordillera.distributed.transport.verbs import Window
 from cordillera.errors import PlanError
 from tests.distributed.test_transport import PATHS, Group, VirtualNetwork, message, options
@@ -298,3 +301,17 @@ def test_traces_of_windows_are_read_and_sizes_are_in_elements(tmp_path: Path) ->
     ((signal,), (wait,)) = ([one for one in found.collectives if one.peer is not None] for found in (sent, taken))
     assert (signal.op, wait.op, signal.channel) == ("send", "recv", wait.channel)
     assert signal.channel is not None
+
+
+def test_a_trace_holds_nothing_of_an_earlier_job_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, fresh in (("_LIVE", weakref.WeakSet()), ("_LEFT", deque()), ("_GAVE_UP", threading.Event())):
+        monkeypatch.setattr(communicator, name, fresh)
+    for job in ("first", "second"):
+        (tmp_path / job).mkdir()
+        monkeypatch.setenv(TRACES, str(tmp_path / job))
+        with Group(1) as group:
+            group.each(lambda rank, one: one.barrier(c10d.BarrierOptions()).wait())
+        (trace,) = read_traces(tmp_path / job)
+        assert [one.op for one in trace.collectives] == ["barrier"]

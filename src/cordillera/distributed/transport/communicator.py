@@ -416,6 +416,8 @@ class Communicator:
                 _GAVE_UP.set()
                 traced += [(one._tracer, list(one._progress.running)) for one in live]
             write_rank_trace(traced, self.ranks[self.rank], [rank for one in live for rank in one._dead])
+            if not failed:
+                _LEFT.clear()  # groups that this process makes from now on are of another job
 
     def open(self, peer: int, operation: TransportOperation) -> bool:
         """Whether ``peer`` can be sent frames now, for an ``operation``; of two ranks, the higher one connects."""
