@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordillera.distributed.transport import bootstrap
+from cordillera.distributed.transport import bootstrap, meeting
 from cordillera.distributed.transport.bootstrap import AddressBook, AddressRing
 from cordillera.distributed.transport.frames import BrokenConnection, Connection, FrameKind, TransportFrame
 from cordillera.distributed.transport.meeting import PeerListener, _receive
@@ -156,6 +157,43 @@ def test_where_a_rank_has_not_come_the_store_is_asked() -> None:
     for book in (*found.values(), late):
         assert book._is_over.wait(10)
         assert book.find(3, 1.0) is not None
+
+
+@pytest.mark.parametrize(
+    ("master", "way_out", "own"),
+    [
+        ("node", "10.0.0.7", "10.0.0.7"), ("node", None, "127.0.1.1"), ("other", "10.0.0.7", "10.0.0.8"),
+        ("localhost", "10.0.0.7", "127.0.0.1"), ("127.0.0.2", "10.0.0.7", "127.0.0.2"), ("::1", "10.0.0.7", "::1"),
+        ("nowhere", "10.0.0.7", "127.0.0.1"),
+    ],
+)  # fmt: skip
+def test_a_machine_whose_name_is_of_the_loopback_shows_others_an_address_that_they_reach(
+    master: str, way_out: str | None, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"node": "127.0.1.1", "other": "10.0.0.9", "localhost": "127.0.0.1"}
+    ways = {"10.0.0.9": "10.0.0.8", "192.0.2.1": way_out}
+
+    class Datagrams(contextlib.ExitStack):
+        def __init__(self, *kind: int) -> None:
+            super().__init__()
+
+        def connect(self, where: tuple[str, int]) -> None:
+            self.own = ways.get(where[0], where[0])
+            if self.own is None:
+                raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+        def getsockname(self) -> tuple[str | None, int]:
+            return self.own, 1
+
+    def getaddrinfo(host: str, port: int, **options: Any) -> list[Any]:
+        if host == "nowhere":
+            raise socket.gaierror("Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", (names.get(host, host), port))]
+
+    kinds = {name: getattr(socket, name) for name in ("AF_INET", "SOCK_DGRAM")}
+    monkeypatch.setattr(meeting, "socket", SimpleNamespace(socket=Datagrams, getaddrinfo=getaddrinfo, **kinds))
+    monkeypatch.setenv("MASTER_ADDR", master)
+    assert meeting._own_host() == own
 
 
 def test_a_listener_goes_on_after_a_connection_that_it_could_not_accept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import json
 import os
 import secrets
@@ -283,12 +284,27 @@ def _own_host() -> str:
     """Return the address of this machine on the way to the job's store."""
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
-        family, kind, _, _, where = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as one:
-            one.connect(where)  # sends nothing
-            return str(one.getsockname()[0])
+        family, _, _, _, where = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        found = _address_on_the_way(family, where)
     except OSError:
         return "127.0.0.1"
+    if _is_loopback(found) and not _is_loopback(master):  # some systems map their own name to 127.0.1.1
+        with contextlib.suppress(OSError):
+            return _address_on_the_way(socket.AF_INET, ("192.0.2.1", 9))  # of no machine: the way out
+    return found
+
+
+def _address_on_the_way(family: int, where: tuple[Any, ...]) -> str:
+    with socket.socket(family, socket.SOCK_DGRAM) as one:
+        one.connect(where)  # sends nothing
+        return str(one.getsockname()[0])
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _boot() -> str:
