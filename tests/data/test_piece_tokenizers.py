@@ -18,11 +18,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cordillera.data.tokenizers.chat import Control, JinjaChat, Message
+from cordillera.data.tokenizers.export import write_json_tokenizer, write_meta_tokenizer
 from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.data.tokenizers.pairs.sentencepiece import merges_of, scores_of
 from cordillera.data.tokenizers.tokenizer import StreamDecoder, Tokenizer
 from cordillera.errors import DataError
 from tests.data import piece_vocabularies as p
+from tests.data import vocabularies as v
 from tests.data.test_tokenizer_limits import mutated
 from tests.fuzzing import damaged, survives
 
@@ -151,6 +153,57 @@ def test_what_a_special_token_takes_around_it_is_no_token(tmp_path: Path) -> Non
     assert tokenizer.encode_pieces(["the"], after=[user, "\n"]) == tokenizer.encode("the")
     assert tokenizer.encode_pieces(["the"], after=[user, "cat "]) == tokenizer.continued("the")
     assert tokenizer.encode_pieces([user, " \n", end]) == ids
+
+
+@pytest.mark.parametrize("place", ["added_tokens.json", "tokenizer_config.json"])
+def test_tokens_that_a_fine_tuning_added_are_special(tmp_path: Path, place: str) -> None:
+    plain, count = load_tokenizer(p.write_model(tmp_path)), len(p.pieces())
+    names = {"<unk>": 0, "<|im_end|>": count, "<|im_start|>": count + 1}
+    settings: dict[str, Any] = {"chat_template": v.CHATML, "eos_token": {"content": "<|im_end|>"}}
+    if place == "added_tokens.json":
+        (tmp_path / place).write_text(json.dumps(names))
+    else:
+        listed = {str(number): {"content": name, "rstrip": number > count} for name, number in names.items()}
+        settings["added_tokens_decoder"] = listed
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (count + 2, 1, count)
+    assert tokenizer.stop_ids == (count, 2)
+    assert bool(tokenizer.strips) == (place != "added_tokens.json")
+    chat = [Message("user", "the <|im_end|> cat")]
+    ids = tokenizer.encode_chat(chat)
+    assert [token for token in ids if token >= count] == [count + 1, count, count + 1]
+    assert tokenizer.encode("the <|im_end|>") == plain.encode("the <|im_end|>")
+    for write in (write_json_tokenizer, write_meta_tokenizer):
+        folder = tmp_path / write.__name__
+        folder.mkdir()
+        write(tokenizer, folder, 64)
+        assert load_tokenizer(folder).encode_chat(chat) == ids
+
+
+@pytest.mark.parametrize(
+    ("added", "said"),
+    [
+        ({"<a>": 1}, "added token '<a>' has the id {1}, and the next free one is {0}"),
+        ({"<b>": 0, "<a>": -5}, "added token '<a>' has the id"),
+        ({"<a>": 0, "<b>": 2}, "added token '<b>' has the id {2}, and the next free one is {1}"),
+        ({"<s>": 0}, "added token '<s>' has the id {0}, and the file's own 1"),
+        ({"<a>": 0.5}, "does not give tokens and their ids"),
+        ({"": 0}, "does not give tokens and their ids"),
+    ],
+)
+def test_added_tokens_that_do_not_follow_the_pieces_are_refused(
+    tmp_path: Path, added: dict[str, Any], said: str
+) -> None:
+    path, count = p.write_model(tmp_path), len(p.pieces())
+    (tmp_path / "added_tokens.json").write_text(json.dumps({name: count + place for name, place in added.items()}))
+    with pytest.raises(DataError) as error:
+        load_tokenizer(path)
+    assert said.format(count, count + 1, count + 2) in str(error.value)
+    (tmp_path / "added_tokens.json").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {"5": "<a>"}}))
+    with pytest.raises(DataError, match="does not give tokens and their ids"):
+        load_tokenizer(path)
 
 
 # Merges and scores

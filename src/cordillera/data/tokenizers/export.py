@@ -98,7 +98,7 @@ def write_meta_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> No
     """
     if tokenizer.kind == "sentencepiece" and tokenizer.chat_format is None:
         shutil.copyfile(tokenizer.path, folder / "tokenizer.model")
-        for name in (_SETTINGS, _GENERATION):  # whether texts begin with a token, and where answers end
+        for name in (_SETTINGS, _GENERATION, "added_tokens.json"):  # also where texts begin and answers end
             if tokenizer.path.with_name(name).exists():
                 shutil.copyfile(tokenizer.path.with_name(name), folder / name)
         return
@@ -228,7 +228,7 @@ def _json_content(pairs: BytePairs) -> dict[str, Any]:
         raise DataError(
             "has words of its own, after which tokenizer.json would put a space",
             where=str(pairs.path),
-            remedy=_LEFT_OUT,
+            remedy="choose another layout",
         )
     words = {name: word["id"] for name, word in pairs.words.items()}
     vocabulary = {**pairs.vocabulary, **words, **pairs.special}

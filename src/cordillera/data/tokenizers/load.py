@@ -73,9 +73,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         path: A ``tokenizer.model`` of Llama 3 or of SentencePiece (Llama 2, Mistral), a Hugging Face
             ``tokenizer.json``, a ``.gguf`` file, or a folder that holds one of them. Beside SentencePiece's file or a
             ``tokenizer.json``, ``tokenizer_config.json``, ``generation_config.json`` and ``chat_template.jinja`` are
-            read too. Or a name: ``bytes``, whose 256 tokens are the bytes, or that of an
-            asset that was fetched, such as ``smollm2`` and ``llama3-tokenizer`` (a folder of that name is
-            ``./smollm2``).
+            read too; beside SentencePiece's, also ``added_tokens.json``. Or a name: ``bytes``, whose 256 tokens are the
+            bytes, or that of an asset that was fetched, such as ``smollm2`` and ``llama3-tokenizer`` (a folder of that
+            name is ``./smollm2``).
 
     Raises:
         DataError: there is no tokenizer, it is damaged, or of a kind that cannot encode every text; an asset was not

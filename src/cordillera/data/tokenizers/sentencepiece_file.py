@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,10 +50,11 @@ def is_sentencepiece(head: bytes) -> bool:
 
 
 def read_sentencepiece_pairs(path: Path) -> BytePairs:
-    """Read ``tokenizer.model`` and, beside it, configuration and chat template.
+    """Read ``tokenizer.model`` and, beside it, configuration, further special tokens and chat template.
 
     Raises:
-        DataError: the file is damaged, or is no byte-pair encoding that falls back to bytes and keeps all characters.
+        DataError: the file is damaged, or is no byte-pair encoding that falls back to bytes and keeps all characters;
+            or the ids of tokens beside it do not follow its own.
     """
     if path.stat().st_size > JSON_BYTES:
         raise DataError(f"is larger than {JSON_BYTES:,} bytes", where=str(path))
@@ -74,6 +75,9 @@ def read_sentencepiece_pairs(path: Path) -> BytePairs:
     words = [text for text, number in ids.items() if pieces[number].kind == USER_DEFINED and text not in special]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     settings, generation = (beside(path, f"{name}_config.json") for name in ("tokenizer", "generation"))
+    added = _added(path, settings, ids)
+    special |= {text: token["id"] for text, token in added.items()}
+    begin, end = (_chosen(settings.get(f"{key}_token"), added, own) for key, own in (("bos", begin), ("eos", end)))
     adds_bos = settings.get("add_bos_token", True)
     return BytePairs(
         path=path,
@@ -91,7 +95,45 @@ def read_sentencepiece_pairs(path: Path) -> BytePairs:
         template=chat_template(path, settings),
         has_pieces=True,
         has_prefix=has_prefix and bool(words),
+        strips={
+            text: sides
+            for text, token in added.items()
+            if any(sides := (bool(token.get("lstrip")), bool(token.get("rstrip"))))
+        },
     )
+
+
+def _added(path: Path, settings: dict[str, Any], ids: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """Tokens that a fine-tuning added, by text: those beside the file that are none of its pieces."""
+    tokens = [{"content": text, "id": number} for text, number in beside(path, "added_tokens.json").items()]
+    try:
+        described = settings.get("added_tokens_decoder") or {}
+        tokens += [{**token, "id": int(number)} for number, token in described.items()]
+        found = {token["content"]: token for token in tokens if ids.get(token["content"]) != token["id"]}
+        if not all(isinstance(text, str) and text and type(token["id"]) is int for text, token in found.items()):
+            raise ValueError
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            "added_tokens.json or added_tokens_decoder of tokenizer_config.json does not give tokens and their ids",
+            where=str(path.parent),
+            remedy=_FETCH,
+        ) from error
+    found = dict(sorted(found.items(), key=lambda one: one[1]["id"]))
+    for number, (text, token) in enumerate(found.items(), len(ids)):
+        if text in ids or token["id"] != number:
+            raise DataError(
+                f"the added token {text!r} has the id {token['id']}, "
+                + (f"and the file's own {ids[text]}" if text in ids else f"and the next free one is {number}"),
+                where=str(path),
+                remedy=_OTHER,
+            )
+    return found
+
+
+def _chosen(entry: Any, added: Collection[str], own: str) -> str:
+    """The token that a configuration's ``entry`` names if it is one of those ``added``, or else the file's ``own``."""
+    name = entry.get("content") if isinstance(entry, dict) else entry
+    return name if isinstance(name, str) and name in added else own
 
 
 def _rules(trainer: dict[int, Any], normalizer: dict[int, Any], path: Path) -> bool:
