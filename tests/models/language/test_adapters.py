@@ -221,6 +221,11 @@ def test_adapters_that_cannot_be_exported_are_refused(tmp_path: Path) -> None:
     phi3 = published_and_adapted(tmp_path / "phi3", rotary_dim=2)
     with pytest.raises(CheckpointError, match="in one matrix"):
         save_peft(open_checkpoint(phi3), tmp_path / "none", "base")
+    (tmp_path / "fused").mkdir()
+    (tmp_path / "fused" / "config.json").write_text('{"model_type": "phi3"}')
+    for places in ((str(tmp_path / "fused"), None), ("published", str(tmp_path / "fused"))):  # of a Llama's positions
+        with pytest.raises(CheckpointError, match="in one matrix"):
+            save_peft(open_checkpoint(step), tmp_path / "none", places[0], start=places[1])
     damaged = Llama(LlamaConfig(**SIZES, adapter=AdapterConfig()))
     damaged.init_weights(0)
     with torch.no_grad():
@@ -229,6 +234,6 @@ def test_adapters_that_cannot_be_exported_are_refused(tmp_path: Path) -> None:
         save_peft(open_checkpoint(write_step(tmp_path / "damaged", damaged)), tmp_path / "none", "base")
     reward = Llama(LlamaConfig(**SIZES, adapter=AdapterConfig(), scores=True))
     reward.init_weights(0)
-    with pytest.raises(CheckpointError, match="is a reward model, whose score would be lost"):
+    with pytest.raises(CheckpointError, match=r"(?s)is a reward model, whose score would be lost.*best-of --reward"):
         save_peft(open_checkpoint(write_step(tmp_path / "reward", reward)), tmp_path / "none", "base")
     assert not (tmp_path / "none").exists()

@@ -29,10 +29,9 @@ def export_adapter(run: str | Path, folder: str | Path, base: str | None = None)
     """
     checkpoint = find_model(run)
     opened, own = open_checkpoint(checkpoint), run_of(run, checkpoint)
-    if base is None and own is not None:
-        training = getattr(load(own.recipe_file), "training", None)
-        base = getattr(training, "start", None)
+    start = None if own is None else getattr(getattr(load(own.recipe_file), "training", None), "start", None)
+    base = start if base is None else base
     if base is None:
         raise DataError("is not known", where="base", remedy="name the model that the adapters were trained on")
-    save_peft(opened, Path(folder), base, find_tokenizer(run, checkpoint, opened.config.vocabulary))
+    save_peft(opened, Path(folder), base, find_tokenizer(run, checkpoint, opened.config.vocabulary), start)
     return base

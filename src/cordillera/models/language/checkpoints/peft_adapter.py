@@ -7,6 +7,7 @@ Hugging Face's layout.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from cordillera.data.tokenizers.export import write_json_tokenizer
 from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import CheckpointError
+from cordillera.files import read_json_object
 from cordillera.models.language.adapters import ADAPTER_WEIGHTS
 from cordillera.models.language.checkpoints.hugging_face import layer_name
 from cordillera.models.language.checkpoints.source import Source, is_like_phi3, new_folder, parameter_shapes
@@ -23,7 +25,9 @@ from cordillera.tensor_files import save_file
 _ENDS = dict(zip(ADAPTER_WEIGHTS, ("lora_A", "lora_B"), strict=True))
 
 
-def save_peft(source: Source, folder: Path, base: str, tokenizer: Tokenizer | None = None) -> None:
+def save_peft(
+    source: Source, folder: Path, base: str, tokenizer: Tokenizer | None = None, start: str | None = None
+) -> None:
     """Write the adapters of a checkpoint, in ``float32``, the dtype in which they are trained.
 
     Args:
@@ -31,6 +35,7 @@ def save_peft(source: Source, folder: Path, base: str, tokenizer: Tokenizer | No
         folder: Folder that is absent or empty.
         base: Name or path of the model without adapters, which ``peft`` loads.
         tokenizer: Tokenizer to write beside the weights, with the chat template; None for none.
+        start: Name or path of the model that the adapters were trained on, if ``base`` is not where that lies.
 
     Raises:
         CheckpointError: If there are no adapters, the model is a reward model, layers are one matrix in Hugging Face's
@@ -43,8 +48,8 @@ def save_peft(source: Source, folder: Path, base: str, tokenizer: Tokenizer | No
         )
     if source.config.scores:
         what = "is a reward model, whose score would be lost: it is no part of the adapters"
-        raise CheckpointError(what, where=str(source.path), remedy="serve the run itself, or its checkpoint")
-    if is_like_phi3(source.config):
+        raise CheckpointError(what, where=str(source.path), remedy="use the run itself, with best-of --reward")
+    if is_like_phi3(source.config) or any(_is_phi3(one) for one in (base, start) if one is not None):
         what = "Phi-3 keeps query, key and value in one matrix, for which these adapters are none"
         raise CheckpointError(what, where=str(source.path), remedy="write the merged model with convert")
     tensors = _tensors(source)
@@ -64,6 +69,12 @@ def save_peft(source: Source, folder: Path, base: str, tokenizer: Tokenizer | No
         save_file(tensors, beside / "adapter_model.safetensors", {"format": "pt"})
         if tokenizer is not None:
             write_json_tokenizer(tokenizer, beside, source.config.context)
+
+
+def _is_phi3(model: str) -> bool:
+    """Return whether a path is the folder of a model whose type is that of Phi-3 (Phi-4 too), of any shape."""
+    config = os.path.join(os.path.expanduser(model), "config.json")
+    return os.path.isfile(config) and read_json_object(config, error=CheckpointError).get("model_type") == "phi3"
 
 
 def _tensors(source: Source) -> dict[str, Tensor]:
