@@ -201,6 +201,12 @@ def test_rows_of_training_and_evaluation_are_not_mixed(tmp_path: Path) -> None:
         pattern = error.value.remedy.split()[-1]
         assert read(pattern) == TEXTS
     assert read(both / "test") == ["held out"]
+    for name in ("train", "test"):
+        (tmp_path / "nested" / name / "en").mkdir(parents=True)
+        pq.write_table(pa.Table.from_pylist(of(TEXTS)), tmp_path / "nested" / name / "en" / "0000.parquet")
+    with pytest.raises(DataError, match="several splits: test, train"):
+        data_files(str(tmp_path / "nested"))
+    assert read(tmp_path / "nested" / "train") == TEXTS
     (tmp_path / "notes" / "test").mkdir(parents=True)
     for place in ("train.txt", "test/a.txt"):  # plain text has no splits
         (tmp_path / "notes" / place).write_text(place)

@@ -219,5 +219,5 @@ def test_addresses_and_dates_come_with_the_text(tmp_path: Path) -> None:
         (tmp_path / "bad.jsonl").write_text(json.dumps(row))
         with pytest.raises(DataError, match=f"bad.jsonl:1: {message}"):
             list(read_documents([tmp_path / "bad.jsonl"], url_field="url", date_field="when"))
-    with pytest.raises(DataError, match="there is no column 'link'"):
+    with pytest.raises(DataError, match=r"(?s)there is no column 'link'.*set data\.cleaning\.url_field in a recipe"):
         list(read_documents([tmp_path / "b.parquet"], url_field="link"))

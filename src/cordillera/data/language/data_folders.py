@@ -78,8 +78,7 @@ def _check_one_split(files: Sequence[Path], path: str) -> None:
 
 
 def _split_of(file: Path, root: Path) -> str | None:
-    """Return the split in the name of a file, or else in the name of its folder below ``root``."""
-    names = [re.split("[^a-z]", file.name.lower())[0]]
-    if file.parent != root:
-        names.append(file.parent.name.lower())
+    """Return the split in the name of a file, or else in that of the nearest of its folders below ``root``."""
+    folders = reversed(file.parent.relative_to(root).parts)
+    names = [re.split("[^a-z]", file.name.lower())[0], *(folder.lower() for folder in folders)]
     return next((name for name in names if name in _TRAINING | _EVALUATION), None)

@@ -274,7 +274,7 @@ def _document(values: Sequence[Any], fields: _Fields, path: Path, row: int) -> D
 
 def _table(path: Path, fields: _Fields) -> Iterator[Document]:
     schema = table_schema(path)
-    for name, key in zip(fields, ("text_field", "url_field", "date_field"), strict=True):
+    for name, key in zip(fields, ("text_field", "cleaning.url_field", "cleaning.date_field"), strict=True):
         if name is not None and name not in schema.names:
             raise _absent("column", name, schema.names, str(path), key)
     kind = schema.field(fields.text).type
