@@ -21,6 +21,9 @@ def test_the_command_says_what_it_did(cli, tmp_path):
     assert not (tmp_path / "other.gguf").exists()
     document = json.loads(cli("convert", "small.gguf", "hf", "--json", "-q").out)
     assert (document["layout"], document["error"], document["chats"]) == ("hugging-face", 0.0, True)
-    assert cli("convert", "small", "hf", "-q").code == 2
+    for target in ("hf", "small.gguf"):
+        there = cli("convert", "small", target, "-q")
+        assert there.code == 2
+        assert "or delete this one; --overwrite replaces a whole checkpoint" in " ".join(there.err.split())
     silent = cli("convert", "small", "hf", "--overwrite", "-q")
     assert (silent.code, silent.out, silent.err) == (0, "", "")

@@ -9,9 +9,14 @@ from typing import Annotated
 import typer
 
 from cordillera.cli._show import AsJson, CommandOutput, to_type
-from cordillera.errors import Interrupted
+from cordillera.errors import CordilleraError, Interrupted
 
 _LAYOUTS = {"hugging-face": "Hugging Face", "meta": "Meta", "gguf": "GGUF"}
+_OPTIONS = {
+    "delete this one": "; --overwrite replaces a whole checkpoint",
+    "choose another layout": ", or leave the tokenizer out with --tokenizer none",
+}
+"""What options of ``convert`` add to remedies, by how these end."""
 
 
 def convert(
@@ -59,6 +64,11 @@ def convert(
                 )
         except KeyboardInterrupt:
             raise Interrupted("nothing was written", where=str(target), remedy="give the same command again") from None
+        except CordilleraError as error:
+            more = next((option for end, option in _OPTIONS.items() if (error.remedy or "").endswith(end)), "")
+            if not more or (overwrite and "--overwrite" in more):
+                raise
+            raise type(error)(error.what, where=error.where, remedy=f"{error.remedy}{more}") from error
         answer.keep(**asdict(found))
         if quiet:
             return

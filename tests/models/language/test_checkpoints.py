@@ -527,6 +527,13 @@ def test_weights_that_overflow_in_the_wanted_dtype_are_refused(make_llama: MakeL
         load(tmp_path / "hf", torch.float16)
 
 
+def test_mistrals_own_layout_is_named(tmp_path: Path) -> None:
+    (tmp_path / "params.json").write_text('{"dim": 8, "n_layers": 1, "head_dim": 4, "hidden_dim": 8, "n_heads": 2}')
+    (tmp_path / "consolidated.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"(?s)Mistral's own layout.*in Hugging Face's layout"):
+        open_checkpoint(tmp_path)
+
+
 def test_a_path_without_a_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(b"")
     for path, said in (

@@ -263,6 +263,12 @@ def _files(path: Path) -> list[Path]:
     for file in path.glob("consolidated.*.pth"):
         if match := re.fullmatch(r"consolidated\.(\d+)\.pth", file.name):
             numbers[int(match[1])] = file
+    if not numbers and any(path.glob("consolidated*.safetensors")):
+        raise CheckpointError(
+            "is Mistral's own layout, which is not read",
+            where=str(path),
+            remedy="download the files in Hugging Face's layout",
+        )
     lost = sorted(set(range(max(numbers, default=0) + 1)) - numbers.keys())
     if lost:
         raise CheckpointError(

@@ -260,7 +260,7 @@ def new_folder(folder: Path, size: int = 0, overwrite: bool = False) -> Iterator
         raise CheckpointError(
             "is a file or holds more than a checkpoint" if overwrite else "is not empty",
             where=str(folder),
-            remedy="choose a new folder, or delete this one; --overwrite replaces a whole checkpoint",
+            remedy="choose a new folder, or delete this one",
         )
     _check_room(folder, size)
     with written_to(folder), folder_beside(folder, replaces=overwrite) as beside:
@@ -283,7 +283,7 @@ def new_file(path: Path, size: int = 0, overwrite: bool = False) -> Iterator[Pat
         raise CheckpointError(
             "is a folder" if path.is_dir() else "exists already",
             where=str(path),
-            remedy="choose another name" if path.is_dir() else "choose another name, or replace it with --overwrite",
+            remedy="choose another name" if path.is_dir() else "choose another name, or delete this one",
         )
     _check_room(path, size)
     with written_to(path), file_beside(path) as beside:
