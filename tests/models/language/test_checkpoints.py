@@ -564,6 +564,8 @@ def write_gguf(model: Llama, path: Path, **changes: Any) -> Path:
         writer.add_uint16("split.count", changes.pop("split"))
     if "scaling" in changes:
         writer.add_rope_scaling_type(gguf.RopeScalingType(changes.pop("scaling")))
+    for key, value in changes.pop("fields", {}).items():
+        writer.add_float32(f"llama.{key}", value)
     tensors: dict[str, Tensor] = {"token_embd": model.embedding.weight, "output_norm": model.norm.weight}
     if model.head is not None:
         tensors["output"] = model.head.weight
@@ -605,6 +607,13 @@ def test_gguf_holds_the_same_model(make_llama: MakeLlama, tmp_path: Path, settin
     _, back = load(write_gguf(model, tmp_path / "model.gguf"))
     assert _same(back, model)
     assert _same(load(tmp_path)[1], model)  # the only one in a folder
+
+
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_factor_of_positions_without_a_type_is_linear(make_llama: MakeLlama, tmp_path: Path, key: str) -> None:
+    for factor, expected in ((4.0, RopeScaling(rope_type="linear", factor=4.0)), (1.0, None)):
+        path = write_gguf(make_llama(), tmp_path / "model.gguf", fields={key: factor})
+        assert load(path)[0].rope_scaling == expected
 
 
 @pytest.mark.parametrize(("kind", "error"), [("F16", 1e-3), ("BF16", 5e-3), ("Q8_0", 1e-2), ("Q4_0", 0.15)])

@@ -321,7 +321,8 @@ class GGUFFile(Source):
                 "attention_factor": own("rope.scaling.attn_factor", 1.0),
                 "original_context": original,
             }
-        kind = own("rope.scaling.type", "none", str)
+        factor = own("rope.scaling.factor", own("rope.scale_linear", 1.0))
+        kind = own("rope.scaling.type", "none" if factor in (0, 1) else "linear", str)
         if kind == "none":
             return None
         if kind not in ("linear", "yarn"):
@@ -330,7 +331,7 @@ class GGUFFile(Source):
                 where=str(self.path),
                 remedy="load a model with one of these",
             )
-        found = {"rope_type": kind, "factor": own("rope.scaling.factor")}
+        found = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
             found["original_context"] = own("rope.scaling.original_context_length", context)
             found["beta_fast"] = own("rope.scaling.yarn_beta_fast", 32.0)
