@@ -98,6 +98,18 @@ def test_templates_may_write_json_and_break_out_of_loops() -> None:
     assert chat.pieces([Message("user", "<é'\n")]) == ['"<é\'\\n"']
 
 
+def test_the_date_of_a_template_is_the_same_on_every_day() -> None:
+    chats = {
+        '{%- set today = strftime_now("%Y-%m-%d") %}{{ today }}': "2024-07-26",
+        "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% else %}its own{% endif %}": "its own",
+    }
+    for template, expected in chats.items():
+        assert _jinja(template).pieces([Message("user", "x")]) == [expected]
+    for form in ("'%Y' * 10**6", "7", "'\ud800'"):
+        with pytest.raises(DataError, match="refused the chat"):
+            _jinja("{{ strftime_now(" + form + ") }}").pieces([Message("user", "x")])
+
+
 def test_marks_of_what_the_assistant_wrote_change_nothing() -> None:
     plain = "{% for m in messages %}{{ m.role }}:\n  {{ m.content }}\n{% endfor %}"
     marked = plain.replace("{{ m.content }}", "{%- generation -%} {{ m.content }} {%+ endgeneration %}")

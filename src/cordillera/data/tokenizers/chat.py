@@ -6,6 +6,7 @@ A format does not write control tokens into text in which a tokenizer must find 
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -142,8 +143,9 @@ class JinjaChat(ChatFormat):
     A template mixes control tokens and content in one string. To separate them again, any content that looks like a
     special token, or could become part of one next to the template's text, is broken by a character that occurs nowhere
     in the chat; the string is then cut at the special tokens that are still whole, and the character is removed.
-    Content without such text is rendered exactly as Transformers does. ``strftime_now`` is not defined, so that a chat
-    gives the same tokens on every day: templates then use their own default date.
+    Content without such text is rendered exactly as Transformers does, but for the date, so that a chat gives the same
+    tokens on every day: ``strftime_now`` is not defined for templates that then use their own default date, and for
+    others, such as Mistral Small's, it is that of 26 July 2024, the default of Llama 3's.
 
     The work of one rendering is bounded (:mod:`cordillera.data.tokenizers.chat_limits`).
 
@@ -170,6 +172,8 @@ class JinjaChat(ChatFormat):
         self._environment = BoundedEnvironment()
         self._environment.add_filter("tojson", _to_json)
         self._environment.globals["raise_exception"] = _refuse
+        if "strftime_now(" in template and "strftime_now is defined" not in template:
+            self._environment.globals["strftime_now"] = _fixed_date
         try:
             self._template = self._environment.compiled(_MARKS.sub(_condition, template))
         except Exception as error:  # Jinja's errors, and Python's errors for deep nesting
@@ -237,6 +241,10 @@ def _short(error: Exception) -> str:
 def _to_json(value: Any, indent: int | None = None) -> str:
     # Jinja's own filter escapes HTML, which models have not seen in training.
     return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _fixed_date(form: str) -> str:
+    return datetime.date(2024, 7, 26).strftime(form)
 
 
 def _refuse(message: str) -> NoReturn:
