@@ -133,6 +133,8 @@ def test_a_format_is_guessed_from_the_special_tokens(tmp_path: Path) -> None:
     path = v.write_json(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     assert isinstance(load_tokenizer(path).chat_format, ChatML)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')  # of a base model
+    assert load_tokenizer(path).chat_format is None
     content = v.json_content()
     content["added_tokens"] = []
     path.write_text(json.dumps(content))

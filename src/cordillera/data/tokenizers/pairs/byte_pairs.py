@@ -141,8 +141,11 @@ class BytePairs:
             DataError: the vocabulary is damaged, or most text cannot be written in it.
         """
         self._check()
-        bos, eos, chat = self.bos, self.eos, guess_format(self.special)
-        if self.template is not None:
+        bos, eos, chat = self.bos, self.eos, None
+        if self.template is None:  # a configuration without one is that of a base model, chat tokens or not
+            is_base = kind == "tokenizers" and self.path.with_name("tokenizer_config.json").exists()
+            chat = None if is_base else guess_format(self.special)
+        else:
             chat = JinjaChat(self.template, self.special, bos=bos, eos=eos, where=f"{self.path}, chat template")
         ends = [self.special.get(name) for name in (*ENDS, *TURN_ENDS)]
         bos_id, eos_id = (None if name is None else self.special[name] for name in (bos, eos))
