@@ -16,7 +16,8 @@ from cordillera.data.tokenizers.chat import Message
 from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.errors import CordilleraError, DataError
 from cordillera.intervals import wilson_interval
-from cordillera.models.language.checkpoints import load
+from cordillera.models.language.checkpoints import load, save_hugging_face
+from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.workflows import evaluate
 from cordillera.workflows.evaluation import language_files
 from cordillera.workflows.evaluation.language_files import (
@@ -25,6 +26,7 @@ from cordillera.workflows.evaluation.language_files import (
     TextEvaluation,
     evaluate_language_file,
 )
+from tests.data import piece_vocabularies as pieces
 from tests.serving.small_models import CONTEXT, write_model
 
 TEXT = "the cat sat on the mat 123 é 漢字\n" * 30
@@ -66,6 +68,24 @@ def test_every_token_of_a_long_text_is_scored_once_with_half_a_window_before_it(
     assert found.bytes == size
     assert found.bits_per_byte == pytest.approx(-np.sum(expected) / math.log(2) / size, rel=1e-5)
     assert found.loss_interval[0] < found.loss < found.loss_interval[1]
+
+
+def test_the_space_that_pieces_put_before_a_text_is_no_byte_of_it(tmp_path: Path) -> None:
+    texts = ["the cat sat on the mat " * 40, "the end", " haha"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    size = len(pieces.pieces())
+    model = Llama(LlamaConfig(layers=1, hidden=8, heads=2, kv_heads=1, ffn=8, vocabulary=size, context=CONTEXT))
+    model.init_weights(0)
+    save_hugging_face(model, tmp_path / "small")
+    path = pieces.write_model(tmp_path / "small")
+    for adds_bos in (True, False):
+        (tmp_path / "small" / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": adds_bos}))
+        ids = [load_tokenizer(path).encode(text, bos=adds_bos) for text in texts]
+        first = 0 if adds_bos else sum(len(load_tokenizer(path).decode(own[:1])) for own in ids)  # is not predicted
+        found = evaluate_language_file(tmp_path / "small", tmp_path / "a.jsonl")
+        assert isinstance(found, TextEvaluation)
+        assert found.tokens == sum(map(len, ids)) - len(texts)
+        assert found.bytes == sum(map(len, texts)) - first
 
 
 def test_the_interval_holds_the_mean_as_often_as_it_says() -> None:

@@ -50,7 +50,7 @@ class TextEvaluation:
         bits_per_byte_interval: Interval of the bits per byte.
         documents: Number of texts.
         tokens: Number of tokens that were predicted.
-        bytes: Number of bytes of these tokens.
+        bytes: Number of bytes of these tokens, without the space that SentencePiece's kinds put before a text.
         window: Largest number of tokens that the model saw together.
         seconds: Wall time.
     """
@@ -246,8 +246,11 @@ def _texts(
     samples: list[tuple[float, int, int]] = []  # loss, tokens and bytes
     owners: list[int] = []
     lengths = np.array([len(content or b"") for content in tokenizer.token_bytes])
+    has_space = tokenizer.adds_bos and tokenizer.prefix != "never"  # among the targets, before the first word
     for piece, scores in _scored(opened.model, pieces, window, on_tokens):
         sizes = lengths[piece.tokens[piece.first :]]
+        if has_space and (not owners or owners[-1] != piece.owner):
+            sizes[0] -= 1
         for start in range(0, len(scores), _BLOCK):
             part = scores[start : start + _BLOCK]
             samples.append((-float(part.sum()), len(part), int(sizes[start : start + _BLOCK].sum())))
