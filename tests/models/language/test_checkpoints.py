@@ -645,6 +645,17 @@ def test_what_is_wrong_in_gguf_is_said(
         load(write_gguf(model, tmp_path / "model.gguf", **changes))
 
 
+def test_a_kind_of_tensor_that_the_library_does_not_know_is_no_damage(make_llama: MakeLlama, tmp_path: Path) -> None:
+    path = write_gguf(make_llama(), tmp_path / "model.gguf")
+    content = path.read_bytes()
+    place = content.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight") + 4 + 2 * 8  # after two dimensions
+    path.write_bytes(content[:place] + b"\x1f\0\0\0" + content[place + 4 :])
+    with pytest.raises(
+        CheckpointError, match=r"(?s)attn_q.weight is of kind 31, which is not known.*update the library"
+    ):
+        load(path)
+
+
 def test_gguf_cut_anywhere_is_refused(make_llama: MakeLlama, tmp_path: Path) -> None:
     path = write_gguf(make_llama(), tmp_path / "model.gguf")
     whole = path.read_bytes()

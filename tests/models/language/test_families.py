@@ -321,6 +321,13 @@ def test_what_is_not_computed_here_is_refused(tmp_path: Path, changes: dict[str,
     assert said in str(caught.value)
 
 
+def test_yarn_lengthens_the_context_in_gguf_as_in_hugging_face_s_layout(tmp_path: Path) -> None:
+    model = drawn(config_of(**STYLES["yarn"], context=24))
+    save_hugging_face(model, tmp_path / "hf")
+    save_gguf(model, tmp_path / "one.gguf")
+    assert [load(path)[0].context for path in (tmp_path / "hf", tmp_path / "one.gguf")] == [64, 64]
+
+
 def test_a_scaling_that_is_not_finite_is_refused_in_gguf(tmp_path: Path) -> None:
     config = config_of(**STYLES["yarn"])
     for changes in ({"factor": math.inf, "attention_factor": 1.0}, {"attention_factor": math.inf}):

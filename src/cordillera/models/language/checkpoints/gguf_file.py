@@ -79,6 +79,7 @@ _FACTORS = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"  # divisors of ``longrope``
 _CODES = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}  # bits of the kinds that are kept as they are, in groups of 32 inputs
 _MOST_DIVISORS = 2**16
+_LONGEST = 2**30  # tokens of a context
 _PIECE = 2**18  # number of values that are dequantized at a time
 _SCALING = "cordillera.rope_scaling."  # fields of a scaling; other programs read the divisors of frequencies
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -234,7 +235,11 @@ class GGUFFile(Source):
         try:
             kind = self._gguf.GGMLQuantizationType(stored.kind)
         except ValueError:
-            raise refuse(f"is of kind {stored.kind}, which is not known") from None
+            raise CheckpointError(
+                f"tensor {name} is of kind {stored.kind}, which is not known",
+                where=str(self.path),
+                remedy="take the file in another quantisation, such as Q8_0 or Q4_K, or update the library gguf",
+            ) from None
         if kind.name in ("I8", "I16", "I32", "I64"):
             raise CheckpointError(f"tensor {name} holds integers without scales", where=str(self.path))
         if stored.shape[-1] % self._gguf.GGML_QUANT_SIZES[kind][0]:
@@ -305,7 +310,7 @@ class GGUFFile(Source):
         if config.rope_scaling is None:
             named = {key.removeprefix(_SCALING): field(key) for key in fields if key.startswith(_SCALING)}
             config = config.model_copy(update={"rope_scaling": self._scaling(config, named)})
-        return architecture, config
+        return architecture, _lengthened(config, context, own("attention.sliding_window", 0))
 
     def _named_scaling(self, own: Callable[..., Any], context: int) -> dict[str, Any] | None:
         """Return the scaling that the file names; None if it names none."""
@@ -373,6 +378,14 @@ class GGUFFile(Source):
             where=str(self.path),
             remedy="convert the original checkpoint again",
         )
+
+
+def _lengthened(config: LlamaConfig, context: int, window: int) -> LlamaConfig:
+    """Return a configuration with the context that YaRN makes of the original one, within a window if there is one."""
+    if (yarn := config.rope_scaling) is None or yarn.rope_type != "yarn":
+        return config
+    longest = max(context, int(min(yarn.factor * yarn.original_context, _LONGEST)))
+    return config.model_copy(update={"context": min(longest, window or longest)})
 
 
 def _library(path: Path) -> Any:
