@@ -193,10 +193,15 @@ def test_values_that_training_refuses_are_refused(bought: tuple[Path, Path], tmp
         ({"long": True}, "long: must be a number, got a truth value"),
         ({"long": [1.0]}, "long: must be a number, got list"),
         ({"pair": [1.0, "2"]}, "pair: must be a number, got text"),
+        ({"pair": 1.0}, "pair: 1 numbers, 2 are expected"),
+        ({"long": 10**400}, "long: must be a number that fits into 64 bits"),
+        ({"tags": 5}, "tags: must be a list of ids, got int"),
     ]
     for change, why in wrong:
         with pytest.raises(ValueError, match=why):
             one.predict([{**row, **change}])
+    with pytest.raises(ValueError, match="row 1 must be a dict, got int"):
+        one.predict([row, 5])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="row 1 has no 'word'; give every column, None for a blank"):
         one.predict([row, {key: value for key, value in row.items() if key != "word"}])
 

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,6 +21,8 @@ import torch
 import cordillera
 from cordillera import workflows
 from cordillera.data.ranking.encoding import Encoder
+from cordillera.data.ranking.features import Schema
+from cordillera.errors import RunError
 from cordillera.recipe import load
 from cordillera.run import Run
 from cordillera.serving.ranking.row_reader import RowReader
@@ -262,6 +265,29 @@ def test_a_model_that_cannot_take_over_leaves_the_present_one_and_is_visible(
     assert server.score() == expected(made / "two")
     assert "last_reload_failed" not in server.facts()
     assert server.metric("last_reload_successful") == 1
+
+
+def test_a_model_takes_over_if_it_takes_all_ids_so_far() -> None:
+    frame = pl.DataFrame({"slot": [1, 2, 3, 4], "seen": [[1], [2, 3], [], [4]], "click": [0, 1, 0, 1]})
+    kinds = {"any": {}, "few": {"encoding": "identity", "num_embeddings": 5}}
+    kinds["many"] = kinds["few"] | {"num_embeddings": 20}
+
+    def services(kind: str, **column: Any) -> Any:
+        schema = Schema.model_validate({kind: [column], "labels": ["click"]})
+        encoder = Encoder.fit(schema, [frame])
+        return SimpleNamespace(tasks=("click",), encoder=encoder, reader=RowReader(encoder))
+
+    single, lists = (
+        {kind: services(key, name=name, **more) for kind, more in kinds.items()}
+        for key, name in (("categorical", "slot"), ("lists", "seen"))
+    )
+    for made in (single, lists):
+        for before, after in (("few", "any"), ("few", "many"), ("any", "any")):
+            reloading._check_interface(made[after], made[before])
+        with pytest.raises(RunError, match="below 5, so far below 20"):
+            reloading._check_interface(made["few"], made["many"])
+        with pytest.raises(RunError, match="below 20, so far any"):
+            reloading._check_interface(made["many"], made["any"])
 
 
 def test_the_step_is_that_of_the_weights_that_answer_and_not_the_last(made: Path, tmp_path: Path) -> None:

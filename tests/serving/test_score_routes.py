@@ -275,10 +275,10 @@ def test_rows_to_explain_that_would_never_fit_the_queue_are_refused() -> None:
         found.service.close()
 
 
-def arrow(table: pa.Table, *, file: bool = False) -> bytes:
-    sink = pa.BufferOutputStream()
-    with (pa.ipc.new_file if file else pa.ipc.new_stream)(sink, table.schema) as writer:
-        writer.write_table(table, max_chunksize=50)
+def arrow(table: pa.Table, *, file: bool = False, compression: str | None = None, rows: int = 50) -> bytes:
+    sink, options = pa.BufferOutputStream(), pa.ipc.IpcWriteOptions(compression=compression)
+    with (pa.ipc.new_file if file else pa.ipc.new_stream)(sink, table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=rows)
     return sink.getvalue().to_pybytes()
 
 
@@ -326,6 +326,29 @@ def test_mistakes_in_arrow_are_named(server) -> None:
     for cut in (0, 7, len(whole) // 2, len(whole) - 30):
         assert refused(whole[:cut])[:2] == (400, "body"), cut
     assert refused(arrow(frame[:0].to_arrow()))[1:2] == ("rows",)
+
+
+@pytest.mark.parametrize("file", [False, True])
+def test_compressed_arrow_is_read_unless_it_is_much_larger_than_its_request(server, file: bool) -> None:
+    frame = frame_of(rows(300, seed=4))
+    kind = "application/vnd.apache.arrow.file" if file else ARROW
+    ages = pa.array(np.zeros(1 << 20))
+    long = pa.DictionaryArray.from_arrays([0, 0], ["u" * (65 << 20)])
+    bombs = [pa.table({"user": long}), pa.table({f"{number}": ages for number in range(9)})]
+    for compression in ("zstd", "lz4"):
+        answer = server.post(
+            arrow(frame.to_arrow(), file=file, compression=compression), **{"content-type": kind, "accept": ARROW}
+        )
+        assert answer.status_code == 200
+        found = pa.ipc.open_stream(answer.content).read_all()
+        assert np.array_equal(np.stack([found["click"], found["like"]], 1), SCORER.score(frame))
+        for bomb in bombs:
+            body = arrow(bomb, file=file, compression=compression, rows=1 << 20)
+            assert len(body) < 1 << 20
+            answer = server.post(body, **{"content-type": kind})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"], error["code"]) == (400, "body", "invalid_arrow")
+            assert "more than 64 MiB (send fewer rows, or write Arrow without compression)" in error["message"]
 
 
 def test_effects_are_those_of_ablation_by_hand(server) -> None:

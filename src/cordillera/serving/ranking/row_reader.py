@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -28,6 +28,7 @@ MOST_CHARACTERS = 1024
 """Largest number of characters of an id in a request."""
 
 _EXACT = 2**53  # largest magnitude up to which float64 holds all integers
+_MOST_INFLATED = 64 << 20  # bytes of a request's compressed columns
 _DAMAGE = (pa.ArrowException, PolarsError, OSError, ValueError, TypeError, KeyError, IndexError, NotImplementedError)
 
 
@@ -150,12 +151,14 @@ class RowReader:
         """Return the frame of rows in Arrow's IPC format, a stream or a file; columns beyond the features are ignored.
 
         Raises:
-            RowError: If the body is damaged or too long, or as in :meth:`read_objects`.
+            RowError: If the body is damaged or too long, also where compressed columns are, or as in
+                :meth:`read_objects`.
         """
         try:
             # Metadata or text that is not valid would end the process.
             source = pa.BufferReader(body)
             opened = pa.ipc.open_file(source) if body[:6] == b"ARROW1" else pa.ipc.open_stream(source)
+            _check_inflated(body)
             table = opened.read_all()
             self._check_count(table.num_rows)
             names = [name for name, _, _ in self._values]
@@ -267,6 +270,66 @@ class RowReader:
 def row_error(error: DataError) -> RowError:
     """Return a mistake that the encoder found in a request's rows as a mistake of the request."""
     return RowError(error.what, code="invalid_value", where=error.where, remedy=error.remedy)
+
+
+def _check_inflated(body: bytes) -> None:
+    """Check how many bytes the compressed columns of a stream or file of Arrow have before anything allocates them."""
+    inflated = 0
+    for message in _messages(body):
+        inflated += _inflated(message)
+        if inflated > _MOST_INFLATED:
+            raise RowError(
+                f"compressed columns have more than {_MOST_INFLATED >> 20} MiB", code="invalid_arrow", where="body",
+                remedy="send fewer rows, or write Arrow without compression", status=400,
+            )  # fmt: skip
+
+
+def _messages(body: bytes) -> Iterator[pa.ipc.Message]:
+    """Yield the messages that are decoded to read a stream, or a file whose footer is valid."""
+    source = pa.py_buffer(body)
+    if not body.startswith(b"ARROW1"):
+        yield from pa.ipc.MessageReader.open_stream(source)
+        return
+    end = len(body) - 10  # before the length of the footer and the last letters
+    footer = body[end - _whole(body, end) : end]
+    for number in (2, 3):  # dictionaries and record batches
+        at = _field(footer, _follow(footer, 0), number)
+        blocks = _follow(footer, at) if at else 0
+        for block in range(_whole(footer, blocks) if at else 0):
+            yield pa.ipc.read_message(source.slice(_whole(footer, blocks + 4 + 24 * block, 8)))
+
+
+def _inflated(message: pa.ipc.Message) -> int:
+    """Return the number of bytes of a message's columns once they are decompressed; 0 if they are not compressed."""
+    if message.type not in ("dictionary", "record batch") or message.body is None:
+        return 0
+    data, body = message.metadata.to_pybytes(), memoryview(message.body)
+    batch = _follow(data, _field(data, _follow(data, 0), 2))
+    if message.type == "dictionary":
+        batch = _follow(data, _field(data, batch, 1))
+    # Arrow 0.17 named the compression among the message's own metadata.
+    if not _field(data, batch, 3) and b"ARROW:experimental_compression" not in data:
+        return 0
+    buffers = _follow(data, _field(data, batch, 2))
+    places = range(buffers + 4, buffers + 4 + 16 * _whole(data, buffers), 16)
+    offsets = [_whole(data, place, 8) for place in places if _whole(data, place + 8, 8)]
+    return sum(max(0, _whole(body, offset, 8)) for offset in offsets)  # -1 where a column is not compressed
+
+
+def _field(data: bytes, table: int, number: int) -> int:
+    """Return where a field of a table of FlatBuffers stands; 0 if the table lacks it."""
+    slots, slot = table - _whole(data, table), 4 + 2 * number
+    offset = _whole(data, slots + slot, 2) if slot < _whole(data, slots, 2) else 0
+    return table + offset if offset else 0
+
+
+def _follow(data: bytes, place: int) -> int:
+    """Return where the offset of FlatBuffers that stands at a place leads."""
+    return place + _whole(data, place)
+
+
+def _whole(data: bytes | memoryview, place: int, size: int = 4) -> int:
+    return int.from_bytes(data[place : place + size], "little", signed=size > 2)
 
 
 def _check_lengths(text: pl.Series, rows: np.ndarray, name: str, place: RequestPlace) -> None:

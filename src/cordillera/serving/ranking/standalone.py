@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,8 @@ class Scorer:
             return []
         wanted = {one["name"] for kind in ("dense", "categorical", "lists") for one in self.schema[kind]}
         for place, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise ValueError(f"row {place} must be a dict, got {type(row).__name__}")
             if absent := wanted - row.keys():
                 raise ValueError(f"row {place} has no {min(absent)!r}; give every column, None for a blank")
         dense = [[value for one in self.schema["dense"] for value in _numbers(row, one)] for row in rows]
@@ -89,6 +91,8 @@ class Scorer:
         for row in rows:
             value = row[feature["name"]]
             entries = value.split(feature["separator"]) if isinstance(value, str) else value
+            if entries is not None and not isinstance(entries, Iterable):
+                raise ValueError(f"{feature['name']}: must be a list of ids, got {type(entries).__name__}")
             kept = [one for one in (() if entries is None else entries) if one is not None and one != ""]
             found.append([self._row(one, feature) for one in kept[-feature["max_length"] :]])
         longest = max(1, *map(len, found)) if found else 1
@@ -159,7 +163,8 @@ def _onnx(path: str) -> Callable[..., list[list[float]]]:
 
 def _numbers(row: Mapping[str, Any], feature: Mapping[str, Any]) -> list[float]:
     value, width = row[feature["name"]], feature["width"]
-    values = [value] * width if value is None or value == "" else [value] if width == 1 else list(value)
+    is_single = width == 1 or not isinstance(value, Iterable)
+    values = [value] * width if value is None or value == "" else [value] if is_single else list(value)
     if len(values) != width:
         raise ValueError(f"{feature['name']}: {len(values)} numbers, {width} are expected")
     found = []
@@ -181,7 +186,10 @@ def _number(value: Any, name: str) -> float:
     if isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
         kind = {str: "text", bool: "a truth value"}.get(type(value), type(value).__name__)
         raise ValueError(f"{name}: must be a number, got {kind}; write numbers without quotation marks")
-    return float(value)
+    try:
+        return float(value)
+    except (OverflowError, TypeError):
+        raise ValueError(f"{name}: must be a number that fits into 64 bits") from None
 
 
 def _text(value: Any, whole: bool, name: str) -> str | None:

@@ -172,10 +172,10 @@ def _check_interface(scorer: RowScorer, present: ScoreService) -> None:
             raise RunError(
                 f"takes the column '{column['name']}' as {column['type']} instead of {before['type']}", remedy=remedy
             )
-        if (column["rows"] or 0) < (before["rows"] or 0):
+        if column["rows"] is not None and (before["rows"] is None or column["rows"] < before["rows"]):
+            so_far = "any" if before["rows"] is None else f"below {before['rows']:,}"
             raise RunError(
-                f"takes ids of the column '{column['name']}' below {column['rows']:,}, so far below {before['rows']:,}",
-                remedy=remedy,
+                f"takes ids of the column '{column['name']}' below {column['rows']:,}, so far {so_far}", remedy=remedy
             )
         if before["nullable"] and not column["nullable"]:
             raise RunError(
