@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -74,6 +75,47 @@ def test_weights_and_biases_has_settings_and_curves(
     content = b"".join(file.read_bytes() for file in files)
     for word in (b"train/loss", b"test/", b"max_steps", run.read_json(ID_FILE)["wandb"].encode()):
         assert word in content, word
+
+
+class FakeWandB(ModuleType):
+    """Weights & Biases as a resumed run meets it: steps that are not above those that it has are dropped."""
+
+    Settings = dict
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.id, self.starting_step = "1", 0
+        self.points: list[tuple[int, dict[str, float]]] = [(0, {})]
+
+    def init(self, **settings: Any) -> FakeWandB:
+        self.starting_step = self.points[-1][0] + 1 if settings["id"] else 0
+        return self
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        if step >= max(self.starting_step, self.points[-1][0]):
+            self.points.append((step, values))
+
+    def finish(self, exit_code: int) -> None: ...
+
+
+def test_weights_and_biases_takes_results_after_the_last_step_and_each_step_once(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    keys = ["track='wandb'", "training.log_every=1", "training.decay='none'", "training.warmup_fraction=0.0"]
+    run = train(recipe_file, tmp_path / "run", *keys, "training.max_steps=2")
+    workflows.train(run, changes=["training.max_steps=5"])
+    expected = {one["step"]: one["loss"] for one in run.metrics() if one["kind"] == "train"}
+    curve = [(step, values["train/loss"]) for step, values in fake.points if "train/loss" in values]
+    assert [step for step, _ in curve] == sorted({step for step, _ in curve})
+    assert dict(curve).items() <= expected.items()
+    last, results = fake.points[-1]
+    assert last == 6
+    evaluation = run.read_json("evaluation.json")["tasks"]
+    assert {task: results[f"test/{task}/ne"] for task in evaluation} == {
+        task: one["metrics"]["ne"] for task, one in evaluation.items()
+    }
 
 
 def test_a_tracker_that_is_not_installed_is_named(

@@ -94,9 +94,12 @@ class _WandB:
             settings=wandb.Settings(silent=True),
         )  # fmt: skip
         self.id = str(self._run.id)
+        status = run.status()
+        # Earlier steps are dropped. A training that goes on draws those that the run has once more; results have none.
+        self._first = self._run.starting_step if status is not None and status.ended is not None else 0
 
     def draw(self, values: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(values), step=step)
+        self._run.log(dict(values), step=max(step, self._first))
 
     def end(self, ended: str) -> None:
         self._run.finish(exit_code=int(ended in ("failed", "interrupted")))
