@@ -559,6 +559,12 @@ def test_an_evaluation_takes_no_more_tokens_than_asked(begun: Path, name: str) -
         assert workflows.evaluate(run, tokens=10**9).targets > 1.5 * few
 
 
+def test_an_evaluation_of_problems_has_no_number_of_tokens(begun: Path) -> None:
+    run = Run.create("a", dump(post_recipe(begun, "grpo", begun / "start")))
+    with pytest.raises(RunError, match=r"tokens: has no effect with grpo\n  -> leave it out"):
+        workflows.evaluate(run, tokens=100)
+
+
 def test_preferences_begin_alike_in_an_emulated_format(begun: Path) -> None:
     still = {"steps": 1, "learning_rate": 0.0, "emulate": {"format": "bf16"}}
     run = train(post_recipe(begun, "dpo", begun / "start", objective={"nll": 0.0}, training=still), "a").run

@@ -94,3 +94,5 @@ def test_without_it_nothing_is_gathered_and_compiled_layers_are_refused(make_tra
     assert not (trainer.run.folder / TRAINING_PROBE).exists()
     with pytest.raises(ValidationError, match="set compile = false, or probe_every = 0"):
         TrainingConfig(probe_every=100, compile=True)
+    with pytest.raises(ValidationError, match="probe_marginals has no effect: set probe_every"):
+        TrainingConfig(probe_marginals=True)

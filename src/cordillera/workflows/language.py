@@ -77,12 +77,7 @@ from cordillera.training.language.trainer import (
 )
 from cordillera.training.ranking.scoring import select_device
 from cordillera.workflows.language_recipes import check_trainable, describe, mesh_text, text_line, with_processes
-from cordillera.workflows.post_training.training import (
-    KINDS,
-    add_reference,
-    post_trainer,
-    read_held_out_reference,
-)
+from cordillera.workflows.post_training.training import KINDS, add_reference, post_trainer, read_held_out_reference
 from cordillera.workflows.processes import LOADED, Say, from_ranks, keep_threads, silent, threads_of, to_launcher
 
 _BEGUN = "run"  # key in the launcher's store of the folder of the run that this job began
@@ -177,12 +172,14 @@ def evaluate(
     ``split`` and ``tokens`` are those of :func:`cordillera.workflows.evaluate`.
 
     Raises:
-        RunError: If there is no such split, or nothing was held out.
+        RunError: If there is no such split, nothing was held out, or ``tokens`` is given for problems.
         CheckpointError: If there is no checkpoint, or it is corrupt.
         Interrupted: If Ctrl-C or SIGTERM ended it; ``evaluation.json`` is then unchanged.
     """
     if split != "validation":
         raise RunError(f"must be validation for a language model, got {split!r}", where="split")
+    if tokens is not None and isinstance(recipe, PostTrainingRecipe) and recipe.objective.name == "grpo":
+        raise RunError("has no effect with grpo", where="tokens", remedy="leave it out")
     alone = recipe.model_copy(update={"parallel": PlannedParallelConfig()})
     if tokens is not None:
         training = recipe.training.model_copy(update={"evaluation_tokens": tokens})

@@ -149,7 +149,8 @@ def evaluate(
         on_tokens: Function that is called with the number of tokens read and of all, with ``file``.
 
     Raises:
-        RunError: If it is not a run, has no such split, or ``tokens`` is given for a ranking model.
+        RunError: If it is not a run, has no such split, or ``tokens`` is given for a ranking model or a run of
+            ``grpo``.
         CheckpointError: If there is no checkpoint, or it is corrupt.
         Interrupted: If Ctrl-C or SIGTERM ended the evaluation of a language model.
     """

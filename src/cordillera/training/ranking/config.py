@@ -62,7 +62,7 @@ class TrainingConfig(BaseModel):
         warmup_fraction: Share of all steps over which rates rise linearly from zero.
         decay: Decay of the rates after the warm-up: ``none``, ``linear``, ``cosine``, or ``plateau``, which multiplies
             them by 0.1 at each evaluation on the validation split without a better ``stop_on``.
-        final_rate: Factor of the rates at the last step, with ``linear`` and ``cosine``; least one with ``plateau``.
+        final_rate: Factor of the rates after the last step, with ``linear`` and ``cosine``; least one with ``plateau``.
         gradient_clip: Largest global norm of the dense gradients; null for no limit. Table gradients are not in the
             norm.
         task_weights: Weight of each task's loss, by task name; null for ones.
@@ -141,6 +141,12 @@ class TrainingConfig(BaseModel):
             raise ValueError("layers of compiled code cannot be listened to: set compile = false, or probe_every = 0")
         if self.emulate is not None:
             self.emulate.check(self.precision, self.compile)
+        return self
+
+    @model_validator(mode="after")
+    def _marginals_are_of_probes(self) -> TrainingConfig:
+        if self.probe_marginals and not self.probe_every:
+            raise ValueError("probe_marginals has no effect: set probe_every")
         return self
 
     @model_validator(mode="after")

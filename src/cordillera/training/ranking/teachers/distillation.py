@@ -66,6 +66,19 @@ class TeacherConfig(BaseModel):
                     raise ValueError(f"{key} is of auxiliary heads: set head = 'auxiliary'")
         return self
 
+    @model_validator(mode="after")
+    def _settings_of_what_is_learnt(self) -> TeacherConfig:
+        unused: dict[str, str] = {}
+        if self.head == "none":
+            unused |= dict.fromkeys(("weight", "label_scale"), "has no effect without heads that learn: set head")
+        if not self.adapter:
+            of_adapter = ("adapter_mlp", "adapter_weight", "adapter_learning_rate")
+            unused |= dict.fromkeys(of_adapter, "is of the adapter: set adapter = true")
+        for key, said in unused.items():
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} {said}")
+        return self
+
 
 class TeacherLosses(NamedTuple):
     """Losses of one step from a teacher's scores.
