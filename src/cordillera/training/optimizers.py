@@ -157,7 +157,7 @@ def schedule(
         total: Number of steps of the whole training.
         warmup: Number of steps over which the factor rises linearly to 1; the first step uses ``1 / warmup``.
         decay: Decay after that.
-        floor: Factor at the last step, with ``linear`` and ``cosine``.
+        floor: Factor after the last step, with ``linear`` and ``cosine``.
     """
     if step < warmup:
         return (step + 1) / warmup

@@ -55,7 +55,7 @@ class Services:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether all of them accept requests, and will go on to."""
+        """Whether all models that write accept requests, and the server is not leaving."""
         return not self.leaving.is_set() and all(service.is_healthy for service in self.texts.values())
 
     def close(self, seconds: float) -> None:

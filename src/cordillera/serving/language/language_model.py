@@ -377,7 +377,7 @@ def load_language_model(
 
     Args:
         name: Asset, checkpoint, GGUF file or run, as in :class:`LanguageModel`.
-        dtype: Data type of weights and activations: ``bfloat16``, ``float16`` or ``float32``.
+        dtype: Data type of weights and activations, as in :class:`LanguageModel`.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
         tokenizer: Name, file or folder; None for the tokenizer of the checkpoint, or of the run's text.
         drafter: What drafts tokens, as in :class:`LanguageModel`.

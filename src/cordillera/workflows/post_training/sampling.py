@@ -51,7 +51,7 @@ def copy_of(stage: LlamaStage) -> Llama:
 def sample_answers(
     model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], most: int, samplings: Sequence[Sampling]
 ) -> list[SampledAnswer]:
-    """SampledAnswer prompts, up to 16 at a time; an answer depends on its prompt and its sampling alone.
+    """Answer prompts, up to 16 at a time; an answer depends on its prompt and its sampling alone.
 
     Args:
         prompts: Token ids of each prompt.
