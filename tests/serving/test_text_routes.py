@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from cordillera.data.tokenizers.chat import Message
+from cordillera.serving.http.app import create_app
 from cordillera.serving.language.generation import generate
 from cordillera.serving.language.language_model import LanguageModel
 from cordillera.serving.language.sampler import Sampling
@@ -463,6 +464,31 @@ def test_answers_are_counted_by_path_and_status_and_told(model: LanguageModel) -
         '127.0.0.1 "HEAD /health" 200',
         '127.0.0.1 "GET /v1/models/none" 404',
     ]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_client_that_goes_before_its_request_is_whole_has_made_no_mistake(model: LanguageModel, path: str) -> None:
+    said: list[str] = []
+    services = open_services(model)
+    app = create_app(services, on_answer=said.append)
+    received = iter([{"type": "http.request", "body": b'{"model"', "more_body": True}, {"type": "http.disconnect"}])
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return next(received)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    scope |= {"http_version": "1.1", "scheme": "http", "server": ("test", 80), "client": ("test", 1), "root_path": ""}
+    try:
+        asyncio.run(app({**scope, "headers": headers}, receive, send))
+    finally:
+        services.close(SECONDS)
+    assert [one["status"] for one in sent if "status" in one] == [499]
+    assert f'"POST {path}" 499' in said[0]
 
 
 def test_a_server_that_leaves_answers_on_connections_that_it_does_not_keep(model: LanguageModel) -> None:

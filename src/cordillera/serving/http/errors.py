@@ -123,7 +123,9 @@ def handle_errors(app: FastAPI) -> None:
         return error_answer(400, printable(f"{place}: {message}" if place else message), place)
 
     @app.exception_handler(HTTPException)
-    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+    async def _http(request: Request, error: HTTPException) -> Response:
+        if isinstance(error.__cause__, ClientDisconnect):  # while FastAPI read the body
+            return Response(status_code=CLIENT_LEFT)
         what = {404: f"there is no {request.url.path}", 405: f"{request.method} is not answered here"}
         return error_answer(error.status_code, what.get(error.status_code, str(error.detail)))
 
