@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from cordillera.errors import (
     CheckpointError,
     CordilleraError,
     DataError,
+    Interrupted,
     PlanError,
     RecipeError,
     RunError,
@@ -114,6 +117,26 @@ def test_the_reference_is_the_log_probability_of_each_answer_under_the_start(beg
                 rows = model(tokens, torch.tensor([0, len(tokens)])).log_softmax(1)
                 own = [float(rows[place - 1, tokens[place]]) for place in range(len(tokens)) if chat.kinds[place] == 1]
                 assert value == pytest.approx(sum(own), abs=1e-3)
+
+
+def test_a_request_to_stop_is_heard_before_the_first_step(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packing = {"tokens": 64, "context": 64, "bound": 128}
+    recipe = post_recipe(begun, "dpo", begun / "start", packing=packing, training={"steps": 2})
+    compute, calls = LanguageEngine.log_probabilities, [0]
+
+    def asked(engine: LanguageEngine, one: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return compute(engine, one)
+
+    monkeypatch.setattr(LanguageEngine, "log_probabilities", asked)
+    with pytest.raises(Interrupted, match=r"\d of \d+ pairs .*\n.*cordillera train stopped --resume"):
+        train(recipe, "stopped")
+    assert calls == [2]
+    stopped = workflows.train(Run("stopped"))
+    assert stopped.report.ended == "finished"
+    assert same(weights(stopped.run), weights(train(recipe, "whole").run))
 
 
 def test_pairs_without_a_reference_are_not_learnt_from(begun: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from cordillera.data.language.chats.batches import ChatBatches, ChatMicrobatches
 from cordillera.data.language.chats.corpora import ChatCorpora, ChatKind, Item
 from cordillera.data.language.chats.tokens import ANSWER, END
 from cordillera.distributed.mesh import ProcessMesh
-from cordillera.errors import PlanError, RecipeError, RunError
+from cordillera.errors import Interrupted, PlanError, RecipeError, RunError
 from cordillera.models.language.checkpoints import open_checkpoint, read_model
 from cordillera.recipe import PostTrainingRecipe
 from cordillera.run import Run, disk_errors
@@ -186,6 +187,7 @@ def add_reference(recipe: PostTrainingRecipe, trainer: LanguageTrainer, run: Run
 
     Raises:
         RunError: If a resumed run lacks them, or those of pairs that only its further steps learn from.
+        Interrupted: If the trainer was asked to stop before they were computed.
     """
     if not isinstance(recipe.objective, PreferencesConfig):
         return
@@ -212,9 +214,9 @@ def add_reference(recipe: PostTrainingRecipe, trainer: LanguageTrainer, run: Run
             )
     else:
         say("reference: log-probabilities of the model that training begins with")
-        found = {"training": _reference(recipe, trainer.engine, batches.items, used, say)}
+        found = {"training": _reference(recipe, trainer, batches.items, used, run, say)}
         if held is not None:
-            found["held_out"] = _reference(recipe, trainer.engine, held.items, range(len(held.items)), say)
+            found["held_out"] = _reference(recipe, trainer, held.items, range(len(held.items)), run, say)
         beside = path.with_name(f".{path.name}")
         with disk_errors(path):
             save_file(found, beside)
@@ -268,7 +270,12 @@ def _used(batches: ChatBatches, steps: int) -> list[int]:
 
 
 def _reference(
-    recipe: PostTrainingRecipe, engine: LanguageEngine, items: Sequence[Item], used: Sequence[int], say: Say
+    recipe: PostTrainingRecipe,
+    trainer: LanguageTrainer,
+    items: Sequence[Item],
+    used: Sequence[int],
+    run: Run,
+    say: Say,
 ) -> Tensor:
     """Return the sum of the log-probabilities of both answers of items, ``float32 [items, 2]``; NaN for unused ones."""
     found = torch.full((len(items), 2), math.nan)
@@ -276,10 +283,16 @@ def _reference(
     told, done = time.monotonic(), 0
     for one in packed.neighbours(0, len(packed)):
         assert one.documents is not None
-        sums = document_sums(engine.log_probabilities(one).cpu().float(), one.offsets)
+        sums = document_sums(trainer.engine.log_probabilities(one).cpu().float(), one.offsets)
         numbers = torch.tensor(used)[one.documents["item"][::2]]
         found[numbers] = sums.view(-1, 2)
         done += len(numbers)
+        if done < len(used) and trainer.watchdog is not None and trainer.watchdog.should_stop:
+            raise Interrupted(
+                f"{done:,} of {len(used):,} pairs were read for the reference; nothing was written",
+                where=str(run.folder),
+                remedy=f"go on with `cordillera train {shlex.quote(str(run.folder))} --resume`",
+            )
         if time.monotonic() > told + _QUIET:
             told = time.monotonic()
             say(f"reference: {done:,} of {len(used):,} pairs")
