@@ -178,7 +178,8 @@ def evaluate(
     """
     if split != "validation":
         raise RunError(f"must be validation for a language model, got {split!r}", where="split")
-    if tokens is not None and isinstance(recipe, PostTrainingRecipe) and recipe.objective.name == "grpo":
+    has_problems = isinstance(recipe, PostTrainingRecipe) and recipe.objective.name == "grpo"
+    if tokens is not None and has_problems:
         raise RunError("has no effect with grpo", where="tokens", remedy="leave it out")
     alone = recipe.model_copy(update={"parallel": PlannedParallelConfig()})
     if tokens is not None:
@@ -201,7 +202,8 @@ def evaluate(
         try:
             found = trainer.evaluate()
         except Interrupted as error:
-            remedy = "give the same command again, with --tokens N to evaluate on a part of it"
+            less = "" if has_problems else ", with --tokens N to evaluate on a part of it"
+            remedy = f"give the same command again{less}"
             raise Interrupted(f"{error.what}; nothing was written", where=str(run.folder), remedy=remedy) from None
     write_evaluation(run, state["step"], state["tokens"], found)
     return found

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from cordillera.data.language.chats.rows import ChatProblem
 from cordillera.data.language.chats.verify import is_right
 from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.distributed.vocabulary_loss import IGNORED
-from cordillera.errors import DataError
+from cordillera.errors import DataError, Interrupted
 from cordillera.jagged import offsets_from_lengths
 from cordillera.kernels.repeatable import in_order
 from cordillera.models.language.llama import Llama
+from cordillera.serving.language.engine import TOGETHER
 from cordillera.serving.language.generation import for_decoding
 from cordillera.serving.language.sampler import Sampling
 from cordillera.training.language.engine import LanguageEngine
@@ -40,7 +42,8 @@ class GroupBatches:
         engine: Engine whose weights answer.
         problems: Problems, which are gone through in a new order each time.
         most: Largest number of tokens of a microbatch, if a single sample is not longer.
-        reference: Model that training began with, if the divergence from it counts.
+        reference: Returns the model that training began with, if the divergence from it counts; called once, by the
+            first iteration.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class GroupBatches:
         *,
         most: int,
         seed: int,
-        reference: Llama | None = None,
+        reference: Callable[[], Llama] | None = None,
     ) -> None:
         if not problems:
             raise DataError("there is no problem to learn from", where="data")
@@ -67,7 +70,7 @@ class GroupBatches:
         self.config, self.engine, self.problems, self.tokenizer = config, engine, problems, tokenizer
         self.most, self.seed = most, seed
         self._number = 0
-        self._reference = reference
+        self._reference = None if reference is None else cache(reference)
 
     def __iter__(self) -> GroupBatches:
         return self
@@ -132,7 +135,9 @@ class GroupBatches:
         lengths = torch.tensor([len(prompt) + len(one.tokens) for prompt, one in zip(prompts, answers, strict=True)])
         packed = PackedTokens(torch.tensor(tokens), offsets_from_lengths(lengths), torch.tensor(labels))
         were = torch.tensor(sampled, dtype=torch.float32)
-        reference = were if self._reference is None else _log_probabilities(self._reference, packed)
+        reference = were
+        if self._reference is not None:
+            reference = _log_probabilities(self._reference(), packed, self.tokenizer.vocab_size)
         return packed._replace(
             documents={
                 "advantage": advantages.float(),
@@ -158,9 +163,10 @@ class GroupBatches:
 
 
 @torch.no_grad()
-def _log_probabilities(model: Llama, packed: PackedTokens) -> Tensor:
+def _log_probabilities(model: Llama, packed: PackedTokens, vocabulary: int) -> Tensor:
+    """Return the log-probability of each label among the first ids of the ``vocabulary``, of which samples are."""
     assert packed.labels is not None
-    rows = model(packed.tokens, packed.offsets).float().log_softmax(-1)
+    rows = model(packed.tokens, packed.offsets)[:, :vocabulary].float().log_softmax(-1)
     found = rows.gather(1, packed.labels.clamp(min=0)[:, None]).squeeze(1)
     return found.masked_fill(packed.labels == IGNORED, 0.0)
 
@@ -195,13 +201,25 @@ class GroupTrainer(LanguageTrainer):
         return bool(self.problems)
 
     def evaluate(self) -> LanguageEvaluation:
-        """Return the share of held-out problems that are not solved as the loss; ``solved`` is among the measures."""
+        """Return the share of held-out problems that are not solved as the loss; ``solved`` is among the measures.
+
+        Raises:
+            Interrupted: If it was asked to stop.
+        """
         began = time.perf_counter()
         groups = self._groups
         prompts = [groups.tokenizer.encode_chat(problem.prompt) for problem in self.problems]
-        greedy = [Sampling(temperature=0.0)] * len(prompts)
         model = copy_of(self.engine.stages[0])
-        answers = sample_answers(model, groups.tokenizer, prompts, groups.config.max_new_tokens, greedy)
+        answers: list[SampledAnswer] = []
+        for first in range(0, len(prompts), TOGETHER):
+            where = f"evaluation after step {self.progress.step}"
+            self._at(where)
+            if answers and self._is_asked():
+                what = f"{len(answers):,} of {len(prompts):,} held-out problems were answered"
+                raise Interrupted(what, where=where)
+            part = prompts[first : first + TOGETHER]
+            greedy = [Sampling(temperature=0.0)] * len(part)
+            answers += sample_answers(model, groups.tokenizer, part, groups.config.max_new_tokens, greedy)
         asked = zip(answers, self.problems, strict=True)
         right = sum(one.is_whole and is_right(one.text, problem.answer) for one, problem in asked)
         solved = right / len(prompts)

@@ -164,10 +164,8 @@ def _group_trainer(
     corpora: ChatCorpora,
     common: Mapping[str, Any],
 ) -> GroupTrainer:
-    reference = None
-    if objective.kl:
-        assert recipe.training.start is not None
-        reference = read_model(open_checkpoint(find_model(recipe.training.start)))
+    start = recipe.training.start
+    assert start is not None
     batches = GroupBatches(
         objective,
         engine,
@@ -175,7 +173,7 @@ def _group_trainer(
         corpora.tokenizer,
         most=_most(recipe),
         seed=recipe.seed,
-        reference=reference,
+        reference=(lambda: read_model(open_checkpoint(find_model(start)))) if objective.kl else None,
     )
     return GroupTrainer(recipe.training, engine, batches, problems=corpora.held_out_problems, **common)
 
