@@ -60,11 +60,6 @@ class Prefixes:
         self._parts: OrderedDict[tuple[int, tuple[int, ...]], _Part] = OrderedDict()
         self._count = 0
 
-    @property
-    def pages(self) -> int:
-        """Number of pages that are held here, counted once for each part."""
-        return sum(len(part.pages) for part in self._parts.values())
-
     def find(self, prompt: Sequence[int]) -> Prefix:
         """Return the longest beginning of a prompt that was read before, possibly of no token."""
         pages: list[int] = []
