@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from cordillera.errors import DataError
+from cordillera.errors import CheckpointError, DataError
 from cordillera.kernels.dense.few_rows import MOST_ROWS
 from cordillera.models.language.kv_cache import KVCache
 from cordillera.models.language.llama import Llama, LlamaConfig
@@ -366,6 +368,15 @@ def test_costs_are_positive_and_do_not_fall() -> None:
     assert len(costs) == MOST_ROWS
     assert costs[0] > 0
     assert costs == sorted(costs)
+
+
+def test_the_path_of_a_drafter_may_hold_a_plus(tmp_path: Path) -> None:
+    path = tmp_path / "small+fast" / "drafter.safetensors"
+    path.parent.mkdir()
+    path.write_bytes(b"none")
+    for names in (str(path), os.path.relpath(path)):
+        with pytest.raises(CheckpointError, match=r"small\+fast/drafter\.safetensors"):
+            find_drafters(names)
 
 
 def test_an_unknown_drafter_is_refused() -> None:

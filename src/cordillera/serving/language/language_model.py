@@ -487,7 +487,10 @@ def shipped_drafters() -> dict[str, Path]:
 
 
 def find_drafters(names: str) -> list[DrafterFile | None]:
-    """Return the drafters of ``names``, joined by ``+``: the content of a file, or None for ``ngram``.
+    """Return the drafters of ``names``: the content of a file, or None for ``ngram``.
+
+    Args:
+        names: Names or files, joined by ``+``, or one file whose path may hold it.
 
     Raises:
         DataError: If a name is neither a drafter nor a file, or two of one kind are joined.
@@ -496,7 +499,7 @@ def find_drafters(names: str) -> list[DrafterFile | None]:
     if names == "none":
         return []
     shipped, found = shipped_drafters(), list[DrafterFile | None]()
-    for name in names.split("+"):
+    for name in [names] if Path(names).expanduser().is_file() else names.split("+"):
         path = shipped.get(name, Path(name).expanduser())
         if name == "ngram":
             found.append(None)
