@@ -84,6 +84,8 @@ _CLASSES = {
     "phi3": "Phi3ForCausalLM",
 }
 _LONGEST = 2**30  # tokens of a context
+_NOT_QUANTISED = "load the checkpoint that is not quantised, or one in the GGUF format"
+_DAMAGED = "the file is damaged: download it again"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -181,7 +183,7 @@ class HuggingFace(Source):
             raise CheckpointError(
                 f"tensor {name} is {header.get_dtype()}, not floating point of 16 bits or more",
                 where=str(file),
-                remedy="load the checkpoint that is not quantised, or one in the GGUF format",
+                remedy=_NOT_QUANTISED,
             )
         return StoredTensor(file, tuple(header.get_shape()), dtype)
 
@@ -254,7 +256,8 @@ def _read_config(path: Path) -> tuple[LlamaConfig, bool]:
     if kind not in _CLASSES:
         raise _refusal(path, f"model_type is {kind!r}, not one of {', '.join(_CLASSES)}")
     if raw.get("quantization_config"):
-        raise _refusal(path, "the weights are quantised (quantization_config), which only GGUF files may be here")
+        what = "the weights are quantised (quantization_config), which only GGUF files may be here"
+        raise _refusal(path, what, _NOT_QUANTISED)
     usual_values = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     if kind == "qwen3_moe":
         usual_values |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -290,14 +293,14 @@ def _read_config(path: Path) -> tuple[LlamaConfig, bool]:
             "rope_scaling": scaling,
         }
     except KeyError as error:
-        raise _refusal(path, f"{error.args[0]} is missing") from error
+        raise _refusal(path, f"{error.args[0]} is missing", _DAMAGED) from error
     config = make_config(path, values | {"rotary_dim": _read_rotary_dim(path, raw, kind, values)})
     longest = config.context
     if (yarn := config.rope_scaling) is not None and yarn.rope_type == "yarn":
         longest = max(longest, int(min(yarn.factor * yarn.original_context, _LONGEST)))
     if window is not None:
         if type(window) is not int or window < 1:
-            raise _refusal(path, f"sliding_window is {window!r}, not a number of tokens")
+            raise _refusal(path, f"sliding_window is {window!r}, not a number of tokens", _DAMAGED)
         longest = min(longest, window)
     return config.model_copy(update={"context": longest}), kind == "phi3"
 
@@ -325,7 +328,7 @@ def _read_rope(path: Path, raw: dict[str, Any], context: Any) -> tuple[dict[str,
         if scales == "llama3":
             scaling["original_context"] = rope["original_max_position_embeddings"]
     except KeyError as error:
-        raise _refusal(path, f"{error.args[0]} is missing") from error
+        raise _refusal(path, f"{error.args[0]} is missing", _DAMAGED) from error
     if scales == "yarn":
         scaling["original_context"] = rope.get("original_max_position_embeddings") or context
         scaling |= {key: rope[key] for key in ("beta_fast", "beta_slow", "attention_factor") if rope.get(key)}
@@ -343,7 +346,7 @@ def _read_longrope(path: Path, raw: dict[str, Any], rope: dict[str, Any], contex
     scaling |= {key: rope[key] for key in ("factor", "attention_factor") if rope.get(key) is not None}
     if "factor" not in scaling:
         if not all(type(size) is int and 0 < size <= _LONGEST for size in (context, original)):
-            raise _refusal(path, f"the contexts are {context!r} and {original!r}, not numbers of tokens")
+            raise _refusal(path, f"the contexts are {context!r} and {original!r}, not numbers of tokens", _DAMAGED)
         scaling["factor"] = max(1.0, context / original)
     return scaling
 
@@ -359,11 +362,11 @@ def _read_rotary_dim(path: Path, raw: dict[str, Any], kind: str, values: dict[st
     try:
         return int((values["head_dim"] or values["hidden"] // values["heads"]) * share)
     except (TypeError, ValueError, ZeroDivisionError, OverflowError):
-        raise _refusal(path, f"partial_rotary_factor is {share!r} of a head, not a part of it") from None
+        raise _refusal(path, f"partial_rotary_factor is {share!r} of a head, not a part of it", _DAMAGED) from None
 
 
-def _refusal(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(what, where=str(path), remedy=f"load a model of type {', '.join(_CLASSES)}")
+def _refusal(path: Path, what: str, remedy: str | None = None) -> CheckpointError:
+    return CheckpointError(what, where=str(path), remedy=remedy or f"load a model of type {', '.join(_CLASSES)}")
 
 
 def _kind_of(config: LlamaConfig, where: str | Path) -> str:
