@@ -182,6 +182,12 @@ def test_other_vocabularies_stay_beside_metas_weights(sources: dict[str, Path], 
     assert not (tmp_path / "meta" / "tokenizer.model").exists()
 
 
+def test_progress_of_several_ranks_ends_with_the_last(sources: dict[str, Path], tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    convert(sources["tiktoken"], tmp_path / "meta", "meta", ranks=2, on_tensor=lambda *done: seen.append(done))
+    assert [place for place, (done, total) in enumerate(seen, 1) if done == total] == [len(seen)]
+
+
 @pytest.mark.parametrize("quantize", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"])
 def test_codes_are_those_of_the_reference(sources: dict[str, Path], tmp_path: Path, quantize: str) -> None:
     gguf = pytest.importorskip("gguf")

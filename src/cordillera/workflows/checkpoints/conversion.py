@@ -114,7 +114,7 @@ def convert(
     if kind == torch.float64:
         kind = torch.float32
     if opened.config.adapter is None:
-        stream = WeightStream.of_source(opened, torch.float32 if quantize else kind, on_tensor)
+        stream = WeightStream.of_source(opened, torch.float32 if quantize else kind, on_tensor, ranks)
     else:
         stream = WeightStream.of_model(read_model(opened, kind))
     if layout == "gguf":

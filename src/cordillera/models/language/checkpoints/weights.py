@@ -42,18 +42,21 @@ class WeightStream:
         return cls(model.config, dtypes, lambda name: parameters[name].detach(), "the model")
 
     @classmethod
-    def of_source(cls, source: Source, dtype: torch.dtype, on_tensor: OnTensor | None = None) -> WeightStream:
+    def of_source(
+        cls, source: Source, dtype: torch.dtype, on_tensor: OnTensor | None = None, times: int = 1
+    ) -> WeightStream:
         """Return the parameters of an open checkpoint without adapters; a drafter is left out.
 
         Args:
             source: The checkpoint.
             dtype: Dtype to which they are cast.
             on_tensor: Function that is called after each one with the number of values so far and of all.
+            times: How often each one is read, for the number of all values.
         """
         config = source.config.model_copy(update={"draft": None})
         shapes = parameter_shapes(config)
         wide = torch.promote_types(source.dtype or torch.float32, torch.float32)
-        done, total = 0, sum(map(math.prod, shapes.values()))
+        done, total = 0, times * sum(map(math.prod, shapes.values()))
 
         def read(name: str) -> Tensor:
             nonlocal done
