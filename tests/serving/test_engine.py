@@ -281,3 +281,14 @@ def test_pages_are_taken_when_a_sequence_grows_and_given_back_when_it_is_cleared
         assert (cache.lengths, cache.free_pages) == ([32, 0], 1)
         for own, old in zip(cache.read(1, 0), before, strict=True):
             assert torch.equal(own[:, :17], old)
+
+
+def test_the_last_whole_prompts_keep_their_logits() -> None:
+    cache = KVCache(HALF.config, 1, PAGE, torch.bfloat16)
+    prefixes, logits = prefixes_module.Prefixes(cache), torch.zeros(1, VOCABULARY)
+    most = prefixes_module._WHOLE_PROMPTS
+    for number in range(1, most + 3):
+        prefixes.add([number], [0], logits + number)
+        kept = [one for one in range(1, number + 1) if prefixes.find([one]).logits is not None]
+        assert kept == list(range(max(1, number - most + 1), number + 1))
+        assert torch.equal(prefixes.find([number]).logits, logits + number)

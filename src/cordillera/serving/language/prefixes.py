@@ -106,7 +106,7 @@ class Prefixes:
         for key in reversed(keys):
             self._parts.move_to_end(key)
         with_logits = [key for key, part in self._parts.items() if part.logits is not None]
-        for key in with_logits[: len(with_logits) - _WHOLE_PROMPTS]:
+        for key in with_logits[: max(0, len(with_logits) - _WHOLE_PROMPTS)]:
             self._parts[key] = self._parts[key]._replace(logits=None)
 
     def forget(self) -> bool:
