@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from cordillera.run import Run
 from cordillera.serving.ranking import quantized_model
 from cordillera.serving.ranking.observation import Observer
 from cordillera.workflows.scores import some_batches
-from cordillera.workflows.trained import card_of, model_of, recipe_of, restore_model, splits_of, with_threads
+from cordillera.workflows.trained import features_of, model_of, recipe_of, restore_model, splits_of, with_threads
 
 _ROWS = 16_384  # least number of validation samples that are compared, if there are as many
 
@@ -64,7 +64,7 @@ def watch(run: Run | Path | str, file: Path | str, *, false_alarms: float = 1e-3
     recipe = recipe_of(run)
     with with_threads(recipe.threads):
         encoder = Encoder.load(run.folder / "encoder")
-        features = replace(encoder.features, tasks=tuple(card_of(run)["tasks"]))
+        features = features_of(run, encoder)
         find = _of_quantized if is_there(run.folder / quantized_model.FOLDER) else _of_run
         observer, reference = find(run, recipe, encoder, features)
         check, grouped = DriftCheck(reference), True

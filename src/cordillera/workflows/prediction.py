@@ -42,6 +42,7 @@ from cordillera.training.ranking.scoring import select_device
 from cordillera.workflows.processes import silent, threads_of
 from cordillera.workflows.trained import (
     card_of,
+    features_of,
     model_of,
     recipe_of,
     restore_model,
@@ -241,7 +242,7 @@ def export(run: Run | Path | str, out: Path | str | None = None, *, compiled: bo
     target = Path(out) if out is not None else run.folder / "export"
     if target.exists() and not _is_export(target):
         raise RunError("exists and is no export", where=str(target), remedy="name another folder with --out")
-    features = replace(encoder.features, tasks=tuple(card_of(run)["tasks"]))
+    features = features_of(run, encoder)
     _, model = restore_model(run, features, torch.device("cpu"))
     if type(model).look_up not in (RankingModel.look_up, SequenceModel.look_up):
         raise RunError(

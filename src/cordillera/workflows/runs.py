@@ -8,7 +8,6 @@ from ``cordillera.run``. The recipe's model decides which: :mod:`cordillera.work
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ from cordillera.workflows.evaluation.other_files import evaluate_file, score_fil
 from cordillera.workflows.language import LanguageOutcome
 from cordillera.workflows.processes import Say, silent
 from cordillera.workflows.ranking import Outcome
-from cordillera.workflows.trained import card_of, model_of, recipe_of, start_of
+from cordillera.workflows.trained import features_of, model_of, recipe_of, start_of
 
 
 def train(
@@ -317,7 +316,7 @@ def _dynamic_tables(run: Run, recipe: RankingRecipe, checkpoint: checkpoints.Che
     """Return the tables of a run, as of a checkpoint."""
     if recipe.tables.dynamic is None:
         raise RunError("has no dynamic tables", where=str(run.folder), remedy="copy its newest checkpoint whole")
-    features = replace(Encoder.load(run.folder / "encoder").features, tasks=tuple(card_of(run)["tasks"]))
+    features = features_of(run, Encoder.load(run.folder / "encoder"))
     model = model_of(recipe, features)
     load_weights(model, checkpoint)
     assert isinstance(model.tables, DynamicTables)

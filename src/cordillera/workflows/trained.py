@@ -158,6 +158,15 @@ def card_of(run: Run) -> dict[str, Any]:
     return card
 
 
+def features_of(run: Run, encoder: Encoder) -> FeatureSpec:
+    """Return the features that the model of a ranking ``run`` reads, from its ``encoder``, with the tasks it predicts.
+
+    Raises:
+        RunError: As :func:`card_of` does.
+    """
+    return replace(encoder.features, tasks=tuple(card_of(run)["tasks"]))
+
+
 def warn_of_status(run: Run) -> RunStatus | None:
     """Return the status of a ``run`` whose weights are to be used, if known; warn if training was not completed."""
     try:
