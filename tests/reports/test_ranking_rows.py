@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from cordillera.errors import DataError
+from cordillera.numbers import size_text
 from cordillera.planning.ranking.exchange import CAUSES, STREAMS
 from cordillera.planning.ranking.placement import Placement, TablePart
 from cordillera.reports.ranking import comparison, placement, plan, run, scores
@@ -314,10 +315,18 @@ def test_bytes_of_a_rank_are_those_of_its_parts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(999, "999 B"), (1000, "1 kB"), (1536, "1.54 kB"), (999_600, "1 MB"), (2.5e6, "2.5 MB"), (4e9, "4 GB")],
+    [
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (1536, "1.54 kB"),
+        (999_600, "1 MB"),
+        (2.5e6, "2.5 MB"),
+        (4e9, "4 GB"),
+        (2e12, "2 TB"),
+    ],
 )
 def test_bytes_of_tables_are_in_the_largest_unit_that_they_fill(size: float, text: str) -> None:
-    assert placement._bytes(size) == text
+    assert size_text(size) == text
 
 
 def test_a_comparison_has_every_figure_under_its_heading(tmp_path: Path) -> None:

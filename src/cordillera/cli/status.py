@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet
-from cordillera.numbers import duration
+from cordillera.numbers import duration, size_text
 
 if TYPE_CHECKING:
     from cordillera.reports.runs_status import RunState, SavedCheckpoint
@@ -74,7 +74,7 @@ def _runs(states: Sequence[RunState]) -> Sheet:
         Field("loss", form="{:.4f}", shown=has["loss"]),
         Field("ne", "NE", form="{:.4f}", shown=has["ne"]),
         Field("age", "newest record", form=lambda seconds: f"{duration(seconds)} ago", right=True),
-        Field("bytes", "size", form=_size, right=True),
+        Field("bytes", "size", form=size_text, right=True),
         Field("why", shown=len(states) > 1 and has["why"]),
         Field("process", shown=False),
         Field("next", shown=False),
@@ -89,7 +89,7 @@ def _checkpoints(saved: Sequence[SavedCheckpoint]) -> Sheet:
     table = Sheet(
         "checkpoints",
         Field("step", form="{:,}"),
-        Field("bytes", "size", form=_size, right=True),
+        Field("bytes", "size", form=size_text, right=True),
         Field("written", form=lambda seconds: f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}", right=True),
     )
     for one in saved:
@@ -104,8 +104,3 @@ def _details(one: RunState) -> list[str]:
         saves = "" if one.state.startswith("search") else "; after SIGTERM it saves a checkpoint and ends"
         lines.append(f"process {one.process} writes it{saves}")
     return lines + ([f"  -> {one.next}"] if one.next else [])
-
-
-def _size(size: float) -> str:
-    scale, unit = next((one for one in ((1e9, "GB"), (1e6, "MB")) if size >= one[0]), (1e3, "kB"))
-    return f"{size / scale:,.1f} {unit}"

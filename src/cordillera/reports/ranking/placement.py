@@ -7,6 +7,7 @@ from typing import Any
 
 from cordillera.errors import PlanError
 from cordillera.files import is_there, read_text
+from cordillera.numbers import size_text
 from cordillera.planning.ranking.placement import Placement
 from cordillera.reports.charts import bars
 from cordillera.run import Run
@@ -39,10 +40,10 @@ def placed_tables(run: Run) -> dict[str, Any]:
     rows = [(f"rank {rank}", _held(placement, rank, named)) for rank in range(placement.size)]
     reasons = _reasons(run)
     return {
-        "chart": bars("Rows of tables by rank", rows, names, _bytes),
+        "chart": bars("Rows of tables by rank", rows, names, size_text),
         "key": [(f"f{number}", title) for number, title in enumerate(names.values())],
         "rows": [
-            (name, "{:,} x {:,}".format(*placement.tables[name]), _bytes(sizes[name]), _ranks(placement, name),
+            (name, "{:,} x {:,}".format(*placement.tables[name]), size_text(sizes[name]), _ranks(placement, name),
              reasons.get(name, placement.way(name)))
             for name in ordered
         ],
@@ -71,10 +72,3 @@ def _reasons(run: Run) -> dict[str, str]:
 def _ranks(placement: Placement, table: str) -> str:
     ranks = sorted({rank for part in placement.parts_by_table[table] for rank in part.ranks})
     return "all" if len(ranks) == placement.size else ", ".join(map(str, ranks))
-
-
-def _bytes(size: float) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= 0.9995 * scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size:.0f} B"
