@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _peers import PeerUnavailable
 
 from cordillera.models.language.llama import LlamaConfig
 
@@ -22,10 +23,6 @@ _NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
-
-
-class PeerUnavailable(Exception):
-    """transformers or gguf is not installed."""
 
 
 def transformers_llama(path: Path, config: LlamaConfig) -> Any:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from _peers import PeerUnavailable
 from _ranking_batches import criteo_batches, criteo_features
-from _ranking_peers import PeerUnavailable, fbgemm_update
+from _ranking_peers import fbgemm_update
 from _ranking_speed import SMALLEST_JUDGED, Figures, Ratio, _cycle
 from _timing import interleave, times_faster
 from torch import Tensor

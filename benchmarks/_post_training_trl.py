@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _peers import PeerUnavailable
 from rich.console import Console
 
 from cordillera.data.language.chats.batches import ChatMicrobatches, held_out_chats
@@ -37,10 +38,6 @@ _HF_NAMES = {
 
 Pair = tuple[list[int], list[int], list[int]]
 """Tokens of a prompt, of the chosen and of the rejected answer."""
-
-
-class PeerUnavailable(Exception):
-    """TRL is not installed."""
 
 
 def compare(seed: int, beta: float = 0.3, dtype: torch.dtype = torch.float64) -> dict[str, float]:

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from _peers import PeerUnavailable
 from torch import Tensor, nn
 
 from cordillera.data.ranking.features import FeatureSpec, RankingBatch
@@ -28,10 +29,6 @@ from cordillera.jagged import JaggedBatch
 CHECKOUT = Path(__file__).resolve().parent.parent
 FUXICTR_COMMIT = "0245987"
 ADAGRAD_EPS = 1e-8
-
-
-class PeerUnavailable(Exception):
-    """A peer cannot be measured here; the message gives the reason and a remedy."""
 
 
 @contextlib.contextmanager

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from _ranking_peers import PeerUnavailable, fuxictr_batch, fuxictr_model
+from _peers import PeerUnavailable
+from _ranking_peers import fuxictr_batch, fuxictr_model
 from _results import FinishedPieces, train_to_the_end
 from _tables import print_notes, print_rows
 from rich.console import Console

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _peers import PeerUnavailable
 from _ranking_batches import criteo_batches, criteo_features
 from _ranking_peers import (
-    PeerUnavailable,
     TorchRecDLRM,
     Update,
     embedding_bag_update,

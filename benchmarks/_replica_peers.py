@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from _peers import PeerUnavailable
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -49,10 +50,6 @@ TORCHFT = Path(os.environ.get("CORDILLERA_TORCHFT") or Path(__file__).resolve().
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _LOOK_S = 0.004  # between two looks at the gate
 _AGAIN_S = 0.2  # before a job is started anew, as our launcher waits
-
-
-class PeerUnavailable(Exception):
-    """torchft cannot be imported; the message gives the reason and a remedy."""
 
 
 class Cells:

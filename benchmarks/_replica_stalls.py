@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+from _peers import PeerUnavailable
 from _replica_peers import (
     BLOCKS,
     CHECKPOINT_EVERY,
@@ -33,7 +34,6 @@ from _replica_peers import (
     WIDTH,
     Cells,
     PeerJob,
-    PeerUnavailable,
     TorchftJob,
     Training,
     check_torchft,

@@ -13,13 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from _peers import PeerUnavailable
+
 from cordillera.planning.calibration import MeasuredStep
 
 CALCULON_COMMIT = "caa4b11"
-
-
-class PeerUnavailable(Exception):
-    """A peer cannot be measured here; the message gives the reason and a remedy."""
 
 
 class Calculon:

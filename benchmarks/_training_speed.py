@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from _llama_peer import PeerUnavailable
+from _peers import PeerUnavailable
 from _results import RESULTS
 from _tables import print_notes
 from _timing import Spread, Timing, times_faster

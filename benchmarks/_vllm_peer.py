@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _llama_peer import PeerUnavailable, transformers_llama
+from _llama_peer import transformers_llama
+from _peers import PeerUnavailable
 
 from cordillera.serving.language.language_model import LanguageModel
 

@@ -19,7 +19,8 @@ import torch
 import typer
 from _llama_optimizers import measure_optimizers
 from _llama_packed import packed
-from _llama_peer import PeerUnavailable, transformers_llama
+from _llama_peer import transformers_llama
+from _peers import PeerUnavailable
 from _program import Program
 from _tables import print_notes
 from _timing import Spread, interleave, times_faster

@@ -5,10 +5,11 @@ from __future__ import annotations
 import enum
 
 import typer
+from _peers import PeerUnavailable
 from _post_training_groups import groups
 from _post_training_guard import run_guard
 from _post_training_language import answers, preferences
-from _post_training_trl import PeerUnavailable, trl
+from _post_training_trl import trl
 from _post_training_vision import run_vision
 from _program import Program
 

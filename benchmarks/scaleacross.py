@@ -28,9 +28,10 @@ from _executed_schedules import (
     take_turns,
     timelines,
 )
+from _peers import PeerUnavailable
 from _processes import run_processes
 from _program import Program
-from _scaleacross_peers import Calculon, PeerUnavailable
+from _scaleacross_peers import Calculon
 from _scaleacross_tables import recommenders
 from _timing import Spread
 from rich.console import Console

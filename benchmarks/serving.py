@@ -6,7 +6,7 @@ import enum
 from typing import Any
 
 import typer
-from _llama_peer import PeerUnavailable
+from _peers import PeerUnavailable
 from _program import Program
 from _serving_fp8 import fp8
 from _serving_pipeline import pipeline

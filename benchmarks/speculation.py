@@ -18,7 +18,8 @@ import numpy as np
 import torch
 import typer
 from _llama_cpp import LlamaCpp
-from _llama_peer import PeerUnavailable, transformers_llama
+from _llama_peer import transformers_llama
+from _peers import PeerUnavailable
 from _program import Program
 from _results import FinishedPieces
 from _speculation_guided import guided

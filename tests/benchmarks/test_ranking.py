@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from _peers import PeerUnavailable
 from _ranking_batches import criteo_batches, criteo_features, zipf_ids
 from _ranking_peers import (
-    PeerUnavailable,
     TorchRecDLRM,
     embedding_bag_update,
     fbgemm_update,

@@ -7,7 +7,8 @@ from pathlib import Path
 import _replica_stalls
 import fault_tolerance
 import pytest
-from _replica_peers import Cells, PeerUnavailable, check_torchft
+from _peers import PeerUnavailable
+from _replica_peers import Cells, check_torchft
 
 from tests.benchmarks.programs import part_of
 from tests.distributed.processes import needs_gloo

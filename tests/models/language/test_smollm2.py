@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from _llama_peer import PeerUnavailable, transformers_llama
+from _llama_peer import transformers_llama
+from _peers import PeerUnavailable
 from torch import Tensor
 from torch.nn import functional as F
 
