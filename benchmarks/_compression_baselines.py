@@ -45,14 +45,6 @@ def vector_lz_tokens(numbers: list[int]) -> list[Token]:
     return tokens
 
 
-def vector_lz_expanded(tokens: list[Token]) -> list[int]:
-    """Return the vectors of a block's tokens."""
-    found: list[int] = []
-    for length, value in tokens:
-        found.extend(found[len(found) - value : len(found) - value + length] if length else [value])
-    return found
-
-
 def vector_lz_bytes(codes: Any) -> int:
     """Return the size of codes ``[N, D]`` after vector-LZ: flags, matches of two bytes, vectors, sizes of blocks."""
     vectors = np.unique(codes, axis=0, return_inverse=True)[1].reshape(-1).tolist()
