@@ -399,21 +399,6 @@ class Topology(BaseModel):
         """
         return self._offsets[level] + 2 * member + inwards
 
-    def route(self, a: int, b: int) -> tuple[tuple[int, ...], float]:
-        """Return the resources on the way from device ``a`` to device ``b``, and the one-way latency in seconds."""
-        top = self.shared_level(a, b)
-        if top < 0:
-            return (), 0.0
-        if top == 0:
-            return (self.resource(0, a, False), self.resource(0, b, True)), self.levels[0].latency
-        cards = len(self.levels)
-        out = [self.resource(cards, a, False)]
-        back = [self.resource(cards, b, True)]
-        for level in range(1, top + 1):
-            out.append(self.resource(level, self.domain(a, level - 1), False))
-            back.append(self.resource(level, self.domain(b, level - 1), True))
-        return (*out, *reversed(back)), self.levels[top].latency
-
     def changed(self, changes: Mapping[str, float | str | None]) -> Topology:
         """Return the cluster with other figures, such as one more fibre.
 

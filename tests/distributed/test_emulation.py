@@ -20,7 +20,8 @@ from cordillera.distributed.transport.operations import Offer, Take, TransportOp
 from cordillera.distributed.transport.signatures import signed
 from cordillera.errors import PlanError
 from cordillera.planning.network.collective_algorithms import direct_all_gather, doubling_all_gather, ring_all_gather
-from cordillera.planning.network.collective_plans import CollectivePlan, all_reduced, execute, scattered
+from cordillera.planning.network.collective_plans import CollectivePlan, all_reduced, scattered
+from tests.planning.executed_plans import execute
 
 GATHERS = {"ring": ring_all_gather, "doubling": doubling_all_gather, "direct": direct_all_gather}
 SWITCHES = st.builds(

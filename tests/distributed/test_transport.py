@@ -53,8 +53,9 @@ from cordillera.distributed.transport.signatures import signed
 from cordillera.distributed.transport.verbs import all_to_all_dynamic
 from cordillera.errors import PlanError
 from cordillera.planning.network.collective_algorithms import direct_all_gather, doubling_all_gather, ring_all_gather
-from cordillera.planning.network.collective_plans import CollectivePlan, all_reduced, execute, scattered
+from cordillera.planning.network.collective_plans import CollectivePlan, all_reduced, scattered
 from tests.planning.domain_plans import hierarchical_all_reduce
+from tests.planning.executed_plans import execute
 
 PATHS = ("auto", "sockets")
 TIMEOUT = timedelta(seconds=20)

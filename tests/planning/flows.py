@@ -18,6 +18,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from cordillera.errors import PlanError
 from cordillera.planning.network.collective_plans import CollectivePlan, PlanStep
+from cordillera.topology import Topology
+from tests.planning.executed_plans import buffer_size
 
 _Floats: TypeAlias = NDArray[np.float64]
 _Integers: TypeAlias = NDArray[np.int64]
@@ -232,8 +234,24 @@ def _refuse_stuck(i: int, flows: Sequence[Flow], problem: _Problem) -> None:
     raise PlanError(f"{flows[i].bytes:g} bytes can never finish: {reason}", where=f"flow {i}", remedy=remedy)
 
 
-class Network(Protocol):
-    """The network on which a plan is priced, such as a :class:`~cordillera.topology.Topology`."""
+def route(cluster: Topology, a: int, b: int) -> tuple[tuple[int, ...], float]:
+    """Return the resources on the way from device ``a`` to device ``b``, and the one-way latency in seconds."""
+    top = cluster.shared_level(a, b)
+    if top < 0:
+        return (), 0.0
+    if top == 0:
+        return (cluster.resource(0, a, False), cluster.resource(0, b, True)), cluster.levels[0].latency
+    cards = len(cluster.levels)
+    out = [cluster.resource(cards, a, False)]
+    back = [cluster.resource(cards, b, True)]
+    for level in range(1, top + 1):
+        out.append(cluster.resource(level, cluster.domain(a, level - 1), False))
+        back.append(cluster.resource(level, cluster.domain(b, level - 1), True))
+    return (*out, *reversed(back)), cluster.levels[top].latency
+
+
+class _Routed(Protocol):
+    """A network that finds its own routes."""
 
     @property
     def capacities(self) -> NDArray[np.float64]:
@@ -241,6 +259,9 @@ class Network(Protocol):
 
     def route(self, source: int, target: int, /) -> tuple[tuple[int, ...], float]:
         """Return the resources from the rank ``source`` to the rank ``target``, and the one-way latency in seconds."""
+
+
+Network: TypeAlias = Topology | _Routed
 
 
 def plan_seconds(plan: CollectivePlan, num_bytes: float, network: Network, *, message_overhead: float = 0.0) -> float:
@@ -261,7 +282,7 @@ def plan_seconds(plan: CollectivePlan, num_bytes: float, network: Network, *, me
     Raises:
         PlanError: If a transfer crosses a resource without capacity.
     """
-    unit = num_bytes / plan.buffer_size
+    unit = num_bytes / buffer_size(plan)
     ready = np.zeros(plan.ranks)
     known: dict[tuple[tuple[int, int, int], ...], NDArray[np.float64]] = {}
     for s, step in enumerate(plan.steps):
@@ -282,7 +303,8 @@ def plan_seconds(plan: CollectivePlan, num_bytes: float, network: Network, *, me
 def _durations(step: PlanStep, sizes: Sequence[float], network: Network, where: str) -> NDArray[np.float64]:
     flows = []
     for sent, size in zip(step, sizes, strict=True):
-        path, latency = network.route(sent.source, sent.target)
+        ends = sent.source, sent.target
+        path, latency = route(network, *ends) if isinstance(network, Topology) else network.route(*ends)
         flows.append(Flow(size, path, latency=latency))
     try:
         return finish_times(flows, network.capacities)

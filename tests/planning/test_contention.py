@@ -24,7 +24,7 @@ from cordillera.planning.network.settings import production_network
 from cordillera.planning.pipeline.schedules import Action, Kind, Schedule
 from cordillera.planning.pipeline.simulator import StageSeconds, simulate
 from cordillera.topology import Topology
-from tests.planning.flows import max_min_rates
+from tests.planning.flows import max_min_rates, route
 
 CLUSTER = topology.load("two-buildings").changed({"pod.members": 4, "building.members": 1, "rack.members": 2})
 RATES = st.floats(0.01, 100.0)
@@ -157,7 +157,7 @@ def test_collectives_slow_each_other_as_max_min_fair_flows_do(layout: Layout, na
         for device in range(layout.devices):
             place = device // group.stride % group.size
             to = device + ((place + group.shift) % group.size - place) * group.stride
-            found.append(top.route(device, to)[0])
+            found.append(route(top, device, to)[0])
         return found
 
     inside = job.inside

@@ -25,6 +25,7 @@ from cordillera.planning.pipeline.simulator import simulate
 from cordillera.planning.ranking.explorer import RecommenderExplorer
 from cordillera.topology import Device, DeviceGroup, Topology
 from cordillera.workflows.planning import calibrate
+from tests.planning.flows import route
 
 FAST = topology.load("two-buildings").changed(
     {"pod.members": 2, "building.members": 1, "rack.members": 2}
@@ -67,14 +68,14 @@ def test_links_and_ports_are_those_of_each_kind() -> None:
     assert cluster.kinds == (NEW, A100)
     kinds = cluster.kind_of
     assert np.flatnonzero(kinds).tolist() == [*range(8, 16), *range(32, 64)]
-    a, b = cluster.route(0, 8)[0], cluster.route(8, 40)[0]
+    a, b = route(cluster, 0, 8)[0], route(cluster, 8, 40)[0]
     assert cluster.capacities[list(a)].tolist() == [50e9, 8 * 50e9, 8 * 25e9, 25e9]  # cards, and what hosts hold
     assert cluster.capacities[b[0]] == cluster.capacities[b[-1]] == 25e9
     # building 0: one of its four hosts is old; building 1: all are; and 1:2.8 twice
     outer = [cluster.member_bytes_per_s(4, member) for member in (0, 1)]
     assert outer == pytest.approx([(24 * 50e9 + 8 * 25e9) / 2.8, 32 * 25e9 / 2.8])
-    assert cluster.capacities[list(cluster.route(0, 1)[0])].tolist() == [450e9] * 2
-    assert cluster.capacities[list(cluster.route(8, 9)[0])].tolist() == [300e9] * 2
+    assert cluster.capacities[list(route(cluster, 0, 1)[0])].tolist() == [450e9] * 2
+    assert cluster.capacities[list(route(cluster, 8, 9)[0])].tolist() == [300e9] * 2
     # a member's link that differs, or has a rate of its own, keeps it
     narrow = cluster.changed({"region.bytes_per_s": 1e9, "region.oversubscription": 1.0})
     assert narrow.member_bytes_per_s(4, 0) == 1e9

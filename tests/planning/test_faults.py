@@ -36,6 +36,7 @@ from cordillera.planning.pipeline.schedules import (
 )
 from cordillera.planning.pipeline.simulator import StageSeconds, Way, simulate, simulate_late
 from cordillera.topology import Topology
+from tests.planning.flows import route
 
 SCHEDULES: list[Callable[[int, int], Schedule]] = [
     gpipe,
@@ -278,7 +279,7 @@ def test_what_is_left_is_the_cluster_without_these_devices(
         for a in range(0, len(kept), 3):
             for b in range(0, len(kept), 2):
                 assert left.shared_level(a, b) == whole.shared_level(kept[a], kept[b])
-                ours, theirs = left.route(a, b), whole.route(kept[a], kept[b])
+                ours, theirs = route(left, a, b), route(whole, kept[a], kept[b])
                 assert ours[1] == theirs[1]
                 assert left.capacities[list(ours[0])].tolist() == whole.capacities[list(theirs[0])].tolist()
 

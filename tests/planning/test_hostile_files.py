@@ -24,6 +24,7 @@ from cordillera.planning.ranking.explorer import RecommenderExplorer
 from cordillera.planning.ranking.workload import Recommender
 from cordillera.topology import Topology
 from tests.fuzzing import damaged, survives
+from tests.planning.flows import route
 
 CLUSTER = """
 description = "two rooms"
@@ -153,7 +154,7 @@ def read_cluster(path: Path) -> None:
     cluster = topology.load(path)
     last = cluster.devices - 1
     assert cluster.sizes[-1] == (cluster.devices,)
-    resources, latency = cluster.route(0, last)
+    resources, latency = route(cluster, 0, last)
     assert math.isfinite(latency)
     for resource in resources:
         _finite(capacity=float(cluster.capacities[resource]))

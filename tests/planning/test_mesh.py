@@ -20,7 +20,7 @@ from cordillera.planning.network.settings import NetworkSettings
 from cordillera.planning.workloads import load
 from cordillera.topology import Topology
 from tests.planning.domain_plans import DomainNetwork, hierarchical_all_reduce
-from tests.planning.flows import FlowLink, plan_seconds
+from tests.planning.flows import FlowLink, plan_seconds, route
 
 
 def toy() -> Topology:
@@ -41,7 +41,7 @@ def toy() -> Topology:
 
 def share(cluster: Topology, pairs: list[tuple[int, int]]) -> tuple[float, float]:
     """The least share of a link and the longest latency, pair by pair over routes."""
-    routes = [cluster.route(a, b) for a, b in pairs]
+    routes = [route(cluster, a, b) for a, b in pairs]
     load = Counter(resource for resources, _ in routes for resource in resources)
     least = min((cluster.capacities[r] / load[r] for resources, _ in routes for r in resources), default=float("inf"))
     return least, max((latency for _, latency in routes), default=0.0)
@@ -156,7 +156,7 @@ def test_links_that_messages_and_rings_share_are_those_of_a_count_over_routes(
         found: Counter[int] = Counter()
         for a, b in pairs:
             if cluster.shared_level(a, b) > 0:
-                found.update(cluster.route(a, b)[0])
+                found.update(route(cluster, a, b)[0])
         return found
 
     rings = load([(group[i - 1], group[i]) for group in groups("data") for i in range(len(group)) if len(group) > 1])

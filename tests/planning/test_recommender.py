@@ -27,6 +27,7 @@ from cordillera.planning.ranking.workload import Cross, Recommender, Tables, pla
 from cordillera.planning.search import ALL
 from cordillera.topology import Topology
 from cordillera.workflows import planning as commands
+from tests.planning.flows import route
 
 SMALL = Recommender(
     tables=(Tables(count=4, rows=1_000_000, dim=64, lookups=10), Tables(count=2, rows=100, dim=64)),
@@ -191,7 +192,7 @@ def test_an_exchange_is_that_of_a_count_over_routes(group: int, copies: int, ord
                 if i != j:
                     size = weights[j if backwards else i] / group
                     met[cluster.shared_level(a, b)] += size
-                    for resource in cluster.route(a, b)[0]:
+                    for resource in route(cluster, a, b)[0]:
                         load[resource] += size
     exchange = Exchange(cluster, group, copies, order)
     ideal = [1.0] * len(exchange.crossing(weights)[0])

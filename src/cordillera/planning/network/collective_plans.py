@@ -1,18 +1,14 @@
 """Collectives as plans: which rank sends which chunks to which rank in each step.
 
-A plan is data: :func:`verify` proves it, :func:`execute` runs it on arrays and
-:mod:`cordillera.planning.network.collective_cost` prices it. Only all-gathers are written out: a reduce-scatter is an
-all-gather run backwards, and an all-reduce is a reduce-scatter followed by an all-gather.
+A plan is data: :func:`verify` proves it, and :mod:`cordillera.planning.network.collective_cost` prices it. Only
+all-gathers are written out: a reduce-scatter is an all-gather run backwards, and an all-reduce is a reduce-scatter
+followed by an all-gather.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple, TypeAlias
 
 from cordillera.errors import PlanError
 
@@ -82,12 +78,6 @@ class CollectivePlan:
     def held_at_end(self, rank: int) -> list[int]:
         """Return the indices of the chunks in a rank's buffer after the last step."""
         return [i for i, chunk in enumerate(self.chunks) if chunk.destination in (None, rank)]
-
-    @property
-    def buffer_size(self) -> int:
-        """Size of the largest buffer of any rank at the start or the end, in units of the chunk sizes."""
-        buffers = (held(rank) for rank in range(self.ranks) for held in (self.held_at_start, self.held_at_end))
-        return max(sum(self.chunks[chunk].size for chunk in buffer) for buffer in buffers)
 
 
 def reverse(plan: CollectivePlan, collective: str) -> CollectivePlan:
@@ -210,44 +200,3 @@ def _check_transfer(plan: CollectivePlan, sent: Transfer, where: str) -> None:
     for chunk in sent.chunks:
         if not 0 <= chunk < len(plan.chunks):
             raise PlanError(f"there is no chunk {chunk}", where=where)
-
-
-def execute(plan: CollectivePlan, inputs: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-    """Run a plan on arrays, as its ranks would.
-
-    Args:
-        plan: A verified plan.
-        inputs: Chunks of each rank at the start, concatenated: ``[L_r]``. This is the whole vector for an all-reduce or
-            a reduce-scatter, the rank's share for an all-gather, its blocks in order of targets for an all-to-all, and
-            the root's message for a broadcast (arrays of other ranks are not read). A vector is cut in proportion to
-            the sizes of the chunks.
-
-    Returns:
-        Chunks of each rank at the end, concatenated. Reductions add in the order of the plan.
-
-    Raises:
-        ValueError: If there is not one flat array for each rank, or arrays that are to be added differ in length.
-    """
-    if len(inputs) != plan.ranks:
-        raise ValueError(f"{len(inputs)} inputs for {plan.ranks} ranks")
-    state: list[dict[int, NDArray[Any]]] = []
-    for rank, values in enumerate(inputs):
-        if np.ndim(values) != 1:
-            raise ValueError(f"input of rank {rank} must be flat, got shape {np.shape(values)}")
-        held = plan.held_at_start(rank)
-        ends = np.cumsum([plan.chunks[chunk].size for chunk in held], dtype=object)
-        cuts = [int(end * len(values) // ends[-1]) for end in ends[:-1]]
-        state.append(dict(zip(held, np.split(values, cuts) if held else [], strict=True)))
-    common = [i for i, chunk in enumerate(plan.chunks) if chunk.origin is None]
-    for rank in range(plan.ranks):
-        for chunk in common:
-            if state[rank][chunk].shape != state[0][chunk].shape:
-                raise ValueError(f"inputs of ranks 0 and {rank} differ in length; what is added must be of one length")
-    for step in plan.steps:
-        arriving = [(sent, [state[sent.source][chunk] for chunk in sent.chunks]) for sent in step]
-        for sent, carried in arriving:
-            own = state[sent.target]
-            for chunk, value in zip(sent.chunks, carried, strict=True):
-                own[chunk] = own[chunk] + value if sent.reduces else value
-    nothing = np.empty(0, np.asarray(inputs[0]).dtype)
-    return [np.concatenate([nothing, *(state[r][c] for c in plan.held_at_end(r))]) for r in range(plan.ranks)]

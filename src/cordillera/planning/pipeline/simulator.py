@@ -207,12 +207,6 @@ class Timeline:
         """Seconds that each rank computes: ``[P]``."""
         return np.array([float((e - s).sum()) for s, e in zip(self.starts, self.ends, strict=True)])
 
-    @property
-    def bubble(self) -> float:
-        """Part of all ranks' time without computation."""
-        total = self.seconds * len(self.ends)
-        return 1.0 - float(self.busy.sum()) / total if total else 0.0
-
 
 class _Step(NamedTuple):
     """A prepared action: positions in the table of arrivals, and its times."""

@@ -124,11 +124,6 @@ class PowerLaw:
         return self.floor + above * np.exp(-half), self.floor + above * np.exp(half)
 
     @property
-    def falls(self) -> bool:
-        """Whether the whole interval of the exponent is below zero, so that more compute helps."""
-        return self.exponent_high < 0
-
-    @property
     def summary(self) -> str:
         """The fit in a line of text, followed by one line per warning."""
         floor = (
