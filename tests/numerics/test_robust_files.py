@@ -158,7 +158,7 @@ def test_plans_of_any_json_are_refused_or_hold_what_a_plan_may(tmp_path: Path) -
             else:
                 path.write_text(json.dumps(spoilt))
             try:
-                found = PrecisionPlan.load(path, allow_stale=True)
+                found = PrecisionPlan.load(path)
             except NumericsError:
                 refused += 1
                 continue

@@ -117,7 +117,7 @@ def test_a_row_has_the_same_score_in_any_company_under_a_plan(kernel: str) -> No
     ]
     weights = weights_digest({name: (layer.weight, layer.bias) for name, layer in sites(one.model).items()})
     plan = PrecisionPlan(tuple(choices), machine(), {}, weights=weights)
-    apply(one.model, plan, allow_stale=True)
+    apply(one.model, plan)
     check_any_company(RowScorer(one.encoder, one.model, one.tasks, torch.device("cpu"), "fp32", fixed=256))
 
 

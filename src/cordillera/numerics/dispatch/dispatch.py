@@ -455,14 +455,14 @@ def planned(model: nn.Module, plan: PrecisionPlan, allow_stale: bool = False) ->
     return {name: DispatchedLinear(layer, name, plan) for name, layer in layers.items()}
 
 
-def apply(model: nn.Module, plan: PrecisionPlan, allow_stale: bool = False) -> nn.Module:
+def apply(model: nn.Module, plan: PrecisionPlan) -> nn.Module:
     """Replace a model's linear layers, in place, by modules with the plan's kernels.
 
-    The arguments ``model``, ``plan`` and ``allow_stale`` and the errors are those of :func:`planned`.
+    The arguments ``model`` and ``plan`` and the errors are those of :func:`planned`.
 
     Returns:
         The model.
     """
-    for name, module in planned(model, plan, allow_stale).items():
+    for name, module in planned(model, plan).items():
         replace(model, name, module)
     return model

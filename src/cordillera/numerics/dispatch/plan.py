@@ -189,13 +189,12 @@ class PrecisionPlan:
         }
 
     @classmethod
-    def load(cls, path: Path, device: torch.device | str = "cpu", allow_stale: bool = False) -> PrecisionPlan:
+    def load(cls, path: Path, device: torch.device | str = "cpu") -> PrecisionPlan:
         """Read a plan that is valid on this machine.
 
         Args:
             path: Path of the file.
             device: Device on which the plan is to be used.
-            allow_stale: Whether to accept a plan that was made on another device, with other threads or libraries.
 
         Raises:
             NumericsError: If the file is missing, damaged or of another version, names an unknown kernel, or was made
@@ -224,8 +223,7 @@ class PrecisionPlan:
                 raise NumericsError(
                     f"names the kernel {choice.kernel!r}, which is not here", where=where, remedy=_REMEDY
                 )
-        if not allow_stale:
-            found.check_machine(device, where)
+        found.check_machine(device, where)
         return found
 
     def check_purpose(self, purpose: Purpose) -> None:

@@ -119,7 +119,7 @@ class Applied:
         return sum(sum(layer.unplanned.values()) for layer in self.planned.values())
 
 
-def apply_for_training(model: nn.Module, plan: PrecisionPlan, allow_stale: bool = False) -> Applied:
+def apply_for_training(model: nn.Module, plan: PrecisionPlan) -> Applied:
     """Replace the products of a model's linear layers, in place, by the kernels of a plan for training.
 
     Parameters remain the same objects with the same names, so that optimizers and state dicts stay valid. Layers for
@@ -127,7 +127,6 @@ def apply_for_training(model: nn.Module, plan: PrecisionPlan, allow_stale: bool 
 
     Args:
         model: Model in float32, before ``torch.compile`` or any wrapper.
-        allow_stale: Whether to accept a plan that was made on another device, with other threads or libraries.
 
     Raises:
         NumericsError: If the plan is for scoring or another machine, or names a layer that the model lacks or has with
@@ -135,8 +134,7 @@ def apply_for_training(model: nn.Module, plan: PrecisionPlan, allow_stale: bool 
     """
     plan.check_purpose("training")
     own = planned_sites(model, plan)
-    if not allow_stale:
-        plan.check_machine(next((own[name].weight.device for name in plan.sites), torch.device("cpu")))
+    plan.check_machine(next((own[name].weight.device for name in plan.sites), torch.device("cpu")))
     lowered = {choice.site for choice in plan.choices if choice.kernel != "fp32"}
     made = {name: TrainedLinear(own[name], name, plan) for name in own if name in lowered}
     for name, layer in made.items():
