@@ -209,16 +209,15 @@ def test_axes_of_less_than_a_decade_have_ticks_at_their_values(low: float, high:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "fewest", "ticks"),
+    ("low", "high", "ticks"),
     [
-        (0, 10, 4, [0, 2, 4, 6, 8, 10]), (0, 1, 4, [0, 0.2, 0.4, 0.6, 0.8, 1]), (0, 7, 4, [0, 2, 4, 6]),
-        (-3, 3, 4, [-3, -2, -1, 0, 1, 2, 3]), (0.11, 0.19, 4, [0.12, 0.14, 0.16, 0.18]), (5, 5, 4, [5]),
-        (0, math.inf, 4, [0]),
-        (NAN, 1, 4, []), (0, 10, 2, [0, 10]), (0, 10, 11, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+        (0, 10, [0, 2, 4, 6, 8, 10]), (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (0, 7, [0, 2, 4, 6]),
+        (-3, 3, [-3, -2, -1, 0, 1, 2, 3]), (0.11, 0.19, [0.12, 0.14, 0.16, 0.18]), (5, 5, [5]), (0, math.inf, [0]),
+        (NAN, 1, []),
     ],
 )  # fmt: skip
-def test_ticks_are_round(low: float, high: float, fewest: int, ticks: list[float]) -> None:
-    assert nice_ticks(low, high, fewest) == pytest.approx(ticks)
+def test_ticks_are_round(low: float, high: float, ticks: list[float]) -> None:
+    assert nice_ticks(low, high) == pytest.approx(ticks)
 
 
 def test_logarithmic_ticks_are_powers_of_ten_or_round_digits() -> None:

@@ -307,8 +307,9 @@ def test_measurements_come_from_run_folders(tmp_path: Path) -> None:
     (found,) = measure([run])
     assert (found.model, found.flops, found.seed) == ("wukong", 600.0, 3)
     assert 0.5 < found.value < 1
-    with pytest.raises(DataError, match="'other'"):
-        measure([run], task="other")
+    run.write_json("model.json", {"name": "wukong"})
+    with pytest.raises(DataError, match="'training_flops'"):
+        measure([run])
     (run.folder / "evaluation.json").unlink()
     with pytest.raises(RunError, match="let the run finish first"):
         measure([run])

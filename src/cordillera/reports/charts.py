@@ -64,14 +64,14 @@ def drawing(width: float, height: float, label: str, parts: Iterable[str], **mor
 # Axes
 
 
-def nice_ticks(low: float, high: float, fewest: int = 4) -> list[float]:
-    """Return at least ``fewest`` round numbers in ``[low, high]``: multiples of 1, 2 or 5 times a power of ten."""
+def nice_ticks(low: float, high: float) -> list[float]:
+    """Return at least four round numbers in ``[low, high]``: multiples of 1, 2 or 5 times a power of ten."""
     if not (math.isfinite(low) and math.isfinite(high)) or high - low < 1e-300:  # smaller steps would be 0
         return [low] if math.isfinite(low) else []
     power = 10.0 ** math.ceil(math.log10(high - low))
     for step in (power / divisor for divisor in (1, 2, 5, 10, 20, 50)):
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-        if last - first + 1 >= fewest:
+        if last - first + 1 >= 4:
             break
     return [float(f"{index * step:.12g}") + 0.0 for index in range(first, last + 1)]
 

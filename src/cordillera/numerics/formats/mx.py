@@ -6,7 +6,6 @@ A value is ``element * scale``; the scale of a block is an ``e8m0`` number, so s
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,30 +17,24 @@ from cordillera.numerics.formats.rounding import Rounding, round_to
 BLOCK = 32
 """Number of elements that share a scale."""
 
-ScaleRule = Literal["floor", "round_up"]
-
 
 @torch.no_grad()
-def block_scales(x: Tensor, format: Format, rule: ScaleRule = "floor") -> Tensor:
+def block_scales(x: Tensor, format: Format) -> Tensor:
     """Return the scale of every block of 32 consecutive elements of the last dimension.
 
     Args:
         x: float32 or float64 ``[..., n]``; the last block may be shorter.
         format: Format of the elements.
-        rule: ``floor`` for ``2**(floor(log2(largest magnitude)) - exponent of the format's largest value)``, as in the
-            specification; the largest element of a block may then exceed the format by less than a factor of two.
-            ``round_up`` for the smallest power of two with which no element does.
 
     Returns:
-        Scales in ``x``'s dtype, ``[..., ceil(n / 32)]``: powers of two from 2**-127 to 2**127; the smallest for a block
-        of zeros, NaN for a block that holds NaN or infinity.
+        Scales in ``x``'s dtype, ``[..., ceil(n / 32)]``, from 2**-127 to 2**127: ``2**(floor(log2(largest magnitude)) -
+        exponent of the format's largest value)``, as in the specification, so that the largest element of a block may
+        exceed the format by less than a factor of two. The smallest for a block of zeros, NaN for a block that holds
+        NaN or infinity.
     """
     largest = _blocks(x).abs().amax(-1).double()
-    mantissa, exponent = torch.frexp(largest)  # mantissa in [0.5, 1); a logarithm would be inexact near powers of two
-    most, top = math.frexp(format.max)
-    exponent = exponent - top
-    if rule == "round_up":
-        exponent = exponent + (mantissa > most).to(exponent.dtype)
+    exponent = torch.frexp(largest).exponent  # a logarithm would be inexact near powers of two
+    exponent = exponent - math.frexp(format.max)[1]
     exponent = exponent.to(torch.int64).masked_fill(largest == 0, -127).clamp(-127, 127)
     scales = ((exponent + 1023) << 52).view(torch.float64)
     return scales.masked_fill(~largest.isfinite(), torch.nan).to(x.dtype)
@@ -53,7 +46,6 @@ def round_to_blocks(
     format: Format,
     rounding: Rounding = Rounding.nearest_even,
     *,
-    rule: ScaleRule = "floor",
     random: Tensor | None = None,
 ) -> Tensor:
     """Round float32 or float64 ``[..., n]`` to numbers that blocks can represent, clamped to the largest value.
@@ -62,11 +54,10 @@ def round_to_blocks(
     nearest value of the format is beyond that range.
 
     Args:
-        rule: Choice of scales, as in :func:`block_scales`.
         random: Random bits in ``x``'s shape for stochastic rounding
             (:func:`~cordillera.numerics.formats.rounding.round_to`).
     """
-    scales = block_scales(x, format, rule).double()
+    scales = block_scales(x, format).double()
     elements = round_to(
         _scaled(x, scales), format, rounding, saturate=True, random=None if random is None else _blocks(random)
     )

@@ -369,24 +369,19 @@ class ScalingStudy:
         return "\n".join([*lines, *(f"{model}: no law ({why})" for model, why in self.failures.items())])
 
 
-def measure(runs: Sequence[Run], *, task: str | None = None) -> list[MeasuredRun]:
-    """Read training FLOPs and test NE from finished runs.
-
-    Args:
-        runs: Runs with ``model.json`` and ``evaluation.json``.
-        task: Name of the task. Default: the only task, or the mean over tasks if there are several.
+def measure(runs: Sequence[Run]) -> list[MeasuredRun]:
+    """Read training FLOPs and test NE, the mean over tasks, from finished ``runs``.
 
     Raises:
-        RunError: If a run lacks one of the files, or one is damaged.
-        DataError: If a file lacks the task or a number.
+        RunError: If a run lacks ``model.json`` or ``evaluation.json``, or one is damaged.
+        DataError: If a file lacks a number.
     """
     measurements = []
     for run in runs:
         card, name = run.read_json("model.json"), "evaluation.json"
         evaluation = Evaluation.from_object(run.read_json(name), str(run.folder / name))
-        tasks = list(evaluation.tasks) if task is None else [task]
         try:
-            values = [evaluation.tasks[task].metrics["ne"] for task in tasks]
+            values = [task.metrics["ne"] for task in evaluation.tasks.values()]
             flops = number(card["training_flops"])
         except KeyError as error:
             raise DataError(f"does not hold {error}", where=str(run.folder)) from error
