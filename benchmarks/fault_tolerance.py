@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cordillera.distributed.fault_tolerance.effective_time import (
-    LLAMA3_CAUSES,
-    LLAMA3_DAYS,
-    LLAMA3_DEVICES,
     best_checkpoint_interval,
     effective_with_checkpoints,
-    llama3_seconds_between_failures,
 )
 from cordillera.distributed.fault_tolerance.simulator import FaultyJob, simulate_faults
 from cordillera.reports.faults import FaultStudyRow
@@ -33,6 +30,31 @@ DAYS, RUNS, TARGET = 30.0, 4, 0.92
 REPLICAS, SIZES = (4, 8, 12, 16, 24), (8_192, 16_384, 32_768, 65_536, 98_304, 131_072)
 CHECKPOINTS = ((300.0, 10.0), (600.0, 10.0), (600.0, 60.0), (1200.0, 60.0))  # seconds of recovery, of a save
 CHECKPOINT_DAYS = 300.0
+LLAMA3_DEVICES, LLAMA3_DAYS = 16_384, 54.0
+LLAMA3_CAUSES: Mapping[str, int] = {
+    "faulty GPU": 148,
+    "HBM3 memory": 72,
+    "software": 54,
+    "network switch or cable": 35,
+    "host maintenance": 32,
+    "GPU SRAM": 19,
+    "GPU system processor": 17,
+    "network interface": 7,
+    "collective watchdog": 7,
+    "silent data corruption": 6,
+    "GPU thermal or sensor": 6,
+    "SSD": 3,
+    "power supply": 3,
+    "server chassis": 2,
+    "IO expansion board": 2,
+    "dependency": 2,
+    "CPU": 2,
+    "system memory": 2,
+}
+"""Unexpected interruptions of the pre-training of Llama 3 405B, by cause.
+
+Source: Grattafiori et al. 2024, section 3.3.4 and Table 5.
+"""
 
 
 class Part(str, enum.Enum):
@@ -44,6 +66,12 @@ class Part(str, enum.Enum):
     stalls = "stalls"
     survival = "survival"
     convergence = "convergence"
+
+
+def llama3_seconds_between_failures(devices: int) -> float:
+    """Return the mean seconds between failures at the failure rate per device of Llama 3's training."""
+    rate = sum(LLAMA3_CAUSES.values()) / (LLAMA3_DAYS * 86_400 * LLAMA3_DEVICES)
+    return 1 / (rate * devices)
 
 
 def _row(row: FaultStudyRow) -> dict[str, Any]:

@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_tolerance import LLAMA3_CAUSES, LLAMA3_DAYS, LLAMA3_DEVICES, llama3_seconds_between_failures
 from typer.testing import CliRunner
 
 from cordillera.cli.app import app
 from cordillera.distributed.fault_tolerance.effective_time import (
-    LLAMA3_CAUSES,
-    LLAMA3_DAYS,
-    LLAMA3_DEVICES,
     best_checkpoint_interval,
     effective_with_checkpoints,
     effective_with_replicas,
-    llama3_seconds_between_failures,
 )
 from cordillera.distributed.fault_tolerance.simulator import FaultyJob, TimeUse, simulate_faults
 from cordillera.errors import PlanError

@@ -1,45 +1,13 @@
-"""Published failures, and closed forms of the share of time in which a job does useful work.
+"""Closed forms of the share of time in which a job does useful work.
 
-Sources: Grattafiori et al. 2024 (Llama 3), section 3.3.4 and Table 5, for the causes; Kokolis et al. 2024
-(arXiv 2410.21680), for the effective training time with checkpoints; FT-HSDP (arXiv 2602.00277) for the two rates of
-a job of 98,304 devices.
+Source: Kokolis et al. 2024 (arXiv 2410.21680), for the effective training time with checkpoints.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from cordillera.errors import PlanError
-
-LLAMA3_DEVICES, LLAMA3_DAYS = 16_384, 54.0
-LLAMA3_CAUSES: Mapping[str, int] = {
-    "faulty GPU": 148,
-    "HBM3 memory": 72,
-    "software": 54,
-    "network switch or cable": 35,
-    "host maintenance": 32,
-    "GPU SRAM": 19,
-    "GPU system processor": 17,
-    "network interface": 7,
-    "collective watchdog": 7,
-    "silent data corruption": 6,
-    "GPU thermal or sensor": 6,
-    "SSD": 3,
-    "power supply": 3,
-    "server chassis": 2,
-    "IO expansion board": 2,
-    "dependency": 2,
-    "CPU": 2,
-    "system memory": 2,
-}
-"""Unexpected interruptions of the pre-training of Llama 3 405B, by cause (published counts)."""
-
-
-def llama3_seconds_between_failures(devices: int) -> float:
-    """Return the mean seconds between failures at the failure rate per device of Llama 3's training."""
-    rate = sum(LLAMA3_CAUSES.values()) / (LLAMA3_DAYS * 86_400 * LLAMA3_DEVICES)
-    return 1 / (rate * devices)
 
 
 def effective_with_checkpoints(between_s: float, recovery_s: float, interval_s: float, save_s: float) -> float:
