@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from cordillera.data.language.documents import Date, Document
 from cordillera.errors import DataError
 from cordillera.kernels.compiling import compiled
+from cordillera.kernels.embeddings.numba_random import mix
 
 EMPTY, OLDER, EXACT, NEAR = "empty", "older version of its page", "exact duplicate", "near duplicate"
 LINES, NGRAMS, LANGUAGE, QUALITY = "only repeated lines", "repeats itself", "other language", "low quality"
@@ -119,10 +120,7 @@ def _minima(shingles: np.ndarray, seeds: np.ndarray) -> np.ndarray:
     for k in range(len(seeds)):
         least = np.uint64(0xFFFFFFFFFFFFFFFF)
         for shingle in shingles:
-            value = shingle ^ seeds[k]
-            value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            least = min(least, value ^ (value >> np.uint64(31)))
+            least = min(least, mix(shingle ^ seeds[k]))
         found[k] = least >> np.uint64(32)
     return found
 

@@ -108,7 +108,7 @@ class QuantileSketch:
     def memory_bytes(self) -> int:
         """Return the number of bytes of the content."""
         held = [*self._levels, self._low, self._high, self.negatives, self.zeros]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return sum(tensor.nbytes for tensor in held)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the complete state as tensors and plain numbers."""

@@ -237,7 +237,7 @@ class RowStatistics:
 
     def memory_bytes(self) -> int:
         """Return the bytes of the mean, the kept covariance and the quantiles."""
-        own = sum(tensor.numel() * tensor.element_size() for tensor in [self.mean, *self._scatter])
+        own = sum(tensor.nbytes for tensor in [self.mean, *self._scatter])
         return own + (0 if self.marginals is None else self.marginals.memory_bytes())
 
     def state_dict(self) -> dict[str, Any]:

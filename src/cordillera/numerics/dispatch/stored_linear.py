@@ -51,7 +51,7 @@ class StoredLinear(FixedDtypes):
     @property
     def nbytes(self) -> int:
         """Number of bytes of the stored weight and the bias."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
+        return sum(buffer.nbytes for buffer in self.buffers())
 
     def prepare(self) -> Kernel:
         """Return the kernel, which is created from the stored weight at the first call."""
