@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import _processes
@@ -10,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from _processes import Ended
 
-__all__ = ["Ended", "asked_for", "needs_gloo", "run_processes"]
+__all__ = ["Ended", "asked_for", "found_by", "needs_gloo", "run_processes"]
 
 needs_gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without Gloo"
@@ -25,6 +27,13 @@ _LOADED = (
     "cordillera.training.ranking.trainer",
 )
 run_processes = partial(_processes.run_processes, preload=_LOADED)
+
+
+def found_by(size: int, folder: Path, work: Callable[[int, str], Any], seconds: float) -> dict[int, Any]:
+    """What ``work`` returned in each of ``size`` processes, by rank; all end well within ``seconds``."""
+    ended = run_processes(size, folder, work, seconds)
+    assert ended.codes == [0] * size, ended.said
+    return ended.found
 
 
 def asked_for(request: pytest.FixtureRequest, *names: str) -> set[tuple[Any, ...]]:

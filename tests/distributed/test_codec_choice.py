@@ -29,7 +29,7 @@ from cordillera.planning.ranking.placement import Placement, TablePart
 from cordillera.run import Run
 from cordillera.training.ranking.codecs import CODECS_FILE, coders_of, keep_given_choice
 from cordillera.training.ranking.config import RankingParallelConfig
-from tests.distributed.processes import needs_gloo, run_processes
+from tests.distributed.processes import found_by, needs_gloo
 
 RAW, FAST = CodecRecord(1e6, 1e6, 1e-4, 1e-4), CodecRecord(1e6, 1e5, 1e-3, 1e-3)
 CHOICE = CodecChoice(
@@ -194,9 +194,7 @@ def together(rank: int, folder: str) -> dict[str, Any]:
 def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("codecs")
     Run.create(folder / "run", "")
-    ended = run_processes(2, folder, together, 180)
-    assert ended.codes == [0, 0], ended.said
-    return {"ranks": ended.found, "folder": folder / "run"}
+    return {"ranks": found_by(2, folder, together, 180), "folder": folder / "run"}
 
 
 @needs_gloo

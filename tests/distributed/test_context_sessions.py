@@ -28,7 +28,7 @@ from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.serving.language.context_sessions import ContextSessions
 from cordillera.serving.language.generation import generate
 from cordillera.serving.language.sampler import Sampling
-from tests.distributed.processes import needs_gloo, run_processes
+from tests.distributed.processes import found_by, needs_gloo, run_processes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -376,9 +376,8 @@ def run_smollm2(weights: str, rank: int, folder: str) -> dict[str, Any]:
 @pytest.mark.peer
 @pytest.mark.skipif(not SMOLLM2.is_file(), reason="the weights are not here (cordillera data get smollm2)")
 def test_smollm2_over_two_ranks_says_what_one_process_says(tmp_path: Path) -> None:
-    ended = run_processes(2, tmp_path, partial(run_smollm2, str(SMOLLM2)), 300)
-    assert ended.codes == [0, 0], ended.said
-    first, second = ended.found[0], ended.found[1]
+    by_rank = found_by(2, tmp_path, partial(run_smollm2, str(SMOLLM2)), 300)
+    first, second = by_rank[0], by_rank[1]
     assert first["replies"] == second["replies"]
     tokens = [token for pair in zip(PROMPTS, first["replies"], strict=True) for part in pair for token in part]
     with torch.no_grad():

@@ -22,7 +22,7 @@ from cordillera.numerics.emulation.emulation import EmulationConfig
 from cordillera.training.language.checkpoints import ShardedCheckpoints
 from cordillera.training.language.engine import LanguageConfig, LanguageEngine, check_experts
 from cordillera.training.language.gradients import EXPERTS
-from tests.distributed.processes import needs_gloo, run_processes
+from tests.distributed.processes import found_by, needs_gloo, run_processes
 from tests.distributed.test_language_meshes import iteration
 
 MODEL = LlamaConfig(
@@ -134,9 +134,7 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     def of(size: int) -> dict[int, dict[str, Any]]:
-        ended = run_processes(size, tmp_path_factory.mktemp(f"experts-{size}"), run_all, 280)
-        assert ended.codes == [0] * size, ended.said
-        return ended.found
+        return found_by(size, tmp_path_factory.mktemp(f"experts-{size}"), run_all, 280)
 
     with ThreadPoolExecutor(2) as pool:
         found = dict(zip((1, 2, 4), pool.map(of, (1, 2, 4)), strict=True))
@@ -179,9 +177,7 @@ def resumed(rank: int, folder: str) -> dict[str, Any]:
 @needs_gloo
 @pytest.mark.slow
 def test_what_is_resumed_has_the_same_bits(tmp_path: Path) -> None:
-    ended = run_processes(2, tmp_path, resumed, 120)
-    assert ended.codes == [0, 0], ended.said
-    for found in ended.found.values():
+    for found in found_by(2, tmp_path, resumed, 120).values():
         assert found["whole"].keys() == found["resumed"].keys()
         for name, weight in found["whole"].items():
             assert torch.equal(weight, found["resumed"][name]), name

@@ -39,7 +39,7 @@ from cordillera.models.language.parallelize import check_fit
 from cordillera.models.language.stages import cut_layers, cut_model
 from cordillera.training.language import gradients as language_gradients
 from cordillera.training.language.engine import AGREED, LanguageConfig, LanguageEngine, next_tokens
-from tests.distributed.processes import needs_gloo, run_processes
+from tests.distributed.processes import found_by, needs_gloo
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -345,9 +345,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[int, di
     """What each process found, by their number and its rank."""
 
     def of(size: int) -> dict[int, dict[str, Any]]:
-        ended = run_processes(size, tmp_path_factory.mktemp(f"meshes-{size}"), run_all, 280)
-        assert ended.codes == [0] * size, ended.said
-        return ended.found
+        return found_by(size, tmp_path_factory.mktemp(f"meshes-{size}"), run_all, 280)
 
     with ThreadPoolExecutor(2) as pool:  # processes wait for one another more than they compute
         return dict(zip(MESHES, pool.map(of, MESHES), strict=True))
@@ -409,10 +407,9 @@ def run_few(rank: int, folder: str) -> dict[str, Any]:
 @needs_gloo
 def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
     """Every dimension of a mesh alone, for two steps."""
-    ended = run_processes(2, tmp_path, run_few, 120)
-    assert ended.codes == [0, 0], ended.said
+    by_rank = found_by(2, tmp_path, run_few, 120)
     for name in FEW:
-        check_training(name, [found[name] for found in ended.found.values()], 2)
+        check_training(name, [found[name] for found in by_rank.values()], 2)
 
 
 @needs_gloo

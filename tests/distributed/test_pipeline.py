@@ -45,7 +45,7 @@ from cordillera.planning.pipeline.schedules import (
     one_forward_one_backward,
 )
 from cordillera.planning.pipeline.simulator import StageSeconds, simulate
-from tests.distributed.processes import needs_gloo, run_processes
+from tests.distributed.processes import found_by, needs_gloo, run_processes
 
 # Stages on ranks, by the number of ranks; the members are ranks of the pool of four processes.
 MEMBERS = {4: (0, 1, 2, 3), 2: (1, 3)}  # all first: those who wait for the pair have a deadline
@@ -366,9 +366,7 @@ def run_into_faults(rank: int, folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """What four processes found."""
-    ended = run_processes(4, tmp_path_factory.mktemp("pipeline"), run_all, 300)
-    assert ended.codes == [0] * 4, ended.said
-    return ended.found
+    return found_by(4, tmp_path_factory.mktemp("pipeline"), run_all, 300)
 
 
 def of_ranks(executed: dict[int, dict[str, Any]], size: int, key: str) -> list[Any]:

@@ -25,7 +25,7 @@ from cordillera.models.language.parallelize import check_fit
 from cordillera.training.checkpoints import folder_of
 from cordillera.training.language.checkpoints import ShardedCheckpoints
 from cordillera.training.language.engine import LanguageEngine
-from tests.distributed.processes import needs_gloo, run_processes
+from tests.distributed.processes import found_by, needs_gloo
 from tests.distributed.test_language_meshes import (
     TRAINING,
     counts,
@@ -109,9 +109,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[int, di
     """What each process found, by their number and its rank."""
     found = {}
     for size in (4, 6):
-        ended = run_processes(size, tmp_path_factory.mktemp(f"heads-{size}"), work, 120)
-        assert ended.codes == [0] * size, ended.said
-        found[size] = ended.found
+        found[size] = found_by(size, tmp_path_factory.mktemp(f"heads-{size}"), work, 120)
     return found
 
 
@@ -132,9 +130,7 @@ def check(ranks: list[dict[str, Any]], model: LlamaConfig, steps: int) -> None:
 
 @needs_gloo
 def test_two_ranks_that_share_a_head_train_as_one_process_does(tmp_path: Path) -> None:
-    ended = run_processes(2, tmp_path, work_of_two, 120)
-    assert ended.codes == [0, 0], ended.said
-    check(list(ended.found.values()), ODD, 2)
+    check(list(found_by(2, tmp_path, work_of_two, 120).values()), ODD, 2)
 
 
 @needs_gloo
@@ -213,10 +209,9 @@ def test_checkpoints_are_read_by_any_number_of_tensor_ranks(tmp_path: Path) -> N
     for size in (4, 1, 2, 8):
         folder = tmp_path / str(size)
         folder.mkdir()
-        ended = run_processes(size, folder, resume, 120)
-        assert ended.codes == [0] * size, ended.said
-        found[size] = ended.found[0]
-        assert all(rank["losses"] == found[size]["losses"] for rank in ended.found.values())
+        by_rank = found_by(size, folder, resume, 120)
+        found[size] = by_rank[0]
+        assert all(rank["losses"] == found[size]["losses"] for rank in by_rank.values())
     for size in (1, 2, 8):
         assert found[size]["state"].keys() == found[4]["state"].keys()
         for name, tensor in found[4]["state"].items():

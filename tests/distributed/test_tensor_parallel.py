@@ -17,7 +17,7 @@ from cordillera.distributed.tensor_parallel import TensorRanks
 from cordillera.models.language.llama import LlamaConfig
 from cordillera.models.language.parallelize import parallelize
 from cordillera.models.language.stages import cut_model
-from tests.distributed.processes import needs_gloo, run_processes
+from tests.distributed.processes import found_by, needs_gloo
 
 RANKS, WIDTH = 3, 5
 MODEL = LlamaConfig(layers=6, hidden=24, heads=3, kv_heads=3, ffn=12, vocabulary=9, context=128)
@@ -90,9 +90,7 @@ def kept(parallel: ParallelConfig) -> int:
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    ended = run_processes(RANKS, tmp_path_factory.mktemp("tensor"), work, 120)
-    assert ended.codes == [0] * RANKS, ended.said
-    return ended.found
+    return found_by(RANKS, tmp_path_factory.mktemp("tensor"), work, 120)
 
 
 @needs_gloo

@@ -16,7 +16,7 @@ from cordillera.distributed.collectives import Collectives
 from cordillera.distributed.ledger import Ledger
 from cordillera.distributed.towers import TowerExchange, TowerLayout
 from cordillera.errors import PlanError
-from tests.distributed.processes import needs_gloo, run_processes
+from tests.distributed.processes import found_by, needs_gloo
 
 DIM, WIDTH, OUTPUTS = 4, 3, 2
 
@@ -145,12 +145,11 @@ def _real(rank: int, folder: str) -> dict[str, Any]:
 
 @needs_gloo
 def test_two_hosts_of_two_processes_do_as_virtual_ranks(tmp_path: Path) -> None:
-    ended = run_processes(4, tmp_path, _real, 120)
-    assert ended.codes == [0] * 4, ended.said
+    by_rank = found_by(4, tmp_path, _real, 120)
     case = Case(2, 2)
-    case.check(ended.found)
+    case.check(by_rank)
     outputs = [len(case.layout.tower(host)) for host in range(2)]
-    for rank, found in ended.found.items():
+    for rank, found in by_rank.items():
         expected = formulas(case.layout, rank, case.samples, DIM, outputs, DIM)
         for name in ("flat", "towers"):
             assert same_bits(found[name]["output"], case.whole[case.mine(rank)])

@@ -21,7 +21,7 @@ from cordillera.errors import DataError, PlanError
 from cordillera.jagged import JaggedBatch, JaggedTensor, offsets_from_lengths
 from cordillera.planning.ranking.placement import Placement
 from cordillera.workflows import ranking
-from tests.distributed.processes import needs_gloo, run_processes
+from tests.distributed.processes import found_by, needs_gloo
 from tests.embeddings.test_sharded_batches import Pair
 from tests.embeddings.test_sharded_tables import (  # fmt: skip
     DIM,
@@ -234,9 +234,7 @@ def together(size: int, rank: int, folder: str) -> dict[Any, Any]:
 @pytest.fixture(scope="module", params=[pytest.param(size, marks=pytest.mark.slow) for size in (2, 4)])
 def executed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[Any, Any]]:
     size = request.param
-    ended = run_processes(size, tmp_path_factory.mktemp("tables"), partial(together, size), 240)
-    assert ended.codes == [0] * size, ended.said
-    return ended.found
+    return found_by(size, tmp_path_factory.mktemp("tables"), partial(together, size), 240)
 
 
 @needs_gloo

@@ -16,7 +16,7 @@ from cordillera.embeddings.prioritised_tables import PrioritisedEmbeddingTables
 from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
 from cordillera.errors import PlanError
 from cordillera.jagged import JaggedBatch
-from tests.distributed.processes import needs_gloo, run_processes
+from tests.distributed.processes import found_by, needs_gloo
 from tests.embeddings.test_sharded_tables import DIM, RULES, SPEC, STEPS, bounds, config, placements, samples, share
 
 WAYS = {2: ("rows", "grid"), 4: ("whole", "columns", "rows", "grid", "one rank has all")}  # by ranks
@@ -96,9 +96,7 @@ def together(size: int, rank: int, folder: str) -> dict[Any, Any]:
 
 @pytest.fixture(scope="module", params=[pytest.param(size, marks=pytest.mark.slow) for size in (2, 4)])
 def executed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[Any, Any]]:
-    ended = run_processes(request.param, tmp_path_factory.mktemp("tables"), partial(together, request.param), 240)
-    assert ended.codes == [0] * request.param, ended.said
-    return ended.found
+    return found_by(request.param, tmp_path_factory.mktemp("tables"), partial(together, request.param), 240)
 
 
 @needs_gloo

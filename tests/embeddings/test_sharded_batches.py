@@ -20,7 +20,7 @@ from cordillera.embeddings.tables import EmbeddingTables
 from cordillera.errors import DataError, TrainingError
 from cordillera.jagged import JaggedBatch, slice_samples
 from cordillera.planning.ranking.placement import Placement, TablePart
-from tests.distributed.processes import needs_gloo, run_processes
+from tests.distributed.processes import found_by, needs_gloo
 from tests.embeddings.test_sharded_tables import (
     DIM,
     RULES,
@@ -308,9 +308,7 @@ def on_two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Results of all cases, on both ranks."""
     if request.param == "threads":
         return dict(enumerate(run_ranks(2, all_cases, 60.0)))
-    ended = run_processes(2, tmp_path_factory.mktemp("cases"), cases, 240)
-    assert ended.codes == [0, 0], ended.said
-    return ended.found
+    return found_by(2, tmp_path_factory.mktemp("cases"), cases, 240)
 
 
 @needs_gloo
@@ -452,13 +450,12 @@ def test_tables_go_on_over_other_numbers_of_processes(tmp_path: Path, rule: str)
     for turn, size in enumerate(SIZES):
         (folder := tmp_path / str(turn)).mkdir()
         torch.save(state, folder / "state")
-        ended = run_processes(size, folder, partial(handed_over, size, turn, rule, str(folder / "state")), 240)
-        assert ended.codes == [0] * size, ended.said
-        for found in ended.found.values():
+        by_rank = found_by(size, folder, partial(handed_over, size, turn, rule, str(folder / "state")), 240)
+        for found in by_rank.values():
             for key, tensor in state.items():
                 assert torch.equal(found["before"][key], tensor), (turn, key)
-                assert torch.equal(found["after"][key], ended.found[0]["after"][key]), (turn, key)
-        state = ended.found[0]["after"]
+                assert torch.equal(found["after"][key], by_rank[0]["after"][key]), (turn, key)
+        state = by_rank[0]["after"]
     for step in range(4 * len(SIZES)):
         batch, gradient = samples(step)
         one(batch).backward(gradient)

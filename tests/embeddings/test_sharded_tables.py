@@ -17,7 +17,7 @@ from cordillera.embeddings.sharded_tables import ShardedEmbeddingTables
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.jagged import JaggedBatch, JaggedTensor
 from cordillera.planning.ranking.placement import Placement, TablePart
-from tests.distributed.processes import asked_for, needs_gloo, run_processes
+from tests.distributed.processes import asked_for, found_by, needs_gloo
 
 DIM, STEPS, RATE = 8, 10, 0.05
 RULES = ("sgd", "adagrad", "rowwise_adagrad", "adam")
@@ -168,9 +168,7 @@ def executed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     if request.param == "threads":
         return dict(enumerate(run_ranks(2, partial(train_all, asked), 60.0)))
     size = request.param
-    ended = run_processes(size, tmp_path_factory.mktemp("tables"), partial(together, asked), 180)
-    assert ended.codes == [0] * size, ended.said
-    return ended.found
+    return found_by(size, tmp_path_factory.mktemp("tables"), partial(together, asked), 180)
 
 
 @pytest.mark.cases(2)

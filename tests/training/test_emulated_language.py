@@ -23,7 +23,7 @@ from cordillera.recipe import LanguageRecipe, validate
 from cordillera.run import Run
 from cordillera.training.checkpoints import folder_of, steps
 from cordillera.training.language.engine import LanguageConfig, LanguageEngine, PackedTokens
-from tests.distributed.processes import needs_gloo, run_processes
+from tests.distributed.processes import found_by, needs_gloo
 
 pytestmark = pytest.mark.slow
 
@@ -79,9 +79,7 @@ def run_formats(rank: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    ended = run_processes(1, tmp_path_factory.mktemp("formats"), run_formats, 120)
-    assert ended.codes == [0], ended.said
-    return ended.found[0]
+    return found_by(1, tmp_path_factory.mktemp("formats"), run_formats, 120)[0]
 
 
 @needs_gloo

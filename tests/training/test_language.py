@@ -19,7 +19,7 @@ from cordillera.training.language.engine import (
     PackedTokens,
     next_tokens,
 )
-from tests.distributed.processes import needs_gloo, run_processes
+from tests.distributed.processes import found_by, needs_gloo
 
 MODEL = LlamaConfig(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24, vocabulary=32, context=64, tied=True)
 
@@ -55,9 +55,7 @@ def run_rates(rank: int, folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def rates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("rates")
-    ended = run_processes(1, folder, run_rates, 120)
-    assert ended.codes == [0], ended.said
-    return ended.found[0]
+    return found_by(1, folder, run_rates, 120)[0]
 
 
 def equal(one: list[Tensor], other: list[Tensor]) -> bool:

@@ -30,7 +30,7 @@ from cordillera.training.ranking.config import TrainingConfig
 from cordillera.training.ranking.ranks import ManyRanks, _DropoutOfBatch
 from cordillera.training.ranking.scoring import load_weights
 from cordillera.training.ranking.trainer import Trainer
-from tests.distributed.processes import asked_for, needs_gloo, run_processes
+from tests.distributed.processes import asked_for, found_by, needs_gloo
 from tests.training.conftest import FEATURES, POOLING, MemoryLoader
 
 DENSE = FeatureSpec(dense=("a", "b"), sparse=(), tables={}, tasks=FEATURES.tasks)
@@ -231,9 +231,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_two(request: pytest.FixtureRequest, folder: Path) -> dict[int, Any]:
     """Results of two processes, by rank: of the trainings that tests ask for."""
     names = tuple(name for name in ALIKE if (name,) in asked_for(request, "name") | {("dropout",)})
-    ended = run_processes(2, folder, partial(together, names), 240)
-    assert ended.codes == [0, 0], ended.said
-    return ended.found
+    return found_by(2, folder, partial(together, names), 240)
 
 
 @pytest.mark.cases(2)
@@ -314,11 +312,10 @@ def test_a_rank_may_be_without_samples_with_every_model(tmp_path: Path) -> None:
     for name in POOLING:
         Run.create(tmp_path / name, "name = 'test'\n")
         Run.create(tmp_path / f"{name} alone", "name = 'test'\n")
-    done = run_processes(2, tmp_path, small_batches, 240)
-    assert done.codes == [0, 0], done.said
+    by_rank = found_by(2, tmp_path, small_batches, 240)
     for name in POOLING:
         expected = ended(trainer_of(str(tmp_path), f"{name} alone", None, **of_one_sample(name)))
-        for found in done.found.values():
+        for found in by_rank.values():
             for key, tensor in expected["state"].items():
                 # biases of keys have no effect, and Adam makes steps of their gradients' rounding errors
                 close = 1e-3 if key.endswith("query_key_value.bias") else 1e-5

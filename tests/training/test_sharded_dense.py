@@ -23,7 +23,7 @@ from cordillera.models.ranking.dhen import DHENConfig
 from cordillera.models.ranking.wukong import WukongConfig
 from cordillera.training.optimizers import build_adamw, dense_parameters
 from cordillera.training.ranking.sharded_dense import dense_units, shard_dense
-from tests.distributed.processes import needs_gloo, run_processes
+from tests.distributed.processes import found_by, needs_gloo
 
 pytestmark = pytest.mark.slow
 
@@ -95,9 +95,8 @@ def sharded(rank: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    ended = run_processes(SIZE, tmp_path_factory.mktemp("ranks"), sharded, 120.0)
-    assert not any(ended.codes), ended.said
-    return [ended.found[rank] for rank in range(SIZE)]
+    found = found_by(SIZE, tmp_path_factory.mktemp("ranks"), sharded, 120.0)
+    return [found[rank] for rank in range(SIZE)]
 
 
 @needs_gloo

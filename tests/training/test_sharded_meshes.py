@@ -30,7 +30,7 @@ from cordillera.models.language.llama import LlamaConfig
 from cordillera.training import sharded_checkpoints
 from cordillera.training.language.checkpoints import ShardedCheckpoints
 from cordillera.training.language.engine import LanguageConfig, LanguageEngine, PackedTokens
-from tests.distributed.processes import needs_gloo, run_processes
+from tests.distributed.processes import found_by, needs_gloo
 
 # Numbers of rows that ranks do not divide, and fewer rows than ranks.
 MODEL = LlamaConfig(layers=4, hidden=26, heads=4, kv_heads=2, head_dim=6, ffn=6, vocabulary=62, context=64, tied=True)
@@ -276,9 +276,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def executed(folder: Path) -> dict[int, dict[str, Any]]:
     """What each process found, by its rank."""
-    ended = run_processes(4, folder, run_all, 200)
-    assert ended.codes == [0] * 4, ended.said
-    return ended.found
+    return found_by(4, folder, run_all, 200)
 
 
 @needs_gloo

@@ -28,7 +28,7 @@ from cordillera.training.ranking import slices
 from cordillera.training.ranking.config import RankingParallelConfig, TrainingConfig
 from cordillera.training.ranking.ranks import OneRank, cut_samples
 from cordillera.training.ranking.trainer import Trainer
-from tests.distributed.processes import needs_gloo, run_processes
+from tests.distributed.processes import found_by, needs_gloo
 from tests.training.conftest import FEATURES, MemoryLoader
 
 SLICES, ROWS = 12, 50
@@ -185,9 +185,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def on_many(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     """Results of all cases on four processes, by rank."""
-    done = run_processes(4, tmp_path_factory.mktemp("many"), partial(together, str(folder)), 280)
-    assert done.codes == [0] * 4, done.said
-    return done.found
+    return found_by(4, tmp_path_factory.mktemp("many"), partial(together, str(folder)), 280)
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -223,10 +221,9 @@ def test_any_number_of_processes_ends_with_the_same_bits(on_many: dict[int, Any]
 @needs_gloo
 def test_a_run_goes_on_over_other_numbers_of_processes_to_the_same_bits(folder: Path, tmp_path: Path) -> None:
     expected = ended(trainer_of(str(folder), "unmoved", None, **MOVED))
-    done = run_processes(3, tmp_path, partial(moving, str(folder)), 60)
-    assert done.codes == [0] * 3, done.said
-    assert [done.found[0][f"moved {size}"]["ended"] for size in (2, 1, 3)] == ["interrupted", "interrupted", "finished"]
-    for found in done.found.values():
+    by_rank = found_by(3, tmp_path, partial(moving, str(folder)), 60)
+    assert [by_rank[0][f"moved {size}"]["ended"] for size in (2, 1, 3)] == ["interrupted", "interrupted", "finished"]
+    for found in by_rank.values():
         same(found["moved 3"], expected)
 
 
@@ -351,9 +348,8 @@ def on_two(rank: int, folder: str) -> dict[str, Any]:
 
 @needs_gloo
 def test_tables_add_in_order_and_placements_that_change_results_are_refused(tmp_path: Path) -> None:
-    done = run_processes(2, tmp_path, on_two, 120)
-    assert done.codes == [0, 0], done.said
-    for said in done.found.values():
+    found = found_by(2, tmp_path, on_two, 120)
+    for said in found.values():
         assert [said[cut] for cut in ("copies", "rows", "columns")] == [0.0, 0.0, 0.0]
         assert "row-wise Adagrad sums squares in another order" in said["squares"]
         assert "set parallel.pool = 'rows'" in said["pooled"]

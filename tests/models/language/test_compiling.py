@@ -14,7 +14,7 @@ from cordillera.models.language.compiling import check_compiler, compile_blocks
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.models.language.stages import LlamaStage
 from cordillera.training.language.engine import LanguageConfig, LanguageEngine, PackedTokens
-from tests.distributed.processes import needs_gloo, run_processes
+from tests.distributed.processes import found_by, needs_gloo
 
 MODEL = LlamaConfig(layers=3, hidden=16, heads=2, kv_heads=1, ffn=24, vocabulary=32, context=128)
 LENGTHS = ([5, 20], [7], [100], [30, 0, 4, 4], [1, 2], [2])
@@ -62,9 +62,7 @@ def work(rank: int, folder: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_compiled_blocks_train_as_others_do_and_once_for_all_lengths(tmp_path: Path) -> None:
-    ended = run_processes(1, tmp_path, work, 500)
-    assert ended.codes == [0], ended.said
-    found = ended.found[0]
+    found = found_by(1, tmp_path, work, 500)[0]
     for ours, theirs in zip(found["True"], found["False"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     for ours, theirs in zip(found["True weights"], found["False weights"], strict=True):
