@@ -53,6 +53,12 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def without_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing ends the machine, and waiting for its disk takes most of a commit's time."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
 def fuzz_inputs(request: pytest.FixtureRequest) -> Callable[[int], int]:
     """Number of inputs of a fuzzer: its own number, or that of ``--fuzz N``."""
     return lambda default: request.config.getoption("--fuzz") or default

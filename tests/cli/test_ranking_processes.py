@@ -125,10 +125,10 @@ def ne(run: Path) -> float:
     return float(Run(run).read_json("evaluation.json")["tasks"]["click"]["metrics"]["ne"])
 
 
-def learnt(run: Path) -> dict[str, torch.Tensor]:
-    """Return all weights, and the moments of dense ones, after the last step."""
+def learnt(run: Path, step: int = 122) -> dict[str, torch.Tensor]:
+    """Return all weights, and the moments of dense ones, after ``step`` steps."""
     _, model = restore_model(Run(run), prepare(recipe_of(Run(run)).data).features, torch.device("cpu"))
-    kept = checkpoints.load(checkpoints.folder_of(run / "checkpoints", 122)).tensors
+    kept = checkpoints.load(checkpoints.folder_of(run / "checkpoints", step)).tensors
     return model.state_dict() | {key: tensor for key, tensor in kept.items() if key.startswith("optimizer.")}
 
 

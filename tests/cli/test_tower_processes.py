@@ -15,13 +15,20 @@ from cordillera.data.ranking.datasets import prepare
 from cordillera.errors import PlanError, RecipeError
 from cordillera.planning.ranking.placement import Placement, TablePart
 from cordillera.recipe import RankingRecipe, load
-from cordillera.run import Run
-from cordillera.training import checkpoints
 from cordillera.workflows import ranking
-from cordillera.workflows.trained import recipe_of, restore_model
 from tests.cli.conftest import write_log
 from tests.cli.test_language_commands import wait_for_step
-from tests.cli.test_ranking_processes import RECIPE, ends, ne, needs_processes, none_starts, same_bits, train, trained
+from tests.cli.test_ranking_processes import (
+    RECIPE,
+    ends,
+    learnt,
+    ne,
+    needs_processes,
+    none_starts,
+    same_bits,
+    train,
+    trained,
+)
 from tests.distributed.processes import needs_gloo
 
 __all__ = ["none_starts"]
@@ -55,13 +62,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def learnt(run: Path) -> dict[str, torch.Tensor]:
-    """Return all weights, and the moments of dense ones, after the last step."""
-    _, model = restore_model(Run(run), prepare(recipe_of(Run(run)).data).features, torch.device("cpu"))
-    kept = checkpoints.load(checkpoints.folder_of(run / "checkpoints", STEPS)).tensors
-    return model.state_dict() | {key: tensor for key, tensor in kept.items() if key.startswith("optimizer.")}
-
-
 @needs_gloo
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
@@ -76,7 +76,7 @@ def test_two_hosts_of_two_processes_end_where_one_process_does_and_resume_to_the
     assert "tower 1, which host 1 computes" in (made / "whole" / "placement.txt").read_text()
     trained(made, "small.toml", "--run", "alone")
     assert ne(made / "whole") == pytest.approx(ne(made / "alone"), abs=1e-6)
-    ours, theirs = learnt(made / "whole"), learnt(made / "alone")
+    ours, theirs = learnt(made / "whole", STEPS), learnt(made / "alone", STEPS)
     assert ours.keys() == theirs.keys()
     assert any(key.startswith("optimizer.towers.towers.1.") for key in ours)
     for key, tensor in theirs.items():
@@ -108,7 +108,7 @@ def test_towers_without_modules_have_the_bits_of_the_plain_exchange_of_their_pla
     plain = ("--set", "parallel.exchange='plain'", "--set", "parallel.pool='bags'")
     placed = ("--set", "parallel.placement='identity/placement.json'")
     trained(made, "small.toml", "--run", "plain", *identity, *plain, *placed)
-    ours, theirs = learnt(made / "identity"), learnt(made / "plain")
+    ours, theirs = learnt(made / "identity", STEPS), learnt(made / "plain", STEPS)
     assert ours.keys() == theirs.keys()
     assert [key for key, tensor in ours.items() if not torch.equal(tensor, theirs[key])] == []
     assert ne(made / "identity") == ne(made / "plain")

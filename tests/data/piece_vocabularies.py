@@ -10,6 +10,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tests.data.vocabularies import joined
+
 SPACE = "▁"
 SPECIAL = ("<unk>", "<s>", "</s>")
 TEXT = "the cat sat on the mat, the end. the theatre <s> </s> 123 1234 ééé 漢字漢字 haha hahaha unk sat."
@@ -40,7 +42,7 @@ def pieces(user: tuple[str, ...] = ()) -> list[Piece]:
             break
         best = max(pairs, key=pairs.__getitem__)
         merged.append("".join(best))
-        words = [_joined(word, best) for word in words]
+        words = [joined(word, best) for word in words]
     merged = [piece for piece in dict.fromkeys(merged) if piece not in SPECIAL]
     found: list[Piece] = [("<unk>", 0.0, UNKNOWN), ("<s>", 0.0, CONTROL), ("</s>", 0.0, CONTROL)]
     found += [(f"<0x{byte:02X}>", 0.0, BYTE) for byte in range(256)]
@@ -48,16 +50,6 @@ def pieces(user: tuple[str, ...] = ()) -> list[Piece]:
     found += [(SPACE * size, -1e9, NORMAL) for size in (2, 4, 8, 3, 5, 6, 7)]  # with one score, as in Llama 2
     found += [(letter, -1e3 - number, NORMAL) for number, letter in enumerate(letters)]
     return found + [(name, 0.0, USER_DEFINED) for name in user]
-
-
-def _joined(word: list[str], pair: tuple[str, str]) -> list[str]:
-    out: list[str] = []
-    for part in word:
-        if out and (out[-1], part) == pair:
-            out[-1] += part
-        else:
-            out.append(part)
-    return out
 
 
 def reference(text: str, prefix: bool = True) -> list[int]:

@@ -7,15 +7,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from cordillera.cli.data import app
 from cordillera.data import assets
 from cordillera.data.assets import ASSETS, Asset, fetch_asset, stored_asset
 from cordillera.data.fetch import Wheel
 from cordillera.data.ranking.datasets import DATASETS
 from cordillera.errors import DataError, RunError
 from tests.data import vocabularies as v
+from tests.data.test_data_command import run_data
 
 
 @pytest.fixture(autouse=True)
@@ -38,40 +37,34 @@ def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(assets, "ASSETS", small)
 
 
-def _run(*arguments: str) -> str:
-    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return " ".join(result.output.split())
-
-
 def test_names_are_of_one_thing_only() -> None:
     assert not ASSETS.keys() & DATASETS.keys()
 
 
 def test_list_names_every_asset() -> None:
-    text = _run("list")
+    text = run_data("list")
     assert all(name in text for name in ASSETS)
 
 
 @pytest.mark.parametrize("name", list(ASSETS))
 def test_get_prints_the_terms_and_where_the_file_is(name: str) -> None:
-    text = _run("get", name)
+    text = run_data("get", name)
     assert f"terms: {ASSETS[name].terms[:20]}" in text
     assert fetch_asset(name).is_file()
     assert str(fetch_asset(name)) in text
 
 
 def test_describe_shows_the_shape_and_the_special_tokens() -> None:
-    text = _run("describe", "smollm2")
+    text = run_data("describe", "smollm2")
     assert "general.architecture llama" in text
     assert "stops at <|im_end|>, <|endoftext|>" in text
-    assert "special tokens 256" in _run("describe", "llama3-tokenizer")
+    assert "special tokens 256" in run_data("describe", "llama3-tokenizer")
 
 
 def test_what_belongs_to_rows_is_refused() -> None:
     for option in (["--rows", "3"], ["--path", "x"], ["--export", "x.csv"]):
         with pytest.raises(RunError, match="which is a model and has no rows"):
-            _run("get", "smollm2", *option)
+            run_data("get", "smollm2", *option)
     with pytest.raises(DataError, match="unknown asset 'x'"):
         fetch_asset("x")
 

@@ -35,6 +35,8 @@ from cordillera.errors import DataError
 from cordillera.training.ranking.teachers.augmentation import Augmentation, AugmentationConfig, AugmentationProgress
 from tests.fuzzing import flips
 
+pytestmark = pytest.mark.usefixtures("without_flushes")
+
 STREAMS, TASKS = ("home", "feed", "mail"), ("click", "buy")
 KINDS = {
     "event": pl.String,
@@ -162,12 +164,6 @@ class NoTeacher:
 
     def load_state(self, frames: dict[str, pl.DataFrame], state: dict[str, Any]) -> None:
         pass
-
-
-@pytest.fixture(autouse=True)
-def _without_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here ends the machine, and waiting for its disk takes most of a commit's time."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @dataclass

@@ -8,7 +8,7 @@ import itertools
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, AnyStr
 
 import regex
 
@@ -36,12 +36,13 @@ def learn(merges: int = 80) -> list[tuple[bytes, bytes]]:
             break
         best = max(pairs, key=pairs.__getitem__)
         found.append(best)
-        words = [_joined(word, best) for word in words]
+        words = [joined(word, best) for word in words]
     return found
 
 
-def _joined(word: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
-    out: list[bytes] = []
+def joined(word: list[AnyStr], pair: tuple[AnyStr, AnyStr]) -> list[AnyStr]:
+    """A word whose neighbours ``pair`` are one."""
+    out: list[AnyStr] = []
     for part in word:
         if out and (out[-1], part) == pair:
             out[-1] = out[-1] + part
@@ -63,7 +64,7 @@ def reference(text: str, patterns: list[str], merges: list[tuple[bytes, bytes]])
             known = [(ranks[pair], pair) for pair in itertools.pairwise(parts) if pair in ranks]
             if not known:
                 break
-            parts = _joined(parts, min(known)[1])
+            parts = joined(parts, min(known)[1])
         found += parts
     return found
 

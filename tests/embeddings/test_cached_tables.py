@@ -23,20 +23,11 @@ from cordillera.kernels.embeddings.cached_rows import EMPTY, WAYS
 from cordillera.models.ranking import MODELS, build
 from cordillera.recipe import load
 
+from .popular import DIM, OPTIMIZERS, popular, spec
 from .reference_cached_rows import Reference
 
-OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
-SPEC = FeatureSpec(
-    dense=(),
-    sparse=(
-        SparseFeature("item", "items"),
-        SparseFeature("user", "users"),
-        SparseFeature("history", "items", pooling="mean", is_list=True),
-    ),
-    tables={"items": 150, "users": 60},
-    tasks=("click",),
-)
-ROWS, DIM = 210, 6
+SPEC = spec(150, 60)
+ROWS = 210
 
 
 def tables(optimizer: str = "rowwise_adagrad", seed: int = 0, rate: float = 0.1, **options: object) -> EmbeddingTables:
@@ -51,20 +42,7 @@ def cached(**options: object) -> CachedEmbeddingTables:
 
 
 def batch(seed: int, size: int = 30) -> JaggedBatch:
-    """Popular ids are popular, so that caches have something to do."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def ids(rows: int, count: int) -> Tensor:
-        return (torch.rand(count, generator=generator) ** 4 * rows).long()
-
-    lengths = torch.randint(0, 4, (size,), generator=generator).tolist()
-    return JaggedBatch.from_features(
-        {
-            "item": JaggedTensor(ids(150, size), torch.arange(size + 1)),
-            "user": JaggedTensor(ids(60, size), torch.arange(size + 1)),
-            "history": JaggedTensor.from_lists([ids(150, n).tolist() for n in lengths]),
-        }
-    )
+    return popular(seed, size, 150, 60, 4)
 
 
 def gradient(seed: int, shape: torch.Size) -> Tensor:

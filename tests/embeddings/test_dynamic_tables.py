@@ -15,21 +15,11 @@ from cordillera.embeddings.dynamic_tables import DynamicTables
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.errors import CheckpointError, DataError, DependencyError, TrainingError
 from cordillera.jagged import JaggedBatch, JaggedTensor
+from tests.embeddings.popular import DIM, OPTIMIZERS, popular, spec
 
 pytest.importorskip("numba")
 
-OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
-SPEC = FeatureSpec(
-    dense=(),
-    sparse=(
-        SparseFeature("item", "items"),
-        SparseFeature("user", "users"),
-        SparseFeature("history", "items", pooling="mean", is_list=True),
-    ),
-    tables={"items": 50, "users": 30},
-    tasks=("click",),
-)
-DIM = 6
+SPEC = spec(50, 30)
 EVICTING = DynamicRowsConfig(min_count=2, max_age=3, evict_every=4)
 
 
@@ -43,19 +33,7 @@ def dynamic(
 
 
 def batch(seed: int, size: int = 12, scale: int = 1, among: tuple[int, int] = (50, 30)) -> JaggedBatch:
-    generator = torch.Generator().manual_seed(seed)
-
-    def ids(rows: int, count: int) -> Tensor:
-        return (torch.rand(count, generator=generator) ** 2 * rows).long() * scale
-
-    lengths = torch.randint(0, 4, (size,), generator=generator).tolist()
-    return JaggedBatch.from_features(
-        {
-            "item": JaggedTensor(ids(among[0], size), torch.arange(size + 1)),
-            "user": JaggedTensor(ids(among[1], size), torch.arange(size + 1)),
-            "history": JaggedTensor.from_lists([ids(among[0], n).tolist() for n in lengths]),
-        }
-    )
+    return popular(seed, size, *among, 2, scale)
 
 
 def step(tables: EmbeddingTables, seed: int, scale: int = 1) -> Tensor:

@@ -18,22 +18,12 @@ from cordillera.embeddings import row_file
 from cordillera.embeddings.file_tables import FileTables
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.errors import CheckpointError, DataError, DependencyError, RunError, TrainingError
-from cordillera.jagged import JaggedBatch, JaggedTensor
+from cordillera.jagged import JaggedBatch
+from tests.embeddings.popular import DIM, OPTIMIZERS, popular, spec
 
 pytest.importorskip("numba")
 
-OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
-SPEC = FeatureSpec(
-    dense=(),
-    sparse=(
-        SparseFeature("item", "items"),
-        SparseFeature("user", "users"),
-        SparseFeature("history", "items", pooling="mean", is_list=True),
-    ),
-    tables={"items": 900, "users": 300},
-    tasks=("click",),
-)
-DIM = 6
+SPEC = spec(900, 300)
 
 
 def in_file(
@@ -59,19 +49,7 @@ def _config(optimizer: str, **options: object) -> TablesConfig:
 
 
 def batch(seed: int, size: int = 40) -> JaggedBatch:
-    generator = torch.Generator().manual_seed(seed)
-
-    def ids(rows: int, count: int) -> Tensor:
-        return (torch.rand(count, generator=generator) ** 3 * rows).long()
-
-    lengths = torch.randint(0, 4, (size,), generator=generator).tolist()
-    return JaggedBatch.from_features(
-        {
-            "item": JaggedTensor(ids(900, size), torch.arange(size + 1)),
-            "user": JaggedTensor(ids(300, size), torch.arange(size + 1)),
-            "history": JaggedTensor.from_lists([ids(900, n).tolist() for n in lengths]),
-        }
-    )
+    return popular(seed, size, 900, 300, 3)
 
 
 def step(tables: EmbeddingTables, seed: int, following: int | None = None) -> Tensor:

@@ -13,13 +13,6 @@ from torch import Tensor
 from cordillera.kernels.attention.decoding import MOST_TOKENS, decode_attention, is_supported
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def _ancestors(parents: list[int]) -> Tensor:
     seen = torch.eye(len(parents), dtype=torch.bool)
     for place, parent in enumerate(parents):

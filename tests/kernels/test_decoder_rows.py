@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from cordillera.jagged import offsets_from_lengths
-from cordillera.kernels.dense import bf16_amx, bf16_tiles, decoder_rows, few_rows, packed_rows
+from cordillera.kernels.dense import bf16_tiles, decoder_rows, few_rows, packed_rows
 from cordillera.kernels.dense.few_rows import use_few_rows
 from cordillera.models.language.kv_cache import KVCache
 from cordillera.models.language.llama import Llama, LlamaConfig, few_rows_of
 from cordillera.numerics.quantization.packed_linear import PackedLinear, pack_rows
 from cordillera.numerics.sites import replace, sites
+from tests.kernels.conftest import by
 
 CONFIG = LlamaConfig(hidden=96, heads=6, kv_heads=2, head_dim=32, ffn=160, layers=3, vocabulary=64, context=64)
 WAYS = ["amx", "tiles"]
-
-
-@contextlib.contextmanager
-def _by(way: str) -> Iterator[None]:
-    if not {"amx": bf16_amx.available, "tiles": bf16_tiles.available}[way]():
-        pytest.skip(f"this processor has no instructions for {way}")
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (few_rows, packed_rows, decoder_rows):
-            patch.setattr(module, "amx_available", lambda: way == "amx")
-        yield
 
 
 FAMILIES = {
@@ -88,7 +78,7 @@ def test_blocks_are_what_their_layers_compute(
     way: str, bits: int | None, lengths: tuple[int, ...], family: str
 ) -> None:
     model, texts = model_of(bits, family=family), texts_of(*lengths)
-    with _by(way):
+    with by(way, few_rows, packed_rows, decoder_rows):
         taps, by_layers = dict.fromkeys((0, 2), torch.empty(0)), dict.fromkeys((0, 2), torch.empty(0))
         apart = outputs(model, texts, taps=by_layers)
         found = outputs(in_one_call(model), texts, taps=taps)
@@ -107,7 +97,7 @@ def test_blocks_are_what_their_layers_compute(
 @pytest.mark.parametrize("bits", [None, 4])
 def test_a_text_is_the_same_beside_any_others(way: str, bits: int | None) -> None:
     model, texts = in_one_call(model_of(bits)), texts_of(3, 9, 1, 16)
-    with _by(way):
+    with by(way, few_rows, packed_rows, decoder_rows):
         whole = outputs(model, texts)
         for number, text in enumerate(texts):
             assert torch.equal(outputs(model, [text])[0], whole[number])
@@ -119,7 +109,7 @@ def test_a_text_is_the_same_beside_any_others(way: str, bits: int | None) -> Non
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
 def test_threads_change_nothing(way: str, threads: int) -> None:
     model, texts, before = in_one_call(model_of(4)), texts_of(4, 3), torch.get_num_threads()
-    with _by(way):
+    with by(way, few_rows, packed_rows, decoder_rows):
         whole = outputs(model, texts)
         try:
             torch.set_num_threads(threads)
@@ -134,7 +124,7 @@ def test_threads_change_nothing(way: str, threads: int) -> None:
 def test_what_is_no_number_stays_in_its_text(way: str, wrong: float) -> None:
     model = in_one_call(model_of(None))
     texts = [[5, 6, 7], [8, 9, 63], [1, 2]]
-    with _by(way):
+    with by(way, few_rows, packed_rows, decoder_rows):
         whole = outputs(model, texts)
         model.embedding.weight[63, 11] = wrong
         found = outputs(model, texts)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from cordillera.kernels.dense import bf16_amx, bf16_tiles, few_rows
+from cordillera.kernels.dense import few_rows
 from cordillera.kernels.dense.few_rows import MOST_ROWS, FewRowsLinear, few_rows_linear
+from tests.kernels.conftest import by
 
 
 def _drawn(rows: int, inner: int, outputs: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -21,25 +19,7 @@ def _drawn(rows: int, inner: int, outputs: int, seed: int = 0) -> tuple[Tensor, 
     return x, weight
 
 
-@contextlib.contextmanager
-def _by(way: str) -> Iterator[None]:
-    """Compute by AMX, by tiles of vectors, or by plain loops."""
-    if not {"amx": bf16_amx.available, "tiles": bf16_tiles.available, "loops": lambda: True}[way]():
-        pytest.skip(f"this processor has no instructions for {way}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(few_rows, "amx_available", lambda: way == "amx")
-        patch.setattr(few_rows, "available", lambda: way == "tiles")
-        yield
-
-
 WAYS = ["amx", "tiles", "loops"]
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -53,7 +33,7 @@ def threads():
 def test_products_are_rounded_once(way: str, rows: int, inner: int, outputs: int, seed: int) -> None:
     x, weight = _drawn(rows, inner, outputs, seed)
     exact = x.double() @ weight.double().T
-    with _by(way):
+    with by(way, few_rows):
         error = (few_rows_linear(x, weight).double() - exact).abs()
     # half a unit of bfloat16, and what float32 sums may lose
     lost = (x.double().abs() @ weight.double().abs().T) * inner * 2**-24
@@ -68,7 +48,7 @@ def test_products_are_rounded_once(way: str, rows: int, inner: int, outputs: int
 def test_results_do_not_depend_on_threads_on_neighbours_or_on_addresses(
     threads, way: str, rows: int, inner: int, outputs: int
 ) -> None:
-    with _by(way):
+    with by(way, few_rows):
         _check_bits(threads, rows, inner, outputs)
 
 
@@ -89,7 +69,7 @@ def _check_bits(threads, rows: int, inner: int, outputs: int) -> None:
 def test_nan_and_infinity_are_passed_on(way: str, inner: int, outputs: int) -> None:
     x, weight = _drawn(2, inner, outputs)
     x[0, 3], weight[2, 5] = torch.nan, torch.inf
-    with _by(way):
+    with by(way, few_rows):
         found = few_rows_linear(x, weight)
     assert bool(found[0].isnan().all())
     assert bool(found[1, 2].isinf())

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -13,25 +10,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from cordillera.errors import NumericsError
-from cordillera.kernels.dense import bf16_amx, bf16_tiles, few_rows, packed_rows
+from cordillera.kernels.dense import few_rows, packed_rows
 from cordillera.kernels.dense.few_rows import FewRowsLinear
 from cordillera.kernels.dense.packed_rows import PackedRows, packed_linear, unpacked
 from cordillera.kernels.dense.tiled_products import takes
 from cordillera.numerics.quantization.packed_linear import PackedLinear, pack_rows
+from tests.kernels.conftest import by
 
 WAYS = ["amx", "tiles", "loops"]
-
-
-@contextlib.contextmanager
-def _by(way: str) -> Iterator[None]:
-    """Compute by AMX, by tiles of vectors, or without either."""
-    if not {"amx": bf16_amx.available, "tiles": bf16_tiles.available, "loops": lambda: True}[way]():
-        pytest.skip(f"this processor has no instructions for {way}")
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (few_rows, packed_rows):
-            patch.setattr(module, "amx_available", lambda: way == "amx")
-            patch.setattr(module, "available", lambda: way != "loops")
-        yield
 
 
 def drawn(outputs: int, groups: int, bits: int, seed: int = 0) -> PackedRows:
@@ -58,7 +44,7 @@ def by_definition(packed: PackedRows) -> np.ndarray:
 @pytest.mark.parametrize(("outputs", "groups"), [(16, 1), (48, 3), (80, 18)])
 def test_weights_are_codes_times_scales(way: str, bits: int, outputs: int, groups: int) -> None:
     packed = drawn(outputs, groups, bits)
-    with _by(way):
+    with by(way, few_rows, packed_rows):
         found = unpacked(packed)
     assert torch.equal(found, torch.from_numpy(by_definition(packed)).bfloat16())
 
@@ -71,7 +57,7 @@ def test_scales_that_are_not_finite_give_weights_that_are_not(way: str, bits: in
     packed.scales[:6, :, 0] = torch.from_numpy(odd)[:, None]
     if bits == 4:
         packed.scales[6:12, :, 1] = torch.from_numpy(odd)[:, None]
-    with _by(way):
+    with by(way, few_rows, packed_rows):
         found = unpacked(packed)
     with np.errstate(invalid="ignore"):
         wanted = torch.from_numpy(by_definition(packed)).bfloat16()
@@ -94,7 +80,7 @@ def test_products_are_those_of_the_unpacked_weights_to_the_bit(
     packed = drawn(16 * blocks, groups, bits, seed)
     x = torch.randn(rows, 32 * groups, generator=torch.Generator().manual_seed(seed)).bfloat16()
     weight = torch.from_numpy(by_definition(packed)).bfloat16()
-    with _by(way), torch.inference_mode():
+    with by(way, few_rows, packed_rows), torch.inference_mode():
         assert torch.equal(packed_linear(x, packed), FewRowsLinear(nn.Parameter(weight, requires_grad=False))(x))
 
 

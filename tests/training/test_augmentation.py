@@ -40,6 +40,8 @@ from cordillera.training.ranking.teachers.versions import (
 )
 from cordillera.workflows.streams.augmentation import augment
 
+pytestmark = pytest.mark.usefixtures("without_flushes")
+
 SOURCE = Path(__file__).parents[2] / "src"
 STREAMS, TASKS = ("home", "feed"), ("click", "buy")
 WINDOW, LATENESS, EVERY = 60, 10, 100
@@ -57,12 +59,6 @@ SCHEMA = Schema(
 )
 MODEL: dict[str, Any] = {"name": "dnn", "embedding_dim": 2, "mlp": [4], "dropout": 0.2}
 LARGER: dict[str, Any] = {"name": "dnn", "embedding_dim": 16, "mlp": [64, 32]}
-
-
-@pytest.fixture(autouse=True)
-def _without_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here ends the machine, and waiting for its disk takes most of a commit's time."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def events_of(count: int, seed: int = 1) -> pl.DataFrame:
