@@ -20,6 +20,7 @@ from cordillera.data.language.chats.corpora import ChatCorpora, ChatKind, Item
 from cordillera.data.language.chats.tokens import ANSWER, END
 from cordillera.distributed.mesh import ProcessMesh
 from cordillera.errors import Interrupted, PlanError, RecipeError, RunError
+from cordillera.files import replacing
 from cordillera.models.language.checkpoints import open_checkpoint, read_model
 from cordillera.recipe import PostTrainingRecipe
 from cordillera.run import Run, disk_errors
@@ -215,10 +216,8 @@ def add_reference(recipe: PostTrainingRecipe, trainer: LanguageTrainer, run: Run
         found = {"training": _reference(recipe, trainer, batches.items, used, run, say)}
         if held is not None:
             found["held_out"] = _reference(recipe, trainer, held.items, range(len(held.items)), run, say)
-        beside = path.with_name(f".{path.name}")
-        with disk_errors(path):
+        with disk_errors(path), replacing(path) as beside:
             save_file(found, beside)
-            beside.replace(path)  # whole, or not there
     batches.values["reference"] = found["training"]
     if held is not None:
         held.values["reference"] = found["held_out"]
