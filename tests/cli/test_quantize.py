@@ -151,7 +151,15 @@ def test_formats_of_rows_are_tried_from_the_smallest_and_none_is_larger_than_fp3
     assert list(part.costs) == sorted(part.costs)
     assert part.costs[-1] == 4 * 50 * width
     assert len(set(part.costs)) == len(part.costs)
-    assert part.options[0] == ("int4" if width > 2 else "fp16")
+    assert (
+        part.options
+        == {
+            1: ("fp16", "fp32"),
+            2: ("fp16", "fp32"),
+            4: ("int4", "fp16", "fp32"),
+            64: ("int4", "int8", "fp16", "fp32"),
+        }[width]
+    )
 
 
 def test_a_model_of_dense_features_alone_is_quantised_and_watched(cli, tmp_path):

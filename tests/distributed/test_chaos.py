@@ -290,7 +290,7 @@ def test_a_stopped_process_goes_on_when_all_that_stop_it_are_over(job: Job) -> N
             time.sleep(0.01)
         seen.append(state(process))
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=look, daemon=True)
     thread.start()
     assert not injected(job, short, long)
     thread.join()

@@ -44,12 +44,13 @@ def probe(
     if not math.isfinite(decibels):
         raise NumericsError(f"must be a number of decibels, got {decibels}", where="--db", remedy="for instance 30")
     from cordillera.numerics.dispatch.dispatch import DispatchConfig
+    from cordillera.numerics.dispatch.plan import bucket
     from cordillera.workflows.probing import probe as work
     from cordillera.workflows.probing import probe_training
 
     if training:
         refuse({"--anew": anew, "--marginals": marginals}, "--training, which always gathers anew and no quantiles")
-    config = DispatchConfig(rows=tuple(sorted(set(rows or [256]))), sqnr_db=decibels)
+    config = DispatchConfig(rows=tuple(sorted({bucket(one) for one in rows or [256]})), sqnr_db=decibels)
     with CommandOutput(as_json) as answer:
         say = answer.notes.print
         try:

@@ -12,7 +12,6 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -312,9 +311,7 @@ def _load(run: Run, recipe: RankingRecipe, quantized: bool, planned: bool) -> Ro
         )
     device = select_device(recipe.device)
     encoder = Encoder.load(run.folder / "encoder")
-    tasks = tuple(card_of(run)["tasks"])
-    features = replace(encoder.features, tasks=tasks)
-    return _scorer_of(run, recipe, encoder, features, device, quantized=quantized, planned=planned)
+    return _scorer_of(run, recipe, encoder, features_of(run, encoder), device, quantized=quantized, planned=planned)
 
 
 def _scorer_of(

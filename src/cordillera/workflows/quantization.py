@@ -284,13 +284,13 @@ def _parts(
     tables = model.tables
     for name in tables.features.tables:
         whole = tables.table(name)
-        sizes = {"fp32": 4.0 * whole.numel()}
-        for kind in _SMALLEST_ROW_KINDS if smallest else _ROW_KINDS:
+        options, costs = ["fp32"], [4.0 * whole.numel()]
+        for kind in reversed(_SMALLEST_ROW_KINDS if smallest else _ROW_KINDS):
             with contextlib.suppress(NumericsError):  # a format that cannot hold the table is not offered
-                sizes[kind] = float(encoded(whole, kind, name, "minmax").numel())
-        options = sorted((kind for kind in sizes if sizes[kind] < sizes["fp32"]), key=sizes.__getitem__)
-        options.append("fp32")
-        found.append(Part(f"table {name}", tuple(options), tuple(sizes[kind] for kind in options)))
+                size = float(encoded(whole, kind, name, "minmax").numel())
+                if size < costs[0]:  # rows of few numbers may be no smaller than more accurate ones
+                    options, costs = [kind, *options], [size, *costs]
+        found.append(Part(f"table {name}", tuple(options), tuple(costs)))
     # All tables count as much as the time of all layers, unless bytes alone count: then time only breaks ties.
     times = sum(t.milliseconds for one in trials.values() for t in one if t.kernel == "fp32") or 1.0
     a_millisecond = (1e-6 if smallest else 1.0) * (sum(part.costs[-1] for part in found) or 1.0) / times

@@ -427,13 +427,12 @@ def planned_sites(model: nn.Module, plan: PrecisionPlan) -> dict[str, nn.Linear]
     return own
 
 
-def planned(model: nn.Module, plan: PrecisionPlan, allow_stale: bool = False) -> dict[str, nn.Module]:
+def planned(model: nn.Module, plan: PrecisionPlan) -> dict[str, nn.Module]:
     """Modules with which a plan replaces a model's linear layers, by name.
 
     Args:
         model: Trained model, which is not changed.
         plan: Plan for this model and machine.
-        allow_stale: Whether to accept a plan that was made on another device, with other threads or libraries.
 
     Raises:
         NumericsError: If the plan is for training, for other weights or another machine, or names a layer that the
@@ -442,8 +441,7 @@ def planned(model: nn.Module, plan: PrecisionPlan, allow_stale: bool = False) ->
     plan.check_purpose("scoring")
     own = planned_sites(model, plan)
     layers = {name: own[name] for name in plan.sites}
-    if not allow_stale:
-        plan.check_machine(next((layer.weight.device for layer in layers.values()), torch.device("cpu")))
+    plan.check_machine(next((layer.weight.device for layer in layers.values()), torch.device("cpu")))
     for name, layer in layers.items():
         refuse_double(layer.weight, name)
     if plan.weights != weights_digest({name: (layer.weight, layer.bias) for name, layer in layers.items()}):

@@ -236,21 +236,23 @@ def _texts(
     tokenizer, window = opened.tokenizer, opened.config.context
     pieces: list[_TextPiece] = []
     left = math.inf if most is None else most
+    lengths = np.array([len(content or b"") for content in tokenizer.token_bytes])
+    spaces: list[int] = []  # bytes that SentencePiece's kinds put before a text, among the targets after a first token
     for number, ids in enumerate(tokenizer.encode_batch(texts, bos=tokenizer.adds_bos)):
         if left <= 0:
             break
+        more = int(lengths[ids[1:]].sum()) - len(texts[number].encode()) if tokenizer.adds_bos else 0
+        spaces.append(min(max(more, 0), int(tokenizer.prefix != "never")))
         pieces += _windows(number, ids[: int(min(len(ids), left + 1))], window)
         left -= len(ids) - 1
     if not any(len(piece.tokens) > piece.first for piece in pieces):
         raise DataError("holds no text of two tokens", where="file", remedy="give a longer text")
     samples: list[tuple[float, int, int]] = []  # loss, tokens and bytes
     owners: list[int] = []
-    lengths = np.array([len(content or b"") for content in tokenizer.token_bytes])
-    has_space = tokenizer.adds_bos and tokenizer.prefix != "never"  # among the targets, before the first word
     for piece, scores in _scored(opened.model, pieces, window, on_tokens):
         sizes = lengths[piece.tokens[piece.first :]]
-        if has_space and (not owners or owners[-1] != piece.owner):
-            sizes[0] -= 1
+        if not owners or owners[-1] != piece.owner:
+            sizes[0] -= spaces[piece.owner]
         for start in range(0, len(scores), _BLOCK):
             part = scores[start : start + _BLOCK]
             samples.append((-float(part.sum()), len(part), int(sizes[start : start + _BLOCK].sum())))

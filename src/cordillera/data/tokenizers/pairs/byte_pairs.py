@@ -143,7 +143,7 @@ class BytePairs:
         self._check()
         bos, eos, chat = self.bos, self.eos, None
         if self.template is None:  # a configuration without one is that of a base model, chat tokens or not
-            is_base = kind == "tokenizers" and self.path.with_name("tokenizer_config.json").exists()
+            is_base = kind in ("tokenizers", "sentencepiece") and self.path.with_name("tokenizer_config.json").exists()
             chat = None if is_base else guess_format(self.special)
         else:
             chat = JinjaChat(self.template, self.special, bos=bos, eos=eos, where=f"{self.path}, chat template")
