@@ -16,7 +16,7 @@ JobBackend: TypeAlias = Literal["auto", "cordillera"]
 """Backend of torch.distributed that carries what processes exchange; ``auto`` is gloo on CPUs and NCCL on GPUs."""
 
 _MOST = 1_000_000  # largest number of processes of a job
-_MOST_DEADLINE_S = 1_000_000  # systems wait for at most 2^31 ms
+_MOST_DEADLINE_S = 2_000_000  # systems wait for at most 2^31 ms
 
 
 class JobPlace(NamedTuple):

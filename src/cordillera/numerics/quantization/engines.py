@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -107,12 +107,13 @@ class TorchEngine:
     Args:
         seven_bits: Whether to quantise dynamic activations to half the range, for machines whose int16 sums of pairs
             saturate.
+        engines: Names of torch's engines, of which the first available one is used.
     """
 
-    def __init__(self, weight: LinearWeight, *, seven_bits: bool = False) -> None:
+    def __init__(self, weight: LinearWeight, *, seven_bits: bool = False, engines: Sequence[str] = ENGINES) -> None:
         self.weight, self.seven_bits = weight, seven_bits
         zero_point = torch.zeros_like(weight.scale) if weight.zero_point is None else weight.zero_point
-        with packing_engine(), warnings.catch_warnings():
+        with packing_engine(engines), warnings.catch_warnings():
             # Torch calls these dtypes deprecated, but its kernels take no others.
             warnings.simplefilter("ignore", UserWarning)
             codes = torch._make_per_channel_quantized_tensor(weight.codes, weight.scale.double(), zero_point.long(), 0)
@@ -193,11 +194,11 @@ def dynamic_parameters(x: Tensor, *, seven_bits: bool = False) -> tuple[float, i
 
 
 @contextmanager
-def packing_engine() -> Iterator[None]:
-    """Set torch's engine to the first available one of ``ENGINES`` while weights are packed, as torch packs for it."""
-    supported = [name for name in ENGINES if name in torch.backends.quantized.supported_engines]
+def packing_engine(engines: Sequence[str] = ENGINES) -> Iterator[None]:
+    """Set torch's engine to the first available one of ``engines`` while weights are packed, as torch packs for it."""
+    supported = [name for name in engines if name in torch.backends.quantized.supported_engines]
     if not supported:
-        raise NumericsError(f"this build of torch has no engine {' or '.join(ENGINES)}", remedy="backend='reference'")
+        raise NumericsError(f"this build of torch has no engine {' or '.join(engines)}", remedy="backend='reference'")
     before = torch.backends.quantized.engine
     torch.backends.quantized.engine = supported[0]
     try:
